@@ -77,6 +77,10 @@ def one(*shape: int, dtype: torch.dtype = torch.bfloat16, value: float = 1.0) ->
     return param
 
 
+def weights(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def gradients(step: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:
     """bf16 gradients of one step, from 1e-4 to 10, with zeros."""
     generator = torch.Generator().manual_seed(1000 + step)

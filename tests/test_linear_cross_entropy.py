@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
-from alive import bytes_alive
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.nn import linear_cross_entropy
 from mezzo.pytorch import linear_cross_entropy as module
-from mezzo.pytorch.memory import PeakTensorBytes
 
 ROWS, WIDTH, CLASSES = 90, 24, 41
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -139,20 +137,6 @@ def test_no_further_from_fp64_than_the_naive_code(
         assert float(off.norm()) <= 1.1 * float(their_off.norm()) + 2.0**-22 * float(exact.norm())
 
 
-@pytest.mark.parametrize("fmt", HALVES)
-def test_what_arrives_in_backward_may_be_any_number(fmt: str, chunks: str) -> None:
-    """One that isn't a power of two costs bf16 gradients a rounding more, and they stay of the naive code's kind."""
-    row = Row({}, bias=True)
-    tensors, target, weight = row.inputs()
-    rest = (target, weight, row.kwargs)
-    truth, plain, found = (
-        derived(call, leaves(tensors, dtype), *rest, seed=0.3)
-        for call, dtype in ((naive, torch.float64), (naive, HALVES[fmt]), (ours, HALVES[fmt]))
-    )
-    for mine, theirs, exact in zip(found, plain, truth):
-        assert float((mine - exact).norm()) <= 1.2 * float((theirs - exact).norm())
-
-
 @pytest.mark.parametrize("row", OPTIONS, ids=str)
 def test_fp64_and_fp32_are_exact_to_their_last_digits(row: Row, chunks: str) -> None:
     tensors, target, weight = row.inputs()
@@ -165,39 +149,37 @@ def test_fp64_and_fp32_are_exact_to_their_last_digits(row: Row, chunks: str) -> 
             assert float((mine - exact).norm()) <= tolerance * float(exact.norm())
 
 
+# Autocast context -> the format that operands are rounded to, and the bound of the gradients' error.
 REGIONS = {
-    "mezzo bf16": (lambda: mezzo.autocast("bf16", "cpu"), torch.bfloat16),
-    "mezzo fp16": (lambda: mezzo.autocast("fp16", "cpu"), torch.float16),
-    "torch bf16": (lambda: torch.autocast("cpu", torch.bfloat16), torch.bfloat16),
-    "mezzo bf16, linear in fp32": (lambda: mezzo.autocast("bf16,op.linear=fp32", "cpu"), torch.float32),
-    "mezzo fp32": (lambda: mezzo.autocast("fp32", "cpu"), torch.float32),
-    "none": (lambda: torch.autocast("cpu", enabled=False), torch.float32),
+    "mezzo bf16": (lambda: mezzo.autocast("bf16", "cpu"), torch.bfloat16, 2e-2),
+    "mezzo fp16": (lambda: mezzo.autocast("fp16", "cpu"), torch.float16, 1e-6),
+    "torch bf16": (lambda: torch.autocast("cpu", torch.bfloat16), torch.bfloat16, 2e-2),
+    "linear in fp32": (lambda: mezzo.autocast("bf16,op.linear=fp32", "cpu"), torch.float32, 1e-6),
+    "none": (lambda: torch.autocast("cpu", enabled=False), torch.float32, 1e-6),
 }
 
 
 @pytest.mark.parametrize("name", REGIONS)
-def test_a_region_decides_the_format_of_the_products(name: str, chunks: str) -> None:
-    """Inputs that the region's format rounds: the loss is that of the rounded ones."""
-    region, dtype = REGIONS[name]
+def test_autocast_decides_the_format_of_the_products(name: str, chunks: str) -> None:
+    """Inputs that the format rounds: the loss is that of the rounded ones."""
+    region, dtype, bound = REGIONS[name]
     torch.manual_seed(0)
-    tensors = [torch.randn(ROWS, WIDTH), torch.randn(CLASSES, WIDTH)]
-    target = torch.randint(CLASSES, (ROWS,))
-    mixed = [tensors[0].bfloat16() if dtype is torch.bfloat16 else tensors[0], tensors[1]]
+    x, weight, target = (
+        torch.randn(ROWS, WIDTH),
+        torch.randn(CLASSES, WIDTH),
+        torch.randint(CLASSES, (ROWS,)),
+    )
+    mixed = [x.bfloat16() if dtype is torch.bfloat16 else x, weight]
     low = [tensor.detach().requires_grad_() for tensor in mixed]
     with region():
         loss = ours(low, target, None, {})
-    loss.backward()
     rounded = [tensor.to(dtype).double().requires_grad_() for tensor in mixed]
     truth = naive(rounded, target, None, {})
-    truth.backward()
     assert loss.dtype is torch.float32
     assert loss.item() == pytest.approx(truth.item(), rel=2e-4 if dtype is torch.bfloat16 else 2e-7)
-    for tensor, exact in zip(low, rounded):
-        assert tensor.grad is not None
-        assert exact.grad is not None
-        assert tensor.grad.dtype is tensor.dtype
-        off = float((tensor.grad - exact.grad).norm() / exact.grad.norm())
-        assert off < {torch.bfloat16: 2e-2, torch.float16: 1e-6, torch.float32: 1e-6}[dtype]
+    for tensor, found, exact in zip(low, torch.autograd.grad(loss, low), torch.autograd.grad(truth, rounded)):
+        assert found.dtype is tensor.dtype
+        assert float((found - exact).norm() / exact.norm()) < bound
 
 
 class Watch(TorchDispatchMode):
@@ -241,34 +223,6 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(
     assert watch.largest == 64 * 2000
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"reduction": "none"}], ids=str)
-def test_peak_bytes(kwargs: dict[str, Any], of_64_rows: tuple[Tensor, ...]) -> None:
-    """What is alive at the peak: operands in bf16, a chunk, FP32 gradients; not 2 MB of logits, nor 4 of FP32 ones."""
-    x, weight, target = of_64_rows
-    x.requires_grad_()
-    weight.requires_grad_()
-
-    def call() -> None:
-        with mezzo.autocast("bf16", "cpu"):
-            loss = linear_cross_entropy(x, weight, target, **kwargs)
-        loss.sum().backward()
-
-    call()
-    x.grad = weight.grad = None
-    alive = bytes_alive()
-    peak = PeakTensorBytes()
-    peak.start()
-    call()
-    record = peak.stop()
-    used = record.peak_bytes - alive
-    chunk, low, wide = 64 * 2000 * 2, (x.numel() + weight.numel()) * 2, (x.numel() + weight.numel()) * 4
-    scratch = (
-        2 * low if "allocator" in record.how else 0
-    )  # once something is compiled, a product's own space counts
-    assert used <= chunk + low + wide + scratch + 100 * 16 * 6 + 512 * 64
-    assert 2 * used < 512 * 2000 * 2
-
-
 WANTED = {
     # which of input and weight want a gradient -> products of a chunk whose weight's gradient is 20 blocks
     (True, True): 1 + 1 + 20,
@@ -292,13 +246,6 @@ def test_only_the_gradients_that_are_wanted_are_made(
     assert [tensor.grad is not None for tensor in tensors] == list(wanted)
 
 
-def test_fp32_products_add_to_their_sum_by_themselves(of_64_rows: tuple[Tensor, ...]) -> None:
-    x, weight, target = of_64_rows
-    with Watch() as watch:
-        linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), target)
-    assert watch.products == 8 * 3
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_native_fp16_gradients_neither_vanish_nor_overflow(
     reduction: str, of_64_rows: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
@@ -315,27 +262,8 @@ def test_native_fp16_gradients_neither_vanish_nor_overflow(
     found, want = (torch.autograd.grad(value.sum(), side) for value, side in ((loss, low), (truth, exact)))
     for mine, expected in zip(found, want):
         assert float((mine - expected).norm() / expected.norm()) < 5e-4
-        rest = (mine[1:] - expected[1:]).norm() / expected[1:].norm()  # classes that are no row's target
-        assert float(rest) < 1e-3
-
-
-def test_a_rare_class_still_learns_in_fp16(
-    of_64_rows: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A probability of 2e-7 over 512 rows: nothing in fp16, whatever the loss scale does afterwards."""
-    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "fp16")
-    x, weight, _ = of_64_rows
-    bias = torch.zeros(2000)
-    bias[5] = -8.0
-    tensors, target = [x, (weight / 64).half().float(), bias], torch.zeros(512, dtype=torch.int64)
-    low, exact = leaves([x.half().float(), *tensors[1:]], torch.float32), leaves(tensors, torch.float64)
-    with mezzo.autocast("fp16", "cpu"):
-        ours(low, target, None, {}).backward()
-    naive(exact, target, None, {}).backward()
-    found, expected = low[2].grad, exact[2].grad
-    assert found is not None
-    assert expected is not None
-    assert float(found[5]) == pytest.approx(float(expected[5]), rel=5e-3)
+        others = expected[1:]  # classes that are no row's target
+        assert float((mine[1:] - others).norm() / others.norm()) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -348,9 +276,7 @@ def test_an_impossible_class(dtype: torch.dtype, chunks: str) -> None:
     loss = ours(low, target, None, {})
     loss.backward()
     assert bool(loss.isfinite())
-    for tensor in low:
-        assert tensor.grad is not None
-        assert bool(tensor.grad.isfinite().all())
+    assert all(bool(tensor.grad.isfinite().all()) for tensor in low)  # type: ignore[union-attr]
     assert not low[1].grad[3].any()  # type: ignore[index]
 
 
@@ -409,29 +335,25 @@ def test_nothing_to_learn_from_and_what_is_not_finite(chunks: str) -> None:
     tensors[0][4] = float("nan")
     rows = ours(leaves(tensors, torch.bfloat16), target, None, {"reduction": "none"})
     assert rows.isnan().nonzero().flatten().tolist() == [4]
-    # A NaN reaches a neighbouring row in the bf16 product of a CPU with AMX (oneDNN reads past the end of a row): then
-    # it does so in PyTorch's own product too.
-    rows_with_nan = []
-    for call in (ours, naive):
-        low = leaves(tensors, torch.bfloat16)
-        call(low, target, None, {}).backward()
-        assert low[0].grad is not None
-        rows_with_nan.append(set(low[0].grad.isnan().any(1).nonzero().flatten().tolist()))
-    assert {4} <= rows_with_nan[0] <= rows_with_nan[1]
+    low, plain = leaves(tensors, torch.bfloat16), leaves(tensors, torch.bfloat16)
+    ours(low, target, None, {}).backward()
+    naive(plain, target, None, {}).backward()
+    mine, theirs = ({*x[0].grad.isnan().any(1).nonzero().flatten().tolist()} for x in (low, plain))  # type: ignore[union-attr]
+    assert {4} <= mine <= theirs  # on some CPUs, oneDNN's bf16 products spread a NaN to the row before
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "width": ({"weight": torch.ones(5, 3)}, UsageError, r"input \[2, 4\], weight \[5, 3\]"),
+    "width": ({"weight": torch.ones(5, 3)}, UsageError, r"\[2, 4\].*\[5, 3\]"),
     "bias": ({"bias": torch.ones(4)}, UsageError, r"bias \[4\]"),
     "class weights": ({"class_weight": torch.ones(4)}, UsageError, r"class_weight \[4\]"),
     "target's shape": ({"target": torch.tensor([1])}, UsageError, r"target \[1\]"),
     "probabilities": ({"target": torch.ones(2)}, UsageError, r"target \[2\] of torch.float32"),
-    "bool": ({"target": torch.tensor([True, False])}, UsageError, "of torch.bool"),
-    "reduction": ({"reduction": "avg"}, UnknownNameError, "unknown reduction 'avg'. Use one of mean, none"),
+    "bool": ({"target": torch.tensor([True, False])}, UsageError, "torch.bool"),
+    "reduction": ({"reduction": "avg"}, UnknownNameError, "'avg'.*mean, none"),
     "smoothing": ({"label_smoothing": 1.5}, UsageError, "label_smoothing=1.5"),
-    "formats": ({"weight": torch.ones(5, 4).bfloat16()}, UsageError, "of fp32, bf16"),
-    "no such class": ({"target": torch.tensor([0, 5])}, IndexError, "Target 5 is out of bounds"),
-    "negative class": ({"target": torch.tensor([0, -1])}, IndexError, "Target -1 is out of bounds"),
+    "formats": ({"weight": torch.ones(5, 4).bfloat16()}, UsageError, "fp32, bf16"),
+    "no such class": ({"target": torch.tensor([0, 5])}, IndexError, "5"),
+    "negative class": ({"target": torch.tensor([0, -1])}, IndexError, "-1"),
 }
 
 
@@ -445,19 +367,3 @@ def test_what_raises(name: str) -> None:
         wide = {key: value.double() for key, value in right.items() if key != "target"}
         with pytest.raises(error, match=message):
             linear_cross_entropy(**{**wide, **kwargs})
-
-
-@pytest.mark.parametrize(
-    ("count", "classes", "element_size", "rows"),
-    [
-        (2048, 256, 2, 2048),
-        (2048, 32768, 2, 512),
-        (2048, 131072, 2, 256),
-        (300, 131072, 2, 150),
-        (2049, 32768, 2, 410),
-        (0, 256, 2, 1),
-        (1, 1, 4, 1),
-    ],
-)
-def test_rows_of_a_chunk(count: int, classes: int, element_size: int, rows: int) -> None:
-    assert module.rows_of_chunk(count, classes, element_size) == rows

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.core.errors import UsageError
@@ -101,8 +100,6 @@ TRAININGS: dict[str, Train] = {
     "fp32": loop(lambda: torch.autocast("cpu", enabled=False)),
     "torch.autocast bf16": loop(lambda: torch.autocast("cpu", torch.bfloat16)),
     "mezzo.GradScaler fp16": loop(lambda: mezzo.autocast("fp16", "cpu"), lambda: mezzo.GradScaler("cpu")),
-    "short fp16": short("fp16"),
-    "release": short("bf16", release_gradients=True),
     "split, accumulate": short("bf16", masters="split", accumulate=2),
     "split, release": short("bf16", masters="split", release_gradients=True),
     "masters fp16": short("fp16", masters="fp32"),
@@ -138,13 +135,10 @@ def test_a_linear_layer_to_everyone_else() -> None:
     for copied in (head, copy.deepcopy(head), pickle.loads(pickle.dumps(head)), head.eval()):
         torch.testing.assert_close(copied(hidden, target), expected)
     assert "label_smoothing=0.1" in repr(head)
-    assert "reduction" not in repr(head)
     with pytest.raises(UsageError, match=r"head.logits\(hidden\)"):
         head(hidden)
-    with pytest.raises(UsageError, match=r"give \[31\]"):
+    with pytest.raises(UsageError, match=r"\[31\]"):
         LinearCrossEntropy(WIDTH, VOCABULARY, weight=torch.rand(3))
-    low = copy.deepcopy(head).bfloat16()
-    assert low(hidden.bfloat16(), target).dtype is torch.float32
 
 
 def test_a_policy_s_module_pattern_names_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,22 +157,6 @@ def test_a_policy_s_module_pattern_names_the_head(monkeypatch: pytest.MonkeyPatc
     with apply_module_overrides(model, policy, "cpu"), mezzo.autocast(policy, "cpu"):
         model(*batches(1)[0])
     assert seen == [torch.bfloat16, torch.float32]
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed(reentrant: bool) -> None:
-    plain, again = Language(True), Language(True)
-    tokens, following = batches(1)[0]
-    for model, run in ((plain, lambda f, *a: f(*a)), (again, checkpoint)):
-        hidden = model.mix(model.token(tokens))
-        how = {"use_reentrant": reentrant} if run is checkpoint else {}
-        with mezzo.autocast("bf16", "cpu"):
-            loss = run(lambda h, head=model.head: head(h.tanh(), following), hidden, **how)
-        loss.backward()
-    for left, right in zip(plain.parameters(), again.parameters()):
-        assert left.grad is not None
-        assert right.grad is not None
-        assert torch.equal(left.grad, right.grad)
 
 
 def test_a_weight_that_changed_in_between_is_noticed() -> None:
@@ -210,10 +188,7 @@ def test_function_transforms_and_fake_tensors() -> None:
     )
     assert float((each.mean(0) - leaf.grad).norm() / leaf.grad.norm()) < 1e-2
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(tensor) for tensor in (weight, hidden, target)]
-        assert _of(*fake).shape == ()
-    on_meta = [tensor.to("meta") for tensor in (weight, hidden, target)]
-    assert linear_cross_entropy(on_meta[1], on_meta[0], on_meta[2], reduction="none").shape == (6,)
+        assert _of(*(mode.from_tensor(tensor) for tensor in (weight, hidden, target))).shape == ()
 
 
 @pytest.mark.heavy

@@ -6,6 +6,7 @@ import gc
 import math
 import sys
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -33,9 +34,11 @@ from optimizer_steps import (
     run,
 )
 
+# Each rule in one mode, and each mode with one rule: kernels are compared with the reference in all of them.
+FOLLOWED = [*((rule, "split8", "int8") for rule in RULES), *((BY_NAME["AdamW"], *mode) for mode in MODES)]
 
-@pytest.mark.parametrize(("masters", "state"), MODES)
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+
+@pytest.mark.parametrize(("rule", "masters", "state"), FOLLOWED, ids=lambda part: getattr(part, "name", part))
 def test_every_mode_follows_fp32(rule: Rule, masters: str, state: str) -> None:
     lean, params = rule.make(low := parameters(), masters=masters, state=state), parameters(torch.float32)
     run(lean, low, range(5))
@@ -133,18 +136,11 @@ def test_a_closure_is_run_once_with_gradients_on() -> None:
     assert (param < 1).all()
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "name"),
-    [
-        (lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10), "AdamW"),
-        (lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch), "SGD-momentum"),
-    ],
-)
-def test_schedulers_of_torch_set_what_the_next_step_uses(scheduler: Any, name: str) -> None:
-    rule = BY_NAME[name]
+def test_a_scheduler_of_torch_sets_what_the_next_step_uses() -> None:
+    rule = BY_NAME["AdamW"]
     ours, theirs = parameters(torch.float32), parameters(torch.float32)
     for params, optimizer in ((ours, rule.make(ours)), (theirs, rule.torch(theirs))):
-        schedule = scheduler(optimizer)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
         for step in range(5):
             run(optimizer, params, [step])
             schedule.step()
@@ -153,17 +149,12 @@ def test_schedulers_of_torch_set_what_the_next_step_uses(scheduler: Any, name: s
 
 
 def test_a_rate_may_be_a_tensor() -> None:
-    param, other = one(3, dtype=torch.float32), one(3, dtype=torch.float32)
-    rate = torch.tensor(0.25)
+    rate, param = torch.tensor(0.25), one(3, dtype=torch.float32)
     optimizer = SGD([param], lr=rate)
     optimizer.step()
     rate.fill_(0.5)
     optimizer.step()
-    plain = SGD([other], lr=0.25)
-    plain.step()
-    plain.param_groups[0]["lr"] = 0.5
-    plain.step()
-    assert torch.equal(param, other)
+    assert torch.equal(param, torch.full((3,), 1 - 0.5 * 0.25 - 0.5 * 0.5))
 
 
 def test_momentum_that_is_turned_on_later_starts_with_that_gradient() -> None:
@@ -175,21 +166,15 @@ def test_momentum_that_is_turned_on_later_starts_with_that_gradient() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
-def test_tied_weights_move_once() -> None:
-    param, other = one(70), one(70)
+def test_tied_weights_move_once_and_empty_ones_are_passed_over() -> None:
+    param, other, empty = one(70), one(70), one(0, 4)
     with pytest.warns(UserWarning, match="duplicate parameters"):
-        optimizer = AdamW([param, param], lr=0.1, masters="split")
+        optimizer = AdamW([param, param, empty], lr=0.1, masters="split", state="int8")
     optimizer.step()
-    AdamW([other], lr=0.1, masters="split").step()
+    AdamW([other], lr=0.1, masters="split", state="int8").step()
     assert torch.equal(param, other)
     with pytest.raises(ValueError, match="more than one parameter group"):
         AdamW([{"params": [param]}, {"params": [param]}])
-
-
-def test_weights_without_elements_are_passed_over() -> None:
-    empty, full = one(0, 4), one(2)
-    AdamW([empty, full], lr=0.1, masters="split", state="int8").step()
-    assert (full < 1).all()
 
 
 @pytest.mark.parametrize("masters", MASTERS)
@@ -213,21 +198,6 @@ def test_a_step_is_compiled_around(masters: str) -> None:
     torch._dynamo.reset()
 
 
-def test_only_the_named_parameters_move() -> None:
-    for masters, state in MODES:
-        left, right = parameters(), parameters()
-        whole, parts = (AdamW(p, lr=0.1, masters=masters, state=state) for p in (left, right))
-        for step in range(3):
-            for one_, other, grad in zip(left, right, gradients(step)):
-                one_.grad, other.grad = grad, grad.clone()
-            whole.step(multiplier=torch.tensor(0.5))
-            for param in reversed(right):
-                parts.step_parameters([param], multiplier=torch.tensor(0.5))
-            assert_same(everything(whole), everything(parts))
-    with pytest.raises(UsageError, match="none of its groups"):
-        parts.step_parameters([one(3)])
-
-
 def test_a_step_makes_few_calls_for_a_parameter() -> None:
     """The cost of many small parameters is that of calls: these are counted, since timings decide no test."""
     calls = []
@@ -248,25 +218,9 @@ def test_a_step_makes_few_calls_for_a_parameter() -> None:
     assert (calls[1]["c_call"] - calls[0]["c_call"]) / 100 <= 12
 
 
-@pytest.mark.parametrize("name", mezzo.optim.__all__)
-def test_every_name_of_mezzo_optim_resolves(name: str) -> None:
-    value = getattr(mezzo.optim, name)
-    assert value.__name__ == name
-    assert value.__doc__
-    assert name in dir(mezzo.optim)
-
-
 # Exact masters: the remainder's are those of a separate FP32 copy to the bit, and torch's to rounding.
 
 STEPS = range(200)
-
-
-def masters(optimizer: FusedOptimizer) -> list[Tensor]:
-    return [optimizer.master(param) for group in optimizer.param_groups for param in group["params"]]
-
-
-def furthest(left: list[Tensor], right: list[Tensor]) -> float:
-    return max(float((one.double() - other.double()).abs().max()) for one, other in zip(left, right))
 
 
 def trained(rule: Rule, mode: str) -> FusedOptimizer:
@@ -276,22 +230,10 @@ def trained(rule: Rule, mode: str) -> FusedOptimizer:
     return optimizer
 
 
-def torch_trained(rule: Rule, dtype: torch.dtype = torch.float32, **how: bool) -> list[Tensor]:
-    params = parameters(dtype)
+def torch_trained(rule: Rule, **how: bool) -> list[Tensor]:
+    params = parameters(torch.float32)
     run(rule.torch(params, **how), params, STEPS)
     return [param.detach() for param in params]
-
-
-def loop_lion(lr: float, weight_decay: float, dtype: torch.dtype) -> list[Tensor]:
-    weights = [param.detach().to(dtype) for param in parameters()]
-    momenta = [torch.zeros_like(weight) for weight in weights]
-    for step in STEPS:
-        for w, m, grad in zip(weights, momenta, gradients(step)):
-            g = grad.to(dtype)
-            w.mul_(1 - lr * weight_decay)
-            w.sub_(lr * (0.9 * m + (1 - 0.9) * g).sign())
-            m.mul_(0.99).add_((1 - 0.99) * g)
-    return weights
 
 
 @pytest.mark.heavy
@@ -308,28 +250,29 @@ def test_split_masters_equal_separate_ones_to_the_bit(rule: Rule) -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.theirs], ids=lambda rule: rule.name)
 def test_masters_are_as_near_to_torch_s_loop_as_torch_s_fused_one(rule: Rule) -> None:
-    loop = torch_trained(rule, foreach=False, fused=False)
+    loop, fused = torch_trained(rule, foreach=False, fused=False), torch_trained(rule, fused=True)
+    split = trained(rule, "split")
+    masters = [split.master(param) for param in split.param_groups[0]["params"]]
+
+    def furthest(found: Sequence[Tensor]) -> float:
+        return max(float((one.double() - other.double()).abs().max()) for one, other in zip(found, loop))
+
     ulp = torch.finfo(torch.float32).eps * max(float(weight.abs().max()) for weight in loop)
-    allowed = 3 * furthest(torch_trained(rule, fused=True), loop) + ulp
-    assert furthest(masters(trained(rule, "split")), loop) <= allowed
-
-
-@pytest.mark.heavy
-def test_lion_is_as_near_to_a_loop_in_fp64_as_a_loop_in_fp32() -> None:
-    rule = BY_NAME["Lion"]
-    settings = (rule.settings["lr"], rule.settings["weight_decay"])
-    exact, loop = loop_lion(*settings, torch.float64), loop_lion(*settings, torch.float32)
-    assert furthest(masters(trained(rule, "split")), exact) <= 3 * furthest(loop, exact) + 1e-7
+    assert furthest(masters) <= 3 * furthest(fused) + ulp
 
 
 # Loss scales.
+# Loss scales.
 
 
-@pytest.mark.parametrize(("unscaled", "masters"), [(False, "split"), (True, "fp32")])
+@pytest.mark.parametrize("how", ["fused", "fused, unscaled", "adopted", "adopted, fused before"])
 @pytest.mark.parametrize("scaler", SCALERS)
-def test_both_grad_scalers_drive_it(scaler: str, unscaled: bool, masters: str) -> None:
+def test_both_grad_scalers_drive_it(scaler: str, how: str) -> None:
     plain, scaled = parameters(shapes=[(65,), (3, 4)]), parameters(shapes=[(65,), (3, 4)])
-    left, right = (AdamW(params, lr=0.1, masters=masters, state="int8") for params in (plain, scaled))
+    left, right = (AdamW(params, lr=0.1, masters="split", state="int8") for params in (plain, scaled))
+    if how.startswith("adopted"):
+        right = torch.optim.AdamW(scaled, lr=0.1, fused="before" in how)
+        mezzo.optim.adopt(right, masters="split", state="int8")
     scale = SCALERS[scaler](256.0)
     for step in range(4):
         grads = gradients(step, [(65,), (3, 4)])
@@ -340,7 +283,7 @@ def test_both_grad_scalers_drive_it(scaler: str, unscaled: bool, masters: str) -
             other.grad = grad * scale.get_scale()
         if step == 2:
             scaled[0].grad[3] = math.inf
-        if unscaled:
+        if "unscaled" in how:
             scale.unscale_(right)
         scale.step(right)
         scale.update()
@@ -375,9 +318,7 @@ def test_two_optimizers_cannot_both_hold_a_master() -> None:
     first, second = AdamW([param], masters="split"), AdamW([param], masters="fp32")
     first.step()
     before = everything(first)
-    with pytest.raises(
-        UsageError, match=r"two optimizers hold a master for one torch.bfloat16 weight of shape \[5\]"
-    ):
+    with pytest.raises(UsageError, match=r"torch.bfloat16 weight of shape \[5\].*AdamW.*state.clear"):
         second.step()
     assert_same(before, everything(first))
     assert not second.state
@@ -393,58 +334,42 @@ def test_two_optimizers_cannot_both_hold_a_master() -> None:
     AdamW([own]).step()
 
 
-REFUSED = [
-    (
-        lambda p: AdamW(p, masters="spilt"),
-        r"AdamW\(masters='spilt'\): unknown masters 'spilt'.*Did you mean 'split'",
-    ),
-    (lambda p: AdamW(p, state="int4"), r"AdamW\(state='int4'\): unknown state 'int4'"),
-    (lambda p: AdamW(p, lr=-1.0), r"AdamW: lr=-1.0 is out of range: it must be finite and not negative"),
-    (lambda p: AdamW(p, lr=math.nan), "lr=nan is out of range"),
-    (lambda p: AdamW(p, lr=torch.ones(2)), r"lr is a tensor of shape \[2\]"),
-    (
-        lambda p: AdamW(p, betas=(0.9, 1.0)),
-        r"betas\[1\]=1.0 is out of range: it must be from 0 to 1, 1 excluded",
-    ),
-    (lambda p: AdamW(p, betas=0.9), "betas=0.9 must be two numbers"),
-    (lambda p: Adam(p, eps=-1e-8), "Adam: eps=-1e-08"),
-    (lambda p: Adam(p, weight_decay=math.inf), "weight_decay=inf"),
-    (lambda p: SGD(p, momentum=-0.9), "SGD: momentum=-0.9"),
-    (lambda p: SGD(p, nesterov=True), "nesterov=True with momentum=0.0"),
-    (lambda p: SGD(p, momentum=0.9, dampening=0.1, nesterov=True), "dampening=0.1"),
-    (lambda p: Lion(p, betas=(-0.1, 0.9)), r"Lion: betas\[0\]=-0.1"),
-    (
-        lambda p: AdamW([torch.zeros(3, dtype=torch.int32)]),
-        "is torch.int32.*those that are integers.*requires_grad",
-    ),
-    (lambda p: AdamW([torch.zeros(3, dtype=torch.complex64)]), "torch.complex64.*that are complex"),
-    (lambda p: AdamW([torch.zeros(3, dtype=torch.float64)]), "torch.float64.*of another width"),
-    (lambda p: AdamW([torch.zeros(3).half()], masters="split"), 'float16.*Use masters="fp32"'),
-    (lambda p: AdamW([torch.zeros(3).half()], masters="none"), 'float16.*Use masters="fp32"'),
-    (
-        lambda p: AdamW([torch.zeros(3, 4)[:, ::2]]),
-        r"has strides \[4, 2\]: its elements overlap or have gaps",
-    ),
-    (lambda p: AdamW([torch.zeros(3, 1).expand(3, 4)]), r"has strides \[1, 0\]"),
-    (lambda p: AdamW([torch.zeros(3, 3).to_sparse()]), "stored as torch.sparse_coo"),
-    (lambda p: AdamW([TwoTensor(torch.zeros(3), torch.zeros(3))]), "is a TwoTensor.*with_masters"),
-]
+Refused = tuple[Callable[[Any], Any], list[str]]
+# How an optimizer is made -> words of the error: what, the value received, what is allowed.
+REFUSED: dict[str, Refused] = {
+    "masters": (lambda p: AdamW(p, masters="spilt"), ["AdamW", "'spilt'", "'split'"]),
+    "state": (lambda p: AdamW(p, state="int4"), ["'int4'", "int8"]),
+    "number": (lambda p: AdamW(p, lr=-1.0), ["lr=-1.0"]),
+    "NaN": (lambda p: SGD(p, momentum=math.nan), ["SGD", "momentum=nan"]),
+    "infinity": (lambda p: Adam(p, weight_decay=math.inf), ["weight_decay=inf"]),
+    "numbers": (lambda p: AdamW(p, lr=torch.ones(2)), ["lr", "[2]"]),
+    "beta": (lambda p: Lion(p, betas=(0.9, 1.0)), ["Lion", "betas[1]=1.0"]),
+    "betas": (lambda p: AdamW(p, betas=0.9), ["betas=0.9", "two"]),
+    "nesterov": (lambda p: SGD(p, nesterov=True), ["nesterov", "momentum=0.0"]),
+    "dampening": (lambda p: SGD(p, momentum=0.9, dampening=0.1, nesterov=True), ["dampening=0.1"]),
+    "integers": (lambda p: AdamW([torch.zeros(3).int()]), ["torch.int32", "requires_grad"]),
+    "FP64": (lambda p: AdamW([torch.zeros(3).double()]), ["torch.float64", "torch.float32"]),
+    "fp16": (lambda p: AdamW([torch.zeros(3).half()], masters="split"), ["torch.float16", 'masters="fp32"']),
+    "gaps": (lambda p: AdamW([torch.zeros(3, 4)[:, ::2]]), ["[4, 2]", "contiguous()"]),
+    "expanded": (lambda p: AdamW([torch.zeros(3, 1).expand(3, 4)]), ["[1, 0]"]),
+    "sparse": (lambda p: AdamW([torch.zeros(3, 3).to_sparse()]), ["torch.sparse_coo", "to_dense()"]),
+    "subclass": (lambda p: AdamW([TwoTensor(torch.zeros(3), torch.zeros(3))]), ["TwoTensor", "with_masters"]),
+}
 
 
-@pytest.mark.parametrize("row", range(len(REFUSED)), ids=lambda row: REFUSED[row][1][:40])
-def test_what_makes_no_sense_is_refused(row: int) -> None:
-    make, message = REFUSED[row]
-    with pytest.raises(UsageError, match=message):
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_makes_no_sense_is_refused(row: str) -> None:
+    make, words = REFUSED[row]
+    with pytest.raises(UsageError) as caught:
         make([one(3)])
+    assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was() -> None:
     optimizer = AdamW([one(3)])
-    for group in ({"params": [one(2)], "masters": "fp8"}, {"params": [one(2)], "lr": -1.0}):
-        with pytest.raises(UsageError):
-            optimizer.add_param_group(group)
-    with pytest.raises(UnknownNameError):
-        optimizer.add_param_group({"params": [one(2)], "state": "fp8"})
+    for wrong, error in (({"masters": "fp8"}, UnknownNameError), ({"lr": -1.0}, UsageError)):
+        with pytest.raises(error):
+            optimizer.add_param_group({"params": [one(2)], **wrong})
     assert len(optimizer.param_groups) == 1
     optimizer.step()
 

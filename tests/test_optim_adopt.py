@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import math
 import pickle
 import weakref
 from typing import Any
@@ -15,24 +14,19 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.errors import UsageError
 from mezzo.optim import SGD, adopt
 from optimizer_steps import (
-    BY_NAME,
     RULES,
-    SCALERS,
     Rule,
     assert_same,
     everything,
     parameters,
     run,
+    weights,
 )
 
 TORCH = [rule for rule in RULES if rule.theirs]
-
-
-def weights(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 @pytest.mark.parametrize("rule", TORCH, ids=lambda rule: rule.name)
@@ -41,7 +35,8 @@ def test_an_adopted_optimizer_moves_as_the_one_that_was_made_so(rule: Rule, thro
     made, own = parameters(), parameters()
     user = rule.torch(made)
     fused, plain = adopt(user, masters="split", state="fp32"), rule.make(own, masters="split", state="fp32")
-    assert type(fused) is rule.ours
+    assert fused is user
+    assert isinstance(fused, rule.ours)
     assert isinstance(user, torch.optim.Optimizer)
     run(user if through == "alias" else fused, made, range(3))
     run(plain, own, range(3))
@@ -90,35 +85,31 @@ def test_what_was_learnt_before_is_converted(rule: Rule, state: str) -> None:
             assert (one - two).norm() <= 0.05 * two.detach().norm() + 0.02
 
 
-SCHEDULERS = {
-    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
-    "one-cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
-    "warm": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o,
-        [
-            torch.optim.lr_scheduler.LinearLR(o, 0.5, total_iters=2),
-            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
-        ],
-        [2],
-    ),
-}
+def one_cycle(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+
+
+def warmed_up(optimizer: Any) -> Any:
+    first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
+    last = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, last], [2])
 
 
 @pytest.mark.parametrize(
     ("stepped", "before", "scheduler"),
-    [("alias", True, "warm"), ("alias", False, "one-cycle"), ("fused", True, "cosine")],
+    [("alias", True, warmed_up), ("alias", False, one_cycle), ("fused", True, one_cycle)],
 )
-def test_schedulers_work_without_a_warning(scheduler: str, before: bool, stepped: str) -> None:
+def test_schedulers_work_without_a_warning(scheduler: Any, before: bool, stepped: str) -> None:
     rates: list[list[float]] = []
     for adopted in (False, True):
         made = parameters()
         user: Any = torch.optim.AdamW(made, lr=0.1)
-        schedule = SCHEDULERS[scheduler](user) if before else None
+        schedule = scheduler(user) if before else None
         mover = user
         if adopted:
             fused = adopt(user, masters="split", state="fp32")
             mover = fused if stepped == "fused" else user
-        schedule = schedule or SCHEDULERS[scheduler](user)
+        schedule = schedule or scheduler(user)
         rates.append([])
         for step in range(4):
             run(mover, made, [step])
@@ -150,49 +141,19 @@ def test_hooks_fire_once(through: str) -> None:
         everywhere.remove()
 
 
-@pytest.mark.parametrize(("name", "fused_before"), [("AdamW", True), ("SGD-momentum", False)])
-@pytest.mark.parametrize("scaler", SCALERS)
-def test_grad_scalers_drive_the_alias(scaler: str, name: str, fused_before: bool) -> None:
-    plain, scaled = parameters(shapes=[(65,), (3, 4)]), parameters(shapes=[(65,), (3, 4)])
-    left = BY_NAME[name].make(plain, masters="split")
-    right = BY_NAME[name].torch(scaled, fused=fused_before)
-    adopt(right, masters="split", state="fp32")
-    scale = SCALERS[scaler](256.0)
-    for step in range(4):
-        scale.scale(torch.ones(()))
-        before = everything(right)
-        for param, other in zip(plain, scaled):
-            generator = torch.Generator().manual_seed(step)
-            param.grad = torch.randn(param.shape, generator=generator).bfloat16()
-            other.grad = param.grad * scale.get_scale()
-        if step == 2:
-            scaled[0].grad[3] = math.inf
-        scale.step(right)
-        scale.update()
-        if step == 2:
-            assert_same(before, everything(right))
-        else:
-            left.step()
-            assert_same(everything(left), everything(right))
-    assert scale.get_scale() == 128
+def through_a_state(both: Any) -> Any:
+    model, user = both
+    other = copy.deepcopy(model)
+    fresh = torch.optim.AdamW(other.parameters())
+    adopt(fresh, masters="split8", state="int8")
+    fresh.load_state_dict(copy.deepcopy(user.state_dict()))
+    return other, fresh
 
 
-@pytest.mark.parametrize(("masters", "state"), [("split", "fp32"), ("split8", "int8")])
-def test_states_are_saved_and_loaded_through_the_alias(masters: str, state: str) -> None:
-    made = parameters()
-    user = torch.optim.AdamW(made, lr=0.1)
-    adopt(user, masters=masters, state=state)
-    run(user, made, range(2))
-    other = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in made])
-    adopt(other, masters=masters, state=state)
-    other.load_state_dict(copy.deepcopy(user.state_dict()))
-    for optimizer in (user, other):
-        run(optimizer, weights(optimizer), range(2, 4))
-    assert_same(everything(user), everything(other))
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-def test_copies_and_pickles_of_the_alias_go_on_to_the_bit(duplicate: Any) -> None:
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both)), through_a_state]
+)
+def test_copies_pickles_and_loaded_states_of_the_alias_go_on_to_the_bit(duplicate: Any) -> None:
     model = nn.Linear(13, 7).bfloat16()
     user = torch.optim.AdamW(model.parameters(), lr=0.1)
     adopt(user, masters="split8", state="int8")
@@ -205,14 +166,6 @@ def test_copies_and_pickles_of_the_alias_go_on_to_the_bit(duplicate: Any) -> Non
     schedule = torch.optim.lr_scheduler.StepLR(other, 1)
     run(other, list(twin.parameters()), range(1))
     schedule.step()
-
-
-def test_adopting_again_gives_the_same_one() -> None:
-    user = torch.optim.SGD(parameters(), lr=0.1)
-    fused = adopt(user, masters="split", state="fp32")
-    assert adopt(user, masters="split", state="fp32") is fused
-    with pytest.raises(UsageError, match=r'adopted before, with masters="split" and state="fp32"'):
-        adopt(user, masters="split8", state="fp32")
 
 
 def test_an_adopted_optimizer_is_let_go() -> None:
@@ -231,46 +184,48 @@ class Derived(torch.optim.AdamW):
     pass
 
 
-REFUSED = [
-    (
+# How an optimizer is made, the modes -> words of the error: what, the value received, what to do.
+REFUSED: dict[str, tuple[Any, dict[str, str], list[str]]] = {
+    "class": (
         lambda: torch.optim.RMSprop(parameters()),
         {},
-        r"no kernel for torch.optim.rmsprop.RMSprop.*with_masters",
+        ["RMSprop", "torch.optim.AdamW", "with_masters"],
     ),
-    (
-        lambda: Derived(parameters()),
-        {},
-        r"Derived, only for torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD",
-    ),
-    (lambda: torch.optim.AdamW(parameters(), amsgrad=True), {}, "amsgrad=True.*with_masters"),
-    (
+    "derived": (lambda: Derived(parameters()), {}, ["Derived", "torch.optim.AdamW"]),
+    "Mezzo's": (lambda: SGD(parameters()), {}, ["mezzo", "SGD"]),
+    "amsgrad": (lambda: torch.optim.AdamW(parameters(), amsgrad=True), {}, ["amsgrad=True", "with_masters"]),
+    "differentiable": (
         lambda: torch.optim.SGD(parameters(), lr=0.1, differentiable=True),
         {},
-        "differentiable=True.*with_masters",
+        ["differentiable=True", "with_masters"],
     ),
-    (lambda: torch.optim.AdamW(parameters(torch.float16)), {}, 'torch.float16.*masters="fp32"'),
-    (lambda: torch.optim.AdamW(parameters(torch.float64)), {}, "torch.float64"),
-    (
-        lambda: torch.optim.AdamW(parameters()),
-        {"masters": "spilt"},
-        r"adopt\(masters='spilt'\): unknown masters",
-    ),
-    (lambda: torch.optim.AdamW(parameters()), {"state": "fp8"}, r"adopt\(state='fp8'\): unknown state"),
-    (lambda: SGD(parameters()), {}, "no kernel for mezzo.*SGD"),
-]
+    "fp16": (lambda: torch.optim.AdamW(parameters(torch.float16)), {}, ["torch.float16", 'masters="fp32"']),
+    "FP64": (lambda: torch.optim.AdamW(parameters(torch.float64)), {}, ["torch.float64"]),
+    "masters": (lambda: torch.optim.AdamW(parameters()), {"masters": "spilt"}, ["'spilt'", "split"]),
+    "state": (lambda: torch.optim.AdamW(parameters()), {"state": "fp8"}, ["'fp8'", "int8"]),
+}
 
 
-@pytest.mark.parametrize("row", range(len(REFUSED)), ids=lambda row: REFUSED[row][2][:30])
-def test_what_can_t_be_adopted_is_left_as_it_was(row: int) -> None:
-    make, modes, message = REFUSED[row]
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_can_t_be_adopted_is_left_as_it_was(row: str) -> None:
+    make, modes, words = REFUSED[row]
     user = make()
     kind, keys = type(user), set(user.param_groups[0])
-    with pytest.raises((UsageError, UnknownNameError), match=message):
+    with pytest.raises(UsageError) as caught:
         adopt(user, **{"masters": "split", "state": "fp32", **modes})
+    assert all(word in str(caught.value) for word in words), caught.value
     assert type(user) is kind
     assert set(user.param_groups[0]) == keys
     if not user.param_groups[0].get("differentiable"):
         run(user, weights(user), range(1))
+
+
+def test_adopting_again_gives_the_same_one() -> None:
+    user = torch.optim.SGD(parameters(), lr=0.1)
+    fused = adopt(user, masters="split", state="fp32")
+    assert adopt(user, masters="split", state="fp32") is fused
+    with pytest.raises(UsageError, match='masters="split" and state="fp32"'):
+        adopt(user, masters="split8", state="fp32")
 
 
 def test_a_state_that_can_t_be_converted_is_left_as_it_was() -> None:
@@ -301,9 +256,7 @@ def test_a_step_that_somebody_wrapped_is_not_lost_in_silence(scheduled: bool) ->
         return inner(*args)
 
     user.step = counted
-    with pytest.raises(
-        UsageError, match=r"the step of this SGD was replaced by .*counted.*wrap its step afterwards"
-    ):
+    with pytest.raises(UsageError, match=r"step.*SGD.*counted"):
         adopt(user, masters="split", state="fp32")
     run(user, made, range(1))
     assert calls == [()]

@@ -150,7 +150,7 @@ def test_bytes_a_parameter_are_what_the_table_says(masters: str, state: str, exp
     assert bytes_per_parameter(optimizer)["total"] == expected + 2
 
 
-def test_the_same_memory_may_become_another_format() -> None:
+def test_the_same_memory_may_get_another_format_or_order() -> None:
     optimizer = SGD([param := one(3)], lr=0.5)
     optimizer.step()  # 0.75
     param.grad = None
@@ -158,9 +158,6 @@ def test_the_same_memory_may_become_another_format() -> None:
     param.grad = torch.ones(3).half()
     optimizer.step()
     assert param.tolist() == [1.3125] * 3
-
-
-def test_the_same_memory_may_get_another_order() -> None:
     optimizer = SGD([param := one(3, 3, dtype=torch.float32)], lr=1.0, momentum=0.5)
     optimizer.step()
     param.data = param.data.t()

@@ -31,14 +31,19 @@ def encode_none(value: Tensor, noise: Tensor | int) -> Tensor:
     return encode_master("none", value, torch.bfloat16, noise)[0]
 
 
-def test_every_upper_half_beside_the_lower_halves_that_matter_is_decoded_to_itself() -> None:
+@PARTS
+def test_masters_are_decoded_to_themselves(masters: str) -> None:
+    """Every upper half with the lower halves that matter; of 24 bits, every 37th."""
     high = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)[:, None] << 16
     bits = (high + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)).flatten()
+    if masters == "split8":
+        bits = torch.arange(-(1 << 23), 1 << 23, 37, dtype=torch.int32) << 8
     master = bits.view(torch.float32)
-    weight, remainder = encode_master("split", master)
+    weight, remainder = encode_master(masters, master)
     is_nan = master.isnan()
-    decoded = decode_master("split", weight, remainder).view(torch.int32)
+    decoded = decode_master(masters, weight, remainder).view(torch.int32)
     assert torch.equal(decoded[~is_nan], bits[~is_nan])
+    assert torch.equal(weight[~is_nan], encode_master("split", master)[0][~is_nan])
     assert (weight.view(torch.int16)[is_nan] == 0x7FC0).all()
     assert (remainder[is_nan] == 0).all()
     assert (decoded[is_nan] == formulas.NAN).all()
@@ -47,6 +52,8 @@ def test_every_upper_half_beside_the_lower_halves_that_matter_is_decoded_to_itse
 def test_a_weight_is_the_nearest_bf16_and_the_remainder_is_what_is_left() -> None:
     words = [*patterns.awkward_words(), 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000, 0xFF7F8000]
     weight, remainder = encode_master("split", patterns.masters(words))
+    separate, _ = encode_master("fp32", patterns.masters(words), torch.bfloat16)
+    assert torch.equal(separate, weight)
     for word, got, left in zip(words, patterns.words(weight), remainder.tolist()):
         assert got == patterns.nearest_bf16(word), hex(word)
         assert (got << 16) + left == word
@@ -54,14 +61,15 @@ def test_a_weight_is_the_nearest_bf16_and_the_remainder_is_what_is_left() -> Non
 
 
 @pytest.mark.parametrize("masters", ["split", "split8", "none"])
-def test_nan_is_stored_as_one_pattern_so_that_the_weight_shows_it(masters: str) -> None:
-    most = 0xFF if masters == "split8" else 0xFFFF
-    weight, kept = encode_master(
-        masters, patterns.masters(NANS), noise=torch.full((7,), most, dtype=torch.int32)
-    )
+def test_noise_moves_neither_nan_nor_infinity_and_may_carry_the_largest_masters_to_it(masters: str) -> None:
+    most = 0xFFFF if masters == "none" else 0xFF if masters == "split8" else 0
+    weight, kept = encode_master(masters, patterns.masters(NANS), noise=most)
     assert patterns.words(weight) == [0x7FC0] * len(NANS)
     assert masters == "none" or not kept.any()
     assert decode_master(masters, weight, kept).isnan().all()
+    largest = patterns.masters([0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF])
+    decoded = patterns.words(decode_master(masters, *encode_master(masters, largest, noise=most)))
+    assert decoded == (patterns.words(largest) if masters == "split" else [0x7F800000, 0xFF800000] * 2)
 
 
 @PARTS
@@ -85,17 +93,6 @@ def test_any_weight_beside_any_remainder_is_within_an_ulp_of_its_master(masters:
     assert (moved <= ulp).all()
 
 
-def test_a_24_bit_master_is_exact_without_noise() -> None:
-    bits = torch.arange(-(1 << 23), 1 << 23, 37, dtype=torch.int32) << 8
-    master = bits.view(torch.float32)
-    weight, remainder = encode_master("split8", master)
-    is_nan = master.isnan()
-    decoded = decode_master("split8", weight, remainder)
-    assert torch.equal(decoded.view(torch.int32)[~is_nan], bits[~is_nan])
-    assert torch.equal(weight[~is_nan], encode_master("split", master)[0][~is_nan])
-    assert torch.equal(weight.isnan(), is_nan)
-
-
 FINITE = [word for word in patterns.awkward_words(20) if word & 0x7FFFFFFF < 0x7F7F0000]
 
 
@@ -115,17 +112,7 @@ def test_lean_masters_are_right_on_average_over_all_noise() -> None:
         assert len(values) == (1 if word & 0xFFFF == 0 else 2)
 
 
-def test_noise_moves_no_infinity_and_may_carry_the_largest_masters_to_it() -> None:
-    master = patterns.masters([0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF])
-    infinite = [0x7F800000, 0xFF800000] * 2
-    assert patterns.words(decode_master("split8", *encode_master("split8", master, noise=0xFF))) == infinite
-    assert patterns.words(encode_none(master, 0xFFFF).float()) == infinite
-
-
-def test_beside_a_separate_master_bf16_rounds_half_away_and_fp16_to_even() -> None:
-    words = patterns.awkward_words()
-    weight, _ = encode_master("fp32", patterns.masters(words), torch.bfloat16)
-    assert patterns.words(weight) == [patterns.nearest_bf16(word) for word in words]
+def test_an_fp16_weight_rounds_to_even() -> None:
     ties = torch.tensor([1 + 2**-11, 1 + 3 * 2**-11, 65519.0, 65520.0, 2.0**-25, 3 * 2.0**-25])
     nearest = encode_master("fp32", ties, torch.float16)[0].tolist()
     assert nearest == [1.0, 1 + 2 * 2**-10, 65504.0, math.inf, 0.0, 2 * 2.0**-24]
@@ -223,30 +210,14 @@ def test_a_value_becomes_one_of_its_two_neighbouring_codes_and_is_itself_on_aver
 
 
 @TABLES
-@pytest.mark.parametrize("largest", [1e-30, 1e-20, 1.0, 1e30, 2.0**-126, 1.48e38, 1.8749999, 1.875, 1.9375])
-def test_relative_error_is_at_most_an_eighth_down_to_the_codes_range(signed: bool, largest: float) -> None:
-    spread = torch.logspace(0, -4 if signed else -9, GROUP, dtype=torch.float64)
-    other = torch.full((GROUP,), 1e30)  # groups on both sides, which make no difference
-    value = torch.cat([other, (spread * largest).float(), other])
-    exact = value.double()[GROUP : 2 * GROUP]
-    normal = exact >= 2.0**-126
-    for noise in (0, 0x80000, 0xFFFFF):
-        got = through(value, signed, noise).double()[GROUP : 2 * GROUP]
-        assert float(((got - exact) / exact).abs()[normal].max()) <= 1 / 8
-        assert ((got - exact).abs()[~normal] <= exact[~normal] / 8 + 2.0**-149).all()
-
-
-@TABLES
 def test_edges_of_groups(signed: bool) -> None:
     # A scale grows where the largest code would no longer reach.
     below = patterns.masters([patterns.pattern(1.875) - 1])
     for largest, field in [(below, 127), (torch.tensor([1.875]), 128), (torch.tensor([1.0]), 127)]:
         assert patterns.words(encode(largest, signed)[1]) == [field << 7]
     # Beyond the largest scale values saturate.
-    got = through(torch.tensor([3.4e38, 1.6e38, 1e38]), signed)
-    assert got[:2].tolist() == [1.875 * 2.0**126] * 2
-    assert float(got[2]) == pytest.approx(1e38, rel=1 / 8)
-    # What is not finite makes its group NaN, and no other; zeros have the scale 0.
+    assert through(torch.tensor([3.4e38, 1.6e38]), signed).tolist() == [1.875 * 2.0**126] * 2
+    # A value that is not finite makes its group NaN, and no other; zeros have the scale 0.
     for bad in (math.nan, math.inf):
         value = torch.ones(3 * GROUP)
         value[GROUP + 5], value[2 * GROUP :] = bad, 0.0
@@ -256,14 +227,13 @@ def test_edges_of_groups(signed: bool) -> None:
         assert decoded.isnan().tolist() == [False] * GROUP + [True] * GROUP + [False] * GROUP
         assert not decoded[2 * GROUP :].any()
     # The last group may be short.
-    for count in (0, 1, 63, 64, 65, 130):
-        value = torch.arange(1, count + 1).float()
-        codes, kept = encode(value, signed)
-        for group in range(groups(count)):
-            own = slice(group * GROUP, (group + 1) * GROUP)
-            alone, its = encode(value[own], signed)
-            assert torch.equal(alone, codes[own])
-            assert torch.equal(its, kept[group : group + 1])
+    value = torch.arange(1, 131).float()
+    codes, kept = encode(value, signed)
+    assert len(kept) == groups(130) == 3
+    assert [len(encode(value[:count], signed)[1]) for count in (0, 1, 63, 64, 65)] == [0, 1, 1, 1, 2]
+    alone, its = encode(value[128:], signed)
+    assert torch.equal(alone, codes[128:])
+    assert torch.equal(its, kept[2:])
 
 
 def test_a_second_moment_that_is_not_zero_never_becomes_zero() -> None:
@@ -273,13 +243,6 @@ def test_a_second_moment_that_is_not_zero_never_becomes_zero() -> None:
             got = through(torch.tensor([number, largest]), UNSIGNED, noise)
             assert float(got[0]) > 0, (number, largest, noise)
     assert through(torch.tensor([0.0, 1e38]), UNSIGNED, 0xFFFFF)[0] == 0
-
-
-def test_a_sign_survives_even_that_of_zero() -> None:
-    value = torch.tensor([1.0, -1.0, -0.0, 0.0, -1e-9, -0.5])
-    codes, _ = encode(value, SIGNED)
-    assert (codes >= 0x80).tolist() == [False, True, True, False, True, True]
-    assert torch.equal(through(-value, SIGNED), -through(value, SIGNED))
 
 
 def exact_code(number: float, inverse: Fraction, noise: int, signed: bool) -> int:
@@ -309,20 +272,6 @@ def test_codes_are_those_of_exact_arithmetic(signed: bool) -> None:
         for i in range(group * GROUP, (group + 1) * GROUP):
             want = exact_code(float(value[i]), 1 / Fraction(scale), int(noise[i]), signed)
             assert int(codes[i]) == want, (i, float(value[i]))
-
-
-@TABLES
-def test_a_decay_of_a_thousandth_a_step_which_no_code_can_show_happens_on_average(signed: bool) -> None:
-    count, steps = 256 * GROUP, 200
-    value = torch.full((count,), 0.9)
-    value[::GROUP] = 1.0  # the scale stays: these don't decay
-    draw = formulas.first_noise if signed else formulas.second_noise
-    for step in range(1, steps + 1):
-        decayed = value * 0.999
-        decayed[::GROUP] = 1.0
-        value = through(decayed, signed, draw(words(noise_key(step, 0, STEP), count)))
-    rest = value.view(-1, GROUP)[:, 1:].double()
-    assert float(rest.mean()) == pytest.approx(0.9 * 0.999**steps, rel=2e-3)
 
 
 def test_bf16_states_are_right_on_average_and_exact_where_bf16_is() -> None:
@@ -408,13 +357,3 @@ def test_noise_is_independent_across_uses_steps_and_parameters() -> None:
     for one, other in itertools.combinations(drawn, 2):
         for a, b in ((one, other), (one[1:], other[:-1]), (one[:-1], other[1:])):
             assert abs(float((a * b).mean())) / spread**2 < 5 / math.sqrt(count)
-
-
-def test_the_bits_that_two_states_share_make_their_roundings_no_more_alike() -> None:
-    count = 1 << 18
-    word = words(noise_key(1, 0, STEP), count)
-    for one, other in itertools.product((0.001, 0.25, 0.5, 0.9), repeat=2):
-        up = (formulas.first_noise(word) < one * (1 << 20)).double() - one
-        also = (formulas.second_noise(word) < other * (1 << 20)).double() - other
-        spread = math.sqrt(one * (1 - one) * other * (1 - other))
-        assert abs(float((up * also).mean())) / spread < 5 / math.sqrt(count)

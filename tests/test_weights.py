@@ -76,17 +76,14 @@ def without(*gone: str) -> list[str]:
 
 CHOICES: list[tuple[Any, tuple[str, ...], list[str]]] = [
     ("bf16", (), LINEAR_AND_CONV),
-    ("bf16,params=bf16", (), LINEAR_AND_CONV),
     ("fp16", (), LINEAR_AND_CONV),
     (mezzo.Policy("bf16", params="bf16"), (), LINEAR_AND_CONV),
-    ("bf16,module.mlp=fp32", (), without("mlp")),
     ("bf16,module.mlp=fp32,module.mlp.2=bf16", (), without("mlp.0")),
     ("bf16,module.mlp.*=fp32", (), without("mlp")),
     ("fp16,module.block=bf16", (), without("block")),
     ("bf16", ("mlp", "conv.0.bias"), without("mlp", "conv.0.bias")),
     ("bf16", ("**.bias",), [name for name in LINEAR_AND_CONV if not name.endswith("bias")]),
     ("bf16", ("head",), without("token")),
-    ("bf16,module.head=fp32", (), without("token")),
     ("bf16,module.token=fp32", (), without("token")),
 ]
 
@@ -124,24 +121,13 @@ def test_masters_come_back_to_the_bit_once(fmt: str) -> None:
     assert not has_master(model[0])
 
 
-@pytest.mark.parametrize(
-    "replaced",
-    [lambda d: d.float(), lambda d: d.half(), lambda d: d[:2].clone()],
-    ids=["fp32", "fp16", "shape"],
-)
-def test_data_of_another_kind_has_no_master(replaced: Callable[[Tensor], Tensor]) -> None:
-    layer = nn.Linear(4, 4)
-    lower_weights(layer, "bf16")
-    assert has_master(layer.weight)
-    layer.weight.data = replaced(layer.weight.data)
-    assert not has_master(layer.weight)
-    assert take_master(layer.weight) is None
-
-
 def test_what_is_kept_goes_with_its_parameter() -> None:
     layer = nn.Linear(4, 4)
     lower_weights(layer, "bf16")
     assert len(lowering._kept) >= 2
+    layer.weight.data, low = layer.weight.data.float(), layer.weight.data
+    assert not has_master(layer.weight)
+    layer.weight.data = low
     gone, count = weakref.ref(layer.weight), len(lowering._kept)
     del layer
     gc.collect()
@@ -207,17 +193,16 @@ def test_the_peak_is_the_model_and_one_parameter() -> None:
     assert peak.stop().peak_bytes - others <= 3 * one + one + (20 << 20)
 
 
-REFUSED: list[tuple[Callable[[], nn.Module], str, str]] = [
-    (lambda: nn.LazyLinear(3), "bf16", r"'weight' is lazy .* Run the model once"),
-    (lambda: nn.Linear(2, 2, device="meta"), "bf16", r"'weight' is on the meta device"),
-    (lambda: filled(7e4), "fp16", r"'weight' holds 70000, and fp16 ends at 65504.*keep=\['weight'\]"),
-    (lambda: filled(-65520.0), "fp16", r"holds 65520"),
-    (lambda: filled(3.4e38), "bf16", r"'weight' holds 3.4e\+38, and bf16 ends"),
-    (lambda: nn.Linear(2, 2), "fp32", r"unknown 16-bit format 'fp32'. Use one of bf16, fp16"),
-    (lambda: nn.Linear(2, 2), "auto", r"compute=auto is not decided"),
-    (lambda: nn.Linear(2, 2), "b16", r"unknown|b16"),
-    (lambda: nn.Linear(2, 2), "bf16,module.haed=fp32", r"'haed'"),
-]
+# How the second module is made, the precision -> words of the error: what, the value received, what to do.
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str, list[str]]] = {
+    "lazy": (lambda: nn.LazyLinear(3), "bf16", ["'second.weight'", "lazy"]),
+    "meta": (lambda: nn.Linear(2, 2, device="meta"), "bf16", ["'second.weight'", "meta", "to_empty"]),
+    "fp16's range": (lambda: filled(-7e4), "fp16", ["70000", "65504", "keep=['second.weight']"]),
+    "bf16's range": (lambda: filled(3.4e38), "bf16", ["'second.weight'", "3.4e+38", "bf16"]),
+    "no 16 bits": (lambda: nn.Linear(2, 2), "fp32", ["'fp32'", "bf16, fp16"]),
+    "auto": (lambda: nn.Linear(2, 2), "auto", ["auto", "resolved"]),
+    "module": (lambda: nn.Linear(2, 2), "bf16,module.haed=fp32", ["'haed'"]),
+}
 
 
 def filled(value: float) -> nn.Module:
@@ -227,25 +212,19 @@ def filled(value: float) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-@pytest.mark.parametrize(("build", "precision", "message"), REFUSED)
-def test_what_is_refused_leaves_the_model_alone(
-    build: Callable[[], nn.Module], precision: str, message: str
-) -> None:
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_is_refused_leaves_the_model_alone(row: str) -> None:
+    build, precision, words = REFUSED[row]
     model = nn.ModuleDict({"first": nn.Linear(2, 2), "second": build()})
-    with pytest.raises(UsageError, match=message.replace("'weight'", r"'second\.weight'")):
+    with pytest.raises(UsageError) as caught:
         lower_weights(model, precision)
+    assert all(word in str(caught.value) for word in words), caught.value
     assert model["first"].weight.dtype is torch.float32
     assert not has_master(model["first"].weight)
-
-
-def test_a_parameter_is_no_model() -> None:
-    with pytest.raises(UsageError, match="the model is a Parameter; give a"):
-        lower_weights(nn.Linear(2, 2).weight)  # type: ignore[arg-type]
-
-
-def test_a_pattern_that_matches_nothing_is_an_error() -> None:
-    with pytest.raises(UnknownNameError, match=r"keep=\['haed'\].*matches nothing.*nearest is 'head"):
-        lower_weights(Model(), "bf16", keep=["haed"])
+    with pytest.raises(UsageError, match="Parameter"):
+        lower_weights(model["first"].weight)  # type: ignore[arg-type]
+    with pytest.raises(UnknownNameError, match=r"'frist'.*'first"):
+        lower_weights(model, "bf16", keep=["frist"])
 
 
 def weight_normed() -> nn.Module:
@@ -385,11 +364,9 @@ def test_before_the_first_step_it_is_the_fp32_model(owner: str) -> None:
     torch.manual_seed(0)
     exact = Tied()
     model, optimizer = made(owner)
-    state = mezzo.master_state_dict(model, optimizer)
-    assert equal(state, exact.state_dict())
-    assert equal(mezzo.master_state_dict(model, optimizer), exact.state_dict()), (
-        "reading it takes nothing away"
-    )
+    for _ in range(2):  # reading it takes nothing away
+        state = mezzo.master_state_dict(model, optimizer)
+        assert equal(state, exact.state_dict())
     assert state["token.weight"] is state["head.weight"]
     assert not any(value.requires_grad for value in state.values())
     assert state["low"].dtype is torch.bfloat16
@@ -407,51 +384,43 @@ def test_it_comes_back_to_the_bit(owner: str, steps: int) -> None:
     mezzo.load_master_state_dict(other, resumed, state)
     assert equal(of(other), of(model))
     assert equal(mezzo.master_state_dict(other, resumed), state)
-    train(model, optimizer, OWNERS[owner][0], 2)
-    if steps == 0:  # the moments are not a part of it
-        train(other, resumed, OWNERS[owner][0], 2)
+    if steps == 0:  # moments are not a part of it
+        for each, its in ((model, optimizer), (other, resumed)):
+            train(each, its, OWNERS[owner][0], 2)
         assert equal(mezzo.master_state_dict(other, resumed), mezzo.master_state_dict(model, optimizer))
-
-
-def test_a_16_bit_state_loads_too_and_its_weights_are_the_masters() -> None:
-    model, optimizer = made("split")
-    state = {k: v.bfloat16() if v.is_floating_point() else v for k, v in Tied().state_dict().items()}
-    mezzo.load_master_state_dict(model, optimizer, state)
-    got = mezzo.master_state_dict(model, optimizer)
-    assert all(torch.equal(got[name].float(), state[name].float()) for name in state)
 
 
 def test_loading_without_an_optimizer_keeps_the_masters_for_the_next() -> None:
     torch.manual_seed(5)
     state = Tied().state_dict()
+    state["body.bias"] = state["body.bias"].bfloat16()  # as a 16-bit model's is
     model, _ = made("none")
     mezzo.load_master_state_dict(model, [], state)
     assert has_master(model.body.weight)
     optimizer = AdamW(model.parameters(), masters="split")
     assert torch.equal(optimizer.master(model.body.weight), state["body.weight"])
+    assert torch.equal(optimizer.master(model.body.bias), state["body.bias"].float())
 
 
-BROKEN: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda s: s.pop("body.bias"), r"'body.bias' is missing from the state \(and 0 more\)"),
-    (lambda s: s.update(bodi=torch.zeros(1)), r"the model has no 'bodi'"),
-    (lambda s: s.update({"body.wieght": torch.zeros(1)}), r"no 'body.wieght'. Did you mean 'body.weight'"),
-    (lambda s: s.update({"body.weight": torch.zeros(6, 5)}), r"'body.weight' is \(6, 5\) .* and \(6, 6\)"),
-    (lambda s: s.update({"norm.running_var": torch.zeros(2)}), r"'norm.running_var' is \(2,\)"),
-    (lambda s: s.update({"body.weight": [1.0]}), r"'body.weight' is list"),
-    (lambda s: s.update({"body.bias": torch.full((6,), 3.4e38)}), r"'body.bias' .* overflows its bfloat16"),
-]
+BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "missing": (lambda s: s.pop("body.bias"), "'body.bias'"),
+    "unknown": (lambda s: s.update({"body.wieght": torch.zeros(1)}), "'body.wieght'.*'body.weight'"),
+    "shape": (lambda s: s.update({"body.weight": torch.zeros(6, 5)}), r"'body.weight'.*\(6, 5\).*\(6, 6\)"),
+    "buffer": (lambda s: s.update({"norm.running_var": torch.zeros(2)}), r"'norm.running_var'.*\(2,\)"),
+    "type": (lambda s: s.update({"body.weight": [1.0]}), "'body.weight' is list"),
+    "range": (lambda s: s.update({"body.bias": torch.full((6,), 3.4e38)}), "'body.bias'.*bfloat16"),
+}
 
 
-@pytest.mark.parametrize(("change", "message"), BROKEN)
-def test_a_state_that_does_not_fit_changes_nothing(
-    change: Callable[[dict[str, Any]], Any], message: str
-) -> None:
+@pytest.mark.parametrize("row", BROKEN)
+def test_a_state_that_does_not_fit_changes_nothing(row: str) -> None:
+    change, message = BROKEN[row]
     model, optimizer = made("split")
     before = copy.deepcopy(mezzo.master_state_dict(model, optimizer))
     weights = of(model)
     state = dict(Tied().state_dict())
     change(state)
-    with pytest.raises(UsageError, match=f"{message}.*Nothing was changed"):
+    with pytest.raises(UsageError, match=message):
         mezzo.load_master_state_dict(model, optimizer, state)
     assert equal(of(model), weights)
     assert equal(mezzo.master_state_dict(model, optimizer), before)

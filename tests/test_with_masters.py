@@ -126,18 +126,6 @@ def test_fifty_steps_equal_the_same_optimizer_in_fp32_to_the_bit(name: str, fmt:
         assert optimizer.param_groups[0]["moved"] == 50
 
 
-def test_fp32_parameters_pass_through() -> None:
-    model, exact = model_of(), model_of()
-    optimizer, reference = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, exact))
-    wrapped = with_masters(optimizer)
-    for index in range(3):
-        give_gradients(model, exact, seed=index)
-        wrapped.step()
-        reference.step()
-    assert same(list(model.parameters()), list(exact.parameters()))
-    assert not any("master" in entry for entry in wrapped.state.values())
-
-
 @pytest.mark.parametrize("over", ["wrapper", "inside, before", "inside, after"])
 def test_schedulers_over_either_object_set_the_rate(over: str) -> None:
     model, exact = model_of(), model_of()
@@ -181,39 +169,6 @@ def test_the_object_that_was_handed_over_steps_through_the_masters() -> None:
 
 def lbfgs(params: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(params, lr=1.0, max_iter=20, line_search_fn="strong_wolfe")
-
-
-def fitted(precision: str) -> float:
-    """The least squares left by a regression whose weights are near 10, 100 small steps from 9.5 on."""
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(64, 8, generator=generator)
-    y = x @ (10.0 + torch.randn(8, 1, generator=torch.Generator().manual_seed(1)))
-    layer = nn.Linear(8, 1, bias=False)
-    nn.init.constant_(layer.weight, 9.5)
-    if precision != "fp32":
-        lower_weights(layer)
-    optimizer = torch.optim.LBFGS(layer.parameters(), lr=0.1, max_iter=20)
-    if precision == "masters":
-        optimizer = with_masters(optimizer)
-
-    def closure() -> Tensor:
-        assert optimizer.param_groups[0]["params"] == [layer.weight]
-        optimizer.zero_grad()
-        loss = (x @ layer.weight.float().T - y).pow(2).mean()
-        loss.backward()
-        return loss
-
-    for _ in range(5):
-        optimizer.step(closure)
-    return closure().item()
-
-
-def test_lbfgs_on_bf16_weights_converges_where_the_plain_one_stops() -> None:
-    losses = {precision: fitted(precision) for precision in ("fp32", "plain bf16", "masters")}
-    # bf16 weights near 10 are up to 1/32 from the best ones: 8 of them leave 8 * (1/32)^2 / 3 on average.
-    assert losses["fp32"] < 1e-7
-    assert losses["masters"] < 8 / 1024, losses
-    assert losses["plain bf16"] > 10 * losses["masters"], losses
 
 
 def test_a_closure_sees_the_weights_that_its_evaluation_is_of() -> None:
@@ -313,30 +268,6 @@ def test_a_scaler_divides_in_fp32_and_skips(scaler_class: Any, fmt: str) -> None
     assert same(masters(model, optimizer), list(exact.parameters()))
 
 
-def test_mezzo_s_scaler_undoes_a_closure_with_masters_and_state() -> None:
-    model = model_of()
-    lower_weights(model)
-    optimizer = with_masters(lbfgs(model.parameters()))
-    scaler = mezzo.GradScaler(init_scale=4.0)
-    calls = [0]
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        calls[0] += 1
-        give_gradients(model, seed=calls[0], scale=4.0)
-        if calls[0] == 3:
-            model[0].weight.grad[0, 0] = NAN
-        loss = torch.tensor(NAN if calls[0] == 3 else float(calls[0]))
-        scaler.scale(loss)
-        return loss
-
-    before = masters(model, optimizer)
-    scaler.step(optimizer, closure)
-    assert scaler.was_skipped(optimizer)
-    assert calls[0] == 3
-    assert same(masters(model, optimizer), before)
-
-
 def test_sparse_gradients_reach_the_inner_optimizer() -> None:
     table, exact = nn.Embedding(9, 4, sparse=True), nn.Embedding(9, 4, sparse=True)
     exact.load_state_dict(table.state_dict())
@@ -376,55 +307,34 @@ def test_the_model_may_be_brought_back_to_fp32() -> None:
     assert not any("master" in entry for entry in optimizer.state.values())
     broken, optimizer = trained("adamw")
     broken[0].weight.data = broken[0].weight.data[:2].clone()
-    with pytest.raises(UsageError, match="replaced by another shape"):
+    with pytest.raises(UsageError, match="another shape"):
         optimizer.step()
 
 
 def test_what_is_refused() -> None:
     model, optimizer = trained("adamw")
-    with pytest.raises(UsageError, match="WithMasters has masters already"):
-        with_masters(optimizer)
-    with pytest.raises(UsageError, match="AdamW has masters already"):
-        with_masters(optimizer.inner)
-    with pytest.raises(UsageError, match=r"takes a torch\.optim\.Optimizer, received list"):
-        with_masters([1])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="without differentiable=True"):
-        with_masters(torch.optim.AdamW(model_of().parameters(), differentiable=True))
+    adopted = torch.optim.AdamW(model_of().parameters())
+    mezzo.optim.adopt(adopted, masters="fp32", state="fp32")
+    differentiable = torch.optim.AdamW(model_of().parameters(), differentiable=True)
+    refused: list[tuple[Any, str]] = [
+        (optimizer, "WithMasters has masters"),
+        (optimizer.inner, "AdamW has masters"),
+        (mezzo.optim.AdamW(model_of().parameters()), "AdamW has masters"),
+        (adopted, "AdamW has masters"),
+        ([1], "received list"),
+        (OPTIMIZERS["sgd"](model.parameters()), "WithMasters before, and now this WithMasters"),
+        (differentiable, "differentiable=True"),
+    ]
+    for wrong, message in refused:
+        with pytest.raises(UsageError, match=message):
+            with_masters(wrong)
     stranger = nn.Parameter(torch.zeros(3))
     with pytest.raises(UsageError, match="no such parameter"):
         optimizer.master(stranger)
     with pytest.raises(UsageError, match="no such parameter"):
         optimizer.set_master(stranger, torch.zeros(3))
-    with pytest.raises(UsageError, match=r"value is \(3,\) and the parameter \(16, 8\)"):
+    with pytest.raises(UsageError, match=r"\(3,\) .*\(16, 8\)"):
         optimizer.set_master(model[0].weight, torch.zeros(3))
-
-
-def test_a_weight_has_its_master_with_one_optimizer() -> None:
-    model, optimizer = trained("adamw")
-    plain = OPTIMIZERS["sgd"](model.parameters())
-    with pytest.raises(
-        UsageError, match=r"two optimizers hold a master .* the WithMasters before, and now this WithM"
-    ):
-        with_masters(plain)
-    assert "step" not in vars(plain)
-    assert not plain.state
-    with pytest.raises(UsageError, match="the WithMasters before, and now this AdamW"):
-        mezzo.optim.AdamW(model.parameters()).master(model[0].weight)
-    del optimizer
-    with_masters(plain)
-    fresh = model_of()
-    lower_weights(fresh)
-    fused = mezzo.optim.AdamW(fresh.parameters())
-    give_gradients(fresh)
-    fused.step()
-    with pytest.raises(UsageError, match="the AdamW before, and now this WithMasters"):
-        with_masters(OPTIMIZERS["sgd"](fresh.parameters()))
-    with pytest.raises(UsageError, match="AdamW has masters already"):
-        with_masters(fused)
-    adopted = torch.optim.AdamW(model_of().parameters())
-    mezzo.optim.adopt(adopted, masters="fp32", state="fp32")
-    with pytest.raises(UsageError, match="AdamW has masters already"):
-        with_masters(adopted)
 
 
 # States.
@@ -496,55 +406,22 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     _, optimizer = trained("adamw")
     good = copy.deepcopy(optimizer.state_dict())
 
-    def broken(change: Callable[[Any], Any]) -> Any:
+    cases: list[tuple[Callable[[Any], object], str]] = [
+        (lambda s: s["state"][0].pop("master"), "none for parameter 0, .*bfloat16"),
+        (lambda s: s["state"][2].update(master=torch.zeros(16)), "parameter 2, .*float32"),
+        (lambda s: s["state"][0].update(master=torch.zeros(2, 2)), r"'master' of parameter 0 is \(2, 2\)"),
+        (lambda s: s["state"][1].update(exp_avg=torch.zeros(2)), r"'exp_avg' of parameter 1 is \(2,\)"),
+        (lambda s: s["param_groups"][0]["params"].pop(), r"\[5\] .*\[6\]"),
+        (lambda s: s["param_groups"].append({"params": []}), r"\[6, 0\]"),
+        (lambda s: s.pop("state"), "param_groups"),
+    ]
+    before = copy.deepcopy(good)
+    for change, message in cases:
         state = copy.deepcopy(good)
         change(state)
-        return state
-
-    cases: list[tuple[Any, str]] = [
-        (broken(lambda s: s["state"][0].pop("master")), r"has masters, but none for parameter 0, .*bfloat16"),
-        (
-            broken(lambda s: s["state"][2].update(master=torch.zeros(16))),
-            r"parameter 2, which is float32 here",
-        ),
-        (
-            broken(lambda s: s["state"][0].update(master=torch.zeros(2, 2))),
-            r"'master' of parameter 0 is \(2, 2\)",
-        ),
-        (
-            broken(lambda s: s["state"][1].update(exp_avg=torch.zeros(2))),
-            r"'exp_avg' of parameter 1 is \(2,\)",
-        ),
-        (broken(lambda s: s["param_groups"][0]["params"].pop()), r"groups of \[5\] parameters.* of \[6\]"),
-        (broken(lambda s: s["param_groups"].append({"params": []})), r"groups of \[6, 0\]"),
-        ({"model": 1}, "no optimizer's state: it has model"),
-    ]
-    before = copy.deepcopy(optimizer.state_dict())
-    for state, message in cases:
         with pytest.raises(UsageError, match=message):
             optimizer.load_state_dict(state)
         torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
-
-
-def test_an_inner_optimizer_that_fails_to_load_leaves_all_as_it_was() -> None:
-    class Fussy(SignOfMomentum):
-        def load_state_dict(self, state_dict: Any) -> None:
-            super().load_state_dict(state_dict)
-            raise KeyError("no such thing")
-
-    model = model_of()
-    lower_weights(model)
-    optimizer = with_masters(Fussy(model.parameters()))
-    give_gradients(model)
-    optimizer.step()
-    before = copy.deepcopy(optimizer.state_dict())
-    changed = copy.deepcopy(before)
-    changed["param_groups"][0]["lr"] = 7.0
-    changed["state"][0]["m"].fill_(3.0)
-    with pytest.raises(KeyError, match="no such thing"):
-        optimizer.load_state_dict(changed)
-    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
-    assert optimizer.param_groups[0]["params"] == list(model.parameters())
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])

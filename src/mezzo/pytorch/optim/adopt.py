@@ -1,8 +1,7 @@
-"""`adopt`: a `torch.optim` optimizer continues as one of Mezzo's, behind the object that the script holds.
+"""`adopt`: a `torch.optim` optimizer becomes one of Mezzo's, and stays the object that the script holds.
 
-The script keeps its object, schedulers and hooks. The parameter groups (the same dicts) and the state are shared with
-the fused optimizer, so a learning rate set on either is set on both. The object's class becomes a subclass of its own
-class that forwards to the fused optimizer. Forwarding by instance attributes would be lost in a copy or a pickle.
+Its class changes to a subclass of both classes, so schedulers, hooks, parameter groups and `isinstance` checks keep
+working, and its state is converted.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _FUSED: dict[type[Optimizer], type[FusedOptimizer]] = {
 
 
 def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
-    """Make a fused optimizer that takes over from a torch one, which stays usable and forwards to it.
+    """Turn an optimizer of torch's into the fused one of the same name, in place.
 
     Naive code::
 
@@ -42,7 +41,7 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
         state: see `FusedOptimizer`. The existing state is converted.
 
     Returns:
-        The fused optimizer; for an optimizer that was adopted before, in the same modes, the same one.
+        The same object; also for an optimizer that was adopted before, in the same modes.
 
     Raises:
         UsageError: another class, a replaced `step`, `amsgrad`, `differentiable`, parameters that these modes don't
@@ -52,18 +51,15 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
     checks.modes("adopt", masters, state)
     modes = {"masters": masters, "state": state}
     if isinstance(optimizer, Adopted):
-        for group in optimizer.fused.param_groups:
+        for group in optimizer.param_groups:
             if any(group[name] != mode for name, mode in modes.items()):
                 raise UsageError(
                     f'adopt(masters="{masters}", state="{state}"): this optimizer was adopted before, with '
                     f'masters="{group["masters"]}" and state="{group["state"]}".'
                 )
-        return optimizer.fused
+        return optimizer
     _refuse_unfit(optimizer)
-    fused = _FUSED[type(optimizer)].__new__(_FUSED[type(optimizer)])
-    # Not __init__, which would write into the groups before they are checked.
-    shared = {"state": optimizer.state, "param_groups": optimizer.param_groups}
-    fused.__setstate__({"defaults": {**optimizer.defaults, **modes}, **shared})
+    fused = _FUSED[type(optimizer)].__new__(_FUSED[type(optimizer)])  # for its rule, without parameters
     entries: dict[Tensor, tuple[storage.Entries, storage.Storage]] = {}
     for index, group in enumerate(optimizer.param_groups):
         fused._check({**group, **modes})
@@ -81,11 +77,12 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
     optimizer.state.clear()
     for param, (made, how) in entries.items():
         pending = take_master(param)
-        fused.state[param] = made if pending is None else made | storage.first_master(param, how, pending)
-    for name, value in _hooks(optimizer).items():
-        setattr(fused, name, value)
-    _become_alias(optimizer, fused)
-    return fused
+        optimizer.state[param] = made if pending is None else made | storage.first_master(param, how, pending)
+    vars(optimizer).pop("step", None)
+    adopted: Any = optimizer
+    adopted.__class__ = _adopted_class(adopted.__class__)
+    adopted.__setstate__({"defaults": {**optimizer.defaults, **modes}})
+    return optimizer  # type: ignore[return-value]
 
 
 def _refuse_unfit(optimizer: Optimizer) -> None:
@@ -111,78 +108,24 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
         )
 
 
-def _hooks(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
+class Adopted(FusedOptimizer):
+    """The first base class of an adopted optimizer."""
 
-
-def _become_alias(optimizer: Any, fused: FusedOptimizer) -> None:
-    for name in ("step", "state", "param_groups", "_opt_called"):
-        vars(optimizer).pop(name, None)
-    optimizer.__class__ = _alias_class(type(optimizer))  # type: ignore[arg-type]
-    optimizer.fused, optimizer.defaults = fused, fused.defaults
-    vars(optimizer).update(_hooks(fused))
-
-
-def _attribute(name: str) -> property:
-    """An attribute of the fused optimizer."""
-
-    def get(self: Adopted) -> Any:
-        return getattr(self.fused, name)
-
-    def put(self: Adopted, value: Any) -> None:
-        setattr(self.fused, name, value)
-
-    def drop(self: Adopted) -> None:
-        delattr(self.fused, name)
-
-    return property(get, put, drop, f"`fused.{name}`.")
-
-
-def _method(name: str) -> Any:
-    """A method of the fused optimizer."""
-
-    @functools.wraps(getattr(FusedOptimizer, name))
-    def call(self: Adopted, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.fused, name)(*args, **kwargs)
-
-    return call
-
-
-class Adopted:
-    """The first base class of an adopted optimizer: forwards every call to `fused`."""
-
-    fused: FusedOptimizer
-
-    _step_supports_amp_scaling = True
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """`fused.step`, which runs the hooks: they are shared."""
-        return self.fused.step(*args, **kwargs)
-
-    step.hooked = True  # type: ignore[attr-defined]  # torch would run the hooks here a second time
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # FusedOptimizer.step records the call
-
-    state = _attribute("state")
-    param_groups = _attribute("param_groups")
-    grad_scale = _attribute("grad_scale")  # set by a GradScaler for one step, like found_inf
-    found_inf = _attribute("found_inf")
-    _opt_called = _attribute("_opt_called")
-    zero_grad = _method("zero_grad")
-    state_dict = _method("state_dict")
-    load_state_dict = _method("load_state_dict")
-    add_param_group = _method("add_param_group")
+    @property
+    def fused(self) -> FusedOptimizer:
+        """The optimizer itself, which took another one's work over up to version 0.1.0."""
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _alias_of, (type(self).__mro__[2], self.fused)
+        return _empty, (type(self).__bases__[-1],), self.__getstate__()
 
 
 @functools.cache
-def _alias_class(kind: type[Optimizer]) -> type[Any]:
-    return type(kind.__name__, (Adopted, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})
+def _adopted_class(kind: Any) -> Any:
+    bases = (Adopted, _FUSED[kind], kind)
+    return type(kind.__name__, bases, {"__doc__": kind.__doc__, "__module__": kind.__module__})
 
 
-def _alias_of(kind: type[Optimizer], fused: FusedOptimizer) -> Any:
-    """Restore a copied or unpickled alias."""
-    alias = kind.__new__(kind)
-    _become_alias(alias, fused)
-    return alias
+def _empty(kind: Any) -> Any:
+    """An adopted optimizer whose state is set next, in a copy or by unpickling."""
+    return _adopted_class(kind).__new__(_adopted_class(kind))

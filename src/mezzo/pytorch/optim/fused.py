@@ -122,10 +122,12 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._opt_called = True  # read by schedulers of an adopted optimizer
+        self._opt_called = True  # read by schedulers
         groups = [(index, group["params"]) for index, group in enumerate(self.param_groups)]
         self._move(groups, multiplier, found_inf, partial=False)
         return loss
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers need not replace it
 
     @_disable_dynamo
     def step_parameters(

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
 from mezzo.pytorch.optim import checks
-from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import MASTER, masters_in, without_master
 from mezzo.pytorch.weights import lowering
@@ -314,7 +313,7 @@ class WithMasters(Optimizer):
 def _refuse_unfit(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"with_masters takes a torch.optim.Optimizer, received {type(optimizer).__name__}.")
-    has_masters = isinstance(optimizer, (WithMasters, FusedOptimizer, Adopted))
+    has_masters = isinstance(optimizer, (WithMasters, FusedOptimizer))
     if has_masters or hasattr(optimizer.step, "_goes_through_masters"):
         raise UsageError(
             f"with_masters: this {type(optimizer).__name__} has masters already: use it as it is. (One of "

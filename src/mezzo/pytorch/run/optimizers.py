@@ -159,7 +159,7 @@ class Steps:
         def stepping(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self._session.left_alone is not None or id(optimizer) in self._inside:
                 return step(optimizer, *args, **kwargs)
-            if self._session.stand_ins and _was_adopted(optimizer):
+            if self._session.stand_ins and type(optimizer).step is not stepping and _was_adopted(optimizer):
                 # The script has kept `optimizer.step` (in `torch.compile(optimizer.step)`) from before its work was
                 # taken over: torch's own step would move 16-bit weights without their masters.
                 return optimizer.step(*args, **kwargs)

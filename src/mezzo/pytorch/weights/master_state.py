@@ -121,8 +121,7 @@ def _owners(optimizer: Optimizer | Sequence[Optimizer]) -> dict[int, Any]:
             raise UsageError(
                 f"master_state_dict and load_master_state_dict need an optimizer or several, not {type(one).__name__}."
             )
-        # For an optimizer given to adopt or with_masters, the one that took over holds the masters.
-        held = getattr(one.step, "_goes_through_masters", getattr(one, "fused", one))
+        held = getattr(one.step, "_goes_through_masters", one)  # the WithMasters over this optimizer
         if hasattr(held, "master"):
             owners.update({id(p): held for group in held.param_groups for p in group["params"]})
     return owners
