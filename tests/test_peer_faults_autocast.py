@@ -1,6 +1,6 @@
-"""Faults of other mixed-precision software, and that Mezzo does not have them: regions, detectors, scripts, emulators.
+"""Faults of other mixed-precision software, and that Mezzo does not have them: autocast, detectors, scripts, emulators.
 
-A test's docstring says what the peer does. Where the peer is torch, which is here, its fault is shown first.
+A test's docstring says what the peer does. Where the peer is torch, its fault is shown first.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ print(losses)
 """
 
 
-def losses_of(region: Any, source: str = LOOP) -> list[float]:
+def losses_of(context: Any, source: str = LOOP) -> list[float]:
     names: dict[str, Any] = {"print": lambda found: names.update(found=found)}
-    with region:
+    with context:
         exec(compile(source, "loop", "exec"), names)
     found: list[float] = names["found"]
     return found
 
 
-def test_one_region_around_a_whole_run_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """naive zero-code autocast: one region for the whole run: weights freeze at their first cast."""
+def test_one_context_around_a_whole_run_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """naive zero-code autocast: one context for the whole run: weights freeze at their first cast."""
     frozen = losses_of(torch.autocast("cpu", torch.bfloat16))
     assert len(set(frozen)) == 1
     for losses in (
@@ -131,12 +131,13 @@ def test_what_overflows_in_backward_is_found_and_the_run_goes_on() -> None:
     assert taken(model, mp, x).stepped
     mp.close()
 
-    # A step that nobody skips is not looked at op by op: deeper models are waited for no more often.
+    # A step that is not skipped is not traced: deeper models cause no more waits.
     waited = []
     for depth in (1, 10):
         other = nn.Sequential(nn.Linear(4, 4), *[nn.Tanh() for _ in range(depth)], nn.Linear(4, 2))
-        optimizer = torch.optim.AdamW(other.parameters(), fused=True)
-        mp = mezzo.MixedPrecision(other, optimizer, "fp16", trace=True)
+        mp = mezzo.MixedPrecision(
+            other, torch.optim.AdamW(other.parameters(), fused=True), "fp16", trace=True
+        )
         for _ in range(3):
             taken(other, mp, x)
         with Waits() as waits:
