@@ -28,12 +28,12 @@ MODES: dict[str, dict[str, Any]] = {
     "fp16 scaler": {"precision": "fp16", "clip_norm": 1.0},
     "gradient release": {"precision": "bf16", "masters": "split", "release_gradients": True},
 }
-PLACES = ("model before", "model after", "model in place", "loss", "region and loss")
+PLACES = ("model before", "model after", "model in place", "loss", "context and loss")
 ROWS = [
     *(("gpt", mode, "loss") for mode in MODES),
     *(("gpt", "split", place) for place in PLACES if place != "loss"),
     ("cnn", "fp16 scaler", "model in place"),
-    ("tied", "split", "region and loss"),
+    ("tied", "split", "context and loss"),
 ]
 STEPS = 4
 
@@ -77,7 +77,7 @@ def train(name: str, mode: str, place: str, backend: str | None) -> Trained:
         with mp.autocast():
             return loss_of(x, y)
 
-    forward = wrap(forward) if place == "region and loss" else forward
+    forward = wrap(forward) if place == "context and loss" else forward
 
     def step(x: Tensor, y: Tensor) -> Any:
         return mp.step(forward(x, y))

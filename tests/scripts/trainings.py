@@ -121,15 +121,6 @@ def train(by, report, optimizer, steps, loss_of):
 
 
 @training
-def fused_adamw(by, report):
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    criterion = nn.CrossEntropyLoss()
-    train(by, report, optimizer, 6, lambda: criterion(by.call(model, x), y))
-    return model
-
-
-@training
 def clipping(by, report):
     model, (x, y) = network(), data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -239,7 +230,7 @@ class Tied(nn.Module):
 @training
 def shared_parameters(by, report):
     model = Tied()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     tokens = torch.randint(0, 20, (4, 9))
     inputs, target = tokens[:, :-1], tokens[:, 1:].flatten()
     train(by, report, optimizer, 5, lambda: F.cross_entropy(by.call(model, inputs).flatten(0, 1), target))
@@ -272,12 +263,7 @@ def checkpointed(by, report, use_reentrant):
 
 @training
 def checkpointing(by, report):
-    return checkpointed(by, report, False)
-
-
-@training
-def reentrant_checkpointing(by, report):
-    return checkpointed(by, report, True)
+    return nn.ModuleList([checkpointed(by, report, reentrant) for reentrant in (False, True)])
 
 
 @training
