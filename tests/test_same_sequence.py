@@ -7,7 +7,6 @@ What the task itself promises, and that its check can fail, is here too. Keras a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -82,20 +81,12 @@ def loss_of(model: Any, x: Tensor, target: Tensor, z: Tensor) -> Tensor:
 
 
 def trained(make: str, precision: str) -> tuple[list[float], list[float]]:
-    model = Task()
+    model, pure = Task(), one_task.LOSS_SCALE
     optimizer = torch.optim.SGD(model.parameters(), lr=one_task.LEARNING_RATE, momentum=one_task.MOMENTUM)
-    scale = one_task.loss_scale(precision)
     losses, scales = [], []
+    mp: Any = None
     if make == "MixedPrecision":
-        mp = mezzo.MixedPrecision(model, optimizer, precision, loss_scale=scale)
-        for batch in batches():
-            with mp.autocast():
-                loss = loss_of(model, *batch)
-            mp.step(loss)
-            losses.append(float(loss.detach()))
-            scales.append(mp.loss_scale)
-        return losses, scales
-    pure = one_task.LOSS_SCALE
+        mp = mezzo.MixedPrecision(model, optimizer, precision, loss_scale=one_task.loss_scale(precision))
     scaler = mezzo.GradScaler(
         init_scale=pure.init,
         growth_interval=pure.growth_interval,
@@ -104,13 +95,16 @@ def trained(make: str, precision: str) -> tuple[list[float], list[float]]:
     )
     for batch in batches():
         optimizer.zero_grad()
-        with nullcontext() if precision == "fp32" else mezzo.autocast(precision):
+        with mezzo.autocast(precision) if mp is None else mp.autocast():
             loss = loss_of(model, *batch)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        if mp is None:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            mp.step(loss)
         losses.append(float(loss.detach()))
-        scales.append(scaler.get_scale())
+        scales.append(scaler.get_scale() if mp is None else mp.loss_scale)
     return losses, scales
 
 
