@@ -63,11 +63,6 @@ held: Policy = policy("bf16")
 holder = Holder("bf16")
 
 
-def with_string(x):
-    with mezzo.autocast("bf16", "cpu"):
-        return body(x)
-
-
 def with_global(x):
     with mezzo.autocast(held, "cpu"):
         return body(x)
@@ -97,7 +92,7 @@ def several(x):
 @BACKENDS
 @pytest.mark.parametrize(
     "function",
-    [with_string, with_global, with_method, decorated, several],
+    [with_method, decorated, several],
     ids=lambda function: function.__name__,
 )
 def test_a_context_inside_a_compiled_function(function, backend):

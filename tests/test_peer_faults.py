@@ -1,7 +1,7 @@
 """Faults of other mixed-precision software, each found by running it, and that Mezzo does not have them: loss scales.
 
 A test's docstring says what the peer does. Where the peer is torch, which is here, its fault is shown first.
-`test_peer_faults_regions.py` has those of regions, detectors and emulators.
+`test_peer_faults_autocast.py` has those of autocast and emulators.
 """
 
 from __future__ import annotations
