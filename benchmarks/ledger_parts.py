@@ -30,8 +30,8 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         *("running_statistics*", "two_networks*", "*written_gradients*", "undefined_gradients*"),
         *("run_gradients*", "training", "grad_scaler*"),
     ),
-    "checkpoint resumes": ("run_checkpoint*", "training_state*", "optim_state*", "with_masters_state*"),
-    "layouts and tensor kinds": ("layouts*", "run_layouts*", "dispatch*"),
+    "checkpoint resumes": ("training_state*", "optim_state*", "with_masters_state*"),
+    "layouts and tensor kinds": ("layouts*", "dispatch*"),
     "verdict": ("verdict*", "check_of_trial*"),
     "durability": ("compare*",),
 }

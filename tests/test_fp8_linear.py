@@ -231,7 +231,8 @@ def test_magnitudes(powers: tuple[float, ...], scaling: str, way: str) -> None:
     for name, found in run(x, w, None, g, scaling).items():
         beyond = exact.of[name].abs() > largest
         if beyond.any():  # 1e30 by 1e30
-            assert found[beyond].isinf().all()
+            # On a CPU with AMX infinities of both signs meet in the sum and give NaN; elsewhere it is infinite.
+            assert not found[beyond].isfinite().any()
             assert powers[0] * powers[2] > largest
             continue
         assert exact.holds(name, found), name

@@ -409,10 +409,15 @@ def test_nothing_to_learn_from_and_what_is_not_finite(chunks: str) -> None:
     tensors[0][4] = float("nan")
     rows = ours(leaves(tensors, torch.bfloat16), target, None, {"reduction": "none"})
     assert rows.isnan().nonzero().flatten().tolist() == [4]
-    low = leaves(tensors, torch.bfloat16)
-    ours(low, target, None, {}).backward()
-    assert low[0].grad is not None
-    assert low[0].grad.isnan().any(1).nonzero().flatten().tolist() == [4]
+    # A NaN reaches a neighbouring row in the bf16 product of a CPU with AMX (oneDNN reads past the end of a row): then
+    # it does so in PyTorch's own product too.
+    rows_with_nan = []
+    for call in (ours, naive):
+        low = leaves(tensors, torch.bfloat16)
+        call(low, target, None, {}).backward()
+        assert low[0].grad is not None
+        rows_with_nan.append(set(low[0].grad.isnan().any(1).nonzero().flatten().tolist()))
+    assert {4} <= rows_with_nan[0] <= rows_with_nan[1]
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

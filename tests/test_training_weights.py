@@ -209,12 +209,12 @@ def test_auto_takes_what_the_weights_can_be(monkeypatch: pytest.MonkeyPatch) -> 
     assert mp.decision is not None
     assert "nothing was timed" in mp.decision.reason
     for hardware, expected in (({"fp16"}, "fp16"), ({"bf16", "fp16"}, "bf16")):
-        monkeypatch.setattr(auto.machine, "native_formats", lambda device, found=hardware: found)
+        monkeypatch.setattr(auto.hardware, "native_formats", lambda device, found=hardware: found)
         model = network()
         mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), masters="fp32")
         assert mp.precision == expected
         assert mp.decision is not None
-    monkeypatch.setattr(auto.machine, "native_formats", lambda device: set())
+    monkeypatch.setattr(auto.hardware, "native_formats", lambda device: set())
     model = network()
     with pytest.raises(UnsupportedPrecisionError, match="no fast 16-bit"):
         mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), masters="fp32")

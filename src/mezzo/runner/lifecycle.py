@@ -1,5 +1,5 @@
 """One run of a user's own script, whichever framework it trains with: its request, its life cycle, and the child
-process that runs one request and ends as its script ended (`python -m mezzo.FRAMEWORK.launch FILE`).
+process that runs one request and ends as its script ended (`python -m mezzo.FRAMEWORK.run FILE`).
 
 In the script's surroundings each part of the run is installed. The script runs. The parts are removed, the latest
 first. The run's own end follows, and the journal's. At last the user's mistake is raised, or the summary printed;

@@ -78,6 +78,8 @@ def widen(tensor: Tensor) -> Tensor:
     """A tensor of any layout in FP32 if it has 16 bits, else as it is."""
     if tensor.dtype not in _HALVES:
         return tensor
+    if tensor.is_mkldnn:  # has no cast of its own
+        return tensor.to_dense().float().to_mkldnn()
     if tensor.is_nested or not tensor.requires_grad:
         return tensor.float()
     wide: Tensor = _Widened.apply(tensor)  # type: ignore[no-untyped-call,unused-ignore]
