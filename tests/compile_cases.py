@@ -108,58 +108,36 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def _compiled_model(model: nn.Module, region: Context, wrap: Wrap, step: Any) -> Any:
-    net = wrap(model)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        with region():
-            return cross_entropy(net(x), y)
-
-    return step(loss_of)
-
-
-def _region_around(model: nn.Module, region: Context, wrap: Wrap, step: Any) -> Any:
-    compiled = wrap(lambda x, y: cross_entropy(model(x), y))
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        with region():
-            return compiled(x, y)
-
-    return step(loss_of)
+PLACES = (
+    "model in a context",
+    "loss in a context",
+    "context in a forward",
+    "context in a loss",
+    "context in a step",
+)
+"""What is compiled: the model, the loss, or a function that opens the context itself."""
 
 
-def _region_inside(model: nn.Module, region: Context, wrap: Wrap, step: Any) -> Any:
+def step_at(place: str, model: nn.Module, context: Context, wrap: Wrap, step_of: Any) -> Any:
+    """A training step with `torch.compile` (`wrap`) and the context at one of `PLACES`."""
+    inner, outer = place.split(" in a ")
+    net = wrap(model) if inner == "model" else model
+    plain_loss = wrap(lambda x, y: cross_entropy(model(x), y)) if inner == "loss" else None
+
     def forward(x: Tensor) -> Tensor:
-        with region():
+        with context():
             return model(x)
 
-    compiled = wrap(forward)
-    return step(lambda x, y: cross_entropy(compiled(x).float(), y))
+    compiled_forward = wrap(forward) if outer == "forward" else None
 
-
-def _compiled_loss(model: nn.Module, region: Context, wrap: Wrap, step: Any) -> Any:
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        with region():
-            return cross_entropy(model(x), y)
+        if compiled_forward is not None:
+            return cross_entropy(compiled_forward(x).float(), y)
+        with context():
+            return plain_loss(x, y) if plain_loss is not None else cross_entropy(net(x), y)
 
-    return step(wrap(loss_of))
-
-
-def _compiled_step(model: nn.Module, region: Context, wrap: Wrap, step: Any) -> Any:
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        with region():
-            return cross_entropy(model(x), y)
-
-    return wrap(step(loss_of))
-
-
-PLACES: Mapping[str, Callable[[nn.Module, Context, Wrap, Any], Any]] = {
-    "model in a region": _compiled_model,
-    "loss in a region": _region_around,
-    "region in a forward": _region_inside,
-    "region in a loss": _compiled_loss,
-    "region in a step": _compiled_step,
-}
+    step = step_of(wrap(loss_of) if outer == "loss" else loss_of)
+    return wrap(step) if outer == "step" else step
 
 
 @dataclass(frozen=True)
@@ -182,7 +160,7 @@ class Trained:
     late: int
 
 
-def train(name: str, place: str, region: Context, backend: Any) -> Trained:
+def train(name: str, place: str, context: Context, backend: Any) -> Trained:
     """A few steps of SGD from the same weights and data; `backend` None: eager."""
     torch._dynamo.reset()
     counters.clear()
@@ -206,7 +184,7 @@ def train(name: str, place: str, region: Context, backend: Any) -> Trained:
         if backend
         else (lambda function: function)
     )
-    step = PLACES[place](model, region, wrap, step_of)
+    step = step_at(place, model, context, wrap, step_of)
     losses: list[Tensor] = []
     gradients: list[Tensor] = []
     graphs = 0

@@ -1,18 +1,17 @@
-"""The command line's door: help, version, unknown verbs, and the exit status of every way a verb can end."""
+"""The command line: help, version, unknown commands, and the exit status of every way a command can end."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import io
 import subprocess
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import mezzo
-from mezzo.cli import main as door
 from mezzo.cli.main import REMOVED, VERBS, main
 from mezzo.core.errors import MezzoError, UsageError
 
@@ -26,7 +25,7 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
-def test_help_names_every_verb(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -35,38 +34,30 @@ def test_help_names_every_verb(words: list[str], capsys: pytest.CaptureFixture[s
         assert summary in captured.out
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"mezzo {mezzo.__version__}\n"
+    monkeypatch.setattr(sys, "argv", ["mezzo", "--version"])
+    assert main() == 0
+    assert capsys.readouterr().out == f"mezzo {mezzo.__version__}\n" * 2
 
 
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("compair", "compare"), ("format", "formats"), ("docter", "doctor")]
+    ("words", "expected"),
+    [
+        (["compair"], ["unknown command 'compair'", ", ".join(sorted(VERBS)), "Did you mean 'compare'?"]),
+        (["formats", "--no-such-option"], ["usage: mezzo formats"]),
+        *(([name, "--quick"], [f"`mezzo {name}` was removed", text]) for name, text in REMOVED.items()),
+    ],
 )
-def test_an_unknown_verb_names_the_nearest(wrong: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([wrong]) == 2
+def test_wrong_usage(words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    names = ", ".join(sorted(VERBS))
-    assert captured.err == f"mezzo: unknown command {wrong!r}. Use one of {names}. Did you mean {near!r}?\n"
-
-
-@pytest.mark.parametrize(("name", "instead"), [("reproduce", "make reproduce")])
-def test_a_removed_verb_says_what_replaced_it(
-    name: str, instead: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([name, "--quick"]) == 2
-    said = capsys.readouterr().err
-    assert f"`mezzo {name}` was removed" in said
-    assert instead in said
-    assert not set(REMOVED) & set(VERBS)
+    assert all(part in captured.err for part in expected)
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_every_verb_has_its_own_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    module = f"mezzo.cli.{name.replace('-', '_')}"
-    if importlib.util.find_spec(module) is None:
-        pytest.fail(f"{module} is missing")
+def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     printed = capsys.readouterr().out
     assert f"usage: mezzo {name}" in printed
@@ -76,33 +67,38 @@ def test_every_verb_has_its_own_help(name: str, capsys: pytest.CaptureFixture[st
 ENDS = [
     (0, 0, ""),
     (1, 1, ""),
-    (UsageError("mend it so"), 2, "mezzo formats: mend it so\n"),
+    (UsageError("write it so"), 2, "mezzo formats: write it so\n"),
     (MezzoError("it failed"), 2, "mezzo formats: it failed\n"),
     (KeyboardInterrupt(), 130, "mezzo formats: interrupted\n"),
     (BrokenPipeError(), 0, ""),
+    (ZeroDivisionError(), None, ""),  # a bug is not the user's error
 ]
 
 
-@pytest.mark.parametrize(("end", "status", "error"), ENDS, ids=lambda value: str(value).strip())
+@pytest.mark.parametrize(("end", "status", "error"), ENDS, ids=repr)
 def test_exit_statuses(
-    end: int | BaseException,
-    status: int,
+    end: Any,
+    status: int | None,
     error: str,
     verb: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def run(arguments: argparse.Namespace) -> int:
+    def run(arguments: Any) -> int:
         if isinstance(end, BaseException):
             raise end
-        return end
+        return int(end)
 
     monkeypatch.setattr(verb, "run", run)
-    assert main(["formats"]) == status
+    if status is None:
+        with pytest.raises(type(end)):
+            main(["formats"])
+    else:
+        assert main(["formats"]) == status
     assert capsys.readouterr().err == error
 
 
-def test_a_verb_may_close_standard_output(verb: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_may_close_standard_output(verb: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
     for stream in (closed, None):
@@ -110,43 +106,12 @@ def test_a_verb_may_close_standard_output(verb: ModuleType, monkeypatch: pytest.
         assert main(["formats"]) == 0
 
 
-def test_a_bug_is_not_dressed_up_as_the_users_mistake(
-    verb: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(arguments: argparse.Namespace) -> int:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(verb, "run", run)
-    with pytest.raises(ZeroDivisionError):
-        main(["formats"])
-
-
-def test_wrong_options_exit_2_and_leave_the_process_alive(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["formats", "--no-such-option"]) == 2
-    assert "usage: mezzo formats" in capsys.readouterr().err
-
-
-def test_the_words_come_from_the_command_line_by_default(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["mezzo", "--version"])
-    assert door.main() == 0
-    assert capsys.readouterr().out.startswith("mezzo ")
-
-
-def test_python_dash_m_and_its_exit_status() -> None:
+def test_python_dash_m_and_a_reader_that_leaves_early() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mezzo", "formatz"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
     assert "Did you mean 'formats'?" in done.stderr
-    done = subprocess.run(
-        [sys.executable, "-m", "mezzo", "--version"], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, f"mezzo {mezzo.__version__}\n")
-
-
-def test_a_reader_that_leaves_early_is_no_error() -> None:
     words = [
         sys.executable,
         "-m",

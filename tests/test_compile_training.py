@@ -1,4 +1,7 @@
-"""The short loop around compiled code equals itself around eager code, and compiles once."""
+"""MixedPrecision around compiled code equals itself around eager code, and compiles once.
+
+What a policy keeps in FP32 stays there, backward too, where numbers lie beyond fp16.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import mezzo
 from compile_cases import MODELS, cross_entropy
+from mezzo.pytorch.autocast import compiling
 
 pytestmark = [
     pytest.mark.heavy,
@@ -28,12 +32,12 @@ MODES: dict[str, dict[str, Any]] = {
     "fp16 scaler": {"precision": "fp16", "clip_norm": 1.0},
     "gradient release": {"precision": "bf16", "masters": "split", "release_gradients": True},
 }
-PLACES = ("model before", "model after", "model in place", "loss", "region and loss")
+PLACES = ("model before", "model after", "model in place", "loss", "context and loss")
 ROWS = [
     *(("gpt", mode, "loss") for mode in MODES),
     *(("gpt", "split", place) for place in PLACES if place != "loss"),
     ("cnn", "fp16 scaler", "model in place"),
-    ("tied", "split", "region and loss"),
+    ("tied", "split", "context and loss"),
 ]
 STEPS = 4
 
@@ -77,7 +81,7 @@ def train(name: str, mode: str, place: str, backend: str | None) -> Trained:
         with mp.autocast():
             return loss_of(x, y)
 
-    forward = wrap(forward) if place == "region and loss" else forward
+    forward = wrap(forward) if place == "context and loss" else forward
 
     def step(x: Tensor, y: Tensor) -> Any:
         return mp.step(forward(x, y))
@@ -125,3 +129,56 @@ def test_a_step_that_is_compiled_whole(mode: str) -> None:
     got = train("gpt", mode, "step", "aot_eager")
     same(got, train("gpt", mode, "step", None), mode)
     assert (got.graphs, got.breaks, got.late) == (1, 1, 0)
+
+
+class Large(nn.Module):
+    """A linear layer whose input lies beyond fp16's largest number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        with torch.no_grad():
+            self.deep[0].weight.mul_(1e-6)  # so that tanh has a slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.deep(x.float() * 1e6)
+
+
+def trained_with_large(precision: str, compiled: bool) -> list[Any]:
+    """Whether each of three steps was skipped, its loss, and the weights after all."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), Large(), nn.Linear(8, 1))
+    x = torch.randn(16, 8)
+    mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=1e-13), precision, loss_scale=1024.0)
+    model = torch.compile(net, backend="aot_eager") if compiled else net
+    found: list[Any] = []
+    for _ in range(3):
+        with mp.autocast():
+            loss = model(x).square().mean()
+        found.append((mp.step(loss).skipped, float(loss.detach()).hex()))
+    mp.close()
+    return [*found, *(param.detach().clone() for param in net.parameters())]
+
+
+@pytest.mark.parametrize("precision", ["fp16,module.1=fp32", "fp16,op.linear=fp32", "bf16,module.1=fp32"])
+def test_a_compiled_backward_pass_keeps_it_in_fp32(precision: str) -> None:
+    torch._dynamo.reset()
+    eager, compiled = trained_with_large(precision, False), trained_with_large(precision, True)
+    assert [skipped for skipped, _ in eager[:3]] == [False] * 3
+    assert compiled[:3] == eager[:3]
+    assert all(torch.equal(one, other) for one, other in zip(compiled[3:], eager[3:], strict=True))
+
+
+def test_a_setting_of_the_users_stays() -> None:
+    from torch._functorch import config
+
+    for before, after in (
+        ([{"device_type": "cpu"}], [{"device_type": "cpu"}]),
+        ("off", "off"),
+        ("same_as_forward", "off"),
+    ):
+        with config.patch(backward_pass_autocast=before):
+            compiling.begin()
+            assert config.backward_pass_autocast == after
+            compiling.end()
+            assert config.backward_pass_autocast == before

@@ -188,15 +188,21 @@ def test_what_is_not_native_is_emulated(monkeypatch):
     assert (long["lstm"].how, long["lstm"].format_out) == ("kernel", "bf16+fp32")
 
 
-def test_a_plan_prints_and_computes_outputs():
+def test_a_plan_prints_computes_outputs_and_needs_a_format_and_a_device():
     plans = plan(policy("bf16,op.softmax=internal_fp32,op.add=lower"), "cpu")
     assert str(plans["linear"]).split()[:2] == ["linear", "lower"]
     assert "the policy says op.add=lower" in plans["add"].reason
-    assert plans["cat"].output(["fp16", "bf16"]) == "fp32"
-    assert plans["cat"].output(["bf16", "bf16"]) == "bf16"
-    assert plans["linear"].output(["fp32"]) == "bf16"
-    assert plans["linear"].output(["fp64", "fp64"]) == "fp64"
-    assert plans["add"].output(["fp32", "bf16"]) == "bf16"
+    for op, inputs, output in (
+        ("cat", ["fp16", "bf16"], "fp32"),
+        ("cat", ["bf16", "bf16"], "bf16"),
+        ("linear", ["fp32"], "bf16"),
+        ("linear", ["fp64", "fp64"], "fp64"),
+        ("add", ["fp32", "bf16"], "bf16"),
+    ):
+        assert plans[op].output(inputs) == output
+    for spec, device, words in (("auto", "cpu", "auto"), ("bf16", "tpu", "'tpu'.*cuda")):
+        with pytest.raises(UsageError, match=words):
+            plan(policy(spec), device)
 
 
 @pytest.mark.parametrize("rule", ["lower", "fp32", "promote", "internal_fp32"])
@@ -216,13 +222,6 @@ def test_numbers_stand_where_the_schema_has_tensors(rule):
         assert (x * 2).dtype is torch.bfloat16
         assert torch.where(x > 0, x, 0.25).dtype is torch.bfloat16
     assert (x * 2).dtype is torch.bfloat16
-
-
-def test_a_plan_needs_a_format_and_a_device():
-    with pytest.raises(UsageError, match="auto has no plan"):
-        plan(policy("auto"), "cpu")
-    with pytest.raises(UsageError, match="unknown device type 'tpu'"):
-        plan(policy("bf16"), "tpu")
 
 
 def test_nothing_is_registered_that_no_policy_needs():

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from run_scripts import Ran, launcher
+from run_scripts import Ran
 
 SCRIPT = """
 import hashlib, json, sys, warnings
@@ -114,11 +113,6 @@ FAMILIES = (
 
 
 Launch = Callable[..., Ran]
-
-
-@pytest.fixture(name="launch")
-def launch_fixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
-    return launcher(tmp_path, capsys)
 
 
 def ended(launch: Launch, kind: str, run: str, policy: str) -> dict[str, Any]:

@@ -57,15 +57,11 @@ INSIDE = {
 
 
 @pytest.mark.parametrize("policy", INSIDE)
-def test_what_runs_inside_follows(policy: str, launch: Any) -> None:
+def test_modules_inside_an_overridden_one_follow_it(policy: str, launch: Any) -> None:
     ran = launch(SCRIPT, policy=policy)
     assert ran.status == 0
     assert ran.lines[-1].startswith(INSIDE[policy])
-
-
-def test_a_policy_for_a_module_mends_what_overflows_inside_of_it(launch: Any) -> None:
-    assert any(update.skipped for update in launch(SCRIPT, policy="fp16").of("update"))
-    assert not any(update.skipped for update in launch(SCRIPT, policy="fp16,module.1=fp32").of("update"))
+    assert any(update.skipped for update in ran.of("update")) == (policy == "fp16")  # what overflows inside
 
 
 @pytest.mark.heavy
@@ -173,23 +169,17 @@ BODIES: dict[str, tuple[str, str]] = {
     "return RING.to_sparse() @ h": ("", "matmul"),
     "return RING.to_sparse_csr() @ h": ("mm", "matmul"),
     "return torch.sparse.mm(RING.to_sparse(), h)": ("", ""),
-    "return torch.sparse.mm(RING.to_sparse_csr(), h)": ("", ""),
     "return torch.addmm(h, RING.to_sparse_csr(), h)": ("addmm", "addmm"),
-    "return torch.mv(RING.to_sparse_csr(), h[:, 0])": ("mv", "mv"),
     "return torch.bmm(RING.to_sparse()[None].coalesce(), h[None])": ("bmm", "bmm"),
     "return nn.functional.linear(h.T, RING.to_sparse_csr())": ("mm", "linear"),
     "return torch.zeros(3, 4).index_add(0, PLACES, h)": ("", ""),
-    "return torch.zeros(6, 4).index_copy_(0, PLACES[:3], h[:3])": ("", ""),
     "return torch.zeros(3, 4).scatter_reduce(0, PLACES[:, None].expand(6, 4), h, 'sum')": ("", ""),
-    "return torch.zeros(3, 4).scatter_add_(0, PLACES[:, None].expand(6, 4), h)": ("", ""),
     "return torch.zeros(6, 4).masked_scatter(torch.ones(6, 4) > 0, h)": ("", ""),
     "out = torch.zeros(6, 4); out[PLACES[:3]] = h[:3]; return out": ("", ""),
     "return torch.zeros(4, 4).addmm_(h.T, h)": ("", ""),
     "return h.masked_fill(RING[:, :4] > 0, -1e9).softmax(-1)": ("", "masked_fill"),
     "return h.masked_fill_(RING[:, :4] > 0, -1e9).softmax(-1)": ("", ""),
     "return h.masked_fill(RING[:, :4] > 0, torch.finfo(torch.float32).min).softmax(-1)": ("masked_fill",) * 2,
-    "return torch.special.log_ndtr(h)": ("", ""),
-    "return torch.linalg.vander(h)": ("", ""),
     "return torch.complex(h, h).abs()": ("", ""),
     "return self.adaptive(h, torch.arange(6) + 3).output": ("", ""),
     "return self.inner(torch.nested.as_nested_tensor([h[:2], h[2:]])).to_padded_tensor(0.0)": ("", "linear"),

@@ -1,4 +1,4 @@
-"""Whatever Mezzo writes back (statistics, weights) is not seen by a graph that is still to be run backward."""
+"""Values that Mezzo restores (statistics, weights) leave graphs that still run backward intact."""
 
 from __future__ import annotations
 

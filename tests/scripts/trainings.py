@@ -121,15 +121,6 @@ def train(by, report, optimizer, steps, loss_of):
 
 
 @training
-def fused_adamw(by, report):
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    criterion = nn.CrossEntropyLoss()
-    train(by, report, optimizer, 6, lambda: criterion(by.call(model, x), y))
-    return model
-
-
-@training
 def clipping(by, report):
     model, (x, y) = network(), data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -239,7 +230,7 @@ class Tied(nn.Module):
 @training
 def shared_parameters(by, report):
     model = Tied()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     tokens = torch.randint(0, 20, (4, 9))
     inputs, target = tokens[:, :-1], tokens[:, 1:].flatten()
     train(by, report, optimizer, 5, lambda: F.cross_entropy(by.call(model, inputs).flatten(0, 1), target))
@@ -272,12 +263,7 @@ def checkpointed(by, report, use_reentrant):
 
 @training
 def checkpointing(by, report):
-    return checkpointed(by, report, False)
-
-
-@training
-def reentrant_checkpointing(by, report):
-    return checkpointed(by, report, True)
+    return nn.ModuleList([checkpointed(by, report, reentrant) for reentrant in (False, True)])
 
 
 @training
@@ -331,37 +317,6 @@ def batch_norm(by, report):
     return model
 
 
-@training
-def compiled_model(by, report):
-    model, (x, y) = network(), data()
-    compiled = torch.compile(model, backend=OPTIONS.backend)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(by, report, optimizer, 3, lambda: F.cross_entropy(by.call(compiled, x), y))
-    return model
-
-
-@training
-def compiled_step(by, report):
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    @torch.compile(backend=OPTIONS.backend)
-    def step(x, y):
-        with by.region():
-            out = model(x)
-        loss = F.cross_entropy(out.float(), y)
-        by.backward(loss)
-        by.step(optimizer)
-        return loss
-
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = step(x, y)
-        by.update()
-        report(loss)
-    return model
-
-
 def hexed(tensor):
     return float(tensor.detach()).hex()
 
@@ -375,16 +330,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--by-hand", default="")
     parser.add_argument("--only", default="")
-    parser.add_argument("--backend", default="aot_eager")
-    OPTIONS = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    chosen = OPTIONS.only.split(",") if OPTIONS.only else list(TRAININGS)
-    by = ByHand(OPTIONS.by_hand) if OPTIONS.by_hand else Plain()
+    chosen = options.only.split(",") if options.only else list(TRAININGS)
+    by = ByHand(options.by_hand) if options.by_hand else Plain()
     for name in chosen:
         torch.manual_seed(0)
         values = []
-        model = TRAININGS[name](
-            by,
-            lambda *tensors, values=values: values.extend(hexed(t) for t in tensors),
-        )
+        model = TRAININGS[name](by, lambda *tensors, values=values: values.extend(map(hexed, tensors)))
         print(json.dumps({"training": name, "values": values, "weights": digest(model)}), flush=True)

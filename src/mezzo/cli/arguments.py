@@ -1,4 +1,4 @@
-"""What the verbs' parsers share: their complaints, the script that a verb runs, and numbers as options take them."""
+"""What the commands' parsers share: error messages, the script that a command runs, and numbers in options."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from mezzo.core.errors import UsageError, unknown_name
 from mezzo.demos import Demo
 
 _UNKNOWN = "unrecognized arguments: "
-_LACKS = "expected one argument"
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, which shows a docstring as it is and takes no option that is cut short.
+    """argparse's parser, which prints docstrings unchanged, accepts no abbreviated option, and suggests fixes.
 
     Args:
         prog: as it stands in the usage, such as ``mezzo run``.
-        description: what the verb is about.
+        description: of the command.
         passes_on: whether what follows ``--`` belongs to a script.
     """
 
@@ -36,17 +35,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2; the message has the fix if one is known."""
-        super().error(message + self._mend(message))
-
-    def _mend(self, message: str) -> str:
+        fix = ""
         if message.startswith(_UNKNOWN):
-            return self._mend_unknown(shlex.split(message.removeprefix(_UNKNOWN)))
-        if message.endswith(_LACKS):
+            fix = self._fix_unknown(shlex.split(message.removeprefix(_UNKNOWN)))
+        elif message.endswith("expected one argument"):
             option = message.removeprefix("argument ").partition(":")[0].split("/")[-1]
-            return f". Write {option}=VALUE, all in one word where the value begins with a dash"
-        return ""
+            fix = f". Write {option}=VALUE, all in one word where the value begins with a dash"
+        super().error(message + fix)
 
-    def _mend_unknown(self, words: list[str]) -> str:
+    def _fix_unknown(self, words: list[str]) -> str:
         options = [option for action in self._actions for option in action.option_strings]
         for word in words:
             near = difflib.get_close_matches(word.partition("=")[0], options, n=1, cutoff=0.7)
@@ -103,6 +100,9 @@ def folder_of(arguments: argparse.Namespace, verb: str) -> Path:
     return Path(arguments.out or f"mezzo-{verb}-{stem}")
 
 
+_Number = TypeVar("_Number", int, float)
+
+
 def whole(what: str, example: int, least: int | None = None) -> Callable[[str], int]:
     """A reader of whole numbers, for `add_argument(type=...)`.
 
@@ -128,20 +128,18 @@ def number(example: float) -> Callable[[str], float]:
 
 def share() -> Callable[[str], float]:
     """A reader of shares: 0.005, or 0.5%."""
-    return _reader(
-        lambda text: float(text[:-1]) / 100 if text.endswith("%") else float(text),
-        "number: write 0.005 or 0.5%",
-    )
+
+    def read(text: str) -> float:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+
+    return _reader(read, "number: write 0.005 or 0.5%")
 
 
-_Number = TypeVar("_Number", int, float)
-
-
-def _reader(read: Callable[[str], _Number], no: str) -> Callable[[str], _Number]:
-    def read_or_tell(text: str) -> _Number:
+def _reader(read: Callable[[str], _Number], expected: str) -> Callable[[str], _Number]:
+    def checked(text: str) -> _Number:
         try:
             return read(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {no}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {expected}") from None
 
-    return read_or_tell
+    return checked

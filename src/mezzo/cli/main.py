@@ -1,9 +1,9 @@
-"""`mezzo VERB ...`: find the verb's file, parse, call, and turn every error into one line and an exit status.
+"""`mezzo COMMAND ...`: find the command's file, parse, call, and turn every error into one line and an exit status.
 
-Exit status, for every verb: 0 pass, 1 a finding, 2 wrong usage, or a script that fails or never trains (130 after an
-interrupt); `run` ends as its script does. A verb is a module
-of this package with `configure(parser)` and `run(arguments) -> int`, imported only when it is asked for;
-where it says `PASSES_ON = True`, all that follows `--` is a script's and reaches it as `arguments.argv`.
+Exit status of every command: 0 pass, 1 a finding, 2 wrong usage, or a script that fails or never trains (130 after an
+interrupt); `run` ends as its script does. A command is a module of this package with `configure(parser)` and
+`run(arguments) -> int`, imported only when it is called. If it has `PASSES_ON = True`, the words after `--` are a
+script's, and it receives them as `arguments.argv`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise unknown_name("command", verb, VERBS)
         status = _run(verb, words[1:])
         with contextlib.suppress(AttributeError, ValueError):  # a script may have replaced or closed it
-            sys.stdout.flush()  # here, where a reader that has left is no error, and not as Python shuts down
+            sys.stdout.flush()  # here, where a reader that has left is not an error
         return status
     except MezzoError as error:
         print(f"mezzo {verb}: {error}" if verb in VERBS else f"mezzo: {error}", file=sys.stderr)
@@ -63,14 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mezzo {verb}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        _leave_the_pipe()
+        if sys.stdout is sys.__stdout__ and sys.stdout is not None:  # discard what is still buffered
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-def _leave_the_pipe() -> None:
-    """The reader of the pipe has gone: discard what is still buffered, without an error."""
-    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(verb: str, words: list[str]) -> int:

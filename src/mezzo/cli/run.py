@@ -18,13 +18,13 @@ policy matches nothing.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.run.session import checked
@@ -83,32 +83,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS...]")
     valued = {word for action in parser._actions if action.nargs is None for word in action.option_strings}
-    parser.parse_known_args = functools.partial(  # type: ignore[method-assign,assignment]
-        _parse, parser.parse_known_args, valued
-    )
+    parse = parser.parse_known_args
 
+    def parse_known_args(words: Sequence[str], namespace: Any = None) -> Any:
+        """A bare ``--watch`` does not take the script's name for its interval."""
+        words, at = list(words), 0
+        while at < len(words) and words[at].startswith("-"):
+            if words[at] == "--watch":
+                words[at] = f"--watch={_DEFAULT}"
+            at += 2 if words[at] in valued else 1
+        return parse(words, namespace)
 
-def _parse(
-    parse: Callable[..., tuple[argparse.Namespace, list[str]]],
-    valued: Collection[str],
-    words: Sequence[str] | None = None,
-    namespace: argparse.Namespace | None = None,
-) -> tuple[argparse.Namespace, list[str]]:
-    """Parse, where a bare ``--watch`` does not take the script's name for its interval."""
-    words = list(sys.argv[1:] if words is None else words)
-    at = 0
-    while at < len(words) and words[at].startswith("-"):
-        if words[at] == "--watch":
-            words[at] = f"--watch={_DEFAULT}"
-        at += 2 if words[at] in valued else 1
-    return parse(words, namespace)
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign,assignment]
 
 
 def _interval(text: str) -> int:
     if text == _DEFAULT:
         return -1
     if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of updates. Write --watch, or --watch=50")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of updates. Write --watch, or --watch=50")
     return int(text)
 
 
@@ -143,30 +136,23 @@ def run(arguments: argparse.Namespace) -> int:
         # The script may change the working directory; of several processes one is enough.
         tensorboard=None if arguments.tensorboard is None or _rank() else arguments.tensorboard.absolute(),
     )
-    folder = arguments.out
-    if folder is None and (not arguments.watch or arguments.records is not None):
+    if arguments.out is None and (not arguments.watch or arguments.records is not None):
         return run_request(request)
     checked(request)  # before anything of an earlier run is touched
-    rank, said = _rank(), ""
-    if folder is None:
-        folder = _unused(_FOLDER)
-        if folder != _FOLDER:
-            said = f"{_FOLDER} holds something already, so this run is in {folder.name}"
-    folder = folder.absolute()  # the script may change the working directory
-    if os.path.exists(folder / _RECORDS):
-        said = f"the run that {folder} held is replaced by this one (another --out keeps both)"
-    report = folder / "report.html" if rank == 0 else None
+    folder, note = _folder(arguments.out)
+    rank = _rank()
     with ExitStack() as lock:
         records = _prepared(folder, rank, lock)
-        if said and rank == 0 and not arguments.quiet:
-            print(f"mezzo: {said}", file=sys.stderr)
+        if note and rank == 0 and not arguments.quiet:
+            print(f"mezzo: {note}", file=sys.stderr)
+        report = folder / "report.html" if rank == 0 else None
         status = run_request(replace(request, records=records, report=report))
     if rank == 0:
         from mezzo.cli.report import page
         from mezzo.report import build_run
 
-        made = page(build_run, folder)  # the script has run: where that fails, its status stands
-        if made is not None and not arguments.quiet and status == 0:  # a failure has named it already
+        made = page(build_run, folder)  # if that fails, the script's status stands
+        if made is not None and not arguments.quiet and status == 0:  # after a failure it is printed already
             print(f"mezzo: report: {made}", file=sys.stderr)
     return status
 
@@ -178,27 +164,32 @@ def _rank() -> int:
 
 
 def _ranks() -> int | None:
-    """How many processes share this run; 1 for one alone, None where there are several and nobody says how many."""
+    """How many processes share this run; None where there are several of an unknown number."""
     text = os.environ.get("WORLD_SIZE", "")
     if text.isdigit():
         return int(text)
     return None if "RANK" in os.environ else 1
 
 
-def _unused(folder: Path) -> Path:
-    """The folder, or the first of its name with a number behind it that is absent or empty.
+def _folder(out: Path | None) -> tuple[Path, str]:
+    """The run's folder as an absolute path, since the script may change the working directory, and a note.
 
-    Several processes of one run share the folder, and what it holds is replaced.
+    Without `out` it is a new one, or an empty one. Several processes of one run share it, and its run is replaced.
     """
-    number, found = 1, folder
-    while _ranks() == 1 and os.path.lexists(found) and not (found.is_dir() and not os.listdir(found)):
-        number += 1
-        found = folder.with_name(f"{folder.name}-{number}")
-    return found
+    folder, number = out or _FOLDER, 1
+    if out is None and _ranks() == 1:
+        while os.path.lexists(folder) and not (folder.is_dir() and not os.listdir(folder)):
+            number += 1
+            folder = _FOLDER.with_name(f"{_FOLDER}-{number}")
+    note = f"{_FOLDER} holds something already, so this run is in {folder}" if number > 1 else ""
+    folder = folder.absolute()
+    if os.path.exists(folder / _RECORDS):
+        note = f"the run that {folder} held is replaced by this one (another --out keeps both)"
+    return folder, note
 
 
 def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
-    """The file for this process's records, in a folder that is ours. The first rank locks it until `lock` ends.
+    """The file for this process's records, in the folder, which the first rank locks until `lock` ends.
 
     Raises:
         UsageError: the folder holds something else, is in use by another process, or can't be made.
@@ -211,7 +202,7 @@ def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
             lock.enter_context(locked(folder))
         (folder / "runs").mkdir(parents=True, exist_ok=True)
         if rank == 0:
-            (folder / "report.html").unlink(missing_ok=True)  # it would tell of other records
+            (folder / "report.html").unlink(missing_ok=True)  # of other records
             ranks = _ranks()
             # Records of a run on more processes; ours are in use.
             for old in (folder / "runs").glob("run-rank*.jsonl"):

@@ -321,7 +321,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
 
 # Files that Dynamo must run, not trace. This one is traced on purpose, and so are hooks that are put on modules, which
 # a compiled function then passes over; those that run in backward are not.
-_MARK = "_mezzo_files_are_skipped"
+_MARK = "_mezzo_run_files_are_skipped"
 _NOT_TRACED = (
     *(f"run.{name}" for name in ("backward", "observers", "optimizers", "session", "weights")),
     *(f"monitor.{name}" for name in ("backward_trace", "operations", "overflow_tracer", "replay")),

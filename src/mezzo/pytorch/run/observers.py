@@ -1,21 +1,20 @@
-"""Those who look at a run's training steps, told of them at the moments at which `MixedPrecision` tells.
+"""The observers of a run's training steps, called at the moments at which `MixedPrecision` calls them.
 
-| moment              | told from                                                                             |
+| moment              | called from                                                                           |
 |---------------------|---------------------------------------------------------------------------------------|
 | `call_*`            | an outermost call of a module in training mode, with gradients                        |
 | `backward_begins`   | an outermost `backward`; its scale is the run's                                       |
 | `update_*`          | an optimizer's step. `.grad` is unscaled by then, so its scale is 1                   |
 | `step_dropped`      | a call, a backward or a step raised; the script turned out to have its own precision  |
 
-Not told: calls inside a compiled function; a step with a closure, which calls and runs backward as often as it likes;
-the step whose memory and formats are observed; other threads than the first that was met; a script without optimizer.
+Not observed: calls inside a compiled function; a step with a closure; the step whose memory and formats are observed;
+other threads than the first; a script without optimizer.
 
-An overflow that running the calls again did not explain is watched for live: every operation from a step's first call
-until its backward, the loss among them. Watched compiled functions would run as they were written, with other
-roundings, so a script that has compiled anything is not watched.
+An overflow that running the calls again did not explain is watched live: every operation from a step's first call until
+its backward, the loss among them. Watched compiled functions would run uncompiled, with other roundings, so a script
+that has compiled anything is not watched.
 
-An observer may call the model and run backward itself. That is none of the script's doing: `busy` says so to the
-functions that are patched.
+An observer may call the model and run backward itself. `busy` tells the patched functions to ignore that.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 
 
 def watchers_for(session: Session) -> list[StepObserver]:
-    """Those whom the request asks for, but for the tracer, in the order in which they are told."""
+    """The observers that the request asks for, except the tracer, in the order in which they are called."""
     request = session.request
     found: list[StepObserver] = []
     if request.watch:
         from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
 
         class Quiet(RangeWatch):
-            """Its notes are the run's, and no warnings of the script's."""
+            """Notes in the run's summary, not warnings in the script's output."""
 
             def _note(self, text: str) -> None:
                 session.journal.note(text)
@@ -68,7 +67,7 @@ def watchers_for(session: Session) -> list[StepObserver]:
 
 
 def tracer_for(session: Session) -> OverflowTracer:
-    """Who looks into skipped steps. The host learns of each at once, so looking waits for nothing more."""
+    """Investigates skipped steps. The host knows of each at once, so this adds no wait."""
     from mezzo.pytorch.autocast.context import autocast
     from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
 
@@ -80,12 +79,12 @@ def tracer_for(session: Session) -> OverflowTracer:
 
 
 def observed_step(session: Session) -> Callable[[bool], None]:
-    """Begin to measure a step's peak memory and the formats of its ops; ends with whether to keep them."""
+    """Begin to measure a step's peak memory and the formats of its ops; returns a function that ends it."""
     from mezzo.pytorch.memory import PeakTensorBytes
     from mezzo.pytorch.monitor.formats import OpObserver
 
     device = session.device_type or "cpu"
-    session.observers.pause()  # what they compute is none of the step's
+    session.observers.pause()  # what they compute is not part of the step
     formats, memory = OpObserver(session.policy, device), PeakTensorBytes(device)
     formats.enter()
     memory.start()
@@ -128,7 +127,7 @@ class Observers:
 
     @property
     def listening(self) -> bool:
-        """Whether anybody is to be told of what happens now, in this thread."""
+        """Whether there is an observer of what happens now, in this thread."""
         session = self._session
         if not (self._wanted or (session.scaling and self._traces)):
             return False
@@ -136,12 +135,10 @@ class Observers:
             return False
         return self._thread in (0, threading.get_ident())
 
-    # ------------------------------------------------------------------------------------------ watching live
-
     def watch_begins(self, model: nn.Module) -> None:
-        """An outermost call is about to begin, its autocast not yet: what runs from here on may be watched live.
+        """An outermost call is about to begin, before its autocast: the following operations may be watched live.
 
-        Calls in evaluation are, too (a teacher's), but not a second one in a row: that is no part of a step.
+        So are those of a call in evaluation mode (a teacher's), but not of a second one in a row: that is evaluation.
         """
         if self._tracer is not None and (self._watch is not None or self._tracer.watches_live):
             self._watch_begins(self._tracer, model)
@@ -168,7 +165,7 @@ class Observers:
             self._guarded(lambda: watch.enter_context(tracer.live()))
 
     def _watch_ends(self, *, anywhere: bool = False) -> None:
-        """The operations that follow are not watched. Only in the thread in which they were, unless `anywhere`."""
+        """Stop watching live, if it was begun in this thread or `anywhere`."""
         watch = self._watch
         if watch is not None and (anywhere or self._thread == threading.get_ident()):
             self._watch = None
@@ -186,11 +183,9 @@ class Observers:
         self._watched.clear()
         self._trains = self._too_many = False
 
-    # ------------------------------------------------------------------------------------------ telling
-
     @unseen
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """An outermost call begins; whether its end is to be told as well."""
+        """An outermost call begins; whether `call_ended` must be called."""
         if not (self.listening and model.training and torch.is_grad_enabled() and self._session.optimizers):
             return False
         if _graph_task() != -1:  # a checkpoint's recomputation
@@ -206,12 +201,12 @@ class Observers:
 
     @unseen
     def call_ended(self, model: nn.Module, output: Any) -> None:
-        """A call that they were told of has returned, in the formats of the policy."""
+        """That call has returned, in the formats of the policy."""
         self._tell("call_ended", model, output)
 
     @unseen
     def backward_begins(self, losses: Sequence[Any], scale: float) -> None:
-        """Backward is about to run from these. Called, as for an update, only while `listening`."""
+        """Backward is about to run from these. Called only while `listening`, as is `update_begins`."""
         self._forward_ends()
         for loss in losses:
             if isinstance(loss, Tensor):
@@ -221,7 +216,7 @@ class Observers:
     def backward_again(self) -> None:
         """The backward that has just run overflowed and is run again at a smaller scale, with the same hooks."""
         if self.listening:
-            for one in list(self._watchers):  # who would count its gradients twice
+            for one in list(self._watchers):  # which would count its gradients twice
                 self._tell_one(one, "step_dropped")
 
     @unseen
@@ -232,7 +227,7 @@ class Observers:
 
     @unseen
     def update_ended(self, optimizer: Any, **how: Any) -> list[Record]:
-        """The step is over, or was not taken (`StepObserver.update_ended`); what they have to write down about it."""
+        """The step is over, or was skipped (`StepObserver.update_ended`); the observers' records."""
         self._tell("update_ended", optimizer, **how)
         return self._drained()
 
@@ -244,29 +239,29 @@ class Observers:
 
     @unseen
     def closure_begins(self) -> None:
-        """A step with a closure begins: nobody is told of what it does."""
+        """A step with a closure begins, which is not observed."""
         if self.listening and self._thread:
             self._session.journal.note("steps with a closure are not watched, and not looked into")
         self.pause()
 
     @unseen
     def pause(self) -> None:
-        """From here on nobody is told of anything, and what was begun is dropped."""
+        """Observe nothing until `resume`; what was begun is dropped."""
         if not self._pauses:
             self.step_dropped()
         self._pauses += 1
 
     def resume(self) -> None:
-        """As it was before `pause`."""
+        """End one `pause`."""
         self._pauses -= 1
 
     def finish(self) -> list[Record]:
-        """The script is over: what is left to write down."""
+        """The script is over: the last records."""
         session = self._session
         self._watch_ends(anywhere=True)
         if session.compiled and not self._calls and self.listening:
             session.journal.note(
-                "the model is called inside a compiled function: nobody could watch it, or look into a skipped step"
+                "the model is called inside a compiled function: it was not watched, and no skipped step looked into"
             )
         records = self._drained()
         self._tell("step_dropped")
@@ -287,7 +282,7 @@ class Observers:
                 self._tell_one(one, what, *args, **kwargs)
 
     def _tell_one(self, one: StepObserver, what: str, *args: Any, **kwargs: Any) -> Any:
-        """Whatever becomes of an observer, the script goes on."""
+        """Call an observer. One that raises is removed, and the script goes on."""
         self.busy = True
         try:
             return getattr(one, what)(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""Optimizers of a run: each step is written down, and in fp16 one whose gradients are not finite is skipped.
+"""Optimizers of a run: each step is recorded, and in fp16 one whose gradients are not finite is skipped.
 
 A step is skipped by not calling it. Gradients are never hidden for that: optimizers that read `p.grad.data` would
-crash. What is wrapped is each optimizer class's `step`, at the place where PyTorch itself wraps it for its profiler
-(`Optimizer._patch_step_function`, when the first instance is made), so a subclass with its own `step`, and a
+crash. Each optimizer class's `step` is wrapped where PyTorch itself wraps it for its profiler
+(`Optimizer._patch_step_function`, when the first instance is made). So a subclass with its own `step`, and a
 learning-rate scheduler that wraps the instance's, find what they expect.
 """
 
@@ -36,16 +36,16 @@ Step = Callable[..., Any]
 class Overflows:
     """Whether an optimizer must skip: one of its gradients is not finite, or was not when it was computed.
 
-    The first check reads `.grad` as it is at the step, written by backward, an `all_reduce`, or the script, with
-    gradients that it had saved or got from `autograd.grad`. The second reads flags that backward leaves, since
-    `clip_grad_value_` makes finite numbers of an overflow. A flag lives as long as the gradient that it speaks of: it
-    falls when a backward finds `.grad` empty, when `zero_grad` clears it, and at the first backward after a step.
+    The first check reads `.grad` as it is at the step, written by backward, an `all_reduce`, or the script. The second
+    reads flags that backward leaves, since `clip_grad_value_` makes finite numbers of an overflow. A flag lives as long
+    as its gradient: it is dropped when a backward finds `.grad` empty, when `zero_grad` clears it, and at the first
+    backward after a step.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._flags: dict[int, Flags] = {}
-        self.attempts: Attempts | None = None  # of the backward that runs
+        self.attempts: Attempts | None = None  # of the current backward
 
     @unseen
     def owned(self) -> set[int]:
@@ -54,7 +54,7 @@ class Overflows:
 
     @unseen
     def remember(self, leaves: Iterable[Tensor], found: FoundInf) -> None:
-        """These leaves are about to receive gradients, of which `found` will tell."""
+        """These leaves are about to receive gradients, with flags in `found`."""
         for index, leaf in enumerate(leaves):
             key = id(leaf)
             earlier = () if leaf.grad is None else self._flags.get(key, ())
@@ -71,10 +71,8 @@ class Overflows:
             self._flags.pop(id(parameter), None)
 
     @unseen
-    def forbid(self, optimizer: Any) -> bool:
-        """Whether the optimizer must skip its step; waits for the device. All ranks agree: each has looked at its own
-        gradients before they were added.
-        """
+    def found_inf(self, optimizer: Any) -> bool:
+        """Whether the optimizer must skip its step; waits for the device. All ranks get the same answer."""
         params = list(parameters(optimizer))
         bad = self._flagged(optimizer, params) or not check_finite(optimizer)
         wrappers = self._session.wrappers
@@ -86,7 +84,7 @@ class Overflows:
         return bad
 
     def _flagged(self, optimizer: Any, params: list[Tensor]) -> bool:
-        """Whether backward found a gradient of these that was not finite, and this optimizer has not skipped for it."""
+        """Whether a flag says that a gradient was not finite; each is read once per optimizer."""
         flags = [flag for parameter in params for flag in self._flags.get(id(parameter), ())]
         founds = {id(found): found for found, _ in flags if id(optimizer) not in found.spent}
         read = {key: found.read() for key, found in founds.items()}
@@ -96,7 +94,7 @@ class Overflows:
 
 
 class Steps:
-    """Stands between the script and its optimizers.
+    """Wraps the steps of the script's optimizers.
 
     Args:
         session: the run.
@@ -111,8 +109,8 @@ class Steps:
         self._next = itertools.count()  # the dictionary forgets those that are gone
         self._inside: set[int] = set()
         self._wrapped: list[tuple[Any, Any]] = []
-        # Modules whose calls are part of a compiled function: nothing of ours runs before their forward pass, so
-        # what it starts from is remembered at the end of the step before.
+        # Modules whose calls are part of a compiled function: no code of ours runs before their forward pass, so their
+        # running statistics are saved at the end of the step before.
         self.traced: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def make_patch_step_function(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -120,9 +118,11 @@ class Steps:
 
         @functools.wraps(original)
         def _patch_step_function(optimizer: Any) -> None:
-            own = [base for base in type(optimizer).__mro__ if "step" in vars(base) and base is not Optimizer]
-            for base in own[1:]:
-                self._look_within(base)
+            bases = [
+                base for base in type(optimizer).__mro__ if "step" in vars(base) and base is not Optimizer
+            ]
+            for base in bases[1:]:
+                self._check_within(base)
             original(optimizer)
             self._session.networks.optimizer_made(self.overflows.owned())
             self._session.optimizers.add(optimizer)
@@ -146,7 +146,7 @@ class Steps:
         return zero_grad
 
     def undo(self) -> None:
-        """Give every optimizer class its own `step` back."""
+        """Restore every optimizer class's own `step`."""
         for kind, before in reversed(self._wrapped):
             if before is None:
                 del kind.step
@@ -160,8 +160,8 @@ class Steps:
             if self._session.left_alone is not None or id(optimizer) in self._inside:
                 return step(optimizer, *args, **kwargs)
             if self._session.stand_ins and type(optimizer).step is not stepping and _was_adopted(optimizer):
-                # The script has kept `optimizer.step` (in `torch.compile(optimizer.step)`) from before its work was
-                # taken over: torch's own step would move 16-bit weights without their masters.
+                # `optimizer.step` from before the optimizer was adopted (as in `torch.compile(optimizer.step)`):
+                # torch's own step would move 16-bit weights without their masters.
                 return optimizer.step(*args, **kwargs)
             self._inside.add(id(optimizer))
             try:
@@ -173,8 +173,8 @@ class Steps:
         stepping._torchdynamo_disable = True  # type: ignore[attr-defined]
         return stepping
 
-    def _look_within(self, kind: Any) -> None:
-        """Look again where a subclass calls this class's `step`: it may have changed gradients, by `all_reduce`."""
+    def _check_within(self, kind: Any) -> None:
+        """Check again where a subclass calls this class's `step`: it may have changed gradients, by `all_reduce`."""
         step = vars(kind)["step"]
         if hasattr(step, "_mezzo_within"):
             return
@@ -210,10 +210,10 @@ class Steps:
         last: Any = None
         try:
             if session.scaling:
-                if self.overflows.forbid(optimizer):
+                if self.overflows.found_inf(optimizer):
                     raise AbandonedStepError
                 hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
-                if hooks:  # which may change gradients: look after them
+                if hooks:  # which may change gradients: check after them
                     last = optimizer.register_step_pre_hook(self._abandon_unless_finite)
             result = step(optimizer, *args, **kwargs)
         except AbandonedStepError:
@@ -233,7 +233,7 @@ class Steps:
     ) -> Any:
         """A closure whose gradients are not finite is run again at S/2, within the step, until they are.
 
-        Where no scale helps the step is undone; it returns the closure's loss, as scripts expect of a closure.
+        If no scale helps, the step is undone and returns the closure's loss.
         """
         session = self._session
         if not session.scaling:
@@ -243,7 +243,7 @@ class Steps:
         again = 0
 
         def evaluate(*inner_args: Any, **inner_kwargs: Any) -> tuple[Any, bool]:
-            return closure(*inner_args, **inner_kwargs), not self.overflows.forbid(optimizer)
+            return closure(*inner_args, **inner_kwargs), not self.overflows.found_inf(optimizer)
 
         def back_off() -> bool:
             nonlocal again
@@ -275,14 +275,16 @@ class Steps:
         try:
             self._session.observe(found_inf=found_inf, optimizer=number)
         except LossScaleCollapseError as collapse:
-            its = [record.finding for record in self._session.journal.findings if record.optimizer == number]
-            culprit = next((finding for finding in reversed(its) if finding.alarms), its[-1] if its else None)
-            told = collapse if culprit is None else collapse.named(culprit)
+            reports = [
+                record.finding for record in self._session.journal.findings if record.optimizer == number
+            ]
+            culprit = next((one for one in reversed(reports) if one.alarms), reports[-1] if reports else None)
+            error = collapse if culprit is None else collapse.named(culprit)
             if len(self._numbers) > 1:
                 kind = type(self._of_the_script(optimizer)).__name__
                 which = f"optimizer {number} ({kind}; counted from 0, in the order of their first steps)"
-                told = LossScaleCollapseError(f"{which} does not move: {told}")
-            raise told from None
+                error = LossScaleCollapseError(f"{which} does not move: {error}")
+            raise error from None
 
     def _number(self, optimizer: Any) -> int:
         """The optimizer's place in the order of their first steps."""
@@ -294,7 +296,7 @@ class Steps:
 
     @unseen
     def _done(self, optimizer: Any, *, moved: bool, scale: float, reason: str = "") -> None:
-        """A step was taken, or not: all is written down before the scale may collapse, or the script be ended."""
+        """A step was taken, or skipped: all is recorded before the scale may collapse, or the script be ended."""
         session, scaled = self._session, self._session.scaling
         if session.trial is not None:
             session.trial.finish(counts=moved)
@@ -318,7 +320,7 @@ class Steps:
         if session.scaling:
             for module in self.traced:
                 session.networks.call(module)
-        # Looking costs time as well: no timing may use such a step.
+        # Observing costs time: no timing may use such a step.
         observed = self._watch.running or bool(seen)
         session.journal.update(number, moved=moved, loss_scale=scale, reason=reason, observed=observed)
         if seen:

@@ -43,14 +43,12 @@ if TYPE_CHECKING:
 def run(request: RunRequest) -> int:
     """Run a script as `python SCRIPT ARGS...` would, under a policy; its exit status.
 
-    A script that raises has its traceback printed, with the script's code alone in it, and gives status 1; after an
-    interrupt the status is 130. All patches are undone at the end. Under the policy ``fp32`` nothing is lowered and
-    TF32 is off, so on a CPU the script computes what it computes without Mezzo, to the last bit.
+    A script that raises has its traceback printed, with the script's code alone in it, and gives status 1; an
+    interrupt gives 130. All patches are undone at the end. Under the policy ``fp32`` nothing is lowered and TF32 is
+    off, so on a CPU the script computes what it computes without Mezzo, to the last bit.
 
     Raises:
-        UsageError: the script is missing, the policy is wrong, records or TensorBoard's events can't be written;
-            nothing has run.
-        MezzoError: likewise, from the policy.
+        MezzoError: the request can't be run (see `checked`), or records can't be written; nothing has run.
     """
     policy, target = checked(request)
     imports = ImportWatch()
@@ -104,48 +102,33 @@ def check(policy: Policy) -> None:
 
 @dataclass
 class Session:
-    """The state of a run. All patched functions share one.
-
-    Attributes:
-        policy: the policy as asked for; `auto` until the first model call shows the device.
-        scale: the loss scale. `NoLossScale` switches all scaling off.
-        lowers: whether anything runs in fewer than 32 bits. A plain attribute, for Dynamo guards on it.
-        left_alone: why Mezzo changes nothing for the rest of the run; None while it does.
-        fatal: the user's mistake that only a model call could show (a module pattern that matches nothing).
-        model_calls, lowered_calls: outermost calls of modules with parameters, and those of them in 16 bits.
-        modules: class names of the modules called outermost, in order of their first call.
-        compiled: whether a module's call was traced into a compiled function of the script's.
-        reruns: backward passes that overflowed and were run again before the script saw their gradients.
-        optimizers, optimizers_made: those alive (weak), and how many have been made so far.
-        lowered_weights: weights stored in 16 bits; with any, the script can't be left alone any more.
-        stand_ins: Mezzo's optimizers (weak) that do the work of one of the script's, with that one.
-        wrappers: id of a parameter -> (weakly) the data parallelism that adds its gradients over a process group.
-        observers, networks: observers of the steps, and the running statistics of the models; after `import torch`.
-    """
+    """The state of a run, which all patched functions share."""
 
     request: RunRequest
-    policy: Policy
+    policy: Policy  # `auto` until the first model call shows the device
     journal: Journal
     imports: ImportWatch
-    scale: LossScale = field(default_factory=NoLossScale)
+    scale: LossScale = field(default_factory=NoLossScale)  # `NoLossScale` switches all scaling off
     device_type: str = ""
-    lowers: bool = False
-    left_alone: str | None = None
-    fatal: MezzoError | None = None
-    model_calls: int = 0
-    lowered_calls: int = 0
-    modules: dict[str, None] = field(default_factory=dict)
-    compiled: bool = False
-    reruns: int = 0
+    lowers: bool = False  # whether anything runs in fewer than 32 bits; plain, for Dynamo guards on it
+    left_alone: str | None = None  # why Mezzo changes nothing for the rest of the run
+    fatal: MezzoError | None = None  # the user's mistake that only a model call could show
+    model_calls: int = 0  # outermost calls of modules with parameters
+    lowered_calls: int = 0  # those of them in 16 bits
+    modules: dict[str, None] = field(default_factory=dict)  # their class names, in order
+    compiled: bool = False  # whether a module's call was traced into a compiled function of the script's
+    reruns: int = 0  # backward passes that were run again before the script saw their gradients
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     optimizers_made: int = 0
-    lowered_weights: int = 0
+    lowered_weights: int = 0  # weights stored in 16 bits; with any, the script can't be left alone any more
+    # Mezzo's optimizers that do the work of one of the script's -> that one.
     stand_ins: weakref.WeakKeyDictionary[Any, Any] = field(default_factory=weakref.WeakKeyDictionary)
+    # Id of a parameter -> the data parallelism that adds its gradients over a process group.
     wrappers: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     trial: TimedTrial | None = None
     precision_reason: str = ""
-    observers: Observers = field(init=False)
-    networks: Networks = field(init=False)
+    observers: Observers = field(init=False)  # from `import torch` on
+    networks: Networks = field(init=False)  # running statistics of the models; from `import torch` on
     _patches: Patches = field(default_factory=Patches)
     _undo: list[Any] = field(default_factory=list)  # also called at the end, the latest first
     _endings: list[Any] = field(default_factory=list)  # called with the exit status when the script is over

@@ -1,7 +1,8 @@
-"""The few lines that end a run: what ran in which precision, what was skipped, what was left alone."""
+"""The lines that end a run: what ran in which precision, what was skipped, what was left alone."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,13 +13,13 @@ if TYPE_CHECKING:
     from mezzo.core.records import OverflowRecord
     from mezzo.pytorch.run.session import Session
 
-_PLACES = 5  # where values that are not finite were made, told one by one
+_PLACES = 5  # origins of values that are not finite, listed one by one
 _REMEDIES = 3
 _LOOKED_INTO = 20  # after so many findings that alarm the tracer looks into no more skipped steps of a run
 
 
 def summary(session: Session, *, failed: bool = False) -> str:
-    """The account of a run, a line each, ready to print; empty where the script failed before it did anything."""
+    """The summary of a run, ready to print; empty where the script failed before it did anything."""
     journal, policy, scale = session.journal, session.policy, session.scale
     if failed and not (session.device_type or journal.losses or journal.notes):
         return ""
@@ -47,11 +48,8 @@ def summary(session: Session, *, failed: bool = False) -> str:
             recorded=session.request.records is not None,
         )
         if journal.ops:
-            by_format: dict[str, int] = {}
-            for op in journal.ops:
-                name = op.observed.split(" -> ")[0] or "no floats"
-                by_format[name] = by_format.get(name, 0) + 1
-            formats = "; ".join(f"{name}: {ops} ops" for name, ops in sorted(by_format.items()))
+            counts = Counter(op.observed.split(" -> ")[0] or "no floats" for op in journal.ops)
+            formats = "; ".join(f"{name}: {ops} ops" for name, ops in sorted(counts.items()))
             lines.append(f"formats seen in one step: {formats}")
         lines += policy.notes
     return "\n".join(f"mezzo: {line}" for line in [*lines, *journal.notes])
@@ -93,11 +91,11 @@ def findings(
     constant: float | None = None,
     recorded: bool = False,
 ) -> list[str]:
-    """What was found out about the skipped steps: what is to be fixed, each place once, with what to try first.
+    """The skipped steps: what to fix, each place once, with what to try first.
 
     Args:
         records: one for each skipped step that was looked into.
-        skipped: skipped steps of the run, looked into or not; with 0 those that were not are not counted.
+        skipped: skipped steps of the run; 0 does not mention those that were not looked into.
         constant: the loss scale, if it is one that never changes; None: it adjusts by itself.
         recorded: whether `records` are in a file as well.
     """

@@ -30,10 +30,10 @@ ROWS = [
     *(
         (model, place, "bf16")
         for model in ("cnn", "tied", "lstm")
-        for place in ("loss in a region", "region in a step")
+        for place in ("loss in a context", "context in a step")
     ),
-    *(("gpt", place, OVERRIDES) for place in ("model in a region", "region in a loss")),
-    *(("mlp", place, "fp16") for place in ("loss in a region", "region in a forward")),
+    *(("gpt", place, OVERRIDES) for place in ("model in a context", "context in a loss")),
+    *(("mlp", place, "fp16") for place in ("loss in a context", "context in a forward")),
 ]
 # One ulp of the format: eager Mezzo has kernels of its own (norms, cross entropy), and rounds what an emulated
 # attention saves; a compiler is given PyTorch's operations for them, and decides by itself what it saves.
@@ -58,20 +58,15 @@ def close(got: Trained, expected: Trained, ulp: float) -> None:
 
 
 @pytest.mark.parametrize(("model", "place", "spec"), ROWS)
-def test_numbers_are_those_of_eager(model: str, place: str, spec: str) -> None:
-    got = trained(model, place, spec, "aot_eager")
-    close(got, trained(model, place, spec, None), ULP[spec])
-    assert got.losses[-1] < got.losses[0]
-    assert active_policy.label() == 0
-
-
-@pytest.mark.parametrize(("model", "place", "spec"), ROWS)
-def test_no_more_graphs_than_torch_amp(model: str, place: str, spec: str) -> None:
+def test_numbers_of_eager_and_no_more_graphs_than_torch_amp(model: str, place: str, spec: str) -> None:
     ours, theirs = (trained(model, place, which, "aot_eager") for which in (spec, "torch.amp"))
+    close(ours, trained(model, place, spec, None), ULP[spec])
+    assert ours.losses[-1] < ours.losses[0]
+    assert active_policy.label() == 0
     assert ours.late == theirs.late == 0
-    if model == "lstm" and place.startswith("region in"):
-        # The layer breaks the graph inside the region, and Dynamo then runs the function that opened it as it is: it
-        # can go on behind a break in `torch.autocast` and in no other context manager.
+    if model == "lstm" and place.startswith("context in"):
+        # The layer breaks the graph inside the context, and Dynamo then runs the function that opened it as it is: it
+        # can resume behind a break in `torch.autocast` and in no other context manager.
         assert ours.breaks <= theirs.breaks
         assert ours.graphs <= theirs.graphs
     else:
@@ -116,12 +111,12 @@ def compiled_graphs(model: str, contender: str) -> Any:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         mp = mezzo.MixedPrecision(net, optimizer, precision="bf16", masters="split")
         mp.close()
-    region = functools.partial(mezzo.autocast, "bf16", "cpu")
+    context = functools.partial(mezzo.autocast, "bf16", "cpu")
     if contender == "torch.amp":
-        region = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+        context = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with region():
+        with context():
             return cross_entropy(net(x), y)
 
     return benchmark_graphs().graphs_of(loss_of, x, y)
@@ -143,7 +138,7 @@ def test_backward_multiplies_what_forward_multiplied_and_nothing_wide_is_saved(
 
 @pytest.mark.compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
-@pytest.mark.parametrize("place", ["model in a region", "region in a loss"])
+@pytest.mark.parametrize("place", ["model in a context", "context in a loss"])
 def test_inductor_gives_the_eager_numbers(place: str) -> None:
     """Inductor fuses, and rounds less often in between: the format's tolerance, a few ulps of the largest gradient."""
     close(trained("gpt", place, "bf16", "inductor"), trained("gpt", place, "bf16", None), 2.0**-7)
