@@ -336,3 +336,9 @@ def test_on_a_cpu_the_limit_is_what_the_machine_has_left(
     monkeypatch.setattr(verb, "spendable_bytes", lambda: None)
     assert main(words) == 2
     assert "give --limit, such as --limit 8GiB" in capsys.readouterr().err
+
+
+def test_a_run_is_ended_after_its_steps(here: Path) -> None:
+    words = ["batch-size", script(here, steps=10**6), "--vary=--batch", "--limit=1MB", "--max=8"]
+    assert main([*words, "--precision=bf16", "--out=found", "--steps=5"]) == 0
+    assert (here / "found" / "runs" / "bf16-8.jsonl").read_text().count('"update"') == 5

@@ -145,3 +145,13 @@ def test_no_framework_is_loaded_before_it_is_asked_for(code: str) -> None:
         [sys.executable, "-W", "error", "-c", f"{code}\n{check}"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_bare_import_loads_nothing_but_the_standard_library() -> None:
+    code = (
+        "import sys; before = set(sys.modules); import mezzo; "
+        "tops = {name.partition('.')[0] for name in set(sys.modules) - before}; "
+        "print(tops - set(sys.stdlib_module_names) - {'mezzo'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -57,7 +57,6 @@ class _Scale:
     """What the three kinds have in common."""
 
     kind: ClassVar[str]
-    patience: float = math.inf
 
     def next(self: _Kind, observation: Observation) -> _Kind:
         """The state after one step.
@@ -77,7 +76,7 @@ class _Scale:
     def has_collapsed(self) -> bool:
         """Whether the patience ran out."""
         pure: Any = self
-        return bool(start(pure).stuck >= self.patience)
+        return not isinstance(pure, NoLossScale) and bool(start(pure).stuck >= pure.patience)
 
     def begun_anew(self: _Kind) -> _Kind:
         """The first state, as if no step had been taken."""
