@@ -72,6 +72,7 @@ def test_the_text_has_each_op_and_fits() -> None:
     for width in (60, 80, 110, 200):
         text = result.as_text(width)
         assert max(map(len, text.splitlines())) <= width
+        assert "calls  casts" in text
         for row in result.ops:
             assert row.op[:8] in text
     assert str(result) == result.as_text(110)  # piped
@@ -162,14 +163,9 @@ def test_auto_says_what_it_is() -> None:
 
 
 WRONG = [
-    (("bf16", torch.ones(1)), {}, UsageError, r"received str\. The precision goes by name"),
-    ((None,), {}, UsageError, r"received NoneType\. Pass the model first"),
-    (
-        (nn.Linear, torch.ones(1)),
-        {},
-        UsageError,
-        r"received the class Linear\. Make one first: Linear\(\.\.\.\)",
-    ),
+    (("bf16", torch.ones(1)), {}, UsageError, "received 'bf16'.*the precision by name"),
+    ((None,), {}, UsageError, r"received None\. Pass the model first"),
+    ((nn.Linear, torch.ones(1)), {}, UsageError, "received the class Linear"),
     ((nn.Linear(2, 2), torch.ones(1, 2)), {"precision": "bf61"}, UnknownNameError, "Did you mean 'bf16'"),
     (
         (nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)),

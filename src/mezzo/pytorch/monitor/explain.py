@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import io
 import json
 import re
 import shutil
@@ -15,11 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from mezzo.core.errors import UnsupportedPrecisionError, UsageError
-from mezzo.core.policy import PRESETS, Policy
+from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OpFormats
 from mezzo.pytorch.autocast.context import autocast
@@ -146,15 +142,12 @@ def explain(
 
 
 def _check_model(model: object) -> None:
-    if isinstance(model, torch.nn.Module):
-        return
-    received = type(model).__name__
-    fix = "Pass the model first, then its inputs: mezzo.explain(model, x, precision='bf16')."
-    if isinstance(model, str) and difflib.get_close_matches(model, PRESETS, n=1):
-        fix = f"The precision goes by name: mezzo.explain(model, x, precision={model!r})."
-    elif isinstance(model, type) and issubclass(model, torch.nn.Module):
-        received, fix = f"the class {model.__name__}", f"Make one first: {model.__name__}(...)."
-    raise UsageError(f"mezzo.explain: model must be a torch.nn.Module, received {received}. {fix}")
+    if not isinstance(model, torch.nn.Module):
+        received = f"the class {model.__name__}" if isinstance(model, type) else repr(model)
+        raise UsageError(
+            f"mezzo.explain: model must be a torch.nn.Module, received {received}. Pass the model first, then its "
+            "inputs, and the precision by name: mezzo.explain(model, x, precision='bf16')."
+        )
 
 
 def _device_type(model: torch.nn.Module, inputs: Sequence[Any], kwargs: dict[str, Any]) -> str:
@@ -232,7 +225,7 @@ def _kernels(rows: list[OpFormats], policy: Policy, device_type: str) -> list[st
 
 
 def _table(rows: list[OpFormats], width: int) -> list[str]:
-    """The rows as aligned columns, cut short where they don't fit, then without the planned formats."""
+    """The rows as aligned columns; where they don't fit, without the planned formats, and then cut short."""
     cells = [
         {
             "op": row.op,
@@ -246,24 +239,25 @@ def _table(rows: list[OpFormats], width: int) -> list[str]:
         }
         for row in rows
     ]
-    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in cells[0]} if cells else {}
-    left_out = {name for name in ("module", "") if not any(row[name] for row in cells)}
-    if sum(widths.values()) + 2 * len(widths) > width:
-        left_out.add("planned")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    kept = [name for name in widths if name not in left_out]
-    for name in kept:
-        numbers = name in ("calls", "casts")
-        least = {"op": 14, "module": 10, "observed": 12, "rule": 8}.get(name, widths[name])
-        table.add_column(
-            name,
-            justify="right" if numbers else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            min_width=min(least, widths[name]),
+    names = [name for name in (cells[0] if cells else ()) if any(row[name] for row in cells)]
+    rows_of_text = [{name: name for name in names}, *cells]
+    widths = {name: max(len(row[name]) for row in rows_of_text) for name in names}
+    excess = sum(widths.values()) + 2 * len(widths) - 2 - width
+    if excess > 0:
+        excess -= widths.pop("planned") + 2
+    for name, least in (("module", 10), ("op", 14), ("observed", 12), ("rule", 8)):
+        if excess > 0 and widths.get(name, 0) > least:
+            cut = min(excess, widths[name] - least)
+            widths[name], excess = widths[name] - cut, excess - cut
+    lines = []
+    for row in rows_of_text:
+        short = {
+            name: row[name] if len(row[name]) <= size else f"{row[name][: size - 1]}…"
+            for name, size in widths.items()
+        }
+        aligned = (
+            f"{text:{'>' if name in ('calls', 'casts') else '<'}{widths[name]}}"
+            for name, text in short.items()
         )
-    for row in cells:
-        table.add_row(*(row[name] for name in kept))
-    page = io.StringIO()
-    Console(file=page, width=width, color_system=None, markup=False, highlight=False).print(table)
-    return [line.rstrip() for line in page.getvalue().splitlines()]
+        lines.append("  ".join(aligned).rstrip())
+    return lines

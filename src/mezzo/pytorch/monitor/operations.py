@@ -173,7 +173,7 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors(value: Any, depth: int = 6, *, objects: bool = False) -> Iterator[Tensor]:
-    """The tensors in a value: itself, or in lists, tuples, dicts and dataclasses; `objects`: in other objects as well."""
+    """The tensors in a value: itself, or in lists, tuples, dicts and dataclasses; `objects`: in any object."""
     if isinstance(value, Tensor):
         yield value
         return

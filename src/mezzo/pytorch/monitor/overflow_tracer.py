@@ -29,7 +29,6 @@ from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.monitor.observer import StepObserver
 from mezzo.pytorch.monitor.operations import facts, finite, users_line
 from mezzo.pytorch.monitor.replay import (
-    Backward,
     SavedCall,
     SideEffects,
     eager,
@@ -153,8 +152,8 @@ class OverflowTracer(StepObserver):
         if running_again() or self._left <= 0:
             return
         self._last = None
-        Backward.number += 1
-        self._scales[Backward.number] = scale
+        SavedCall.backward += 1
+        self._scales[SavedCall.backward] = scale
         if not self._waits and loss.device.type != "cpu":
             return
         live, starts = self._live, [loss.grad_fn]
@@ -172,7 +171,9 @@ class OverflowTracer(StepObserver):
             else:
                 note = "the next steps are watched live for the operation that made it so"
                 self._in_loss = OverflowReport("loss", OUTSIDE, outputs=[facts(loss, "output")], note=note)
-        self._outside[Backward.number] = watch_loss(starts, scale, None if live is None else live.operations)
+        self._outside[SavedCall.backward] = watch_loss(
+            starts, scale, None if live is None else live.operations
+        )
 
     def update_ended(
         self,

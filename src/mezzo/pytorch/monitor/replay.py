@@ -210,12 +210,6 @@ OF_CALL = "mezzo_call"
 """Key in the metadata of a node of the graph from which on towards the leaves it belongs to a saved call."""
 
 
-class Backward:
-    """The number of the backward that runs, counted over all tracers."""
-
-    number = 0
-
-
 class SavedCall:
     """One call of a model, kept until the step's end.
 
@@ -228,10 +222,13 @@ class SavedCall:
         number: its place among all calls that are kept.
 
     Attributes:
+        backward: the number of the backward that runs, counted over all tracers.
         grads: number of a backward -> place among the outputs -> the gradient there.
         retained: whether another backward may come through it.
         done: no other backward comes through it.
     """
+
+    backward = 0
 
     def __init__(
         self,
@@ -251,7 +248,7 @@ class SavedCall:
         # Detached, so that a graph that led here does not live longer for it.
         self._arguments = mapped(given, lambda t: t if t.grad_fn is None else _off_graph(t))
         self._versions = [(leaf, version_of(leaf)) for leaf in tensors(self._arguments, objects=True)]
-        self._keepers: list[weakref.ref[_Keeper]] = []
+        self._keepers: list[weakref.ref[Any]] = []
         self.grads: dict[int, dict[int, Tensor]] = {}
         self.retained = self.done = False
         self.state = ModuleState(effects)
@@ -260,12 +257,26 @@ class SavedCall:
         """Watch the gradients of what was returned. False where nothing of it is on the graph."""
         for place, tensor in enumerate(tensors(output)):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                keeper = _Keeper(weakref.ref(self), place)
+                keeper = self._keeper(place)
                 self._keepers.append(weakref.ref(keeper))
                 metadata: Any = tensor.grad_fn.metadata
                 metadata[OF_CALL] = self.number
                 tensor.register_hook(keeper)
         return bool(self._keepers)
+
+    def _keeper(self, place: int) -> Callable[[Tensor | None], None]:
+        """A hook that keeps an output's gradient for as long as the call is kept."""
+        kept = weakref.ref(self)
+
+        def keep(grad: Tensor | None) -> None:
+            call = kept()
+            if (
+                call is not None and grad is not None
+            ):  # None: the node runs, and no gradient came to this output
+                call.grads.setdefault(SavedCall.backward, {})[place] = grad.detach()
+                call.retained = torch._C._autograd._get_current_graph_task_keep_graph()
+
+        return keep
 
     @property
     def graph_alive(self) -> bool:
@@ -293,19 +304,6 @@ class SavedCall:
         held = [*tensors(self._arguments), *(kept for _, kept, _ in self.state.buffers)]
         held += [grad for grads in self.grads.values() for grad in grads.values()]
         return sum(tensor.nbytes for tensor in held) + self.state.random.nbytes
-
-
-class _Keeper:
-    """The hook on an output: keeps its gradient for as long as the call is kept."""
-
-    def __init__(self, call: weakref.ref[SavedCall], place: int) -> None:
-        self._call, self._place = call, place
-
-    def __call__(self, grad: Tensor | None) -> None:
-        call = self._call()
-        if call is not None and grad is not None:  # None: the node runs, and no gradient came to this output
-            call.grads.setdefault(Backward.number, {})[self._place] = grad.detach()
-            call.retained = torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _off_graph(tensor: Tensor) -> Tensor:
