@@ -17,8 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mezzo
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import DynamicLossScale
-from mezzo.pytorch.loss_scaler import LossScaler
 
 INF, NAN = float("inf"), float("nan")
 
@@ -290,10 +288,6 @@ def test_several_devices_have_one_scale_and_nothing_is_read() -> None:
             assert str(part.device) == "cuda:0"
         scaler.update(2.0)
         scaler.update(torch.ones((), device="cuda:0"))
-        machine = LossScaler.of(DynamicLossScale(), torch.device("cuda:0"))
-        assert machine is not None
-        machine.update(torch.zeros((), device="cuda:0"))
-        assert str(machine.scale.device) == "cuda:0"
 
 
 @pytest.mark.parametrize("unscaled", [True, False])

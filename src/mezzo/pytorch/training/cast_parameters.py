@@ -23,6 +23,7 @@ from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
 from mezzo.pytorch.step import parameters
 from mezzo.pytorch.training.backward import SIXTEEN_BITS
+from mezzo.pytorch.training.checks import refused
 from mezzo.pytorch.weights.lowering import lower_weights, take_master
 
 # The words of `weights=`, as it was up to version 0.1 -> the keyword that replaces it.
@@ -41,7 +42,7 @@ def former(weights: str, params: str | None, masters: str | None) -> tuple[str |
     words = _FORMER[weights]
     now = ", ".join(f"{key}={word!r}" for key, word in words.items())
     if params is not None or masters is not None:
-        raise _refused(f"weights={weights!r} is now {now}. Leave weights out.")
+        raise refused(f"weights={weights!r} is now {now}. Leave weights out.")
     warnings.warn(
         f"MixedPrecision: weights={weights!r} is deprecated. Use {now}.", DeprecationWarning, stacklevel=3
     )
@@ -79,7 +80,7 @@ def chosen(
         policy, why = _with_storage(policy, params, masters, device_type)
     if policy.params not in ("fp32", policy.activations):
         if policy.compute != "auto":
-            raise _refused(
+            raise refused(
                 f"policy '{policy}' stores parameters in {policy.params} and computes in {policy.compute}, which "
                 f"would not see the rest of them. Use compute={policy.params}."
             )
@@ -111,7 +112,7 @@ def _with_storage(
         compute, why = "bf16", f"bf16: masters={masters!r} go with bf16 parameters, so nothing was timed"
     asked = replace(policy, compute=compute, params=params, masters=masters)
     if lowered and (asked.params, asked.masters) != (policy.params, policy.masters):
-        raise _refused(
+        raise refused(
             f"policy '{policy}' says params={policy.params}, masters={policy.masters}, and the arguments say "
             f"params={asked.params}, masters={asked.masters}. Leave one of the two out."
         )
@@ -126,13 +127,13 @@ def _with_stored_format(policy: Policy, why: str, optimizer: Optimizer) -> tuple
         if policy.compute == "auto":
             policy, why = policy.resolved(fmt), f"{fmt}: weights are stored in it, so nothing was timed"
         if not has_masters:
-            raise _refused(
+            raise refused(
                 f"a parameter is {fmt}, where updates smaller than half a unit in the last place are lost. Either "
                 "keep the model FP32 (no .half(), no .bfloat16()): masters='fp32' (for bf16 also 'split', 'split8') "
                 "stores it in 16 bits and keeps FP32 values. Or give masters= or a mezzo.optim optimizer."
             )
         if policy.activations != fmt:
-            raise _refused(
+            raise refused(
                 f"a parameter is {fmt}, and policy '{policy}' computes in {policy.compute}. Use precision={fmt!r}, or "
                 "keep the model FP32."
             )
@@ -164,7 +165,7 @@ def apply(
     if isinstance(own, FusedOptimizer):
         _check_storage(own, policy)
     elif separate and (policy.masters != "fp32" or policy.state != "fp32"):
-        raise _refused(
+        raise refused(
             f"the optimizer keeps separate FP32 masters, and policy '{policy}' says masters={policy.masters}, "
             f"state={policy.state}. Use masters='fp32', or torch.optim.AdamW, Adam or SGD."
         )
@@ -192,12 +193,8 @@ def _with_masters(optimizer: Optimizer, policy: Policy, *, fused: bool) -> Optim
         raise
 
 
-def _refused(problem: str) -> UsageError:
-    return UsageError(f"MixedPrecision: {problem}")
-
-
 def _not_fused(given: str) -> UsageError:
-    return _refused(
+    return refused(
         "release_gradients=True steps inside backward, one parameter at a time, which needs a mezzo.optim optimizer "
         f"(or torch.optim.AdamW, Adam or SGD, which becomes one), not {given}"
     )
@@ -249,7 +246,7 @@ def _lower(model: nn.Module, policy: Policy, others: set[int]) -> list[Tensor]:
     lowered: list[Tensor] = [model.get_parameter(name) for name in lower_weights(model, policy, keep=keep)]
     if lowered and isinstance(model, nn.parallel.DistributedDataParallel):
         _raise_weights(lowered)
-        raise _refused(
+        raise refused(
             "DistributedDataParallel has made its buckets for FP32 gradients, and these weights would become "
             f"{policy.params}. Lower them before you wrap the model: mezzo.lower_weights(model, {policy.params!r})."
         )
@@ -264,7 +261,7 @@ def _check_storage(optimizer: FusedOptimizer, policy: Policy) -> None:
     for group in optimizer.param_groups:
         for key, value in wanted.items():
             if value not in (None, group[key]):
-                raise _refused(
+                raise refused(
                     f"policy '{policy}' needs {key}={value!r}, and this {type(optimizer).__name__} has "
                     f"{key}={group[key]!r}. Make it with {key}={value!r}, or use torch.optim.AdamW, Adam or SGD."
                 )

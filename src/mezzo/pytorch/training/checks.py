@@ -17,39 +17,40 @@ from mezzo.pytorch.step import parameters
 from mezzo.pytorch.training.backward import SIXTEEN_BITS
 
 
-def _refused(problem: str) -> UsageError:
+def refused(problem: str) -> UsageError:
+    """The error for an argument or model that `MixedPrecision` can't take."""
     return UsageError(f"MixedPrecision: {problem}")
 
 
 def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable[Any]) -> None:
     """Raise UsageError unless the optimizer trains parameters of this model that no other MixedPrecision has."""
     if not isinstance(model, nn.Module):
-        raise _refused(f"the model is a {type(model).__name__}; give a torch.nn.Module")
+        raise refused(f"the model is a {type(model).__name__}; give a torch.nn.Module")
     if not isinstance(optimizer, Optimizer):
-        raise _refused(
+        raise refused(
             f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer. Make one MixedPrecision "
             "per optimizer."
         )
     in_model = {id(p) for p in model.parameters()}
     if not in_model:
-        raise _refused(
+        raise refused(
             f"{type(model).__name__} has no parameters to train. A lazy module must have seen its first input."
         )
     mine = {id(p) for p in parameters(optimizer)}
     if in_model.isdisjoint(mine):
-        raise _refused(
+        raise refused(
             f"none of the optimizer's parameters belongs to this {type(model).__name__}. Make the optimizer from "
             "model.parameters(), after the model is on its device."
         )
     if any(id(p) in mine for other in others for p in parameters(other.optimizer)):
-        raise _refused(
+        raise refused(
             "another MixedPrecision already has some of these parameters; the two would unscale and clear each "
             "other's gradients. Give both optimizers' parameters to one, or call close() on the other first."
         )
     inner = getattr(optimizer, "inner", optimizer)  # of with_masters
     closure = inspect.signature(type(inner).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise _refused(
+        raise refused(
             f"{type(inner).__name__} evaluates the loss several times per step and needs a closure. Use "
             "mezzo.GradScaler: scaler.step(optimizer, closure)."
         )
@@ -84,11 +85,11 @@ def arguments(
     )
     for name, value, is_allowed, allowed in rows:
         if not is_allowed:
-            raise _refused(f"{name} is {value!r}; give {allowed}")
+            raise refused(f"{name} is {value!r}; give {allowed}")
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise _refused("ReduceLROnPlateau needs a metric at each step. Step it yourself, by result.stepped.")
+        raise refused("ReduceLROnPlateau needs a metric at each step. Step it yourself, by result.stepped.")
     if release and clip_value is not None:
-        raise _refused(
+        raise refused(
             "release_gradients=True frees each gradient within backward, before clip_value could change it. Use "
             "clip_norm, or keep the gradients."
         )
@@ -113,13 +114,13 @@ def averager(ema: Any, *, low: bool) -> Callable[[nn.Module], Any] | None:
         return None
     update = getattr(ema, "update_parameters", None if isinstance(ema, nn.Module) else ema)
     if not callable(update):
-        raise _refused(
+        raise refused(
             f"ema is a {type(ema).__name__}; give an object with update_parameters(model), such as "
             "torch.optim.swa_utils.AveragedModel, or a function of the model"
         )
     for name, param in ema.named_parameters() if low and isinstance(ema, nn.Module) else ():
         if param.dtype in SIXTEEN_BITS:
-            raise _refused(
+            raise refused(
                 f"the average's {name} is {name_of(param.dtype)}, which loses its small updates. Make it FP32: "
                 "ema.float(), or before the model is lowered."
             )
