@@ -137,8 +137,8 @@ class WithMasters(Optimizer):
         hidden: dict[str, Any] = {
             name: vars(self).pop(name) for name in ("grad_scale", "found_inf") if name in vars(self)
         }
-        self._begin(None if closure else hidden.get("grad_scale"))
         try:
+            self._begin(None if closure else hidden.get("grad_scale"))
             return (self._own_step or super().step)(*arguments, **kwargs)
         finally:
             self.__dict__ |= hidden
