@@ -242,10 +242,11 @@ def test_an_edited_weight_starts_its_master_anew_element_by_element(fmt: str) ->
 
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, mezzo.GradScaler])
 @pytest.mark.parametrize("fmt", DTYPES)
-def test_a_scaler_divides_in_fp32_and_skips(scaler_class: Any, fmt: str) -> None:
+@pytest.mark.parametrize("name", ["adamw", "adamw fused"])
+def test_a_scaler_divides_in_fp32_and_skips(scaler_class: Any, fmt: str, name: str) -> None:
     model, exact = model_of(), model_of()
     lower_weights(model, fmt)
-    optimizer, reference = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, exact))
+    optimizer, reference = (OPTIMIZERS[name](m.parameters()) for m in (model, exact))
     optimizer = with_masters(optimizer)
     scaler = scaler_class("cpu", init_scale=2.0**10)
     for index in range(4):
