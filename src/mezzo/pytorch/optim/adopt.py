@@ -59,7 +59,7 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
                 )
         return optimizer
     _refuse_unfit(optimizer)
-    fused = _FUSED[type(optimizer)].__new__(_FUSED[type(optimizer)])  # for its rule, without parameters
+    fused: Any = _FUSED[type(optimizer)].__new__(_FUSED[type(optimizer)])  # for its rule, without parameters
     entries: dict[Tensor, tuple[storage.Entries, storage.Storage]] = {}
     for index, group in enumerate(optimizer.param_groups):
         fused._check({**group, **modes})
@@ -80,7 +80,7 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
         optimizer.state[param] = made if pending is None else made | storage.first_master(param, how, pending)
     vars(optimizer).pop("step", None)
     adopted: Any = optimizer
-    adopted.__class__ = _adopted_class(adopted.__class__)
+    adopted.__class__ = class_of(Adopted, fused.__class__, adopted.__class__)
     adopted.__setstate__({"defaults": {**optimizer.defaults, **modes}})
     return optimizer  # type: ignore[return-value]
 
@@ -117,15 +117,16 @@ class Adopted(FusedOptimizer):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty, (type(self).__bases__[-1],), self.__getstate__()
+        return empty, type(self).__bases__, self.__getstate__()
 
 
 @functools.cache
-def _adopted_class(kind: Any) -> Any:
-    bases = (Adopted, _FUSED[kind], kind)
+def class_of(*bases: Any) -> Any:
+    """The class of an optimizer that changed its class; it looks like its original class, the last one."""
+    kind = bases[-1]
     return type(kind.__name__, bases, {"__doc__": kind.__doc__, "__module__": kind.__module__})
 
 
-def _empty(kind: Any) -> Any:
-    """An adopted optimizer whose state is set next, in a copy or by unpickling."""
-    return _adopted_class(kind).__new__(_adopted_class(kind))
+def empty(*bases: Any) -> Any:
+    """An optimizer of `class_of` whose state is set next, in a copy or by unpickling."""
+    return class_of(*bases).__new__(class_of(*bases))

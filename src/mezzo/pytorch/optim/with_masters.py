@@ -1,9 +1,9 @@
 """FP32 masters under any optimizer: the user's own, or one of PyTorch's that Mezzo has no fused form of.
 
-While the optimizer's `step` runs, its parameter groups list FP32 parameters, the masters, with FP32 gradients. Before
-and after, the same groups list the model's 16-bit weights. So hyper-parameters, schedulers, `zero_grad` and
-`add_param_group` work without copies: the wrapper and the inner optimizer share one list of groups and one `state`, in
-which a weight's master is the entry ``"master"``.
+As in `adopt`, the optimizer stays the same object and changes its class, to a subclass that has masters. While its own
+`step` runs, its parameter groups list FP32 parameters, the masters, with FP32 gradients. Before and after, they list
+the model's 16-bit weights. So hyper-parameters, schedulers, `zero_grad` and `add_param_group` work without copies. A
+weight's master is the entry ``"master"`` of its state.
 
 Cost: an FP32 master per 16-bit weight, and an FP32 gradient during a step. The fused optimizers of `mezzo.optim` need
 neither.
@@ -12,7 +12,6 @@ neither.
 from __future__ import annotations
 
 import functools
-import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,12 +23,13 @@ from torch.optim import Optimizer
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
 from mezzo.pytorch.optim import checks
+from mezzo.pytorch.optim.adopt import class_of, empty
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import MASTER, masters_in, without_master
 from mezzo.pytorch.weights import lowering
 
 
-def with_masters(optimizer: Optimizer) -> WithMasters:
+def with_masters(optimizer: Any) -> WithMasters:
     """Put FP32 masters under an optimizer's 16-bit weights; FP32 parameters are passed through.
 
     Naive code, for each weight::
@@ -38,9 +38,8 @@ def with_masters(optimizer: Optimizer) -> WithMasters:
         optimizer_over_masters.step()
         weight.copy_(half_away16(master))       # bf16; fp16: ties to even
 
-    The result steps, saves and schedules as the optimizer did, and the original object stays usable: its `step` and
-    `load_state_dict` go through the masters, and schedulers over it keep working. An element of a weight that was
-    edited since its last step (pruned, clamped, loaded) replaces its master. Existing state is kept, in FP32.
+    The optimizer steps, saves and schedules as before. An element of a weight that was edited since its last step
+    (pruned, clamped, loaded) replaces its master. Existing state is kept, in FP32. Hooks of a step see the masters.
 
     Args:
         optimizer: any instance of `torch.optim.Optimizer`, also with closures (LBFGS) and sparse gradients. One that
@@ -50,89 +49,77 @@ def with_masters(optimizer: Optimizer) -> WithMasters:
         UsageError: not an optimizer; one that has masters; ``differentiable=True``; a weight whose master another
             optimizer holds.
     """
-    return WithMasters(optimizer)
+    _refuse_unfit(optimizer)
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if param.dtype in lowering.LOWERED:
+            checks.claim(optimizer, param)
+    own_step = vars(optimizer).pop("step", None)
+    optimizer.__class__ = class_of(WithMasters, optimizer.__class__)
+    made: WithMasters = optimizer
+    made._attach(own_step)
+    for param in made._lowered():
+        entry = made.state.get(param)
+        if entry:
+            made.state[param] = {key: _widened(value) for key, value in entry.items()}
+        made._ensure_master(param)
+    return made
 
 
 class WithMasters(Optimizer):
-    """The result of `with_masters`.
+    """The first base class of an optimizer with masters; the second is the optimizer's own class.
 
     Follows the contract of PyTorch's fused optimizers with a `GradScaler`: gradients are divided by the scale in FP32
     as they are copied, and a step whose `found_inf` is not 0 changes nothing, at the cost of waiting for the device.
-
-    Args:
-        inner: the optimizer that updates the masters.
     """
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, inner: Optimizer) -> None:
-        _refuse_unfit(inner)
-        self.inner = inner
-        for param in self._lowered():
-            checks.claim(self, param)
-        self._attach(inner)
-        for param in self._lowered():
-            entry = inner.state.get(param)
-            if entry:
-                inner.state[param] = {key: _widened(value) for key, value in entry.items()}
-            self._ensure_master(param)
+    def __init_subclass__(cls) -> None:
+        kind: Any = cls
 
-    def _attach(self, inner: Optimizer) -> None:
-        self.inner = inner
+        @functools.wraps(kind.__bases__[-1].step)  # the signature says whether a closure is needed
+        def step(self: WithMasters, *args: Any, **kwargs: Any) -> Any:
+            return WithMasters.step(self, *args, **kwargs)
+
+        step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # the own step runs the hooks
+        kind.step = step
+
+    def _attach(self, own_step: Callable[..., Any] | None = None) -> None:
         self._masters: dict[Tensor, nn.Parameter] = {}
         self._is_swapped = False
-        super().__setstate__({})  # hooks and profiling names, as the base class sets them up
-        for name in ("step", "load_state_dict"):
-            _forward(inner, name, self)
+        self._own_step = own_step  # set on the object, by a scheduler or a user
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups, which list the model's parameters."""
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's state by parameter of the model, with ``"master"`` where there is one."""
-        return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's defaults."""
-        return self.inner.defaults
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return empty, type(self).__bases__, self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Masters are separate, because the inner optimizer may read its entries as it is unpickled.
-        inner = self.inner.__getstate__()
+        # Masters are separate, because the optimizer's own class may read its entries as it is unpickled.
         masters = {p: entry[MASTER] for p, entry in self.state.items() if MASTER in entry}
         entries = {p: without_master(entry) for p, entry in self.state.items()}
         held = defaultdict(dict, {p: entry for p, entry in entries.items() if entry != {}})
-        return {"class": type(self.inner), "inner": {**inner, "state": held}, "masters": masters}
+        return {"inner": {**super().__getstate__(), "state": held}, "masters": masters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        inner = state["class"].__new__(state["class"])
-        inner.__setstate__(state["inner"])
-        self._attach(inner)
+        if "masters" not in state:  # called by load_state_dict
+            super().__setstate__(state)
+            return
+        self._attach()
+        super().__setstate__(state["inner"])
         for param, master in state["masters"].items():
             checks.claim(self, param)
-            inner.state[param][MASTER] = master
-
-    def __repr__(self) -> str:
-        return f"with_masters({self.inner!r})"
+            self.state[param][MASTER] = master
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One step of the inner optimizer on the masters, then update the weights.
+        """One step of the optimizer's own class on the masters, then update the weights.
 
         Args:
-            closure: called by the inner optimizer any number of times; each time the weights equal the masters.
-            kwargs: for the inner optimizer's `step`.
+            closure: called any number of times; each time the weights equal the masters.
+            kwargs: for the optimizer's own `step`.
 
         Returns:
-            The inner optimizer's result; None for a skipped step.
+            The result of that step; None for a skipped one.
         """
+        self._opt_called = True  # read by schedulers
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None and bool(found_inf):
             return None
@@ -146,16 +133,21 @@ class WithMasters(Optimizer):
                 return result
 
             arguments.append(evaluate)
-        self._begin(None if closure else getattr(self, "grad_scale", None))
+        # Hidden from the optimizer's own step, which may be a fused one and divide once more.
+        hidden: dict[str, Any] = {
+            name: vars(self).pop(name) for name in ("grad_scale", "found_inf") if name in vars(self)
+        }
         try:
-            return self.inner.step(*arguments, **kwargs)
+            self._begin(None if closure else hidden.get("grad_scale"))
+            return (self._own_step or super().step)(*arguments, **kwargs)
         finally:
+            self.__dict__ |= hidden
             if self._is_swapped:
                 self._end()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its 16-bit weights get masters."""
-        self.inner.add_param_group(param_group)
+        super().add_param_group(param_group)
         for param in self._lowered():
             self._ensure_master(param)
 
@@ -182,18 +174,13 @@ class WithMasters(Optimizer):
             param.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, with each 16-bit weight's FP32 ``"master"`` among its entries."""
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
+        """The optimizer's state, with each 16-bit weight's FP32 ``"master"`` among its entries."""
         for param in self._lowered():
             self._ensure_master(param)
-        state: dict[str, Any] = self.inner.state_dict()
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state = post_hook(self, state) or state
-        return state
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of `state_dict`, or of the plain inner optimizer, which leaves the masters as they are.
+        """Load a state of `state_dict`, or of the optimizer without masters, which leaves the masters as they are.
 
         The weights are not changed: load the model's state too. A weight that differs from its rounded master counts as
         edited.
@@ -202,20 +189,16 @@ class WithMasters(Optimizer):
             UsageError: groups or masters that do not fit this optimizer's; nothing was changed.
         """
         state = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state = pre_hook(self, state) or state
         masters = masters_in(state, self.param_groups, self.state)
         entries = {key: without_master(entry) for key, entry in state["state"].items()}
         state["state"] = {key: entry for key, entry in entries.items() if entry != {}}
         self._swap_in()
         try:
-            self.inner.load_state_dict(state)
+            super().load_state_dict(state)
         finally:
             self._swap_out()
         for param, master in masters.items():
             self._ensure_master(param).copy_(master)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     def _parameters(self) -> Iterator[Tensor]:
         for group in self.param_groups:
@@ -313,8 +296,7 @@ class WithMasters(Optimizer):
 def _refuse_unfit(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"with_masters takes a torch.optim.Optimizer, received {type(optimizer).__name__}.")
-    has_masters = isinstance(optimizer, (WithMasters, FusedOptimizer))
-    if has_masters or hasattr(optimizer.step, "_goes_through_masters"):
+    if isinstance(optimizer, (WithMasters, FusedOptimizer)):
         raise UsageError(
             f"with_masters: this {type(optimizer).__name__} has masters already: use it as it is. (One of "
             "mezzo.optim takes masters='fp32' or 'split' when it is made.)"
@@ -323,19 +305,6 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
         raise UsageError(
             "with_masters can't pass gradients through a step: make the optimizer without differentiable=True."
         )
-
-
-def _forward(inner: Optimizer, name: str, owner: WithMasters) -> None:
-    """Redirect calls of the inner optimizer's method from outside to the owner's method."""
-    own = getattr(inner, name)
-
-    @functools.wraps(own)
-    def through(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs) if owner._is_swapped else getattr(owner, name)(*args, **kwargs)
-
-    through._goes_through_masters = owner  # type: ignore[attr-defined]
-    # A method, since schedulers ask a step for its __func__.
-    setattr(inner, name, types.MethodType(through, inner))
 
 
 def _write(master: Tensor, weight: Tensor) -> None:

@@ -121,9 +121,8 @@ def _owners(optimizer: Optimizer | Sequence[Optimizer]) -> dict[int, Any]:
             raise UsageError(
                 f"master_state_dict and load_master_state_dict need an optimizer or several, not {type(one).__name__}."
             )
-        held = getattr(one.step, "_goes_through_masters", one)  # the WithMasters over this optimizer
-        if hasattr(held, "master"):
-            owners.update({id(p): held for group in held.param_groups for p in group["params"]})
+        if hasattr(one, "master"):
+            owners.update({id(p): one for group in one.param_groups for p in group["params"]})
     return owners
 
 
