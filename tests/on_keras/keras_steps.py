@@ -45,12 +45,6 @@ def step(
         optimizer.apply(scaled, weights)
 
 
-def plain_step(optimizer: Any, weights: Sequence[Any], gradients: Sequence[Any] = GRADIENTS) -> None:
-    """The same with an optimizer that scales nothing."""
-    with no_gradients():
-        optimizer.apply([None if g is None else tensor(g) for g in gradients], weights)
-
-
 def values(*held: Any) -> list[list[float]]:
     """Of all these variables and optimizers the values, to compare bit by bit."""
     flat = [each for one in held for each in (getattr(one, "variables", None) or [one])]

@@ -1,15 +1,12 @@
-"""docs/keras.md: its Python runs on this backend, prints what the page shows, and is right about Keras itself."""
+"""docs/keras.md: its Python runs on this backend and prints what the page shows."""
 
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import keras
 import pytest
-from keras import layers
 
 from conftest import BACKEND
 from mezzo.keras import set_policy
@@ -18,7 +15,6 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "keras.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 # A block's fence may name the one backend that it is for. After a block may come, indented, what it prints.
 BLOCK = re.compile(r"^```python ?(\w*)\n(.*?)^```\n(?:\n((?:    [^\n]*\n)+))?", re.MULTILINE | re.DOTALL)
-KerasScaled = keras.optimizers.LossScaleOptimizer
 
 
 @pytest.fixture(autouse=True)
@@ -59,35 +55,3 @@ def test_the_readmes_python_for_keras_runs(tmp_path: Path, monkeypatch: pytest.M
     assert len(blocks) == 1
     exec(compile(blocks[0], str(readme), "exec"), {"__name__": "readme"})
     assert len(list((tmp_path / "mezzo-run").rglob("*.jsonl"))) == 1
-
-
-def functional(*made: keras.layers.Layer) -> keras.Model:
-    x = inputs = keras.Input((4,))
-    for layer in made:
-        x = layer(x)
-    return keras.Model(inputs, x)
-
-
-def test_what_the_page_says_of_keras_own() -> None:
-    fp32 = keras.DTypePolicy("float32")
-    maps = keras.dtype_policies.DTypePolicyMap
-    # A map can't name layers without weights, and leaves the loss unscaled; so is one float16 layer's.
-    keras.config.set_dtype_policy(maps("mixed_float16", {"head": fp32, "bend": fp32, "hed": fp32}))
-    model = functional(layers.Dense(3, name="head"), layers.Activation("relu", name="bend"))
-    head, bend = model.layers[1:]
-    assert (head.compute_dtype, head.path) == ("float32", "head")
-    assert (bend.compute_dtype, bend.path) == ("float16", None)
-    keras.config.set_dtype_policy("float32")
-    for unscaled in (model, functional(layers.Dense(3, dtype="mixed_float16"), layers.Dense(3))):
-        unscaled.compile("sgd", "mse")
-        assert not isinstance(unscaled.optimizer, KerasScaled)
-    with pytest.raises(ValueError, match="matches multiple dtype policy"):
-        maps("mixed_float16", {"head.*": fp32, ".*head": fp32})["head"]
-    # It forgets the policy in other threads and when its session is cleared.
-    keras.config.set_dtype_policy("mixed_float16")
-    seen: list[str] = []
-    thread = threading.Thread(target=lambda: seen.append(layers.Dense(1).compute_dtype))
-    thread.start()
-    thread.join()
-    keras.utils.clear_session(free_memory=False)
-    assert [*seen, layers.Dense(1).compute_dtype] == ["float32", "float32"]

@@ -31,19 +31,11 @@ from mezzo.keras.plan import NAMES, POLICIES, plan
 from mezzo.keras.steps import Step, StepOptimizer, StepRecorder, Update, keep_losses
 from mezzo.runner.journal import Journal, now_text
 
-DEFAULT_WATCH = 100
-"""Updates between two whose ranges are counted."""
+DEFAULT_WATCH = 100  # updates between two whose ranges are counted
+EVERY = 16  # batches whose records are read and written together: reading waits for the device
+NAMED = 12  # variables that a finding names at most
 
-EVERY = 16
-"""Batches whose records are read and written together: reading waits for the device."""
-
-NAMED = 12
-"""Variables that a finding names at most."""
-
-_NO_RATIOS = (
-    "watch: several steps run in one execution (steps_per_execution), so that single updates of a weight are not seen: "
-    "no update ratios"
-)
+_NO_RATIOS = "watch: several steps run in one execution (steps_per_execution), so there are no update ratios"
 _UNSCALED = (
     "{0} ({1}) steps without a loss scale, and layers compute in float16: gradients under 2^-24 become 0. Wrap it: "
     "mezzo.keras.LossScaleOptimizer({1}(...)), and take the gradients of its scale_loss(loss)"

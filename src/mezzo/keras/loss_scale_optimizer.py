@@ -1,4 +1,4 @@
-"""Loss scaling for any Keras optimizer, on the TensorFlow, JAX and PyTorch backends: `mezzo.keras.LossScaleOptimizer`.
+"""Loss scaling for any Keras optimizer, on the TensorFlow, JAX and PyTorch backends.
 
 One step, with S the scale that the loss was multiplied by::
 
@@ -37,7 +37,7 @@ from mezzo.keras.gradients import apply_or_keep, is_traced, reading_is_free, ste
 _Keras: Any = keras.optimizers.LossScaleOptimizer
 
 LOOK_EVERY = 50
-"""Steps between two checks of the patience where a check makes the host wait: PyTorch on an accelerator."""
+"""Steps between two checks of the patience on PyTorch's accelerators, where a check makes the host wait."""
 
 _ON_UNSCALED = ("raise", "warn", "ignore")
 # Variables of Keras's wrapper, and the first of ours: iteration, learning_rate, step_counter, dynamic_scale.

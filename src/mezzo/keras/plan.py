@@ -20,6 +20,7 @@ from mezzo.core.loss_scale import LossScale, NoLossScale
 from mezzo.core.policy import Policy, policy
 from mezzo.core.policy_text import as_loss_scale, is_pattern, matches, print_loss_scale
 
+# Keras's name of a dtype -> Mezzo's of its format.
 NAMES = {
     "float64": "fp64",
     "float32": "fp32",
@@ -28,13 +29,8 @@ NAMES = {
     "float8_e4m3fn": "e4m3fn",
     "float8_e5m2": "e5m2",
 }
-"""Keras's name of a dtype -> Mezzo's of its format."""
-
 SIXTEEN_BITS = frozenset(dtype for dtype, name in NAMES.items() if named(name).storage_bits == 16)
-"""The dtypes that a mixed policy computes in."""
-
 NARROW = frozenset(dtype for dtype, name in NAMES.items() if named(name).storage_bits < 32)
-"""The dtypes that lose what FP32 holds: 16 and 8 bits."""
 
 # Mezzo's word -> Keras's.
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
@@ -154,13 +150,7 @@ def plan_behind(policy: Any) -> KerasPlan | None:
 
 
 def names(pattern: str, path: str) -> bool:
-    """Whether a pattern names the layer at a path.
-
-    >>> [names("head", path) for path in ("head", "net/head", "head/inner", "net/heads")]
-    [True, True, False, False]
-    >>> names("/encoder/dense*", "encoder/dense_1"), names("/dense*", "encoder/dense_1")
-    (True, False)
-    """
+    """Whether a pattern names the layer at a path."""
     dotted = pattern.replace("/", ".")
     return matches(dotted[1:] if dotted.startswith(".") else f"**.{dotted}", path.replace("/", "."))
 
@@ -213,11 +203,7 @@ def _as_policy(precision: Any) -> Policy:
 
 
 def _in_mezzo_words(text: str) -> str:
-    """The same text, with Keras's names of policies replaced by Mezzo's.
-
-    >>> _in_mezzo_words("mixed_float16,module.head=float32")
-    'fp16,module.head=fp32'
-    """
+    """The same text, with Keras's names of policies replaced by Mezzo's."""
 
     def in_mezzo_words(found: re.Match[str]) -> str:
         before, word = found.groups()

@@ -70,8 +70,6 @@ class Journal:
         self.losses = 0
         self.updates = self.skipped = 0
         self.first_updates = 0  # of the first optimizer
-        self.loss_scale = 1.0  # of the last update
-        self.memory: MemoryRecord | None = None
         self.ops: list[OpFormats] = []
         self.findings: list[OverflowRecord] = []
         self.notes: list[str] = []
@@ -118,7 +116,6 @@ class Journal:
         self.updates += 1
         self.first_updates += optimizer == 0
         self.skipped += not moved
-        self.loss_scale = loss_scale
 
     def stop_after(self, wanted: int | None) -> None:
         """Raise `SystemExit` once the first optimizer has made so many updates, if that is wanted."""
@@ -129,7 +126,6 @@ class Journal:
     def observed(self, memory: MemoryRecord | None, ops: list[OpFormats] | None) -> None:
         """The measurements of the observed step."""
         if memory is not None:
-            self.memory = memory
             self._put(memory)
         if ops is not None:
             self.ops = ops

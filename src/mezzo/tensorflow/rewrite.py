@@ -37,13 +37,7 @@ SIMULATE_GPU = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_SIMULATE_GPU"
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What one call decided; the returned optimizer has it as `rewrite`.
-
-    Args:
-        precision: `fp16`, `bf16`, or `fp32` for no rewrite.
-        why: in words.
-        loss_scale: as a policy writes it.
-    """
+    """The decision of one call: `fp16`, `bf16`, or `fp32` for no rewrite; why; the loss scale as a policy writes it."""
 
     precision: str
     why: str
