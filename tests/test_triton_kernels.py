@@ -20,7 +20,8 @@ NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def child(*words: str, **variables: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(CHILDREN.parent), **variables}
+    paths = [str(CHILDREN.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, env=environment, timeout=550
     )

@@ -134,9 +134,8 @@ def backward(
         _run(_kernel("differentiate", x.dtype, wants_sums, is_centred), job, rows * columns)
     if sums is None:
         return dx, None, None
-    totals = (
-        sums[:, 0] if blocks == 1 else sums.sum(1)
-    )  # split between threads by columns, so always in order
+    # PyTorch splits the sum between threads by columns, so the order is always the same.
+    totals = sums[:, 0] if blocks == 1 else sums.sum(1)
     return dx, totals[0], totals[1] if is_centred else None
 
 
