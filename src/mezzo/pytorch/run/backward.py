@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,33 +43,31 @@ leaves_of = unseen(walks.leaves_of)
 
 
 class FoundInf:
-    """One number for each leaf of one backward pass, on the leaf's device: whether its gradient was not finite.
-
-    Args:
-        devices: of each leaf, in order.
+    """For each leaf of one backward pass, on the leaf's device: whether its gradient was not finite.
 
     Attributes:
-        slots: for each leaf the number that its hook writes: 0-dim FP32, a view of its device's numbers.
-        spent: ids of the optimizers that have read it at a step.
+        slots: the number that each leaf's hook writes: 0-dim FP32, a view of its device's numbers.
+        inverses: of each device, the factor of its gradients: 0-dim FP32.
+        spent: ids of the optimizers that have read the numbers at a step.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], inv_scale: float) -> None:
         self.spent: set[int] = set()
-        self.devices: dict[torch.device, list[int]] = {}
-        for index, device in enumerate(devices):
-            self.devices.setdefault(device, []).append(index)
-        self._flags = {device: torch.zeros(len(its), device=device) for device, its in self.devices.items()}
-        self.slots: dict[int, Tensor] = {}
-        for device, indices in self.devices.items():
-            self.slots.update(zip(indices, self._flags[device].unbind()))
+        self._devices = devices
+        counts = Counter(devices)
+        self._flags = {
+            device: torch.zeros(count, dtype=torch.float32, device=device) for device, count in counts.items()
+        }
+        self.inverses = {
+            device: torch.full((), inv_scale, dtype=torch.float32, device=device) for device in counts
+        }
+        views = {device: iter(flags.unbind()) for device, flags in self._flags.items()}
+        self.slots = [next(views[device]) for device in devices]
 
     def read(self) -> list[bool]:
         """The number of each leaf at present; waits for the devices."""
-        result = [False] * len(self.slots)
-        for device, indices in self.devices.items():
-            for index, flag in zip(indices, self._flags[device].tolist()):
-                result[index] = flag != 0
-        return result
+        values = {device: iter(flags.tolist()) for device, flags in self._flags.items()}
+        return [next(values[device]) != 0 for device in self._devices]
 
 
 Flags = list[tuple[FoundInf, int]]
@@ -312,10 +310,10 @@ class unscaling:  # noqa: N801, a context manager is named like a function
 
     @unseen
     def __enter__(self) -> FoundInf:
-        found, inverse = FoundInf([leaf.device for leaf in self._leaves]), 1.0 / self._scale
-        on = {device: torch.full((), inverse, dtype=torch.float32, device=device) for device in found.devices}
-        for index, leaf in enumerate(self._leaves):
-            _register_first(leaf, self, _unscale_hook(inverse, on[leaf.device], found.slots[index]))
+        inverse = 1.0 / self._scale
+        found = FoundInf([leaf.device for leaf in self._leaves], inverse)
+        for leaf, slot in zip(self._leaves, found.slots):
+            _register_first(leaf, self, _unscale_hook(inverse, found.inverses[leaf.device], slot))
         return found
 
     def __exit__(self, *exc_info: object) -> None:

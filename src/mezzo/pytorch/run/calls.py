@@ -262,25 +262,18 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             raise
 
     @unseen
-    def leave(module: nn.Module, entered: _Entered, out: Any) -> Any:
+    def leave(module: nn.Module, entered: _Entered, out: Any, *, failed: bool = False) -> Any:
         context, is_observed = entered
         try:
-            if is_observed:
+            if is_observed and failed:
+                observers.step_dropped()
+            elif is_observed:
                 observers.call_ended(module, out)
         finally:
             end(context)
         if context is None or (type(out) is Tensor and out.dtype is _float32):
             return out
         return to_fp32(out)
-
-    @unseen
-    def fail(entered: _Entered) -> None:
-        context, is_observed = entered
-        try:
-            if is_observed:
-                observers.step_dropped()
-        finally:
-            end(context)
 
     def end(context: Context | None) -> None:
         if context is None:
@@ -295,7 +288,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         try:
             out = original(self, *args, **kwargs)
         except BaseException:
-            fail(entered)
+            leave(self, entered, None, failed=True)
             raise
         return leave(self, entered, out)
 

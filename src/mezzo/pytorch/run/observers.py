@@ -140,10 +140,9 @@ class Observers:
 
         So are those of a call in evaluation mode (a teacher's), but not of a second one in a row: that is evaluation.
         """
-        if self._tracer is not None and (self._watch is not None or self._tracer.watches_live):
-            self._watch_begins(self._tracer, model)
-
-    def _watch_begins(self, tracer: OverflowTracer, model: nn.Module) -> None:
+        tracer = self._tracer
+        if tracer is None or (self._watch is None and not tracer.watches_live):
+            return
         if self.busy or not self.listening or _graph_task() != -1 or not self._session.optimizers:
             return
         if self._session.compiled or _compiled_frames() != self._frames:

@@ -89,14 +89,14 @@ def check(policy: Policy) -> None:
     """
     if policy.params == "fp16":
         raise UsageError(
-            f"policy '{policy}': `mezzo run` unscales each gradient where it is stored, and in fp16 that would flush "
-            "small ones to zero. Leave params and masters out (weights stay FP32, computed in fp16), use bf16, or "
-            "write mezzo.MixedPrecision(..., masters='fp32') into the script."
+            f"policy '{policy}': a script that is run unchanged unscales each gradient where it is stored, and in "
+            "fp16 that would flush the small ones to zero. Leave params and masters out (weights stay FP32, "
+            "computed in fp16), use bf16, or write mezzo.MixedPrecision(..., masters='fp32') into the script."
         )
     if policy.params not in ("fp32", policy.activations):
         raise UsageError(
-            f"policy '{policy}': `mezzo run` can store weights in {policy.params} where compute is {policy.params}, "
-            f"too. Use {policy.params},params={policy.params}."
+            f"policy '{policy}': a script that is run unchanged can store weights in {policy.params} where "
+            f"compute is {policy.params}, too. Use {policy.params},params={policy.params}."
         )
 
 
