@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 import figures
-from common import Numbers, OverflowReport, main, progress
+from common import Finding, Numbers, main, progress
 from mezzo.core import formats
 
 Values = NDArray[Any]
@@ -137,7 +137,7 @@ def variance(sum_: Values, sum_of_squares: Values, lengths: list[int], form: str
     return found
 
 
-def run(full: bool) -> tuple[list[OverflowReport], Numbers]:
+def run(full: bool) -> tuple[list[Finding], Numbers]:
     """Add up; compare with FP64; say where each accumulator failed and where it should have."""
     lengths = [1 << k for k in range(4, (FULL if full else QUICK) + 1)]
     numbers: Numbers = {"lengths": lengths, "dot": {}, "equal_sums": {}, "largest_positive_sum": {}}
@@ -188,7 +188,7 @@ def _variances(lengths: list[int]) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def findings(numbers: Numbers) -> list[OverflowReport]:
+def findings(numbers: Numbers) -> list[Finding]:
     """Compare the sums with what arithmetic predicts."""
     lengths: list[int] = numbers["lengths"]
     n = lengths[-1]
@@ -216,7 +216,7 @@ def findings(numbers: Numbers) -> list[OverflowReport]:
     unit, offset = var["unit"], var["offset"]
     short = lengths.index(BLOCK)
     return [
-        OverflowReport(
+        Finding(
             "equal-terms-stick",
             f"Terms of {EQUAL_TERM:g}, added one after another, no longer move a sum of 2^11 terms in fp16 "
             f"({predicted['fp16']:g}), of 2^8 in bf16 ({predicted['bf16']:g}).",
@@ -224,7 +224,7 @@ def findings(numbers: Numbers) -> list[OverflowReport]:
             f"{stuck['bf16'][-1]:g} in bf16.",
             all(stuck[form][-1] == predicted[form] for form in FORMATS),
         ),
-        OverflowReport(
+        Finding(
             "positive-terms-stick",
             f"Positive terms up to {LARGEST_FACTOR:g} bring no sum past 2^11 times the largest in fp16 "
             f"({bound['fp16']:g}), nor past 2^8 times in bf16 ({bound['bf16']:g}).",
@@ -233,14 +233,14 @@ def findings(numbers: Numbers) -> list[OverflowReport]:
             f"({positive['bf16']['sequential'][-1]:.0%} wrong).",
             all(largest[form] <= bound[form] and positive[form]["sequential"][-1] > 0.3 for form in FORMATS),
         ),
-        OverflowReport(
+        Finding(
             "fp32-is-enough",
             "With an FP32 accumulator a dot product of 16-bit factors is right to less than half a unit in the last "
             f"place of fp16 ({half_ulp['fp16']:.1e}), however long it is.",
             f"The largest error of all kinds of input and all lengths up to {n:,} is {fp32:.1e}.",
             fp32 < half_ulp["fp16"],
         ),
-        OverflowReport(
+        Finding(
             "zero-mean-drifts",
             "Sums of terms with mean zero do not stick in fp16, but their error grows as the square root of their "
             "length.",
@@ -248,7 +248,7 @@ def findings(numbers: Numbers) -> list[OverflowReport]:
             f"{drift[-1] / half_ulp['fp16']:.0f} times what rounding the result once may cost.",
             0.3 < slope < 0.7 and drift[-1] > 4 * half_ulp["fp16"],
         ),
-        OverflowReport(
+        Finding(
             "order-mends-it",
             "What sticks is the order and not the format alone: neighbours added as a tree keep all 16-bit formats "
             "within a few roundings, where no sum overflows; so do short blocks whose sums are added in FP32.",
@@ -257,7 +257,7 @@ def findings(numbers: Numbers) -> list[OverflowReport]:
             f"{mixed / half_ulp['fp16']:.1f}.",
             all(tree[form] < 4 * half_ulp[form] for form in FORMATS) and mixed < 4 * half_ulp["fp16"],
         ),
-        OverflowReport(
+        Finding(
             "variance-sticks",
             "A variance whose sums are added one after another in fp16 falls short once a channel has more than 2^11 "
             "values; in FP32 it keeps three digits.",
@@ -265,7 +265,7 @@ def findings(numbers: Numbers) -> list[OverflowReport]:
             f"{unit['fp32'][-1]:.1e} in FP32.",
             unit["sequential"][-1] > 0.3 and max(unit["fp32"]) < 1e-3,
         ),
-        OverflowReport(
+        Finding(
             "variance-overflows",
             "Squares of fp16 activations overflow in any order of addition, once values times their mean square pass "
             f"65504: at about {limit['large']:.0f} values of N(0, 16^2).",
@@ -274,7 +274,7 @@ def findings(numbers: Numbers) -> list[OverflowReport]:
             all(overflowed[name]["pairwise"] == should[name] for name in ("large", "offset"))
             and all(at["fp32"] is None for at in overflowed.values()),
         ),
-        OverflowReport(
+        Finding(
             "variance-loses-digits",
             "Where the mean is large beside the deviation, E[x^2] - E[x]^2 loses its digits in fp16 even in a short "
             "sum.",

@@ -42,7 +42,7 @@ WORDS = {
 }
 
 
-class OverflowReport(NamedTuple):
+class Finding(NamedTuple):
     """One statement of the paper, compared with this run.
 
     Args:
@@ -68,7 +68,7 @@ class OverflowReport(NamedTuple):
 
 
 Numbers = dict[str, Any]
-Run = Callable[[bool], tuple[list[OverflowReport], Numbers]]
+Run = Callable[[bool], tuple[list[Finding], Numbers]]
 
 
 def main(

@@ -57,7 +57,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import figures
 import mezzo
-from common import Numbers, OverflowReport, main, progress
+from common import Finding, Numbers, main, progress
 from mezzo.core.comparison import COARSE, Comparison, Parity, compare
 
 LATENT, BATCH, WIDTH = 32, 64, 16
@@ -316,7 +316,7 @@ def _keep_gradient(kept: list[Tensor], module: nn.Module, inputs: Any, output: T
         output.register_hook(lambda grad: kept.append(grad.detach().flatten()))
 
 
-def run(full: bool) -> tuple[list[OverflowReport], Numbers]:
+def run(full: bool) -> tuple[list[Finding], Numbers]:
     """Train every setting with every seed."""
     steps, interval, seeds = FULL if full else QUICK
     runs: dict[str, list[Run]] = {}
@@ -343,12 +343,12 @@ def _said(found: Comparison, seeds: int) -> str:
     )
 
 
-def as_good(name: str, expected: str, baseline: Sequence[Run], candidate: Sequence[Run]) -> OverflowReport:
+def as_good(name: str, expected: str, baseline: Sequence[Run], candidate: Sequence[Run]) -> Finding:
     """A finding that a setting harms nothing."""
     found = judge(baseline, candidate)
     fewest = min(run["classes"] for run in baseline)
     ours = min(run["classes"] for run in candidate)
-    return OverflowReport(
+    return Finding(
         name,
         expected,
         f"{_said(found, len(candidate))}; FP32's runs cover {fewest} of 10 digits or more, these {ours} or more.",
@@ -362,13 +362,13 @@ def settled(run: Run) -> tuple[float, float]:
     return float(one), float(other)
 
 
-def scales_part(runs: Sequence[Run]) -> OverflowReport:
+def scales_part(runs: Sequence[Run]) -> Finding:
     """The two scales find different places."""
     places = [settled(run) for run in runs]
     apart = [generator - discriminator for discriminator, generator in places]
     mean = [statistics.mean(column) for column in zip(*places)]
     skips = [sum(len(run["skipped"][network]) for run in runs) for network in (0, 1)]
-    return OverflowReport(
+    return Finding(
         "scales-part",
         "Left alone, the two loss scales go to different places, since the two networks' gradients differ in size.",
         f"the discriminator's scale settles at 2^{mean[0]:.1f}, the generator's at 2^{mean[1]:.1f} (medians of the "
@@ -385,14 +385,14 @@ def back_offs(run: Run) -> tuple[int, int, int]:
     return len(one - other), len(other - one), len(one & other)
 
 
-def follows_one(shared: Sequence[Run], own: Sequence[Run]) -> OverflowReport:
+def follows_one(shared: Sequence[Run], own: Sequence[Run]) -> Finding:
     """One network's overflows set the scale of both."""
     counts = [sum(column) for column in zip(*map(back_offs, shared))]
     total = sum(counts)
     driver = 0 if counts[0] >= counts[1] else 1
     held = 1 - driver
     common, alone = (statistics.mean(settled(run)[held] for run in runs) for runs in (shared, own))
-    return OverflowReport(
+    return Finding(
         "shared-scale-follows-one",
         "One scale for both losses is taken down by the overflows of one network, for the other one too.",
         f"of {total} overflows under a shared scale {counts[driver]} were in the {NETWORKS[driver]} alone, "
@@ -409,7 +409,7 @@ def costs_quality(
     shared: Sequence[Run],
     own: Sequence[Run],
     known: str = "",
-) -> OverflowReport:
+) -> Finding:
     """Whether the shared scale harms, and how much of the held-back network's gradients it loses."""
     found = judge(baseline, shared)
     held = max((0, 1), key=lambda i: sum(settled(a)[i] - settled(b)[i] for a, b in zip(own, shared)))
@@ -420,7 +420,7 @@ def costs_quality(
     def share(log: int) -> float:
         return float(lost[LOG_SCALES.index(min(max(log, LOG_SCALES[0]), LOG_SCALES[-1]))])
 
-    return OverflowReport(
+    return Finding(
         name,
         expected,
         f"{_said(found, len(shared))}. fp16 would round {share(0):.2%} of the {network}'s activation gradients to "
@@ -431,7 +431,7 @@ def costs_quality(
     )
 
 
-def findings(runs: dict[str, list[Run]]) -> list[OverflowReport]:
+def findings(runs: dict[str, list[Run]]) -> list[Finding]:
     """The rules of the module's docstring, applied to the runs."""
     fp32, own, shared = runs["fp32"], runs["own"], runs["shared"]
     as_fp32 = "A GAN in fp16, with a loss scale for each network, ends as good as in FP32."

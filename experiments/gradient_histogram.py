@@ -40,7 +40,7 @@ from torch import Tensor
 
 import figures
 import mezzo
-from common import Numbers, OverflowReport, gap, in_words, main, power, progress, scaled, tex
+from common import Finding, Numbers, gap, in_words, main, power, progress, scaled, tex
 from detector import Detector, loss_of, pictures
 
 LOWEST, HIGHEST = -60, 20
@@ -172,7 +172,7 @@ def train(steps: int, precision: str, seed: int, moments: dict[str, Any] | None 
     return run
 
 
-def run(full: bool) -> tuple[list[OverflowReport], Numbers]:
+def run(full: bool) -> tuple[list[Finding], Numbers]:
     """Train every precision with every seed; look at the gradients of FP32's first run."""
     size = FULL if full else QUICK
     moments: dict[str, Any] = {}
@@ -187,7 +187,7 @@ def run(full: bool) -> tuple[list[OverflowReport], Numbers]:
     return findings(numbers, full), numbers
 
 
-def findings(numbers: Numbers, full: bool) -> list[OverflowReport]:
+def findings(numbers: Numbers, full: bool) -> list[Finding]:
     """The rules of the module's docstring, applied to gradients and runs."""
     moments = numbers["moments"]
     every = together(moments)
@@ -213,13 +213,13 @@ def findings(numbers: Numbers, full: bool) -> list[OverflowReport]:
 
     above = [scale for scale in scales if scale > 1]
     return [
-        OverflowReport(
+        Finding(
             "mostly-zeros",
             "Most activation gradients of a detector are exactly zero (67 % in Multibox SSD).",
             f"{every['zero']:.0%} are zero; {every['between']:.1%} lie in [2^-27, 2^-24), {every['below']:.1%} below.",
             every["zero"] > 0.5,
         ),
-        OverflowReport(
+        Finding(
             "lost-unscaled",
             "A part of the nonzero ones is too small for fp16.",
             f"Of the nonzero ones fp16 makes zeros of {at}; of all gradients {every['subnormal']['1']:.1%} become "
@@ -228,20 +228,20 @@ def findings(numbers: Numbers, full: bool) -> list[OverflowReport]:
         ),
         recovers(every, 8.0, "shift-3-recovers-most", 0.5, known="" if full else BELOW_2_28),
         recovers(every, 2.0**15, "shift-15-recovers-all", 0.99),
-        OverflowReport(
+        Finding(
             "unscaled-falls-behind",
             "Without a loss scale fp16 falls behind: what lies below 2^-24 matters.",
             ends([1.0]),
             judged[1.0].behind,
             known=LITTLE_WEIGHT,
         ),
-        OverflowReport(
+        Finding(
             "scaled-lies-on-fp32",
             "With a loss scale of 8 fp16 lies on FP32, and with larger ones that do not overflow.",
             ends(above),
             all(judged[scale].equivalent for scale in above),
         ),
-        OverflowReport(
+        Finding(
             "small-gradients-matter-later",
             f"Were the loss {round(1 / scales[0])} times smaller, fp16 would fall behind.",
             ends([scale for scale in scales if scale < 1]),
@@ -250,14 +250,12 @@ def findings(numbers: Numbers, full: bool) -> list[OverflowReport]:
     ]
 
 
-def recovers(
-    every: dict[str, Any], scale: float, name: str, enough: float, known: str = ""
-) -> OverflowReport:
+def recovers(every: dict[str, Any], scale: float, name: str, enough: float, known: str = "") -> Finding:
     """Whether a loss scale recovers more than a share `enough` of what is lost, and overflows nothing."""
     lost, still = every["lost"]["1"], every["lost"][f"{scale:g}"]
     over = every["overflow"][f"{scale:g}"]
     part = 1 - still / lost if lost else 0.0
-    return OverflowReport(
+    return Finding(
         name,
         f"A shift by 2^{math.log2(scale):g} recovers {'most' if enough < 0.9 else 'all'} of what fp16 loses.",
         f"It recovers {part:.1%}: of all gradients {still:.2%} are lost in place of {lost:.2%}, {over:.2%} overflow.",

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import figures
 import mezzo
-from common import Numbers, OverflowReport, main, progress
+from common import Finding, Numbers, main, progress
 from mezzo.core import formats
 from mezzo.demos.digits import load
 
@@ -165,7 +165,7 @@ def stepper(
     return step, mp.autocast
 
 
-def run(full: bool) -> tuple[list[OverflowReport], Numbers]:
+def run(full: bool) -> tuple[list[Finding], Numbers]:
     """Observe the updates in FP32, train with each way to keep the weights, and at larger learning rates."""
     rates, travel = FULL if full else QUICK
     updates = Updates()
@@ -193,7 +193,7 @@ def share_below(updates: dict[str, Any], power: int) -> float:
     return sum(counts[: power - LOWEST]) / max(sum(counts), 1)
 
 
-def findings(numbers: Numbers, full: bool) -> list[OverflowReport]:
+def findings(numbers: Numbers, full: bool) -> list[Finding]:
     """Compare the updates with the rule of 2048, and the trainings with FP32's."""
     updates, arms, sweep = numbers["updates"], numbers["arms"], numbers["sweep"]
     lost = {form: sum(shares) / len(shares) for form, shares in updates["lost"].items()}
@@ -213,13 +213,13 @@ def findings(numbers: Numbers, full: bool) -> list[OverflowReport]:
     rate, fast_rate = (sweep["fp32"][place]["learning_rate"] for place in (0, -1))
     relative = {form: 1 - accuracy[form] / accuracy["fp32"] for form in DTYPES}
     return [
-        OverflowReport(
+        Finding(
             "updates-are-small",
             "Many updates are smaller than 2^-11 of their weight.",
             f"{small:.0%} of {moved:,} updates are, in FP32 at a learning rate of {rate:g}.",
             small > 0.5,
         ),
-        OverflowReport(
+        Finding(
             "updates-are-lost",
             "A 16-bit weight rounds them away, more of them in bf16 and more of them as the gradients shrink.",
             f"fp16 loses {lost['fp16']:.0%} of updates ({last['fp16']:.0%} at the end), "
@@ -227,7 +227,7 @@ def findings(numbers: Numbers, full: bool) -> list[OverflowReport]:
             0.5 < lost["fp16"] < lost["bf16"]
             and all(last[form] > updates["lost"][form][0] for form in DTYPES),
         ),
-        OverflowReport(
+        Finding(
             "rule-of-2048",
             "What is lost is what is smaller than half a unit in the weight's last place: nothing above 2^-11 of the "
             "weight in fp16 (2^-8 in bf16), everything below half of that.",
@@ -238,42 +238,42 @@ def findings(numbers: Numbers, full: bool) -> list[OverflowReport]:
             and share_below(updates, -12) <= lost["fp16"] <= small
             and share_below(updates, -9) <= lost["bf16"] <= share_below(updates, -8),
         ),
-        OverflowReport(
+        Finding(
             "updates-underflow",
             "Some are lost in whatever weight, being smaller than fp16's smallest number, 2^-24: about 5 % of the "
             "gradients of the speech model.",
             f"{underflows:.1%} of updates are.",
             underflows > 0.005,
         ),
-        OverflowReport(
+        Finding(
             "fp16-weights-fall-behind",
             "Without masters fp16 training falls behind FP32.",
             f"The training loss ends at {loss['fp16']:.3f} where FP32 reaches {loss['fp32']:.3f} "
             f"({first['fp16']:.2f} times).",
             first["fp16"] > 1.2,
         ),
-        OverflowReport(
+        Finding(
             "bf16-weights-stagnate",
             "bf16 weights, with 3 bits fewer, stand still all but at once.",
             f"The training loss goes down by {learned['bf16']:.2f}, by {learned['fp32']:.2f} in FP32, to "
             f"{loss['bf16']:.3f} ({first['bf16']:.2f} times FP32's).",
             learned["bf16"] < 0.5 * learned["fp32"],
         ),
-        OverflowReport(
+        Finding(
             "masters-keep-them",
             "FP32 masters bring it back to FP32; so do masters split into weight and remainder, and stochastic "
             "rounding without masters.",
             f"None of {', '.join(KEPT)} ends further from FP32 than {gap:.2%} ({worst}: {loss[worst]:.4f}).",
             gap < 0.03,
         ),
-        OverflowReport(
+        Finding(
             "it-is-the-ratio",
             "With a larger learning rate over fewer steps the same 16-bit weights lose less.",
             f"At {fast_rate:g} fp16 ends at {fast['fp16']:.3f} times FP32's loss ({first['fp16']:.2f} times at "
             f"{rate:g}), bf16 at {fast['bf16']:.2f} times ({first['bf16']:.2f}).",
             fast["fp16"] < 1.05 and all(fast[form] - 1 < 0.5 * (first[form] - 1) for form in DTYPES),
         ),
-        OverflowReport(
+        Finding(
             "fp16-accuracy-falls-by-80-per-cent",
             "Without masters the speech model lost 80 % of its accuracy, relatively.",
             f"This one loses {relative['fp16']:.0%} in fp16: test accuracy is {accuracy['fp32']:.1%} in FP32 and "
@@ -281,7 +281,7 @@ def findings(numbers: Numbers, full: bool) -> list[OverflowReport]:
             relative["fp16"] >= 0.8,
             known=ACCURACY_IS_LATE,
         ),
-        OverflowReport(
+        Finding(
             "bf16-accuracy-falls-by-80-per-cent",
             "The same, in the 16-bit format with fewer digits.",
             f"Test accuracy goes from {accuracy['fp32']:.1%} in FP32 to {accuracy['bf16']:.1%} with bf16 weights: "

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 import figures
 import mezzo
-from common import Numbers, OverflowReport, gap, in_words, main, power, progress, scaled
+from common import Finding, Numbers, gap, in_words, main, power, progress, scaled
 from gradient_histogram import shares
 
 MARGIN = 0.05  # nats
@@ -185,7 +185,7 @@ def evaluate(model: nn.Module, held_out: Tensor) -> tuple[float, float]:
     return F.cross_entropy(logits, targets).item(), logits.mean().item()
 
 
-def run(full: bool) -> tuple[list[OverflowReport], Numbers]:
+def run(full: bool) -> tuple[list[Finding], Numbers]:
     """Train every precision with every seed."""
     size = FULL if full else QUICK
     text = load()
@@ -205,7 +205,7 @@ def differences(numbers: Numbers, precision: str) -> Any:
     return ours - theirs
 
 
-def findings(numbers: Numbers) -> list[OverflowReport]:
+def findings(numbers: Numbers) -> list[Finding]:
     """The rules of the module's docstring, applied to the runs."""
     size = Size(**numbers["size"])
     fp32, unscaled = numbers["runs"]["fp32"], numbers["runs"][scaled(1)]
@@ -232,7 +232,7 @@ def findings(numbers: Numbers) -> list[OverflowReport]:
         if scale > 1
     ]
     return [
-        OverflowReport(
+        Finding(
             "unscaled-falls-behind",
             "Without loss scaling fp16 ends behind FP32.",
             f"Held-out loss ends {end.mean:+.3f} nats from FP32's {fp32_end:.3f} (90 % interval {end.low:+.3f} to "
@@ -240,13 +240,13 @@ def findings(numbers: Numbers) -> list[OverflowReport]:
             f"FP32's to {fp32_logits:.1f}.",
             end.behind,
         ),
-        OverflowReport(
+        Finding(
             "unscaled-leaves-late",
             "Without loss scaling fp16 follows FP32 at first and leaves it later.",
             left,
             end.behind and near.size > 0,
         ),
-        OverflowReport(
+        Finding(
             "unscaled-diverges",
             "Without loss scaling the loss rises again in the end.",
             f"Held-out loss ends above its own lowest value by {', '.join(f'{rise:.3f}' for rise in rises)} nats "
@@ -254,7 +254,7 @@ def findings(numbers: Numbers) -> list[OverflowReport]:
             all(not rise <= MARGIN for rise in rises)
             and fp32_rise <= MARGIN,  # `not <=`: NaN has diverged too
         ),
-        OverflowReport(
+        Finding(
             "scaled-lies-on-fp32",
             "With a loss scale of 128 fp16 lies on FP32, and with larger ones that do not overflow.",
             f"From FP32's held-out loss of {fp32_end:.3f} fp16 ends {', '.join(rows)} (margin {MARGIN:g}, "
@@ -265,7 +265,7 @@ def findings(numbers: Numbers) -> list[OverflowReport]:
     ]
 
 
-def vanish(moments: list[dict[str, Any]]) -> OverflowReport:
+def vanish(moments: list[dict[str, Any]]) -> Finding:
     """How many of the logits' nonzero gradients become zero in fp16."""
     start, *later = (moment["logits"] for moment in moments)
     parts = {
@@ -275,7 +275,7 @@ def vanish(moments: list[dict[str, Any]]) -> OverflowReport:
     middle_end = {
         scale: " and ".join(f"{100 * part:.1f} %" for part in found) for scale, found in parts.items()
     }
-    return OverflowReport(
+    return Finding(
         "gradients-vanish-unscaled",
         "Unscaled, fp16 makes zeros of many activation gradients, and with a scale of 128 of few.",
         f"Of the logits' nonzero gradients fp16 makes zeros of {middle_end['1']} in the middle and at the end of "

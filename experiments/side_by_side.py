@@ -33,7 +33,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import figures
-from common import Numbers, OverflowReport, main, progress
+from common import Finding, Numbers, main, progress
 
 CONTROL = "fp16,loss_scale=5.96e-8"
 
@@ -90,7 +90,7 @@ def compare(name: str, options: str) -> dict[str, Any]:
     return candidates
 
 
-def run(full: bool) -> tuple[list[OverflowReport], Numbers]:
+def run(full: bool) -> tuple[list[Finding], Numbers]:
     """Compare both networks, and turn each verdict into a finding."""
     networks = {name: compare(name, options) for name, options in (FULL if full else QUICK).items()}
     findings = [
@@ -101,19 +101,19 @@ def run(full: bool) -> tuple[list[OverflowReport], Numbers]:
     return findings, {"networks": networks}
 
 
-def judged(name: str, precision: str, candidate: dict[str, Any]) -> OverflowReport:
+def judged(name: str, precision: str, candidate: dict[str, Any]) -> Finding:
     """The finding on one candidate, from its part of `verdict.json`."""
     seen = describe(NETWORKS[name], candidate)
     word = candidate["parity"]
     if precision == CONTROL:
-        return OverflowReport(
+        return Finding(
             f"{name}-control-divergent",
             "A judge that can tell: fp16 whose loss scale (2^-24) rounds gradients to zero is called divergent.",
             seen,
             word == "divergent",
         )
     title = NETWORKS[name].title
-    return OverflowReport(
+    return Finding(
         f"{name}-{precision}-as-good",
         f"{title[0].upper()}{title[1:]} ends as good in {precision} as in FP32: equivalent, as every pair in the "
         "original work.",

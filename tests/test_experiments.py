@@ -61,8 +61,8 @@ def test_only_a_finding_that_is_lost_fails_the_run(
     def run(full: bool) -> Any:
         asked.append((full, torch.get_num_threads()))
         findings = [
-            common.OverflowReport("a", "It is so.", "It is 42.", True),
-            common.OverflowReport("b", "So.", "43.", holds, known),
+            common.Finding("a", "It is so.", "It is 42.", True),
+            common.Finding("b", "So.", "43.", holds, known),
         ]
         return findings, {"loss": [1.0, math.nan]}
 
