@@ -61,6 +61,20 @@ def test_a_large_buffer_that_does_not_move_is_not_copied_after_the_learning_step
     assert torch.equal(still.codes, before)
 
 
+@pytest.mark.parametrize("write", [in_place, replaced])
+def test_a_large_buffer_that_begins_to_move_late_is_copied_from_the_next_step_on(write: Any) -> None:
+    model = Averages(write, mean=zeros(SMALL))
+    statistics = MovingBuffers(model)
+    steps_of(statistics, lambda: None, 3)
+    steps_of(statistics, lambda: model(torch.randn(8, SMALL)), 1)
+    before = model.mean.clone()
+    statistics.remember()
+    model(torch.randn(8, SMALL))
+    assert not same(model.mean, before)
+    statistics.restore(True)
+    assert same(model.mean, before)
+
+
 @pytest.mark.parametrize("layers", [1, 20])
 def test_batch_normalisation_alone_costs_two_copies_a_step_and_no_learning(layers: int) -> None:
     model = nn.Sequential(*[nn.BatchNorm1d(4) for _ in range(layers)])

@@ -4,10 +4,11 @@ An overflow makes running means infinite or NaN for good, though the step itself
 holds for BatchNorm and for every module that keeps averages: spectral norms, VQ codebooks, counters.
 
 **Which buffers** (`MovingBuffers`). All small ones, and those of BatchNorm and InstanceNorm. Large ones (masks, rotary
-tables, codebooks) are compared after the first two steps, and copied from then on if they have moved. Version counters
-would not do: native kernels and writes through `.data` do not raise them.
-Not restored: state that is no buffer; buffers that a skipped step registers; large ones that move for the first time
-after the second step.
+tables, codebooks) are compared after the first two steps, and copied from then on if they have moved. The others are
+copied again once their version counter says that they were written after all. The counter alone would not do: native
+kernels and writes through `.data` do not raise it.
+Not restored: state that is not a buffer; buffers that a skipped step registers; a large one in the step that writes it
+for the first time, if that is not one of the first two.
 
 **Whose step** (`Networks`). Each step of any optimizer, taken or skipped, ends a turn. The buffers of a network are
 copied before its first call of a turn. When optimizer S ends a turn, these become of each network:
@@ -71,6 +72,7 @@ class MovingBuffers:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._slots: list[BufferSlot] = []
+        self._still: list[tuple[BufferSlot, tuple[int, int]]] = []  # large ones that did not move, and their versions
         self._known: set[tuple[int, str]] = set()
         self._first: BufferSnapshot | None = None  # before the step's first forward pass
         self._last: BufferSnapshot | None = None  # before the newest turn; may outlive the step
@@ -121,6 +123,9 @@ class MovingBuffers:
             return
         if self._last is not None:  # a step that is still to come may have overflowed
             self.restore_lost()
+        if self._still:
+            self._slots += [slot for slot, version in self._still if _written(slot) != version]
+            self._still = [(slot, version) for slot, version in self._still if _written(slot) == version]
         self._last = self._copied()
         self._first = self._first or self._last
 
@@ -164,6 +169,8 @@ class MovingBuffers:
             each.slot.learning -= 1
             each.slot.moves |= each.moved()
         if learning:
+            still = [slot for slot in self._slots if not (slot.learning or slot.moves)]
+            self._still += [(slot, _written(slot)) for slot in still]
             self._slots = [slot for slot in self._slots if slot.learning or slot.moves]
             self._look = True
         if found_inf is not False:
@@ -197,6 +204,7 @@ class MovingBuffers:
         """Take the copies that `state` gave. Those of other buffers are dropped, and so is an older Mezzo's list."""
         self._known.clear()
         self._slots.clear()
+        self._still.clear()
         self._look = True
         self.forget()
         self.remember()
@@ -229,6 +237,12 @@ class MovingBuffers:
                     slot.moves, slot.learning = False, LEARNED_AFTER
                 self._slots.append(slot)
         self._has_buffers = bool(self._known)
+
+
+def _written(slot: BufferSlot) -> tuple[int, int]:
+    """Which tensor is registered, and its version counter: other values after most writes."""
+    tensor = slot.tensor
+    return id(tensor), -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 class Networks:
