@@ -72,7 +72,9 @@ class MovingBuffers:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._slots: list[BufferSlot] = []
-        self._still: list[tuple[BufferSlot, tuple[int, int]]] = []  # large ones that did not move, and their versions
+        self._still: list[
+            tuple[BufferSlot, tuple[int, int]]
+        ] = []  # large ones that did not move, and their versions
         self._known: set[tuple[int, str]] = set()
         self._first: BufferSnapshot | None = None  # before the step's first forward pass
         self._last: BufferSnapshot | None = None  # before the newest turn; may outlive the step
