@@ -46,3 +46,12 @@ for _number, _handler in (
 def launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
     """Runs a script as `mezzo run` does, in this process: `launch(source, *argv, **request) -> Ran`."""
     return launcher(tmp_path, capsys)
+
+
+@pytest.fixture
+def tensors_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`PeakTensorBytes` counts tensors only, also after another test has compiled something in this process.
+
+    It counts the allocator's events then, which hold the scratch memory of oneDNN's kernels too.
+    """
+    monkeypatch.setattr("mezzo.pytorch.memory._something_is_compiled", lambda: False)

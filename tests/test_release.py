@@ -158,6 +158,7 @@ def test_an_exception_within_backward_leaves_no_hook(clip_norm: float | None) ->
 
 
 @pytest.mark.heavy
+@pytest.mark.usefixtures("tensors_only")
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_peak_is_weights_states_and_the_largest_gradient(clip_norm: float | None) -> None:
     """Lean AdamW: 2 + 1 + 2 * (1 + 2/64) bytes, and 2 more of one layer in eight; kept gradients: 2 of all."""

@@ -117,16 +117,14 @@ class Context:
     """
 
     __slots__ = (
-        *(
-            "_cache_enabled",
-            "_dtype",
-            "_enabled",
-            "_entered",
-            "_transitions",
-            "device_type",
-            "is_as_asked",
-            "policy",
-        ),
+        "_cache_enabled",
+        "_dtype",
+        "_enabled",
+        "_entered",
+        "_transitions",
+        "device_type",
+        "is_as_asked",
+        "policy",
     )
 
     def __init__(

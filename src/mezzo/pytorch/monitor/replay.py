@@ -157,12 +157,13 @@ def nothing_left(model: nn.Module) -> Iterator[None]:
     state = ModuleState(SideEffects(model, statistics=True))
     modules = [(module, dict(module._buffers), dict(module.__dict__)) for module in model.modules()]
     leaves = [(p, p._backward_hooks) for p in model.parameters() if p._backward_hooks]
-    before, _now.again = running_again(), True
     patches = Patches()
-    for leaf, _ in leaves:
-        leaf._backward_hooks = None
-    state.put_back()  # from here on the model works on copies
+    before = running_again()
     try:
+        _now.again = True
+        for leaf, _ in leaves:
+            leaf._backward_hooks = None
+        state.put_back()  # from here on the model works on copies
         with unseen(model.buffers()):
             try:
                 # Of PyTorch's own class: an open context puts a subclass in its place, which calls it.
