@@ -19,7 +19,6 @@ trains.
 Examples:
   mezzo batch-size train.py --vary=--batch-size
   mezzo batch-size train.py --vary=--batch-size --precision bf16 --limit 4GiB -- --epochs 3
-  mezzo batch-size train.py --vary=--batch-size --precision bf16,masters=split --multiple-of 8
   mezzo batch-size --demo text-gpt --vary=--batch --limit 1GiB --multiple-of 8
 """
 

@@ -34,6 +34,11 @@ MARGIN, LEAST_MARGIN = 0.10, 512 * 1024**2
 """Share and bytes (the larger counts) of the available memory that are left for everything but tensors."""
 OVER, OUT_OF_MEMORY = "over the limit", "out of memory"
 
+# Controller in /proc/self/cgroup ("" is version 2) -> its files of limit and use, and the droppable part of the use.
+_GROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 # In the errors of torch, CUDA's libraries and Python for a failed allocation.
 _MEMORY_ERROR = re.compile(
     r"out of memory|OutOfMemoryError|MemoryError|ALLOC(ATION)?_FAILED|DefaultCPUAllocator: (can't|not enough)"
@@ -90,18 +95,15 @@ class BatchSizeResult:
         Raises:
             NothingFitsError: none does.
         """
-        return self._largest().size
+        if not self.fits:
+            raise NothingFitsError(self.sentence())
+        return max(trial.size for trial in self.trials if trial.fits)
 
     @property
     def fastest(self) -> int:
         """The batch size that trains the most samples per second; `largest` if none was timed."""
         timed = [trial for trial in self.trials if trial.fits and trial.seconds]
         return max(timed, key=lambda trial: trial.samples_per_second or 0.0).size if timed else self.largest
-
-    def _largest(self) -> Trial:
-        if not self.fits:
-            raise NothingFitsError(self.sentence())
-        return max((trial for trial in self.trials if trial.fits), key=lambda trial: trial.size)
 
     def table(self) -> list[str]:
         """A header, and a line per size, in order of size."""
@@ -123,13 +125,14 @@ class BatchSizeResult:
                 return f"nothing fits: {name}{smallest.size} does not run ({smallest.why})."
             took = written_bytes(smallest.peak_bytes)
             return f"nothing fits: {name}{smallest.size} takes {took}, and the limit is {limit}."
-        largest, bounded = self._largest(), not all(trial.fits for trial in self.trials)
+        by_size = {trial.size: trial for trial in self.trials}
+        largest, fastest = by_size[self.largest], by_size[self.fastest]
+        bounded = not all(trial.fits for trial in self.trials)
         text = f"{name}{largest.size} is the largest that {'fits' if bounded else 'was tried, and it fits'}"
         if largest.peak_bytes is not None:
             text += f" ({written_bytes(largest.peak_bytes)}{limit and f' of {limit}'})"
         if largest.samples_per_second is None:
             return f"{text}."
-        fastest = next(trial for trial in self.trials if trial.size == self.fastest)
         text += f". It trains {_speed(largest.samples_per_second)} samples per second"
         return f"{text}; {name}{fastest.size} is the fastest, with {_speed(fastest.samples_per_second)}."
 
@@ -250,8 +253,8 @@ def find_batch_size(
     peak are compared with `limit`.
 
     Each size runs one step to warm up, one to measure memory, and `rounds` that are timed. **They train the model**:
-    pass the model and the optimizer, and they are restored to the bit, gradients, buffers and random state included
-    (random state is always restored).
+    pass the model and the optimizer, and they are restored to the bit, including gradients and buffers. Random state is
+    always restored.
 
     Args:
         step: runs one whole training step with a batch of exactly this many samples.
@@ -264,8 +267,7 @@ def find_batch_size(
         multiple_of: sizes are multiples of it.
         factor: how sizes grow.
         rounds: timed steps per size; 0 times none.
-        model: one or several, restored afterwards.
-        optimizer: one or several, restored afterwards.
+        model, optimizer: one or several of each, restored afterwards.
         restore: other objects with `state_dict` and `load_state_dict` to restore: a scheduler, a scaler,
             a `MixedPrecision`.
         on_trial: called with each `Trial`.
@@ -277,7 +279,7 @@ def find_batch_size(
         NothingFitsError: not even one multiple fits.
         UsageError: an argument out of range; no limit is known on this system; the bytes don't depend on the size;
             several ranks.
-        Exception: any other error of the step, after everything is restored.
+        Exception: any other error of the step.
 
     >>> import torch, mezzo
     >>> model = torch.nn.Linear(100, 10)
@@ -406,26 +408,17 @@ def spendable_bytes(root: Path = Path("/")) -> int:
 
 
 def _left_of_groups(root: Path) -> Iterator[int]:
-    """What each control group above this process has left, by versions 2 and 1."""
-    versions = (
-        ("", "memory.max", "memory.current", "inactive_file"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    )
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for (_, controllers, path), version in ((line.split(":", 2), v) for line in groups for v in versions):
-        controller, limit, used, droppable = version
-        if controller not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / controller
-        place = top / path.lstrip("/")
-        while place.is_relative_to(top):
-            try:
-                left = int((place / limit).read_text()) - int((place / used).read_text())
-                stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-                yield left + int(stat.get(droppable, 0))
-            except (OSError, ValueError):  # no such group, or "max": no limit here
-                pass
-            place = place.parent
+    """What each control group above this process has left."""
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        for controller in _GROUP_FILES.keys() & controllers.split(","):
+            limit, used, droppable = _GROUP_FILES[controller]
+            top = root / "sys/fs/cgroup" / controller
+            place = top / path.lstrip("/")
+            while place.is_relative_to(top):
+                with contextlib.suppress(OSError, ValueError):  # no such group, or "max": no limit here
+                    left = int((place / limit).read_text()) - int((place / used).read_text())
+                    stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+                    yield left + int(stat.get(droppable, 0))
+                place = place.parent
