@@ -134,6 +134,8 @@ class BatchSizeResult:
         if largest.samples_per_second is None:
             return f"{text}."
         text += f". It trains {_speed(largest.samples_per_second)} samples per second"
+        if fastest is largest:
+            return f"{text}, the most of all sizes."
         return f"{text}; {name}{fastest.size} is the fastest, with {_speed(fastest.samples_per_second)}."
 
     def to_dict(self) -> dict[str, Any]:
