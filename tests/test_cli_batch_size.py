@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import signal
 import sys
@@ -13,8 +12,9 @@ from typing import Any
 import pytest
 
 import mezzo.cli.batch_size as verb
-from mezzo.cli.batch_size import argv_with, search_script
+from mezzo.cli.batch_size import argv_with
 from mezzo.cli.main import main
+from mezzo.compare.progress import Watcher
 from mezzo.core.errors import UsageError
 
 # Stands in for the launcher. The script is a JSON object:
@@ -63,9 +63,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     fake.write_text(FAKE)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(
-        verb, "search_script", functools.partial(search_script, command=(sys.executable, str(fake)))
-    )
+    monkeypatch.setattr(verb, "LAUNCH", (sys.executable, str(fake)))
     return tmp_path / "here"
 
 
@@ -78,25 +76,13 @@ def calls(place: Path) -> list[str]:
     return (place / "calls").read_text().splitlines()
 
 
-def test_two_precisions_are_searched_and_set_beside_each_other(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_precisions_are_searched_and_compared(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = script(here, bytes={"fp32": [0, 1000], "bf16": [0, 500]})
-    words = [
-        "batch-size",
-        name,
-        "--vary=--batch",
-        "--limit=20kB",
-        "--precision",
-        "fp32,bf16",
-        "--out",
-        "found",
-    ]
+    words = f"batch-size {name} --vary=--batch --limit=20kB --precision fp32,bf16 --out found".split()
     assert main([*words, "--", "--lr", "1"]) == 0
     out, err = capsys.readouterr()
     assert calls(here)[:4] == [f"fp32 --lr 1 --batch {size}" for size in (8, 16, 20, 21)]
-    assert err.splitlines()[0].startswith("[1/1] fp32  --batch 8: fits, ")
-    assert "--batch 21: does not fit: over the limit, " in err
+    assert err.splitlines()[0].startswith("[1/1] fp32  --batch 8: 12 steps, ")
     lines = out.splitlines()
     assert lines[:2] == ["fp32", "size   peak  steps/s  samples/s  fits"]
     assert lines[2] == "   8   8 kB    55.56      444.4  yes"
@@ -118,36 +104,27 @@ def test_two_precisions_are_searched_and_set_beside_each_other(
     assert not (here / "found" / "runs" / "old.log").exists()
 
 
-def test_nothing_fits_is_a_finding(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = script(here, bytes={"bf16": [5000, 1]})
-    assert main(["batch-size", name, "--vary=--batch", "--limit=4kB", "--precision=bf16", "--start=2"]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        "bf16: nothing fits: --batch 1 takes 5 kB, and the limit is 4 kB."
-    )
-
-
 OOM = {"text": "Traceback (most recent call last):\ntorch.OutOfMemoryError: CUDA out of memory.", "status": 1}
 ERROR = {"text": 'Traceback (most recent call last):\n  File "train.py"\nValueError: bad rows', "status": 1}
-NO_OPTION = {
-    "text": "usage: train.py [-h] [--batch B]\ntrain.py: error: unrecognized arguments: --bs 8",
-    "status": 2,
-}
-
-# the script, more words -> the sizes tried, the largest, and what is said of it
+# the script, more words -> the sizes tried, the largest (0: none), and what is said of it
 ENDS: list[tuple[dict[str, Any], list[str], list[int], int, str]] = [
-    ({"ends": {20: OOM}, "device": "cuda"}, [], [8, 16, 32, 24, 20, 18, 19], 19, "no: out of memory"),
     ({"ends": {20: OOM}, "device": "cuda"}, ["--multiple-of=8"], [8, 16, 32, 24], 16, "no: out of memory"),
     ({"device": "cuda"}, ["--max=40"], [8, 16, 32, 40], 40, "the largest that was tried, and it fits (40 kB)"),
     ({"device": "cuda"}, ["--limit=20kB"], [8, 16, 20, 21], 20, "no: over the limit"),
+    ({}, [], [8, 10, 11], 10, "is the largest that fits (10 kB of 10 kB)"),  # what the machine has left
     ({"ends": {12: {"signal": 9}}}, ["--limit=1GB"], [8, 16, 12, 10, 11], 11, "killed by the system, most likely"),
-    ({"ends": {20: ERROR}}, ["--limit=1GB"], [8, 16, 32], 16, "ended with exit status 1 at 32: ValueError: bad"),
-    ({"ends": {20: {"steps": 2}}}, ["--limit=1GB"], [8, 16, 32], 16, "the script ended after 2 steps, and memory is"),
-    ({"ends": {20: {"signal": 15}}}, ["--limit=1GB"], [8, 16, 32], 16, "the script was killed by signal 15 at 32"),
+    ({"ends": {20: ERROR}}, ["--limit=1GB"], [8, 16, 32], 16, "ended with exit status 1. "),
+    ({"ends": {20: ERROR}}, ["--limit=1GB"], [8, 16, 32], 16, "ValueError: bad rows"),
+    ({"ends": {20: {"steps": 2}}}, ["--limit=1GB"], [8, 16, 32], 16, "ended after 2 steps, and memory is"),
+    ({"ends": {20: {"signal": 15}}}, ["--limit=1GB"], [8, 16, 32], 16, "--batch 32 was killed by signal 15"),
+    ({"bytes": {"bf16": [5000, 1]}}, ["--start=2", "--limit=4kB"], [2, 1], 0, "1 takes 5 kB, and the limit is 4 kB"),
+    ({"bytes": {"bf16": [5000, 1]}, "ends": {1: ERROR, 2: {}}}, ["--start=2", "--limit=4kB"], [2, 1], 0,
+     "note: no further size was tried: train.py --batch 1 ended with exit status 1"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("behaviour", "more", "sizes", "largest", "says"), ENDS)
-def test_the_ways_in_which_a_larger_size_can_end(
+def test_the_ways_in_which_a_search_ends(
     here: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -157,73 +134,44 @@ def test_the_ways_in_which_a_larger_size_can_end(
     largest: int,
     says: str,
 ) -> None:
-    monkeypatch.setattr(verb, "spendable_bytes", lambda: 10_000)  # binds a CPU, and no GPU
+    monkeypatch.setattr(verb, "spendable_bytes", lambda: 10_000)  # bounds a CPU, not a GPU
     name = script(here, **behaviour)
-    assert main(["batch-size", name, "--vary=--batch", "--precision=bf16", *more]) == 0
+    assert main(["batch-size", name, "--vary=--batch", "--precision=bf16", *more]) == (not largest)
     out = capsys.readouterr().out
     assert [int(line.split()[-1]) for line in calls(here)] == sizes
-    assert f"--batch {largest} is the largest that" in out.splitlines()[-1]
+    assert (f"--batch {largest} is the largest" if largest else "nothing fits") in out.splitlines()[-1]
     assert says in out
 
 
-def test_a_smaller_size_that_fails_by_itself_ends_the_shrinking(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = script(here, bytes={"bf16": [3000, 1000]}, ends={1: ERROR, 2: {}})
-    assert main(["batch-size", name, "--vary=--batch", "--limit=4kB", "--precision=bf16", "--start=2"]) == 1
-    out = capsys.readouterr().out
-    assert (
-        "note: no smaller size was tried, since the script ended with exit status 1 at 1: ValueError" in out
-    )
-    assert out.splitlines()[-1] == "bf16: nothing fits: --batch 2 takes 5 kB, and the limit is 4 kB."
-
-
-# the script, more words -> the one line that says how to mend it
-FAILURES: list[tuple[dict[str, Any], list[str], str]] = [
-    ({"ends": {1: NO_OPTION}}, ["--vary=--bs"], "does not take '--bs 8'. Give --vary= the option of its batch size"),
-    ({"ends": {1: NO_OPTION}}, ["--vary=--bs"], "usage: train.py [-h] [--batch B]"),
-    ({"ends": {1: NO_OPTION}}, ["--vary=--rows"], "train.py --rows 8 ended with exit status 2. Its output ended"),
-    ({"ends": {1: ERROR}}, ["--vary=--bs"], "train.py --bs 8 ended with exit status 1. Its output ended:\nTraceback"),
-    ({"ends": {1: ERROR}}, ["--vary=--bs"], "ValueError: bad rows"),
-    ({"ends": {1: {"text": "mezzo: no bf16 here", "status": 2}}}, ["--vary=--bs"], "bf16 can't run: no bf16 here"),
-    ({"steps": 2, "ends": {1: {"notes": ["left alone: it uses autocast"]}}}, ["--vary=--bs"],
+# the script -> what says why it fails at the first size
+FAILURES: list[tuple[dict[str, Any], str]] = [
+    ({"ends": {1: ERROR}}, "train.py --bs 8 ended with exit status 1. Is --vary the option of its batch size?"),
+    ({"ends": {1: ERROR}}, "ValueError: bad rows"),
+    ({"ends": {1: {"text": "mezzo: no bf16 here", "status": 2}}}, "mezzo: no bf16 here"),
+    ({"steps": 2, "ends": {1: {"notes": ["left alone: it uses autocast"]}}},
      "ended after 2 steps, and memory is measured in step 3 (left alone: it uses autocast). Let it"),
-    ({"bytes": {"bf16": [500, 0]}}, ["--vary=--seed"], "takes the same bytes at every size from 8 to 512, so --seed "),
+    ({"bytes": {"bf16": [500, 0]}}, "sizes from 8 to 512 take the same bytes"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("behaviour", "words", "says"), FAILURES)
+@pytest.mark.parametrize(("behaviour", "says"), FAILURES)
 def test_a_script_that_fails_at_the_first_size(
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
-    behaviour: dict[str, Any],
-    words: list[str],
-    says: str,
+    here: Path, capsys: pytest.CaptureFixture[str], behaviour: dict[str, Any], says: str
 ) -> None:
     name = script(here, **behaviour)
-    assert main(["batch-size", name, "--precision=bf16", "--limit=1MB", *words]) == 2
+    assert main(["batch-size", name, "--precision=bf16", "--limit=1MB", "--vary=--bs"]) == 2
     err = capsys.readouterr().err
     assert says in err
     assert err.count("mezzo batch-size: ") == 1
 
 
-def test_a_run_that_leaves_the_machine_no_memory_is_ended(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verb, "available_bytes", lambda: 1000)
-    name = script(here, linger=True)
-    words = ["batch-size", name, "--vary=--batch", "--limit=1GB", "--precision=bf16", "--start=1"]
-    assert main([*words, "--steps=100"]) == 1
-    assert "--batch 1 does not run (hardly any memory was left" in capsys.readouterr().out
-
-
 def test_an_interrupt_ends_the_child_and_leaves_no_request(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop() -> None:
+    def stop(self: Watcher, done: int) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(verb, "available_bytes", stop)
+    monkeypatch.setattr(Watcher, "steps", stop)
     name = script(here, linger=True)
     words = ["batch-size", name, "--vary=--batch", "--limit=1GB", "--precision=bf16", "--out=found"]
     assert main([*words, "--steps=100"]) == 130
@@ -236,7 +184,7 @@ MISUSED = [
     (["--vary=--batch"], "received none"),
     (["train.py", "-m", "x", "--vary=--batch"], "received train.py, x"),
     (["train.py"], "--vary is missing"),
-    (["train.py", "--vary=batch"], "Did you mean --vary=batch= or --vary=--batch?"),
+    (["train.py", "--vary=batch"], "--vary=batch_size= for key=value"),
     (["train.py", "--vary={}"], "no argument of the script holds {}"),
     ("--precision bf61", "Did you mean 'bf16'?"),
     ("--precision auto", "Name one, such as bf16"),
@@ -264,10 +212,8 @@ def test_wrong_usage_is_one_line_and_status_two(
 # how it is spelled, the script's arguments -> the arguments with size 32
 SPELLINGS = [
     ("--batch", "", "--batch 32"),
-    ("--batch", "--batch 8 --lr 1", "--batch 32 --lr 1"),
     ("--batch", "--batch 8 --lr 1 --batch=9", "--batch 32 --lr 1"),
     ("--batch", "--batches 8 --lr --batch", "--batches 8 --lr --batch 32"),
-    ("-b", "-b 8 x", "-b 32 x"),
     ("--batch=", "--batch 8 x", "--batch=32 x"),
     ("data.batch=", "data.batch=8 model=big", "data.batch=32 model=big"),
     ("data.batch=", "data.batch 8", "data.batch 8 data.batch=32"),
@@ -324,18 +270,6 @@ def test_the_real_thing(
         assert by_size[one["largest"]]["samples_per_second"] > 0
         assert one["largest"] % 128 == 0
     assert found["bf16"]["largest"] > found["fp32"]["largest"]
-
-
-def test_on_a_cpu_the_limit_is_what_the_machine_has_left(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verb, "spendable_bytes", lambda: 10_000)
-    words = ["batch-size", script(here), "--vary=--batch", "--precision=bf16"]
-    assert main(words) == 0
-    assert "--batch 10 is the largest that fits (10 kB of 10 kB)" in capsys.readouterr().out
-    monkeypatch.setattr(verb, "spendable_bytes", lambda: None)
-    assert main(words) == 2
-    assert "give --limit, such as --limit 8GiB" in capsys.readouterr().err
 
 
 def test_a_run_is_ended_after_its_steps(here: Path) -> None:

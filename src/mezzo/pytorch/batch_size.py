@@ -1,8 +1,7 @@
 """The largest batch size whose training step fits into memory, and the speed of each size tried.
 
-Sizes grow by a factor until one fails, then the gap is halved down to one multiple. If bytes are measured against a
-limit, a line through the nearest two measured sizes predicts the size at the limit, and that size is tried next. A size
-predicted to take far more than the limit is not tried: a CPU that allocates too much does not fail but swaps.
+Sizes grow by a factor until one does not fit, then the gap is bisected down to one multiple. A CPU that allocates too
+much swaps instead of failing, so with a limit sizes grow no further than a line through the last two predicts to fit.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,27 +28,20 @@ from mezzo.pytorch import distributed
 from mezzo.pytorch.memory import PeakTensorBytes
 from mezzo.pytorch.snapshot import Snapshot
 
-BEYOND = 0.10
-"""A size is tried if it is predicted to take at most this share above the limit."""
 UNCHANGING = 64
-"""If sizes this factor apart take the same bytes, the step does not use the batch size."""
+"""If sizes this factor apart take the same bytes, the batch does not grow with the size."""
 MARGIN, LEAST_MARGIN = 0.10, 512 * 1024**2
 """Share and bytes (the larger counts) of the available memory that are left for everything but tensors."""
-MATTERS = 0.02
-"""The fastest size is named if it is faster than the largest by more than this share."""
 OVER, OUT_OF_MEMORY = "over the limit", "out of memory"
 
+# Controller in /proc/self/cgroup ("" is version 2) -> its files of limit and use, and the droppable part of the use.
+_GROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 # In the errors of torch, CUDA's libraries and Python for a failed allocation.
-_OUT_OF_MEMORY_TEXTS = (
-    "OutOfMemoryError",
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "MemoryError",
+_MEMORY_ERROR = re.compile(
+    r"out of memory|OutOfMemoryError|MemoryError|ALLOC(ATION)?_FAILED|DefaultCPUAllocator: (can't|not enough)"
 )
 
 
@@ -82,26 +75,18 @@ class BatchSizeResult:
         trials: every size tried, in order.
         limit: the bytes that a step may take; None if only a failed allocation counts.
         device: `"cpu"`, `"cuda"`, `"cuda:1"`.
-        refused: the next larger size, if it was not tried because it is predicted to take far more than the limit.
         notes: sentences that qualify the result.
     """
 
     trials: tuple[Trial, ...]
     limit: int | None = None
     device: str = "cpu"
-    refused: int | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def counted(self) -> list[Trial]:
-        """The trials that fit, by size, without those whose batches may have held fewer samples than asked for."""
-        end = _data_end(self.trials)
-        return sorted((t for t in self.trials if t.fits and t.size < end), key=lambda trial: trial.size)
 
     @property
     def fits(self) -> bool:
         """Whether any size fits."""
-        return bool(self.counted)
+        return any(trial.fits for trial in self.trials)
 
     @property
     def largest(self) -> int:
@@ -112,12 +97,12 @@ class BatchSizeResult:
         """
         if not self.fits:
             raise NothingFitsError(self.sentence())
-        return self.counted[-1].size
+        return max(trial.size for trial in self.trials if trial.fits)
 
     @property
     def fastest(self) -> int:
         """The batch size that trains the most samples per second; `largest` if none was timed."""
-        timed = [trial for trial in self.counted if trial.seconds]
+        timed = [trial for trial in self.trials if trial.fits and trial.seconds]
         return max(timed, key=lambda trial: trial.samples_per_second or 0.0).size if timed else self.largest
 
     def table(self) -> list[str]:
@@ -133,25 +118,25 @@ class BatchSizeResult:
 
     def sentence(self, name: str = "batch size ") -> str:
         """The recommendation. `name` precedes each size, for instance ``"--batch="``."""
+        limit = "" if self.limit is None else written_bytes(self.limit)
         if not self.fits:
             smallest = min(self.trials, key=lambda trial: trial.size)
-            if smallest.peak_bytes is None or self.limit is None:
+            if smallest.peak_bytes is None:
                 return f"nothing fits: {name}{smallest.size} does not run ({smallest.why})."
-            took, limit = written_bytes(smallest.peak_bytes), written_bytes(self.limit)
+            took = written_bytes(smallest.peak_bytes)
             return f"nothing fits: {name}{smallest.size} takes {took}, and the limit is {limit}."
-        largest = self.counted[-1]
-        bounded = self.refused is not None or not all(trial.fits for trial in self.trials)
+        by_size = {trial.size: trial for trial in self.trials}
+        largest, fastest = by_size[self.largest], by_size[self.fastest]
+        bounded = not all(trial.fits for trial in self.trials)
         text = f"{name}{largest.size} is the largest that {'fits' if bounded else 'was tried, and it fits'}"
         if largest.peak_bytes is not None:
-            limit = "" if self.limit is None else f" of {written_bytes(self.limit)}"
-            text += f" ({written_bytes(largest.peak_bytes)}{limit})"
-        fastest = next(trial for trial in self.counted if trial.size == self.fastest)
-        most, speed = fastest.samples_per_second, largest.samples_per_second
-        if most is None or speed is None:
+            text += f" ({written_bytes(largest.peak_bytes)}{limit and f' of {limit}'})"
+        if largest.samples_per_second is None:
             return f"{text}."
-        if fastest is largest or most / speed - 1 < MATTERS:
-            return f"{text}. It trains {_speed(speed)} samples per second; no smaller size is notably faster."
-        return f"{text}. {name}{fastest.size} trains more samples per second: {_speed(most)}, against {_speed(speed)}."
+        text += f". It trains {_speed(largest.samples_per_second)} samples per second"
+        if fastest is largest:
+            return f"{text}, the most of all sizes."
+        return f"{text}; {name}{fastest.size} is the fastest, with {_speed(fastest.samples_per_second)}."
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain values, for JSON."""
@@ -163,7 +148,6 @@ class BatchSizeResult:
             "limit_bytes": self.limit,
             "largest": self.largest if self.fits else None,
             "fastest": self.fastest if self.fits else None,
-            "refused": self.refused,
             "trials": trials,
             "notes": list(self.notes),
         }
@@ -172,14 +156,19 @@ class BatchSizeResult:
         return "\n".join([*self.table(), *(f"note: {note}" for note in self.notes), self.sentence()])
 
 
+def _speed(value: float | None) -> str:
+    """Four significant digits, without an exponent."""
+    return "-" if value is None else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 @dataclass(frozen=True)
 class Search:
-    """Which sizes are tried. The methods' `limit` is the bytes that a step may take; None if only failure counts.
+    """Which sizes are tried.
 
     Args:
         start: the first size, rounded up to a multiple.
         multiple_of: every size is a multiple of it; it is also the smallest size.
-        factor: how sizes grow, above 1.
+        factor: how sizes grow, at least 1.01.
         max_size: the largest size tried.
 
     Raises:
@@ -192,11 +181,9 @@ class Search:
     max_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("start", "multiple_of"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)}: give 1 or more")
-        if not (1.0 < self.factor < math.inf):
-            raise UsageError(f"factor={self.factor}: sizes grow by it, so give a number above 1, such as 2")
+        for name, least in (("start", 1), ("multiple_of", 1), ("factor", 1.01)):
+            if not least <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name}={getattr(self, name)}: give {least} or more")
         if self.max_size is not None and self.max_size < self.multiple_of:
             raise UsageError(
                 f"max_size={self.max_size} (--max) is below multiple_of={self.multiple_of} (--multiple-of), so there "
@@ -204,108 +191,47 @@ class Search:
             )
 
     def next_size(self, trials: Sequence[Trial], limit: int | None) -> int | None:
-        """The size to try after these trials; None when the search is over."""
+        """The size to try after these trials, of which a step may take `limit` bytes; None when the search is over.
+
+        Raises:
+            UsageError: far larger sizes take no more bytes, so the search would never end.
+        """
         step = self.multiple_of
         ceiling = math.inf if self.max_size is None else self.max_size // step * step
         if not trials:
             return int(min(-(-self.start // step) * step, ceiling))
-        if _data_end(trials) < math.inf or unchanging(trials):
-            return None
-        low, high = _bracket(trials)
-        aimed = self._aim(trials, limit)
+        low = max((trial.size for trial in trials if trial.fits), default=0)
+        high = min((trial.size for trial in trials if not trial.fits), default=None)
         if high is not None:
-            if high - low <= step:
-                return None
-            # Every other trial halves, because aiming alone may approach slowly.
-            middle = (low + high) // 2 // step * step
-            size = aimed if aimed is not None and len(trials) % 2 and aimed < high else middle
-            return min(max(size, low + step), high - step)
+            return None if high - low <= step else (low + high) // 2 // step * step
         if low >= ceiling:
             return None
-        grown = int(min(max(int(low * self.factor) // step * step, low + step), ceiling))
-        if limit is None or predicted_bytes(trials, grown) <= limit:
-            return grown
-        size = low + step if aimed is None else min(max(aimed, low + step), grown)
-        return None if _is_far_beyond(trials, size, limit) else size
-
-    def _aim(self, trials: Sequence[Trial], limit: int | None) -> int | None:
-        """The largest multiple that the line puts within the limit; None if the line does not rise."""
-        (x0, y0), (x1, y1) = _line(trials)
-        if limit is None or x1 == x0 or y1 <= y0:
-            return None
-        return int(x1 + (limit - y1) * (x1 - x0) / (y1 - y0)) // self.multiple_of * self.multiple_of
-
-    def result(
-        self, trials: Sequence[Trial], limit: int | None, device: str, notes: Iterable[str] = ()
-    ) -> BatchSizeResult:
-        """The result after the last trial, with notes on how the search ended."""
-        found, refused = [], None
-        if (end := _data_end(trials)) < math.inf:
-            found.append(
-                f"from size {end} on the bytes no longer grow with the size: the data may hold no more samples, so "
-                "larger sizes don't count"
-            )
-        low, high = _bracket(trials)
-        above = low + self.multiple_of
-        may_grow = low and high is None and (self.max_size is None or above <= self.max_size)
-        if may_grow and limit is not None and _is_far_beyond(trials, above, limit):
-            refused, predicted = above, written_bytes(int(predicted_bytes(trials, above)))
-            found.append(
-                f"size {above} was not tried: it is predicted to take {predicted}, far more than the limit"
-            )
-        return BatchSizeResult(tuple(trials), limit, device, refused, (*found, *notes))
+        points = sorted((one.size, one.peak_bytes) for one in trials if one.peak_bytes is not None)
+        _check_growth(points)
+        grown = min(low * self.factor, ceiling, _reach(points, limit))
+        return max(int(grown) // step * step, low + step)
 
 
-def predicted_bytes(trials: Sequence[Trial], size: int) -> float:
-    """The bytes of a size, on the line through the nearest two measured sizes.
+def _check_growth(points: Sequence[tuple[int, int]]) -> None:
+    size, peak = points[-1] if points else (0, 0)
+    first = min((smaller for smaller, took in points if took >= peak), default=math.inf)
+    if size >= UNCHANGING * first:
+        raise UsageError(
+            f"sizes from {first} to {size} take the same bytes. If the data hold no more, give max_size={first} "
+            "(--max). If they do, the step does not use its batch size (--vary is another option), or the first sizes "
+            f"are too small to matter: give a larger start (--start), such as {size}."
+        )
 
-    With one measured size the line goes through zero, an upper bound for larger sizes. 0 if nothing was measured.
+
+def _reach(points: Sequence[tuple[int, int]], limit: int | None) -> float:
+    """The size at which the line through the last two (size, bytes) meets the limit.
+
+    With one size the line goes through zero, which overestimates the bytes of larger sizes.
     """
-    (x0, y0), (x1, y1) = _line(trials)
-    return y1 if x1 == x0 else y1 + (size - x1) * (y1 - y0) / (x1 - x0)
-
-
-def unchanging(trials: Sequence[Trial]) -> bool:
-    """Whether sizes that are far apart all took the same bytes."""
-    sizes, peaks = [trial.size for trial in trials], {trial.peak_bytes for trial in trials}
-    return len(peaks) == 1 and None not in peaks and max(sizes) >= UNCHANGING * min(sizes)
-
-
-def _data_end(trials: Sequence[Trial]) -> float:
-    """The size from which bytes no longer grow (two larger sizes must show it): the data may hold no more samples."""
-    measured = sorted((t.size, t.peak_bytes) for t in trials if t.fits and t.peak_bytes is not None)
-    most = max((peak for _, peak in measured), default=0)
-    at = [size for size, peak in measured if peak == most]
-    if not at or measured[0][1] == most or sum(size > at[0] for size, _ in measured) < 2:
+    if limit is None or not points:
         return math.inf
-    return at[0] if len(at) > 1 else next(size for size, _ in measured if size > at[0])
-
-
-def _bracket(trials: Sequence[Trial]) -> tuple[int, int | None]:
-    """The largest size that fits (0 if none), and the smallest that does not."""
-    low = max((trial.size for trial in trials if trial.fits), default=0)
-    return low, min((trial.size for trial in trials if not trial.fits), default=None)
-
-
-def _line(trials: Sequence[Trial]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The two measured (size, bytes) nearest to the limit; (0, 0) stands for a missing one."""
-    points = sorted((t.size, t.peak_bytes) for t in trials if t.peak_bytes is not None)
-    low, _ = _bracket(trials)
-    below = [point for point in points if point[0] <= low]
-    above = [point for point in points if point[0] > low]
-    chosen = [(0, 0), (0, 0), *([*below[-1:], above[0]] if above else below)]
-    return chosen[-2], chosen[-1]
-
-
-def _is_far_beyond(trials: Sequence[Trial], size: int, limit: int) -> bool:
-    """Whether a size is predicted to take far more than the limit; False until two sizes were measured."""
-    measured = sum(trial.peak_bytes is not None for trial in trials)
-    return measured > 1 and predicted_bytes(trials, size) > limit * (1 + BEYOND)
-
-
-def _speed(value: float | None) -> str:
-    """Four significant digits, without an exponent."""
-    return "-" if value is None else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+    (x0, y0), (x1, y1) = [(0, 0), *points][-2:]
+    return x1 + (limit - y1) * (x1 - x0) / (y1 - y0) if y1 > y0 else math.inf
 
 
 def find_batch_size(
@@ -329,8 +255,8 @@ def find_batch_size(
     peak are compared with `limit`.
 
     Each size runs one step to warm up, one to measure memory, and `rounds` that are timed. **They train the model**:
-    pass the model and the optimizer, and they are restored to the bit, gradients, buffers and random state included
-    (random state is always restored).
+    pass the model and the optimizer, and they are restored to the bit, including gradients and buffers. Random state is
+    always restored.
 
     Args:
         step: runs one whole training step with a batch of exactly this many samples.
@@ -343,8 +269,7 @@ def find_batch_size(
         multiple_of: sizes are multiples of it.
         factor: how sizes grow.
         rounds: timed steps per size; 0 times none.
-        model: one or several, restored afterwards.
-        optimizer: one or several, restored afterwards.
+        model, optimizer: one or several of each, restored afterwards.
         restore: other objects with `state_dict` and `load_state_dict` to restore: a scheduler, a scaler,
             a `MixedPrecision`.
         on_trial: called with each `Trial`.
@@ -353,10 +278,10 @@ def find_batch_size(
         A `BatchSizeResult`: `largest`, `fastest`, `trials`; print it for a table.
 
     Raises:
-        NothingFitsError: not even one multiple fits; the message says what it took.
+        NothingFitsError: not even one multiple fits.
         UsageError: an argument out of range; no limit is known on this system; the bytes don't depend on the size;
-            several ranks (a rank that runs out of memory would leave the others waiting).
-        Exception: any other error of the step, after everything is restored.
+            several ranks.
+        Exception: any other error of the step.
 
     >>> import torch, mezzo
     >>> model = torch.nn.Linear(100, 10)
@@ -369,7 +294,11 @@ def find_batch_size(
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    place = _device_of(device, models)
+    first = next(chain.from_iterable(one.parameters() for one in models), None)
+    default = "cuda" if torch.cuda.is_initialized() else "cpu"
+    place = torch.device(device or (default if first is None else first.device))
+    if place.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {str(place)!r}: memory is measured on cpu and cuda devices only")
     if rounds < 0:
         raise UsageError(f"rounds={rounds}: give how many steps are timed for each size, 0 or more")
     search = Search(start, multiple_of, factor, max_size)
@@ -381,13 +310,7 @@ def find_batch_size(
     snapshot = Snapshot(models, [*optimizers, *restore])
     most = parse_bytes(limit) if limit is not None else None
     if limit is None and place.type == "cpu":
-        spendable = spendable_bytes()
-        if spendable is None:
-            raise UsageError(
-                "this system does not say how much memory is available. Give the bytes that a step may take, such as "
-                "limit='8 GiB'."
-            )
-        most = max(1, spendable + _peak_bytes(place))
+        most = spendable_bytes() + _peak_bytes(place)
     tried: list[Trial] = []
     try:
         while (size := search.next_size(tried, most)) is not None:
@@ -398,22 +321,13 @@ def find_batch_size(
             except Exception as error:
                 if not tried or any(one.fits for one in tried):
                     raise
-                raise NothingFitsError(
-                    f"{search.result(tried, most, str(place)).sentence()} No smaller size can be tried, since {size} "
-                    f"fails for another reason: {error}"
-                ) from error
+                sentence = BatchSizeResult(tuple(tried), most).sentence()
+                raise NothingFitsError(f"{sentence} Size {size} fails for another reason: {error}") from error
             on_trial(tried[-1])
     finally:
         snapshot.restore()
-    if unchanging(tried):
-        sizes = [trial.size for trial in tried]
-        raise UsageError(
-            f"the step takes the same bytes at every size from {min(sizes)} to {max(sizes)}: make a batch of "
-            f"`step`'s argument's size in it. If it does, give a larger start, such as {max(sizes)}."
-        )
-    result = search.result(tried, most, str(place))
-    if not result.fits:
-        raise NothingFitsError(result.sentence())
+    result = BatchSizeResult(tuple(tried), most, str(place))
+    _ = result.largest  # raises if nothing fits
     return result
 
 
@@ -457,17 +371,8 @@ def _peak_bytes(device: torch.device, run: Callable[[], object] = lambda: None) 
     try:
         run()
     finally:
-        peak = watch.stop().peak_bytes
-    return peak
-
-
-def _device_of(device: torch.device | str | None, models: Sequence[nn.Module]) -> torch.device:
-    first = next(chain.from_iterable(model.parameters() for model in models), None)
-    default = "cuda" if torch.cuda.is_initialized() else "cpu"
-    place = torch.device(device if device is not None else default if first is None else first.device)
-    if place.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {str(place)!r}: memory is measured on cpu and cuda devices only")
-    return place
+        record = watch.stop()
+    return record.peak_bytes
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -481,49 +386,41 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def says_out_of_memory(text: str) -> bool:
     """Whether an error's text, or the end of a log, says that memory ran out."""
-    return any(one in text for one in _OUT_OF_MEMORY_TEXTS)
+    return _MEMORY_ERROR.search(text) is not None
 
 
-def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that a process could allocate now without swapping; None if the system doesn't say.
+def spendable_bytes(root: Path = Path("/")) -> int:
+    """Bytes that a process can allocate now without swapping, less 10 % or 512 MiB (the larger) for all but tensors.
 
     From Linux's `/proc/meminfo` and the limits of the process's control groups. Droppable file pages count as free.
+
+    Raises:
+        UsageError: the system does not say.
     """
     try:
         text = (root / "proc/meminfo").read_text()
         machine = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, IndexError, StopIteration):
-        return None
-    return max(0, min([machine * 1024, *_left_of_groups(root)]))
-
-
-def spendable_bytes(root: Path = Path("/")) -> int | None:
-    """The available bytes less 10 % or 512 MiB (the larger), which are left for everything but tensors."""
-    available = available_bytes(root)
-    return None if available is None else max(0, available - max(int(MARGIN * available), LEAST_MARGIN))
+    except (OSError, StopIteration):
+        raise UsageError(
+            "this system does not say how much memory is available: give the bytes that a step may take as limit "
+            "(--limit), such as 8GiB"
+        ) from None
+    available = max(0, min([machine * 1024, *_left_of_groups(root)]))
+    return max(1, available - max(int(MARGIN * available), LEAST_MARGIN))
 
 
 def _left_of_groups(root: Path) -> Iterator[int]:
-    """What each control group above this process has left, by versions 2 and 1."""
-    versions = (
-        ("", "memory.max", "memory.current", "inactive_file"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    )
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for (_, controllers, path), version in ((line.split(":", 2), v) for line in groups for v in versions):
-        controller, limit, used, droppable = version
-        if controller not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / controller
-        place = top / path.lstrip("/")
-        while place.is_relative_to(top):
-            try:
-                left = int((place / limit).read_text()) - int((place / used).read_text())
-                stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-                yield left + int(stat.get(droppable, 0))
-            except (OSError, ValueError):  # no such group, or "max": no limit here
-                pass
-            place = place.parent
+    """What each control group above this process has left."""
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        for controller in _GROUP_FILES.keys() & controllers.split(","):
+            limit, used, droppable = _GROUP_FILES[controller]
+            top = root / "sys/fs/cgroup" / controller
+            place = top / path.lstrip("/")
+            while place.is_relative_to(top):
+                with contextlib.suppress(OSError, ValueError):  # no such group, or "max": no limit here
+                    left = int((place / limit).read_text()) - int((place / used).read_text())
+                    stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+                    yield left + int(stat.get(droppable, 0))
+                place = place.parent
