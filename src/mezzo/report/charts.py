@@ -152,10 +152,10 @@ class Key(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Numbers in a table: headings, and rows of (first cell, others, whether it is marked, a small drawing)."""
+    """Numbers in a table: headings, and rows of (first cell, others, whether it is marked)."""
 
     head: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[str], bool, Any]]
+    rows: Sequence[tuple[str, Sequence[str], bool]]
 
 
 @dataclass
@@ -239,7 +239,7 @@ class Chart:
         named = [{"name": printable(name), "values": values} for (name, _), values in zip(columns, shown)]
         self.readout = {"x": x, "low": self.x.low, "high": self.x.high, "name": self.x_name, "columns": named}
         picks = sample(len(x), TABLE_ROWS)
-        rows = [(f"{x[i]:,}", [values[i] for values in shown], False, None) for i in picks]
+        rows = [(f"{x[i]:,}", [values[i] for values in shown], False) for i in picks]
         self.table = Table([self.x_name, *(name for name, _ in columns)], rows)
 
     @property

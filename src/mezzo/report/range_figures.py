@@ -16,17 +16,13 @@ import numpy as np
 from markupsafe import Markup
 
 from mezzo.core.ranges import GRADIENTS, WHAT, Histogram, Shares, shift_of
-from mezzo.report.charts import UNITS, Axis, Chart, Key, Table, across, box, down, shape, text
+from mezzo.report.charts import UNITS, Axis, Key, Table, across, box, down, shape, text
 from mezzo.report.numbers import count, counted, power_of_two, printable, share_text, significant
 from mezzo.report.ranges import FORMATS, LIMITS, RATIO, Ranges, Track, together
 from mezzo.report.run import Run
-from mezzo.report.series import Array, sample
 
 LISTED = 150  # rows of a table of tensors; those with the most to lose come first
 LINES, COLUMNS = 48, 72  # of a map: the tensors that lose most, and columns, each the worst of its steps
-FIGURES, POINTS = 36, 80  # of update ratios: figures drawn, and steps in each
-# Weights in these formats move by every ratio above 2 to this power, and by none below half of that.
-MOVES = (("bf16", -8, "margin"), ("fp16", -11, "skip"))
 # Gradients first: they are what a format loses first.
 ORDER = ("activation gradient", "weight gradient", "activation", "weight")
 MAPS = ("activation gradient", "activation", "weight gradient", RATIO)
@@ -102,7 +98,7 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
     for track in worst:
         lost, bad = _cells(track.total.shares(format, shift)), broken(track.total)
         numbers = [lost[0], lost[3], significant(track.total.largest, 3), count(bad)]
-        rows.append((track.label, numbers, bool(bad), _small(track.total, axis, shift, format)))
+        rows.append((track.label, numbers, bool(bad)))
     words = ("below: zero in", "from here on: beyond")
     shares = {name: total.shares(name, shift) for name in FORMATS}
     return {
@@ -115,7 +111,7 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
         "bins": bar_path(_bins(total, axis, shift)),
         "ends": [
             down(axis.at(end), "edge skip", f"{word} {format}")
-            for end, word in zip(_ends(format), words)
+            for end, word in zip((LIMITS[format].zero, LIMITS[format].overflow), words)
             if axis.low < end < axis.high
         ],
         "strips": _strips(axis),
@@ -123,11 +119,9 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
         "lost": {name: found for name, found in shares.items() if found},
         "shares": Table(
             ("In", "to zero", "subnormal", "kept", "overflow"),
-            [(name, _cells(found), False, None) for name, found in shares.items()],
+            [(name, _cells(found), False) for name, found in shares.items()],
         ),
-        "tensors": Table(
-            ("Tensor", "Exponents", f"to zero in {format}", "overflow", "largest", "not finite"), rows
-        ),
+        "tensors": Table(("Tensor", f"to zero in {format}", "overflow", "largest", "not finite"), rows),
         "of": len(tracks),
         "data": {
             "low": axis.low,
@@ -143,10 +137,6 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
 def broken(histogram: Histogram) -> int:
     """How many numbers are infinite or NaN."""
     return histogram.infinities + histogram.nans
-
-
-def _ends(format: str) -> tuple[int, int]:
-    return LIMITS[format].zero, LIMITS[format].overflow
 
 
 def _cells(shares: Shares | None) -> list[str]:
@@ -195,21 +185,6 @@ def _strips(axis: Axis) -> list[Markup]:
     return parts
 
 
-def _small(total: Histogram, axis: Axis, shift: int, format: str) -> dict[str, Any]:
-    """One outline, a unit wide for each exponent, from the first that occurs to the last."""
-    bins = _bins(total, axis, shift)
-    used = [place for place, one in enumerate(bins) if one]
-    shapes = []
-    if used:
-        heights = [one and max(0.02, _height(one / sum(bins))) for one in bins[used[0] : used[-1] + 1]]
-        path = "".join(f"V{20 - round(20 * height)}h1" for height in heights)
-        shapes.append(shape("path", "fill s1", d=f"M{used[0]} 20{path}V20Z"))
-    for edge in _ends(format):
-        if axis.low < edge < axis.high:
-            shapes.append(shape("path", "edge skip", d=f"M{edge - int(axis.low)} 0V20"))
-    return {"width": len(bins), "shapes": shapes}
-
-
 def bar_path(bins: Sequence[int]) -> str:
     """One path for all bars of a histogram, in `UNITS`: a bar's height is the logarithm of its share.
 
@@ -251,7 +226,7 @@ def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
         share, column = track.worst_lost(format)
         numbers = [share_text(one) for one in (*map(track.mean_lost, FORMATS), share)]
         numbers += [f"{ranges.updates[column]:,}" if column >= 0 else "–", f"{sum(track.broken):,}"]
-        rows.append((track.label, numbers, any(track.broken), None))
+        rows.append((track.label, numbers, any(track.broken)))
     head = ("Tensor", *(f"{name}, mean" for name in FORMATS), f"{format}, most", "at update", "inf or NaN")
     return {
         "title": "Updates lost by weights" if what == RATIO else f"{what.capitalize()}: lost",
@@ -331,63 +306,16 @@ def _described(tracks: Sequence[Track], format: str, ranges: Ranges) -> str:
 
 
 def update_ratios(ranges: Ranges) -> dict[str, Any] | None:
-    """Updates over weights, a chart for each tensor, those with the most lost updates first.
+    """Updates over weights as a table, those with the most lost updates first.
 
     None if fewer than two steps have any.
     """
     tracks = [track for track in ranges.of(RATIO) if len(track.columns) > 1]
-    lost = {track.label: [track.mean_lost(name) for name, _, _ in MOVES] for track in tracks}
-    tracks.sort(key=lambda track: -np.nan_to_num(lost[track.label][0]))
+    tracks.sort(key=lambda track: -np.nan_to_num(track.mean_lost("bf16")))
     rows = []
     for track in tracks[:LISTED]:
-        medians = [f"2^{one:.1f}" if math.isfinite(one) else "–" for one in track.quantiles[1]]
-        shares = map(share_text, lost[track.label])
-        rows.append((track.label, [medians[0], medians[-1], *shares], False, None))
-    head = ("Tensor", "first median", "last median", *(f"lost in {name}, estimated" for name, _, _ in MOVES))
-    figures = [_ratio_chart(track, ranges, lost[track.label]) for track in tracks[:FIGURES]]
-    return {"charts": figures, "table": Table(head, rows), "of": len(tracks)} if tracks else None
-
-
-def _ratio_chart(track: Track, ranges: Ranges, lost: Sequence[float]) -> Chart:
-    picks = sample(len(track.columns), POINTS)
-    at = np.array([ranges.updates[track.columns[pick]] for pick in picks], dtype=float)
-    found = np.array(track.quantiles, dtype=float)
-    low, middle, high = np.exp2(np.clip(found[:, picks], -200, 200))
-    parts = [
-        f"{share_text(one)} of the updates would be lost in {name}" for one, (name, *_) in zip(lost, MOVES)
-    ]
-    told = f"{_course(at, middle)} On average an estimated {' and '.join(parts)}."
-    ends = found[np.isfinite(found)]
-    bottom, top = max(min([-14.0, *ends]), -60), min(max([-4.0, *ends]), 20)
-    chart = Chart(
-        track.label,
-        Axis(at[0], max(at[-1], at[0] + 1.0)),
-        Axis(2.0 ** (math.floor(bottom) - 1), 2.0 ** (math.ceil(top) + 1), log=True),
-        "Update over weight.",
-        x_name="update",
-        described=told,
-        height="low",
-        powers=True,
-        notes=[told],
-    )
-    chart.band(low, high, "s1", "5 % to 95 %", x=at)
-    chart.line(middle, "s1", "median", x=at)
-    for name, power, style in MOVES:
-        chart.rule(2.0**power, f"edge {style}")
-        words = f"{power_of_two(power)}: {name} loses none above, all below {power_of_two(power - 1)}"
-        chart.keys.append(Key(style, "edge", words))
-    return chart
-
-
-def _course(at: Array, middle: Array) -> str:
-    """The first and last median in words; a step has none if nothing moved but weights that were 0."""
-    seen = np.flatnonzero(np.isfinite(middle)).tolist()
-    if not seen:
-        return "No update has a ratio: nothing moved, or only weights that were 0."
-    first, last = (
-        power_of_two(math.log2(middle[place])) + (f" at update {at[place]:,.0f}" if place != end else "")
-        for place, end in ((seen[0], 0), (seen[-1], len(middle) - 1))
-    )
-    gaps = len(seen) < len(middle)
-    why = " A step has none where nothing moved, or only weights that were 0." if gaps else ""
-    return f"The median ratio goes from {first} to {last}.{why}"
+        medians = [f"2^{one:.1f}" if math.isfinite(one) else "–" for one in track.medians]
+        shares = (share_text(track.mean_lost(name)) for name in ("bf16", "fp16"))
+        rows.append((track.label, [medians[0], medians[-1], *shares], False))
+    head = ("Tensor", "first median", "last median", "lost in bf16, estimated", "lost in fp16, estimated")
+    return {"table": Table(head, rows), "of": len(tracks)} if tracks else None
