@@ -90,9 +90,6 @@ def test_marks_tell_probing_from_alarms(watched: Path) -> None:
     assert figure.count('class="tick alarm"') == 3
     assert figure.count('class="cross alarm"') == 3 + 1
     assert "update 90 skipped: forward of exp in blocks.1.attention (model.py:48" in figure
-    assert "Updates 90, 91: forward of exp in blocks.1.attention" in figure
-    assert "Update 170: backward of SqrtBackward0 outside the model" in figure
-    assert "Update 1:" not in figure
     assert "update 1 skipped: the loss scale was finding its height (gradients overflow at this one" in figure
 
 
@@ -286,8 +283,7 @@ def test_a_run_that_was_left_alone_is_not_headed_by_a_policy(tmp_path: Path) -> 
 TOO_HIGH = {
     "constant": ("fp16,loss_scale=1048576", [2.0**20] * 3, "the constant loss scale 2²⁰ is too large for this step"),
     "dynamic": ("fp16", [4.0, 2.0, 1.0], "the loss scale was finding its height (gradients overflow at this one"),
-    "a loop's, that never moved": (None, [8.0] * 3, "the loss scale, 2³ in all of this run, is too large for this"),
-    "a loop's, that moved": (None, [4.0, 2.0, 1.0], "the loss scale was finding its height ("),
+    "a loop's": (None, [4.0, 2.0, 1.0], "the loss scale was finding its height ("),
 }  # fmt: skip
 
 
@@ -318,9 +314,7 @@ def test_one_place_is_a_row_with_its_own_reason_though_its_numbers_differ(tmp_pa
     for index in range(6):
         facts = TensorFacts("input 0", [4], "fp32", 1e6 + index * 1e5, 1.0, 0, 0, 0)
         records += skip(index, OverflowReport("overflow", "head", "linear", inputs=[facts], outputs=[out]))
-    figure = scale_chart(made(tmp_path / "r", records))
-    assert "Updates 0, 1, 2, 3, 4, 5: forward of linear in head: an input of 1e+06 does not fit" in figure
-    assert "more culprits" not in figure
+    made(tmp_path / "r", records)
     text = outline(tmp_path / "r").text
     assert "6 skipped updates to look into, of 1 kind." in text
     assert "Skipped 6 6 alarms Last" in text  # and nothing of a scale, which was never too high
@@ -336,4 +330,4 @@ def test_the_updates_of_two_optimizers_are_two_lines(tmp_path: Path) -> None:
     assert figure.count('class="thin s1"') == 2
     assert "optimizer 0: none of 10 updates skipped." in figure
     assert "optimizer 1: 1 of 10 updates skipped, at 5" in figure
-    assert "optimizer 1, update 5: forward of exp in blocks.1.attention" in figure
+    assert "optimizer 1, update 5 skipped: forward of exp in blocks.1.attention" in figure

@@ -25,7 +25,6 @@ SHOWN = 0.98  # the share of the smoothed differences in the frame; the first st
 POINTS = 160
 STROKES = 200  # of more skipped updates one per bucket is drawn, and the note gives the true count
 NAMED = 12
-ALARMS = 4
 REASONS, LETTERS = 2, 60  # of skipped updates in a caption: how many, and how much of each
 MARKS = (
     Key("skip", "tick", "skipped update"),
@@ -234,7 +233,7 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Chart | None:
         height="low",
         powers=True,
         keys=[Key(series, "line", "loss scale")],
-        notes=[*told, *_culprits(tracks)],
+        notes=told,
     )
     drawn = set()
     for track in tracks:
@@ -272,23 +271,6 @@ def _tracks(run: Run, *, alone: bool) -> list[Track]:
         skipped = [(update, found.get(update.index)) for update in updates if update.skipped]
         tracks.append(Track(", ".join(filter(None, words)), updates, skipped))
     return tracks
-
-
-def _culprits(tracks: Sequence[Track]) -> list[str]:
-    """A sentence for each operation that made updates fail, the first few: the labels of the marks, on paper."""
-    places: dict[tuple[str, ...], tuple[str, str, list[int]]] = {}
-    for track in tracks:
-        for update, finding in track.skipped:
-            if finding is not None and finding.alarms:
-                # Later reports of one place differ in their numbers.
-                same = places.setdefault((track.who, *finding.place), (track.who, told_of(finding), []))
-                same[2].append(update.index)
-    sentences = [
-        f"{who}{', update' if who else 'Update'}{'s' if len(at) > 1 else ''} {listed(at, NAMED)}: {words}."
-        for who, words, at in places.values()
-    ]
-    more = [f"{len(sentences) - ALARMS:,} more culprits are below."] if len(sentences) > ALARMS else []
-    return sentences[:ALARMS] + more
 
 
 def _summary(tracks: Sequence[Track]) -> list[str]:

@@ -1,7 +1,7 @@
 """The numbers of a watched run as figures: exponents by kind of tensor, shares lost, updates over weights.
 
-The script picks one tensor out of all, moves gradients by another loss scale, and shows maps in another format.
-Without it the figures show all tensors, gradients at the loss scale of the run's last update.
+The script picks one tensor out of all and moves gradients by another loss scale. Without it the figures show all
+tensors, gradients at the loss scale of the run's last update.
 """
 
 from __future__ import annotations
@@ -28,15 +28,8 @@ ORDER = ("activation gradient", "weight gradient", "activation", "weight")
 MAPS = ("activation gradient", "activation", "weight gradient", RATIO)
 SLIDER = (-24, 32)  # the ends of the loss scale's slider, as powers of two; from 0 if no scale was below 1
 DECADES = 6  # a share of 10 to the minus this, or less, is a sliver in a histogram
-UP_TO = (
-    0.0,
-    0.001,
-    0.01,
-    0.05,
-    0.2,
-    0.5,
-    1.0,
-)  # a cell's level: the first of these that its share does not exceed
+# A cell's level is the first of these that its share does not exceed.
+UP_TO = (0.0, 0.001, 0.01, 0.05, 0.2, 0.5, 1.0)
 BROKEN, UNSEEN = "x", "u"
 _SHARES = ("none", "to 0.1 %", "to 1 %", "to 5 %", "to 20 %", "to 50 %", "over 50 %")
 LEVELS = [Key(f"h{place}", "cell", name) for place, name in enumerate(_SHARES)]
@@ -50,7 +43,6 @@ _STRIP = 17
 def range_figures(run: Run) -> dict[str, Any]:
     """All figures of one watched run, for the template."""
     seen = run.ranges
-    formats = {what: _format(seen, what) for what in WHAT}
     # An update that was not watched may have changed the scale since.
     scales = [update.loss_scale for update in run.updates] or seen.scales
     shift = shift_of(next((scale for scale in reversed(scales) if 0 < scale < math.inf), 1.0))
@@ -61,9 +53,10 @@ def range_figures(run: Run) -> dict[str, Any]:
         "seen": seen,
         "shift": shift,
         "slider": (min(SLIDER[0], *used) if min(used) < 0 else 0, max(SLIDER[1], *used)),
-        "format": formats["activation gradient"],
-        "exponents": [exponents(what, some, formats[what], shift) for what, some in tracks.items() if some],
-        "maps": list(filter(None, (heat(what, seen, formats[what]) for what in MAPS))),
+        "exponents": [
+            exponents(what, some, _format(seen, what), shift) for what, some in tracks.items() if some
+        ],
+        "maps": list(filter(None, (heat(what, seen, _format(seen, what)) for what in MAPS))),
         "ratios": update_ratios(seen),
     }
 
@@ -218,9 +211,8 @@ def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
     weights = [(any(track.broken), float(np.nan_to_num(track.mean_lost(format)))) for track in tracks]
     by_weight = sorted(range(len(tracks)), key=weights.__getitem__, reverse=True)
     shown, listed = ([tracks[place] for place in sorted(by_weight[:most])] for most in (LINES, LISTED))
-    levels = {name: [_levels(track, name, groups) for track in shown] for name in FORMATS}
+    levels = [_levels(track, format, groups) for track in shown]
     updates = [ranges.updates[group[0]] for group in groups]
-    described = {name: _described(tracks, name, ranges) for name in FORMATS}
     rows = []
     for track in listed:
         share, column = track.worst_lost(format)
@@ -233,11 +225,11 @@ def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
         "is_ratio": what == RATIO,
         "format": format,
         "every": size,
-        "described": described[format],
+        "described": _described(tracks, format, ranges),
         "broken": any(bad for bad, _ in weights),
         "labels": [track.label for track in shown],
         "width": len(groups),
-        "cells": cells(levels[format]),
+        "cells": cells(levels),
         "updates": (updates[0], ranges.updates[columns[-1]]),
         "of": len(tracks),
         "table": Table(head, rows),
@@ -245,7 +237,6 @@ def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
             "names": [printable(track.label) for track in shown],
             "updates": updates,
             "levels": levels,
-            "most": {name: printable(words) for name, words in described.items()},
         },
     }
 

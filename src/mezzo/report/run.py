@@ -87,23 +87,10 @@ class Run:
         return found.scale if isinstance(found, StaticLossScale) else None
 
     @property
-    def steady_scale(self) -> float | None:
-        """The loss scale of every update, if a skipped one did not make it smaller; else None."""
-        scales = {update.loss_scale for update in self.updates}
-        return scales.pop() if len(scales) == 1 and any(u.skipped for u in self.updates[:-1]) else None
-
-    @property
-    def lasting(self) -> bool:
-        """Whether a loss scale that is too large stays too large: nothing made it smaller."""
-        return self.constant_scale is not None or self.steady_scale is not None
-
-    @property
     def too_high(self) -> str:
         """Why updates failed that a smaller loss scale would have kept."""
         if self.constant_scale is not None:
             return f"the constant loss scale {scale_text(self.constant_scale)} is too large for this step"
-        if self.steady_scale is not None:
-            return f"the loss scale, {scale_text(self.steady_scale)} in all of this run, is too large for this step"
         return (
             "the loss scale was finding its height (gradients overflow at this one, and not at a smaller one)"
         )
