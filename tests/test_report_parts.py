@@ -65,7 +65,7 @@ def test_no_template_and_no_filter_turns_escaping_off() -> None:
         (significant(None), "not measured"), (significant(True), "not measured"),
         (significant([1]), "not measured"),
         (ratio(1.005), "1.00×"), (ratio("nan"), "not measured"), (ratio(0), "0.00×"),
-        (size(999_900), "1.00 MB"), (size(1e3), "1.00 kB"), (size(0), "0 B"), (size(123.4e6), "123 MB"),
+        (size(999_900), "1 MB"), (size(1e3), "1 kB"), (size(0), "0 B"), (size(123.4e6), "123 MB"),
         (size(9.876e9), "9.88 GB"), (seconds(0.1824), "182 ms"), (seconds(7.28), "7.28 s"),
         (seconds(125), "2 min 5 s"),
         (seconds(2e-5), "20.0 µs"), (seconds(None), "not measured"), (count(1234567), "1,234,567"),
@@ -138,11 +138,9 @@ def test_a_band_of_a_long_run_keeps_a_spike() -> None:
 
 def test_a_band_leaves_gaps_out_and_is_a_gap_where_all_are() -> None:
     over = series.band(series.align([np.array([1.0, np.nan, 3.0]), np.array([3.0])]))
-    np.testing.assert_array_equal(over.low, [1.0, np.nan, 3.0])
-    np.testing.assert_array_equal(over.high, [3.0, np.nan, 3.0])
-    np.testing.assert_array_equal(over.mean, [2.0, np.nan, 3.0])
+    np.testing.assert_array_equal(over, [[1.0, np.nan, 3.0], [2.0, np.nan, 3.0], [3.0, np.nan, 3.0]])
     assert series.align([]).shape == (0, 0)
-    assert series.band(series.align([])).mean.shape == (0,)
+    assert [part.shape for part in series.band(series.align([]))] == [(0,)] * 3
 
 
 def test_the_window_is_odd_and_grows_with_the_run() -> None:
@@ -194,13 +192,13 @@ def test_the_gauge_shows_a_gap_far_outside_as_an_arrow() -> None:
 
 @pytest.mark.parametrize(("high", "cut"), [(137.0, True), (1.2, False), (2.0, False)])
 def test_a_wide_interval_leaves_the_bars_to_be_seen(high: float, cut: bool) -> None:
-    rows = [Row("FP32", "s0", 1.0, "1.00"), Row("bf16", "s1", 0.83, "0.83", interval=(0.01, high))]
+    rows = [Row("FP32", "s0", "1.00", 1.0), Row("bf16", "s1", "0.83", 0.83, interval=(0.01, high))]
     figure = drawn("bars", bars("Speed", "Times FP32.", rows, reference=1.0))
     widths = [float(width) for width in re.findall(r'width="([0-9.]+)%"', figure)]
     assert min(widths) > 40
     assert all(float(place) <= 100 for place in re.findall(r'x[12]="([0-9.]+)%"', figure))
     assert (CUT in figure) is cut
-    assert figure.count('class="whisker"') == 3  # a line, its low cap, an arrow or a high cap
+    assert figure.count('class="whisker"') == (2 if cut else 3)  # a line, its low cap, and its high one
 
 
 def test_a_metric_has_two_ticks_at_least() -> None:
@@ -213,5 +211,5 @@ def test_a_metric_has_two_ticks_at_least() -> None:
         alone += len(axis_over([np.array([low, high])], log=False).ticks(4)) < 2
         chart = metric(comparison, {"bf16": "s1"})
         assert chart is not None
-        assert len(chart.ticks) >= 2, (low, high)
+        assert len(chart["ticks"]) >= 2, (low, high)
     assert alone, "no case of one tick alone was tried"

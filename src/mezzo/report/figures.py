@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from mezzo.core.curve import final_count
 from mezzo.core.overflow import CAUSES, OverflowReport
 from mezzo.core.records import UpdateRecord
 from mezzo.report import numbers
-from mezzo.report.charts import Axis, Bars, Chart, Key, Row, axis_over, bars, dots
+from mezzo.report.charts import Axis, Chart, Key, Row, axis_over, bars, dots
 from mezzo.report.comparison import Comparison
 from mezzo.report.numbers import counted, finite, listed, ratio, scale_text, significant
 from mezzo.report.run import Run
@@ -26,10 +26,10 @@ POINTS = 160
 STROKES = 200  # of more skipped updates one per bucket is drawn, and the note gives the true count
 NAMED = 12
 REASONS, LETTERS = 2, 60  # of skipped updates in a caption: how many, and how much of each
-MARKS = (
-    Key("skip", "tick", "skipped update"),
-    Key("probe", "tick", "skipped: the scale was too high"),
-    Key("alarm", "cross", "skipped: an alarm"),
+MARKS: tuple[Key, ...] = (
+    ("skip", "tick", "skipped update"),
+    ("probe", "tick", "skipped: the scale was too high"),
+    ("alarm", "cross", "skipped: an alarm"),
 )
 Group = tuple[str, str, list[Run]]  # a precision's name, its colour, and its runs
 
@@ -70,9 +70,9 @@ def loss(title: str, groups: Sequence[Group]) -> Chart | None:
     chart.described = "; ".join(described) + "." if described else "No finite loss was recorded."
     chart.notes += _mixed([run for _, _, runs in groups for run in runs])
     if seeds > 1:
-        chart.keys.append(Key("s0", "band", "smallest to largest seed"))
+        chart.keys.append(("s0", "band", "smallest to largest seed"))
     if window > 1:
-        chart.keys.append(Key("s0", "raw", "every step" if alone else "every step of the first seed"))
+        chart.keys.append(("s0", "raw", "every step" if alone else "every step of the first seed"))
     chart.read(picks, columns)
     return chart
 
@@ -137,8 +137,8 @@ def difference(comparison: Comparison, candidate: str, series: str, margin: floa
     steps = max(base.shape[1], *(len(run.losses) for run in runs))
     window = window_for(steps)
     low, mean, high = band(smooth(rows, window))
-    noise = band(smooth(twins, window)) if twins.size else None
-    parts = [low, high, *([noise.low, noise.high] if noise else [])]
+    noise = band(smooth(twins, window)) if twins.size else ()
+    parts = [low, high, *noise[::2]]
     over = f"mean over {counted(len(rows), 'pair')}" if len(rows) > 1 else "one pair"
     chart = Chart(
         f"Difference: {candidate} minus FP32 of the same seed",
@@ -146,7 +146,7 @@ def difference(comparison: Comparison, candidate: str, series: str, margin: floa
         _difference_axis(parts, margin, smooth(base, window)),
         f"Loss difference, {over}, {_smoothed(window)}",
         described="No step has a finite loss in both runs.",
-        keys=[Key(series, "line", f"{candidate} minus FP32")],
+        keys=[(series, "line", f"{candidate} minus FP32")],
     )
     good = mean[np.isfinite(mean)]
     if len(good):
@@ -159,11 +159,11 @@ def difference(comparison: Comparison, candidate: str, series: str, margin: floa
     picks = sample(steps, POINTS)
     columns = [(f"{candidate} − FP32", _at(mean, picks))]
     if noise:
-        columns.append(("twin − FP32", _at(noise.mean, picks)))
+        columns.append(("twin − FP32", _at(noise[1], picks)))
         if len(twins) > 1:
-            chart.band(noise.low, noise.high, "noise", "FP32 twins moved by one ulp (noise)")
+            chart.band(noise[0], noise[2], "noise", "FP32 twins moved by one ulp (noise)")
         else:
-            chart.line(noise.mean, "noise", "FP32 twin moved by one ulp (noise)")
+            chart.line(noise[1], "noise", "FP32 twin moved by one ulp (noise)")
     chart.rule(0.0, "zero")
     if len(rows) > 1:
         chart.band(low, high, series, "smallest to largest seed")
@@ -232,7 +232,7 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Chart | None:
         described=" ".join(told),
         height="low",
         powers=True,
-        keys=[Key(series, "line", "loss scale")],
+        keys=[(series, "line", "loss scale")],
         notes=told,
     )
     drawn = set()
@@ -250,7 +250,7 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Chart | None:
             chart.tick(place, kind, f"{label}update {place:,.0f} skipped{why}")
             if kind == "alarm":
                 chart.cross(place, "alarm", f"{label}update {place:,.0f}{why}")
-    chart.keys += [key for key in MARKS if key.series in drawn]
+    chart.keys += [key for key in MARKS if key[0] in drawn]
     return chart
 
 
@@ -332,41 +332,41 @@ def _strokes(track: Track) -> list[tuple[UpdateRecord, OverflowReport | None]]:
     return sorted(kept.values(), key=lambda one: one[0].index)
 
 
-def speed(comparison: Comparison, colours: Mapping[str, str]) -> Bars | None:
+def speed(comparison: Comparison, colours: Mapping[str, str]) -> dict[str, Any] | None:
     """Speed of a training step relative to FP32, with the interval; None if no candidate has one."""
-    rows = [Row("FP32", "s0", 1.0, "1.00×")]
+    rows = [Row("FP32", "s0", "1.00×", 1.0)]
     for name, values in comparison.candidates.items():
         found, interval = finite(values.get("speedup")), numbers.pair(values.get("speedup_interval"))
         detail = f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else ""
-        rows.append(Row(name, colours[name], found, ratio(found), detail, interval))
+        rows.append(Row(name, colours[name], ratio(found), found, detail, interval))
     if not any(row.value for row in rows[1:]):
         return None
     unit = "Times FP32; longer is faster. The whisker is the interval."
     return bars("Speed of a training step", unit, rows, 1.0)
 
 
-def memory(comparison: Comparison, colours: Mapping[str, str]) -> Bars | None:
+def memory(comparison: Comparison, colours: Mapping[str, str]) -> dict[str, Any] | None:
     """Peak memory of a training step; None if no run recorded it."""
     peaks = {name: comparison.peak(name) for name in (comparison.baseline, *colours)}
     base = peaks[comparison.baseline]
     if base is None or not any(peaks[name] for name in colours):
         return None
-    rows = [Row("FP32", "s0", base, numbers.size(base))]
+    rows = [Row("FP32", "s0", numbers.size(base), base)]
     for name, values in comparison.candidates.items():
         found = finite(values.get("peak_memory_ratio"))
         detail = f"{ratio(found)} of FP32" if found else ""
-        rows.append(Row(name, colours[name], peaks[name], numbers.size(peaks[name]), detail))
+        rows.append(Row(name, colours[name], numbers.size(peaks[name]), peaks[name], detail))
     hows = " and ".join(sorted({run.memory.how for run in comparison.runs if run.memory}))
     return bars("Peak memory of a training step", f"By {hows}; shorter is smaller.", rows, base)
 
 
-def metric(comparison: Comparison, colours: Mapping[str, str]) -> Bars | None:
+def metric(comparison: Comparison, colours: Mapping[str, str]) -> dict[str, Any] | None:
     """The final metric, a dot for each seed; None if no metric was found in what the script printed."""
     rows = []
     for name, colour in {comparison.baseline: "s0", **colours}.items():
         found = comparison.metrics(name)
         mean = significant(float(np.mean(list(found.values()))), 5) if found else "–"
         seeds = {f"seed {seed}": value for seed, value in found.items()}
-        rows.append(Row("FP32" if name == comparison.baseline else name, colour, None, mean, dots=seeds))
+        rows.append(Row("FP32" if name == comparison.baseline else name, colour, mean, dots=seeds))
     unit = "A dot for each seed; the number is their mean."
     return dots("Final metric", unit, rows) if any(row.dots for row in rows) else None

@@ -16,7 +16,7 @@ import numpy as np
 from markupsafe import Markup
 
 from mezzo.core.ranges import GRADIENTS, WHAT, Histogram, Shares, shift_of
-from mezzo.report.charts import UNITS, Axis, Key, Table, across, box, down, shape, text
+from mezzo.report.charts import UNITS, Axis, Table, across, box, down, shape, text
 from mezzo.report.numbers import count, counted, power_of_two, printable, share_text, significant
 from mezzo.report.ranges import FORMATS, LIMITS, RATIO, Ranges, Track, together
 from mezzo.report.run import Run
@@ -32,8 +32,8 @@ DECADES = 6  # a share of 10 to the minus this, or less, is a sliver in a histog
 UP_TO = (0.0, 0.001, 0.01, 0.05, 0.2, 0.5, 1.0)
 BROKEN, UNSEEN = "x", "u"
 _SHARES = ("none", "to 0.1 %", "to 1 %", "to 5 %", "to 20 %", "to 50 %", "over 50 %")
-LEVELS = [Key(f"h{place}", "cell", name) for place, name in enumerate(_SHARES)]
-LEVELS += [Key(f"h{BROKEN}", "cell", "holds inf or NaN"), Key(f"h{UNSEEN}", "cell", "not seen")]
+LEVELS = [(f"h{place}", "cell", name) for place, name in enumerate(_SHARES)]
+LEVELS += [(f"h{BROKEN}", "cell", "holds inf or NaN"), (f"h{UNSEEN}", "cell", "not seen")]
 """The legend of a map."""
 _WINDOW = (-72, 44)
 _PERCENT = {0: "100\u00a0%", 2: "1\u00a0%", 4: "0.01\u00a0%", 6: "10⁻⁴\u00a0%"}
@@ -73,7 +73,7 @@ def _format(seen: Ranges, what: str) -> str:
 def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> dict[str, Any]:
     """How often each exponent occurs in a kind of tensor (of `WHAT`), over strips that show what each format can hold.
 
-    The ends of ``format`` are drawn and the table is sorted by it; gradients are drawn at a loss scale of ``2**shift``.
+    The table is sorted by what ``format`` loses; gradients are drawn at a loss scale of ``2**shift``.
     """
     moves = what in GRADIENTS
     shift = shift if moves else 0
@@ -92,7 +92,6 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
         lost, bad = _cells(track.total.shares(format, shift)), broken(track.total)
         numbers = [lost[0], lost[3], significant(track.total.largest, 3), count(bad)]
         rows.append((track.label, numbers, bool(bad)))
-    words = ("below: zero in", "from here on: beyond")
     shares = {name: total.shares(name, shift) for name in FORMATS}
     return {
         "what": what,
@@ -102,11 +101,6 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
         "broken": broken(total),
         "grid": _grid(axis),
         "bins": bar_path(_bins(total, axis, shift)),
-        "ends": [
-            down(axis.at(end), "edge skip", f"{word} {format}")
-            for end, word in zip((LIMITS[format].zero, LIMITS[format].overflow), words)
-            if axis.low < end < axis.high
-        ],
         "strips": _strips(axis),
         "strips_height": _STRIP * len(LIMITS),
         "lost": {name: found for name, found in shares.items() if found},

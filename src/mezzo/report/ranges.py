@@ -62,17 +62,13 @@ class Track:
         self.columns.append(column)
         # An infinite ratio is an update of a weight that was 0, which is not an error.
         self.broken.append(histogram.nans + (0 if self.what == RATIO else histogram.infinities))
-        counts, lowest, elements = histogram.counts, histogram.lowest, sum(histogram.counts)
-        for name, limits in LIMITS.items():
-            if not elements:
-                share = math.nan
-            elif self.what == RATIO:
-                share = histogram.lost(name) or 0.0
+        for name in FORMATS:
+            if self.what == RATIO:
+                share = histogram.lost(name)
             else:
-                gone = sum(counts[: max(0, limits.zero - lowest - shift)])
-                gone += sum(counts[max(0, limits.overflow - lowest - shift) :])
-                share = gone / elements
-            self.lost[name].append(share)
+                shares = histogram.shares(name, shift)
+                share = shares.underflow + shares.overflow if shares else None
+            self.lost[name].append(math.nan if share is None else share)
         if self.what == RATIO:
             self.medians.append(median(histogram))
 
