@@ -71,7 +71,7 @@ def is_sound(text: str) -> Outline:
     tags = [tag for tag, _ in found.tags]
     assert tags.count("script") == 1
     assert "img" not in tags
-    for name in ("data-exponents", "data-heat", "data-readout"):
+    for name in ("data-exponents", "data-readout"):
         for value in found.values(name):
             json.loads(value)
     return found

@@ -298,46 +298,6 @@ def test_one_tensor_in_place_of_all(ranges: Any, watched: Path) -> None:
     assert str(seen["told"]).startswith("122,880 numbers: 0 of them zero")
 
 
-def test_a_cell_of_a_map_is_read(watched: Path) -> None:
-    seen = probe(
-        watched,
-        play="""
-          const heat = all("figure.heat")[0];
-          const map = heat.querySelector(".heatmap");
-          const box = map.getBoundingClientRect();
-          map.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 1, clientY: box.top + 1 }));
-          out.cell = heat.querySelector(".readout").textContent;
-          out.level = JSON.parse(heat.dataset.heat).levels[0].at(-1);
-        """,
-    )
-    assert seen["level"] == "5"  # between 20 and 50 %
-    assert seen["cell"] == "embedding · update 232 · to 50 %"
-
-
-@pytest.mark.parametrize(("width", "stacked"), [(0, False), (1081, False), (1080, True), (400, True)])
-def test_what_made_steps_fail_is_all_in_view(watched: Path, width: int, stacked: bool) -> None:
-    """Cause, inputs and remedies were off-screen to the right on a phone."""
-    seen = probe(
-        watched,
-        width=width,
-        play="""
-          const box = document.querySelector("#findings .scroll");
-          out.fits = box.scrollWidth <= box.clientWidth + 1;
-          out.cells = [...box.querySelector("tbody tr").cells].map((cell) => {
-            const at = cell.getBoundingClientRect();
-            return [getComputedStyle(cell, "::before").content, at.left >= 0 && at.right <= out.width, at.top];
-          });
-        """,
-    )
-    cells = seen["cells"]
-    assert seen["fits"] is True
-    columns = ("Update", "Module and line", "Operation", "Cause", "What went in", "What to try")
-    assert [name for name, _, _ in cells] == [f'"{name}"' if stacked else "none" for name in columns]
-    assert all(inside for _, inside, _ in cells)
-    tops = [top for _, _, top in cells]
-    assert len(set(tops)) == (6 if stacked else 1)
-
-
 def test_the_script_says_what_is_not_finite_as_the_file_does(tmp_path: Path) -> None:
     kept, bad = Histogram(0, [4], largest=1.0), Histogram(0, [2], infinities=1, largest=1.0)
     rows = [RangeRow("fine", "activation", "fp16", kept), RangeRow("broken", "activation", "fp16", bad)]

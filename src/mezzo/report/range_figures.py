@@ -57,7 +57,6 @@ def range_figures(run: Run) -> dict[str, Any]:
             exponents(what, some, _format(seen, what), shift) for what, some in tracks.items() if some
         ],
         "maps": list(filter(None, (heat(what, seen, _format(seen, what)) for what in MAPS))),
-        "ratios": update_ratios(seen),
     }
 
 
@@ -206,14 +205,17 @@ def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
     by_weight = sorted(range(len(tracks)), key=weights.__getitem__, reverse=True)
     shown, listed = ([tracks[place] for place in sorted(by_weight[:most])] for most in (LINES, LISTED))
     levels = [_levels(track, format, groups) for track in shown]
-    updates = [ranges.updates[group[0]] for group in groups]
     rows = []
     for track in listed:
         share, column = track.worst_lost(format)
         numbers = [share_text(one) for one in (*map(track.mean_lost, FORMATS), share)]
         numbers += [f"{ranges.updates[column]:,}" if column >= 0 else "–", f"{sum(track.broken):,}"]
+        if what == RATIO:
+            ends = (track.medians[0], track.medians[-1])
+            numbers += [f"2^{one:.1f}" if math.isfinite(one) else "–" for one in ends]
         rows.append((track.label, numbers, any(track.broken)))
-    head = ("Tensor", *(f"{name}, mean" for name in FORMATS), f"{format}, most", "at update", "inf or NaN")
+    head = ["Tensor", *(f"{name}, mean" for name in FORMATS), f"{format}, most", "at update", "inf or NaN"]
+    head += ["first median ratio", "last median ratio"] * (what == RATIO)
     return {
         "title": "Updates lost by weights" if what == RATIO else f"{what.capitalize()}: lost",
         "is_ratio": what == RATIO,
@@ -224,14 +226,9 @@ def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
         "labels": [track.label for track in shown],
         "width": len(groups),
         "cells": cells(levels),
-        "updates": (updates[0], ranges.updates[columns[-1]]),
+        "updates": (ranges.updates[columns[0]], ranges.updates[columns[-1]]),
         "of": len(tracks),
         "table": Table(head, rows),
-        "data": {
-            "names": [printable(track.label) for track in shown],
-            "updates": updates,
-            "levels": levels,
-        },
     }
 
 
@@ -288,19 +285,3 @@ def _described(tracks: Sequence[Track], format: str, ranges: Ranges) -> str:
         return told or f"Nothing is lost in {format}."
     most = f"{share_text(share)} of {label}, at update {ranges.updates[column]:,}."
     return f"{told} Of the finite ones the most is {most}" if told else f"The most is {most}"
-
-
-def update_ratios(ranges: Ranges) -> dict[str, Any] | None:
-    """Updates over weights as a table, those with the most lost updates first.
-
-    None if fewer than two steps have any.
-    """
-    tracks = [track for track in ranges.of(RATIO) if len(track.columns) > 1]
-    tracks.sort(key=lambda track: -np.nan_to_num(track.mean_lost("bf16")))
-    rows = []
-    for track in tracks[:LISTED]:
-        medians = [f"2^{one:.1f}" if math.isfinite(one) else "–" for one in track.medians]
-        shares = (share_text(track.mean_lost(name)) for name in ("bf16", "fp16"))
-        rows.append((track.label, [medians[0], medians[-1], *shares], False))
-    head = ("Tensor", "first median", "last median", "lost in bf16, estimated", "lost in fp16, estimated")
-    return {"table": Table(head, rows), "of": len(tracks)} if tracks else None

@@ -116,23 +116,6 @@
     const show = () => { block.querySelector("output").textContent = power(Number(slider.value)); };
     slider.addEventListener("input", show);
     show();
-
-    each("figure[data-heat]", (figure) => {
-      const data = JSON.parse(figure.dataset.heat);
-      const map = figure.querySelector(".heatmap");
-      const words = {};
-      each(".legend li", (item) => { words[item.querySelector("rect").getAttribute("class")] = item.textContent; }, figure);
-      const line = make("p", "Point at a cell to read it.", "readout");
-      figure.querySelector(".heatbox").before(line);
-      map.addEventListener("pointermove", (event) => {
-        const box = map.getBoundingClientRect();
-        const lines = data.levels;
-        const at = (part, size) => clamp(Math.floor(part * size), size - 1);
-        const y = at((event.clientY - box.top) / box.height, lines.length);
-        const x = at((event.clientX - box.left) / box.width, data.updates.length);
-        line.replaceChildren(`${data.names[y]} · update ${comma(data.updates[x])} · `, make("b", words["h" + lines[y][x]]));
-      });
-    }, block);
   });
 
   addEventListener("beforeprint", () => each("details:not(.numbers):not([open])", (fold) => {
