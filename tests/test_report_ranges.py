@@ -23,7 +23,7 @@ from mezzo.report.range_figures import (
     bar_path,
     exponents,
     heat,
-    level,
+    levels,
     range_figures,
 )
 from mezzo.report.ranges import FORMATS, LIMITS, Ranges, median
@@ -116,7 +116,7 @@ def test_an_empty_histogram_is_no_share() -> None:
     for what in WHAT:
         track = seen.of(what)[0]
         assert math.isnan(track.mean_lost("fp16"))
-        assert math.isnan(track.worst_lost("fp16")[0])
+        assert track.worst_lost("fp16") == (-1.0, -1)
     assert math.isnan(seen.of("update ratio")[0].medians[0])
 
 
@@ -145,8 +145,9 @@ def test_the_figure_holds_the_bands_of_every_format() -> None:
 
 
 def test_levels_cover_every_share() -> None:
-    levels = {0.0: "0", 0.001: "1", 0.0011: "2", 0.2: "4", 0.21: "5", 0.51: "6", 1.0: "6"}
-    assert {share: level(share) for share in levels} == levels
+    shares = np.array([[0.0, 0.0005, 0.001, 0.0011, 0.2, 0.21, 0.51, 1.0, np.nan, np.nan, 0.3]])
+    broken = np.array([[0] * 9 + [1, 2]])
+    assert "".join(levels(shares, broken)[0].tolist()) == "01124566uxx"
 
 
 def cells(figure: str) -> dict[tuple[int, int], str]:

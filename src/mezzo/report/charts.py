@@ -72,11 +72,6 @@ class Axis:
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [index * step for index in range(first, last + 1)]
 
-    def powers(self, about: int = 4) -> list[float]:
-        """About so many powers of two on a logarithmic axis, evenly placed."""
-        first, last = math.ceil(math.log2(self.low) - 1e-9), math.floor(math.log2(self.high) + 1e-9)
-        return [2.0**power for power in range(first, last + 1, max(1, math.ceil((last - first) / about)))]
-
 
 def axis_over(parts: Iterable[Array], *, log: bool | None = None, about_zero: bool = False) -> Axis:
     """The axis that shows every finite value of ``parts``, with a little room.
@@ -157,8 +152,8 @@ class Table(NamedTuple):
 class Chart:
     """Curves in a frame: add bands, lines and marks; the template draws what was added.
 
-    ``described`` is for a reader who cannot see it; ``unit`` stands below the heading; heights are marked as ``powers``
-    of two or as plain numbers; ``height`` is a class of style.css, ``tall`` or ``low``.
+    ``described`` is for a reader who cannot see it; ``unit`` stands below the heading; with ``powers`` a height is an
+    exponent of two; ``height`` is a class of style.css, ``tall`` or ``low``.
     """
 
     title: str
@@ -240,9 +235,9 @@ class Chart:
     def grid(self) -> list[Markup]:
         """Lines and labels behind the curves."""
         parts = []
-        for value in self.y.powers(4) if self.powers else self.y.ticks(5):
+        for value in (one for one in self.y.ticks(5) if not self.powers or one == round(one)):
             y = self.y.at(value, up=True)
-            label = power_of_two(math.log2(value)) if self.powers else tick_label(value)
+            label = power_of_two(value) if self.powers else tick_label(value)
             parts += [across(y, "grid"), text(label, -8, y, "label end", "0.32em")]
         for value in self.x.ticks(5):
             if value == round(value) or self.x.high - self.x.low < 3:

@@ -226,7 +226,7 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Chart | None:
     chart = Chart(
         f"Loss scale: {name}",
         Axis(-0.02 * last, 1.02 * last),  # a stroke at either end stands clear of the frame's edge
-        Axis(min(scales) / 2, max(scales) * 2, log=True),
+        Axis(math.log2(min(scales)) - 1, math.log2(max(scales)) + 1),
         "The factor on the loss" + (", a line for each seed and optimizer." if len(tracks) > 1 else "."),
         x_name="update",
         described=" ".join(told),
@@ -314,7 +314,7 @@ def _corners(track: Track) -> tuple[Array, Array]:
     """The corners of the staircase: the updates where the scale changes, and both ends."""
     points: list[tuple[float, float]] = []
     for update in track.updates:
-        scale = update.loss_scale if update.loss_scale > 0 else math.nan
+        scale = math.log2(update.loss_scale) if update.loss_scale > 0 else math.nan
         if not points or scale != points[-1][1]:
             points += [*((update.index, before) for _, before in points[-1:]), (update.index, scale)]
     points.append((max(1, track.updates[-1].index), points[-1][1]))

@@ -100,7 +100,7 @@ def percent(value: object, digits: int = 2) -> str:
 def share_text(share: float) -> str:
     """A share as a percentage that never rounds something to nothing: ``0``, ``<0.01 %``, ``3.2 %``."""
     shown = 100 * share
-    if math.isnan(share):
+    if math.isnan(share) or share < 0:
         return "–"
     if share == 0:
         return "0"

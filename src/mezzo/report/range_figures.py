@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from mezzo.core.ranges import GRADIENTS, WHAT, Histogram, Shares, shift_of
 from mezzo.report.charts import UNITS, Axis, Table, across, box, down, shape, text
 from mezzo.report.numbers import count, counted, power_of_two, printable, share_text, significant
 from mezzo.report.ranges import FORMATS, LIMITS, RATIO, Ranges, Track, together
 from mezzo.report.run import Run
+from mezzo.report.series import Array
 
 LISTED = 150  # rows of a table of tensors; those with the most to lose come first
 LINES, COLUMNS = 48, 72  # of a map: the tensors that lose most, and columns, each the worst of its steps
@@ -198,15 +200,19 @@ def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
     columns = sorted({column for track in tracks for column in track.columns})
     if len(columns) < 2:
         return None
-    size = math.ceil(len(columns) / COLUMNS)
-    groups = [columns[start : start + size] for start in range(0, len(columns), size)]
+    lost, bad = np.full((len(tracks), len(columns)), np.nan), np.zeros((len(tracks), len(columns)), dtype=int)
+    for row, track in enumerate(tracks):
+        at = np.searchsorted(columns, track.columns)
+        lost[row, at], bad[row, at] = track.lost[format], track.broken
     # Those that lose most, in the model's order.
     weights = [(any(track.broken), float(np.nan_to_num(track.mean_lost(format)))) for track in tracks]
     by_weight = sorted(range(len(tracks)), key=weights.__getitem__, reverse=True)
-    shown, listed = ([tracks[place] for place in sorted(by_weight[:most])] for most in (LINES, LISTED))
-    levels = [_levels(track, format, groups) for track in shown]
+    shown, listed = sorted(by_weight[:LINES]), sorted(by_weight[:LISTED])
+    size = math.ceil(len(columns) / COLUMNS)
+    starts = range(0, len(columns), size)
+    worst = np.fmax.reduceat(lost[shown], starts, axis=1)
     rows = []
-    for track in listed:
+    for track in (tracks[place] for place in listed):
         share, column = track.worst_lost(format)
         numbers = [share_text(one) for one in (*map(track.mean_lost, FORMATS), share)]
         numbers += [f"{ranges.updates[column]:,}" if column >= 0 else "–", f"{sum(track.broken):,}"]
@@ -222,48 +228,30 @@ def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
         "format": format,
         "every": size,
         "described": _described(tracks, format, ranges),
-        "broken": any(bad for bad, _ in weights),
-        "labels": [track.label for track in shown],
-        "width": len(groups),
-        "cells": cells(levels),
+        "broken": bad.any(),
+        "labels": [tracks[place].label for place in shown],
+        "width": len(starts),
+        "cells": cells(levels(worst, np.add.reduceat(bad[shown], starts, axis=1))),
         "updates": (ranges.updates[columns[0]], ranges.updates[columns[-1]]),
         "of": len(tracks),
         "table": Table(head, rows),
     }
 
 
-def level(share: float, broken: int = 0) -> str:
-    """The character of a map's cell.
-
-    >>> [level(share) for share in (0.0, 0.0005, 0.03, 1.0)], level(0.0, broken=3), level(float("nan"))
-    (['0', '1', '3', '6'], 'x', 'u')
-    """
-    if broken:
-        return BROKEN
-    if math.isnan(share):
-        return UNSEEN
-    return str(next(place for place, edge in enumerate(UP_TO) if share <= edge + 1e-9))
+def levels(lost: Array, broken: NDArray[np.int_]) -> NDArray[np.str_]:
+    """The character of each cell of a map: 0 to 6 for a share lost, `BROKEN`, or `UNSEEN` for NaN."""
+    found = np.searchsorted(UP_TO, lost - 1e-9).astype(str)
+    return np.where(broken > 0, BROKEN, np.where(np.isnan(lost), UNSEEN, found))
 
 
-def cells(lines: Sequence[str]) -> list[Markup]:
+def cells(levels: NDArray[np.str_]) -> list[Markup]:
     """A map, a unit for each cell: a path for each level, of runs of equal cells."""
     paths: dict[str, str] = {}
-    for y, line in enumerate(lines):
-        for run in re.finditer(r"(.)\1*", line):
+    for y, line in enumerate(levels.tolist()):
+        for run in re.finditer(r"(.)\1*", "".join(line)):
             width = len(run[0])
             paths[run[1]] = paths.get(run[1], "") + f"M{run.start()} {y}h{width}v1h{-width}z"
     return [shape("path", f"h{name}", d=path) for name, path in sorted(paths.items())]
-
-
-def _levels(track: Track, format: str, groups: Sequence[Sequence[int]]) -> str:
-    """A line of the map: the worst of each column."""
-    seen = dict(zip(track.columns, zip(track.lost[format], track.broken)))
-    line = ""
-    for group in groups:
-        found = [seen[column] for column in group if column in seen]
-        shares = [share for share, _ in found if not math.isnan(share)]
-        line += level(max(shares, default=math.nan), sum(broken for _, broken in found))
-    return line
 
 
 def _described(tracks: Sequence[Track], format: str, ranges: Ranges) -> str:
@@ -279,9 +267,10 @@ def _described(tracks: Sequence[Track], format: str, ranges: Ranges) -> str:
             f"{broken:,} of {elements} {'is' if broken == 1 else 'are'} {what}, "
             f"in {len(bad):,} of {counted(len(tracks), 'tensor')}, first at update {ranges.updates[column]:,}."
         )
-    found = [(*track.worst_lost(format), track.label) for track in tracks]
-    share, column, label = max(found, key=lambda one: one[0] if one[1] >= 0 else -1.0)
-    if column < 0 or share == 0:
+    share, column, label = max(
+        ((*track.worst_lost(format), track.label) for track in tracks), key=lambda one: one[0]
+    )
+    if share <= 0:
         return told or f"Nothing is lost in {format}."
     most = f"{share_text(share)} of {label}, at update {ranges.updates[column]:,}."
     return f"{told} Of the finite ones the most is {most}" if told else f"The most is {most}"

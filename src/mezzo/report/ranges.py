@@ -78,9 +78,9 @@ class Track:
         return sum(shares) / len(shares) if shares else math.nan
 
     def worst_lost(self, name: str) -> tuple[float, int]:
-        """The largest share lost in a format and its first column; NaN and -1 if there is none."""
+        """The largest share lost in a format and its first column; -1 and -1 if there is none."""
         found = [(share, -at) for share, at in zip(self.lost[name], self.columns) if not math.isnan(share)]
-        share, at = max(found, default=(math.nan, 1))
+        share, at = max(found, default=(-1.0, 1))
         return share, -at
 
 

@@ -1,6 +1,6 @@
-// What a script adds to a page that works without one: values under the pointer, folded lists that unfold on paper; and
-// of ranges one tensor instead of all, and another loss scale. Text is only ever set as text. The arithmetic of ranges
-// is that of core/ranges.py; a test compares the two.
+// What a script adds to a page that works without one: values under the pointer, and of ranges one
+// tensor instead of all and another loss scale. Text is only ever set as text. The arithmetic of ranges is that of
+// core/ranges.py; a test compares the two.
 "use strict";
 (() => {
   const root = document.documentElement;
@@ -21,11 +21,9 @@
     if (last < 0) return;
     const cursor = chart.querySelector(".cursor");
     const line = make("p", "", "readout");
-    line.title = "Point at the curve, or focus it and use the arrow keys, to read other steps.";
+    line.title = "Point at the curve to read other steps.";
     chart.before(line);
-    let at = last;
-    const show = (index) => {
-      at = clamp(index, last);
+    const show = (at) => {
       const left = (100 * (data.x[at] - data.low)) / (data.high - data.low) + "%";
       for (const [key, value] of [["x1", left], ["x2", left], ["visibility", "visible"]]) cursor.setAttribute(key, value);
       line.replaceChildren(`${data.name} ${comma(data.x[at])}`);
@@ -39,13 +37,6 @@
       show(away.indexOf(Math.min(...away)));
     });
     chart.addEventListener("pointerleave", rest);
-    chart.setAttribute("tabindex", "0");
-    chart.addEventListener("keydown", (event) => {
-      const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 }[event.key];
-      if (step) { event.preventDefault(); show(at + step); }
-    });
-    chart.addEventListener("focus", () => { if (chart.matches(":focus-visible")) show(at); });
-    chart.addEventListener("blur", rest);
     rest();
   });
 
@@ -117,13 +108,4 @@
     slider.addEventListener("input", show);
     show();
   });
-
-  addEventListener("beforeprint", () => each("details:not(.numbers):not([open])", (fold) => {
-    fold.open = true;
-    fold.dataset.printed = "yes";
-  }));
-  addEventListener("afterprint", () => each("details[data-printed]", (fold) => {
-    fold.open = false;
-    delete fold.dataset.printed;
-  }));
 })();
