@@ -81,8 +81,7 @@ def test_a_curve_that_mixes_the_losses_of_two_optimizers_says_so(
     records: list[Record] = [LossRecord(n, 1.0 + n, 0.1 * n) for n in range(losses)]
     records += [UpdateRecord(n, n % optimizers, True, False, 1.0, 0.1 * n) for n in range(20 * optimizers)]
     made(tmp_path / "r", records)
-    words = "2 optimizers stepped: the curve holds every loss that gradients were taken of"
-    assert (words in outline(tmp_path / "r").text) is said
+    assert ("2 optimizers stepped: the curve holds the losses of all" in outline(tmp_path / "r").text) is said
 
 
 def test_marks_tell_probing_from_alarms(watched: Path) -> None:
@@ -173,10 +172,7 @@ def test_any_finding_makes_a_row(tmp_path: Path) -> None:
     least = OverflowReport("unknown")
     found = [least, OverflowReport("state", module="bn"), OverflowReport("of tomorrow", "m", "op")]
     found.append(replace(least, inputs=facts, note="its inputs were changed in place"))
-    made(
-        tmp_path / "r",
-        [LossRecord(0, 1.0, 0.0), *(one for i, each in enumerate(found) for one in skip(i, each))],
-    )
+    made(tmp_path / "r", [one for i, each in enumerate(found) for one in skip(i, each)])
     page = build_run(tmp_path / "r").read_text(encoding="utf-8")
     for words in ("its inputs were changed in place", "op in m: of tomorrow", "bn"):
         assert words in page

@@ -8,9 +8,8 @@ which is not stretched. So one drawing is readable at 340 pixels, at 1200 and on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -258,7 +257,7 @@ def _pieces(ok: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[slice]:
 
 
 class Row(NamedTuple):
-    """A row of a bar chart: a bar with an interval around its end, or dots by label, and the printed value."""
+    """A row of a bar chart: a bar with an interval around its end, and the printed value."""
 
     name: str
     series: str
@@ -266,7 +265,6 @@ class Row(NamedTuple):
     value: float | None = None
     detail: str = ""
     interval: tuple[float, float] | None = None
-    dots: Mapping[str, float] = MappingProxyType({})
 
 
 def bars(title: str, unit: str, rows: Sequence[Row], reference: float) -> dict[str, Any]:
@@ -282,24 +280,7 @@ def bars(title: str, unit: str, rows: Sequence[Row], reference: float) -> dict[s
             parts.append(across(10, "whisker", *map(axis.at, row.interval)))
             parts += [down(axis.at(edge), "whisker", "", 6, 14) for edge in row.interval if edge < axis.high]
         drawn.append((row, parts))
-    unit = f"{unit} {CUT}" if whole > axis.high else unit
-    return {"title": title, "unit": unit, "rows": drawn, "height": 20, "ticks": []}
-
-
-def dots(title: str, unit: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """A dot for each value of a row, on one scale with ticks below."""
-    axis = axis_over([np.array(list(row.dots.values())) for row in rows], log=False)
-    # One number alone gives no scale.
-    ticks = next((found for about in (4, 6, 9) if len(found := axis.ticks(about)) > 1), axis.ticks(20))
-    drawn = []
-    for row in rows:
-        parts = [down(axis.at(tick), "grid") for tick in ticks]
-        for label, value in row.dots.items():
-            words = f"{label}: {significant(value, 5)}"
-            parts.append(shape("circle", f"dot {row.series}", words, cx=axis.at(value), cy=14, r=4.5))
-        drawn.append((row, parts))
-    labels = [text(tick_label(tick), axis.at(tick), 12) for tick in ticks]
-    return {"title": title, "unit": unit, "rows": drawn, "height": 28, "ticks": labels}
+    return {"title": title, "unit": f"{unit} {CUT}" if whole > axis.high else unit, "rows": drawn}
 
 
 def gauge(

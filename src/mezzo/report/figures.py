@@ -14,7 +14,7 @@ from mezzo.core.curve import final_count
 from mezzo.core.overflow import CAUSES, OverflowReport
 from mezzo.core.records import UpdateRecord
 from mezzo.report import numbers
-from mezzo.report.charts import Axis, Chart, Key, Row, axis_over, bars, dots
+from mezzo.report.charts import Axis, Chart, Key, Row, Table, axis_over, bars
 from mezzo.report.comparison import Comparison
 from mezzo.report.numbers import counted, finite, listed, ratio, scale_text, significant
 from mezzo.report.run import Run
@@ -98,11 +98,9 @@ def _mixed(runs: Sequence[Run]) -> list[str]:
     """A note if a curve holds losses of several kinds: a record does not say which optimizer a loss was for."""
     counts = [(len(run.losses), Counter(update.optimizer for update in run.updates)) for run in runs]
     most = max((len(one) for losses, one in counts if len(one) > 1 and losses > max(one.values())), default=0)
-    told = (
-        f"{most} optimizers stepped: the curve holds every loss that gradients were taken of, one after the other, "
-        "whichever optimizer it was for."
+    return [f"{most} optimizers stepped: the curve holds the losses of all, in the order of backward."] * (
+        most > 0
     )
-    return [told] if most else []
 
 
 def _faults(chart: Chart, name: str, series: str, runs: Sequence[Run], alone: bool) -> list[str]:
@@ -360,13 +358,13 @@ def memory(comparison: Comparison, colours: Mapping[str, str]) -> dict[str, Any]
     return bars("Peak memory of a training step", f"By {hows}; shorter is smaller.", rows, base)
 
 
-def metric(comparison: Comparison, colours: Mapping[str, str]) -> dict[str, Any] | None:
-    """The final metric, a dot for each seed; None if no metric was found in what the script printed."""
+def metric(comparison: Comparison) -> Table | None:
+    """The final metric of each seed and its mean; None if no metric was found in what the script printed."""
+    found = {name: comparison.metrics(name) for name in (comparison.baseline, *comparison.candidates)}
+    seeds = sorted({seed for values in found.values() for seed in values})
     rows = []
-    for name, colour in {comparison.baseline: "s0", **colours}.items():
-        found = comparison.metrics(name)
-        mean = significant(float(np.mean(list(found.values()))), 5) if found else "–"
-        seeds = {f"seed {seed}": value for seed, value in found.items()}
-        rows.append(Row("FP32" if name == comparison.baseline else name, colour, mean, dots=seeds))
-    unit = "A dot for each seed; the number is their mean."
-    return dots("Final metric", unit, rows) if any(row.dots for row in rows) else None
+    for name, values in found.items():
+        shown = [significant(values[seed], 5) if seed in values else "–" for seed in seeds]
+        mean = significant(sum(values.values()) / len(values), 5) if values else "–"
+        rows.append(("FP32" if name == comparison.baseline else name, [mean, *shown], False))
+    return Table(("", "mean", *(f"seed {seed}" for seed in seeds)), rows) if seeds else None
