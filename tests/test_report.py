@@ -153,23 +153,6 @@ def test_failures_are_told_where_they_happened(tmp_path: Path) -> None:
         assert words in found.text, words
 
 
-def test_nothing_is_read_after_a_broken_record_which_is_named(tmp_path: Path) -> None:
-    """Runs are compared step by step: after a lost loss each would be compared with its neighbour."""
-    folder = comparisons.one_seed(tmp_path / "run")
-    path = folder / "runs" / "bf16-0.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    path.write_text("".join([*lines[:12], "{broken\n", *lines[12:]]), encoding="utf-8")
-    run = read(folder).of("bf16")[0]
-    assert len(run.losses) == 11
-    assert run.fault.startswith("bf16-0.jsonl:13: not a run record")
-    text = outline(folder).text
-    assert "bf16-0.jsonl:13: not a run record" in text
-    assert f"; {len(lines) - 11} lines from there on were not read" in text
-    path.write_bytes(b"\xff\xfe\x00")
-    assert read(folder).of("bf16")[0].failed
-    build(folder)
-
-
 def test_departures_come_first_and_a_long_list_is_folded(tmp_path: Path) -> None:
     short = build(comparisons.healthy(tmp_path / "short", steps=20, seeds=1)).read_text(encoding="utf-8")
     fp16 = short[short.index("1 op departed") :]

@@ -328,3 +328,12 @@ def test_the_updates_of_two_optimizers_are_two_lines(tmp_path: Path) -> None:
     assert "optimizer 0: none of 10 updates skipped." in figure
     assert "optimizer 1: 1 of 10 updates skipped, at 5" in figure
     assert "optimizer 1, update 5 skipped: forward of exp in blocks.1.attention" in figure
+
+
+def test_the_loss_scale_is_a_staircase_of_exponents(tmp_path: Path) -> None:
+    records = [*skip(0, scale=4.0), UpdateRecord(1, 0, True, False, 2.0, 0.0)]
+    figure = scale_chart(made(tmp_path, records))
+    assert (
+        'd="M19 333L981 333L981 667L981 667" class="line s1"' in figure
+    )  # 2^2, then 2^1, on an axis of 2^0 to 2^3
+    assert re.findall(r">(2[⁰¹²³]+)<", figure) == ["2⁰", "2¹", "2²", "2³"]
