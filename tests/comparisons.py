@@ -35,6 +35,7 @@ MACHINE = {
     "cores": 2,
     "isa": ["avx2", "avx512f", "avx512_bf16"],
     "gpu": None,
+    "memory_bytes": 16_000_000_000,
 }
 BF16, FP32 = "bf16 -> bf16", "fp32 -> fp32"
 OPS = [

@@ -71,7 +71,7 @@ def is_sound(text: str) -> Outline:
     tags = [tag for tag, _ in found.tags]
     assert tags.count("script") == 1
     assert "img" not in tags
-    for name in ("data-exponents", "data-heat", "data-readout"):
+    for name in ("data-exponents", "data-readout"):
         for value in found.values(name):
             json.loads(value)
     return found
@@ -100,10 +100,10 @@ def test_a_healthy_folder_shows_what_a_reader_asks(tmp_path: Path) -> None:
     for words in (
         "bf16 equivalent", "fp16 consistent", "1.62×", "1.58 to 1.66", "0.61×", "251 MB of 412 MB",
         "Loss gap (−0.72 %) −0.00030 margin ±0.0021 (0.50 %)", "Metric gap (higher is better) +0.050",
-        "of 900 updates", "98.40",
+        "of 900 updates", "bf16 98.400 98.300 98.400 98.500",
         "Difference: fp16 minus FP32 of the same seed", "averaged over 5 steps",
         "FP32 twins moved by one ulp", "2 of 300 updates skipped, at 1, 3 (inf in the gradients)",
-        "1 op departed from the plan.", "Every op ran as planned.", "not as planned", "AMD EPYC 9R14",
+        "1 op departed from the plan.", "Every op ran as planned.", "not as planned", "AMD EPYC 9R14", "memory 16 GB",
         "mezzo compare --demo digits --precision bf16 --precision fp16 --seeds 3 --out run --fresh -- --epochs 3",
         "2¹⁶",
     ):  # fmt: skip
@@ -151,23 +151,6 @@ def test_failures_are_told_where_they_happened(tmp_path: Path) -> None:
         "Loss gap NaN",
     ):
         assert words in found.text, words
-
-
-def test_nothing_is_read_after_a_broken_record_which_is_named(tmp_path: Path) -> None:
-    """Runs are compared step by step: after a lost loss each would be compared with its neighbour."""
-    folder = comparisons.one_seed(tmp_path / "run")
-    path = folder / "runs" / "bf16-0.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    path.write_text("".join([*lines[:12], "{broken\n", *lines[12:]]), encoding="utf-8")
-    run = read(folder).of("bf16")[0]
-    assert len(run.losses) == 11
-    assert run.fault.startswith("bf16-0.jsonl:13: not a run record")
-    text = outline(folder).text
-    assert "bf16-0.jsonl:13: not a run record" in text
-    assert f"; {len(lines) - 11} lines from there on were not read" in text
-    path.write_bytes(b"\xff\xfe\x00")
-    assert read(folder).of("bf16")[0].failed
-    build(folder)
 
 
 def test_departures_come_first_and_a_long_list_is_folded(tmp_path: Path) -> None:
@@ -283,17 +266,12 @@ def test_a_run_of_100_000_steps_stays_a_small_page(tmp_path: Path) -> None:
 
 # A verdict that cannot be read: its bytes, and a word of the error.
 UNREADABLE = {
-    "missing": (None, "no such file. A report is made from the folder that `mezzo compare --out DIR` wrote."),
+    "missing": (None, "no such file"),
     "cut off": (b'{"schema": 1, "candidates": {"bf16"', "not a readable verdict"),
-    "a list": (b"[]", 'it has no object "candidates"'),
     "candidates of a wrong type": (b'{"candidates": [1]}', 'it has no object "candidates"'),
-    "another schema": (
-        b'{"schema": 2, "candidates": {}}',
-        "schema 2, and this version of Mezzo reads schema 1",
-    ),
+    "another schema": (b'{"schema": 2, "candidates": {}}', "reads schema 1"),
     "deep": (b'{"a":' * 100_000, "recursion"),
     "not UTF-8": (b'\xff\xfe{"schema": 1}', "utf-8"),
-    "too many digits": (b'{"schema": 1' + b"0" * 5000 + b"}", "digits"),
 }
 
 

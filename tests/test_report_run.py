@@ -53,11 +53,12 @@ def test_a_watched_run_shows_what_a_reader_asks(watched: Path) -> None:
         "fp16: the loss is infinite at step 90, the first of 2 steps without a finite one.",
         "5 of 240 updates skipped, at 1, 3, 90, 91, 170 (inf in the gradients); of 5 looked into, 3 alarms",
         "3 skipped updates to look into, of 2 kinds.",
-        "2 times: 90, 91 blocks.1.attention model.py:48: weights = torch.exp(scores) exp forward overflow",
+        "Update 2 times: 90, 91 Module and line blocks.1.attention model.py:48: weights = torch.exp(scores)",
+        "Operation exp forward Cause overflow",
         "input 0 fp16 32×4×64×64: 0.000120 to 14.2, 12 zeros",
         "Run this operation in FP32: precision='fp16,op.exp=fp32'.",
         "Passed on by blocks.1.attention: Tensor.sum",
-        "Found by running the step's calls again: 210 ms, 8.40 MB kept for it.",
+        "Found by running the step's calls again: 210 ms, 8.4 MB kept for it.",
         "(outside the model) train.py:91: penalty", "Seen as it happened",
         "Where the loss scale was too high: 1 place",
         "Every op ran as planned.", "5 updates were skipped.", "30 watched steps, update 0 to 232; 70 tensors.",
@@ -80,8 +81,7 @@ def test_a_curve_that_mixes_the_losses_of_two_optimizers_says_so(
     records: list[Record] = [LossRecord(n, 1.0 + n, 0.1 * n) for n in range(losses)]
     records += [UpdateRecord(n, n % optimizers, True, False, 1.0, 0.1 * n) for n in range(20 * optimizers)]
     made(tmp_path / "r", records)
-    words = "2 optimizers stepped: the curve holds every loss that gradients were taken of"
-    assert (words in outline(tmp_path / "r").text) is said
+    assert ("2 optimizers stepped: the curve holds the losses of all" in outline(tmp_path / "r").text) is said
 
 
 def test_marks_tell_probing_from_alarms(watched: Path) -> None:
@@ -90,9 +90,6 @@ def test_marks_tell_probing_from_alarms(watched: Path) -> None:
     assert figure.count('class="tick alarm"') == 3
     assert figure.count('class="cross alarm"') == 3 + 1
     assert "update 90 skipped: forward of exp in blocks.1.attention (model.py:48" in figure
-    assert "Updates 90, 91: forward of exp in blocks.1.attention" in figure
-    assert "Update 170: backward of SqrtBackward0 outside the model" in figure
-    assert "Update 1:" not in figure
     assert "update 1 skipped: the loss scale was finding its height (gradients overflow at this one" in figure
 
 
@@ -175,10 +172,7 @@ def test_any_finding_makes_a_row(tmp_path: Path) -> None:
     least = OverflowReport("unknown")
     found = [least, OverflowReport("state", module="bn"), OverflowReport("of tomorrow", "m", "op")]
     found.append(replace(least, inputs=facts, note="its inputs were changed in place"))
-    made(
-        tmp_path / "r",
-        [LossRecord(0, 1.0, 0.0), *(one for i, each in enumerate(found) for one in skip(i, each))],
-    )
+    made(tmp_path / "r", [one for i, each in enumerate(found) for one in skip(i, each)])
     page = build_run(tmp_path / "r").read_text(encoding="utf-8")
     for words in ("its inputs were changed in place", "op in m: of tomorrow", "bn"):
         assert words in page
@@ -198,7 +192,7 @@ def test_a_file_without_any_record_is_refused_and_no_page_written(name: str, tmp
     path = tmp_path / ("ok.py" if name == "a script" else "a.jsonl")
     path.write_bytes(STRANGE[name])
     for place in (path, tmp_path) if path.suffix == ".jsonl" else (path,):
-        with pytest.raises(UsageError, match=f"{path.name}: holds no run record. Name the folder or the"):
+        with pytest.raises(UsageError, match="holds no run record"):
             build_any(place)
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
@@ -209,7 +203,7 @@ def test_a_place_without_records_is_refused(tmp_path: Path, monkeypatch: pytest.
             build_run(place)
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("{}\n")
-    with pytest.raises(UsageError, match=r"none of its 2 [.]jsonl files holds a run record"):
+    with pytest.raises(UsageError, match="holds no run record"):
         build_any(tmp_path)
     run_records.write(tmp_path / "b.jsonl", run_records.records(steps=5))
     assert "a.jsonl:1: not a run record" in outline(tmp_path).text
@@ -286,8 +280,7 @@ def test_a_run_that_was_left_alone_is_not_headed_by_a_policy(tmp_path: Path) -> 
 TOO_HIGH = {
     "constant": ("fp16,loss_scale=1048576", [2.0**20] * 3, "the constant loss scale 2²⁰ is too large for this step"),
     "dynamic": ("fp16", [4.0, 2.0, 1.0], "the loss scale was finding its height (gradients overflow at this one"),
-    "a loop's, that never moved": (None, [8.0] * 3, "the loss scale, 2³ in all of this run, is too large for this"),
-    "a loop's, that moved": (None, [4.0, 2.0, 1.0], "the loss scale was finding its height ("),
+    "a loop's": (None, [4.0, 2.0, 1.0], "the loss scale was finding its height ("),
 }  # fmt: skip
 
 
@@ -318,13 +311,11 @@ def test_one_place_is_a_row_with_its_own_reason_though_its_numbers_differ(tmp_pa
     for index in range(6):
         facts = TensorFacts("input 0", [4], "fp32", 1e6 + index * 1e5, 1.0, 0, 0, 0)
         records += skip(index, OverflowReport("overflow", "head", "linear", inputs=[facts], outputs=[out]))
-    figure = scale_chart(made(tmp_path / "r", records))
-    assert "Updates 0, 1, 2, 3, 4, 5: forward of linear in head: an input of 1e+06 does not fit" in figure
-    assert "more culprits" not in figure
+    made(tmp_path / "r", records)
     text = outline(tmp_path / "r").text
     assert "6 skipped updates to look into, of 1 kind." in text
     assert "Skipped 6 6 alarms Last" in text  # and nothing of a scale, which was never too high
-    assert "1e+06 does not fit fp16" in text[text.index("What to try") :]
+    assert "Cause overflow an input of 1e+06 does not fit fp16" in text
 
 
 def test_the_updates_of_two_optimizers_are_two_lines(tmp_path: Path) -> None:
@@ -336,4 +327,13 @@ def test_the_updates_of_two_optimizers_are_two_lines(tmp_path: Path) -> None:
     assert figure.count('class="thin s1"') == 2
     assert "optimizer 0: none of 10 updates skipped." in figure
     assert "optimizer 1: 1 of 10 updates skipped, at 5" in figure
-    assert "optimizer 1, update 5: forward of exp in blocks.1.attention" in figure
+    assert "optimizer 1, update 5 skipped: forward of exp in blocks.1.attention" in figure
+
+
+def test_the_loss_scale_is_a_staircase_of_exponents(tmp_path: Path) -> None:
+    records = [*skip(0, scale=4.0), UpdateRecord(1, 0, True, False, 2.0, 0.0)]
+    figure = scale_chart(made(tmp_path, records))
+    assert (
+        'd="M19 333L981 333L981 667L981 667" class="line s1"' in figure
+    )  # 2^2, then 2^1, on an axis of 2^0 to 2^3
+    assert re.findall(r">(2[⁰¹²³]+)<", figure) == ["2⁰", "2¹", "2²", "2³"]

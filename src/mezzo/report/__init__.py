@@ -58,10 +58,9 @@ def build_run(records: str | os.PathLike[str]) -> Path:
     if not any(run.records for run in runs):
         for file in files:  # a file that cannot be read may hold records
             file.open("rb").close()
-        none = f"{files[0]}: holds no run record"
-        if len(files) > 1:
-            none = f"{place}: none of its {len(files)} .jsonl files holds a run record"
-        raise UsageError(f"{none}. Name the folder or the .jsonl file with the records: {_WRITERS}.")
+        raise UsageError(
+            f"{place}: holds no run record. Name the folder or the .jsonl file with the records: {_WRITERS}."
+        )
     return write_whole(target, render_runs(runs, name))
 
 

@@ -8,7 +8,7 @@ which is not stretched. So one drawing is readable at 340 pixels, at 1200 and on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ UNITS = 1000
 TABLE_ROWS = 13
 EDGE = 3.0  # a gap beyond so many margins is an arrow at the gauge's end
 MOST = 2.0  # how many times the longest bar an interval may make the axis
-CUT = "An arrow: it goes on to the number beside it."
+CUT = "A whisker without a cap goes on to the number beside it."
 
 
 @dataclass(frozen=True)
@@ -56,27 +56,20 @@ class Axis:
 
     def ticks(self, about: int = 5) -> list[float]:
         """About so many round numbers on the axis: 1, 2 or 5 times a power of ten."""
-        if self.log and len(found := _log_ticks(self.low, self.high, about)) >= 2:
-            return found
+        if self.log:
+            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            for factors in ((1, 2, 5), (1, 3), (1,)):
+                found = [f * 10.0**d for d in decades for f in factors]
+                found = [one for one in found if self.low * 0.999 <= one <= self.high * 1.001]
+                if len(found) <= about + 2:
+                    break
+            if len(found) >= 2:
+                return found[:: math.ceil(len(found) / (about + 2))]
         raw = (self.high - self.low) / max(1, about)
         power = 10.0 ** math.floor(math.log10(raw))
         step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [index * step for index in range(first, last + 1)]
-
-    def powers(self, about: int = 4) -> list[float]:
-        """About so many powers of two on a logarithmic axis, evenly placed."""
-        first, last = math.ceil(math.log2(self.low) - 1e-9), math.floor(math.log2(self.high) + 1e-9)
-        return [2.0**power for power in range(first, last + 1, max(1, math.ceil((last - first) / about)))]
-
-
-def _log_ticks(low: float, high: float, about: int) -> list[float]:
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for factors in ((1, 2, 5), (1, 3), (1,)):
-        found = [f * 10.0**d for d in decades for f in factors if low * 0.999 <= f * 10.0**d <= high * 1.001]
-        if len(found) <= about + 2:
-            return found
-    return found[:: math.ceil(len(found) / (about + 1))]
 
 
 def axis_over(parts: Iterable[Array], *, log: bool | None = None, about_zero: bool = False) -> Axis:
@@ -143,27 +136,23 @@ def placed(x: str, y: int, content: Markup) -> Markup:
     return Markup('<svg x="{}" y="{}" overflow="visible">{}</svg>').format(x, y, content)
 
 
-class Key(NamedTuple):
-    """One entry of a legend: the colour's class (``s0`` is FP32), how it is drawn, and its name."""
-
-    series: str
-    shape: str
-    name: str
+Key = tuple[str, str, str]
+"""One entry of a legend: the colour's class (``s0`` is FP32), how it is drawn, and its name."""
 
 
 class Table(NamedTuple):
-    """Numbers in a table: headings, and rows of (first cell, others, whether it is marked, a small drawing)."""
+    """Numbers in a table: headings, and rows of (first cell, others, whether it is marked)."""
 
     head: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[str], bool, Any]]
+    rows: Sequence[tuple[str, Sequence[str], bool]]
 
 
 @dataclass
 class Chart:
     """Curves in a frame: add bands, lines and marks; the template draws what was added.
 
-    ``described`` is for a reader who cannot see it; ``unit`` stands below the heading; heights are marked as ``powers``
-    of two or as plain numbers; ``height`` is a class of style.css, ``tall`` or ``low``.
+    ``described`` is for a reader who cannot see it; ``unit`` stands below the heading; with ``powers`` a height is an
+    exponent of two; ``height`` is a class of style.css, ``tall`` or ``low``.
     """
 
     title: str
@@ -181,10 +170,9 @@ class Chart:
     readout: dict[str, Any] = field(default_factory=dict)
     table: Table | None = None
 
-    def band(self, low: Array, high: Array, series: str, name: str = "", x: Array | None = None) -> None:
-        """Shade between two curves, thinned unless ``x`` is given; a gap in either is a gap."""
-        if x is None:
-            x, low, high = thin_band(low, high)
+    def band(self, low: Array, high: Array, series: str, name: str = "") -> None:
+        """Shade between two curves, thinned; a gap in either is a gap."""
+        x, low, high = thin_band(low, high)
         paths = []
         for part in _pieces(np.isfinite(low) & np.isfinite(high)):
             if part.stop - part.start > 1:  # one step alone has no width to shade
@@ -193,7 +181,7 @@ class Chart:
         if paths:
             self.inner.append(shape("path", f"band {series}", d="".join(paths)))
         if name:
-            self.keys.append(Key(series, "band", name))
+            self.keys.append((series, "band", name))
 
     def line(
         self, y: Array, series: str, name: str = "", style: str = "line", x: Array | None = None
@@ -208,7 +196,7 @@ class Chart:
         if paths:
             self.inner.append(shape("path", f"{style} {series}", d="".join(paths)))
         if name:
-            self.keys.append(Key(series, style, name))
+            self.keys.append((series, style, name))
 
     def span(self, low: float, high: float, start: float, stop: float, series: str, name: str) -> None:
         """Rule two heights from edge to edge, and shade what lies between them from ``start`` to ``stop``."""
@@ -216,7 +204,7 @@ class Chart:
         self.outer.insert(0, box(self.x, start, stop, self.y.at(high, up=True), height, f"band {series}"))
         for edge in (high, low):
             self.rule(edge, f"edge {series}")
-        self.keys.append(Key(series, "band", name))
+        self.keys.append((series, "band", name))
 
     def rule(self, height: float, style: str) -> None:
         """A horizontal line at one height, if the axis reaches it."""
@@ -239,16 +227,16 @@ class Chart:
         named = [{"name": printable(name), "values": values} for (name, _), values in zip(columns, shown)]
         self.readout = {"x": x, "low": self.x.low, "high": self.x.high, "name": self.x_name, "columns": named}
         picks = sample(len(x), TABLE_ROWS)
-        rows = [(f"{x[i]:,}", [values[i] for values in shown], False, None) for i in picks]
+        rows = [(f"{x[i]:,}", [values[i] for values in shown], False) for i in picks]
         self.table = Table([self.x_name, *(name for name, _ in columns)], rows)
 
     @property
     def grid(self) -> list[Markup]:
         """Lines and labels behind the curves."""
         parts = []
-        for value in self.y.powers(4) if self.powers else self.y.ticks(5):
+        for value in (one for one in self.y.ticks(5) if not self.powers or one == round(one)):
             y = self.y.at(value, up=True)
-            label = power_of_two(math.log2(value)) if self.powers else tick_label(value)
+            label = power_of_two(value) if self.powers else tick_label(value)
             parts += [across(y, "grid"), text(label, -8, y, "label end", "0.32em")]
         for value in self.x.ticks(5):
             if value == round(value) or self.x.high - self.x.low < 3:
@@ -269,62 +257,30 @@ def _pieces(ok: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[slice]:
 
 
 class Row(NamedTuple):
-    """A row of a bar chart: a bar with an interval around its end, or dots by label, and the printed value."""
+    """A row of a bar chart: a bar with an interval around its end, and the printed value."""
 
     name: str
     series: str
-    value: float | None
     shown: str
+    value: float | None = None
     detail: str = ""
     interval: tuple[float, float] | None = None
-    dots: Mapping[str, float] | None = None
 
 
-class Bars(NamedTuple):
-    """Rows of bars or dots, each with its drawing, and labelled ticks. The table is the figure and its own fallback."""
-
-    title: str
-    unit: str
-    rows: Sequence[tuple[Row, Sequence[Markup]]]
-    height: int
-    ticks: Sequence[Markup] = ()
-
-
-def bars(title: str, unit: str, rows: Sequence[Row], reference: float) -> Bars:
+def bars(title: str, unit: str, rows: Sequence[Row], reference: float) -> dict[str, Any]:
     """Horizontal bars from 0; ``reference`` draws a line at that value through every row (FP32 itself)."""
     shown = max([row.value or 0.0 for row in rows] + [reference, 1e-30])
     whole = max([shown] + [row.interval[1] for row in rows if row.interval])
-    most = min(whole, MOST * shown)
-    axis = Axis(0.0, most / 0.98)  # a little room on the right: the whisker's cap is not cut
-
-    def drawn(row: Row) -> list[Markup]:
+    axis = Axis(0.0, min(whole, MOST * shown) / 0.98)  # room for the last whisker's cap
+    drawn = []
+    for row in rows:
         parts = [] if row.value is None else [box(axis, 0.0, row.value, 3, 14, f"fill {row.series}")]
         parts.append(down(axis.at(reference), "reference", bottom=20))
         if row.interval:
-            low, high = (axis.at(min(edge, most)) for edge in row.interval)
-            parts += [across(10, "whisker", low, high), down(low, "whisker", "", 6, 14)]
-            if row.interval[1] > most:
-                parts.append(placed(high, 10, shape("path", "whisker", d="M-5-4L0 0L-5 4")))
-            else:
-                parts.append(down(high, "whisker", "", 6, 14))
-        return parts
-
-    return Bars(title, f"{unit} {CUT}" if whole > most else unit, [(row, drawn(row)) for row in rows], 20)
-
-
-def dots(title: str, unit: str, rows: Sequence[Row]) -> Bars:
-    """A dot for each value of a row, on one scale with ticks below."""
-    axis = axis_over([np.array(list((row.dots or {}).values())) for row in rows], log=False)
-    # One number alone gives no scale.
-    ticks = next((found for about in (4, 6, 9) if len(found := axis.ticks(about)) > 1), axis.ticks(20))
-    grid = [down(axis.at(tick), "grid") for tick in ticks]
-
-    def dot(label: str, value: float, series: str) -> Markup:
-        words = f"{label}: {significant(value, 5)}"
-        return shape("circle", f"dot {series}", words, cx=axis.at(value), cy=14, r=4.5)
-
-    drawn = [(row, [*grid, *(dot(*one, row.series) for one in (row.dots or {}).items())]) for row in rows]
-    return Bars(title, unit, drawn, 28, [text(tick_label(tick), axis.at(tick), 12) for tick in ticks])
+            parts.append(across(10, "whisker", *map(axis.at, row.interval)))
+            parts += [down(axis.at(edge), "whisker", "", 6, 14) for edge in row.interval if edge < axis.high]
+        drawn.append((row, parts))
+    return {"title": title, "unit": f"{unit} {CUT}" if whole > axis.high else unit, "rows": drawn}
 
 
 def gauge(

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from mezzo.core.curve import final_count
 from mezzo.core.overflow import CAUSES, OverflowReport
 from mezzo.core.records import UpdateRecord
 from mezzo.report import numbers
-from mezzo.report.charts import Axis, Bars, Chart, Key, Row, axis_over, bars, dots
+from mezzo.report.charts import Axis, Chart, Key, Row, Table, axis_over, bars
 from mezzo.report.comparison import Comparison
 from mezzo.report.numbers import counted, finite, listed, ratio, scale_text, significant
 from mezzo.report.run import Run
@@ -25,12 +25,11 @@ SHOWN = 0.98  # the share of the smoothed differences in the frame; the first st
 POINTS = 160
 STROKES = 200  # of more skipped updates one per bucket is drawn, and the note gives the true count
 NAMED = 12
-ALARMS = 4
 REASONS, LETTERS = 2, 60  # of skipped updates in a caption: how many, and how much of each
-MARKS = (
-    Key("skip", "tick", "skipped update"),
-    Key("probe", "tick", "skipped: the scale was too high"),
-    Key("alarm", "cross", "skipped: an alarm"),
+MARKS: tuple[Key, ...] = (
+    ("skip", "tick", "skipped update"),
+    ("probe", "tick", "skipped: the scale was too high"),
+    ("alarm", "cross", "skipped: an alarm"),
 )
 Group = tuple[str, str, list[Run]]  # a precision's name, its colour, and its runs
 
@@ -71,9 +70,9 @@ def loss(title: str, groups: Sequence[Group]) -> Chart | None:
     chart.described = "; ".join(described) + "." if described else "No finite loss was recorded."
     chart.notes += _mixed([run for _, _, runs in groups for run in runs])
     if seeds > 1:
-        chart.keys.append(Key("s0", "band", "smallest to largest seed"))
+        chart.keys.append(("s0", "band", "smallest to largest seed"))
     if window > 1:
-        chart.keys.append(Key("s0", "raw", "every step" if alone else "every step of the first seed"))
+        chart.keys.append(("s0", "raw", "every step" if alone else "every step of the first seed"))
     chart.read(picks, columns)
     return chart
 
@@ -99,11 +98,9 @@ def _mixed(runs: Sequence[Run]) -> list[str]:
     """A note if a curve holds losses of several kinds: a record does not say which optimizer a loss was for."""
     counts = [(len(run.losses), Counter(update.optimizer for update in run.updates)) for run in runs]
     most = max((len(one) for losses, one in counts if len(one) > 1 and losses > max(one.values())), default=0)
-    told = (
-        f"{most} optimizers stepped: the curve holds every loss that gradients were taken of, one after the other, "
-        "whichever optimizer it was for."
+    return [f"{most} optimizers stepped: the curve holds the losses of all, in the order of backward."] * (
+        most > 0
     )
-    return [told] if most else []
 
 
 def _faults(chart: Chart, name: str, series: str, runs: Sequence[Run], alone: bool) -> list[str]:
@@ -138,8 +135,8 @@ def difference(comparison: Comparison, candidate: str, series: str, margin: floa
     steps = max(base.shape[1], *(len(run.losses) for run in runs))
     window = window_for(steps)
     low, mean, high = band(smooth(rows, window))
-    noise = band(smooth(twins, window)) if twins.size else None
-    parts = [low, high, *([noise.low, noise.high] if noise else [])]
+    noise = band(smooth(twins, window)) if twins.size else ()
+    parts = [low, high, *noise[::2]]
     over = f"mean over {counted(len(rows), 'pair')}" if len(rows) > 1 else "one pair"
     chart = Chart(
         f"Difference: {candidate} minus FP32 of the same seed",
@@ -147,7 +144,7 @@ def difference(comparison: Comparison, candidate: str, series: str, margin: floa
         _difference_axis(parts, margin, smooth(base, window)),
         f"Loss difference, {over}, {_smoothed(window)}",
         described="No step has a finite loss in both runs.",
-        keys=[Key(series, "line", f"{candidate} minus FP32")],
+        keys=[(series, "line", f"{candidate} minus FP32")],
     )
     good = mean[np.isfinite(mean)]
     if len(good):
@@ -160,11 +157,11 @@ def difference(comparison: Comparison, candidate: str, series: str, margin: floa
     picks = sample(steps, POINTS)
     columns = [(f"{candidate} − FP32", _at(mean, picks))]
     if noise:
-        columns.append(("twin − FP32", _at(noise.mean, picks)))
+        columns.append(("twin − FP32", _at(noise[1], picks)))
         if len(twins) > 1:
-            chart.band(noise.low, noise.high, "noise", "FP32 twins moved by one ulp (noise)")
+            chart.band(noise[0], noise[2], "noise", "FP32 twins moved by one ulp (noise)")
         else:
-            chart.line(noise.mean, "noise", "FP32 twin moved by one ulp (noise)")
+            chart.line(noise[1], "noise", "FP32 twin moved by one ulp (noise)")
     chart.rule(0.0, "zero")
     if len(rows) > 1:
         chart.band(low, high, series, "smallest to largest seed")
@@ -227,14 +224,14 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Chart | None:
     chart = Chart(
         f"Loss scale: {name}",
         Axis(-0.02 * last, 1.02 * last),  # a stroke at either end stands clear of the frame's edge
-        Axis(min(scales) / 2, max(scales) * 2, log=True),
+        Axis(math.log2(min(scales)) - 1, math.log2(max(scales)) + 1),
         "The factor on the loss" + (", a line for each seed and optimizer." if len(tracks) > 1 else "."),
         x_name="update",
         described=" ".join(told),
         height="low",
         powers=True,
-        keys=[Key(series, "line", "loss scale")],
-        notes=[*told, *_culprits(tracks)],
+        keys=[(series, "line", "loss scale")],
+        notes=told,
     )
     drawn = set()
     for track in tracks:
@@ -251,7 +248,7 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Chart | None:
             chart.tick(place, kind, f"{label}update {place:,.0f} skipped{why}")
             if kind == "alarm":
                 chart.cross(place, "alarm", f"{label}update {place:,.0f}{why}")
-    chart.keys += [key for key in MARKS if key.series in drawn]
+    chart.keys += [key for key in MARKS if key[0] in drawn]
     return chart
 
 
@@ -272,23 +269,6 @@ def _tracks(run: Run, *, alone: bool) -> list[Track]:
         skipped = [(update, found.get(update.index)) for update in updates if update.skipped]
         tracks.append(Track(", ".join(filter(None, words)), updates, skipped))
     return tracks
-
-
-def _culprits(tracks: Sequence[Track]) -> list[str]:
-    """A sentence for each operation that made updates fail, the first few: the labels of the marks, on paper."""
-    places: dict[tuple[str, ...], tuple[str, str, list[int]]] = {}
-    for track in tracks:
-        for update, finding in track.skipped:
-            if finding is not None and finding.alarms:
-                # Later reports of one place differ in their numbers.
-                same = places.setdefault((track.who, *finding.place), (track.who, told_of(finding), []))
-                same[2].append(update.index)
-    sentences = [
-        f"{who}{', update' if who else 'Update'}{'s' if len(at) > 1 else ''} {listed(at, NAMED)}: {words}."
-        for who, words, at in places.values()
-    ]
-    more = [f"{len(sentences) - ALARMS:,} more culprits are below."] if len(sentences) > ALARMS else []
-    return sentences[:ALARMS] + more
 
 
 def _summary(tracks: Sequence[Track]) -> list[str]:
@@ -332,7 +312,7 @@ def _corners(track: Track) -> tuple[Array, Array]:
     """The corners of the staircase: the updates where the scale changes, and both ends."""
     points: list[tuple[float, float]] = []
     for update in track.updates:
-        scale = update.loss_scale if update.loss_scale > 0 else math.nan
+        scale = math.log2(update.loss_scale) if update.loss_scale > 0 else math.nan
         if not points or scale != points[-1][1]:
             points += [*((update.index, before) for _, before in points[-1:]), (update.index, scale)]
     points.append((max(1, track.updates[-1].index), points[-1][1]))
@@ -350,41 +330,41 @@ def _strokes(track: Track) -> list[tuple[UpdateRecord, OverflowReport | None]]:
     return sorted(kept.values(), key=lambda one: one[0].index)
 
 
-def speed(comparison: Comparison, colours: Mapping[str, str]) -> Bars | None:
+def speed(comparison: Comparison, colours: Mapping[str, str]) -> dict[str, Any] | None:
     """Speed of a training step relative to FP32, with the interval; None if no candidate has one."""
-    rows = [Row("FP32", "s0", 1.0, "1.00×")]
+    rows = [Row("FP32", "s0", "1.00×", 1.0)]
     for name, values in comparison.candidates.items():
         found, interval = finite(values.get("speedup")), numbers.pair(values.get("speedup_interval"))
         detail = f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else ""
-        rows.append(Row(name, colours[name], found, ratio(found), detail, interval))
+        rows.append(Row(name, colours[name], ratio(found), found, detail, interval))
     if not any(row.value for row in rows[1:]):
         return None
     unit = "Times FP32; longer is faster. The whisker is the interval."
     return bars("Speed of a training step", unit, rows, 1.0)
 
 
-def memory(comparison: Comparison, colours: Mapping[str, str]) -> Bars | None:
+def memory(comparison: Comparison, colours: Mapping[str, str]) -> dict[str, Any] | None:
     """Peak memory of a training step; None if no run recorded it."""
     peaks = {name: comparison.peak(name) for name in (comparison.baseline, *colours)}
     base = peaks[comparison.baseline]
     if base is None or not any(peaks[name] for name in colours):
         return None
-    rows = [Row("FP32", "s0", base, numbers.size(base))]
+    rows = [Row("FP32", "s0", numbers.size(base), base)]
     for name, values in comparison.candidates.items():
         found = finite(values.get("peak_memory_ratio"))
         detail = f"{ratio(found)} of FP32" if found else ""
-        rows.append(Row(name, colours[name], peaks[name], numbers.size(peaks[name]), detail))
+        rows.append(Row(name, colours[name], numbers.size(peaks[name]), peaks[name], detail))
     hows = " and ".join(sorted({run.memory.how for run in comparison.runs if run.memory}))
     return bars("Peak memory of a training step", f"By {hows}; shorter is smaller.", rows, base)
 
 
-def metric(comparison: Comparison, colours: Mapping[str, str]) -> Bars | None:
-    """The final metric, a dot for each seed; None if no metric was found in what the script printed."""
+def metric(comparison: Comparison) -> Table | None:
+    """The final metric of each seed and its mean; None if no metric was found in what the script printed."""
+    found = {name: comparison.metrics(name) for name in (comparison.baseline, *comparison.candidates)}
+    seeds = sorted({seed for values in found.values() for seed in values})
     rows = []
-    for name, colour in {comparison.baseline: "s0", **colours}.items():
-        found = comparison.metrics(name)
-        mean = significant(float(np.mean(list(found.values()))), 5) if found else "–"
-        seeds = {f"seed {seed}": value for seed, value in found.items()}
-        rows.append(Row("FP32" if name == comparison.baseline else name, colour, None, mean, dots=seeds))
-    unit = "A dot for each seed; the number is their mean."
-    return dots("Final metric", unit, rows) if any(row.dots for row in rows) else None
+    for name, values in found.items():
+        shown = [significant(values[seed], 5) if seed in values else "–" for seed in seeds]
+        mean = significant(sum(values.values()) / len(values), 5) if values else "–"
+        rows.append(("FP32" if name == comparison.baseline else name, [mean, *shown], False))
+    return Table(("", "mean", *(f"seed {seed}" for seed in seeds)), rows) if seeds else None

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import re
 
+from mezzo.core.byte_counts import written_bytes
+
 MISSING = "not measured"
 MINUS = "\u2212"
 # Control characters, bidirectional overrides, and halves of surrogate pairs (an argument that was not UTF-8). A browser
@@ -98,7 +100,7 @@ def percent(value: object, digits: int = 2) -> str:
 def share_text(share: float) -> str:
     """A share as a percentage that never rounds something to nothing: ``0``, ``<0.01 %``, ``3.2 %``."""
     shown = 100 * share
-    if math.isnan(share):
+    if math.isnan(share) or share < 0:
         return "–"
     if share == 0:
         return "0"
@@ -128,12 +130,7 @@ def listed(numbers: list[int], most: int) -> str:
 def size(value: object) -> str:
     """Bytes in decimal units (1 MB is 10^6 bytes), three significant digits: ``422 MB``, ``512 B``."""
     found = finite(value)
-    if found is None:
-        return MISSING
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(found) >= 0.9995 * scale:
-            return f"{significant(found / scale, 3)} {unit}"
-    return f"{found:.0f} B"
+    return MISSING if found is None else written_bytes(round(found))
 
 
 def seconds(value: object) -> str:

@@ -26,7 +26,6 @@ from mezzo.core.version import VERSION
 from mezzo.report import charts, figures, numbers, range_figures
 from mezzo.report.comparison import Comparison, command_line
 from mezzo.report.numbers import counted, finite, printable, size
-from mezzo.report.ranges import FORMATS
 from mezzo.report.run import Run
 
 COLOURS = ("s1", "s2", "s3", "s4", "s5", "s6")
@@ -118,7 +117,7 @@ def _environment() -> jinja2.Environment:
     )
     given = [one for name, one in vars(numbers).items() if callable(one) and not name.startswith("_")]
     given += [figures.speed, figures.memory, figures.metric, charts.gauge, command_line]
-    found.globals.update({one.__name__: one for one in given}, LEVELS=range_figures.LEVELS, FORMATS=FORMATS)
+    found.globals.update({one.__name__: one for one in given}, LEVELS=range_figures.LEVELS)
     for name in ("style.css", "script.js"):
         text, kind = Markup(packaged(name)), name.partition(".")[0]
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -165,8 +164,8 @@ def _findings(runs: Sequence[Run]) -> dict[str, Any] | None:
     for run in runs:
         for record in run.overflows:
             finding = record.finding
-            scale, lasting = ("", False) if finding.alarms else (run.too_high, run.lasting)
             constant = None if finding.alarms else run.constant_scale
+            scale, lasting = "" if finding.alarms else run.too_high, constant is not None
             remedies = finding.remedies if constant is None else of_constant_scale(constant)
             new = {"finding": finding, "scale": scale, "lasting": lasting, "remedies": remedies}
             group = groups.setdefault((*finding.place, scale), {**new, "updates": [], "runs": {}})

@@ -1,7 +1,7 @@
 """The numbers of a watched run as figures: exponents by kind of tensor, shares lost, updates over weights.
 
-The script picks one tensor out of all, moves gradients by another loss scale, and shows maps in another format.
-Without it the figures show all tensors, gradients at the loss scale of the run's last update.
+The script picks one tensor out of all and moves gradients by another loss scale. Without it the figures show all
+tensors, gradients at the loss scale of the run's last update.
 """
 
 from __future__ import annotations
@@ -14,37 +14,28 @@ from typing import Any
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from mezzo.core.ranges import GRADIENTS, WHAT, Histogram, Shares, shift_of
-from mezzo.report.charts import UNITS, Axis, Chart, Key, Table, across, box, down, shape, text
+from mezzo.report.charts import UNITS, Axis, Table, across, box, down, shape, text
 from mezzo.report.numbers import count, counted, power_of_two, printable, share_text, significant
 from mezzo.report.ranges import FORMATS, LIMITS, RATIO, Ranges, Track, together
 from mezzo.report.run import Run
-from mezzo.report.series import Array, sample
+from mezzo.report.series import Array
 
 LISTED = 150  # rows of a table of tensors; those with the most to lose come first
 LINES, COLUMNS = 48, 72  # of a map: the tensors that lose most, and columns, each the worst of its steps
-FIGURES, POINTS = 36, 80  # of update ratios: figures drawn, and steps in each
-# Weights in these formats move by every ratio above 2 to this power, and by none below half of that.
-MOVES = (("bf16", -8, "margin"), ("fp16", -11, "skip"))
 # Gradients first: they are what a format loses first.
 ORDER = ("activation gradient", "weight gradient", "activation", "weight")
 MAPS = ("activation gradient", "activation", "weight gradient", RATIO)
 SLIDER = (-24, 32)  # the ends of the loss scale's slider, as powers of two; from 0 if no scale was below 1
 DECADES = 6  # a share of 10 to the minus this, or less, is a sliver in a histogram
-UP_TO = (
-    0.0,
-    0.001,
-    0.01,
-    0.05,
-    0.2,
-    0.5,
-    1.0,
-)  # a cell's level: the first of these that its share does not exceed
+# A cell's level is the first of these that its share does not exceed.
+UP_TO = (0.0, 0.001, 0.01, 0.05, 0.2, 0.5, 1.0)
 BROKEN, UNSEEN = "x", "u"
 _SHARES = ("none", "to 0.1 %", "to 1 %", "to 5 %", "to 20 %", "to 50 %", "over 50 %")
-LEVELS = [Key(f"h{place}", "cell", name) for place, name in enumerate(_SHARES)]
-LEVELS += [Key(f"h{BROKEN}", "cell", "holds inf or NaN"), Key(f"h{UNSEEN}", "cell", "not seen")]
+LEVELS = [(f"h{place}", "cell", name) for place, name in enumerate(_SHARES)]
+LEVELS += [(f"h{BROKEN}", "cell", "holds inf or NaN"), (f"h{UNSEEN}", "cell", "not seen")]
 """The legend of a map."""
 _WINDOW = (-72, 44)
 _PERCENT = {0: "100\u00a0%", 2: "1\u00a0%", 4: "0.01\u00a0%", 6: "10⁻⁴\u00a0%"}
@@ -54,7 +45,6 @@ _STRIP = 17
 def range_figures(run: Run) -> dict[str, Any]:
     """All figures of one watched run, for the template."""
     seen = run.ranges
-    formats = {what: _format(seen, what) for what in WHAT}
     # An update that was not watched may have changed the scale since.
     scales = [update.loss_scale for update in run.updates] or seen.scales
     shift = shift_of(next((scale for scale in reversed(scales) if 0 < scale < math.inf), 1.0))
@@ -65,10 +55,10 @@ def range_figures(run: Run) -> dict[str, Any]:
         "seen": seen,
         "shift": shift,
         "slider": (min(SLIDER[0], *used) if min(used) < 0 else 0, max(SLIDER[1], *used)),
-        "format": formats["activation gradient"],
-        "exponents": [exponents(what, some, formats[what], shift) for what, some in tracks.items() if some],
-        "maps": list(filter(None, (heat(what, seen, formats[what]) for what in MAPS))),
-        "ratios": update_ratios(seen),
+        "exponents": [
+            exponents(what, some, _format(seen, what), shift) for what, some in tracks.items() if some
+        ],
+        "maps": list(filter(None, (heat(what, seen, _format(seen, what)) for what in MAPS))),
     }
 
 
@@ -84,7 +74,7 @@ def _format(seen: Ranges, what: str) -> str:
 def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> dict[str, Any]:
     """How often each exponent occurs in a kind of tensor (of `WHAT`), over strips that show what each format can hold.
 
-    The ends of ``format`` are drawn and the table is sorted by it; gradients are drawn at a loss scale of ``2**shift``.
+    The table is sorted by what ``format`` loses; gradients are drawn at a loss scale of ``2**shift``.
     """
     moves = what in GRADIENTS
     shift = shift if moves else 0
@@ -102,8 +92,7 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
     for track in worst:
         lost, bad = _cells(track.total.shares(format, shift)), broken(track.total)
         numbers = [lost[0], lost[3], significant(track.total.largest, 3), count(bad)]
-        rows.append((track.label, numbers, bool(bad), _small(track.total, axis, shift, format)))
-    words = ("below: zero in", "from here on: beyond")
+        rows.append((track.label, numbers, bool(bad)))
     shares = {name: total.shares(name, shift) for name in FORMATS}
     return {
         "what": what,
@@ -113,21 +102,14 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
         "broken": broken(total),
         "grid": _grid(axis),
         "bins": bar_path(_bins(total, axis, shift)),
-        "ends": [
-            down(axis.at(end), "edge skip", f"{word} {format}")
-            for end, word in zip(_ends(format), words)
-            if axis.low < end < axis.high
-        ],
         "strips": _strips(axis),
         "strips_height": _STRIP * len(LIMITS),
         "lost": {name: found for name, found in shares.items() if found},
         "shares": Table(
             ("In", "to zero", "subnormal", "kept", "overflow"),
-            [(name, _cells(found), False, None) for name, found in shares.items()],
+            [(name, _cells(found), False) for name, found in shares.items()],
         ),
-        "tensors": Table(
-            ("Tensor", "Exponents", f"to zero in {format}", "overflow", "largest", "not finite"), rows
-        ),
+        "tensors": Table(("Tensor", f"to zero in {format}", "overflow", "largest", "not finite"), rows),
         "of": len(tracks),
         "data": {
             "low": axis.low,
@@ -143,10 +125,6 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
 def broken(histogram: Histogram) -> int:
     """How many numbers are infinite or NaN."""
     return histogram.infinities + histogram.nans
-
-
-def _ends(format: str) -> tuple[int, int]:
-    return LIMITS[format].zero, LIMITS[format].overflow
 
 
 def _cells(shares: Shares | None) -> list[str]:
@@ -195,21 +173,6 @@ def _strips(axis: Axis) -> list[Markup]:
     return parts
 
 
-def _small(total: Histogram, axis: Axis, shift: int, format: str) -> dict[str, Any]:
-    """One outline, a unit wide for each exponent, from the first that occurs to the last."""
-    bins = _bins(total, axis, shift)
-    used = [place for place, one in enumerate(bins) if one]
-    shapes = []
-    if used:
-        heights = [one and max(0.02, _height(one / sum(bins))) for one in bins[used[0] : used[-1] + 1]]
-        path = "".join(f"V{20 - round(20 * height)}h1" for height in heights)
-        shapes.append(shape("path", "fill s1", d=f"M{used[0]} 20{path}V20Z"))
-    for edge in _ends(format):
-        if axis.low < edge < axis.high:
-            shapes.append(shape("path", "edge skip", d=f"M{edge - int(axis.low)} 0V20"))
-    return {"width": len(bins), "shapes": shapes}
-
-
 def bar_path(bins: Sequence[int]) -> str:
     """One path for all bars of a histogram, in `UNITS`: a bar's height is the logarithm of its share.
 
@@ -237,76 +200,58 @@ def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
     columns = sorted({column for track in tracks for column in track.columns})
     if len(columns) < 2:
         return None
-    size = math.ceil(len(columns) / COLUMNS)
-    groups = [columns[start : start + size] for start in range(0, len(columns), size)]
+    lost, bad = np.full((len(tracks), len(columns)), np.nan), np.zeros((len(tracks), len(columns)), dtype=int)
+    for row, track in enumerate(tracks):
+        at = np.searchsorted(columns, track.columns)
+        lost[row, at], bad[row, at] = track.lost[format], track.broken
     # Those that lose most, in the model's order.
     weights = [(any(track.broken), float(np.nan_to_num(track.mean_lost(format)))) for track in tracks]
     by_weight = sorted(range(len(tracks)), key=weights.__getitem__, reverse=True)
-    shown, listed = ([tracks[place] for place in sorted(by_weight[:most])] for most in (LINES, LISTED))
-    levels = {name: [_levels(track, name, groups) for track in shown] for name in FORMATS}
-    updates = [ranges.updates[group[0]] for group in groups]
-    described = {name: _described(tracks, name, ranges) for name in FORMATS}
+    shown, listed = sorted(by_weight[:LINES]), sorted(by_weight[:LISTED])
+    size = math.ceil(len(columns) / COLUMNS)
+    starts = range(0, len(columns), size)
+    worst = np.fmax.reduceat(lost[shown], starts, axis=1)
     rows = []
-    for track in listed:
+    for track in (tracks[place] for place in listed):
         share, column = track.worst_lost(format)
         numbers = [share_text(one) for one in (*map(track.mean_lost, FORMATS), share)]
         numbers += [f"{ranges.updates[column]:,}" if column >= 0 else "–", f"{sum(track.broken):,}"]
-        rows.append((track.label, numbers, any(track.broken), None))
-    head = ("Tensor", *(f"{name}, mean" for name in FORMATS), f"{format}, most", "at update", "inf or NaN")
+        if what == RATIO:
+            ends = (track.medians[0], track.medians[-1])
+            numbers += [f"2^{one:.1f}" if math.isfinite(one) else "–" for one in ends]
+        rows.append((track.label, numbers, any(track.broken)))
+    head = ["Tensor", *(f"{name}, mean" for name in FORMATS), f"{format}, most", "at update", "inf or NaN"]
+    head += ["first median ratio", "last median ratio"] * (what == RATIO)
     return {
         "title": "Updates lost by weights" if what == RATIO else f"{what.capitalize()}: lost",
         "is_ratio": what == RATIO,
         "format": format,
         "every": size,
-        "described": described[format],
-        "broken": any(bad for bad, _ in weights),
-        "labels": [track.label for track in shown],
-        "width": len(groups),
-        "cells": cells(levels[format]),
-        "updates": (updates[0], ranges.updates[columns[-1]]),
+        "described": _described(tracks, format, ranges),
+        "broken": bad.any(),
+        "labels": [tracks[place].label for place in shown],
+        "width": len(starts),
+        "cells": cells(levels(worst, np.add.reduceat(bad[shown], starts, axis=1))),
+        "updates": (ranges.updates[columns[0]], ranges.updates[columns[-1]]),
         "of": len(tracks),
         "table": Table(head, rows),
-        "data": {
-            "names": [printable(track.label) for track in shown],
-            "updates": updates,
-            "levels": levels,
-            "most": {name: printable(words) for name, words in described.items()},
-        },
     }
 
 
-def level(share: float, broken: int = 0) -> str:
-    """The character of a map's cell.
-
-    >>> [level(share) for share in (0.0, 0.0005, 0.03, 1.0)], level(0.0, broken=3), level(float("nan"))
-    (['0', '1', '3', '6'], 'x', 'u')
-    """
-    if broken:
-        return BROKEN
-    if math.isnan(share):
-        return UNSEEN
-    return str(next(place for place, edge in enumerate(UP_TO) if share <= edge + 1e-9))
+def levels(lost: Array, broken: NDArray[np.int_]) -> NDArray[np.str_]:
+    """The character of each cell of a map: 0 to 6 for a share lost, `BROKEN`, or `UNSEEN` for NaN."""
+    found = np.searchsorted(UP_TO, lost - 1e-9).astype(str)
+    return np.where(broken > 0, BROKEN, np.where(np.isnan(lost), UNSEEN, found))
 
 
-def cells(lines: Sequence[str]) -> list[Markup]:
+def cells(levels: NDArray[np.str_]) -> list[Markup]:
     """A map, a unit for each cell: a path for each level, of runs of equal cells."""
     paths: dict[str, str] = {}
-    for y, line in enumerate(lines):
-        for run in re.finditer(r"(.)\1*", line):
+    for y, line in enumerate(levels.tolist()):
+        for run in re.finditer(r"(.)\1*", "".join(line)):
             width = len(run[0])
             paths[run[1]] = paths.get(run[1], "") + f"M{run.start()} {y}h{width}v1h{-width}z"
     return [shape("path", f"h{name}", d=path) for name, path in sorted(paths.items())]
-
-
-def _levels(track: Track, format: str, groups: Sequence[Sequence[int]]) -> str:
-    """A line of the map: the worst of each column."""
-    seen = dict(zip(track.columns, zip(track.lost[format], track.broken)))
-    line = ""
-    for group in groups:
-        found = [seen[column] for column in group if column in seen]
-        shares = [share for share, _ in found if not math.isnan(share)]
-        line += level(max(shares, default=math.nan), sum(broken for _, broken in found))
-    return line
 
 
 def _described(tracks: Sequence[Track], format: str, ranges: Ranges) -> str:
@@ -322,72 +267,10 @@ def _described(tracks: Sequence[Track], format: str, ranges: Ranges) -> str:
             f"{broken:,} of {elements} {'is' if broken == 1 else 'are'} {what}, "
             f"in {len(bad):,} of {counted(len(tracks), 'tensor')}, first at update {ranges.updates[column]:,}."
         )
-    found = [(*track.worst_lost(format), track.label) for track in tracks]
-    share, column, label = max(found, key=lambda one: one[0] if one[1] >= 0 else -1.0)
-    if column < 0 or share == 0:
+    share, column, label = max(
+        ((*track.worst_lost(format), track.label) for track in tracks), key=lambda one: one[0]
+    )
+    if share <= 0:
         return told or f"Nothing is lost in {format}."
     most = f"{share_text(share)} of {label}, at update {ranges.updates[column]:,}."
     return f"{told} Of the finite ones the most is {most}" if told else f"The most is {most}"
-
-
-def update_ratios(ranges: Ranges) -> dict[str, Any] | None:
-    """Updates over weights, a chart for each tensor, those with the most lost updates first.
-
-    None if fewer than two steps have any.
-    """
-    tracks = [track for track in ranges.of(RATIO) if len(track.columns) > 1]
-    lost = {track.label: [track.mean_lost(name) for name, _, _ in MOVES] for track in tracks}
-    tracks.sort(key=lambda track: -np.nan_to_num(lost[track.label][0]))
-    rows = []
-    for track in tracks[:LISTED]:
-        medians = [f"2^{one:.1f}" if math.isfinite(one) else "–" for one in track.quantiles[1]]
-        shares = map(share_text, lost[track.label])
-        rows.append((track.label, [medians[0], medians[-1], *shares], False, None))
-    head = ("Tensor", "first median", "last median", *(f"lost in {name}, estimated" for name, _, _ in MOVES))
-    figures = [_ratio_chart(track, ranges, lost[track.label]) for track in tracks[:FIGURES]]
-    return {"charts": figures, "table": Table(head, rows), "of": len(tracks)} if tracks else None
-
-
-def _ratio_chart(track: Track, ranges: Ranges, lost: Sequence[float]) -> Chart:
-    picks = sample(len(track.columns), POINTS)
-    at = np.array([ranges.updates[track.columns[pick]] for pick in picks], dtype=float)
-    found = np.array(track.quantiles, dtype=float)
-    low, middle, high = np.exp2(np.clip(found[:, picks], -200, 200))
-    parts = [
-        f"{share_text(one)} of the updates would be lost in {name}" for one, (name, *_) in zip(lost, MOVES)
-    ]
-    told = f"{_course(at, middle)} On average an estimated {' and '.join(parts)}."
-    ends = found[np.isfinite(found)]
-    bottom, top = max(min([-14.0, *ends]), -60), min(max([-4.0, *ends]), 20)
-    chart = Chart(
-        track.label,
-        Axis(at[0], max(at[-1], at[0] + 1.0)),
-        Axis(2.0 ** (math.floor(bottom) - 1), 2.0 ** (math.ceil(top) + 1), log=True),
-        "Update over weight.",
-        x_name="update",
-        described=told,
-        height="low",
-        powers=True,
-        notes=[told],
-    )
-    chart.band(low, high, "s1", "5 % to 95 %", x=at)
-    chart.line(middle, "s1", "median", x=at)
-    for name, power, style in MOVES:
-        chart.rule(2.0**power, f"edge {style}")
-        words = f"{power_of_two(power)}: {name} loses none above, all below {power_of_two(power - 1)}"
-        chart.keys.append(Key(style, "edge", words))
-    return chart
-
-
-def _course(at: Array, middle: Array) -> str:
-    """The first and last median in words; a step has none if nothing moved but weights that were 0."""
-    seen = np.flatnonzero(np.isfinite(middle)).tolist()
-    if not seen:
-        return "No update has a ratio: nothing moved, or only weights that were 0."
-    first, last = (
-        power_of_two(math.log2(middle[place])) + (f" at update {at[place]:,.0f}" if place != end else "")
-        for place, end in ((seen[0], 0), (seen[-1], len(middle) - 1))
-    )
-    gaps = len(seen) < len(middle)
-    why = " A step has none where nothing moved, or only weights that were 0." if gaps else ""
-    return f"The median ratio goes from {first} to {last}.{why}"

@@ -19,7 +19,6 @@ from mezzo.core.records import RangesRecord
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
 """The formats that a report shows, whichever of them the run used."""
 RATIO = "update ratio"
-QUANTILES = (0.05, 0.5, 0.95)
 
 
 class Limits(NamedTuple):
@@ -55,8 +54,7 @@ class Track:
     columns: array[int] = field(default_factory=lambda: array("l"))  # steps, as places in `Ranges.updates`
     lost: dict[str, array[float]] = field(default_factory=lambda: {name: array("f") for name in FORMATS})
     broken: array[int] = field(default_factory=lambda: array("q"))  # elements infinite or NaN (ratios: NaN)
-    # The log2 of the `QUANTILES` of an update ratio.
-    quantiles: tuple[array[float], ...] = field(default_factory=lambda: tuple(array("f") for _ in QUANTILES))
+    medians: array[float] = field(default_factory=lambda: array("f"))  # of update ratios: their log2
 
     def add(self, column: int, histogram: Histogram, shift: int) -> None:
         """One step's histogram, of numbers that the run multiplied by ``2**shift``."""
@@ -64,20 +62,15 @@ class Track:
         self.columns.append(column)
         # An infinite ratio is an update of a weight that was 0, which is not an error.
         self.broken.append(histogram.nans + (0 if self.what == RATIO else histogram.infinities))
-        counts, lowest, elements = histogram.counts, histogram.lowest, sum(histogram.counts)
-        for name, limits in LIMITS.items():
-            if not elements:
-                share = math.nan
-            elif self.what == RATIO:
-                share = histogram.lost(name) or 0.0
+        for name in FORMATS:
+            if self.what == RATIO:
+                share = histogram.lost(name)
             else:
-                gone = sum(counts[: max(0, limits.zero - lowest - shift)])
-                gone += sum(counts[max(0, limits.overflow - lowest - shift) :])
-                share = gone / elements
-            self.lost[name].append(share)
+                shares = histogram.shares(name, shift)
+                share = shares.underflow + shares.overflow if shares else None
+            self.lost[name].append(math.nan if share is None else share)
         if self.what == RATIO:
-            for kept, value in zip(self.quantiles, quantiles(histogram, QUANTILES)):
-                kept.append(value)
+            self.medians.append(median(histogram))
 
     def mean_lost(self, name: str) -> float:
         """Mean of the shares lost in a format over the steps that have one; NaN if none has."""
@@ -85,9 +78,9 @@ class Track:
         return sum(shares) / len(shares) if shares else math.nan
 
     def worst_lost(self, name: str) -> tuple[float, int]:
-        """The largest share lost in a format and its first column; NaN and -1 if there is none."""
+        """The largest share lost in a format and its first column; -1 and -1 if there is none."""
         found = [(share, -at) for share, at in zip(self.lost[name], self.columns) if not math.isnan(share)]
-        share, at = max(found, default=(math.nan, 1))
+        share, at = max(found, default=(-1.0, 1))
         return share, -at
 
 
@@ -136,23 +129,15 @@ def together(tracks: Sequence[Track]) -> Histogram:
     return total
 
 
-def quantiles(histogram: Histogram, parts: Sequence[float]) -> list[float]:
-    """The log2 of quantiles of the magnitudes that are finite and not zero, spread evenly over each binade.
+def median(histogram: Histogram) -> float:
+    """The log2 of the median magnitude that is finite and not zero, spread evenly over its binade; NaN if none is.
 
-    >>> quantiles(Histogram(lowest=-10, counts=[2, 2]), (0.0, 0.5, 0.75))
-    [-10.0, -9.0, -8.5]
+    >>> median(Histogram(lowest=-10, counts=[2, 2])), median(Histogram(lowest=-10, counts=[1, 2, 1]))
+    (-9.0, -8.5)
     """
-    elements = sum(histogram.counts)
-    if not elements:
-        return [math.nan] * len(parts)
-    found = []
-    for part in parts:
-        want, seen = part * elements, 0
-        value = float(histogram.lowest + len(histogram.counts))
-        for place, number in enumerate(histogram.counts):
-            if number and seen + number >= want:
-                value = histogram.lowest + place + (want - seen) / number
-                break
-            seen += number
-        found.append(value)
-    return found
+    half, seen = sum(histogram.counts) / 2, 0
+    for place, number in enumerate(histogram.counts, histogram.lowest):
+        if number and seen + number >= half:
+            return place + (half - seen) / number
+        seen += number
+    return math.nan

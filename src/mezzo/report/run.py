@@ -7,6 +7,7 @@ broken file is kept with what it has, and `Run.fault` says what is wrong.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,23 +88,10 @@ class Run:
         return found.scale if isinstance(found, StaticLossScale) else None
 
     @property
-    def steady_scale(self) -> float | None:
-        """The loss scale of every update, if a skipped one did not make it smaller; else None."""
-        scales = {update.loss_scale for update in self.updates}
-        return scales.pop() if len(scales) == 1 and any(u.skipped for u in self.updates[:-1]) else None
-
-    @property
-    def lasting(self) -> bool:
-        """Whether a loss scale that is too large stays too large: nothing made it smaller."""
-        return self.constant_scale is not None or self.steady_scale is not None
-
-    @property
     def too_high(self) -> str:
         """Why updates failed that a smaller loss scale would have kept."""
         if self.constant_scale is not None:
             return f"the constant loss scale {scale_text(self.constant_scale)} is too large for this step"
-        if self.steady_scale is not None:
-            return f"the loss scale, {scale_text(self.steady_scale)} in all of this run, is too large for this step"
         return (
             "the loss scale was finding its height (gradients overflow at this one, and not at a smaller one)"
         )
@@ -129,11 +117,8 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
         path: the ``.jsonl`` file.
         known: `file_name` of a precision -> the precision as the user wrote it.
     """
-    losses: list[float] = []
-    updates: list[records.UpdateRecord] = []
-    overflows: list[records.OverflowRecord] = []
+    found: defaultdict[str, list[Any]] = defaultdict(list)
     ranges = Ranges()
-    once: dict[str, Any] = {}
     read, fault = 0, ""
     try:
         with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
@@ -148,39 +133,34 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
                     fault = f"{path.name}:{read + 1}: {error}; {unread:,} {were} not read"
                     break
                 read += 1
-                if isinstance(record, records.LossRecord):
-                    losses.append(record.loss)
-                elif isinstance(record, records.UpdateRecord):
-                    updates.append(record)
-                elif isinstance(record, records.RangesRecord):
-                    ranges.add(record)
-                elif isinstance(record, records.OverflowRecord):
-                    overflows.append(record)
-                elif isinstance(record, records.OpsRecord):
-                    once["ops"] = tuple(record.ops)
-                elif not isinstance(record, records.SensitivityRecord):  # `mezzo calibrate` shows those
-                    once[{"run": "started", "memory": "memory", "end": "ended"}[record.kind]] = record
+                if isinstance(record, records.RangesRecord):
+                    ranges.add(record)  # a sum: the histograms of a long run would fill the memory
+                else:
+                    found[record.kind].append(record)
     except OSError as error:
         fault = str(error).replace(f"{path.parent}/", "")
-    of_a_loop = "started" not in once and bool(losses or updates)
-    if "ended" not in once and not of_a_loop:
+    started, memory, ops, ended = (found[kind][-1:] for kind in ("run", "memory", "ops", "end"))
+    of_a_loop = not started and bool(found["loss"] or found["update"])
+    if not ended and not of_a_loop:
         fault = fault or "the run was cut short: its records have no end"
-    found = _NAME.fullmatch(path.stem)
-    started: records.RunStarted | None = once.get("started")
-    precision = found["precision"] if found else started.policy if started else path.stem
+    named = _NAME.fullmatch(path.stem)
+    precision = named["precision"] if named else started[0].policy if started else path.stem
     return Run(
         name=path.stem,
         precision=(known or {}).get(records.file_name(precision), precision),
-        seed=int(found["seed"]) if found else started.seed_offset if started else 0,
-        nudged=bool(found and found["ulp"]) or bool(started and started.nudged),
-        losses=np.array(losses, dtype=float),
-        updates=tuple(updates),
-        overflows=tuple(overflows),
+        seed=int(named["seed"]) if named else started[0].seed_offset if started else 0,
+        nudged=bool(named and named["ulp"]) or bool(started and started[0].nudged),
+        losses=np.array([one.loss for one in found["loss"]], dtype=float),
+        updates=tuple(found["update"]),
+        started=next(iter(started), None),
+        memory=next(iter(memory), None),
+        ops=tuple(ops[0].ops) if ops else (),
+        ended=next(iter(ended), None),
+        overflows=tuple(found["overflow"]),
         ranges=ranges,
         fault=fault,
         records=read,
         log=_tail(path.with_suffix(".log")),
-        **once,
     )
 
 

@@ -1,6 +1,6 @@
-// What a script adds to a page that works without one: the theme's switch, sorting, copying, folded lists that unfold on
-// paper, values under the pointer; and of ranges one tensor in place of all, another loss scale, another format. Text is
-// only ever set as text. The arithmetic of ranges is that of core/ranges.py; a test holds the two together.
+// What a script adds to a page that works without one: values under the pointer, and of ranges one
+// tensor instead of all and another loss scale. Text is only ever set as text. The arithmetic of ranges is that of
+// core/ranges.py; a test compares the two.
 "use strict";
 (() => {
   const root = document.documentElement;
@@ -15,56 +15,15 @@
   const clamp = (value, most) => Math.max(0, Math.min(most, value));
   root.dataset.script = "on";
 
-  const theme = document.getElementById("theme");
-  const system = matchMedia("(prefers-color-scheme: dark)");
-  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
-  const name = () => { theme.textContent = isDark() ? "Light" : "Dark"; };
-  theme.hidden = false;
-  theme.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; name(); });
-  system.addEventListener("change", name);
-  name();
-
-  each("button.copy", (button) => {
-    button.hidden = false;
-    button.addEventListener("click", async () => {
-      const code = button.parentElement.querySelector("code");
-      try {
-        await navigator.clipboard.writeText(code.textContent);
-        button.textContent = "Copied";
-      } catch {
-        getSelection().selectAllChildren(code);
-        button.textContent = "Selected";
-      }
-      setTimeout(() => { button.textContent = "Copy"; }, 1600);
-    });
-  });
-
-  each("table.sortable", (table) => each("thead th", (head) => {
-    const button = make("button", head.textContent);
-    button.type = "button";
-    head.replaceChildren(button);
-    button.addEventListener("click", () => {
-      const up = head.getAttribute("aria-sort") !== "ascending";
-      each("thead th", (other) => other.removeAttribute("aria-sort"), table);
-      head.setAttribute("aria-sort", up ? "ascending" : "descending");
-      const text = (row) => row.cells[head.cellIndex].textContent.trim();
-      const rows = [...table.tBodies[0].rows];
-      rows.sort((a, b) => (up ? 1 : -1) * text(a).localeCompare(text(b), "en", { numeric: true }));
-      table.tBodies[0].append(...rows);
-    });
-  }, table));
-
   each("svg[data-readout]", (chart) => {
     const data = JSON.parse(chart.dataset.readout);
     const last = data.x.length - 1;
     if (last < 0) return;
     const cursor = chart.querySelector(".cursor");
     const line = make("p", "", "readout");
-    line.title = "Point at the curve, or focus it and use the arrow keys, to read other steps.";
+    line.title = "Point at the curve to read other steps.";
     chart.before(line);
-    let at = last;
-    const show = (index) => {
-      at = clamp(index, last);
+    const show = (at) => {
       const left = (100 * (data.x[at] - data.low)) / (data.high - data.low) + "%";
       for (const [key, value] of [["x1", left], ["x2", left], ["visibility", "visible"]]) cursor.setAttribute(key, value);
       line.replaceChildren(`${data.name} ${comma(data.x[at])}`);
@@ -78,13 +37,6 @@
       show(away.indexOf(Math.min(...away)));
     });
     chart.addEventListener("pointerleave", rest);
-    chart.setAttribute("tabindex", "0");
-    chart.addEventListener("keydown", (event) => {
-      const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 }[event.key];
-      if (step) { event.preventDefault(); show(at + step); }
-    });
-    chart.addEventListener("focus", () => { if (chart.matches(":focus-visible")) show(at); });
-    chart.addEventListener("blur", rest);
     rest();
   });
 
@@ -122,7 +74,6 @@
 
   each(".ranges", (block) => {
     const slider = block.querySelector("input.scale");
-    const format = block.querySelector("select.format");
     block.querySelector(".controls").hidden = false;
 
     each("figure[data-exponents]", (figure) => {
@@ -156,49 +107,5 @@
     const show = () => { block.querySelector("output").textContent = power(Number(slider.value)); };
     slider.addEventListener("input", show);
     show();
-
-    each("figure[data-heat]", (figure) => {
-      const data = JSON.parse(figure.dataset.heat);
-      const map = figure.querySelector(".heatmap");
-      const words = {};
-      each(".legend li", (item) => { words[item.querySelector("rect").getAttribute("class")] = item.textContent; }, figure);
-      const line = make("p", "Point at a cell to read it.", "readout");
-      figure.querySelector(".heatbox").before(line);
-      format.addEventListener("change", () => {
-        const paths = {};
-        data.levels[format.value].forEach((levels, y) => {
-          for (const found of levels.matchAll(/(.)\1*/g)) {
-            const size = found[0].length;
-            paths[found[1]] = (paths[found[1]] || "") + `M${found.index} ${y}h${size}v1h${-size}z`;
-          }
-        });
-        each("path", (path) => path.remove(), map);
-        for (const [level, d] of Object.entries(paths)) {
-          const path = document.createElementNS(map.namespaceURI, "path");
-          path.setAttribute("class", "h" + level);
-          path.setAttribute("d", d);
-          map.append(path);
-        }
-        figure.querySelector(".chosen").textContent = format.value;
-        figure.querySelector(".most").textContent = data.most[format.value];
-      });
-      map.addEventListener("pointermove", (event) => {
-        const box = map.getBoundingClientRect();
-        const lines = data.levels[format.value];
-        const at = (part, size) => clamp(Math.floor(part * size), size - 1);
-        const y = at((event.clientY - box.top) / box.height, lines.length);
-        const x = at((event.clientX - box.left) / box.width, data.updates.length);
-        line.replaceChildren(`${data.names[y]} · update ${comma(data.updates[x])} · `, make("b", words["h" + lines[y][x]]));
-      });
-    }, block);
   });
-
-  addEventListener("beforeprint", () => each("details:not(.numbers, .more):not([open])", (fold) => {
-    fold.open = true;
-    fold.dataset.printed = "yes";
-  }));
-  addEventListener("afterprint", () => each("details[data-printed]", (fold) => {
-    fold.open = false;
-    delete fold.dataset.printed;
-  }));
 })();

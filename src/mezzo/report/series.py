@@ -7,7 +7,6 @@ the order in which they came, so no spike is lost. A value that is not finite is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +14,6 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 BUCKETS = 240
-
-
-class Band(NamedTuple):
-    """Several runs as one: smallest, mean and largest over runs at each step; NaN where none is finite."""
-
-    low: Array
-    mean: Array
-    high: Array
 
 
 def align(runs: Sequence[Array]) -> Array:
@@ -63,17 +54,13 @@ def smooth(values: Array, window: int) -> Array:
     return np.where(ok & np.isfinite(means), means, np.nan)
 
 
-def band(rows: Array) -> Band:
-    """Minimum, mean and maximum over the first axis, gaps left out."""
+def band(rows: Array) -> tuple[Array, Array, Array]:
+    """Minimum, mean and maximum over the first axis (runs), gaps left out; NaN where none is finite."""
     ok = np.isfinite(rows)
     kept = np.where(ok, rows, np.nan)
     number = ok.sum(axis=0)
-    mean = (np.where(ok, rows, 0.0) / np.maximum(number, 1)).sum(axis=0)
-    return Band(
-        np.fmin.reduce(kept, axis=0, initial=np.nan),
-        np.where(number > 0, mean, np.nan),
-        np.fmax.reduce(kept, axis=0, initial=np.nan),
-    )
+    mean = np.where(ok, rows, 0.0).sum(axis=0, initial=0.0) / np.where(number > 0, number, np.nan)
+    return np.fmin.reduce(kept, axis=0, initial=np.nan), mean, np.fmax.reduce(kept, axis=0, initial=np.nan)
 
 
 def thin(values: Array, buckets: int = BUCKETS) -> tuple[Array, Array]:
@@ -98,12 +85,8 @@ def thin_band(low: Array, high: Array, buckets: int = BUCKETS) -> tuple[Array, A
     n = len(low)
     if n <= 2 * buckets:
         return np.arange(n, dtype=float), low, high
-    groups = np.array_split(np.arange(n), buckets)
-    return (
-        np.array([float(group[len(group) // 2]) for group in groups]),
-        np.array([np.fmin.reduce(low[group]) for group in groups]),
-        np.array([np.fmax.reduce(high[group]) for group in groups]),
-    )
+    edges = np.linspace(0, n, buckets, endpoint=False).astype(int)
+    return edges.astype(float), np.fmin.reduceat(low, edges), np.fmax.reduceat(high, edges)
 
 
 def sample(steps: int, most: int) -> list[int]:
