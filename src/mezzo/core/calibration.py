@@ -6,29 +6,31 @@ activations alone overflows in the first step (docs/monitoring.md has figures).
 
 **A module is kept in FP32 together with the one that runs after it**: a number beyond fp16's range must neither be made
 in fp16 nor be cast to it by its reader, and a gradient too small for fp16 is made by the reader's backward. "After" is
-the order in which modules ran, which is the data flow only in a chain. So a recommendation must be tried, which
-`mezzo calibrate` does.
+the order in which modules ran, which is the data flow only in a chain.
+
+**A module that overflows inside is kept in FP32 too.** Only what modules return is in the ranges; the emulation of
+`mezzo.pytorch.sensitivity` finds overflows of single operations.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 from itertools import pairwise
 from statistics import fmean, pstdev
 
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.formats import named
+from mezzo.core.formats import Format, named
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale, power_text
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import is_pattern
 from mezzo.core.ranges import GRADIENTS, Histogram, exponent_strip, percent, shift_of
-from mezzo.core.records import RangesRecord
-from mezzo.core.sensitivity import Sensitivity
+from mezzo.core.records import RangesRecord, Record, SensitivityRecord
+from mezzo.core.sensitivity import RANKED, Sensitivity, rank
 
 FORMATS = ("bf16", "fp16", "fp32")
 """What can be recommended, the first that fits."""
@@ -58,7 +60,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Kept:
-    """A module that fp16 can't hold, and why. Without evidence a trial showed it."""
+    """A module that fp16 can't hold, and why. Without evidence an operation inside it overflows."""
 
     module: str
     why: str
@@ -105,17 +107,6 @@ class Recommendation:
         shares = self.gradients.shares("fp16", shift_of(scale))
         return 0.0 if shares is None else shares.underflow
 
-    def lowered(self, scale: float, why: str) -> Recommendation:
-        """The same with loss scales of at most this much, and a note that says why."""
-        start, constant = min(self.start, scale), min(self.constant, scale)
-        text = _policy(self.format, start, self.kept)
-        return replace(self, start=start, constant=constant, policy=text, notes=[why, *self.notes])
-
-    def keeping(self, modules: Mapping[str, str]) -> Recommendation:
-        """The same with further modules in FP32, with their reasons."""
-        kept = [*self.kept, *(Kept(module, why) for module, why in modules.items())]
-        return replace(self, kept=kept, policy=_policy(self.format, self.start, kept))
-
     def to_json(self) -> str:
         """All of it, histograms included."""
         data = {
@@ -127,11 +118,11 @@ class Recommendation:
         }
         return json.dumps(data, indent=2)
 
-    def to_toml(self, head: str = "") -> str:
-        """The policy as a file that `mezzo.policy` reads, with reasons; `head` is the first line."""
+    def to_toml(self) -> str:
+        """The policy as a file that `mezzo.policy` reads, with reasons."""
         chosen = policy_of(self.policy)
         lines = [
-            f"# {head or f'Recommended by mezzo calibrate from {counted(self.steps)} in FP32.'}",
+            f"# Recommended by mezzo calibrate from {counted(self.steps)} in FP32.",
             f'compute = "{chosen.compute}"  # {self.why}',
         ]
         if self.format == "fp16":
@@ -145,66 +136,78 @@ class Recommendation:
             lines += ["", "[modules]", *rows]
         return "\n".join(lines) + "\n"
 
-    def rows(self) -> list[tuple[str, str]]:
-        """The recommendation and the ranking as labels and values, in order."""
+    def __str__(self) -> str:
+        """The recommendation and the ranking: lines of a label and a value, each histogram under what it shows."""
         shift = shift_of(self.start)
-        scale = f"dynamic from {power_text(self.start)}, or constant {power_text(self.constant)}"
+        scale = f"fp16: dynamic from {power_text(self.start)}, or constant {power_text(self.constant)}"
         label, kept_as = "keep in fp32", ""
         if self.format != "fp16":
-            scale = f"none: {self.format} needs none (fp16: {scale})"
+            scale = f"none: {self.format} needs none ({scale})"
             label, kept_as = "for fp16", " would be kept in FP32"
-        else:
-            scale = f"fp16: {scale}"
-        found = [("format", f"{self.format}: {self.why}"), ("loss scale", scale)]
+        rows = [("format", f"{self.format}: {self.why}"), ("loss scale", scale)]
         for one in self.sources:
-            found += [("", str(one)), ("", exponent_strip(one.histogram, "fp16", shift))]
+            rows += [("", str(one)), ("", exponent_strip(one.histogram, "fp16", shift))]
         unscaled, scaled = percent(self.lost()), percent(self.lost(self.start))
         lost = f"{unscaled} to zero unscaled, {scaled} times {power_text(self.start)}"
-        found += [
+        rows += [
             ("gradients", f"all: fp16 rounds {lost}"),
             ("", exponent_strip(self.gradients, "fp16", shift)),
         ]
         for kept in self.kept:
-            found.append((label, f"{kept.module or 'the model'}{kept_as}: {kept.why}"))
+            rows.append((label, f"{kept.module or 'the model'}{kept_as}: {kept.why}"))
             if kept.evidence is not None:
                 by = shift if kept.evidence.what in GRADIENTS else 0
-                found.append(("", exponent_strip(kept.evidence.histogram, "fp16", by)))
+                rows.append(("", exponent_strip(kept.evidence.histogram, "fp16", by)))
         if not self.kept:
-            found.append(("keep in fp32", "no module: fp16 holds what each of them returns"))
-        found.append(("policy", self.policy))
+            rows.append(("keep in fp32", "no module: no overflow of fp16 was found"))
+        rows.append(("policy", self.policy))
         if self.sensitivity is not None:
-            found.append(("sensitivity", self.sensitivity.title))
-            found += [("", line) for line in self.sensitivity.lines()]
-        return found
-
-    def __str__(self) -> str:
-        lines = [f"{label:<13}{value}".rstrip() for label, value in self.rows()]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+            rows.append(("sensitivity", self.sensitivity.title))
+            rows += [("", line) for line in self.sensitivity.lines()]
+        rows += [("note", note) for note in self.notes]
+        return "\n".join(f"{label:<13}{value}" for label, value in rows)
 
 
-def recommend(
-    records: Sequence[RangesRecord],
-    *,
-    native: Collection[str],
-    format: str | None = None,
-    headroom_bits: int = 1,
-) -> Recommendation:
-    """What to train in, from the records of a few FP32 steps.
-
-    Args:
-        records: of steps in FP32 without a loss scale.
-        native: formats that the hardware to train on computes in.
-        format: one of `FORMATS`; None: bf16 if it is native, else fp16 if that is, else fp32.
-        headroom_bits: how many doublings the largest numbers may still make in the rest of the run, 0 to 15.
+def check_settings(format: str | None, headroom_bits: int) -> None:
+    """Check what `recommend` takes.
 
     Raises:
-        UsageError: no step, or none with a gradient that is finite and not 0; a headroom out of range.
+        UsageError: a headroom that is not an integer from 0 to `MOST_HEADROOM`.
         UnknownNameError: a format that is none of `FORMATS`.
     """
     if format is not None and format not in FORMATS:
         raise unknown_name("format", format, FORMATS)
-    check_headroom(headroom_bits)
-    records = [record for record in records if record.rows]
+    if not isinstance(headroom_bits, int) or not 0 <= headroom_bits <= MOST_HEADROOM:
+        raise UsageError(
+            f"a headroom of {headroom_bits} bits: give how many doublings the numbers may still make, 0 to "
+            f"{MOST_HEADROOM}. More would leave fp16 too little range; if they grow more, train in bf16"
+        )
+
+
+def recommend(
+    measured: Iterable[Record],
+    *,
+    native: Collection[str],
+    format: str | None = None,
+    headroom_bits: int = 1,
+    ranked: Sequence[str | Format] = RANKED,
+) -> Recommendation:
+    """What to train in, from the ranges and sensitivities of a few FP32 steps.
+
+    Args:
+        measured: records of steps in FP32 without a loss scale.
+        native: formats that the hardware to train on computes in.
+        format: one of `FORMATS`; None: bf16 if it is native, else fp16 if that is, else fp32.
+        headroom_bits: how many doublings the largest numbers may still make in the rest of the run, 0 to 15.
+        ranked: the formats in the sensitivity records.
+
+    Raises:
+        UsageError: no step, or none with a gradient that is finite and not 0.
+    """
+    measured = list(measured)
+    records = [one for one in measured if isinstance(one, RangesRecord) and one.rows]
+    sensitivities = [one for one in measured if isinstance(one, SensitivityRecord)]
+    sensitivity = rank(sensitivities, [named(one) for one in ranked])
     merged: dict[tuple[str, str, str], Histogram] = {}
     for row in (row for record in records for row in record.rows):
         key = row.module, row.what, row.name
@@ -229,7 +232,7 @@ def recommend(
     constant = StaticLossScale.from_largest(source.histogram.largest, "fp16", headroom_bits).scale
     deviation = pstdev(logs) if len(logs) >= FEWEST_FOR_SPREAD else None
     start = _start(fmean(logs), deviation, source.histogram.largest, constant)
-    kept = _kept(tensors, start, headroom_bits)
+    kept = _kept(tensors, start, headroom_bits, sensitivity)
     chosen, why = _format(native, format, kept)
     notes = _notes(tensors, kept, len(records))
     if source.histogram.overflows("fp16", shift_of(start)):
@@ -248,16 +251,8 @@ def recommend(
         sources=sources,
         kept=kept,
         notes=notes,
+        sensitivity=sensitivity,
     )
-
-
-def check_headroom(bits: int, name: str = "headroom_bits=") -> None:
-    """Raise UsageError unless it is an integer from 0 to `MOST_HEADROOM`; `name` is what the user wrote."""
-    if not isinstance(bits, int) or not 0 <= bits <= MOST_HEADROOM:
-        raise UsageError(
-            f"{name}{bits}: give how many doublings the numbers may still make, 0 to {MOST_HEADROOM}. More would "
-            "leave fp16 too little range; if they grow more, train in bf16"
-        )
 
 
 def counted(steps: int) -> str:
@@ -275,8 +270,12 @@ def _start(mean: float, deviation: float | None, largest: float, constant: float
     return max(bounds.floor, min(scale, fits, bounds.ceiling))
 
 
-def _kept(tensors: Sequence[Evidence], start: float, headroom_bits: int) -> list[Kept]:
-    """Modules that hold numbers beyond fp16, or whose gradients it loses, and the modules that run after them."""
+def _kept(
+    tensors: Sequence[Evidence], start: float, headroom_bits: int, sensitivity: Sensitivity | None
+) -> list[Kept]:
+    """Modules that hold numbers beyond fp16, or whose gradients it loses, and the modules that run after them; and
+    modules in which an operation overflows.
+    """
     found: dict[str, Kept] = {}
     after = dict(pairwise(dict.fromkeys(one.module for one in tensors if one.what == "activation")))
 
@@ -300,6 +299,10 @@ def _kept(tensors: Sequence[Evidence], start: float, headroom_bits: int) -> list
                 part, scale = percent(shares.underflow), power_text(start)
                 why = f"fp16 rounds {part} of its output's gradient to zero, even at loss scale {scale}"
                 keep(one, why, f"runs after {name}, and makes that gradient, of which fp16 loses {part}")
+    for inside in sensitivity.modules if sensitivity else ():
+        if inside.causes.get("fp16"):
+            why = f"{inside.causes['fp16']} inside it overflows in fp16"
+            found.setdefault(inside.module, Kept(inside.module, why))
     return list(found.values())
 
 
@@ -333,6 +336,7 @@ def _notes(tensors: Sequence[Evidence], kept: Sequence[Kept], steps: int) -> lis
     notes.append(
         "gradients change over a run: a dynamic scale follows them, a constant one is right for as long as they stay"
     )
+    notes.append("the policy has not been tried: `mezzo compare` says whether it trains as well as FP32")
     return notes
 
 
