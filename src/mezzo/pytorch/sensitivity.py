@@ -22,7 +22,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,11 +67,6 @@ class _Call:
     inner: set[nn.Module] = field(default_factory=set)
     multiplies: bool = False
 
-    @property
-    def intact(self) -> bool:
-        """Whether no input tensor was written since."""
-        return [t._version for t in floats((self.args, self.kwargs))] == self.versions
-
     def returned(self, output: Any) -> None:
         """Record the gradients that arrive at its outputs; several at one output are summed."""
         tensors = floats(output)
@@ -100,7 +96,6 @@ class Sensitivities(StepObserver):
         self._count = 0
         self._loss = 0.0
         self._updates = self._measured = 0
-        self._written: set[str] = set()  # modules whose inputs are overwritten later: these are copied
         self._mode: Rounding | None = None
         self._calls: dict[str, list[_Call]] = defaultdict(list)
         self._counts: dict[str, int] = defaultdict(int)
@@ -163,23 +158,24 @@ class Sensitivities(StepObserver):
 
     def _measure(self) -> None:
         rows: dict[tuple[str, str], ModuleRounding] = {}
-        kept, share, loss = self._kept, self._count / len(self._kept), self._loss
-        for outer in kept:
+        share = self._count / len(self._kept)
+        for outer in self._kept:
             try:
                 self._again(outer)
             except Exception as error:  # whatever a script's own module raises
                 self._notes.setdefault(f"the model could not be run again: {_first_line(error)}")
                 continue
             for path, calls in self._calls.items():
-                for row in (
-                    r for call in calls for r in self._rows_of(call, share * self._counts[path] / len(calls))
-                ):
+                times = share * self._counts[path] / len(calls)
+                for row in chain.from_iterable(self._rows_of(call, times) for call in calls):
                     rows[path, row.format] = _sum(rows.get((path, row.format)), row)
             self._calls.clear()
             self._counts.clear()
-        self.step_dropped()
         self._measured += 1
-        self._records.append(SensitivityRecord(self._updates, loss, list(rows.values()), list(self._notes)))
+        self._records.append(
+            SensitivityRecord(self._updates, self._loss, list(rows.values()), list(self._notes))
+        )
+        self.step_dropped()
 
     def _again(self, outer: _Call) -> None:
         """Run a model's call forward and backward, and keep the calls of its modules."""
@@ -219,14 +215,10 @@ class Sensitivities(StepObserver):
             return
         if mode.inside:
             mode.inside[-1].inner.add(module)
-        path = self._paths[module]
         tensors = floats((args, kwargs))
-        low = [mode.low(t) for t in tensors]
-        if path in self._written:
-            args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
-            tensors = floats((args, kwargs))
+        low, versions = [mode.low(t) for t in tensors], [t._version for t in tensors]
         random = RandomState.now(devices_of(module), pythons=False)
-        mode.inside.append(_Call(path, module, args, kwargs, random, low, [t._version for t in tensors]))
+        mode.inside.append(_Call(self._paths[module], module, args, kwargs, random, low, versions))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._mode is None:
@@ -243,8 +235,8 @@ class Sensitivities(StepObserver):
     def _rows_of(self, call: _Call, times: float) -> list[ModuleRounding]:
         """A row for each format that the module can run in; none where it can't be measured."""
         name = call.path or "the model itself"
-        if not call.intact:
-            self._written.add(call.path)
+        if [t._version for t in floats((call.args, call.kwargs))] != call.versions:
+            self._notes.setdefault(f"{name}: its input is overwritten later, so it was not measured")
             return []
         if all(gradient is None for gradient in call.gradients):
             self._notes.setdefault(
@@ -344,7 +336,7 @@ def _sum(before: ModuleRounding | None, row: ModuleRounding) -> ModuleRounding:
     if before is None:
         return row
     signed, squares = before.signed + row.signed, before.squares + row.squares
-    return ModuleRounding(row.module, row.kind, row.format, signed, squares, before.cause or row.cause)
+    return replace(row, signed=signed, squares=squares, cause=before.cause or row.cause)
 
 
 def _first_line(error: Exception) -> str:
