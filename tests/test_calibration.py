@@ -74,16 +74,15 @@ def test_the_format(native: set[str], asked: str | None, rows: list[RangeRow], f
 
 SCALES: list[tuple[list[list[RangeRow]], int, float, float]] = [
     # steps, headroom, constant, start
-    ([[gradient("a", 1.0)]], 1, 2.0**14, 2.0**14),  # too few steps for a deviation
+    ([[gradient("a", 1.0)]], 1, 2.0**14, 2.0**14),
     ([[gradient("a", 1.0)]], 3, 2.0**12, 2.0**12),
-    ([[gradient("a", 1.0)]] * 4, 1, 2.0**14, 2.0**15),  # deviation 0: 16, but 65504 is under 2^16
-    ([[gradient("a", 0.9)]] * 4, 1, 2.0**15, 2.0**16),
-    ([[gradient("a", 2.0**-8)], [gradient("a", 2.0**-10)]] * 2, 1, 2.0**22, 2.0**21),  # 16 + 9 - 3.09 = 21.91
-    ([[gradient("a", 0.01), weight_gradient("a", 0.9)]] * 4, 1, 2.0**15, 2.0**16),  # the weight's is larger
-    ([[gradient("a", 0.9), weight_gradient("a", 0.01)]] * 4, 1, 2.0**15, 2.0**16),
-    ([[gradient("a", 1e-30)]] * 4, 1, 2.0**100, 2.0**24),
-    ([[gradient("a", 1e30)]] * 4, 1, 2.0**-85, 2.0**-14),
-    ([[gradient("a", 0.9)], [gradient("a", 0.0)]] * 4, 1, 2.0**15, 2.0**16),  # a step without a gradient
+    ([[gradient("a", 1.0)]], 0, 2.0**15, 2.0**15),  # 65504 is under 2^16
+    ([[gradient("a", 2.0**-10)], [gradient("a", 2.0**-8)]], 1, 2.0**22, 2.0**22),  # the largest of all steps
+    ([[gradient("a", 0.01), weight_gradient("a", 0.9)]], 1, 2.0**15, 2.0**15),  # the weight's is larger
+    ([[gradient("a", 0.9), weight_gradient("a", 0.01)]], 1, 2.0**15, 2.0**15),
+    ([[gradient("a", 1e-30)]], 1, 2.0**100, 2.0**24),
+    ([[gradient("a", 1e30)]], 1, 2.0**-85, 2.0**-14),
+    ([[gradient("a", 0.9)], [gradient("a", 0.0)]], 1, 2.0**15, 2.0**15),  # a step without a gradient
 ]
 
 
@@ -94,15 +93,6 @@ def test_the_scales(rows: list[list[RangeRow]], headroom: int, constant: float, 
     machine = policy(found.policy).make_loss_scale()
     assert isinstance(machine, DynamicLossScale)
     assert machine.scale == start
-
-
-def test_no_gradient_that_was_seen_overflows_under_either() -> None:
-    rng = np.random.default_rng(7)
-    for deviation in (0.1, 1.0, 6.0):
-        largest = np.exp2(rng.normal(-3.0, deviation, 12))
-        found = recommend(steps(*[[gradient("a", float(one))] for one in largest]), native={"fp16"})
-        assert largest.max() * max(found.start, found.constant) < 65520
-        assert found.deviation == pytest.approx(np.log2(largest).std())
 
 
 KEPT: list[tuple[list[RangeRow], dict[str, str]]] = [
@@ -139,7 +129,7 @@ def test_the_modules_kept(rows: list[RangeRow], kept: dict[str, str]) -> None:
 
 
 def test_as_a_file_as_json_and_as_text(tmp_path: Path) -> None:
-    found = recommend(steps(FINE, FINE, FINE, [*FINE, activation("b", 1e6)]), native={"fp16"})
+    found = recommend(steps(FINE, [*FINE, activation("b", 1e6)]), native={"fp16"}, headroom_bits=0)
     path = tmp_path / "policy.toml"
     path.write_text(found.to_toml())
     assert policy(path) == policy(found.policy)
@@ -178,7 +168,6 @@ NOTES: list[tuple[list[RangeRow], str]] = [
 def test_notes(rows: list[RangeRow], words: str) -> None:
     found = recommend(steps(FINE, rows), native={"fp16"})
     assert any(words in note for note in found.notes)
-    assert "only 2 steps" in "".join(found.notes)
     assert not any("FP32 itself" in note for note in recommend(steps(FINE), native={"fp16"}).notes)
 
 

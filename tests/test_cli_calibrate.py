@@ -40,16 +40,16 @@ def test_it_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str
     out, err = capsys.readouterr()
     for line in (
         "format       fp16: it is native here, and bf16 is not\n",
-        "loss scale   fp16: dynamic from 2^17, or constant 2^16\n",
+        "loss scale   fp16: dynamic from 2^16, or constant 2^16\n",
         "keep in fp32 b: returned up to 1e+06, beyond fp16's largest number, 65504\n",
         "             2^-2 |█▃| 2^-1, in fp16: all kept\n",
-        "policy       fp16,loss_scale=dynamic(init=131072),module.b=fp32\n",
+        "policy       fp16,module.b=fp32\n",
         "Use it:      mezzo run --policy mezzo-calibrate-train/policy.toml train.py --epochs 3\n",
         "Prove it:    mezzo compare train.py --precision mezzo-calibrate-train/policy.toml -- --epochs 3\n",
     ):
         assert line in out
     folder = here / "mezzo-calibrate-train"
-    assert str(policy(folder / "policy.toml")) == "fp16,loss_scale=dynamic(init=131072),module.b=fp32"
+    assert str(policy(folder / "policy.toml")) == "fp16,module.b=fp32"
     assert (folder / "report.html").read_text().startswith("<!")
     assert "[1/1] fp32: 5 steps" in err
     request = json.loads((here / "train.asked").read_text())

@@ -15,12 +15,10 @@ the order in which modules ran, which is the data flow only in a chain.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from itertools import pairwise
-from statistics import fmean, pstdev
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import Format, named
@@ -36,10 +34,6 @@ FORMATS = ("bf16", "fp16", "fp32")
 """What can be recommended, the first that fits."""
 MOST_HEADROOM = 15
 """Doublings: half of the 30 between fp16's smallest normal number and its largest."""
-FEWEST_FOR_SPREAD = 4
-"""Steps from which a standard deviation is taken."""
-SIGMAS = 3.09
-"""Standard deviations of room above the mean: the largest gradient of one step in a thousand lies higher."""
 MOST_LOST = 0.5
 """A module is kept in FP32 if fp16 rounds a larger share of its gradient to zero under the recommended scale."""
 
@@ -77,9 +71,8 @@ class Recommendation:
         policy: as text for `mezzo.policy`, `--precision` and `MixedPrecision`.
         steps: number of watched steps.
         constant: the constant loss scale for fp16.
-        start: the first value of a dynamic one.
+        start: the first value of a dynamic one: the same, within the bounds of `DynamicLossScale`.
         gradient: the tensor with the largest gradient, which decides both.
-        mean, deviation: of log2 of each step's largest gradient; the deviation is None for too few steps.
         gradients: all gradients together.
         sources: the tensor with the largest gradient of each kind in `GRADIENTS`.
         kept: modules that fp16 needs in FP32.
@@ -94,8 +87,6 @@ class Recommendation:
     constant: float
     start: float
     gradient: Evidence
-    mean: float
-    deviation: float | None
     gradients: Histogram
     sources: list[Evidence] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
@@ -126,10 +117,7 @@ class Recommendation:
             f'compute = "{chosen.compute}"  # {self.why}',
         ]
         if self.format == "fp16":
-            spread = (
-                "" if self.deviation is None else f", whose log2 varies by {self.deviation:.2f} between steps"
-            )
-            lines.append(f'loss_scale = "{chosen.loss_scale}"  # {self.gradient}{spread}')
+            lines.append(f'loss_scale = "{chosen.loss_scale}"  # {self.gradient}')
         if chosen.modules:
             whys = {kept.module: kept.why for kept in self.kept}
             rows = [f"{json.dumps(path)} = {json.dumps(fmt)}  # {whys[path]}" for path, fmt in chosen.modules]
@@ -213,28 +201,23 @@ def recommend(
         key = row.module, row.what, row.name
         merged[key] = merged.get(key, Histogram()).plus(row.histogram)
     tensors = [Evidence(*key, histogram) for key, histogram in merged.items()]
-    per_step = [
-        max((row.histogram.largest for row in record.rows if row.what in GRADIENTS), default=0.0)
-        for record in records
-    ]
-    logs = [math.log2(largest) for largest in per_step if largest > 0]
-    if not logs:
-        raise UsageError(
-            f"nothing to calibrate with: no gradient in the {counted(len(records))} looked at is finite and not 0"
-        )
     gradients = [one for one in tensors if one.what in GRADIENTS]
     sources = [
         max(some, key=lambda one: one.histogram.largest)
         for kind in GRADIENTS
-        if (some := [one for one in gradients if one.what == kind])
+        if (some := [one for one in gradients if one.what == kind and one.histogram.largest > 0])
     ]
+    if not sources:
+        raise UsageError(
+            f"nothing to calibrate with: no gradient in the {counted(len(records))} looked at is finite and not 0"
+        )
     source = max(sources, key=lambda one: one.histogram.largest)
     constant = StaticLossScale.from_largest(source.histogram.largest, "fp16", headroom_bits).scale
-    deviation = pstdev(logs) if len(logs) >= FEWEST_FOR_SPREAD else None
-    start = _start(fmean(logs), deviation, source.histogram.largest, constant)
+    bounds = DynamicLossScale()
+    start = max(bounds.floor, min(constant, bounds.ceiling))
     kept = _kept(tensors, start, headroom_bits, sensitivity)
     chosen, why = _format(native, format, kept)
-    notes = _notes(tensors, kept, len(records))
+    notes = _notes(tensors, kept)
     if source.histogram.overflows("fp16", shift_of(start)):
         notes.insert(0, f"{source}: it overflows fp16 under every dynamic loss scale. Train in bf16 or fp32")
     return Recommendation(
@@ -245,8 +228,6 @@ def recommend(
         constant=constant,
         start=start,
         gradient=source,
-        mean=fmean(logs),
-        deviation=deviation,
         gradients=reduce(Histogram.plus, (one.histogram for one in gradients)),
         sources=sources,
         kept=kept,
@@ -258,16 +239,6 @@ def recommend(
 def counted(steps: int) -> str:
     """ "1 step", "20 steps"."""
     return f"{steps} step{'' if steps == 1 else 's'}"
-
-
-def _start(mean: float, deviation: float | None, largest: float, constant: float) -> float:
-    """The scale that overflows fp16 in one step of a thousand, if log2 of the largest gradients is normal; never so
-    large that a gradient which was seen overflows.
-    """
-    bounds, room = DynamicLossScale(), math.log2(65504.0)
-    fits = StaticLossScale.from_largest(largest, "fp16", 0).scale
-    scale = constant if deviation is None else 2.0 ** math.floor(room - (mean + SIGMAS * deviation))
-    return max(bounds.floor, min(scale, fits, bounds.ceiling))
 
 
 def _kept(
@@ -320,7 +291,7 @@ def _format(native: Collection[str], asked: str | None, kept: Sequence[Kept]) ->
     )
 
 
-def _notes(tensors: Sequence[Evidence], kept: Sequence[Kept], steps: int) -> list[str]:
+def _notes(tensors: Sequence[Evidence], kept: Sequence[Kept]) -> list[str]:
     notes = []
     for one in tensors:
         # Infinite activations are usually masks, and a ratio to a weight of 0 is infinite.
@@ -331,8 +302,6 @@ def _notes(tensors: Sequence[Evidence], kept: Sequence[Kept], steps: int) -> lis
     unnamed = ", ".join(repr(one.module) for one in kept if not is_pattern(one.module))
     if unnamed:
         notes.append(f"no policy can name {unnamed}: change the model, or train in bf16 or fp32")
-    if steps < FEWEST_FOR_SPREAD:
-        notes.append(f"only {counted(steps)}: how gradients vary from step to step is not known")
     notes.append(
         "gradients change over a run: a dynamic scale follows them, a constant one is right for as long as they stay"
     )
