@@ -307,7 +307,7 @@ def test_a_parent_is_not_charged_for_what_a_module_inside_it_does(inner: type[nn
         assert ranking.modules[0].module == culprit
 
 
-@pytest.mark.parametrize("inner", [nn.Identity, nn.Tanh, Offset])
+@pytest.mark.parametrize("inner", [nn.Identity, Offset])
 def test_a_parent_is_charged_for_what_it_does_with_a_modules_numbers(inner: type[nn.Module]) -> None:
     """They come in 16 bits, as the lowered module hands them on, also where that module computes in FP32."""
     assert changes(around(Residual(inner(), 4096.0)), "bf16")["1"] > 1e-2
@@ -316,11 +316,10 @@ def test_a_parent_is_charged_for_what_it_does_with_a_modules_numbers(inner: type
 
 def test_calls_of_one_step_add_up_and_those_that_are_not_kept_are_taken_to_be_alike() -> None:
     """A window of n losses, each over n: the loss is their sum, and n times 1/n^2 is the variance."""
-    found = {
-        calls: measured(around(), steps=1, rate=0.0, calls=calls)[0] for calls in (2, 4, CALLS, 2 * CALLS)
-    }
+    assert CALLS == 4
+    found = {calls: measured(around(), steps=1, rate=0.0, calls=calls)[0] for calls in (2, 4, 8)}
     assert found[4].loss == pytest.approx(1.4, abs=0.4)
-    for few, many in ((2, 4), (CALLS, 2 * CALLS)):
+    for few, many in ((2, 4), (4, 8)):
         assert found[many].rows[0].squares / found[few].rows[0].squares == pytest.approx(0.5, rel=0.3)
 
 

@@ -37,7 +37,7 @@ from mezzo.core.sensitivity import RANKED
 from mezzo.pytorch.emulation import Rounding, around, floats, is_finite
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.monitor.observer import StepObserver
-from mezzo.pytorch.monitor.replay import devices_of, nothing_left
+from mezzo.pytorch.monitor.replay import ModuleState, SideEffects, devices_of, nothing_left
 from mezzo.pytorch.snapshot import RandomState
 
 STEPS = 4
@@ -59,10 +59,9 @@ class _Call:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random: RandomState
+    state: ModuleState | RandomState
     low: list[bool] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
     inner: set[nn.Module] = field(default_factory=set)
     multiplies: bool = False
@@ -117,9 +116,8 @@ class Sensitivities(StepObserver):
         self._count += 1
         if len(self._kept) < CALLS:
             args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
-            call = _Call("", module, args, kwargs, RandomState.now(devices_of(module)))
-            call.buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-            self._kept.append(call)
+            state = ModuleState(SideEffects(module, statistics=True))
+            self._kept.append(_Call("", module, args, kwargs, state))
 
     def call_ended(self, model: nn.Module, output: Any) -> None:
         """Record the gradients at the call's outputs."""
@@ -181,10 +179,7 @@ class Sensitivities(StepObserver):
         """Run a model's call forward and backward, and keep the calls of its modules."""
         model = outer.module
         with nothing_left(model), torch.enable_grad():
-            with torch.no_grad():
-                for buffer, value in outer.buffers:
-                    buffer.copy_(value)
-            outer.random.put_back()
+            outer.state.put_back()
             leaves: list[Tensor] = []
 
             def taken(tensor: Tensor) -> Tensor:
@@ -310,7 +305,7 @@ class Sensitivities(StepObserver):
             return output
 
         with nothing_left(call.module):
-            call.random.put_back()
+            call.state.put_back()
             args, kwargs = tree_map_only(Tensor, taken, (call.args, call.kwargs))
             with _hooked(call.inner, before, after), mode:
                 output = call.module.forward(*args, **kwargs)
