@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import Format, named
@@ -26,7 +26,7 @@ from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale, power_text
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import is_pattern
-from mezzo.core.ranges import GRADIENTS, Histogram, exponent_strip, percent, shift_of
+from mezzo.core.ranges import GRADIENTS, Histogram, RangeRow, exponent_strip, percent, shift_of
 from mezzo.core.records import RangesRecord, Record, SensitivityRecord
 from mezzo.core.sensitivity import RANKED, Sensitivity, rank
 
@@ -39,26 +39,12 @@ MOST_LOST = 0.5
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """The histogram of a tensor over all steps; module, what and name as in `mezzo.core.ranges.RangeRow`."""
-
-    module: str
-    what: str
-    name: str
-    histogram: Histogram
-
-    def __str__(self) -> str:
-        tensor = f"{self.module or 'the model'}{'.' + self.name if self.name else ''}"
-        return f"{self.what} of {tensor}, largest {self.histogram.largest:.4g}"
-
-
-@dataclass(frozen=True)
 class Kept:
-    """A module that fp16 can't hold, and why. Without evidence an operation inside it overflows."""
+    """A module that fp16 can't hold, and why: by a tensor, or, without evidence, by an operation inside it."""
 
     module: str
     why: str
-    evidence: Evidence | None = None
+    evidence: RangeRow | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +58,7 @@ class Recommendation:
         steps: number of watched steps.
         constant: the constant loss scale for fp16.
         start: the first value of a dynamic one: the same, within the bounds of `DynamicLossScale`.
-        gradient: the tensor with the largest gradient, which decides both.
+        gradient: the tensor with the largest gradient, which decides both, with its histogram over all steps.
         gradients: all gradients together.
         sources: the tensor with the largest gradient of each kind in `GRADIENTS`.
         kept: modules that fp16 needs in FP32.
@@ -86,9 +72,9 @@ class Recommendation:
     steps: int
     constant: float
     start: float
-    gradient: Evidence
+    gradient: RangeRow
     gradients: Histogram
-    sources: list[Evidence] = field(default_factory=list)
+    sources: list[RangeRow] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sensitivity: Sensitivity | None = None
@@ -196,11 +182,12 @@ def recommend(
     records = [one for one in measured if isinstance(one, RangesRecord) and one.rows]
     sensitivities = [one for one in measured if isinstance(one, SensitivityRecord)]
     sensitivity = rank(sensitivities, [named(one) for one in ranked])
-    merged: dict[tuple[str, str, str], Histogram] = {}
-    for row in (row for record in records for row in record.rows):
+    merged: dict[tuple[str, str, str], RangeRow] = {}  # over all steps
+    for row in chain.from_iterable(record.rows for record in records):
         key = row.module, row.what, row.name
-        merged[key] = merged.get(key, Histogram()).plus(row.histogram)
-    tensors = [Evidence(*key, histogram) for key, histogram in merged.items()]
+        known = merged[key].histogram if key in merged else Histogram()
+        merged[key] = replace(row, histogram=known.plus(row.histogram))
+    tensors = list(merged.values())
     gradients = [one for one in tensors if one.what in GRADIENTS]
     sources = [
         max(some, key=lambda one: one.histogram.largest)
@@ -242,7 +229,7 @@ def counted(steps: int) -> str:
 
 
 def _kept(
-    tensors: Sequence[Evidence], start: float, headroom_bits: int, sensitivity: Sensitivity | None
+    tensors: Sequence[RangeRow], start: float, headroom_bits: int, sensitivity: Sensitivity | None
 ) -> list[Kept]:
     """Modules that hold numbers beyond fp16, or whose gradients it loses, and the modules that run after them; and
     modules in which an operation overflows.
@@ -250,7 +237,7 @@ def _kept(
     found: dict[str, Kept] = {}
     after = dict(pairwise(dict.fromkeys(one.module for one in tensors if one.what == "activation")))
 
-    def keep(one: Evidence, why: str, reads: str) -> None:
+    def keep(one: RangeRow, why: str, reads: str) -> None:
         found.setdefault(one.module, Kept(one.module, why, one))
         reader = after.get(one.module)
         if reader is not None and one.what != "weight":
@@ -291,7 +278,7 @@ def _format(native: Collection[str], asked: str | None, kept: Sequence[Kept]) ->
     )
 
 
-def _notes(tensors: Sequence[Evidence], kept: Sequence[Kept]) -> list[str]:
+def _notes(tensors: Sequence[RangeRow], kept: Sequence[Kept]) -> list[str]:
     notes = []
     for one in tensors:
         # Infinite activations are usually masks, and a ratio to a weight of 0 is infinite.
