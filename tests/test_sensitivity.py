@@ -187,24 +187,35 @@ def test_the_modules_are_those_that_compute_themselves() -> None:
     assert [row.module for row in rows if row.format == "e4m3fn"] == ["0", "4.inner", "4.outer", "7"]
 
 
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.layer(x), 0.5)
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "fp16"])
 def test_the_rounding_of_a_product_is_what_it_is_by_hand(fmt: str) -> None:
-    """One linear layer whose loss is the sum of weighted outputs: both sums, against autocast's arithmetic."""
+    """The loss is a sum of weighted outputs: both sums, against autocast's arithmetic; the step's mask is used."""
     torch.manual_seed(0)
-    layer, weights = nn.Linear(8, 4), torch.randn(32, 4)
+    model, weights, x = Dropped(), torch.randn(32, 4), torch.randn(32, 8)
     probe = Sensitivities([fmt])
-    observing, still = Observers(layer, [probe]), torch.optim.SGD(layer.parameters(), lr=0.0)
-    x = torch.randn(32, 8)
-    loss = (layer(x) * weights).sum()
+    observing, still = Observers(model, [probe]), torch.optim.SGD(model.parameters(), lr=0.0)
+    torch.manual_seed(1)
+    loss = (model(x) * weights).sum()
     observing.backward_begins(loss, 1.0)
     loss.backward()
     observing.update_begins(still, 1.0)
     (record,) = probe.drain()
     assert isinstance(record, SensitivityRecord)
-    exact = layer(x).detach().double()
+    torch.manual_seed(1)
+    gradient = weights.double() * nn.functional.dropout(torch.ones(32, 4), 0.5)
+    exact = model.layer(x).detach().double()
     with autocast(fmt, "cpu"):
-        errors = weights.double() * (layer(x).detach().double() - exact)
-    (row,) = record.rows
+        errors = gradient * (model.layer(x).detach().double() - exact)
+    row = next(one for one in record.rows if one.module == "layer")
     assert row.signed == pytest.approx(float(errors.sum()), rel=1e-4)
     assert row.squares == pytest.approx(float(errors.square().sum()), rel=1e-4)
     assert record.loss == pytest.approx(loss.item())
@@ -337,6 +348,22 @@ def test_what_cannot_be_run_again_is_said() -> None:
     assert record.rows == []
     assert record.notes == ["the model could not be run again: RuntimeError: only once"]
     assert rank([record], [named("bf16")]) is None
+
+
+def test_a_module_whose_input_is_overwritten_is_not_measured() -> None:
+    class Overwrites(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = Offset()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inside(x)
+            x.zero_()
+            return out
+
+    (record,) = measured(around(Overwrites()), steps=1)
+    assert [row.module for row in record.rows] == ["0", "2"]
+    assert record.notes == ["1.inside: its input is overwritten later, so it was not measured"]
 
 
 def test_a_call_that_raises_leaves_nothing_behind() -> None:
