@@ -166,13 +166,14 @@ def test_each_process_of_torchrun_has_records_of_its_own(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     assert (
-        main(["run", "--watch", "--precision", "bf16,scaling=rowwise", "--tensorboard", "events", train]) == 3
+        main(["run", "--watch", "--precision", "bf16,op.sigmoid=lower", "--tensorboard", "events", train])
+        == 3
     )
     assert [p.name for p in (tmp_path / "mezzo-run").rglob("*.*")] == ["run-rank1.jsonl"]
     assert not (tmp_path / "events").exists()
     said = capsys.readouterr().err
     assert "report" not in said
-    assert "mezzo: scaling=rowwise does nothing here" in said  # a note of the policy's
+    assert "mezzo: op.sigmoid=lower in place of fp32" in said  # a note of the policy's
 
 
 def test_records_go_to_tensorboard_too(train: str, tmp_path: Path) -> None:

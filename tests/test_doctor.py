@@ -81,8 +81,7 @@ def test_a_gpu_is_found_as_people_write_it() -> None:
 class Clock:
     """A clock that tasks move on."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -305,31 +304,10 @@ def test_a_named_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["recommendation"]["precision"] == "bf16"
 
 
-def test_a_capability(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--capability", "8.9"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "Compute capability 8.9 (Ada Lovelace)" in printed
-    assert "fp8 tensor cores, which have it from 8.9" in printed
-    assert "fp4 no tensor cores, which have it from 10.0" in printed
-    assert "Use bf16" in printed
-    assert main(["doctor", "--capability", "6.1", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown == {
-        "schema": 1,
-        "capability": {"capability": "6.1", "architecture": "Pascal", "tensor_core_formats": []},
-        "recommendation": {
-            "precision": "fp32",
-            "reasons": ["fp32: there are tensor cores from compute capability 7.0, and this is 6.1."],
-        },
-    }
-
-
 WRONG = [
     (["--gpu", "T5"], "mezzo doctor: unknown GPU 'T5'. Use one of A10, "),
     (["--gpu", "RTX 4095"], "Did you mean 'RTX 4090'?"),
     (["--gpu", ""], "unknown GPU ''."),
-    *[(["--capability", text], "write major.minor, such as 8.9") for text in ("ada", "sm_80", "8")],
-    (["--gpu", "T4", "--capability", "7.5"], "give one of them"),
     (["--gqu", "T4"], "unrecognized arguments"),
 ]
 
@@ -356,7 +334,7 @@ def test_every_key_of_the_json_is_documented(
 
     cpu.setattr(hardware, "gpu", lambda: Gpu("NVIDIA T4", (7, 5), 16 * 10**9, 1))
     cpu.setattr(measure, "measure", lambda device, **given: made_up("cpu", **given))
-    for words in ([], ["--gpu", "T4"], ["--capability", "8.0"]):
+    for words in ([], ["--gpu", "T4"]):
         assert main(["doctor", "--json", *words]) == 0
         found = keys(json.loads(capsys.readouterr().out)) - {"fp32", "fp16"}
         assert {key for key in found if f"`{key}`" not in page} == set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +120,7 @@ def changes(model: nn.Module, format: str | Format, **more: Any) -> dict[str, fl
     """Path -> expected change of the loss."""
     ranking = rank(measured(model, format, **more), [named(format)])
     assert ranking is not None
-    name = str(format)
-    return {one.module: one.changes[name] for one in ranking.modules if name in one.changes}
+    return {one.module: one.changes[str(format)] for one in ranking.modules}
 
 
 def causes(model: nn.Module, format: str = "fp16") -> dict[str, str]:
@@ -162,21 +160,18 @@ def test_every_module_that_computes_is_measured_and_nothing_changes(name: str) -
     assert {"0", inside.get(name, "0")} <= {row.module for row in records[-1].rows}
 
 
-@pytest.mark.parametrize("training", ["gradient_penalty", "shared_parameters"])
 def test_a_launched_script_computes_what_it_computes_unwatched(
-    training: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each loss and each weight that the script prints, to the last bit; and something was measured."""
     script = str(Path(__file__).parent / "scripts" / "trainings.py")
-    file = tmp_path / "run.jsonl"
-
-    def printed(measures: bool) -> str:
-        request = RunRequest(script, ("--only", training), policy="fp32", records=file, summary=False)
-        assert run(replace(request, sensitivity=measures)) == 0
-        return capsys.readouterr().out
-
-    plain = printed(False)
-    assert printed(True) == plain
+    file, printed = tmp_path / "run.jsonl", {}
+    for measures in (False, True):
+        argv = ("--only", "gradient_penalty")
+        request = RunRequest(script, argv, policy="fp32", records=file, summary=False, sensitivity=measures)
+        assert run(request) == 0
+        printed[measures] = capsys.readouterr().out
+    assert printed[False] == printed[True]
     found = [one for one in read(file) if isinstance(one, SensitivityRecord)]
     assert found
     assert len({row.module for row in found[0].rows}) >= 2
@@ -192,24 +187,35 @@ def test_the_modules_are_those_that_compute_themselves() -> None:
     assert [row.module for row in rows if row.format == "e4m3fn"] == ["0", "4.inner", "4.outer", "7"]
 
 
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.layer(x), 0.5)
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "fp16"])
 def test_the_rounding_of_a_product_is_what_it_is_by_hand(fmt: str) -> None:
-    """One linear layer whose loss is the sum of weighted outputs: both sums, against autocast's arithmetic."""
+    """The loss is a sum of weighted outputs: both sums, against autocast's arithmetic; the step's mask is used."""
     torch.manual_seed(0)
-    layer, weights = nn.Linear(8, 4), torch.randn(32, 4)
+    model, weights, x = Dropped(), torch.randn(32, 4), torch.randn(32, 8)
     probe = Sensitivities([fmt])
-    observing, still = Observers(layer, [probe]), torch.optim.SGD(layer.parameters(), lr=0.0)
-    x = torch.randn(32, 8)
-    loss = (layer(x) * weights).sum()
+    observing, still = Observers(model, [probe]), torch.optim.SGD(model.parameters(), lr=0.0)
+    torch.manual_seed(1)
+    loss = (model(x) * weights).sum()
     observing.backward_begins(loss, 1.0)
     loss.backward()
     observing.update_begins(still, 1.0)
     (record,) = probe.drain()
     assert isinstance(record, SensitivityRecord)
-    exact = layer(x).detach().double()
+    torch.manual_seed(1)
+    gradient = weights.double() * nn.functional.dropout(torch.ones(32, 4), 0.5)
+    exact = model.layer(x).detach().double()
     with autocast(fmt, "cpu"):
-        errors = weights.double() * (layer(x).detach().double() - exact)
-    (row,) = record.rows
+        errors = gradient * (model.layer(x).detach().double() - exact)
+    row = next(one for one in record.rows if one.module == "layer")
     assert row.signed == pytest.approx(float(errors.sum()), rel=1e-4)
     assert row.squares == pytest.approx(float(errors.square().sum()), rel=1e-4)
     assert record.loss == pytest.approx(loss.item())
@@ -283,8 +289,7 @@ WAYS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 def test_a_number_on_the_way_counts_where_the_loss_depends_on_it(name: str) -> None:
     """One doubling below the format's largest is headroom, since later steps are not seen."""
     then, cause = WAYS[name]
-    found = causes(around(Way(then)))
-    assert found == ({"1": cause.rstrip("_")} if cause else {})
+    assert causes(around(Way(then))) == ({"1": cause} if cause else {})
     assert causes(around(Way(then)), "bf16") == {}
 
 
@@ -313,7 +318,7 @@ def test_a_parent_is_not_charged_for_what_a_module_inside_it_does(inner: type[nn
         assert ranking.modules[0].module == culprit
 
 
-@pytest.mark.parametrize("inner", [nn.Identity, nn.Tanh, Offset])
+@pytest.mark.parametrize("inner", [nn.Identity, Offset])
 def test_a_parent_is_charged_for_what_it_does_with_a_modules_numbers(inner: type[nn.Module]) -> None:
     """They come in 16 bits, as the lowered module hands them on, also where that module computes in FP32."""
     assert changes(around(Residual(inner(), 4096.0)), "bf16")["1"] > 1e-2
@@ -322,11 +327,10 @@ def test_a_parent_is_charged_for_what_it_does_with_a_modules_numbers(inner: type
 
 def test_calls_of_one_step_add_up_and_those_that_are_not_kept_are_taken_to_be_alike() -> None:
     """A window of n losses, each over n: the loss is their sum, and n times 1/n^2 is the variance."""
-    found = {
-        calls: measured(around(), steps=1, rate=0.0, calls=calls)[0] for calls in (2, 4, CALLS, 2 * CALLS)
-    }
+    assert CALLS == 4
+    found = {calls: measured(around(), steps=1, rate=0.0, calls=calls)[0] for calls in (2, 4, 8)}
     assert found[4].loss == pytest.approx(1.4, abs=0.4)
-    for few, many in ((2, 4), (CALLS, 2 * CALLS)):
+    for few, many in ((2, 4), (4, 8)):
         assert found[many].rows[0].squares / found[few].rows[0].squares == pytest.approx(0.5, rel=0.3)
 
 
@@ -344,6 +348,22 @@ def test_what_cannot_be_run_again_is_said() -> None:
     assert record.rows == []
     assert record.notes == ["the model could not be run again: RuntimeError: only once"]
     assert rank([record], [named("bf16")]) is None
+
+
+def test_a_module_whose_input_is_overwritten_is_not_measured() -> None:
+    class Overwrites(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = Offset()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inside(x)
+            x.zero_()
+            return out
+
+    (record,) = measured(around(Overwrites()), steps=1)
+    assert [row.module for row in record.rows] == ["0", "2"]
+    assert record.notes == ["1.inside: its input is overwritten later, so it was not measured"]
 
 
 def test_a_call_that_raises_leaves_nothing_behind() -> None:

@@ -3,7 +3,6 @@
 mezzo doctor                      this machine: what it has, what each format measures, what to use
 mezzo doctor --quick              the same in about a second, more coarsely
 mezzo doctor --gpu A100           what a GPU offers by its datasheet, without having it
-mezzo doctor --capability 7.5     what any GPU of that compute capability offers
 """
 
 from __future__ import annotations
@@ -21,18 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.cli.tables import plain_table
-from mezzo.core.errors import UsageError
-from mezzo.doctor.gpus import (
-    TENSOR_CORES_FROM,
-    Capability,
-    GpuModel,
-    Recommendation,
-    architecture,
-    find,
-    formats_at,
-    from_capability,
-    parse_capability,
-)
+from mezzo.doctor.gpus import GpuModel, Recommendation, architecture, find, formats_at, from_capability
 
 if TYPE_CHECKING:
     from mezzo.doctor.measure import Rate
@@ -43,15 +31,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", metavar="NAME", help="a GPU's datasheet figures, for instance T4, A100, 'RTX 4090'"
     )
-    parser.add_argument("--capability", metavar="X.Y", help="a CUDA compute capability, for instance 7.5")
     parser.add_argument("--quick", action="store_true", help="smaller work, fewer repeats")
     parser.add_argument("--json", action="store_true", help="print JSON (docs/doctor.md describes it)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Report on this machine, or on a GPU that is named."""
-    if arguments.gpu is not None and arguments.capability is not None:
-        raise UsageError("--gpu and --capability say the same thing twice: give one of them")
     console, lines = Console(highlight=False), list[Text | Table]()
     if arguments.gpu is not None:
         models = find(arguments.gpu)
@@ -59,11 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
         data: dict[str, Any] = {"gpus": [_gpu_json(model) for model in models]}
         for model in models:
             lines += _gpu_lines(model)
-    elif arguments.capability is not None:
-        capability = parse_capability(arguments.capability)
-        found = from_capability(capability)
-        data = {"capability": _capability_json(capability)}
-        lines += _capability_lines(capability)
     else:
         data, rates, found = _measured(arguments.quick)
         lines += _machine_lines(data, rates)
@@ -152,41 +132,27 @@ def _cell(rate: Rate | None) -> str:
 
 
 def _gpu_lines(model: GpuModel) -> Iterable[Text]:
-    of = _capability_json(model.capability)
-    yield Text.assemble(
-        (model.name, "bold"),
-        f": {of['architecture']}, compute capability {of['capability']}, {model.memory_gb} GB at "
-        f"{model.bandwidth} GB/s",
-    )
+    number = "{}.{}".format(*model.capability)
+    size = f"{model.memory_gb} GB at {model.bandwidth} GB/s"
+    title = f": {architecture(model.capability)}, compute capability {number}, {size}"
+    yield Text.assemble((model.name, "bold"), title)
     for form, peak in model.peaks.items():
         yield Text(f"  {form:<6}{peak:>8g} TFLOP/s{'' if form == 'fp32' else '   tensor cores'}")
     yield Text(f"  dense peaks by: {model.source}")
 
 
-def _capability_lines(capability: Capability) -> Iterable[Text]:
-    of = _capability_json(capability)
-    yield Text.assemble((f"Compute capability {of['capability']}", "bold"), f" ({of['architecture']})")
-    for form, first in TENSOR_CORES_FROM.items():
-        has = "tensor cores" if capability >= first else "no tensor cores"
-        yield Text(f"  {form:<6}{has}, which have it from {'{}.{}'.format(*first)}")
-
-
 def _gpu_json(model: GpuModel) -> dict[str, Any]:
     return {
         "name": model.name,
-        "capability": _capability_json(model.capability),
+        "capability": {
+            "capability": "{}.{}".format(*model.capability),
+            "architecture": architecture(model.capability),
+            "tensor_core_formats": list(formats_at(model.capability)),
+        },
         "memory_gb": model.memory_gb,
         "bandwidth_gb_s": model.bandwidth,
         "dense_peak_tflop_s": dict(model.peaks),
         "source": model.source,
-    }
-
-
-def _capability_json(capability: Capability) -> dict[str, Any]:
-    return {
-        "capability": "{}.{}".format(*capability),
-        "architecture": architecture(capability),
-        "tensor_core_formats": list(formats_at(capability)),
     }
 
 

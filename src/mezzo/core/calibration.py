@@ -6,63 +6,45 @@ activations alone overflows in the first step (docs/monitoring.md has figures).
 
 **A module is kept in FP32 together with the one that runs after it**: a number beyond fp16's range must neither be made
 in fp16 nor be cast to it by its reader, and a gradient too small for fp16 is made by the reader's backward. "After" is
-the order in which modules ran, which is the data flow only in a chain. So a recommendation must be tried, which
-`mezzo calibrate` does.
+the order in which modules ran, which is the data flow only in a chain.
+
+**A module that overflows inside is kept in FP32 too.** Only what modules return is in the ranges; the emulation of
+`mezzo.pytorch.sensitivity` finds overflows of single operations.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
-from itertools import pairwise
-from statistics import fmean, pstdev
+from itertools import chain, pairwise
 
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.formats import named
+from mezzo.core.formats import Format, named
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale, power_text
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import is_pattern
-from mezzo.core.ranges import GRADIENTS, Histogram, exponent_strip, percent, shift_of
-from mezzo.core.records import RangesRecord
-from mezzo.core.sensitivity import Sensitivity
+from mezzo.core.ranges import GRADIENTS, Histogram, RangeRow, exponent_strip, percent, shift_of
+from mezzo.core.records import RangesRecord, Record, SensitivityRecord
+from mezzo.core.sensitivity import RANKED, Sensitivity, rank
 
 FORMATS = ("bf16", "fp16", "fp32")
 """What can be recommended, the first that fits."""
 MOST_HEADROOM = 15
 """Doublings: half of the 30 between fp16's smallest normal number and its largest."""
-FEWEST_FOR_SPREAD = 4
-"""Steps from which a standard deviation is taken."""
-SIGMAS = 3.09
-"""Standard deviations of room above the mean: the largest gradient of one step in a thousand lies higher."""
 MOST_LOST = 0.5
 """A module is kept in FP32 if fp16 rounds a larger share of its gradient to zero under the recommended scale."""
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """The histogram of a tensor over all steps; module, what and name as in `mezzo.core.ranges.RangeRow`."""
-
-    module: str
-    what: str
-    name: str
-    histogram: Histogram
-
-    def __str__(self) -> str:
-        tensor = f"{self.module or 'the model'}{'.' + self.name if self.name else ''}"
-        return f"{self.what} of {tensor}, largest {self.histogram.largest:.4g}"
-
-
-@dataclass(frozen=True)
 class Kept:
-    """A module that fp16 can't hold, and why. Without evidence a trial showed it."""
+    """A module that fp16 can't hold, and why: by a tensor, or, without evidence, by an operation inside it."""
 
     module: str
     why: str
-    evidence: Evidence | None = None
+    evidence: RangeRow | None = None
 
 
 @dataclass(frozen=True)
@@ -75,9 +57,8 @@ class Recommendation:
         policy: as text for `mezzo.policy`, `--precision` and `MixedPrecision`.
         steps: number of watched steps.
         constant: the constant loss scale for fp16.
-        start: the first value of a dynamic one.
-        gradient: the tensor with the largest gradient, which decides both.
-        mean, deviation: of log2 of each step's largest gradient; the deviation is None for too few steps.
+        start: the first value of a dynamic one: the same, within the bounds of `DynamicLossScale`.
+        gradient: the tensor with the largest gradient, which decides both, with its histogram over all steps.
         gradients: all gradients together.
         sources: the tensor with the largest gradient of each kind in `GRADIENTS`.
         kept: modules that fp16 needs in FP32.
@@ -91,11 +72,9 @@ class Recommendation:
     steps: int
     constant: float
     start: float
-    gradient: Evidence
-    mean: float
-    deviation: float | None
+    gradient: RangeRow
     gradients: Histogram
-    sources: list[Evidence] = field(default_factory=list)
+    sources: list[RangeRow] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sensitivity: Sensitivity | None = None
@@ -104,17 +83,6 @@ class Recommendation:
         """The share of gradients other than 0 that fp16 rounds to zero under a loss scale."""
         shares = self.gradients.shares("fp16", shift_of(scale))
         return 0.0 if shares is None else shares.underflow
-
-    def lowered(self, scale: float, why: str) -> Recommendation:
-        """The same with loss scales of at most this much, and a note that says why."""
-        start, constant = min(self.start, scale), min(self.constant, scale)
-        text = _policy(self.format, start, self.kept)
-        return replace(self, start=start, constant=constant, policy=text, notes=[why, *self.notes])
-
-    def keeping(self, modules: Mapping[str, str]) -> Recommendation:
-        """The same with further modules in FP32, with their reasons."""
-        kept = [*self.kept, *(Kept(module, why) for module, why in modules.items())]
-        return replace(self, kept=kept, policy=_policy(self.format, self.start, kept))
 
     def to_json(self) -> str:
         """All of it, histograms included."""
@@ -127,111 +95,116 @@ class Recommendation:
         }
         return json.dumps(data, indent=2)
 
-    def to_toml(self, head: str = "") -> str:
-        """The policy as a file that `mezzo.policy` reads, with reasons; `head` is the first line."""
+    def to_toml(self) -> str:
+        """The policy as a file that `mezzo.policy` reads, with reasons."""
         chosen = policy_of(self.policy)
         lines = [
-            f"# {head or f'Recommended by mezzo calibrate from {counted(self.steps)} in FP32.'}",
+            f"# Recommended by mezzo calibrate from {counted(self.steps)} in FP32.",
             f'compute = "{chosen.compute}"  # {self.why}',
         ]
         if self.format == "fp16":
-            spread = (
-                "" if self.deviation is None else f", whose log2 varies by {self.deviation:.2f} between steps"
-            )
-            lines.append(f'loss_scale = "{chosen.loss_scale}"  # {self.gradient}{spread}')
+            lines.append(f'loss_scale = "{chosen.loss_scale}"  # {self.gradient}')
         if chosen.modules:
             whys = {kept.module: kept.why for kept in self.kept}
             rows = [f"{json.dumps(path)} = {json.dumps(fmt)}  # {whys[path]}" for path, fmt in chosen.modules]
             lines += ["", "[modules]", *rows]
         return "\n".join(lines) + "\n"
 
-    def rows(self) -> list[tuple[str, str]]:
-        """The recommendation and the ranking as labels and values, in order."""
+    def __str__(self) -> str:
+        """The recommendation and the ranking: lines of a label and a value, each histogram under what it shows."""
         shift = shift_of(self.start)
-        scale = f"dynamic from {power_text(self.start)}, or constant {power_text(self.constant)}"
+        scale = f"fp16: dynamic from {power_text(self.start)}, or constant {power_text(self.constant)}"
         label, kept_as = "keep in fp32", ""
         if self.format != "fp16":
-            scale = f"none: {self.format} needs none (fp16: {scale})"
+            scale = f"none: {self.format} needs none ({scale})"
             label, kept_as = "for fp16", " would be kept in FP32"
-        else:
-            scale = f"fp16: {scale}"
-        found = [("format", f"{self.format}: {self.why}"), ("loss scale", scale)]
+        rows = [("format", f"{self.format}: {self.why}"), ("loss scale", scale)]
         for one in self.sources:
-            found += [("", str(one)), ("", exponent_strip(one.histogram, "fp16", shift))]
+            rows += [("", str(one)), ("", exponent_strip(one.histogram, "fp16", shift))]
         unscaled, scaled = percent(self.lost()), percent(self.lost(self.start))
         lost = f"{unscaled} to zero unscaled, {scaled} times {power_text(self.start)}"
-        found += [
+        rows += [
             ("gradients", f"all: fp16 rounds {lost}"),
             ("", exponent_strip(self.gradients, "fp16", shift)),
         ]
         for kept in self.kept:
-            found.append((label, f"{kept.module or 'the model'}{kept_as}: {kept.why}"))
+            rows.append((label, f"{kept.module or 'the model'}{kept_as}: {kept.why}"))
             if kept.evidence is not None:
                 by = shift if kept.evidence.what in GRADIENTS else 0
-                found.append(("", exponent_strip(kept.evidence.histogram, "fp16", by)))
+                rows.append(("", exponent_strip(kept.evidence.histogram, "fp16", by)))
         if not self.kept:
-            found.append(("keep in fp32", "no module: fp16 holds what each of them returns"))
-        found.append(("policy", self.policy))
+            rows.append(("keep in fp32", "no module: no overflow of fp16 was found"))
+        rows.append(("policy", self.policy))
         if self.sensitivity is not None:
-            found.append(("sensitivity", self.sensitivity.title))
-            found += [("", line) for line in self.sensitivity.lines()]
-        return found
-
-    def __str__(self) -> str:
-        lines = [f"{label:<13}{value}".rstrip() for label, value in self.rows()]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+            rows.append(("sensitivity", self.sensitivity.title))
+            rows += [("", line) for line in self.sensitivity.lines()]
+        rows += [("note", note) for note in self.notes]
+        return "\n".join(f"{label:<13}{value}" for label, value in rows)
 
 
-def recommend(
-    records: Sequence[RangesRecord],
-    *,
-    native: Collection[str],
-    format: str | None = None,
-    headroom_bits: int = 1,
-) -> Recommendation:
-    """What to train in, from the records of a few FP32 steps.
-
-    Args:
-        records: of steps in FP32 without a loss scale.
-        native: formats that the hardware to train on computes in.
-        format: one of `FORMATS`; None: bf16 if it is native, else fp16 if that is, else fp32.
-        headroom_bits: how many doublings the largest numbers may still make in the rest of the run, 0 to 15.
+def check_settings(format: str | None, headroom_bits: int) -> None:
+    """Check what `recommend` takes.
 
     Raises:
-        UsageError: no step, or none with a gradient that is finite and not 0; a headroom out of range.
+        UsageError: a headroom that is not an integer from 0 to `MOST_HEADROOM`.
         UnknownNameError: a format that is none of `FORMATS`.
     """
     if format is not None and format not in FORMATS:
         raise unknown_name("format", format, FORMATS)
-    check_headroom(headroom_bits)
-    records = [record for record in records if record.rows]
-    merged: dict[tuple[str, str, str], Histogram] = {}
-    for row in (row for record in records for row in record.rows):
-        key = row.module, row.what, row.name
-        merged[key] = merged.get(key, Histogram()).plus(row.histogram)
-    tensors = [Evidence(*key, histogram) for key, histogram in merged.items()]
-    per_step = [
-        max((row.histogram.largest for row in record.rows if row.what in GRADIENTS), default=0.0)
-        for record in records
-    ]
-    logs = [math.log2(largest) for largest in per_step if largest > 0]
-    if not logs:
+    if not isinstance(headroom_bits, int) or not 0 <= headroom_bits <= MOST_HEADROOM:
         raise UsageError(
-            f"nothing to calibrate with: no gradient in the {counted(len(records))} looked at is finite and not 0"
+            f"a headroom of {headroom_bits} bits: give how many doublings the numbers may still make, 0 to "
+            f"{MOST_HEADROOM}. More would leave fp16 too little range; if they grow more, train in bf16"
         )
+
+
+def recommend(
+    measured: Iterable[Record],
+    *,
+    native: Collection[str],
+    format: str | None = None,
+    headroom_bits: int = 1,
+    ranked: Sequence[str | Format] = RANKED,
+) -> Recommendation:
+    """What to train in, from the ranges and sensitivities of a few FP32 steps.
+
+    Args:
+        measured: records of steps in FP32 without a loss scale.
+        native: formats that the hardware to train on computes in.
+        format: one of `FORMATS`; None: bf16 if it is native, else fp16 if that is, else fp32.
+        headroom_bits: how many doublings the largest numbers may still make in the rest of the run, 0 to 15.
+        ranked: the formats in the sensitivity records.
+
+    Raises:
+        UsageError: no step, or none with a gradient that is finite and not 0.
+    """
+    measured = list(measured)
+    records = [one for one in measured if isinstance(one, RangesRecord) and one.rows]
+    sensitivities = [one for one in measured if isinstance(one, SensitivityRecord)]
+    sensitivity = rank(sensitivities, [named(one) for one in ranked])
+    merged: dict[tuple[str, str, str], RangeRow] = {}  # over all steps
+    for row in chain.from_iterable(record.rows for record in records):
+        key = row.module, row.what, row.name
+        known = merged[key].histogram if key in merged else Histogram()
+        merged[key] = replace(row, histogram=known.plus(row.histogram))
+    tensors = list(merged.values())
     gradients = [one for one in tensors if one.what in GRADIENTS]
     sources = [
         max(some, key=lambda one: one.histogram.largest)
         for kind in GRADIENTS
-        if (some := [one for one in gradients if one.what == kind])
+        if (some := [one for one in gradients if one.what == kind and one.histogram.largest > 0])
     ]
+    if not sources:
+        raise UsageError(
+            f"nothing to calibrate with: no gradient in the {counted(len(records))} looked at is finite and not 0"
+        )
     source = max(sources, key=lambda one: one.histogram.largest)
     constant = StaticLossScale.from_largest(source.histogram.largest, "fp16", headroom_bits).scale
-    deviation = pstdev(logs) if len(logs) >= FEWEST_FOR_SPREAD else None
-    start = _start(fmean(logs), deviation, source.histogram.largest, constant)
-    kept = _kept(tensors, start, headroom_bits)
+    bounds = DynamicLossScale()
+    start = max(bounds.floor, min(constant, bounds.ceiling))
+    kept = _kept(tensors, start, headroom_bits, sensitivity)
     chosen, why = _format(native, format, kept)
-    notes = _notes(tensors, kept, len(records))
+    notes = _notes(tensors, kept)
     if source.histogram.overflows("fp16", shift_of(start)):
         notes.insert(0, f"{source}: it overflows fp16 under every dynamic loss scale. Train in bf16 or fp32")
     return Recommendation(
@@ -242,22 +215,12 @@ def recommend(
         constant=constant,
         start=start,
         gradient=source,
-        mean=fmean(logs),
-        deviation=deviation,
         gradients=reduce(Histogram.plus, (one.histogram for one in gradients)),
         sources=sources,
         kept=kept,
         notes=notes,
+        sensitivity=sensitivity,
     )
-
-
-def check_headroom(bits: int, name: str = "headroom_bits=") -> None:
-    """Raise UsageError unless it is an integer from 0 to `MOST_HEADROOM`; `name` is what the user wrote."""
-    if not isinstance(bits, int) or not 0 <= bits <= MOST_HEADROOM:
-        raise UsageError(
-            f"{name}{bits}: give how many doublings the numbers may still make, 0 to {MOST_HEADROOM}. More would "
-            "leave fp16 too little range; if they grow more, train in bf16"
-        )
 
 
 def counted(steps: int) -> str:
@@ -265,22 +228,16 @@ def counted(steps: int) -> str:
     return f"{steps} step{'' if steps == 1 else 's'}"
 
 
-def _start(mean: float, deviation: float | None, largest: float, constant: float) -> float:
-    """The scale that overflows fp16 in one step of a thousand, if log2 of the largest gradients is normal; never so
-    large that a gradient which was seen overflows.
+def _kept(
+    tensors: Sequence[RangeRow], start: float, headroom_bits: int, sensitivity: Sensitivity | None
+) -> list[Kept]:
+    """Modules that hold numbers beyond fp16, or whose gradients it loses, and the modules that run after them; and
+    modules in which an operation overflows.
     """
-    bounds, room = DynamicLossScale(), math.log2(65504.0)
-    fits = StaticLossScale.from_largest(largest, "fp16", 0).scale
-    scale = constant if deviation is None else 2.0 ** math.floor(room - (mean + SIGMAS * deviation))
-    return max(bounds.floor, min(scale, fits, bounds.ceiling))
-
-
-def _kept(tensors: Sequence[Evidence], start: float, headroom_bits: int) -> list[Kept]:
-    """Modules that hold numbers beyond fp16, or whose gradients it loses, and the modules that run after them."""
     found: dict[str, Kept] = {}
     after = dict(pairwise(dict.fromkeys(one.module for one in tensors if one.what == "activation")))
 
-    def keep(one: Evidence, why: str, reads: str) -> None:
+    def keep(one: RangeRow, why: str, reads: str) -> None:
         found.setdefault(one.module, Kept(one.module, why, one))
         reader = after.get(one.module)
         if reader is not None and one.what != "weight":
@@ -300,6 +257,10 @@ def _kept(tensors: Sequence[Evidence], start: float, headroom_bits: int) -> list
                 part, scale = percent(shares.underflow), power_text(start)
                 why = f"fp16 rounds {part} of its output's gradient to zero, even at loss scale {scale}"
                 keep(one, why, f"runs after {name}, and makes that gradient, of which fp16 loses {part}")
+    for inside in sensitivity.modules if sensitivity else ():
+        if inside.causes.get("fp16"):
+            why = f"{inside.causes['fp16']} inside it overflows in fp16"
+            found.setdefault(inside.module, Kept(inside.module, why))
     return list(found.values())
 
 
@@ -317,7 +278,7 @@ def _format(native: Collection[str], asked: str | None, kept: Sequence[Kept]) ->
     )
 
 
-def _notes(tensors: Sequence[Evidence], kept: Sequence[Kept], steps: int) -> list[str]:
+def _notes(tensors: Sequence[RangeRow], kept: Sequence[Kept]) -> list[str]:
     notes = []
     for one in tensors:
         # Infinite activations are usually masks, and a ratio to a weight of 0 is infinite.
@@ -328,11 +289,10 @@ def _notes(tensors: Sequence[Evidence], kept: Sequence[Kept], steps: int) -> lis
     unnamed = ", ".join(repr(one.module) for one in kept if not is_pattern(one.module))
     if unnamed:
         notes.append(f"no policy can name {unnamed}: change the model, or train in bf16 or fp32")
-    if steps < FEWEST_FOR_SPREAD:
-        notes.append(f"only {counted(steps)}: how gradients vary from step to step is not known")
     notes.append(
         "gradients change over a run: a dynamic scale follows them, a constant one is right for as long as they stay"
     )
+    notes.append("the policy has not been tried: `mezzo compare` says whether it trains as well as FP32")
     return notes
 
 

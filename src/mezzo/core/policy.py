@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -19,7 +18,7 @@ from types import MappingProxyType
 from mezzo.core.compute import COMPUTE, GRANULARITIES, activations_of
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
 from mezzo.core.formats import dtype_name
-from mezzo.core.loss_scale import LossScale, NoLossScale, StaticLossScale
+from mezzo.core.loss_scale import LossScale
 from mezzo.core.masters import MASTERS, STATE_FORMATS, storage_of, usual_masters
 from mezzo.core.policy_text import (
     KEYS,
@@ -187,31 +186,22 @@ class Policy:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences about settings that are allowed but seldom meant."""
-        return tuple(self._notes())
-
-    def _notes(self) -> Iterator[str]:
-        scale = None if self.loss_scale == "auto" else self.make_loss_scale()
-        if "fp16" in self.computed and isinstance(scale, NoLossScale):
-            yield "fp16 without a loss scale: gradients under 2^-25 become zero. loss_scale=dynamic keeps them."
-        if isinstance(scale, StaticLossScale) and math.frexp(scale.scale)[0] != 0.5:
-            yield (
-                f"loss_scale={self.loss_scale} is not a power of two: it rounds every gradient once more than "
-                f"2**{math.frexp(scale.scale)[1] - 1} does."
+        notes = []
+        if "fp16" in self.computed and self.loss_scale == "none":
+            notes.append(
+                "fp16 without a loss scale: gradients under 2^-25 become zero. loss_scale=dynamic keeps them."
             )
         if self.masters == "none":
-            yield (
+            notes.append(
                 "masters=none: an update under an ulp of its weight is kept on average, by rounding "
                 "stochastically, and adds noise. masters=split8 keeps it for one byte more, split exactly for two."
             )
-        if self.recomputed and self.computed == {"fp32"}:
-            yield f"recompute={self.recompute} does nothing in FP32: only 16-bit outputs are made again."
-        if "fp8" not in self.computed and self.scaling != "tensorwise":
-            yield f"scaling={self.scaling} does nothing here: it scales fp8 factors, and nothing is computed in fp8."
         wide = (Rule.FP32, Rule.BANNED)
         for op, rule in () if self.is_fp32 else self.ops:
             row = RULES.get(op)
             if row and row.rule in wide and Rule(rule) not in wide:
-                yield f"op.{op}={rule} in place of {row.rule}: {row.reason}."
+                notes.append(f"op.{op}={rule} in place of {row.rule}: {row.reason}.")
+        return tuple(notes)
 
     def rule_for(self, op: str) -> Decision | None:
         """The rule for an op such as `softmax`, `aten::softmax.int` or `mylib::fused`; None for an unknown one, which

@@ -85,9 +85,7 @@ class Histogram:
         total = sum(self.counts)
         if not total:
             return None
-        smallest = (
-            form.minexp - form.nmant
-        )  # the smallest subnormal's exponent; half of it is the tie to zero
+        smallest = form.minexp - form.nmant  # exponent of the smallest subnormal; half of it ties to zero
         under = sub = over = 0
         for place, count in enumerate(self.counts):
             exponent = self.lowest + place + shift
@@ -182,6 +180,10 @@ class RangeRow:
     format: str
     histogram: Histogram
     name: str = ""
+
+    def __str__(self) -> str:
+        tensor = f"{self.module or 'the model'}{'.' + self.name if self.name else ''}"
+        return f"{self.what} of {tensor}, largest {self.histogram.largest:.4g}"
 
 
 _BLOCKS = "▁▂▃▄▅▆▇█"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.errors import unknown_name
 
 Capability = tuple[int, int]
 
@@ -39,17 +39,8 @@ ARCHITECTURES: Mapping[Capability, str] = MappingProxyType(
 
 
 def architecture(capability: Capability) -> str:
-    """The name of the architecture with a compute capability.
-
-    Raises:
-        UsageError: it is older than those that CUDA supports.
-    """
-    names = [name for first, name in ARCHITECTURES.items() if capability >= first]
-    if not names or capability >= (13, 0):
-        raise UsageError(
-            "no GPU is known with compute capability {}.{}: give one from 5.0 to 12.1".format(*capability)
-        )
-    return names[-1]
+    """The name of the architecture with a compute capability."""
+    return [name for first, name in ARCHITECTURES.items() if capability >= first][-1]
 
 
 @dataclass(frozen=True)
@@ -117,23 +108,6 @@ def formats_at(capability: Capability) -> tuple[str, ...]:
     (('fp16',), ('fp16', 'tf32', 'bf16', 'fp8'))
     """
     return tuple(name for name, first in TENSOR_CORES_FROM.items() if capability >= first)
-
-
-def parse_capability(text: str) -> Capability:
-    """The compute capability written as ``"8.9"``.
-
-    Raises:
-        UsageError: not two numbers with a dot, or one that no GPU has.
-    """
-    match = re.fullmatch(r"\s*(\d+)\.(\d)\s*", text)
-    if match is None:
-        raise UsageError(
-            f"{text!r} is not a compute capability: write major.minor, such as 8.9 "
-            "(`nvidia-smi --query-gpu=name,compute_cap --format=csv` prints a GPU's)"
-        )
-    capability = int(match[1]), int(match[2])
-    architecture(capability)
-    return capability
 
 
 def find(name: str) -> tuple[GpuModel, ...]:

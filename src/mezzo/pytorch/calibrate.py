@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -11,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.calibration import Recommendation, check_headroom, recommend
+from mezzo.core.calibration import Recommendation, check_settings, recommend
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import Format, named
 from mezzo.core.ranges import WHAT
-from mezzo.core.records import RangesRecord, Record, SensitivityRecord
-from mezzo.core.sensitivity import RANKED, rank
+from mezzo.core.records import Record
+from mezzo.core.sensitivity import RANKED
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.hardware import native_formats
 from mezzo.pytorch.monitor.observer import StepObserver
@@ -24,11 +23,6 @@ from mezzo.pytorch.monitor.ranges import RangeWatch
 from mezzo.pytorch.sensitivity import STEPS, Sensitivities
 from mezzo.pytorch.snapshot import Snapshot
 from mezzo.pytorch.training.observers import Observers
-
-_NOT_TRIED = (
-    "the policy has not been tried, and operations inside a module were not measured: `mezzo calibrate SCRIPT` tries "
-    "it, MixedPrecision(..., trace=True) names the operation behind each skipped step"
-)
 
 
 def calibrate(
@@ -82,7 +76,7 @@ def calibrate(
     ['0', '1', '2']
     """
     parameters = [param for param in model.parameters() if param.requires_grad]
-    check_headroom(headroom_bits)
+    check_settings(format, headroom_bits)
     device = _checked(model, parameters, steps)
     snapshot = Snapshot([model], [] if optimizer is None else [optimizer])
     updated = torch.optim.SGD(parameters, lr=0.0) if optimizer is None else optimizer
@@ -111,11 +105,13 @@ def calibrate(
     finally:
         observing.undo()
         snapshot.restore()
-    ranges = [record for record in records if isinstance(record, RangesRecord)]
-    found = recommend(ranges, native=native_formats(device.type), format=format, headroom_bits=headroom_bits)
-    measured = [record for record in records if isinstance(record, SensitivityRecord)]
-    found = replace(found, sensitivity=rank(measured, formats))
-    return found if found.format != "fp16" else replace(found, notes=[*found.notes, _NOT_TRIED])
+    return recommend(
+        records,
+        native=native_formats(device.type),
+        format=format,
+        headroom_bits=headroom_bits,
+        ranked=rank_formats,
+    )
 
 
 def _checked(model: nn.Module, parameters: list[nn.Parameter], steps: int) -> torch.device:

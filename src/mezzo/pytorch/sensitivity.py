@@ -22,7 +22,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from mezzo.core.sensitivity import RANKED
 from mezzo.pytorch.emulation import Rounding, around, floats, is_finite
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.monitor.observer import StepObserver
-from mezzo.pytorch.monitor.replay import devices_of, nothing_left
+from mezzo.pytorch.monitor.replay import ModuleState, SideEffects, devices_of, nothing_left
 from mezzo.pytorch.snapshot import RandomState
 
 STEPS = 4
@@ -58,18 +59,12 @@ class _Call:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random: RandomState
+    state: ModuleState | RandomState
     low: list[bool] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
     inner: set[nn.Module] = field(default_factory=set)
     multiplies: bool = False
-
-    @property
-    def intact(self) -> bool:
-        """Whether no input tensor was written since."""
-        return [t._version for t in floats((self.args, self.kwargs))] == self.versions
 
     def returned(self, output: Any) -> None:
         """Record the gradients that arrive at its outputs; several at one output are summed."""
@@ -100,7 +95,6 @@ class Sensitivities(StepObserver):
         self._count = 0
         self._loss = 0.0
         self._updates = self._measured = 0
-        self._written: set[str] = set()  # modules whose inputs are overwritten later: these are copied
         self._mode: Rounding | None = None
         self._calls: dict[str, list[_Call]] = defaultdict(list)
         self._counts: dict[str, int] = defaultdict(int)
@@ -122,9 +116,8 @@ class Sensitivities(StepObserver):
         self._count += 1
         if len(self._kept) < CALLS:
             args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
-            call = _Call("", module, args, kwargs, RandomState.now(devices_of(module)))
-            call.buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-            self._kept.append(call)
+            state = ModuleState(SideEffects(module, statistics=True))
+            self._kept.append(_Call("", module, args, kwargs, state))
 
     def call_ended(self, model: nn.Module, output: Any) -> None:
         """Record the gradients at the call's outputs."""
@@ -163,32 +156,30 @@ class Sensitivities(StepObserver):
 
     def _measure(self) -> None:
         rows: dict[tuple[str, str], ModuleRounding] = {}
-        kept, share, loss = self._kept, self._count / len(self._kept), self._loss
-        for outer in kept:
+        share = self._count / len(self._kept)
+        for outer in self._kept:
             try:
                 self._again(outer)
             except Exception as error:  # whatever a script's own module raises
                 self._notes.setdefault(f"the model could not be run again: {_first_line(error)}")
                 continue
             for path, calls in self._calls.items():
-                for row in (
-                    r for call in calls for r in self._rows_of(call, share * self._counts[path] / len(calls))
-                ):
+                times = share * self._counts[path] / len(calls)
+                for row in chain.from_iterable(self._rows_of(call, times) for call in calls):
                     rows[path, row.format] = _sum(rows.get((path, row.format)), row)
             self._calls.clear()
             self._counts.clear()
-        self.step_dropped()
         self._measured += 1
-        self._records.append(SensitivityRecord(self._updates, loss, list(rows.values()), list(self._notes)))
+        self._records.append(
+            SensitivityRecord(self._updates, self._loss, list(rows.values()), list(self._notes))
+        )
+        self.step_dropped()
 
     def _again(self, outer: _Call) -> None:
         """Run a model's call forward and backward, and keep the calls of its modules."""
         model = outer.module
         with nothing_left(model), torch.enable_grad():
-            with torch.no_grad():
-                for buffer, value in outer.buffers:
-                    buffer.copy_(value)
-            outer.random.put_back()
+            outer.state.put_back()
             leaves: list[Tensor] = []
 
             def taken(tensor: Tensor) -> Tensor:
@@ -219,14 +210,10 @@ class Sensitivities(StepObserver):
             return
         if mode.inside:
             mode.inside[-1].inner.add(module)
-        path = self._paths[module]
         tensors = floats((args, kwargs))
-        low = [mode.low(t) for t in tensors]
-        if path in self._written:
-            args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
-            tensors = floats((args, kwargs))
+        low, versions = [mode.low(t) for t in tensors], [t._version for t in tensors]
         random = RandomState.now(devices_of(module), pythons=False)
-        mode.inside.append(_Call(path, module, args, kwargs, random, low, [t._version for t in tensors]))
+        mode.inside.append(_Call(self._paths[module], module, args, kwargs, random, low, versions))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._mode is None:
@@ -243,8 +230,8 @@ class Sensitivities(StepObserver):
     def _rows_of(self, call: _Call, times: float) -> list[ModuleRounding]:
         """A row for each format that the module can run in; none where it can't be measured."""
         name = call.path or "the model itself"
-        if not call.intact:
-            self._written.add(call.path)
+        if [t._version for t in floats((call.args, call.kwargs))] != call.versions:
+            self._notes.setdefault(f"{name}: its input is overwritten later, so it was not measured")
             return []
         if all(gradient is None for gradient in call.gradients):
             self._notes.setdefault(
@@ -318,7 +305,7 @@ class Sensitivities(StepObserver):
             return output
 
         with nothing_left(call.module):
-            call.random.put_back()
+            call.state.put_back()
             args, kwargs = tree_map_only(Tensor, taken, (call.args, call.kwargs))
             with _hooked(call.inner, before, after), mode:
                 output = call.module.forward(*args, **kwargs)
@@ -344,7 +331,7 @@ def _sum(before: ModuleRounding | None, row: ModuleRounding) -> ModuleRounding:
     if before is None:
         return row
     signed, squares = before.signed + row.signed, before.squares + row.squares
-    return ModuleRounding(row.module, row.kind, row.format, signed, squares, before.cause or row.cause)
+    return replace(row, signed=signed, squares=squares, cause=before.cause or row.cause)
 
 
 def _first_line(error: Exception) -> str:
