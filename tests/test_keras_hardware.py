@@ -67,11 +67,9 @@ GPUS = [
     ("torch", torch_with(None), None, None),
     ("torch", torch_with((7, 0)), "NVIDIA T4", ["fp16"]),
     ("torch", torch_with((6, 1)), "NVIDIA T4", []),
-    ("torch", torch_with((8, 0)), "NVIDIA T4", BOTH),
     ("jax", jax_with("cpu"), None, None),
     ("jax", jax_with("gpu", compute_capability="7.5"), "NVIDIA A100", ["fp16"]),
     ("jax", jax_with("gpu", compute_capability="gfx90a"), "NVIDIA A100", BOTH),
-    ("tensorflow", tensorflow_with(), None, None),
     ("tensorflow", tensorflow_with({"device_name": "L4", "compute_capability": (8, 9)}), "L4", BOTH),
     ("tensorflow", tensorflow_with({"compute_capability": (7, 5)}), "GPU", ["fp16"]),
     ("", tensorflow_with({"compute_capability": (8, 9)}), None, None),  # Keras was not imported
@@ -100,11 +98,10 @@ def test_the_gpu_its_formats_and_its_peak_memory(
 @pytest.mark.parametrize(
     ("backend", "used", "versions"),
     [
-        ("torch", True, {"keras", "tensorflow", "torch", "tf_keras"}),
         ("jax", True, {"keras", "tensorflow", "jax", "torch", "tf_keras"}),
         ("torch", False, {"tensorflow", "torch", "tf_keras"}),
     ],
-    ids=["torch", "jax", "Keras unused"],
+    ids=["jax", "Keras unused"],
 )
 def test_versions_of_what_was_used(
     backend: str, used: bool, versions: set[str], monkeypatch: pytest.MonkeyPatch
