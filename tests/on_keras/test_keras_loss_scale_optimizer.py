@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -48,25 +48,15 @@ def sgd(**settings: Any) -> Any:
 
 @dataclass(frozen=True)
 class Row:
-    """One run.
-
-    Args:
-        steps: the gradients of each step, one for each variable, unscaled; None where a variable has none.
-        scale: of the loss, as in a policy.
-        after: the variables after the last step, where they are plain numbers.
-        inner: makes the inner optimizer.
-        first: the variables to begin with.
-        overwritten: of each variable whether its gradient overwrites it, and is thus not scaled.
-        sparse: the gradients are given by rows: `tf.IndexedSlices`, or BCOO on JAX.
-    """
+    """One run: the unscaled gradients of each step, one for each variable (None: it has none)."""
 
     steps: tuple[Gradients, ...]
-    scale: str = "dynamic(init=2**15)"
-    after: tuple[Vector, ...] | None = None
+    scale: str = "dynamic(init=2**15)"  # as in a policy
+    after: tuple[Vector, ...] | None = None  # the variables after the last step, where they are plain numbers
     inner: Callable[[], Any] = sgd
     first: tuple[Vector, ...] = (FIRST,)
-    overwritten: tuple[bool, ...] = field(default=(False, False))
-    sparse: bool = False
+    overwritten: tuple[bool, ...] = (False, False)  # by its gradient, which is thus not scaled
+    sparse: bool = False  # gradients by rows: `tf.IndexedSlices`, or BCOO on JAX
 
     def is_good(self, gradients: Gradients) -> bool:
         """Whether every number of these gradients is finite."""
@@ -75,8 +65,6 @@ class Row:
 
 ROWS: dict[str, Row] = {
     "a good step": Row((GOOD,), after=((0.5, -1.0, -0.5, 3.0),)),
-    "one NaN": Row((BAD_NAN,), after=(FIRST,)),
-    "zero gradients are good": Row((((0.0,) * 4,),), after=(FIRST,)),
     "grows, and unscales by the scale that it had": Row(
         (GOOD,) * 5 + (ALL_INF,) + (GOOD,) * 2, "dynamic(init=2,growth_interval=2)"
     ),
@@ -98,7 +86,6 @@ ROWS: dict[str, Row] = {
     # A skip leaves no trace in what the inner optimizer keeps.
     "momentum and decay": Row(MIXED, inner=lambda: sgd(momentum=0.75, nesterov=True, weight_decay=0.25)),
     "Adam": Row(MIXED, inner=lambda: keras.optimizers.Adam(0.125)),
-    "a first step that is skipped": Row((ALL_INF, GOOD), inner=lambda: keras.optimizers.Adam(0.125)),
     "an average that overwrites": Row(
         MIXED, inner=lambda: sgd(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
     ),
@@ -114,8 +101,6 @@ ROWS: dict[str, Row] = {
         first=TWO_FIRST,
     ),
     "the floor": Row((ALL_INF,) * 5 + (GOOD,), "dynamic(init=2,floor=0.5)", ((0.5, -1.0, -0.5, 3.0),)),
-    "the ceiling": Row((GOOD,) * 4, "dynamic(init=2,growth_interval=1,ceiling=4)"),
-    "hysteresis": Row((ALL_INF, GOOD, ALL_INF, ALL_INF), "dynamic(init=4,hysteresis=2)"),
     "a scale below 1: what overflows is the unscaled gradient": Row(
         (((2.0**127, 0.0, 0.0, 0.0),), ((8.0, 0.0, 0.0, 0.0),)), "dynamic(init=0.5)"
     ),
@@ -128,7 +113,7 @@ FORMS = {
     "jax": ("eager", "jit"),
     "torch": ("eager", "stateless"),
 }[BACKEND]
-# Compilers take a second a row.
+# Compilers take a second per row.
 COMPILED = (
     "by rows",
     "a variable without a gradient",
@@ -252,7 +237,7 @@ def test_good_steps_are_the_inner_optimizers_and_bad_ones_leave_no_trace(name: s
             values(*weights, optimizer.inner_optimizer), values(*alone, inner), strict=True
         ):
             np.testing.assert_allclose(ours, theirs, rtol=room, atol=room / 4)
-    if row.after is not None:  # of small whole numbers and halves, which no order of operations rounds
+    if row.after is not None:  # exact in FP32
         assert values(*weights) == [list(after) for after in row.after]
     assert float(optimizer.learning_rate) == float(inner.learning_rate)
     bad = [gradients for gradients in row.steps if not row.is_good(gradients)]
@@ -274,9 +259,6 @@ def test_the_loss_scale_event_by_event(machine: Any, events: str) -> None:
         step(optimizer, weights, bad=INF if event == "x" else None)
         machine = machine.next(Observation(event == "x"))
         assert optimizer.machine() == machine
-
-
-# What is given
 
 
 def test_some_of_the_variables_in_another_order() -> None:
@@ -320,9 +302,6 @@ def test_a_gradient_beyond_its_variables_format_is_skipped() -> None:
             optimizer.apply([tensor([1000.0, 0.0], dtype)], weights)
         assert int(optimizer.skipped_steps) == skipped
         assert np.isfinite(np.concatenate(values(*weights, optimizer))).all()
-
-
-# Loops that forget to scale
 
 
 def forgetful_step(optimizer: Any) -> list[list[float]]:
@@ -378,9 +357,6 @@ def test_jax_a_scale_that_would_be_baked_in_is_an_error() -> None:
     assert jax.jit(jax.grad(lambda w: constant.scale_loss(keras.ops.sum(w))))(value).tolist() == [8.0] * 3
 
 
-# Patience
-
-
 @pytest.mark.parametrize(
     "machine", [DynamicLossScale(init=2.0, floor=1.0, patience=3), StaticLossScale(2.0, patience=4)], ids=str
 )
@@ -415,10 +391,8 @@ def test_the_patience_ends_in_a_compiled_step() -> None:
         compiled()
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"LossScaleCollapseError: 2 steps") as error:
             compiled()
-        told = str(error.value)
-        assert "weight_99, ...:" in told  # a hundred variables at most
-        assert "weight_100" not in told
-        assert "[1 0 0" in told
+        assert "weight_99, ...:" in str(error.value)  # a hundred variables at most
+        assert "[1 0 0" in str(error.value)
         optimizer.reset_loss_scale()
         compiled = tf.function(lambda: optimizer.apply(bad, weights), jit_compile=True)
         for _ in range(3):  # XLA drops assertions
@@ -437,9 +411,6 @@ def test_the_patience_ends_in_a_compiled_step() -> None:
     assert values(*weights) == [[1.0]] * 101
     with pytest.raises(LossScaleCollapseError, match="those of weight_0"):
         optimizer.check()
-
-
-# What the constructor takes
 
 
 @pytest.mark.parametrize(
@@ -479,7 +450,6 @@ def test_loss_scales_it_takes(arguments: dict[str, Any], machine: Any) -> None:
     ("arguments", "kind", "message"),
     [
         ({"loss_scale": "statistical"}, UsageError, "removed.*'dynamic'"),
-        ({"loss_scale": {"kind": "statistical"}}, UsageError, "removed.*'dynamic'"),
         ({"loss_scale": None}, UsageError, "'none'"),
         ({"loss_scale": -1}, UsageError, "between"),
         ({"loss_scale": 64, "initial_scale": 2.0}, UsageError, "initial_scale"),
@@ -490,19 +460,14 @@ def test_loss_scales_it_takes(arguments: dict[str, Any], machine: Any) -> None:
         ({"inner_optimizer": KerasScaled(sgd())}, UsageError, "Give one without a loss scale"),
         # As Keras does: they belong to the inner optimizer.
         ({"clipnorm": 1.0}, ValueError, "LossScaleOptimizer"),
-        ({"momentum": 0.9}, ValueError, "LossScaleOptimizer"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else getattr(value, "__name__", value),
 )
 def test_arguments_it_refuses(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         LossScaleOptimizer(**{"inner_optimizer": sgd(), **arguments})
-
-
-def test_a_scale_factor_of_the_inner_optimizer_is_switched_off() -> None:
-    with pytest.warns(UserWarning, match=r"give loss_scale=64\.0 here"):
-        optimizer = LossScaleOptimizer(sgd(loss_scale_factor=64.0))
-    assert optimizer.inner_optimizer.loss_scale_factor is None
+    with pytest.warns(UserWarning, match=r"give loss_scale=64\.0 here"):  # which is switched off
+        assert LossScaleOptimizer(sgd(loss_scale_factor=64.0)).inner_optimizer.loss_scale_factor is None
 
 
 def test_built_again_it_keeps_its_variables_and_an_unbuilt_one_needs_them() -> None:

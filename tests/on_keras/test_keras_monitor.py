@@ -13,15 +13,14 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import pytest
+from keras_steps import records_of as of
 
 from conftest import BACKEND
-from mezzo.core import records
 from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import StaticLossScale
-from mezzo.core.overflow import CAUSES
 from mezzo.core.ranges import BINS, NAN, ZERO, Histogram
 from mezzo.keras import LossScaleOptimizer, PrecisionMonitor
-from mezzo.keras.callback import NAMED, Skipped, histogram, ratios
+from mezzo.keras.callback import histogram, ratios
 
 BATCH, BATCHES = 8, 10
 # On PyTorch Keras's dropout draws from PyTorch's own generator, from which fit's iterator draws too, and
@@ -88,11 +87,6 @@ class Seen(keras.callbacks.Callback):  # type: ignore[misc]
         self.logs.append(dict(logs))
 
 
-def of(kind: str, path: Path | None) -> list[Any]:
-    assert path is not None
-    return [record for record in records.read(path) if record.kind == kind]
-
-
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two epochs of ten batches with a validation, in three ways: alone, watched, and batch by batch."""
@@ -100,9 +94,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     options = {"epochs": 2, "validation_data": (x[:16], y[:16])}
     alone = model()
     history = fit(alone, [], **options)
-    folder = tmp_path_factory.mktemp("mezzo") / "run"
     net, seen = model(), Seen()
-    monitor = PrecisionMonitor(folder, watch=4, every=3)
+    monitor = PrecisionMonitor(tmp_path_factory.mktemp("mezzo") / "run", watch=4, every=3)
     watched_history = fit(net, [monitor, seen], **options)
     by_hand, losses, kernels = model(), [], []
     for _ in range(2):
@@ -159,6 +152,7 @@ def test_records_are_those_of_a_loop_by_hand(watched: dict[str, Any]) -> None:
         assert one.finding.module in ("net/first", "net/norm", "net/head")
         assert f"{held:.6g}" in one.finding.note
         assert one.finding.propagators[0].startswith(one.finding.module)
+        assert any("dynamic_growth_steps" in remedy for remedy in one.finding.remedies)
     started, ended = of("run", path)[0], of("end", path)[0]
     assert started.policy == "fp16,loss_scale=dynamic(init=1048576),module.net/head=fp32"
     assert started.machine["backend"].startswith(BACKEND)
@@ -191,8 +185,8 @@ def test_a_loss_that_is_infinite_hides_no_other(tmp_path: Path) -> None:
     assert not np.isfinite(history["loss"][-1])  # what Keras has to say of the epoch
     assert [bool(np.isfinite(one)) for one in losses] == [True, True, False] + [True] * 7
     finding = next(one.finding for one in of("overflow", monitor.path) if one.update == 2)
-    assert finding.cause == "loss"
-    assert str(finding) == f"{CAUSES['loss']} (the loss was inf)"
+    assert (finding.cause, finding.module) == ("loss", "")
+    assert "the loss was inf" in finding.note
 
 
 def test_files_are_never_overwritten_and_breaking_off_keeps_what_was(tmp_path: Path) -> None:
@@ -283,9 +277,6 @@ def test_bad_arguments(given: dict[str, Any], told: str) -> None:
         PrecisionMonitor(**given)
 
 
-# What it is made of
-
-
 def test_exponents_are_counted_by_the_definition() -> None:
     fp16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype("float32")
     special = np.array([0, -0.0, 1, -3.4e38, 1e-45, math.inf, -math.inf, math.nan, 2**-126], "float32")
@@ -300,29 +291,3 @@ def test_exponents_are_counted_by_the_definition() -> None:
 
     before, after = (np.array(one, "float32") for one in ([1, -2, 0, 0, 4], [1, -3, 0, 1, 3]))
     assert ratios(before, after).tolist() == [0, 0.5, 0, math.inf, 0.25]
-    assert histogram(ratios(before, after)) == Histogram(-2, [1, 1], 2, 1, 0, 0.5)
-
-
-PATHS = tuple(f"net/dense_{number}/kernel" for number in range(NAMED + 3))
-
-
-@pytest.mark.parametrize(
-    ("loss", "kept_at", "cause", "module", "told", "remedy"),
-    [
-        (1.0, 512.0, "loss scale", "net/dense_14", "loss scale 512", "dynamic_growth_steps"),
-        (math.nan, 512.0, "loss", "", "the loss was nan", "from_logits=True"),
-        (1.0, None, "unknown", "net/dense_14", "no update after it", "fp16,module.net/dense_14=fp32"),
-    ],
-)
-def test_what_is_said_of_a_skipped_step(
-    loss: float | None, kept_at: float | None, cause: str, module: str, told: str, remedy: str
-) -> None:
-    record = Skipped(7, 1.5, 1024.0, loss, PATHS).explained(kept_at)
-    assert (record.update, record.at, record.loss_scale) == (7, 1.5, 1024.0)
-    found = record.finding
-    assert (found.cause, found.module) == (cause, module)
-    assert told in found.note
-    assert any(remedy in one for one in found.remedies)
-    assert not any("LAYER" in one for one in found.remedies if module)
-    assert found.propagators[0] == "net/dense_14: gradient of kernel"
-    assert found.propagators[-1] == "and 3 more"

@@ -312,25 +312,15 @@ def test_everything_is_given_back(launch: Launch) -> None:
     assert "keras" not in unused.machine  # no layer was made
 
 
-COMPARED = """
-import keras
-import numpy as np
-from sklearn.datasets import load_digits
-
-keras.utils.set_random_seed(1)
-images, labels = load_digits(return_X_y=True)
-images = (images.reshape(-1, 8, 8, 1) / 16).astype("float32")
-model = keras.Sequential([
-    keras.Input((8, 8, 1)),
-    keras.layers.Conv2D(8, 3, activation="relu"),
-    keras.layers.GlobalAveragePooling2D(),
-    keras.layers.Dense(10, name="head"),
-])
-loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-model.compile(keras.optimizers.Adam(1e-2), loss, metrics=["accuracy"])
-model.fit(images[:1500], labels[:1500], batch_size=100, epochs=2, verbose=0)
-print(f"test accuracy: {100 * model.evaluate(images[1500:], labels[1500:], verbose=0)[1]:.2f} %")
+COMPARED = (
+    HEAD
+    + """
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(1, name="head")])
+model.compile(keras.optimizers.SGD(0.01), "mse")
+model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
+print("error:", model.evaluate(x, y, verbose=0))
 """
+)
 
 
 def test_a_script_is_compared(
@@ -339,26 +329,26 @@ def test_a_script_is_compared(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KERAS_BACKEND", BACKEND)
     Path("train.py").write_text(COMPARED)
-    words = ["--framework", "keras", "--precision", "mixed_bfloat16,module.head=float32", "--seeds", "1"]
-    status = main(["compare", "train.py", *words, "--metric", "accuracy: ([0-9.]+)", "--out", "there"])
-    out = capsys.readouterr().out
+    name = "mixed_bfloat16,module.head=float32"
+    words = ["--framework", "keras", "--precision", name, "--seeds", "1", "--metric", "error: ([0-9.]+)"]
+    status = main(["compare", "train.py", *words, "--out", "there"])
+    out, err = capsys.readouterr()
+    assert Path("there/verdict.json").exists(), err  # a run that fails in FP32 leaves none
     verdict = json.loads(Path("there/verdict.json").read_text())
-    ((name, one),) = verdict["candidates"].items()
-    assert name == "mixed_bfloat16,module.head=float32"
+    one = verdict["candidates"][name]
     assert status == int(one["parity"] == "divergent"), out
     assert verdict["framework"] == verdict["request"]["framework"] == "keras"
     assert verdict["machine"]["backend"] == BACKEND
-    assert (one["steps"], one["skipped_steps"], one["failed"]) == (30, 0, False)
+    assert (one["steps"], one["skipped_steps"], one["failed"]) == (16, 0, False)
     assert one["fp32_loss"] == pytest.approx(one["final_loss"], rel=0.1)
     assert one["fp32_loss"] != one["final_loss"]
     assert one["noise_floor"] > 0
     assert one["memory_how"].startswith("resident memory of the process")
-    assert one["steps_timed"] > 20
     assert json.loads(Path("there/comparison.json").read_text())["policies"][name] == "bf16,module.head=fp32"
     assert "mezzo compare train.py --framework keras --precision" in out
     page = Path("there/report.html").read_text()
-    for text in ("Conv2D", "sequential/head", "bf16 -&gt; bf16", "resident memory of the process"):
-        assert text in page, text
+    assert "sequential/head" in page
+    assert "bf16 -&gt; bf16" in page
     runs = records.read(Path("there/runs/mixed-bfloat16-module.head-float32-0.jsonl"))
     (formats,) = (one for one in runs if isinstance(one, records.OpsRecord))
     assert all(op.as_planned for op in formats.ops)
