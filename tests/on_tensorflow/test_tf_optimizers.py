@@ -65,7 +65,7 @@ def test_numbers_are_those_of_no_loss_scale(way: str) -> None:
     np.testing.assert_array_equal(weight, np.float32([1.0, 2.0]) - 0.125 * (1 + 1.5 + 1.75))
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if "keras3" not in way])
+@pytest.mark.parametrize("way", [way for way in WAYS if way.startswith(("v1", "tf_keras"))])
 def test_patience(way: str) -> None:
     stepper = WAYS[way](DynamicLossScale(init=2.0, floor=1.0, patience=3))
     for _ in range(3):
@@ -157,10 +157,6 @@ def test_a_tf1_optimizer_is_still_one() -> None:
     assert len(optimizer.variables()) == len(inner.variables()) + 6
     assert optimizer._momentum == 0.5  # other attributes are the inner optimizer's
     assert copy.copy(optimizer).inner_optimizer is inner
-    assert repr(optimizer) == "LossScaleOptimizer(MomentumOptimizer, loss_scale=dynamic)"
-
-
-# The state in graphs of TF1, and files
 
 
 def test_each_graph_has_a_scale_that_is_read_without_a_new_op_and_nowhere_else() -> None:
@@ -253,7 +249,7 @@ def test_two_replicas_skip_together() -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(told) == ["legacy", "tf_keras", "v1"]
+    assert sorted(told) == ["tf_keras", "v1"]
     weights = [[0.625, 1.625], [0.625, 1.625], [0.625, 1.625], [0.1875, 1.1875]]
     for steps in told.values():
         assert [step["weights"] for step in steps] == [[each, each] for each in weights]
