@@ -63,5 +63,3 @@ def test_a_tutorial_of_tf1_with_the_names_installed_before_tensorflow_is_importe
     assert told["steps"] == "60"
     assert float(told["accuracy"]) > 0.8
     assert told["products"] == "['bfloat16']"
-    assert "train/beta1_power" in told["plain"].split()
-    assert told["scaled"] == told["plain"]  # a Saver finds TF1's names

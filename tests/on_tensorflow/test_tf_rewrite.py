@@ -177,18 +177,14 @@ BAD = [
     (lambda: enable(v1.mixed_precision.MixedPrecisionLossScaleOptimizer(adam(), 128)), UsageError, SCALED),
     (lambda: enable(adam(), None), UsageError, 'for no loss scale give loss_scale="none"'),
     (lambda: enable(adam(), "dynamik"), UsageError, "'dynamik' is not a loss scale"),
-    (
-        lambda: enable(adam(), op_lists={"deny": ["Tanh"]}),
-        UsageError,
-        "op_lists was removed.*DENYLIST_ADD=Tanh",
-    ),
+    (lambda: enable(adam(), op_lists={"deny": ["Tanh"]}), UsageError, "op_lists.*DENYLIST_ADD=Tanh"),
     (lambda: enable(adam(), precision="fp15"), UnknownNameError, "Did you mean 'fp16'"),
     (lambda: enable(adam(), precision="fp32"), UsageError, "'fp32'.*disable_mixed_precision_graph_rewrite"),
     (lambda: enable(adam(), -3), UsageError, "enable_mixed_precision_graph_rewrite: loss_scale: scale is -3"),
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "said"), BAD, ids=[row[2] for row in BAD])
+@pytest.mark.parametrize(("call", "kind", "said"), BAD)
 def test_bad_input_changes_nothing(call: Any, kind: Any, said: str) -> None:
     environment = dict(os.environ)
     with pytest.raises(kind, match=said):
