@@ -60,8 +60,7 @@ def test_records_are_the_losses_that_the_script_saw_and_a_line_for_each_update(
         (u.moved, u.skipped, u.loss_scale, u.observed) == (True, False, scale, False)
         for u in ran.of("update")
     )
-    assert ran.of("end")[0].status == 0
-    assert ran.of("end")[0].notes == []
+    assert (ran.of("end")[0].status, ran.of("end")[0].notes) == (0, [])
     assert "5 optimizer steps, 0 skipped; 5 backward passes" in ran.err
 
 
@@ -114,8 +113,6 @@ def test_errors_are_those_of_the_script_and_the_end_is_recorded(launch: Any) -> 
         model = torch.nn.Linear(3, 3)
         for loss, keywords in [
             (model(torch.ones(2, 3)), {}),
-            (torch.ones(()), {}),
-            (model(torch.ones(2, 3)).sum(), {"inputs": []}),
             (model(torch.ones(2, 3)).sum(), {"gradient": torch.ones(3)}),
         ]:
             try:
@@ -135,8 +132,6 @@ def test_errors_are_those_of_the_script_and_the_end_is_recorded(launch: Any) -> 
     assert "mezzo/pytorch" not in ran.err
     assert ran.lines == [
         "grad can be implicitly created only for scalar out",
-        "element 0 of tensors does not require grad and doe",
-        "`inputs` argument to `backward()` cannot be empty.",
         "Mismatch in shape: grad_output[0] has a shape of t",
     ]
 
@@ -247,29 +242,25 @@ def test_outputs_leave_as_fp32_whatever_holds_them() -> None:
         assert to_fp32(same) is same
 
 
-def test_data_loader_workers_and_their_seeds(launch: Any) -> None:
+def test_workers_of_a_data_loader_record_nothing(launch: Any) -> None:
     ran = launch(
         """
         import torch
         from torch.utils.data import DataLoader
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        class Squares(torch.utils.data.Dataset):
-            def __len__(self): return 6
-            def __getitem__(self, i): return torch.tensor([i * i / 36])
-        for batch in DataLoader(Squares(), 3, num_workers=1, multiprocessing_context="fork"):
+        for batch in DataLoader(torch.ones(6, 1), 3, num_workers=1, multiprocessing_context="fork"):
             optimizer.zero_grad()
             model(batch).sum().backward()
             optimizer.step()
         """,
         policy="bf16",
-        seed_offset=1,
     )
     assert ran.status == 0, ran.err
     assert [r.kind for r in ran.records] == ["run", "loss", "update", "loss", "update", "end"]
 
 
-# ------------------------------------------------------------------------------------------- what is said at the end
+# What is said at the end
 
 BAD = OverflowReport("invalid", module="net", op="log", remedies=["one", "two", "three", "four", "five"])
 PROBE = OverflowReport("loss scale")
@@ -303,22 +294,17 @@ def test_what_is_told_of_findings() -> None:
     assert len(findings(overflows(too_large(1e6), replace(too_large(1e6), maker=None)))) == 2
 
 
-CONSTANT = """
-import torch
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-for _ in range(STEPS):
-    loss = model(torch.full((2, 4), VALUE)).sum()
-    optimizer.zero_grad(); loss.backward(); optimizer.step()
-"""
-
-
 def test_a_run_says_all_of_it(launch: Any) -> None:
-    ran = launch(CONSTANT.replace("STEPS", "3").replace("VALUE", "1.0"), policy="fp16,loss_scale=1073741824")
-    assert "mezzo: 3 steps were skipped because the constant loss scale 2^30 is too large" in ran.err
-    assert "`fp16,loss_scale=67108864`" in ran.err
-    assert "mezzo: loss scale 2^30 at the end" in ran.err
-    ran = launch(CONSTANT.replace("STEPS", "22").replace("VALUE", "3e20"), policy="fp16,loss_scale=1024")
-    assert "an input of 3e+20 does not fit fp16, whose largest number is 65504" in ran.err
-    assert "mezzo: and 2 more skipped steps that were not looked into: Mezzo stops" in ran.err
+    def told(steps: int, value: str, policy: str) -> str:
+        source = TRAIN.replace("range(5)", f"range({steps})").replace(
+            "torch.randn(16, 4)", f"torch.full((16, 4), {value})"
+        )
+        return str(launch(source, policy=policy).err)
+
+    err = told(3, "1.0", "fp16,loss_scale=1073741824")
+    assert "mezzo: 3 steps were skipped because the constant loss scale 2^30 is too large" in err
+    assert "`fp16,loss_scale=67108864`" in err
+    assert "mezzo: loss scale 2^30 at the end" in err
+    err = told(22, "3e20", "fp16,loss_scale=1024")
+    assert "an input of 3e+20 does not fit fp16, whose largest number is 65504" in err
+    assert "mezzo: and 2 more skipped steps that were not looked into: Mezzo stops" in err

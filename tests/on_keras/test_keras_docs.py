@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from conftest import BACKEND
-from mezzo.keras import set_policy
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "keras.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 # A block's fence may name the one backend that it is for. After a block may come, indented, what it prints.
 BLOCK = re.compile(r"^```python ?(\w*)\n(.*?)^```\n(?:\n((?:    [^\n]*\n)+))?", re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture(autouse=True)
-def _undone() -> Iterator[None]:
-    yield
-    set_policy("fp32")
 
 
 @pytest.mark.every_backend
@@ -46,12 +38,14 @@ def test_the_pages_python_runs_and_prints_what_it_shows(
     assert shown == 5
 
 
-def test_the_readmes_python_for_keras_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page", "fence"), [("README.md", "python keras"), ("docs/transfer.md", "python")])
+def test_the_python_of_other_pages_runs(
+    page: str, fence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    readme = PAGE.parent.parent / "README.md"
-    blocks = re.findall(
-        r"^```python keras\n(.*?)^```", readme.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
-    assert len(blocks) == 1
-    exec(compile(blocks[0], str(readme), "exec"), {"__name__": "readme"})
-    assert len(list((tmp_path / "mezzo-run").rglob("*.jsonl"))) == 1
+    text = (PAGE.parent.parent / page).read_text(encoding="utf-8")
+    blocks = re.findall(rf"^```{fence}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, page, "exec"), {"__name__": "page"})
+    assert page != "README.md" or len(list((tmp_path / "mezzo-run").rglob("*.jsonl"))) == 1

@@ -34,19 +34,13 @@ def data(batches: int = BATCHES) -> tuple[Array, Array]:
     return x, x.sum(1, keepdims=True)
 
 
-def model(
-    optimizer: Any = None,
-    policy: str = "mixed_float16",
-    drop: float = DROP,
-    plain: bool = False,
-    **compiled: Any,
-) -> Any:
-    """Everything that a look could disturb: moving statistics, seeds, a loss scale that overflows."""
+def model(optimizer: Any = None, plain: bool = False, **compiled: Any) -> Any:
+    """Unless `plain`, everything that a look could disturb: moving statistics, seeds, a loss scale that overflows."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
-    keras.config.set_dtype_policy(policy)
+    keras.config.set_dtype_policy("mixed_float16")
     layers = keras.layers
-    between = [] if plain else [layers.BatchNormalization(name="norm"), layers.Dropout(drop, name="drop")]
+    between = [] if plain else [layers.BatchNormalization(name="norm"), layers.Dropout(DROP, name="drop")]
     first = layers.Dense(8, activation="relu", name="first")
     head = layers.Dense(1, dtype="float32", name="head")
     found = keras.Sequential([layers.Input((6,)), first, *between, head], name="net")
@@ -103,15 +97,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             kernels.append(keras.ops.convert_to_numpy(by_hand.layers[0].kernel).copy())
             given = x[start : start + BATCH], y[start : start + BATCH]
             losses.append(by_hand.train_on_batch(*given, return_dict=True)["loss"])
+    found = {"alone": values(alone), "history": history, "losses": losses, "kernels": kernels}
     return {
-        "alone": values(alone),
-        "history": history,
+        **found,
         "watched": values(net),
         "watched history": watched_history,
         "monitor": monitor,
         "seen": seen,
-        "losses": losses,
-        "kernels": kernels,
     }
 
 
@@ -128,9 +120,7 @@ def test_logs_have_the_loss_scale_and_the_skipped_steps(watched: dict[str, Any])
     assert watched["watched history"]["skipped_steps"] == by_epoch
     assert 0 < by_epoch[0] < BATCHES
     assert watched["watched history"]["loss_scale"][-1] == 2.0**20 / 2 ** by_epoch[1]
-    logs = watched["seen"].logs
-    assert (logs[0]["loss_scale"], logs[0]["skipped_steps"]) == (2.0**20, 0)
-    assert logs[6]["loss_scale"] <= updates[3].loss_scale  # not older than `every` batches
+    assert watched["seen"].logs[6]["loss_scale"] <= updates[3].loss_scale  # not older than `every` batches
 
 
 @pytest.mark.every_backend
@@ -200,6 +190,8 @@ def test_files_are_never_overwritten_and_breaking_off_keeps_what_was(tmp_path: P
         fit(net, [monitor, Break()])
     first = monitor.path
     fit(net, [monitor])
+    net.save(tmp_path / "net.keras")
+    assert same(keras.saving.load_model(tmp_path / "net.keras").get_weights(), net.get_weights())
     assert monitor.path == tmp_path / "runs" / "fit002.jsonl"
     assert len(of("loss", first)) == len(of("update", first)) == 5
     assert len(of("update", monitor.path)) == BATCHES
@@ -233,9 +225,8 @@ def test_keras_own_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert change == 0.5 if before.skipped else change in (1.0, 2.0)
     assert any(after.loss_scale > before.loss_scale for before, after in itertools.pairwise(updates))
     assert history["skipped_steps"] == [sum(one.skipped for one in updates)]
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 1
-    assert f"mezzo report {tmp_path}" in said[0]
+    (said,) = capsys.readouterr().out.splitlines()
+    assert f"mezzo report {tmp_path}" in said
 
 
 @pytest.mark.every_backend
@@ -251,15 +242,6 @@ def test_a_collapse_comes_out_of_fit(tmp_path: Path) -> None:
     if BACKEND == "jax":  # where the optimizer can't look while it trains
         assert caught.type is LossScaleCollapseError
         assert of("end", monitor.path)[0].status == 1
-
-
-def test_what_is_saved_in_a_watched_training_loads_in_any(tmp_path: Path) -> None:
-    net = model(plain=True)
-    fit(net, [PrecisionMonitor(tmp_path, verbose=False)])
-    net.save(tmp_path / "net.keras")
-    loaded = keras.saving.load_model(tmp_path / "net.keras")
-    assert same([*map(np.asarray, loaded.get_weights())], net.get_weights())
-    assert type(loaded._loss_tracker) is keras.metrics.Mean
 
 
 @pytest.mark.parametrize(
@@ -278,9 +260,8 @@ def test_bad_arguments(given: dict[str, Any], told: str) -> None:
 
 
 def test_exponents_are_counted_by_the_definition() -> None:
-    fp16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype("float32")
-    special = np.array([0, -0.0, 1, -3.4e38, 1e-45, math.inf, -math.inf, math.nan, 2**-126], "float32")
-    for numbers in (fp16, special, np.zeros((0, 4), "float32")):
+    special = np.array([0, -0.0, 1, 1.5, -3.4e38, 1e-45, math.inf, -math.inf, math.nan, 2**-126], "float32")
+    for numbers in (special, np.zeros((0, 4), "float32")):
         sizes = [abs(number) for number in numbers.ravel().tolist()]
         bins = [0] * BINS
         for size in sizes:

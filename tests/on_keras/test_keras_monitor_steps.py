@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,8 @@ def scaled(initial: float = 2.0**20) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _float16() -> Iterator[None]:
+def _float16() -> None:
     keras.config.set_dtype_policy("mixed_float16")
-    yield
-    mezzo.keras.set_policy("fp32")
 
 
 needs_own_step = pytest.mark.skipif(
@@ -113,20 +110,20 @@ def test_optimizers_beside_the_one_of_compile(tmp_path: Path, capsys: pytest.Cap
     assert "loss_scale_first 2048, loss_scale_second 16" in capsys.readouterr().out
 
 
-def test_what_is_done_between_two_epochs_is_no_steps_doing(tmp_path: Path) -> None:
-    net = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1, dtype="float32")])
+def plain() -> Any:
+    return keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1, dtype="float32")])
+
+
+def test_what_is_done_between_two_epochs_is_not_recorded_as_a_step(tmp_path: Path) -> None:
+    net = plain()
     net.compile(scaled(16.0), "mse")
     x, y = data()
     net(x[:1])
     net.optimizer.build(net.trainable_variables)
-
-    class Anew(keras.callbacks.Callback):  # type: ignore[misc]
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            variable = next(one for one in net.optimizer.variables if one.name == "dynamic_scale")
-            variable.assign(4.0)
-
+    (scale,) = (one for one in net.optimizer.variables if one.name == "dynamic_scale")
     monitor = PrecisionMonitor(tmp_path, verbose=False)
-    net.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[monitor, Anew()])
+    anew = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: scale.assign(4.0))
+    net.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[monitor, anew])
     scales = [one.loss_scale for one in of("update", monitor.path)]
     assert scales == [16.0] * BATCHES + [4.0] * BATCHES
 
@@ -137,7 +134,7 @@ def test_what_is_done_between_two_epochs_is_no_steps_doing(tmp_path: Path) -> No
 def test_float16_without_a_loss_scale_is_noted(tmp_path: Path, policy: str, scales: bool) -> None:
     x, y = data()
     keras.config.set_dtype_policy(policy)
-    net = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1, dtype="float32")])
+    net = plain()
     net.compile(keras.optimizers.SGD(1e-3), "mse", auto_scale_loss=scales)
     monitor = PrecisionMonitor(tmp_path, verbose=False, watch=True)
     history = net.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[monitor]).history

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -39,15 +38,11 @@ FIT = "\nmodel.fit(x, y, batch_size=10, epochs=1, shuffle=False, verbose=0)"
 MANY_SEEDS = (
     HEAD
     + """
-model = keras.Sequential([
-    keras.Input((4,)),
-    keras.layers.Dense(8, activation="relu"),
-    keras.layers.Dropout(0.3),
-    keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(seed=5)),
-])
+last = keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(seed=5))
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dropout(0.3), last])
 model.compile(keras.optimizers.Adam(0.01), "mse")
 model.fit(x, y, batch_size=8, epochs=1, verbose=0)
-print([float(v) for w in model.get_weights() for v in w.ravel()])
+print([w.tolist() for w in model.get_weights()])
 """
 )
 
@@ -94,12 +89,9 @@ print(f"{model.evaluate(x, y, verbose=0):.6f}", keras.config.dtype_policy().name
     assert [(one.optimizer, one.moved, one.skipped, one.loss_scale) for one in updates] == [
         (0, True, False, 1.0)
     ] * 8
-    times = [one.at for one in updates]
-    assert times == sorted(times)
     (started,) = ran.of("run")
     assert (started.policy, started.machine["backend"]) == ("fp32", BACKEND)
     assert started.machine["keras"] == keras.__version__
-    assert ("jax" in started.machine) == (BACKEND == "jax" and "jax" in sys.modules)
     assert ran.out.split()[1] == "float32"
     assert ran.of("end")[0].status == 0
 
@@ -148,26 +140,23 @@ def test_fp16_is_scaled_and_a_skipped_step_is_told(launch: Launch) -> None:
 
 @pytest.mark.every_backend
 def test_layers_and_their_formats_are_observed_and_peak_memory(launch: Launch) -> None:
-    source = """
+    source = f"""{HEAD}
 model = keras.Sequential([
     keras.Input((4,)),
-    keras.layers.Dense(3, name="body"),
     keras.layers.Dense(3, name="own", dtype="float32"),
     keras.layers.Dense(1, name="head"),
 ])
 model.compile("sgd", "mse")
-kept = np.ones({} << 17)
-"""
-    peaks = []
-    for megabytes in (0, 300):
-        ran = launch(HEAD + source.format(megabytes) + FIT, policy="bf16,module.head=fp32", observe=True)
-        memory = ran.of("memory")[0]
-        assert memory.how.startswith("resident memory of the process")
-        peaks.append(memory.peak_bytes)
-    assert peaks[1] - peaks[0] > 250 << 20
+kept = np.ones({{}} << 17)
+{FIT}"""
+    ran, more = (
+        launch(source.format(megabytes), policy="bf16,module.head=fp32", observe=True)
+        for megabytes in (0, 300)
+    )
+    assert more.of("memory")[0].peak_bytes - ran.of("memory")[0].peak_bytes > 250 << 20
+    assert ran.of("memory")[0].how.startswith("resident memory of the process")
     rows = {op.module.rpartition("/")[2]: op for op in ran.of("ops")[0].ops}
     assert {name: (row.op, row.planned, row.observed) for name, row in rows.items()} == {
-        "body": ("Dense", "bf16 -> bf16", "bf16 -> bf16"),
         "own": ("Dense", "bf16 -> bf16", "fp32 -> fp32"),
         "head": ("Dense", "fp32 -> fp32", "fp32 -> fp32"),
     }
@@ -287,21 +276,12 @@ def test_what_only_pytorch_runs_can_do_is_refused(launch: Launch) -> None:
 
 @pytest.mark.every_backend
 def test_everything_is_given_back(launch: Launch) -> None:
-    from mezzo.keras import policy
-
     def found() -> list[object]:
+        trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))
         return [
-            next(
-                cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls)
-            ).make_train_function,
-            keras.Model.compile,
-            keras.Model.__call__,
-            keras.layers.Layer.__call__,
-            keras.layers.Layer.__new__,
-            keras.config.set_dtype_policy,
-            keras.random.SeedGenerator.__init__,
-            policy.check_plan,
-            policy.warn,
+            *(trainer.make_train_function, keras.Model.compile, keras.Model.__call__),
+            *(keras.layers.Layer.__call__, keras.layers.Layer.__new__),
+            *(keras.config.set_dtype_policy, keras.random.SeedGenerator.__init__),
         ]
 
     before = found()

@@ -108,8 +108,8 @@ with strategy.scope():
         told["outside"] = str(error)
 with tf.distribute.OneDeviceStrategy("CPU:1").scope():
     told["one device strategy"] = facts(fitted(ONE_SHARD))
-# What replicas ask each other where the strategy merges nothing: a TPU's, and that of several GPUs under XLA. The step
-# itself cannot be had here: the variables of these two devices are merged, whatever the strategy says.
+# How replicas decide where the strategy merges nothing (a TPU's, and that of several GPUs under XLA). The step itself
+# cannot run here: the variables of these two devices are merged, whatever the strategy says.
 strategy.extended._use_merge_call = lambda: False
 
 def infinite(gradients, variables):
