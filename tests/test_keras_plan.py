@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ import pytest
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from mezzo.core.policy import policy
-from mezzo.keras.plan import KerasPlan, PlannedName, names, plan, plan_behind
+from mezzo.keras.plan import KerasPlan, names, plan
 
 HEAD = (("head", "float32"),)
 
@@ -126,22 +124,3 @@ def test_of_patterns_that_name_a_layer_the_last_decides_and_inner_layers_follow(
         assert made.decision(path) == (pattern, policy_name)
     backwards = plan("fp16,module.enc/norm*=fp32,module.enc/**=bf16")
     assert backwards.policy_for("enc/norm_1") == "mixed_bfloat16"
-
-
-def test_patterns_that_name_nothing() -> None:
-    made = plan("fp16,module.net=fp32,module.hed=fp32,module.head=fp32,module./head=fp32")
-    assert made.unmatched(["net/head", "net/body"]) == ("hed", "/head")
-    assert made.unmatched([]) == ("net", "hed", "head", "/head")
-
-
-def test_a_planned_name_is_its_string_and_survives_copies_but_not_files() -> None:
-    made = plan("fp16")
-    name = PlannedName("mixed_float16", made)
-    assert name == "mixed_float16"
-    assert hash(name) == hash("mixed_float16")
-    assert plan_behind(SimpleNamespace(name=copy.deepcopy({"name": name})["name"])) is made
-    again = pickle.loads(pickle.dumps(name))
-    assert type(again) is str
-    assert again == name
-    assert plan_behind(SimpleNamespace(name="mixed_float16")) is None
-    assert plan_behind(None) is None
