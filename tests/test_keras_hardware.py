@@ -40,24 +40,21 @@ def torch_with(capability: tuple[int, int] | None) -> Any:
 
 
 def jax_with(platform: str, **told: Any) -> Any:
-    device = SimpleNamespace(
-        platform=platform,
-        device_kind="NVIDIA A100",
-        memory_stats=lambda: {"peak_bytes_in_use": 5},
-        **told,
-    )
+    stats = {"peak_bytes_in_use": 5}
+    device = SimpleNamespace(platform=platform, device_kind="NVIDIA A100", memory_stats=lambda: stats, **told)
     return framework(local_devices=lambda: [device])
 
 
 def tensorflow_with(*details: dict[str, Any]) -> Any:
+    experimental = SimpleNamespace(
+        get_device_details=lambda device: details[device],
+        reset_memory_stats=lambda name: None,
+        get_memory_info=lambda name: {"peak": 5},
+    )
     config = SimpleNamespace(
         list_physical_devices=lambda kind: list(range(len(details))) if kind == "GPU" else ["CPU"],
         list_logical_devices=lambda kind: [SimpleNamespace(name="GPU:0")] * len(details),
-        experimental=SimpleNamespace(
-            get_device_details=lambda device: details[device],
-            reset_memory_stats=lambda name: None,
-            get_memory_info=lambda name: {"peak": 5},
-        ),
+        experimental=experimental,
     )
     return framework(config=config)
 

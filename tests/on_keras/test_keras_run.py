@@ -111,15 +111,6 @@ def test_train_on_batch_is_recorded_and_an_optimizer_that_is_gone_leaves_its_num
     assert [update.optimizer for update in ran.of("update")] == [0, 0, 0, 0, 1]
 
 
-@pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on its torch backend")
-def test_several_batches_in_one_call_are_one_step_with_all_their_losses(launch: Launch) -> None:
-    again = 'model.compile(keras.optimizers.SGD(0.05), "mse", steps_per_execution=2)'
-    ran = launch(LINEAR + again + FIT, policy="fp32")
-    np.testing.assert_allclose(losses_of(ran), naive_losses(4), rtol=1e-5)
-    assert len(ran.of("update")) == 2
-    assert "steps_per_execution" in ran.notes
-
-
 @pytest.mark.every_backend
 def test_fp16_is_scaled_and_a_skipped_step_is_told(launch: Launch) -> None:
     ran = launch(
