@@ -91,28 +91,22 @@ def end_of(session: Session) -> records.RunEnded:
 
 
 @pytest.mark.parametrize(
-    ("source", "status", "last"),
+    ("end", "status", "last"),
     [
-        ("events.append('script')", 0, "the summary of False"),
-        ("events.append('script'); raise SystemExit(3)", 3, "the summary of True"),
-        ("events.append('script'); raise SystemExit('no data')", 1, "no data"),
-        ("events.append('script'); raise ValueError('of the script')", 1, "ValueError: of the script"),
-        ("events.append('script'); raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        ("", 0, "the summary of False"),
+        ("raise SystemExit(3)", 3, "the summary of True"),
+        ("raise SystemExit('no data')", 1, "no data"),
+        ("raise ValueError('of the script')", 1, "ValueError: of the script"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
     ],
-    ids=["ends", "exits", "exits with a message", "raises", "interrupted"],
 )
 def test_parts_are_removed_the_latest_first_and_then_comes_the_end(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    source: str,
-    status: int,
-    last: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str, status: int, last: str
 ) -> None:
-    session = session_of(tmp_path, source)
+    session = session_of(tmp_path, f"events.append('script')\n{end}")
     assert live(session, [Part("a"), Part("b")]) == status
     assert events == ["install a", "install b", "script", "remove b", "remove a", f"finish {status}"]
-    end = end_of(session)
-    assert (end.status, end.notes) == (status, ["finished"])
+    assert (end_of(session).status, end_of(session).notes) == (status, ["finished"])
     err = capsys.readouterr().err
     assert err.splitlines()[-1] == last
     assert err.count("the summary of") == 1
@@ -186,7 +180,6 @@ except ZeroDivisionError as error:
 IDLE = {
     "import error in line 1": ("import nothing_of_this_name", "ModuleNotFoundError: No module named"),
     "an error with a cause": (CAUSE, "RuntimeError: no data"),
-    "exit with a message": ("raise SystemExit('no data')", "no data"),
 }
 TRAINING = {
     "an error": (TRAIN.format(factor=1.0, end="raise ValueError('odd')"), "ValueError: odd"),
