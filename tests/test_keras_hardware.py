@@ -115,18 +115,16 @@ CPUINFO = (
 )
 
 
-@pytest.mark.parametrize(
-    ("key", "flags", "formats"),
-    [
+def test_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, flags, formats in (
         ("flags", "fpu sse2", []),
         ("flags", "amx_bf16 avx512_fp16", BOTH),
         ("Features", "asimdhp", ["fp16"]),
-    ],
-)
-def test_the_cpu(key: str, flags: str, formats: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda self, **_: CPUINFO.format(key, flags))
-    told = hardware.describe("")
-    assert (told["cpu"], told["native_formats"]) == ("Some CPU @ 2.00GHz", formats)
+    ):
+        text = CPUINFO.format(key, flags)
+        monkeypatch.setattr(Path, "read_text", lambda self, text=text, **_: text)
+        told = hardware.describe("")
+        assert (told["cpu"], told["native_formats"]) == ("Some CPU @ 2.00GHz", formats)
 
 
 def test_a_system_without_proc_or_affinity(monkeypatch: pytest.MonkeyPatch) -> None:

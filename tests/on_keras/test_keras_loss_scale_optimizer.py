@@ -107,27 +107,19 @@ ROWS: dict[str, Row] = {
     "none": Row((GOOD, ALL_INF, GOOD), "none"),
 }
 
-FORMS = {
-    "tensorflow": ("eager", "tf.function", "XLA"),
-    "jax": ("eager", "jit"),
-    "torch": ("eager", "stateless"),
-}[BACKEND]
+FORMS = {"tensorflow": ("eager", "tf.function"), "jax": ("eager", "jit"), "torch": ("eager", "stateless")}[
+    BACKEND
+]
 # Compilers take a second per row.
 COMPILED = (
-    "by rows",
-    "a variable without a gradient",
-    "an overwritten variable beside a scaled one",
-    "momentum and decay",
-    "an average that overwrites",
-    "accumulation",
-    "global_clipnorm",
-    "one NaN",
+    *("by rows", "a variable without a gradient", "an overwritten variable beside a scaled one"),
+    *("momentum and decay", "an average that overwrites", "accumulation", "global_clipnorm", "one NaN"),
     "a scale below 1: what overflows is the unscaled gradient",
 )
 RUNS = [
     (name, form)
     for form in FORMS
-    for name in (ROWS if form == "eager" else COMPILED[:2] if form == "XLA" else COMPILED)
+    for name in (ROWS if form == "eager" else COMPILED)
     if BACKEND != "torch" or not ROWS[name].sparse  # which Keras does not have there
 ]
 
@@ -179,11 +171,11 @@ def stepper(form: str, optimizer: Any, row: Row, weights: list[Any]) -> Callable
             return apply(gradients, arrays(gradients))
         # What is a constant of a program: which gradients there are, and in which rows.
         shape = tuple(g and tuple(map(bool, g)) if row.sparse else g is None for g in gradients)
-        if form in ("tf.function", "XLA"):
+        if form == "tf.function":
             import tensorflow as tf
 
             if shape not in programs:
-                programs[shape] = tf.function(lambda v: apply(gradients, v), jit_compile=form == "XLA")
+                programs[shape] = tf.function(lambda v: apply(gradients, v))
             return programs[shape]([tf.constant(value) for value in arrays(gradients)])
         if shape not in programs:
             programs[shape] = lambda *given: over(gradients, *given)

@@ -85,10 +85,8 @@ print(f"{model.evaluate(x, y, verbose=0):.6f}", keras.config.dtype_policy().name
     )
     assert ran.status == 0, ran.out
     np.testing.assert_allclose(losses_of(ran), naive_losses(8), rtol=1e-5)
-    updates = ran.of("update")
-    assert [(one.optimizer, one.moved, one.skipped, one.loss_scale) for one in updates] == [
-        (0, True, False, 1.0)
-    ] * 8
+    updates = [(one.optimizer, one.moved, one.skipped, one.loss_scale) for one in ran.of("update")]
+    assert updates == [(0, True, False, 1.0)] * 8
     (started,) = ran.of("run")
     assert (started.policy, started.machine["backend"]) == ("fp32", BACKEND)
     assert started.machine["keras"] == keras.__version__
