@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from mezzo.core.policy import policy
-from mezzo.keras.plan import KerasPlan, PlannedName, names, plan, plan_behind
+from mezzo.keras.plan import KerasPlan, names, plan
 
 HEAD = (("head", "float32"),)
 
@@ -23,8 +22,6 @@ NONE, DYNAMIC = NoLossScale(), DynamicLossScale()
 PLANS: list[tuple[Any, Any, str, Any, Any, str]] = [
     ("fp32", None, "float32", (), NONE, "fp32"),
     ("bf16", None, "mixed_bfloat16", (), NONE, "bf16"),
-    ("fp16", None, "mixed_float16", (), DYNAMIC, "fp16"),
-    ("float32", None, "float32", (), NONE, "fp32"),
     ("compute=mixed_float16", None, "mixed_float16", (), DYNAMIC, "fp16"),
     ("mixed_float16, module.head = float32", None, "mixed_float16", HEAD, DYNAMIC, "fp16,module.head=fp32"),
     ("fp16,loss_scale=none", None, "mixed_float16", (), NONE, "fp16,loss_scale=none"),
@@ -33,9 +30,9 @@ PLANS: list[tuple[Any, Any, str, Any, Any, str]] = [
     (policy("fp16"), None, "mixed_float16", (), DYNAMIC, "fp16"),
     ("fp16,loss_scale=2", "none", "mixed_float16", (), NONE, "fp16,loss_scale=none"),
     ("fp16,loss_scale=2", 2**10, "mixed_float16", (), StaticLossScale(1024.0), "fp16,loss_scale=1024"),
-    *(
-        ("fp16", one, "mixed_float16", (), DynamicLossScale(init=8.0), "fp16,loss_scale=dynamic(init=8)")
-        for one in ("dynamic(init=8)", DynamicLossScale(init=8.0))
+    (
+        *("fp16", DynamicLossScale(init=8.0), "mixed_float16", (), DynamicLossScale(init=8.0)),
+        "fp16,loss_scale=dynamic(init=8)",
     ),
 ]
 
@@ -63,7 +60,6 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ("bf61", ["unknown precision 'bf61'", "Did you mean 'bf16'?"]),
         ("fp16,modul.head=fp32", ["unknown key 'modul.head'", "module.PATTERN"]),
         ("fp8", ["compute=fp8", 'model.quantize("float8")', "fp32, bf16, fp16"]),
-        ("tf32", ["compute=tf32", "jax_default_matmul_precision"]),
         ("auto", ["compute=auto", "name bf16"]),
         ("bf16,module.head=fp8", ["module.head=fp8", "Keras has no policy for fp8"]),
         ("bf16,op.softmax=fp32", ["op.softmax", "module.PATTERN=fp32"]),
@@ -71,8 +67,6 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ("bf16,state=int8", ["state=int8", "FP32 state"]),
         ("fp16,output=fp16", ["output=fp16", "last layer"]),
         ("bf16,recompute=gelu", ["recompute=gelu", "keras.remat"]),
-        ("bf16,scaling=rowwise", ["scaling=rowwise"]),
-        ("bf16,hidden=fp32", ["hidden=fp32", "module.PATTERN=fp32"]),
         ("fp16,loss_scale=statistical", ["statistical", "removed", "'dynamic'"]),
         ("float16", ["float16", "mixed_float16"]),
         ("fp16,module.a//b=fp32", ["'a//b'", "layer paths"]),
@@ -99,17 +93,20 @@ def test_what_keras_cannot_do_is_an_error_that_says_what_to_use(given: Any, word
         ("encoder.*.norm", ["encoder/0/norm", "net/encoder/b1/norm"], ["encoder/norm", "encoder/0/1/norm"]),
         ("encoder/**/norm", ["encoder/norm", "net/encoder/0/1/norm"], ["norm"]),
         ("/dense", ["dense"], ["net/dense"]),
-        (
-            "block.0/dense",
-            ["block.0/dense", "net/block.0/dense"],
-            ["block/dense"],
-        ),  # Keras takes dots in names
+        # Keras takes dots in names.
+        ("block.0/dense", ["block.0/dense", "net/block.0/dense"], ["block/dense"]),
         ("*", ["a", "a/b"], []),
     ],
 )
 def test_which_paths_a_pattern_names(pattern: str, named: list[str], not_named: list[str]) -> None:
     assert all(names(pattern, path) for path in named)
     assert not any(names(pattern, path) for path in not_named)
+
+
+def test_printed_it_names_every_pattern_and_the_loss_scale() -> None:
+    text = str(plan("fp16,module.encoder/*/norm=fp32,loss_scale=1024"))
+    for words in ("mixed_float16", r"encoder/\*/norm +float32", "loss scale +1024"):
+        assert re.search(words, text)
 
 
 def test_of_patterns_that_name_a_layer_the_last_decides_and_inner_layers_follow() -> None:
@@ -127,33 +124,3 @@ def test_of_patterns_that_name_a_layer_the_last_decides_and_inner_layers_follow(
         assert made.decision(path) == (pattern, policy_name)
     backwards = plan("fp16,module.enc/norm*=fp32,module.enc/**=bf16")
     assert backwards.policy_for("enc/norm_1") == "mixed_bfloat16"
-
-
-def test_patterns_that_name_nothing() -> None:
-    made = plan("fp16,module.net=fp32,module.hed=fp32,module.head=fp32,module./head=fp32")
-    assert made.unmatched(["net/head", "net/body"]) == ("hed", "/head")
-    assert made.unmatched([]) == ("net", "hed", "head", "/head")
-
-
-def test_printed_it_says_everything() -> None:
-    assert str(plan("fp16,module.encoder/*/norm=fp32,module.head=fp32,loss_scale=1024")) == (
-        "fp16,loss_scale=1024,module.encoder/*/norm=fp32,module.head=fp32\n"
-        "  every other layer  mixed_float16\n"
-        "  encoder/*/norm     float32\n"
-        "  head               float32\n"
-        "  loss scale         1024"
-    )
-    assert str(plan("bf16")) == "bf16\n  every layer  mixed_bfloat16\n  loss scale   none"
-
-
-def test_a_planned_name_is_its_string_and_survives_copies_but_not_files() -> None:
-    made = plan("fp16")
-    name = PlannedName("mixed_float16", made)
-    assert name == "mixed_float16"
-    assert hash(name) == hash("mixed_float16")
-    assert plan_behind(SimpleNamespace(name=copy.deepcopy({"name": name})["name"])) is made
-    again = pickle.loads(pickle.dumps(name))
-    assert type(again) is str
-    assert again == name
-    assert plan_behind(SimpleNamespace(name="mixed_float16")) is None
-    assert plan_behind(None) is None

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -91,28 +91,22 @@ def end_of(session: Session) -> records.RunEnded:
 
 
 @pytest.mark.parametrize(
-    ("source", "status", "last"),
+    ("end", "status", "last"),
     [
-        ("events.append('script')", 0, "the summary of False"),
-        ("events.append('script'); raise SystemExit(3)", 3, "the summary of True"),
-        ("events.append('script'); raise SystemExit('no data')", 1, "no data"),
-        ("events.append('script'); raise ValueError('of the script')", 1, "ValueError: of the script"),
-        ("events.append('script'); raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        ("", 0, "the summary of False"),
+        ("raise SystemExit(3)", 3, "the summary of True"),
+        ("raise SystemExit('no data')", 1, "no data"),
+        ("raise ValueError('of the script')", 1, "ValueError: of the script"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
     ],
-    ids=["ends", "exits", "exits with a message", "raises", "interrupted"],
 )
 def test_parts_are_removed_the_latest_first_and_then_comes_the_end(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    source: str,
-    status: int,
-    last: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str, status: int, last: str
 ) -> None:
-    session = session_of(tmp_path, source)
+    session = session_of(tmp_path, f"events.append('script')\n{end}")
     assert live(session, [Part("a"), Part("b")]) == status
     assert events == ["install a", "install b", "script", "remove b", "remove a", f"finish {status}"]
-    end = end_of(session)
-    assert (end.status, end.notes) == (status, ["finished"])
+    assert (end_of(session).status, end_of(session).notes) == (status, ["finished"])
     err = capsys.readouterr().err
     assert err.splitlines()[-1] == last
     assert err.count("the summary of") == 1
@@ -129,24 +123,21 @@ def test_parts_are_removed_where_one_can_not_be_installed(tmp_path: Path) -> Non
     assert (sys.argv, sys.path, sys.modules["__main__"]) == before
 
 
-@pytest.mark.parametrize(
-    ("source", "last_line"),
-    [("raise mistake", []), ("raise ValueError('of the script')", ["ValueError: of the script"])],
-    ids=["itself", "another error"],
-)
 def test_the_users_mistake_is_raised_and_only_another_error_is_printed(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    source: str,
-    last_line: list[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = session_of(tmp_path, source)
-    session.fatal = mistake
-    with pytest.raises(UsageError, match="a mistake"):
-        live(session, [Part("a")])
-    assert events == ["install a", "remove a", "finish 1"]
-    assert end_of(session).status == 1
-    assert capsys.readouterr().err.splitlines()[-1:] == last_line
+    for source, last_line in (
+        ("raise mistake", []),
+        ("raise ValueError('of the script')", ["ValueError: of the script"]),
+    ):
+        events.clear()
+        session = session_of(tmp_path, source)
+        session.fatal = mistake
+        with pytest.raises(UsageError, match="a mistake"):
+            live(session, [Part("a")])
+        assert events == ["install a", "remove a", "finish 1"]
+        assert end_of(session).status == 1
+        assert capsys.readouterr().err.splitlines()[-1:] == last_line
 
 
 def test_without_a_summary_and_the_first_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,15 +157,15 @@ def test_without_a_summary_and_the_first_record(tmp_path: Path, capsys: pytest.C
     assert (record.seed_offset, record.nudged) == (2, True)
 
 
-# ------------------------------------------------- a script that ends by an error: that is the last its user reads
+# A script that ends by an error: that is the last its user reads
 
 TRAIN = """
 import torch
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(4):
+for step in range(99):
     optimizer.zero_grad()
-    model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().mul({factor}).backward()
     optimizer.step()
     if step == 2:
         {end}
@@ -185,53 +176,37 @@ try:
 except ZeroDivisionError as error:
     raise RuntimeError("no data") from error
 """
-
-
-class Row(NamedTuple):
-    """A script, how it ends, and whether it did anything before."""
-
-    source: str
-    status: int
-    last: str
-    worked: bool = False
-
-
-ROWS = {
-    "import error in line 1": Row("import nothing_of_this_name", 1, "ModuleNotFoundError: No module named"),
-    "an error with a cause": Row(CAUSE, 1, "RuntimeError: no data"),
-    "exit with a message": Row("raise SystemExit('no data')", 1, "no data"),
-    "interrupt": Row("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
-    "in the middle of training": Row(
-        TRAIN.format(end="raise ValueError('odd')"), 1, "ValueError: odd", worked=True
-    ),
-    "training, collapse of the loss scale": Row(
-        TRAIN.format(end="pass")
-        .replace("range(4)", "range(99)")
-        .replace(".sum()", ".sum().mul(float('nan'))"),
-        1,
+# How a script ends: its source and the last line that its user reads.
+IDLE = {
+    "import error in line 1": ("import nothing_of_this_name", "ModuleNotFoundError: No module named"),
+    "an error with a cause": (CAUSE, "RuntimeError: no data"),
+}
+TRAINING = {
+    "an error": (TRAIN.format(factor=1.0, end="raise ValueError('odd')"), "ValueError: odd"),
+    "collapse": (
+        TRAIN.format(factor="float('nan')", end="pass"),
         "mezzo.core.errors.LossScaleCollapseError: ",
-        worked=True,
     ),
 }
 
 
-def assert_told(ran: Ran, row: Row, *, said: str) -> None:
+def assert_told(ran: Ran, last: str, *, said: str = "") -> None:
+    """All that Mezzo says comes first, with `said` in it; it says nothing of a script that did no work."""
     lines = ran.err.splitlines()
-    assert ran.status == row.status
-    assert lines[-1].startswith(row.last), ran.err
+    assert ran.status == 1
+    assert lines[-1].startswith(last), ran.err
     told = [line for line in lines if line.startswith("mezzo: ")]
-    assert lines[: len(told)] == told, ran.err  # all that Mezzo says comes first
-    assert bool(told) == row.worked
-    if row.worked:
-        assert said in ran.err
+    assert lines[: len(told)] == told, ran.err
+    assert bool(told) == bool(said)
+    assert said in ran.err
     assert "never called" not in ran.err
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.worked])
+@pytest.mark.parametrize("name", TRAINING)
 def test_the_script_s_own_error_comes_last(name: str, launch: Any) -> None:
-    row = ROWS[name]
-    policy = "fp16,loss_scale=16" if "collapse" in name else "fp16"
-    assert_told(launch(row.source, policy=policy), row, said="mezzo: policy fp16")
+    source, last = TRAINING[name]
+    policy = "fp16,loss_scale=16" if name == "collapse" else "fp16"
+    assert_told(launch(source, policy=policy), last, said="mezzo: policy fp16")
 
 
 @pytest.mark.parametrize("run", [pytorch_session.run, keras_runner.run], ids=["torch", "keras"])
@@ -239,20 +214,21 @@ def test_a_run_without_training_in_either_framework(
     run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launch: Callable[..., Ran] = launcher(tmp_path, capsys, run)
-    for row in (row for row in ROWS.values() if not row.worked):
-        assert_told(launch(row.source, policy="fp32"), row, said="")
+    for source, last in IDLE.values():
+        assert_told(launch(source, policy="fp32"), last)
     ran = launch("import sys; sys.exit(3)", policy="fp32")  # a status without an error has the summary
     assert ran.status == 3
     assert "never called" in ran.err
 
 
-@pytest.mark.parametrize("name", ["import error in line 1", "in the middle of training"])
+@pytest.mark.parametrize("worked", [False, True])
 def test_a_report_is_named_before_the_traceback(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    worked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = ROWS[name]
+    source, last = TRAINING["an error"] if worked else IDLE["import error in line 1"]
     monkeypatch.chdir(tmp_path)
-    Path("script.py").write_text(row.source)
+    Path("script.py").write_text(source)
     status = main(["run", "--out", "out", "--precision", "bf16", "script.py"])
-    assert_told(Ran(status, "", capsys.readouterr().err, []), row, said=f"mezzo: report: {tmp_path / 'out'}")
+    said = f"mezzo: report: {tmp_path / 'out'}" if worked else ""
+    assert_told(Ran(status, "", capsys.readouterr().err, []), last, said=said)
     assert Path("out/report.html").exists()

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from alive import bytes_alive
+from mezzo.core.errors import UsageError
 from mezzo.core.overflow import Maker, OverflowReport, TensorFacts
 from mezzo.core.records import LossRecord, OverflowRecord, RunStarted, UpdateRecord
+from mezzo.pytorch.autocast.modules import to_fp32
+from mezzo.pytorch.run.__main__ import main
 from mezzo.pytorch.run.summary import findings
+from mezzo.runner.lifecycle import RunRequest
 
 TRAIN = """
 import sys
@@ -53,9 +60,7 @@ def test_records_are_the_losses_that_the_script_saw_and_a_line_for_each_update(
         (u.moved, u.skipped, u.loss_scale, u.observed) == (True, False, scale, False)
         for u in ran.of("update")
     )
-    assert ran.of("end")[0].status == 0
-    assert ran.of("end")[0].notes == []
-    assert f"mezzo: policy {policy}\n" in ran.err
+    assert (ran.of("end")[0].status, ran.of("end")[0].notes) == (0, [])
     assert "5 optimizer steps, 0 skipped; 5 backward passes" in ran.err
 
 
@@ -96,9 +101,6 @@ def test_the_observed_step_is_the_third_update_and_tells_memory_and_formats(laun
     assert "formats seen in one step" in ran.err
     # Watching changes no number.
     assert launch(TRAIN, policy="bf16").lines == ran.lines
-
-
-def test_a_script_too_short_to_observe_says_so(launch: Any) -> None:
     ran = launch(TRAIN.replace("range(5)", "range(2)"), policy="bf16", observe=True)
     assert ran.of("memory") == ran.of("ops") == []
     assert "ended before its third update" in ran.notes
@@ -111,8 +113,6 @@ def test_errors_are_those_of_the_script_and_the_end_is_recorded(launch: Any) -> 
         model = torch.nn.Linear(3, 3)
         for loss, keywords in [
             (model(torch.ones(2, 3)), {}),
-            (torch.ones(()), {}),
-            (model(torch.ones(2, 3)).sum(), {"inputs": []}),
             (model(torch.ones(2, 3)).sum(), {"gradient": torch.ones(3)}),
         ]:
             try:
@@ -132,8 +132,6 @@ def test_errors_are_those_of_the_script_and_the_end_is_recorded(launch: Any) -> 
     assert "mezzo/pytorch" not in ran.err
     assert ran.lines == [
         "grad can be implicitly created only for scalar out",
-        "element 0 of tensors does not require grad and doe",
-        "`inputs` argument to `backward()` cannot be empty.",
         "Mismatch in shape: grad_output[0] has a shape of t",
     ]
 
@@ -178,9 +176,6 @@ def test_auto_times_the_first_steps_and_says_what_it_chose(
 
 
 def test_a_child_process_runs_a_request_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from mezzo.pytorch.run.__main__ import main
-    from mezzo.runner.lifecycle import RunRequest
-
     script, request = tmp_path / "s.py", tmp_path / "request.json"
     script.write_text("import sys; print(sys.argv[1]); sys.exit(7)")
     request.write_text(RunRequest(str(script), ("x",), policy="bf16", summary=False).to_json())
@@ -193,9 +188,6 @@ def test_a_child_process_runs_a_request_file(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_requests_travel_as_json() -> None:
-    from mezzo.core.errors import UsageError
-    from mezzo.runner.lifecycle import RunRequest
-
     full = RunRequest("t.py", ("a", "--b"), True, "fp16", Path("r.jsonl"), 3, True, True, False, watch=-1)
     full = replace(full, trace=False, stop_after=7, sensitivity=True, tensorboard=Path("events"))
     assert RunRequest.from_json(full.to_json()) == full
@@ -217,44 +209,28 @@ def test_requests_travel_as_json() -> None:
 
 
 def test_outputs_leave_as_fp32_whatever_holds_them() -> None:
-    import collections
-    import dataclasses
-    import types
-
-    from torch.nn.utils.rnn import PackedSequence
-
-    from mezzo.pytorch.autocast.modules import to_fp32
-
     low = torch.ones(2, dtype=torch.bfloat16)
-    kept = [
-        torch.ones(2),
-        torch.ones(2, dtype=torch.float64),
-        torch.ones(2, dtype=torch.int64),
-        None,
-        "text",
-        3,
-    ]
+    kept = [torch.ones(2), torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64), None, "text"]
 
-    class Output(collections.OrderedDict):  # as libraries have it: items are attributes as well
+    class Output(OrderedDict):  # as libraries have it: items are attributes as well
         def __setitem__(self, key: str, value: Any) -> None:
             super().__setitem__(key, value)
             object.__setattr__(self, key, value)
 
-    @dataclasses.dataclass(frozen=True)
+    @dataclass(frozen=True)
     class Frozen:
         value: Any
         other: Any = 1
 
-    Pair = collections.namedtuple("Pair", "first second")
+    Pair = namedtuple("Pair", "first second")
     output = Output(logits=low, past=(low, [low, *kept]))
     for container, read in [
-        ((low, 1), lambda c: c[0]),
         ([{"a": (low,)}], lambda c: c[0]["a"][0]),
         (output, lambda c: c.logits),
         (output, lambda c: c["past"][1][0]),
         (Frozen(low), lambda c: c.value),
         (Pair(low, low), lambda c: c.second),
-        (types.SimpleNamespace(x=low), lambda c: c.x),
+        (SimpleNamespace(x=low), lambda c: c.x),
         (torch.distributions.Normal(low, low, validate_args=False), lambda c: c.loc),
         (PackedSequence(low, torch.ones(2, dtype=torch.int64)), lambda c: c.data),
     ]:
@@ -266,29 +242,25 @@ def test_outputs_leave_as_fp32_whatever_holds_them() -> None:
         assert to_fp32(same) is same
 
 
-def test_data_loader_workers_and_their_seeds(launch: Any) -> None:
+def test_workers_of_a_data_loader_record_nothing(launch: Any) -> None:
     ran = launch(
         """
         import torch
         from torch.utils.data import DataLoader
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        class Squares(torch.utils.data.Dataset):
-            def __len__(self): return 6
-            def __getitem__(self, i): return torch.tensor([i * i / 36])
-        for batch in DataLoader(Squares(), 3, num_workers=1, multiprocessing_context="fork"):
+        for batch in DataLoader(torch.ones(6, 1), 3, num_workers=1, multiprocessing_context="fork"):
             optimizer.zero_grad()
             model(batch).sum().backward()
             optimizer.step()
         """,
         policy="bf16",
-        seed_offset=1,
     )
     assert ran.status == 0, ran.err
     assert [r.kind for r in ran.records] == ["run", "loss", "update", "loss", "update", "end"]
 
 
-# ------------------------------------------------------------------------------------------- what is said at the end
+# What is said at the end
 
 BAD = OverflowReport("invalid", module="net", op="log", remedies=["one", "two", "three", "four", "five"])
 PROBE = OverflowReport("loss scale")
@@ -298,78 +270,41 @@ def overflows(*found: OverflowReport) -> list[OverflowRecord]:
     return [OverflowRecord(n, 0, 0.0, 1024.0, one) for n, one in enumerate(found)]
 
 
-# findings, skipped steps -> the last line
-LAST: dict[str, tuple[list[OverflowReport], int, str]] = {
-    "the tracer's limit": (
-        [BAD] * 20,
-        40,
-        "and 20 more skipped steps that were not looked into: Mezzo stops looking after 20 findings",
-    ),
-    "nobody": ([], 4, "4 skipped steps that were not looked into"),
-    "all": ([PROBE], 1, "1 step was skipped while the loss scale adjusted (normal)"),
-}
+def test_what_is_told_of_findings() -> None:
+    """Three remedies and where the others are; skipped steps without a finding; a place once, whatever its numbers."""
+    assert findings(overflows(BAD), recorded=True)[1:4] == ["  try: one", "   or: two", "   or: three"]
+    assert "2 more in the records" in findings(overflows(BAD), recorded=True)[-1]
+    assert "2 more in the report of --out DIR" in findings(overflows(BAD))[-1]
+    for found, skipped, said in (
+        ([BAD] * 20, 40, "20 more skipped steps"),  # the tracer's limit
+        ([], 4, "4 skipped steps"),
+        ([PROBE], 1, "adjusted (normal)"),
+    ):
+        assert said in findings(overflows(*found), skipped=skipped)[-1]
 
-
-@pytest.mark.parametrize("case", LAST)
-def test_skipped_steps_that_nobody_looked_into_are_counted(case: str) -> None:
-    found, skipped, said = LAST[case]
-    assert findings(overflows(*found), skipped=skipped)[-1] == said
-
-
-def test_three_remedies_are_told_and_where_the_others_are() -> None:
-    told = findings(overflows(BAD), recorded=True)[1:]
-    assert told == [
-        "  try: one",
-        "   or: two",
-        "   or: three",
-        "  and 2 more in the records and the report that is made of them",
-    ]
-    assert findings(overflows(BAD))[-1] == "  and 2 more in the report of --out DIR"
-
-
-def test_one_place_is_told_once_whatever_its_numbers() -> None:
     def too_large(size: float) -> OverflowReport:
         went_in = TensorFacts("input 0", [2], "fp32", size, 1.0, 0, 0, 0)
         came_out = TensorFacts("output", [2], "fp16", 1.0, 1.0, 0, 1, 0)
         maker = Maker("1", "mul", "net.py:3: x * 1e6", replace(went_in, name="output"))
         return OverflowReport("overflow", "2", "linear", inputs=[went_in], outputs=[came_out], maker=maker)
 
-    told = findings(overflows(too_large(1e6), too_large(2e6), too_large(3e6)))
-    assert told == [
-        "update 0 skipped, and 2 later ones: forward of linear in 2: an input of 1e+06 does not fit fp16, whose "
-        "largest number is 65504; it was made by mul in 1 (net.py:3: x * 1e6), in fp32"
-    ]
+    (told,) = findings(overflows(too_large(1e6), too_large(2e6), too_large(3e6)))
+    for words in ("update 0 skipped, and 2 later ones", "linear in 2", "1e+06", "65504", "net.py:3: x * 1e6"):
+        assert words in told
     assert len(findings(overflows(too_large(1e6), replace(too_large(1e6), maker=None)))) == 2
 
 
-def test_a_constant_scale_finds_no_place() -> None:
-    told = findings(overflows(*[PROBE] * 50), skipped=50, constant=1024.0)
-    assert (
-        told[0] == "50 steps were skipped because the constant loss scale 2^10 is too large for the gradients"
-    )
-    assert "`fp16,loss_scale=64`" in told[1]
-    assert "adjusted" not in "".join(told)
-    assert findings(overflows(PROBE), constant=1e3)[0] == (
-        "1 step was skipped because the constant loss scale 1000 is too large for the gradients"
-    )
-
-
-CONSTANT = """
-import torch
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-for _ in range(STEPS):
-    loss = model(torch.full((2, 4), VALUE)).sum()
-    optimizer.zero_grad(); loss.backward(); optimizer.step()
-"""
-
-
 def test_a_run_says_all_of_it(launch: Any) -> None:
-    ran = launch(CONSTANT.replace("STEPS", "3").replace("VALUE", "1.0"), policy="fp16,loss_scale=1073741824")
-    assert "mezzo: 3 steps were skipped because the constant loss scale 2^30 is too large" in ran.err
-    assert "`fp16,loss_scale=67108864`" in ran.err
-    assert "mezzo: loss scale 2^30 at the end" in ran.err
-    ran = launch(CONSTANT.replace("STEPS", "22").replace("VALUE", "3e20"), policy="fp16,loss_scale=1024")
-    assert "an input of 3e+20 does not fit fp16, whose largest number is 65504" in ran.err
-    assert "mezzo: and 2 more skipped steps that were not looked into: Mezzo stops" in ran.err
+    def told(steps: int, value: str, policy: str) -> str:
+        source = TRAIN.replace("range(5)", f"range({steps})").replace(
+            "torch.randn(16, 4)", f"torch.full((16, 4), {value})"
+        )
+        return str(launch(source, policy=policy).err)
+
+    err = told(3, "1.0", "fp16,loss_scale=1073741824")
+    assert "mezzo: 3 steps were skipped because the constant loss scale 2^30 is too large" in err
+    assert "`fp16,loss_scale=67108864`" in err
+    assert "mezzo: loss scale 2^30 at the end" in err
+    err = told(22, "3e20", "fp16,loss_scale=1024")
+    assert "an input of 3e+20 does not fit fp16, whose largest number is 65504" in err
+    assert "mezzo: and 2 more skipped steps that were not looked into: Mezzo stops" in err

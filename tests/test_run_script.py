@@ -39,13 +39,6 @@ sys.excepthook = hook
 raise KeyError("mine")
 """
 
-HOOK_FAILS = """
-import sys
-def hook(kind, error, trace):
-    raise RuntimeError("the hook itself")
-sys.excepthook = hook
-raise KeyError("mine")
-"""
 
 THREADS = """
 import atexit, concurrent.futures, threading, time
@@ -71,13 +64,6 @@ if __name__ == "__main__":
 """
 
 
-WARNS = """
-import warnings
-def careful():
-    warnings.warn("look out", stacklevel=2)
-careful()
-"""
-
 GROUP = """
 def fail():
     raise KeyError("one")
@@ -101,10 +87,8 @@ ROWS = {
     "raises": (RAISES, []),
     "syntax error": ("def f(:\n    pass\n", []),
     "hook": (HOOK, []),
-    "hook fails": (HOOK_FAILS, []),
     "threads": (THREADS, []),
     "spawn": (SPAWN, ["x"]),
-    "warns": (WARNS, []),
     "group": (GROUP, []),
 }
 

@@ -14,6 +14,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import pytest
 
+from mezzo.keras import set_policy
+
 BACKEND = keras.backend.backend()
 
 
@@ -42,4 +44,5 @@ def _as_found() -> Iterator[None]:
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     yield
+    set_policy("fp32")
     keras.config.set_dtype_policy(before)

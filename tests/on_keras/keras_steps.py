@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
 from conftest import BACKEND
+from mezzo.core import records
 
 START = ([1.0, -2.0, 3.0], [0.5, 0.25])
 GRADIENTS = ([0.5, -0.25, 2.0], [1.0, -4.0])
@@ -51,53 +53,49 @@ def values(*held: Any) -> list[list[float]]:
     return [keras.ops.convert_to_numpy(each.value).ravel().tolist() for each in flat]
 
 
-class OwnStep(keras.Model):  # type: ignore[misc]
-    """Takes the gradients and applies them itself, and never tells Keras's loss tracker."""
+def records_of(kind: str, path: Path | None) -> list[Any]:
+    """The records of one kind in a file."""
+    assert path is not None
+    return [record for record in records.read(path) if record.kind == kind]
 
-    def __init__(self, **head: Any) -> None:
+
+def gradient_step(
+    optimizer: Any, weights: Sequence[Any], loss_of: Callable[[], Any], factor: float = 1.0
+) -> Any:
+    """One step on TensorFlow or PyTorch, with gradients multiplied by `factor`; returns the loss."""
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = loss_of()
+            scaled = optimizer.scale_loss(loss) * factor
+        optimizer.apply(tape.gradient(scaled, [weight.value for weight in weights]), weights)
+        return loss
+    loss = loss_of()
+    for weight in weights:
+        weight.value.grad = None
+    (optimizer.scale_loss(loss) * factor).backward()
+    with no_gradients():
+        optimizer.apply([weight.value.grad for weight in weights], weights)
+    return loss.detach()
+
+
+class OwnStep(keras.Model):  # type: ignore[misc]
+    """Takes the gradients and applies them itself, without Keras's loss tracker; on TensorFlow and PyTorch."""
+
+    def __init__(self) -> None:
         super().__init__(name="net")
         self.body = keras.layers.Dense(4, name="body")
-        self.head = keras.layers.Dense(1, name="head", **head)
+        self.head = keras.layers.Dense(1, name="head", dtype="float32")
 
     def call(self, x: Any, training: bool = False) -> Any:
         return self.head(self.body(x))
 
-    def _loss(self, made: Any, y: Any) -> Any:
-        return keras.ops.mean((keras.ops.cast(made, "float32") - y) ** 2)
-
     def step_with(self, optimizer: Any, x: Any, y: Any, factor: float = 1.0) -> Any:
-        if BACKEND == "tensorflow":
-            import tensorflow as tf
+        def loss_of() -> Any:
+            return keras.ops.mean((keras.ops.cast(self(x, training=True), "float32") - y) ** 2)
 
-            with tf.GradientTape() as tape:
-                loss = self._loss(self(x, training=True), y)
-                scaled = optimizer.scale_loss(loss) * factor
-            weights = self.trainable_variables
-            optimizer.apply(tape.gradient(scaled, weights), weights)
-            return loss
-        self.zero_grad()
-        loss = self._loss(self(x, training=True), y)
-        (optimizer.scale_loss(loss) * factor).backward()
-        with no_gradients():
-            weights = self.trainable_variables
-            optimizer.apply([one.value.grad for one in weights], weights)
-        return loss
+        return gradient_step(optimizer, self.trainable_variables, loss_of, factor)
 
-    def jax_step(self, state: Any, batch: Any) -> Any:
-        import jax
-
-        weights, others, held, metrics = state
-
-        def loss_of(weights: Any, others: Any) -> Any:
-            made, others = self.stateless_call(weights, others, batch[0], training=True)
-            loss = self._loss(made, batch[1])
-            return self.optimizer.stateless_scale_loss(held, loss), (loss, others)
-
-        (_, (loss, others)), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights, others)
-        weights, held = self.optimizer.stateless_apply(held, gradients, weights)
-        return {"loss": loss}, (weights, others, held, metrics)
-
-    def train_step(self, *args: Any) -> Any:
-        if BACKEND == "jax":
-            return self.jax_step(*args)
-        return {"loss": self.step_with(self.optimizer, *args[0])}
+    def train_step(self, batch: Any) -> Any:
+        return {"loss": self.step_with(self.optimizer, *batch)}

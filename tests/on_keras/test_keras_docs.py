@@ -1,26 +1,24 @@
-"""docs/keras.md: its Python runs on this backend and prints what the page shows."""
+"""The Python of the pages runs on this backend and prints what they show; the transfer-learning demo and example."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import runpy
+import sys
 from pathlib import Path
 
+import keras
+import numpy as np
 import pytest
 
+import mezzo.keras
 from conftest import BACKEND
-from mezzo.keras import set_policy
+from mezzo.demos import find, transfer
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "keras.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 # A block's fence may name the one backend that it is for. After a block may come, indented, what it prints.
 BLOCK = re.compile(r"^```python ?(\w*)\n(.*?)^```\n(?:\n((?:    [^\n]*\n)+))?", re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture(autouse=True)
-def _undone() -> Iterator[None]:
-    yield
-    set_policy("fp32")
 
 
 @pytest.mark.every_backend
@@ -46,12 +44,72 @@ def test_the_pages_python_runs_and_prints_what_it_shows(
     assert shown == 5
 
 
-def test_the_readmes_python_for_keras_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page", "fence"), [("README.md", "python keras"), ("docs/transfer.md", "python")])
+def test_the_python_of_other_pages_runs(
+    page: str, fence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    readme = PAGE.parent.parent / "README.md"
-    blocks = re.findall(
-        r"^```python keras\n(.*?)^```", readme.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    text = (PAGE.parent.parent / page).read_text(encoding="utf-8")
+    blocks = re.findall(rf"^```{fence}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, page, "exec"), {"__name__": "page"})
+    assert page != "README.md" or len(list((tmp_path / "mezzo-run").rglob("*.jsonl"))) == 1
+
+
+def test_no_image_is_both_trained_on_and_tested() -> None:
+    old, old_test, new, new_test = transfer.load(16, shots=3)
+    assert [len(images) for images, _ in (old, old_test, new, new_test)] == [720, 180, 3 * 5 * 9, 720]
+    known = {image.tobytes() for images, _ in (old, new) for image in images}
+    assert not any(image.tobytes() in known for images, _ in (old_test, new_test) for image in images)
+    assert new[1].sum(axis=0).tolist() == [27] * 5
+    for images, labels in (old, old_test, new, new_test):
+        assert images.shape[1:] == (16, 16, 1)
+        assert images.dtype == labels.dtype == np.float32
+        assert (labels.sum(axis=1) == 1).all()
+
+
+def test_what_is_frozen_stays_to_the_bit_and_statistics_do_when_it_is_thawed() -> None:
+    mezzo.keras.set_policy("fp16,loss_scale=1024")
+    _, _, new, _ = transfer.load(8, shots=1)
+    body = transfer.base(8, width=2)
+    body.trainable = False
+    model = transfer.headed(body, "transfer")
+
+    def held() -> dict[str, bytes]:
+        return {weight.path: keras.ops.convert_to_numpy(weight).tobytes() for weight in body.weights}
+
+    before, head = held(), keras.ops.convert_to_numpy(model.layers[-1].kernel)
+    transfer.train(model, new, "head", 1, 45, 1e-2)
+    assert held() == before
+    assert not np.array_equal(keras.ops.convert_to_numpy(model.layers[-1].kernel), head)
+    transfer.thaw(body)
+    transfer.train(model, new, "fine-tuning", 1, 45, 1e-2)
+    moved = {re.sub("^.*(?=stage)", "", path) for path, value in held().items() if value != before[path]}
+    assert moved == {"stage3_1_conv/kernel", "stage3_2_conv/kernel"}
+    assert {layer.compute_dtype for layer in body.layers} == {"float16"}
+    assert model.output.dtype == "float32"
+    assert {weight.dtype for weight in model.weights} == {"float32"}
+
+
+def test_the_script_prints_each_stage_and_ends_with_its_metric(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--width 2 --image-size 8 --pretrain-epochs 1 --epochs 1 --batch-size 90"
+    monkeypatch.setattr(sys, "argv", ["transfer.py", *words.split()])
+    transfer.main()
+    lines = capsys.readouterr().out.strip().splitlines()
+    stages = [line.partition(",")[0] for line in lines if ", epoch " in line]
+    assert stages == ["pretraining", "head", "fine-tuning"]
+    assert [line for line in lines if re.search(find("transfer").metric, line)] == lines[-1:]
+
+
+def test_the_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--epochs", "1", "--precision", "bf16", "--records", str(tmp_path / "records")]
     )
-    assert len(blocks) == 1
-    exec(compile(blocks[0], str(readme), "exec"), {"__name__": "readme"})
-    assert len(list((tmp_path / "mezzo-run").rglob("*.jsonl"))) == 1
+    runpy.run_path(str(PAGE.parent.parent / "examples" / "keras_transfer.py"), run_name="__main__")
+    assert re.search("bfloat16: [0-9.]+% right, weights float32$", capsys.readouterr().out.strip())
+    assert len(list((tmp_path / "records" / "runs").glob("*.jsonl"))) == 3  # one a fit

@@ -115,14 +115,13 @@ def test_callbacks_and_learning_rates() -> None:
         callbacks=[
             keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
             keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
-            keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=1e9),
             keras.callbacks.LambdaCallback(
                 on_epoch_begin=lambda epoch, logs: seen.append(float(optimizer.learning_rate))
             ),
         ],
     )
     assert seen == pytest.approx([0.025, 0.0125])
-    assert float(optimizer.learning_rate) == pytest.approx(0.00625)  # no better than the first epoch
+    assert float(optimizer.learning_rate) == pytest.approx(0.0125)
     optimizer.learning_rate = 0.5
     assert float(optimizer.inner_optimizer.learning_rate) == 0.5
 
@@ -164,12 +163,6 @@ def test_saved_with_the_model_training_goes_on_bit_for_bit(tmp_path: Path) -> No
         np.testing.assert_array_equal(ours, theirs)
 
 
-def stored(optimizer: Any) -> dict[str, Any]:
-    store: dict[str, Any] = {}
-    optimizer.save_own_variables(store)
-    return store
-
-
 @pytest.mark.parametrize(
     ("theirs", "ours"), [(8.0, 8.0), (0.0, 2.0**-14), (math.inf, 2.0**24), (math.nan, 2.0**16)]
 )
@@ -181,11 +174,13 @@ def test_state_of_kerass_own_is_taken_over(theirs: float, ours: float) -> None:
     old.inner_optimizer.iterations.assign(7)
     old.inner_optimizer.variables[-1].assign([1.0, 2.0])
     old.step_counter.assign(5)
+    stored: dict[str, Any] = {}
+    old.save_own_variables(stored)
     new = LossScaleOptimizer(adam())
     new.build(weights)
     for _ in range(2):
         step(new, weights, bad=math.inf)
-    new.load_own_variables(stored(old))
+    new.load_own_variables(stored)
     assert new.machine() == DynamicLossScale(scale=ours, good_steps=5)
     assert int(new.skipped_steps) == int(new.last_step_skipped) == 0
     assert values(new.inner_optimizer) == values(old.inner_optimizer)
@@ -193,34 +188,26 @@ def test_state_of_kerass_own_is_taken_over(theirs: float, ours: float) -> None:
 
     constant = LossScaleOptimizer(adam(), loss_scale=64.0)
     constant.build(weights)
-    constant.load_own_variables(stored(old))
+    constant.load_own_variables(stored)
     assert float(constant.scale) == 64.0
-
-
-# How fit ends
-
-
-class SecondTime(keras.losses.Loss):  # type: ignore[misc]
-    """Fails when it is called again; on JAX while the first step is compiled, and the variables hold nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def call(self, y: Any, predicted: Any) -> Any:
-        self.calls += 1
-        if self.calls == 2:
-            raise OSError("mine")
-        return keras.ops.mean((y - predicted) ** 2)
 
 
 @pytest.mark.every_backend
 @pytest.mark.parametrize("use_ema", [False, True])
 def test_the_error_that_ends_fit_is_the_users_own(use_ema: bool) -> None:
+    """On JAX it comes while the first step is compiled, and the variables hold nothing."""
     if BACKEND == "tensorflow":
-        pytest.skip("Keras tells it in TensorFlow's words, and does not finalize")
+        pytest.skip("Keras raises it in TensorFlow's words, and does not finalize")
+    calls: list[Any] = []
+
+    def second_time(y: Any, predicted: Any) -> Any:
+        calls.append(y)
+        if len(calls) == 2:
+            raise OSError("mine")
+        return keras.ops.mean((y - predicted) ** 2)
+
     trained = model(adam(use_ema=use_ema))
-    trained.compile(LossScaleOptimizer(adam(use_ema=use_ema)), SecondTime(), jit_compile=BACKEND == "jax")
+    trained.compile(LossScaleOptimizer(adam(use_ema=use_ema)), second_time, jit_compile=BACKEND == "jax")
     with pytest.raises(OSError, match="mine"):
         trained.fit(X, Y, batch_size=10, shuffle=False, verbose=0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -48,25 +48,15 @@ def sgd(**settings: Any) -> Any:
 
 @dataclass(frozen=True)
 class Row:
-    """One run.
-
-    Args:
-        steps: the gradients of each step, one for each variable, unscaled; None where a variable has none.
-        scale: of the loss, as in a policy.
-        after: the variables after the last step, where they are plain numbers.
-        inner: makes the inner optimizer.
-        first: the variables to begin with.
-        overwritten: of each variable whether its gradient overwrites it, and is thus not scaled.
-        sparse: the gradients are given by rows: `tf.IndexedSlices`, or BCOO on JAX.
-    """
+    """One run: the unscaled gradients of each step, one for each variable (None: it has none)."""
 
     steps: tuple[Gradients, ...]
-    scale: str = "dynamic(init=2**15)"
-    after: tuple[Vector, ...] | None = None
+    scale: str = "dynamic(init=2**15)"  # as in a policy
+    after: tuple[Vector, ...] | None = None  # the variables after the last step, where they are plain numbers
     inner: Callable[[], Any] = sgd
     first: tuple[Vector, ...] = (FIRST,)
-    overwritten: tuple[bool, ...] = field(default=(False, False))
-    sparse: bool = False
+    overwritten: tuple[bool, ...] = (False, False)  # by its gradient, which is thus not scaled
+    sparse: bool = False  # gradients by rows: `tf.IndexedSlices`, or BCOO on JAX
 
     def is_good(self, gradients: Gradients) -> bool:
         """Whether every number of these gradients is finite."""
@@ -74,9 +64,6 @@ class Row:
 
 
 ROWS: dict[str, Row] = {
-    "a good step": Row((GOOD,), after=((0.5, -1.0, -0.5, 3.0),)),
-    "one NaN": Row((BAD_NAN,), after=(FIRST,)),
-    "zero gradients are good": Row((((0.0,) * 4,),), after=(FIRST,)),
     "grows, and unscales by the scale that it had": Row(
         (GOOD,) * 5 + (ALL_INF,) + (GOOD,) * 2, "dynamic(init=2,growth_interval=2)"
     ),
@@ -98,7 +85,6 @@ ROWS: dict[str, Row] = {
     # A skip leaves no trace in what the inner optimizer keeps.
     "momentum and decay": Row(MIXED, inner=lambda: sgd(momentum=0.75, nesterov=True, weight_decay=0.25)),
     "Adam": Row(MIXED, inner=lambda: keras.optimizers.Adam(0.125)),
-    "a first step that is skipped": Row((ALL_INF, GOOD), inner=lambda: keras.optimizers.Adam(0.125)),
     "an average that overwrites": Row(
         MIXED, inner=lambda: sgd(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
     ),
@@ -113,9 +99,7 @@ ROWS: dict[str, Row] = {
         inner=lambda: sgd(global_clipnorm=2.5),
         first=TWO_FIRST,
     ),
-    "the floor": Row((ALL_INF,) * 5 + (GOOD,), "dynamic(init=2,floor=0.5)", ((0.5, -1.0, -0.5, 3.0),)),
-    "the ceiling": Row((GOOD,) * 4, "dynamic(init=2,growth_interval=1,ceiling=4)"),
-    "hysteresis": Row((ALL_INF, GOOD, ALL_INF, ALL_INF), "dynamic(init=4,hysteresis=2)"),
+    "one NaN": Row((BAD_NAN, GOOD), after=((0.5, -1.0, -0.5, 3.0),)),
     "a scale below 1: what overflows is the unscaled gradient": Row(
         (((2.0**127, 0.0, 0.0, 0.0),), ((8.0, 0.0, 0.0, 0.0),)), "dynamic(init=0.5)"
     ),
@@ -123,27 +107,19 @@ ROWS: dict[str, Row] = {
     "none": Row((GOOD, ALL_INF, GOOD), "none"),
 }
 
-FORMS = {
-    "tensorflow": ("eager", "tf.function", "XLA"),
-    "jax": ("eager", "jit"),
-    "torch": ("eager", "stateless"),
-}[BACKEND]
-# Compilers take a second a row.
+FORMS = {"tensorflow": ("eager", "tf.function"), "jax": ("eager", "jit"), "torch": ("eager", "stateless")}[
+    BACKEND
+]
+# Compilers take a second per row.
 COMPILED = (
-    "by rows",
-    "a variable without a gradient",
-    "an overwritten variable beside a scaled one",
-    "momentum and decay",
-    "an average that overwrites",
-    "accumulation",
-    "global_clipnorm",
-    "the floor",
+    *("by rows", "a variable without a gradient", "an overwritten variable beside a scaled one"),
+    *("momentum and decay", "an average that overwrites", "accumulation", "global_clipnorm", "one NaN"),
     "a scale below 1: what overflows is the unscaled gradient",
 )
 RUNS = [
     (name, form)
     for form in FORMS
-    for name in (ROWS if form == "eager" else COMPILED[:2] if form == "XLA" else COMPILED)
+    for name in (ROWS if form == "eager" else COMPILED)
     if BACKEND != "torch" or not ROWS[name].sparse  # which Keras does not have there
 ]
 
@@ -195,11 +171,11 @@ def stepper(form: str, optimizer: Any, row: Row, weights: list[Any]) -> Callable
             return apply(gradients, arrays(gradients))
         # What is a constant of a program: which gradients there are, and in which rows.
         shape = tuple(g and tuple(map(bool, g)) if row.sparse else g is None for g in gradients)
-        if form in ("tf.function", "XLA"):
+        if form == "tf.function":
             import tensorflow as tf
 
             if shape not in programs:
-                programs[shape] = tf.function(lambda v: apply(gradients, v), jit_compile=form == "XLA")
+                programs[shape] = tf.function(lambda v: apply(gradients, v))
             return programs[shape]([tf.constant(value) for value in arrays(gradients)])
         if shape not in programs:
             programs[shape] = lambda *given: over(gradients, *given)
@@ -252,7 +228,7 @@ def test_good_steps_are_the_inner_optimizers_and_bad_ones_leave_no_trace(name: s
             values(*weights, optimizer.inner_optimizer), values(*alone, inner), strict=True
         ):
             np.testing.assert_allclose(ours, theirs, rtol=room, atol=room / 4)
-    if row.after is not None:  # of small whole numbers and halves, which no order of operations rounds
+    if row.after is not None:  # exact in FP32
         assert values(*weights) == [list(after) for after in row.after]
     assert float(optimizer.learning_rate) == float(inner.learning_rate)
     bad = [gradients for gradients in row.steps if not row.is_good(gradients)]
@@ -262,21 +238,16 @@ def test_good_steps_are_the_inner_optimizers_and_bad_ones_leave_no_trace(name: s
         assert [bool(flag) for flag in values(optimizer.bad_gradients)[0]] == flags
 
 
-MACHINES = [(DynamicLossScale(**settings), events) for settings, events, *_ in TABLE]
-
-
-@pytest.mark.parametrize(("machine", "events"), [*MACHINES, (StaticLossScale(3.5), "..xx.x")], ids=str)
-def test_the_loss_scale_event_by_event(machine: Any, events: str) -> None:
+def test_the_loss_scale_event_by_event() -> None:
     """The table that every framework is held to."""
-    weights, optimizer = variables(), LossScaleOptimizer(sgd(), loss_scale=machine)
-    optimizer.build(weights)
-    for event in events:
-        step(optimizer, weights, bad=INF if event == "x" else None)
-        machine = machine.next(Observation(event == "x"))
-        assert optimizer.machine() == machine
-
-
-# What is given
+    rows: list[tuple[Any, str]] = [(DynamicLossScale(**settings), events) for settings, events, *_ in TABLE]
+    for machine, events in [*rows, (StaticLossScale(3.5), "..xx.x")]:
+        weights, optimizer = variables(), LossScaleOptimizer(sgd(), loss_scale=machine)
+        optimizer.build(weights)
+        for event in events:
+            step(optimizer, weights, bad=INF if event == "x" else None)
+            machine = machine.next(Observation(event == "x"))
+            assert optimizer.machine() == machine
 
 
 def test_some_of_the_variables_in_another_order() -> None:
@@ -293,42 +264,35 @@ def test_some_of_the_variables_in_another_order() -> None:
         optimizer.apply([tensor([1.0])], weights)
 
 
-def test_fp16_variables_are_clipped_in_fp32_and_accumulated_in_their_format() -> None:
-    """300 squared is beyond fp16: a norm taken in it is infinite, and what is clipped by that is zero."""
-    scaled = LossScaleOptimizer(sgd()).scale_loss(tensor(2.0, "float16"))  # infinite in FP16
-    assert (keras.backend.standardize_dtype(scaled.dtype), float(scaled)) == ("float32", 2.0**17)
-    for inner, given, times in (
-        (sgd(clipnorm=1.0), 4800.0, 1),
-        (sgd(gradient_accumulation_steps=2), 16.0, 2),
-    ):
-        weights = variables([[1.0, 1.0]], "float16")
-        optimizer = LossScaleOptimizer(inner, loss_scale=16.0)
-        with no_gradients():
-            optimizer.scale_loss(tensor(1.0))
-            for _ in range(times):
-                optimizer.apply([tensor([given, 0.0], "float16")], weights)
-        assert values(*weights) == [[0.5, 1.0]]
-
-
-def test_a_gradient_beyond_its_variables_format_is_skipped() -> None:
-    """Under a scale below 1 the scaled gradient is finite and the unscaled one is not."""
-    for dtype, accumulation, skipped in (("float16", None, 1), ("float16", 2, 1), ("float32", None, 0)):
-        weights = variables([[1.0, 1.0]], dtype)
-        optimizer = LossScaleOptimizer(sgd(gradient_accumulation_steps=accumulation), loss_scale=2.0**-10)
-        with no_gradients():
-            optimizer.scale_loss(tensor(1.0))
-            optimizer.apply([tensor([1000.0, 0.0], dtype)], weights)
-        assert int(optimizer.skipped_steps) == skipped
-        assert np.isfinite(np.concatenate(values(*weights, optimizer))).all()
-
-
-# Loops that forget to scale
+@pytest.mark.parametrize(
+    ("dtype", "scale", "given", "inner", "after"),
+    [
+        # 300 squared is beyond FP16: a norm taken in it is infinite, and what is clipped by that is zero.
+        ("float16", 16.0, 4800.0, {"clipnorm": 1.0}, 0.5),
+        ("float16", 16.0, 16.0, {"gradient_accumulation_steps": 2}, 0.5),
+        # Under a scale below 1 the scaled gradient is finite and the unscaled one is not: None, a skip.
+        ("float16", 2.0**-10, 1000.0, {}, None),
+        ("float16", 2.0**-10, 1000.0, {"gradient_accumulation_steps": 2}, None),
+        ("float32", 2.0**-10, 1000.0, {}, 1.0 - 0.5 * 1000 * 2**10),
+    ],
+)
+def test_16_bit_variables(dtype: str, scale: float, given: float, inner: Any, after: float | None) -> None:
+    """Clipped in FP32 and accumulated in their format; a gradient beyond it is skipped."""
+    weights = variables([[1.0, 1.0]], dtype)
+    optimizer = LossScaleOptimizer(sgd(**inner), loss_scale=scale)
+    with no_gradients():
+        optimizer.scale_loss(tensor(1.0))
+        for _ in range(inner.get("gradient_accumulation_steps", 1)):
+            optimizer.apply([tensor([given, 0.0], dtype)], weights)
+    assert (int(optimizer.skipped_steps) > 0) == (after is None)
+    assert values(*weights) == [[1.0 if after is None else after, 1.0]]
+    assert np.isfinite(np.concatenate(values(optimizer))).all()
 
 
 def forgetful_step(optimizer: Any) -> list[list[float]]:
     weights = variables()
     optimizer.build(weights)
-    optimizer.get_config()
+    optimizer.get_config()  # neither of these two reads the scale for the user
     optimizer.save_own_variables({})
     with no_gradients():
         optimizer.apply([tensor(gradient) for gradient in GRADIENTS], weights)
@@ -342,10 +306,8 @@ def test_applying_gradients_of_a_loss_that_was_not_scaled() -> None:
     optimizer = LossScaleOptimizer(sgd(), on_unscaled="warn")
     with pytest.warns(UserWarning, match="The loss was not scaled"):
         forgetful_step(optimizer)
-    with no_gradients():
-        optimizer.apply(
-            [tensor(gradient) for gradient in GRADIENTS]
-        )  # no second warning, which would be an error
+    with no_gradients():  # no second warning, which would be an error
+        optimizer.apply([tensor(gradient) for gradient in GRADIENTS])
     forgetful_step(LossScaleOptimizer(sgd(), on_unscaled="ignore"))
     assert forgetful_step(LossScaleOptimizer(sgd(), loss_scale="none")) == [[0.75, -1.875, 2.0], [0.0, 2.25]]
     for name in ("scale", "dynamic_scale", "initial_scale"):  # whoever reads the scale has it
@@ -354,6 +316,8 @@ def test_applying_gradients_of_a_loss_that_was_not_scaled() -> None:
         forgetful_step(optimizer)
     with pytest.raises(UsageError, match=r"optimizer\.build"):
         LossScaleOptimizer(sgd()).stateless_scale_loss([tensor(1.0)], tensor(3.0))
+    scaled = LossScaleOptimizer(sgd()).scale_loss(tensor(2.0, "float16"))  # infinite in FP16
+    assert (keras.backend.standardize_dtype(scaled.dtype), float(scaled)) == ("float32", 2.0**17)
 
 
 def test_jax_a_scale_that_would_be_baked_in_is_an_error() -> None:
@@ -378,11 +342,8 @@ def test_jax_a_scale_that_would_be_baked_in_is_an_error() -> None:
     assert jax.jit(jax.grad(lambda w: constant.scale_loss(keras.ops.sum(w))))(value).tolist() == [8.0] * 3
 
 
-# Patience
-
-
 @pytest.mark.parametrize(
-    "machine", [DynamicLossScale(init=2.0, floor=1.0, patience=3), StaticLossScale(2.0, patience=4)], ids=str
+    "machine", [DynamicLossScale(init=2.0, floor=1.0, patience=3), StaticLossScale(2.0, patience=4)]
 )
 def test_the_patience_ends_at_once_in_an_eager_step(machine: Any) -> None:
     weights = variables()
@@ -415,10 +376,8 @@ def test_the_patience_ends_in_a_compiled_step() -> None:
         compiled()
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"LossScaleCollapseError: 2 steps") as error:
             compiled()
-        told = str(error.value)
-        assert "weight_99, ...:" in told  # a hundred variables at most
-        assert "weight_100" not in told
-        assert "[1 0 0" in told
+        assert "weight_99, ...:" in str(error.value)  # a hundred variables at most
+        assert "[1 0 0" in str(error.value)
         optimizer.reset_loss_scale()
         compiled = tf.function(lambda: optimizer.apply(bad, weights), jit_compile=True)
         for _ in range(3):  # XLA drops assertions
@@ -437,9 +396,6 @@ def test_the_patience_ends_in_a_compiled_step() -> None:
     assert values(*weights) == [[1.0]] * 101
     with pytest.raises(LossScaleCollapseError, match="those of weight_0"):
         optimizer.check()
-
-
-# What the constructor takes
 
 
 @pytest.mark.parametrize(
@@ -479,30 +435,21 @@ def test_loss_scales_it_takes(arguments: dict[str, Any], machine: Any) -> None:
     ("arguments", "kind", "message"),
     [
         ({"loss_scale": "statistical"}, UsageError, "removed.*'dynamic'"),
-        ({"loss_scale": {"kind": "statistical"}}, UsageError, "removed.*'dynamic'"),
         ({"loss_scale": None}, UsageError, "'none'"),
-        ({"loss_scale": -1}, UsageError, "between"),
         ({"loss_scale": 64, "initial_scale": 2.0}, UsageError, "initial_scale"),
         ({"initial_scale": INF}, UsageError, "init is inf"),
         ({"dynamic_growth_steps": 0}, UsageError, "growth_interval is 0"),
         ({"on_unscaled": "rise"}, UsageError, "'raise', 'warn', 'ignore'"),
         ({"inner_optimizer": "sgd"}, UsageError, r"keras.optimizers.Adam\("),
         ({"inner_optimizer": KerasScaled(sgd())}, UsageError, "Give one without a loss scale"),
-        # As Keras does: they belong to the inner optimizer.
-        ({"clipnorm": 1.0}, ValueError, "LossScaleOptimizer"),
-        ({"momentum": 0.9}, ValueError, "LossScaleOptimizer"),
+        ({"clipnorm": 1.0}, ValueError, "LossScaleOptimizer"),  # it belongs to the inner optimizer
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else getattr(value, "__name__", value),
 )
 def test_arguments_it_refuses(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         LossScaleOptimizer(**{"inner_optimizer": sgd(), **arguments})
-
-
-def test_a_scale_factor_of_the_inner_optimizer_is_switched_off() -> None:
-    with pytest.warns(UserWarning, match=r"give loss_scale=64\.0 here"):
-        optimizer = LossScaleOptimizer(sgd(loss_scale_factor=64.0))
-    assert optimizer.inner_optimizer.loss_scale_factor is None
+    with pytest.warns(UserWarning, match=r"give loss_scale=64\.0 here"):  # which is switched off
+        assert LossScaleOptimizer(sgd(loss_scale_factor=64.0)).inner_optimizer.loss_scale_factor is None
 
 
 def test_built_again_it_keeps_its_variables_and_an_unbuilt_one_needs_them() -> None:

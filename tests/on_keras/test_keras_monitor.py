@@ -13,15 +13,14 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import pytest
+from keras_steps import records_of as of
 
 from conftest import BACKEND
-from mezzo.core import records
 from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import StaticLossScale
-from mezzo.core.overflow import CAUSES
 from mezzo.core.ranges import BINS, NAN, ZERO, Histogram
 from mezzo.keras import LossScaleOptimizer, PrecisionMonitor
-from mezzo.keras.callback import NAMED, Skipped, histogram, ratios
+from mezzo.keras.callback import histogram, ratios
 
 BATCH, BATCHES = 8, 10
 # On PyTorch Keras's dropout draws from PyTorch's own generator, from which fit's iterator draws too, and
@@ -35,19 +34,13 @@ def data(batches: int = BATCHES) -> tuple[Array, Array]:
     return x, x.sum(1, keepdims=True)
 
 
-def model(
-    optimizer: Any = None,
-    policy: str = "mixed_float16",
-    drop: float = DROP,
-    plain: bool = False,
-    **compiled: Any,
-) -> Any:
-    """Everything that a look could disturb: moving statistics, seeds, a loss scale that overflows."""
+def model(optimizer: Any = None, plain: bool = False, **compiled: Any) -> Any:
+    """Unless `plain`, everything that a look could disturb: moving statistics, seeds, a loss scale that overflows."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
-    keras.config.set_dtype_policy(policy)
+    keras.config.set_dtype_policy("mixed_float16")
     layers = keras.layers
-    between = [] if plain else [layers.BatchNormalization(name="norm"), layers.Dropout(drop, name="drop")]
+    between = [] if plain else [layers.BatchNormalization(name="norm"), layers.Dropout(DROP, name="drop")]
     first = layers.Dense(8, activation="relu", name="first")
     head = layers.Dense(1, dtype="float32", name="head")
     found = keras.Sequential([layers.Input((6,)), first, *between, head], name="net")
@@ -88,11 +81,6 @@ class Seen(keras.callbacks.Callback):  # type: ignore[misc]
         self.logs.append(dict(logs))
 
 
-def of(kind: str, path: Path | None) -> list[Any]:
-    assert path is not None
-    return [record for record in records.read(path) if record.kind == kind]
-
-
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two epochs of ten batches with a validation, in three ways: alone, watched, and batch by batch."""
@@ -100,9 +88,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     options = {"epochs": 2, "validation_data": (x[:16], y[:16])}
     alone = model()
     history = fit(alone, [], **options)
-    folder = tmp_path_factory.mktemp("mezzo") / "run"
     net, seen = model(), Seen()
-    monitor = PrecisionMonitor(folder, watch=4, every=3)
+    monitor = PrecisionMonitor(tmp_path_factory.mktemp("mezzo") / "run", watch=4, every=3)
     watched_history = fit(net, [monitor, seen], **options)
     by_hand, losses, kernels = model(), [], []
     for _ in range(2):
@@ -110,15 +97,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             kernels.append(keras.ops.convert_to_numpy(by_hand.layers[0].kernel).copy())
             given = x[start : start + BATCH], y[start : start + BATCH]
             losses.append(by_hand.train_on_batch(*given, return_dict=True)["loss"])
+    found = {"alone": values(alone), "history": history, "losses": losses, "kernels": kernels}
     return {
-        "alone": values(alone),
-        "history": history,
+        **found,
         "watched": values(net),
         "watched history": watched_history,
         "monitor": monitor,
         "seen": seen,
-        "losses": losses,
-        "kernels": kernels,
     }
 
 
@@ -135,9 +120,7 @@ def test_logs_have_the_loss_scale_and_the_skipped_steps(watched: dict[str, Any])
     assert watched["watched history"]["skipped_steps"] == by_epoch
     assert 0 < by_epoch[0] < BATCHES
     assert watched["watched history"]["loss_scale"][-1] == 2.0**20 / 2 ** by_epoch[1]
-    logs = watched["seen"].logs
-    assert (logs[0]["loss_scale"], logs[0]["skipped_steps"]) == (2.0**20, 0)
-    assert logs[6]["loss_scale"] <= updates[3].loss_scale  # not older than `every` batches
+    assert watched["seen"].logs[6]["loss_scale"] <= updates[3].loss_scale  # not older than `every` batches
 
 
 @pytest.mark.every_backend
@@ -159,6 +142,7 @@ def test_records_are_those_of_a_loop_by_hand(watched: dict[str, Any]) -> None:
         assert one.finding.module in ("net/first", "net/norm", "net/head")
         assert f"{held:.6g}" in one.finding.note
         assert one.finding.propagators[0].startswith(one.finding.module)
+        assert any("dynamic_growth_steps" in remedy for remedy in one.finding.remedies)
     started, ended = of("run", path)[0], of("end", path)[0]
     assert started.policy == "fp16,loss_scale=dynamic(init=1048576),module.net/head=fp32"
     assert started.machine["backend"].startswith(BACKEND)
@@ -191,8 +175,8 @@ def test_a_loss_that_is_infinite_hides_no_other(tmp_path: Path) -> None:
     assert not np.isfinite(history["loss"][-1])  # what Keras has to say of the epoch
     assert [bool(np.isfinite(one)) for one in losses] == [True, True, False] + [True] * 7
     finding = next(one.finding for one in of("overflow", monitor.path) if one.update == 2)
-    assert finding.cause == "loss"
-    assert str(finding) == f"{CAUSES['loss']} (the loss was inf)"
+    assert (finding.cause, finding.module) == ("loss", "")
+    assert "the loss was inf" in finding.note
 
 
 def test_files_are_never_overwritten_and_breaking_off_keeps_what_was(tmp_path: Path) -> None:
@@ -206,6 +190,8 @@ def test_files_are_never_overwritten_and_breaking_off_keeps_what_was(tmp_path: P
         fit(net, [monitor, Break()])
     first = monitor.path
     fit(net, [monitor])
+    net.save(tmp_path / "net.keras")
+    assert same(keras.saving.load_model(tmp_path / "net.keras").get_weights(), net.get_weights())
     assert monitor.path == tmp_path / "runs" / "fit002.jsonl"
     assert len(of("loss", first)) == len(of("update", first)) == 5
     assert len(of("update", monitor.path)) == BATCHES
@@ -239,9 +225,8 @@ def test_keras_own_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert change == 0.5 if before.skipped else change in (1.0, 2.0)
     assert any(after.loss_scale > before.loss_scale for before, after in itertools.pairwise(updates))
     assert history["skipped_steps"] == [sum(one.skipped for one in updates)]
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 1
-    assert f"mezzo report {tmp_path}" in said[0]
+    (said,) = capsys.readouterr().out.splitlines()
+    assert f"mezzo report {tmp_path}" in said
 
 
 @pytest.mark.every_backend
@@ -259,15 +244,6 @@ def test_a_collapse_comes_out_of_fit(tmp_path: Path) -> None:
         assert of("end", monitor.path)[0].status == 1
 
 
-def test_what_is_saved_in_a_watched_training_loads_in_any(tmp_path: Path) -> None:
-    net = model(plain=True)
-    fit(net, [PrecisionMonitor(tmp_path, verbose=False)])
-    net.save(tmp_path / "net.keras")
-    loaded = keras.saving.load_model(tmp_path / "net.keras")
-    assert same([*map(np.asarray, loaded.get_weights())], net.get_weights())
-    assert type(loaded._loss_tracker) is keras.metrics.Mean
-
-
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -283,13 +259,9 @@ def test_bad_arguments(given: dict[str, Any], told: str) -> None:
         PrecisionMonitor(**given)
 
 
-# What it is made of
-
-
 def test_exponents_are_counted_by_the_definition() -> None:
-    fp16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype("float32")
-    special = np.array([0, -0.0, 1, -3.4e38, 1e-45, math.inf, -math.inf, math.nan, 2**-126], "float32")
-    for numbers in (fp16, special, np.zeros((0, 4), "float32")):
+    special = np.array([0, -0.0, 1, 1.5, -3.4e38, 1e-45, math.inf, -math.inf, math.nan, 2**-126], "float32")
+    for numbers in (special, np.zeros((0, 4), "float32")):
         sizes = [abs(number) for number in numbers.ravel().tolist()]
         bins = [0] * BINS
         for size in sizes:
@@ -300,29 +272,3 @@ def test_exponents_are_counted_by_the_definition() -> None:
 
     before, after = (np.array(one, "float32") for one in ([1, -2, 0, 0, 4], [1, -3, 0, 1, 3]))
     assert ratios(before, after).tolist() == [0, 0.5, 0, math.inf, 0.25]
-    assert histogram(ratios(before, after)) == Histogram(-2, [1, 1], 2, 1, 0, 0.5)
-
-
-PATHS = tuple(f"net/dense_{number}/kernel" for number in range(NAMED + 3))
-
-
-@pytest.mark.parametrize(
-    ("loss", "kept_at", "cause", "module", "told", "remedy"),
-    [
-        (1.0, 512.0, "loss scale", "net/dense_14", "loss scale 512", "dynamic_growth_steps"),
-        (math.nan, 512.0, "loss", "", "the loss was nan", "from_logits=True"),
-        (1.0, None, "unknown", "net/dense_14", "no update after it", "fp16,module.net/dense_14=fp32"),
-    ],
-)
-def test_what_is_said_of_a_skipped_step(
-    loss: float | None, kept_at: float | None, cause: str, module: str, told: str, remedy: str
-) -> None:
-    record = Skipped(7, 1.5, 1024.0, loss, PATHS).explained(kept_at)
-    assert (record.update, record.at, record.loss_scale) == (7, 1.5, 1024.0)
-    found = record.finding
-    assert (found.cause, found.module) == (cause, module)
-    assert told in found.note
-    assert any(remedy in one for one in found.remedies)
-    assert not any("LAYER" in one for one in found.remedies if module)
-    assert found.propagators[0] == "net/dense_14: gradient of kernel"
-    assert found.propagators[-1] == "and 3 more"

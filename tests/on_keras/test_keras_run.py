@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -39,15 +38,11 @@ FIT = "\nmodel.fit(x, y, batch_size=10, epochs=1, shuffle=False, verbose=0)"
 MANY_SEEDS = (
     HEAD
     + """
-model = keras.Sequential([
-    keras.Input((4,)),
-    keras.layers.Dense(8, activation="relu"),
-    keras.layers.Dropout(0.3),
-    keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(seed=5)),
-])
+last = keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(seed=5))
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dropout(0.3), last])
 model.compile(keras.optimizers.Adam(0.01), "mse")
 model.fit(x, y, batch_size=8, epochs=1, verbose=0)
-print([float(v) for w in model.get_weights() for v in w.ravel()])
+print([w.tolist() for w in model.get_weights()])
 """
 )
 
@@ -90,16 +85,11 @@ print(f"{model.evaluate(x, y, verbose=0):.6f}", keras.config.dtype_policy().name
     )
     assert ran.status == 0, ran.out
     np.testing.assert_allclose(losses_of(ran), naive_losses(8), rtol=1e-5)
-    updates = ran.of("update")
-    assert [(one.optimizer, one.moved, one.skipped, one.loss_scale) for one in updates] == [
-        (0, True, False, 1.0)
-    ] * 8
-    times = [one.at for one in updates]
-    assert times == sorted(times)
+    updates = [(one.optimizer, one.moved, one.skipped, one.loss_scale) for one in ran.of("update")]
+    assert updates == [(0, True, False, 1.0)] * 8
     (started,) = ran.of("run")
     assert (started.policy, started.machine["backend"]) == ("fp32", BACKEND)
     assert started.machine["keras"] == keras.__version__
-    assert ("jax" in started.machine) == (BACKEND == "jax" and "jax" in sys.modules)
     assert ran.out.split()[1] == "float32"
     assert ran.of("end")[0].status == 0
 
@@ -117,15 +107,6 @@ def test_train_on_batch_is_recorded_and_an_optimizer_that_is_gone_leaves_its_num
     )
     np.testing.assert_allclose(losses_of(ran)[:4], naive_losses(4), rtol=1e-5)
     assert [update.optimizer for update in ran.of("update")] == [0, 0, 0, 0, 1]
-
-
-@pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on its torch backend")
-def test_several_batches_in_one_call_are_one_step_with_all_their_losses(launch: Launch) -> None:
-    again = 'model.compile(keras.optimizers.SGD(0.05), "mse", steps_per_execution=2)'
-    ran = launch(LINEAR + again + FIT, policy="fp32")
-    np.testing.assert_allclose(losses_of(ran), naive_losses(4), rtol=1e-5)
-    assert len(ran.of("update")) == 2
-    assert "steps_per_execution" in ran.notes
 
 
 @pytest.mark.every_backend
@@ -148,26 +129,23 @@ def test_fp16_is_scaled_and_a_skipped_step_is_told(launch: Launch) -> None:
 
 @pytest.mark.every_backend
 def test_layers_and_their_formats_are_observed_and_peak_memory(launch: Launch) -> None:
-    source = """
+    source = f"""{HEAD}
 model = keras.Sequential([
     keras.Input((4,)),
-    keras.layers.Dense(3, name="body"),
     keras.layers.Dense(3, name="own", dtype="float32"),
     keras.layers.Dense(1, name="head"),
 ])
 model.compile("sgd", "mse")
-kept = np.ones({} << 17)
-"""
-    peaks = []
-    for megabytes in (0, 300):
-        ran = launch(HEAD + source.format(megabytes) + FIT, policy="bf16,module.head=fp32", observe=True)
-        memory = ran.of("memory")[0]
-        assert memory.how.startswith("resident memory of the process")
-        peaks.append(memory.peak_bytes)
-    assert peaks[1] - peaks[0] > 250 << 20
+kept = np.ones({{}} << 17)
+{FIT}"""
+    ran, more = (
+        launch(source.format(megabytes), policy="bf16,module.head=fp32", observe=True)
+        for megabytes in (0, 300)
+    )
+    assert more.of("memory")[0].peak_bytes - ran.of("memory")[0].peak_bytes > 250 << 20
+    assert ran.of("memory")[0].how.startswith("resident memory of the process")
     rows = {op.module.rpartition("/")[2]: op for op in ran.of("ops")[0].ops}
     assert {name: (row.op, row.planned, row.observed) for name, row in rows.items()} == {
-        "body": ("Dense", "bf16 -> bf16", "bf16 -> bf16"),
         "own": ("Dense", "bf16 -> bf16", "fp32 -> fp32"),
         "head": ("Dense", "fp32 -> fp32", "fp32 -> fp32"),
     }
@@ -287,21 +265,12 @@ def test_what_only_pytorch_runs_can_do_is_refused(launch: Launch) -> None:
 
 @pytest.mark.every_backend
 def test_everything_is_given_back(launch: Launch) -> None:
-    from mezzo.keras import policy
-
     def found() -> list[object]:
+        trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))
         return [
-            next(
-                cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls)
-            ).make_train_function,
-            keras.Model.compile,
-            keras.Model.__call__,
-            keras.layers.Layer.__call__,
-            keras.layers.Layer.__new__,
-            keras.config.set_dtype_policy,
-            keras.random.SeedGenerator.__init__,
-            policy.check_plan,
-            policy.warn,
+            *(trainer.make_train_function, keras.Model.compile, keras.Model.__call__),
+            *(keras.layers.Layer.__call__, keras.layers.Layer.__new__),
+            *(keras.config.set_dtype_policy, keras.random.SeedGenerator.__init__),
         ]
 
     before = found()
@@ -312,25 +281,15 @@ def test_everything_is_given_back(launch: Launch) -> None:
     assert "keras" not in unused.machine  # no layer was made
 
 
-COMPARED = """
-import keras
-import numpy as np
-from sklearn.datasets import load_digits
-
-keras.utils.set_random_seed(1)
-images, labels = load_digits(return_X_y=True)
-images = (images.reshape(-1, 8, 8, 1) / 16).astype("float32")
-model = keras.Sequential([
-    keras.Input((8, 8, 1)),
-    keras.layers.Conv2D(8, 3, activation="relu"),
-    keras.layers.GlobalAveragePooling2D(),
-    keras.layers.Dense(10, name="head"),
-])
-loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-model.compile(keras.optimizers.Adam(1e-2), loss, metrics=["accuracy"])
-model.fit(images[:1500], labels[:1500], batch_size=100, epochs=2, verbose=0)
-print(f"test accuracy: {100 * model.evaluate(images[1500:], labels[1500:], verbose=0)[1]:.2f} %")
+COMPARED = (
+    HEAD
+    + """
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(1, name="head")])
+model.compile(keras.optimizers.SGD(0.01), "mse")
+model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
+print("error:", model.evaluate(x, y, verbose=0))
 """
+)
 
 
 def test_a_script_is_compared(
@@ -339,26 +298,26 @@ def test_a_script_is_compared(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KERAS_BACKEND", BACKEND)
     Path("train.py").write_text(COMPARED)
-    words = ["--framework", "keras", "--precision", "mixed_bfloat16,module.head=float32", "--seeds", "1"]
-    status = main(["compare", "train.py", *words, "--metric", "accuracy: ([0-9.]+)", "--out", "there"])
-    out = capsys.readouterr().out
+    name = "mixed_bfloat16,module.head=float32"
+    words = ["--framework", "keras", "--precision", name, "--seeds", "1", "--metric", "error: ([0-9.]+)"]
+    status = main(["compare", "train.py", *words, "--out", "there"])
+    out, err = capsys.readouterr()
+    assert Path("there/verdict.json").exists(), err  # a run that fails in FP32 leaves none
     verdict = json.loads(Path("there/verdict.json").read_text())
-    ((name, one),) = verdict["candidates"].items()
-    assert name == "mixed_bfloat16,module.head=float32"
+    one = verdict["candidates"][name]
     assert status == int(one["parity"] == "divergent"), out
     assert verdict["framework"] == verdict["request"]["framework"] == "keras"
     assert verdict["machine"]["backend"] == BACKEND
-    assert (one["steps"], one["skipped_steps"], one["failed"]) == (30, 0, False)
+    assert (one["steps"], one["skipped_steps"], one["failed"]) == (16, 0, False)
     assert one["fp32_loss"] == pytest.approx(one["final_loss"], rel=0.1)
     assert one["fp32_loss"] != one["final_loss"]
     assert one["noise_floor"] > 0
     assert one["memory_how"].startswith("resident memory of the process")
-    assert one["steps_timed"] > 20
     assert json.loads(Path("there/comparison.json").read_text())["policies"][name] == "bf16,module.head=fp32"
     assert "mezzo compare train.py --framework keras --precision" in out
     page = Path("there/report.html").read_text()
-    for text in ("Conv2D", "sequential/head", "bf16 -&gt; bf16", "resident memory of the process"):
-        assert text in page, text
+    assert "sequential/head" in page
+    assert "bf16 -&gt; bf16" in page
     runs = records.read(Path("there/runs/mixed-bfloat16-module.head-float32-0.jsonl"))
     (formats,) = (one for one in runs if isinstance(one, records.OpsRecord))
     assert all(op.as_planned for op in formats.ops)

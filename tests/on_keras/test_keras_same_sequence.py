@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import pytest
+from keras_steps import gradient_step
 
 import mezzo.keras
 import one_task
@@ -16,36 +17,17 @@ POLICIES = {"fp16": "mixed_float16", "bf16": "mixed_bfloat16", "fp32": "float32"
 
 
 def stepper(variables: list[Any], loss_of: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
-    """A function of a batch that takes one step, compiled on TensorFlow and JAX; it returns the loss.
-
-    Args:
-        variables: the trainable ones.
-        loss_of: the loss, given the batch; reads the variables.
-        optimizer: ours, built.
-    """
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        @tf.function
-        def compiled(*batch: Any) -> Any:
-            with tf.GradientTape() as tape:
-                loss = loss_of(*batch)
-                scaled = optimizer.scale_loss(loss)
-            optimizer.apply(tape.gradient(scaled, [v.value for v in variables]), variables)
-            return loss
-
-        return lambda *batch: compiled(*map(tf.constant, batch))
-    if BACKEND == "torch":
+    """A function of a batch that takes one step, compiled on TensorFlow and JAX, and returns `loss_of` the batch."""
+    if BACKEND != "jax":
 
         def step(*batch: Any) -> Any:
-            loss = loss_of(*map(keras.ops.convert_to_tensor, batch))
-            for variable in variables:
-                variable.value.grad = None
-            optimizer.scale_loss(loss).backward()
-            optimizer.apply([variable.value.grad for variable in variables], variables)
-            return loss.detach()
+            return gradient_step(optimizer, variables, lambda: loss_of(*batch))
 
-        return step
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            step = tf.function(step)
+        return lambda *batch: step(*map(keras.ops.convert_to_tensor, batch))
     import jax
 
     def of_values(weights: list[Any], state: list[Any], batch: Any) -> Any:

@@ -1,8 +1,9 @@
-"""TF1's names in today's `tf.train`, and a script as the tutorials have it."""
+"""TF1's names in today's `tf.train`, a script as the tutorials have it, and the Python of docs/tensorflow.md."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,12 +14,8 @@ import tensorflow as tf
 
 import mezzo.tensorflow as mt
 
+PAGE = Path(__file__).parent.parent.parent / "docs" / "tensorflow.md"
 TUTORIAL = Path(__file__).parent / "children" / "tf1_tutorial.py"
-OPTIMIZERS = (
-    *("AdadeltaOptimizer", "AdagradDAOptimizer", "AdagradOptimizer", "AdamOptimizer", "FtrlOptimizer"),
-    *("GradientDescentOptimizer", "MomentumOptimizer", "Optimizer", "ProximalAdagradOptimizer"),
-    *("ProximalGradientDescentOptimizer", "RMSPropOptimizer", "SyncReplicasOptimizer"),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +30,9 @@ def test_the_names_come_and_go_and_replace_none(monkeypatch: pytest.MonkeyPatch)
     assert not {"AdamOptimizer", "get_or_create_global_step"} & before[0]
     mt.install()
     mt.install()  # again is as once
-    for name in (*OPTIMIZERS, "get_global_step", "get_or_create_global_step"):
-        expected = "mine" if name == "FtrlOptimizer" else getattr(tf.compat.v1.train, name)
-        assert getattr(tf.train, name) is expected
+    for name in ("AdamOptimizer", "MomentumOptimizer", "Optimizer", "get_or_create_global_step"):
+        assert getattr(tf.train, name) is getattr(tf.compat.v1.train, name)
+    assert tf.train.FtrlOptimizer == "mine"
     experimental, theirs = tf.train.experimental, tf.compat.v1.mixed_precision
     for name in ("enable_mixed_precision_graph_rewrite", "disable_mixed_precision_graph_rewrite"):
         assert getattr(experimental, name) is getattr(mt, name)
@@ -68,5 +65,25 @@ def test_a_tutorial_of_tf1_with_the_names_installed_before_tensorflow_is_importe
     assert told["steps"] == "60"
     assert float(told["accuracy"]) > 0.8
     assert told["products"] == "['bfloat16']"
-    assert "train/beta1_power" in told["plain"].split()
-    assert told["scaled"] == told["plain"]  # a Saver finds TF1's names
+
+
+def test_the_code_of_the_page_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for name in re.findall(r'environ\["(\w+)"\]', text):
+        monkeypatch.setenv(name, "")  # what the page sets is taken back
+    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    names: dict[str, object] = {}
+    for block in blocks:
+        line = text[: block.start(1)].count("\n")
+        exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)
+    told = capsys.readouterr()
+    first = re.search(r"^```\n(mezzo: .*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert first is not None
+    on_stderr, on_stdout = first.group(1).splitlines()
+    assert told.err.splitlines()[0] == on_stderr
+    assert told.out.splitlines()[0] == on_stdout
+    assert "[20, 1024.0, 0]" in told.out.replace("np.int64(", "").replace("np.float32(", "").replace(")", "")
+    assert "Gradients that are not finite: culprit:0." in told.out
+    assert len(blocks) == 10

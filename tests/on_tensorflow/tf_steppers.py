@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
@@ -95,13 +96,7 @@ class InSession:
 
 
 WAYS: dict[str, Callable[[LossScale], Any]] = {
-    **{f"{family} eagerly": lambda pure, family=family: Eager(family, pure) for family in FAMILIES},
-    **{
-        f"{family} in a function": lambda pure, family=family: Eager(family, pure, True)
-        for family in FAMILIES
-    },
-    **{
-        f"{family} in a Session": lambda pure, family=family: InSession(family, pure)
-        for family in ("v1", "legacy")
-    },
+    **{f"{family} eagerly": partial(Eager, family) for family in FAMILIES},
+    **{f"{family} in a function": partial(Eager, family, compiled=True) for family in FAMILIES},
+    **{f"{family} in a Session": partial(InSession, family) for family in ("v1", "legacy")},
 }

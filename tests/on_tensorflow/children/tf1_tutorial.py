@@ -43,19 +43,3 @@ with v1.Session(config=v1.ConfigProto(allow_soft_placement=True)) as sess:
     )
     products = [n for g in metadata.partition_graphs for n in g.node if n.op.endswith("MatMul")]
     print("products", sorted({tf.dtypes.as_dtype(n.attr["T"].type).name for n in products}))
-
-
-def names(scale):
-    """The names under which a Saver of TF1 finds what an optimizer keeps, with a loss scale and without."""
-    with tf.Graph().as_default():
-        loss = v1.get_variable("weight", initializer=[1.0]) ** 2 + v1.get_variable("bias", initializer=[1.0])
-        adam = v1.train.AdamOptimizer()
-        if scale:
-            adam = tf.train.experimental.enable_mixed_precision_graph_rewrite(adam, scale)
-        with tf.name_scope("train"):
-            adam.minimize(tf.reduce_sum(loss))
-        return sorted(variable.op.name for variable in v1.global_variables())
-
-
-print("plain", *names(None))
-print("scaled", *(name for name in names("dynamic(init=8)") if "loss_scale/" not in name))

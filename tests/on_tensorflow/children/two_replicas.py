@@ -9,7 +9,7 @@ import tensorflow as tf
 import tf_keras
 
 from mezzo.core.loss_scale import DynamicLossScale
-from mezzo.tensorflow.keras2 import LegacyLossScaleOptimizer, LossScaleOptimizer
+from mezzo.tensorflow.keras2 import LossScaleOptimizer
 from mezzo.tensorflow.v1_optimizer import LossScaleOptimizer as V1Optimizer
 
 KINDS = {
@@ -17,7 +17,6 @@ KINDS = {
     "tf_keras": lambda scale: LossScaleOptimizer(
         tf_keras.optimizers.SGD(0.125, 0.5, jit_compile=False), scale
     ),
-    "legacy": lambda scale: LegacyLossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.125, 0.5), scale),
 }
 
 
@@ -26,21 +25,20 @@ def steps(kind: str, strategy: tf.distribute.Strategy) -> list[dict[str, object]
         weight = tf.Variable([1.0, 2.0])
         optimizer = KINDS[kind](DynamicLossScale(init=4.0, growth_interval=2))
 
-    def replica(factor: tf.Tensor) -> None:
-        with tf.GradientTape() as tape:
-            loss = optimizer.get_scaled_loss(tf.reduce_sum(weight * factor))
-        gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [weight]))
-        optimizer.apply_gradients(zip(gradients, [weight]))
+    @tf.function
+    def run(of_replica: tf.Tensor) -> None:
+        def replica() -> None:
+            factor = of_replica[tf.distribute.get_replica_context().replica_id_in_sync_group]
+            with tf.GradientTape() as tape:
+                loss = optimizer.get_scaled_loss(tf.reduce_sum(weight * factor))
+            gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [weight]))
+            optimizer.apply_gradients(zip(gradients, [weight]))
+
+        strategy.run(replica)
 
     told = []
-    run = tf.function(lambda value: strategy.run(replica, args=(value,)))
     for factors in ((1.0, 2.0), (1.0, np.inf), (np.nan, 1.0), (1.0, 1.0)):
-        values = strategy.experimental_distribute_values_from_function(
-            lambda context, factors=factors: tf.constant(
-                factors[context.replica_id_in_sync_group], tf.float32
-            )
-        )
-        run(values)
+        run(tf.constant(factors, tf.float32))
         each = [part.numpy().tolist() for part in strategy.experimental_local_results(weight)]
         skipped = int(optimizer.skipped_steps.numpy())
         told.append({"weights": each, "scale": float(optimizer.loss_scale), "skipped": skipped})
