@@ -90,7 +90,7 @@ def test_marks_tell_probing_from_alarms(watched: Path) -> None:
     assert figure.count('class="tick alarm"') == 3
     assert figure.count('class="cross alarm"') == 3 + 1
     assert "update 90 skipped: forward of exp in blocks.1.attention (model.py:48" in figure
-    assert "update 1 skipped: the loss scale was finding its height (gradients overflow at this one" in figure
+    assert "update 1 skipped: the loss scale was too large for this step (its gradients overflow at this one" in figure
 
 
 def test_of_many_skips_the_alarm_is_drawn(tmp_path: Path) -> None:
@@ -279,8 +279,8 @@ def test_a_run_that_was_left_alone_is_not_headed_by_a_policy(tmp_path: Path) -> 
 # The policy, the scale of each update (all but the last are skipped), and what is said.
 TOO_HIGH = {
     "constant": ("fp16,loss_scale=1048576", [2.0**20] * 3, "the constant loss scale 2²⁰ is too large for this step"),
-    "dynamic": ("fp16", [4.0, 2.0, 1.0], "the loss scale was finding its height (gradients overflow at this one"),
-    "a loop's": (None, [4.0, 2.0, 1.0], "the loss scale was finding its height ("),
+    "dynamic": ("fp16", [4.0, 2.0, 1.0], "the loss scale was too large for this step (its gradients overflow at this one"),
+    "a loop's": (None, [4.0, 2.0, 1.0], "the loss scale was too large for this step ("),
 }  # fmt: skip
 
 
@@ -297,7 +297,7 @@ def test_why_a_scale_is_too_high_depends_on_its_kind(name: str, tmp_path: Path) 
     path = made(tmp_path / "r", records)
     text = outline(tmp_path / "r").text
     assert f" 2 skipped updates: {told}" in text
-    assert ("No alarm." in text) is ("finding its height" in told)  # a scale that stays too large is a fault
+    assert ("No alarm." in text) is ("was too large" in told)  # a scale that stays too large is a fault
     assert text.count(told) >= 2  # and in the row
     assert f"update 1 skipped: {told}" in scale_chart(path)
     # A remedy for the other kind of scale is none.

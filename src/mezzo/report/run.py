@@ -93,7 +93,7 @@ class Run:
         if self.constant_scale is not None:
             return f"the constant loss scale {scale_text(self.constant_scale)} is too large for this step"
         return (
-            "the loss scale was finding its height (gradients overflow at this one, and not at a smaller one)"
+            "the loss scale was too large for this step (its gradients overflow at this one, and not at a smaller one)"
         )
 
     @property
