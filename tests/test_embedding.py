@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.pytorch.autocast.plan import plan
+from mezzo.pytorch.memory import PeakTensorBytes
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROWS, COLUMNS = 5, 8
@@ -90,6 +91,7 @@ def test_an_embedding_s_gradient_is_rounded_once(fmt: str, kwargs: dict[str, Any
         {"mode": "mean"},
         {"mode": "max"},
         {"mode": "mean", "padding_idx": -1},
+        {"mode": "max", "padding_idx": 3},
         {"mode": "sum", "scale_grad_by_freq": True},
         {"mode": "mean", "include_last_offset": True, "offsets": torch.arange(0, 2049, 8)},
     ],
@@ -101,6 +103,29 @@ def test_a_bag_s_gradient_is_rounded_once(fmt: str, kwargs: dict[str, Any]) -> N
     grad, native, truth, _ = gradient_and_truth(fmt, F.embedding_bag, tokens, **kwargs)
     assert off(grad, truth) < 1.05 * off(truth.to(FORMATS[fmt]), truth) + 1e-6
     assert off(native, truth) > 1.5 * off(grad, truth)
+
+
+@pytest.mark.parametrize("padding", [None, 3, 7], ids=["no padding", "padding", "padding of no bag"])
+def test_bags_read_and_copy_only_the_rows_that_occur(padding: int | None) -> None:
+    table = torch.randn(1 << 14, 64).bfloat16().requires_grad_()
+    indices, offsets = torch.tensor([5, 3, 5, 16_000]), torch.tensor([0, 0, 2])  # the first bag is empty
+    peak = PeakTensorBytes()
+    peak.start()
+    held = peak.stop().peak_bytes
+    for mode in range(3):  # sums, means, maxima
+        rest = (offsets, False, mode, False, None, False, padding)
+        peak.start()
+        with mezzo.autocast("bf16", "cpu"):
+            out, *others = torch.embedding_bag(table, indices, *rest)
+        assert peak.stop().peak_bytes - held < table.nbytes / 50
+        wide, *expected = torch.embedding_bag(table.detach().float(), indices, *rest)
+        assert torch.equal(out, wide.bfloat16())
+        if mode == 2:
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(others, expected))
+        peak.start()
+        (grad,) = torch.autograd.grad(out.float().sum(), table)
+        assert peak.stop().peak_bytes - held < 1.1 * table.nbytes
+        del out, others, wide, grad
 
 
 def test_weights_of_a_bag_s_samples_are_differentiated_too() -> None:
