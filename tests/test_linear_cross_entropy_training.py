@@ -224,19 +224,3 @@ def test_the_code_of_the_page_runs() -> None:
     for block in blocks:
         line = text[: block.start(1)].count("\n")
         exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_batch_of_gradients(reduction: str) -> None:
-    torch.manual_seed(0)
-    hidden, weight = (
-        torch.randn(6, WIDTH, requires_grad=True),
-        torch.randn(VOCABULARY, WIDTH, requires_grad=True),
-    )
-    out = linear_cross_entropy(hidden, weight, TOKENS.view(-1)[:6], reduction=reduction)
-    seeds = torch.rand(2, *out.shape)
-    found = torch.autograd.grad(out, (hidden, weight), seeds, is_grads_batched=True, retain_graph=True)
-    for index, seed in enumerate(seeds):
-        alone = torch.autograd.grad(out, (hidden, weight), seed, retain_graph=True)
-        for several, one in zip(found, alone):
-            torch.testing.assert_close(several[index], one)
