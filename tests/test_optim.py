@@ -262,7 +262,6 @@ def test_masters_are_as_near_to_torch_s_loop_as_torch_s_fused_one(rule: Rule) ->
 
 
 # Loss scales.
-# Loss scales.
 
 
 @pytest.mark.parametrize("how", ["fused", "fused, unscaled", "adopted", "adopted, fused before"])
