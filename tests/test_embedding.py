@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -182,39 +181,8 @@ class Table(nn.Module):
 TOKENS = torch.arange(2000) % 3
 
 
-def test_recomputation_and_second_derivatives() -> None:
+def test_recomputation_gives_the_same_gradient() -> None:
     plain, again = Table(), Table()
     (plain(TOKENS) ** 2).sum().backward()
     (checkpoint(again, TOKENS, use_reentrant=False) ** 2).sum().backward()
     assert torch.equal(plain.token.weight.grad, again.token.weight.grad)
-    model = Table()
-    (first,) = torch.autograd.grad((model(TOKENS) ** 3).sum(), model.token.weight, create_graph=True)
-    first.float().sum().backward()
-    counts = torch.tensor([667.0, 667.0, 666.0, 0.0, 0.0])[:, None]
-    expected = 6.0 * counts * model.token.weight.float()
-    torch.testing.assert_close(model.token.weight.grad.float(), expected.detach(), rtol=0.02, atol=1e-3)
-
-
-def test_function_transforms() -> None:
-    model = Table()
-    weight = model.token.weight.detach()
-
-    def loss(table: Tensor, tokens: Tensor) -> Tensor:
-        with mezzo.autocast("bf16", "cpu"):
-            return F.embedding(tokens, table).float().sum()
-
-    grad = torch.func.grad(loss)(weight, TOKENS)
-    assert grad[:3, 0].tolist() == [668.0, 668.0, 664.0], "667 and 666 in bf16"
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weight, TOKENS.view(2, 1000))
-    assert each.shape == (2, ROWS, COLUMNS)
-    assert torch.equal(each[0, :3, 0], torch.tensor([334.0, 333.0, 333.0]).bfloat16())
-    assert torch.equal(each[1, :3, 0], torch.tensor([333.0, 334.0, 333.0]).bfloat16())
-
-
-@pytest.mark.heavy
-def test_compiled() -> None:
-    eager, compiled = Table(), Table()
-    run = torch.compile(copy.copy(compiled), backend="aot_eager", fullgraph=True)
-    (eager(TOKENS) ** 2).sum().backward()
-    (run(TOKENS) ** 2).sum().backward()
-    assert torch.equal(eager.token.weight.grad, compiled.token.weight.grad)
