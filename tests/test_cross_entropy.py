@@ -332,22 +332,6 @@ def test_the_peak_is_logits_gradient_and_a_few_numbers_a_row(
     assert 4 * logits.numel() <= peak_of(logits, target) <= most
 
 
-def test_the_number_of_threads_does_not_move_a_bit() -> None:
-    logits = values(70, 3000)
-    target = classes(logits, -100)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(ours(logits, target, "none", label_smoothing=0.1))
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert torch.equal(other.loss, results[0].loss)
-        assert torch.equal(other.gradient, results[0].gradient)
-
-
 # Row functions.
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -110,28 +110,6 @@ def test_forward_is_fp32s_within_an_ulp_and_backward_is_rounded_once(
             # Besides one rounding: FP32's own errors, of terms that are no larger than `most`.
             most = dy.abs().max() * w.max() * rstd.max() if own is x else dy.abs().float().sum()
             assert ((grad.double() - truth).abs() <= half * (1 + 2**-8) + 2**-19 * float(most)).all()
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-@BOTH
-@pytest.mark.parametrize(("rows", "columns"), [(1000, 100), (70, 1024)])
-def test_the_number_of_threads_changes_no_bit(
-    rows: int, columns: int, op: str, threads: Callable[[int], None]
-) -> None:
-    inputs = leaves(inputs_of(op, (rows,), (columns,), BF16))
-    dy = normal(rows, columns, seed=3).bfloat16()
-    found = []
-    for count in (1, 2, 3):
-        threads(count)
-        found.append(run(OPS[op][0], inputs, (columns,), dy))
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other))
 
 
 @BOTH
