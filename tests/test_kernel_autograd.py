@@ -76,6 +76,10 @@ def embedded(table: Tensor) -> Tensor:
     return F.embedding(TOKENS, table)
 
 
+def bags(table: Tensor) -> Tensor:
+    return F.embedding_bag(TOKENS.view(-1, 8), table)
+
+
 def pooled(x: Tensor) -> Tensor:
     return F.max_pool2d(x, 2)
 
@@ -109,6 +113,14 @@ KERNELS: dict[str, Kernel] = {
         (((6, 7), BF16),),
     ),
     "embedding": Kernel(embedded, in_fp32(embedded), (((5, 8), BF16),), saved=None, policy="bf16"),
+    "embedding_bag": Kernel(
+        bags,
+        in_fp32(bags),
+        (((5, 8), BF16),),
+        saved=None,
+        refuses=("is not implemented", None),
+        policy="bf16",
+    ),
     "max_pool2d": Kernel(pooled, in_fp32(pooled), (((2, 2, 8, 8), BF16),), policy="bf16"),
     "tf32 linear": Kernel(
         F.linear,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
-import pickle
 import weakref
 from typing import Any
 
@@ -131,33 +129,6 @@ def test_hooks_fire_once() -> None:
         assert seen[3:] == ["pre", "global", "saved"]
     finally:
         everywhere.remove()
-
-
-def through_a_state(both: Any) -> Any:
-    model, user = both
-    other = copy.deepcopy(model)
-    fresh = torch.optim.AdamW(other.parameters())
-    adopt(fresh, masters="split8", state="int8")
-    fresh.load_state_dict(copy.deepcopy(user.state_dict()))
-    return other, fresh
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both)), through_a_state]
-)
-def test_copies_pickles_and_loaded_states_of_the_alias_go_on_to_the_bit(duplicate: Any) -> None:
-    model = nn.Linear(13, 7).bfloat16()
-    user = torch.optim.AdamW(model.parameters(), lr=0.1)
-    adopt(user, masters="split8", state="int8")
-    run(user, list(model.parameters()), range(2))
-    twin, other = duplicate((model, user))
-    assert isinstance(other, torch.optim.AdamW)
-    for each, optimizer in ((model, user), (twin, other)):
-        run(optimizer, list(each.parameters()), range(2, 5))
-    assert_same(everything(user), everything(other))
-    schedule = torch.optim.lr_scheduler.StepLR(other, 1)
-    run(other, list(twin.parameters()), range(1))
-    schedule.step()
 
 
 def test_an_adopted_optimizer_is_let_go() -> None:

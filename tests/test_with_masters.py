@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +15,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.optimizer_step.reference import encode_master
 from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
 from mezzo.pytorch.weights.lowering import lower_weights
+from optimizer_steps import saved_and_loaded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -320,13 +319,6 @@ def test_what_is_refused() -> None:
 # States.
 
 
-def saved_and_loaded(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 @pytest.mark.parametrize(
     ("name", "steps", "order"),
     [
@@ -402,16 +394,3 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         with pytest.raises(UsageError, match=message):
             optimizer.load_state_dict(state)
         torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-@pytest.mark.parametrize("steps", [0, 3])
-def test_copies_of_model_and_optimizer_go_on_alike(copier: Callable[[Any], Any], steps: int) -> None:
-    pair = trained("adamw", steps)
-    model, optimizer = copier(pair)
-    assert model[0].weight is not pair[0][0].weight
-    assert optimizer.param_groups[0]["params"] == list(model.parameters())
-    expected = go_on(*pair)
-    assert same(go_on(model, optimizer), expected)
-    optimizer.step()
-    assert not same(masters(model, optimizer), expected)
