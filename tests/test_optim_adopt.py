@@ -81,34 +81,6 @@ def test_what_was_learnt_before_is_converted(rule: Rule, state: str) -> None:
             assert (one - two).norm() <= 0.05 * two.detach().norm() + 0.02
 
 
-def one_cycle(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
-
-
-def warmed_up(optimizer: Any) -> Any:
-    first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
-    last = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, last], [2])
-
-
-@pytest.mark.parametrize(("before", "scheduler"), [(True, warmed_up), (False, one_cycle)])
-def test_schedulers_work_without_a_warning(scheduler: Any, before: bool) -> None:
-    rates: list[list[float]] = []
-    for adopted in (False, True):
-        made = parameters()
-        user: Any = torch.optim.AdamW(made, lr=0.1)
-        schedule = scheduler(user) if before else None
-        if adopted:
-            adopt(user, masters="split", state="fp32")
-        schedule = schedule or scheduler(user)
-        rates.append([])
-        for step in range(4):
-            run(user, made, [step])
-            schedule.step()
-            rates[-1].append(user.param_groups[0]["lr"])
-    assert rates[0] == rates[1]
-
-
 def test_hooks_fire_once() -> None:
     made = parameters()
     user = torch.optim.SGD(made, lr=0.1)

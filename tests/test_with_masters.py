@@ -125,27 +125,6 @@ def test_fifty_steps_equal_the_same_optimizer_in_fp32_to_the_bit(name: str, fmt:
         assert optimizer.param_groups[0]["moved"] == 50
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_schedulers_set_the_rate(when: str) -> None:
-    model, exact = model_of(), model_of()
-    lower_weights(model)
-    given = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    reference = torch.optim.AdamW(exact.parameters(), lr=1e-2, foreach=False)
-    make = lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5)  # noqa: E731
-    early = make(given) if when == "before" else None
-    optimizer = with_masters(given)
-    scheduler = early or make(optimizer)
-    expected = make(reference)
-    for index in range(7):
-        give_gradients(model, exact, seed=index)
-        optimizer.step()
-        scheduler.step()
-        reference.step()
-        expected.step()
-    assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"] == 1e-2 / 8
-    assert same(masters(model, optimizer), list(exact.parameters()))
-
-
 def lbfgs(params: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(params, lr=1.0, max_iter=20, line_search_fn="strong_wolfe")
 
