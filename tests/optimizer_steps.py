@@ -3,6 +3,7 @@ to the bit."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,6 +107,14 @@ def run(
         each(step)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def saved_and_loaded(state: Any) -> Any:
+    """What `torch.save` and `torch.load` make of it."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -235,13 +235,7 @@ def test_one_byte_an_element_is_held() -> None:
 
 
 @both
-def test_a_weight_that_changes_before_backward_is_refused(scaling: str) -> None:
-    x, w, b, g = given((17,), 64, 48)
-    y = fp8_linear(x, w, b, scaling=scaling)
-    with torch.no_grad():
-        w.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward(g)
+def test_an_input_may_change_before_backward(scaling: str) -> None:
     x, w, b, g = given((17,), 64, 48)
     expected = run(x, w, b, g, scaling)
     y = fp8_linear(x, w, b, scaling=scaling)
@@ -262,8 +256,8 @@ def test_a_second_derivative_is_refused_and_a_first_one_of_a_graph_is_not(scalin
     for grad in grads:
         with pytest.raises(UsageError, match=r"gradient of its gradient.*module\.NAME=bf16"):
             grad.float().sum().backward(retain_graph=True)
-    with pytest.raises(UsageError, match="is_grads_batched"):
-        torch.autograd.grad(y, x, torch.stack((g, g)), is_grads_batched=True)
+    with pytest.raises(UsageError, match="gradient of its gradient"):
+        torch.func.jacrev(torch.func.grad(loss))(*(t.detach() for t in (x, w, b)), scaling)
 
 
 def loss(x: Tensor, w: Tensor, b: Tensor, scaling: str) -> Tensor:
@@ -281,36 +275,13 @@ def close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()) / 16)
 
 
-@both
-def test_function_transforms(scaling: str) -> None:
-    x, w, b, _ = (None if t is None else t.detach() for t in given((32,), 64, 48))
-    assert x is not None
-    assert w is not None
-    assert b is not None
-    found = torch.func.grad(loss, argnums=(0, 1, 2))(x, w, b, scaling)
-    assert all(close(f, e) for f, e in zip(found, gradients(loss, scaling)))
-    parts = x.view(4, 8, 64)
-    y = torch.func.vmap(lambda part: fp8_linear(part, w, b, scaling=scaling))(parts)
-    each = torch.func.vmap(torch.func.grad(loss, argnums=1), in_dims=(0, None, None, None))(
-        parts, w, b, scaling
-    )
-    for i, part in enumerate(parts):
-        assert close(y[i].float(), fp8_linear(part, w, b, scaling=scaling).float())
-        own = w.clone().requires_grad_()
-        assert close(each[i], torch.autograd.grad(loss(part, own, b, scaling), own)[0])
-    with pytest.raises(UsageError, match="gradient of its gradient"):
-        torch.func.jacrev(torch.func.grad(loss))(x[:2], w, b, scaling)
-
-
 @pytest.mark.heavy
 @pytest.mark.compiler
-@pytest.mark.parametrize(("backend", "scaling"), [("aot_eager", ROWWISE), ("inductor", TENSORWISE)])
 # Both are PyTorch's own: of Inductor, and of Dynamo where it traces an autograd function.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_whole(backend: str, scaling: str) -> None:
-    if backend == "inductor" and shutil.which("g++") is None:
-        pytest.skip("Inductor needs a C++ compiler")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_compiled_by_inductor() -> None:
     torch._dynamo.reset()
     *_, g = given((32,), 64, 48)
 
@@ -319,8 +290,8 @@ def test_compiled_whole(backend: str, scaling: str) -> None:
         # would show whether it did.
         return (fp8_linear(x, w, b, scaling=scaling).float() * g.float()).sum()
 
-    compiled: Callable[..., Tensor] = torch.compile(weighed, backend=backend, fullgraph=True)
-    for found, expected in zip(gradients(compiled, scaling), gradients(weighed, scaling)):
+    compiled: Callable[..., Tensor] = torch.compile(weighed, fullgraph=True)
+    for found, expected in zip(gradients(compiled, TENSORWISE), gradients(weighed, TENSORWISE)):
         assert close(found, expected)
 
 

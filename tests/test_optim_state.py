@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from torch import nn
 
 import mezzo
 from mezzo.core.errors import UsageError
-from mezzo.optim import SGD, AdamW, FusedOptimizer
+from mezzo.optim import SGD, AdamW, FusedOptimizer, adopt, with_masters
 from optimizer_steps import (
     BY_NAME,
     MODES,
@@ -25,6 +24,7 @@ from optimizer_steps import (
     everything,
     parameters,
     run,
+    saved_and_loaded,
     weights,
 )
 
@@ -34,13 +34,6 @@ def trained(rule: Rule, masters: str = "split", state: str = "fp32", steps: int 
     optimizer = rule.make(params, masters=masters, state=state)
     run(optimizer, params, range(steps))
     return optimizer
-
-
-def saved_and_loaded(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 @pytest.mark.parametrize(("masters", "state"), MODES)
@@ -69,19 +62,38 @@ def test_a_saved_state_goes_on_to_the_bit(masters: str, state: str) -> None:
     assert_same(everything(first), everything(second))
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-@pytest.mark.parametrize(("masters", "state"), [("fp32", "bf16"), ("split8", "int8")])
-def test_copies_and_pickles_of_model_and_optimizer_go_on_to_the_bit(
-    masters: str, state: str, duplicate: Any
-) -> None:
+MADE: dict[str, Callable[[Any], Any]] = {
+    "fp32 masters": lambda p: AdamW(p, lr=0.1, masters="fp32", state="bf16"),
+    "split8 masters": lambda p: AdamW(p, lr=0.1, masters="split8", state="int8"),
+    "adopted": lambda p: adopt(torch.optim.AdamW(p, lr=0.1), masters="split8", state="int8"),
+    "with_masters": lambda p: with_masters(torch.optim.AdamW(p, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("way", ["copy", "pickle", "saved state"])
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("made", MADE)
+def test_copies_pickles_and_saved_states_go_on_to_the_bit(made: str, steps: int, way: str) -> None:
     model = nn.Sequential(nn.Linear(13, 7), nn.Linear(7, 5)).bfloat16()
-    optimizer = AdamW(model.parameters(), lr=0.1, masters=masters, state=state)
-    run(optimizer, list(model.parameters()), range(2))
-    twin, other = duplicate((model, optimizer))
-    assert all(one is param for one, param in zip(weights(other), twin.parameters()))
-    for each, its in ((model, optimizer), (twin, other)):
-        run(its, list(each.parameters()), range(2, 5))
+    optimizer = MADE[made](model.parameters())
+    run(optimizer, weights(optimizer), range(steps))
+    if way == "saved state":
+        twin = copy.deepcopy(model)
+        other = MADE[made](twin.parameters())
+        other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    else:
+        copied = copy.deepcopy if way == "copy" else lambda both: pickle.loads(pickle.dumps(both))
+        twin, other = copied((model, optimizer))
+    assert type(other) is type(optimizer)
+    assert all(one is param for one, param in zip(weights(other), twin.parameters(), strict=True))
+    before = everything(optimizer)
+    run(other, weights(other), range(2, 5))
+    assert_same(before, everything(optimizer))  # the copy shares nothing
+    run(optimizer, weights(optimizer), range(2, 5))
     assert_same(everything(optimizer), everything(other))
+    schedule = torch.optim.lr_scheduler.StepLR(other, 1)
+    run(other, weights(other), range(1))
+    schedule.step()
 
 
 @pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])

@@ -13,7 +13,6 @@ from mezzo.core.errors import UsageError
 from mezzo.core.ranges import BINS, INFINITE, NAN, ZERO, Histogram
 from mezzo.pytorch.kernels import backend, exponents
 from mezzo.pytorch.kernels.exponents import LARGEST, WORDS, count
-from mezzo.pytorch.kernels.gradient_norm import reference as norm_reference
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.memory import PeakTensorBytes
 from mezzo.pytorch.monitor.ranges import RangeWatch
@@ -190,22 +189,6 @@ def test_mixed_formats_empty_gradients_and_none() -> None:
     assert not got.requires_grad
     assert float(sum_of_squares([])) == 0
     assert float(sum_of_squares([torch.empty(0)])) == 0
-
-
-@EACH
-def test_the_number_of_threads_does_not_move_a_bit() -> None:
-    generator = torch.Generator().manual_seed(0)
-    grads = [torch.randn(count, generator=generator) for count in (1 << 18, 3, 70_000)]
-    threads = torch.get_num_threads()
-    try:
-        sums = set()
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            sums.add(float(sum_of_squares(grads)))
-    finally:
-        torch.set_num_threads(threads)
-    assert len(sums) == 1
-    assert sums.pop() == pytest.approx(float(norm_reference(grads)), rel=1e-12)
 
 
 def test_gradients_of_several_devices_are_refused() -> None:

@@ -87,6 +87,3 @@ def test_the_compiled_step_contracts_nothing_loads_vectors_and_fits_four_program
         for loads, stores, element in made["vectors"]:
             assert loads >= 1, (element, where)
             assert stores >= 1, (element, where)
-
-
-# The tables, on the host's side.

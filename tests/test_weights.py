@@ -308,12 +308,6 @@ def adopted(params: Any) -> Any:
     return optimizer
 
 
-def handed_over(params: Any) -> Any:
-    optimizer = torch.optim.RMSprop(params, lr=1e-2)
-    with_masters(optimizer)
-    return optimizer
-
-
 # Name -> (the weights' format, how the optimizer is made)
 OWNERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "split": ("bf16", lambda p: AdamW(p, lr=1e-2, masters="split")),
@@ -321,7 +315,6 @@ OWNERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "fp16": ("fp16", lambda p: AdamW(p, lr=1e-2, masters="fp32")),
     "adopted": ("bf16", adopted),
     "with_masters": ("bf16", lambda p: with_masters(torch.optim.RMSprop(p, lr=1e-2))),
-    "handed over": ("bf16", handed_over),
     "with_masters fp16": ("fp16", lambda p: with_masters(torch.optim.RMSprop(p, lr=1e-2))),
     "several": (
         "bf16",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +15,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.optimizer_step.reference import encode_master
 from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
 from mezzo.pytorch.weights.lowering import lower_weights
+from optimizer_steps import saved_and_loaded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -124,47 +123,6 @@ def test_fifty_steps_equal_the_same_optimizer_in_fp32_to_the_bit(name: str, fmt:
             assert torch.equal(entry[key], value) if isinstance(value, Tensor) else entry[key] == value
     if name == "custom":
         assert optimizer.param_groups[0]["moved"] == 50
-
-
-@pytest.mark.parametrize("over", ["wrapper", "inside, before", "inside, after"])
-def test_schedulers_over_either_object_set_the_rate(over: str) -> None:
-    model, exact = model_of(), model_of()
-    lower_weights(model)
-    inside = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    reference = torch.optim.AdamW(exact.parameters(), lr=1e-2, foreach=False)
-    make = lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5)  # noqa: E731
-    early = make(inside) if over == "inside, before" else None
-    optimizer = with_masters(inside)
-    scheduler = early or make(optimizer if over == "wrapper" else inside)
-    expected = make(reference)
-    for index in range(7):
-        give_gradients(model, exact, seed=index)
-        optimizer.step()
-        scheduler.step()
-        reference.step()
-        expected.step()
-    assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"] == 1e-2 / 8
-    assert same(masters(model, optimizer), list(exact.parameters()))
-
-
-def test_the_object_that_was_handed_over_steps_through_the_masters() -> None:
-    model, exact = model_of(), model_of()
-    lower_weights(model)
-    script_s = OPTIMIZERS["adamw"](model.parameters())
-    optimizer, reference = with_masters(script_s), OPTIMIZERS["adamw"](exact.parameters())
-    for index in range(4):
-        give_gradients(model, exact, seed=index)
-        script_s.step()
-        reference.step()
-    assert same(masters(model, optimizer), list(exact.parameters()))
-    saved = copy.deepcopy(script_s.state_dict())
-    give_gradients(model)
-    script_s.step()
-    script_s.load_state_dict(saved)
-    assert optimizer.state[model[0].weight]["master"].dtype is torch.float32
-    assert optimizer.state[model[0].weight]["exp_avg"].dtype is torch.float32
-    script_s.zero_grad()
-    assert model[0].weight.grad is None
 
 
 def lbfgs(params: Any) -> torch.optim.Optimizer:
@@ -340,13 +298,6 @@ def test_what_is_refused() -> None:
 # States.
 
 
-def saved_and_loaded(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 @pytest.mark.parametrize(
     ("name", "steps", "order"),
     [
@@ -422,16 +373,3 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         with pytest.raises(UsageError, match=message):
             optimizer.load_state_dict(state)
         torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-@pytest.mark.parametrize("steps", [0, 3])
-def test_copies_of_model_and_optimizer_go_on_alike(copier: Callable[[Any], Any], steps: int) -> None:
-    pair = trained("adamw", steps)
-    model, optimizer = copier(pair)
-    assert model[0].weight is not pair[0][0].weight
-    assert optimizer.param_groups[0]["params"] == list(model.parameters())
-    expected = go_on(*pair)
-    assert same(go_on(model, optimizer), expected)
-    optimizer.step()
-    assert not same(masters(model, optimizer), expected)

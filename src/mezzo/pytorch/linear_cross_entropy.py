@@ -107,8 +107,7 @@ def linear_cross_entropy(
     gradients.
 
     The naive code itself runs, with whole logits, under `torch.compile`, in `torch.func` transforms, for tensor
-    subclasses, in FP64, for targets that are probabilities, class weights that require gradients, and second
-    derivatives.
+    subclasses, in FP64, for targets that are probabilities, and class weights that require gradients.
 
     Args:
         input: [..., in].
@@ -125,7 +124,8 @@ def linear_cross_entropy(
         summed over chunks in FP32 and rounded once.
 
     Raises:
-        UsageError: shapes or dtypes that don't fit; a label smoothing outside [0, 1].
+        UsageError: shapes or dtypes that don't fit; a label smoothing outside [0, 1]; in backward, a second derivative
+            (``create_graph=True``) or a batch of gradients (``is_grads_batched=True``).
         UnknownNameError: an unknown reduction.
         IndexError: a target is neither a class nor `ignore_index` (on a GPU, the device's own assertion).
     """
@@ -331,10 +331,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *arrived: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = arrived
+        if torch.is_grad_enabled() or not is_plain(grad):
+            raise UsageError(
+                "linear_cross_entropy(): a gradient of its gradient, or a batch of gradients. Its gradients are "
+                "computed in the forward pass, for one backward. Use F.cross_entropy(F.linear(input, weight), target)."
+            )
         made, ctx.made = ctx.made, None
         with torch.autocast(grad.device.type, enabled=False):
-            if torch.is_grad_enabled() or not is_plain(grad):
-                return *_differentiable(ctx, grad), *[None] * 5
             gradients, factor = made or _again(ctx, grad)
         if made is not None:
             factor = grad if factor is None else grad * factor
@@ -478,21 +481,6 @@ def _again(ctx: Any, grad: Tensor) -> tuple[_Three, Tensor | None]:
     shares = grad.reshape(-1) if grad.dim() else grad.expand(target.numel())
     scale, factor = _scale(head, shares / divisor)
     return _walk(head, lse=lse, scale=scale, needs=list(ctx.needs_input_grad[:3]))[2], factor
-
-
-def _differentiable(ctx: Any, grad: Tensor) -> list[Tensor | None]:
-    """The gradients by PyTorch operations: for second derivatives, and for batches of gradients."""
-    input, weight, bias, target, class_weight, _, _ = ctx.saved_tensors
-    options, (rounded, product) = ctx.rest
-    again = torch.is_grad_enabled()
-    leaves = input, weight, bias
-    with torch.enable_grad():
-        x, w = (leaf.to(rounded).to(product) for leaf in (input, weight))
-        b = None if bias is None else bias.to(rounded).to(product)
-        loss = _naive(x, w, target, b, class_weight, options)
-    wanted = [leaf for leaf, needed in zip(leaves, ctx.needs_input_grad) if needed]
-    found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=again))
-    return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
 
 
 def _times(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:

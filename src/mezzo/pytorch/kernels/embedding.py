@@ -1,10 +1,10 @@
 """`embedding` and `embedding_bag` over a 16-bit table, with a gradient that is summed in FP32 and rounded once.
 
 On a CPU PyTorch sums the gradients of a token's occurrences in the table's format, and a bf16 sum stops growing at 256
-times the addend (`benchmarks/weight_gradients.py` has figures). Here the rows that occur are summed in FP32;
-`embedding` makes no FP32 copy of the table or of its gradient. PyTorch's own op serves FP32 and FP64 tables, sparse
-gradients and tables without a gradient; casts around the op serve `embedding_bag`, `torch.func`, compilers and tensor
-subclasses.
+times the addend (`benchmarks/weight_gradients.py` has figures); it also rounds a bag's sum before it divides by the
+count. Here only the rows that occur are FP32, never the table or its gradient. PyTorch's own op serves FP32 and FP64
+tables, sparse gradients and tables without a gradient; casts around the op serve `torch.func`, compilers and tensor
+subclasses, with an FP32 copy of the table.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mezzo.pytorch.kernels.plain import is_plain
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
+_MAX = 2  # a mode of `embedding_bag`, whose last output is the row of each maximum
 
 
 def embedding(
@@ -50,17 +51,30 @@ def embedding_bag(
     per_sample_weights: Tensor | None = None,
     *rest: Any,
 ) -> Any:
-    """Sums, means or maxima of bags of rows: `aten.embedding_bag` of an FP32 copy of the table, rounded once."""
+    """Sums, means or maxima of bags of rows, as `aten.embedding_bag` gives them of an FP32 table, rounded once.
+
+    Equals ``aten.embedding_bag(weight.float(), indices, ...)``, with ATen's arguments and its output in the format of
+    `weight`. The op sees a small FP32 table of the distinct rows, and the places of `indices` in it.
+    """
     dtype, samples = weight.dtype, per_sample_weights
     if samples is not None and samples.dtype is not dtype:
         dtype = torch.promote_types(samples.dtype, dtype)
         weight, samples = weight.to(dtype), samples.to(dtype)
-    if not _sums_rows(weight, sparse):
+    if not _sums_rows(weight, sparse) or not indices.numel():
         return _aten.embedding_bag(weight, indices, offsets, scale_grad_by_freq, mode, sparse, samples, *rest)
     samples = None if samples is None else samples.float()
+    found, places, table = None, indices, weight
+    if is_plain(weight, samples):
+        found, places = indices.unique(return_inverse=True)
+        places, table = places.to(indices.dtype), _aten.embedding(weight, found)
+        if rest[1:] and rest[1] is not None:
+            padding = (found == rest[1] % weight.shape[0]).nonzero()
+            rest = (rest[0], int(padding) if len(padding) else None)
     wide, *others = _aten.embedding_bag(
-        weight.float(), indices, offsets, scale_grad_by_freq, mode, sparse, samples, *rest
+        table.float(), places, offsets, scale_grad_by_freq, mode, sparse, samples, *rest
     )
+    if found is not None and mode == _MAX:
+        others[-1] = found[others[-1]] * (others[1] > 0)[:, None]  # 0 for an empty bag
     return (wide.to(dtype), *others)
 
 

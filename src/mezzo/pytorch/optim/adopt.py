@@ -111,11 +111,6 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
 class Adopted(FusedOptimizer):
     """The first base class of an adopted optimizer."""
 
-    @property
-    def fused(self) -> FusedOptimizer:
-        """The optimizer itself, which took another one's work over up to version 0.1.0."""
-        return self
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return empty, type(self).__bases__, self.__getstate__()
 

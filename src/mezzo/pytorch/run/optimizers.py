@@ -159,7 +159,7 @@ class Steps:
         def stepping(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self._session.left_alone is not None or id(optimizer) in self._inside:
                 return step(optimizer, *args, **kwargs)
-            if self._session.stand_ins and type(optimizer).step is not stepping and _was_adopted(optimizer):
+            if type(optimizer).step is not stepping and _was_adopted(optimizer):
                 # `optimizer.step` from before the optimizer was adopted (as in `torch.compile(optimizer.step)`):
                 # torch's own step would move 16-bit weights without their masters.
                 return optimizer.step(*args, **kwargs)
@@ -205,7 +205,7 @@ class Steps:
             finally:
                 session.observers.resume()
         if session.observers.listening:
-            session.observers.update_begins(self._of_the_script(optimizer))
+            session.observers.update_begins(optimizer)
         scale = session.scale.scale
         last: Any = None
         try:
@@ -281,17 +281,16 @@ class Steps:
             culprit = next((one for one in reversed(reports) if one.alarms), reports[-1] if reports else None)
             error = collapse if culprit is None else collapse.named(culprit)
             if len(self._numbers) > 1:
-                kind = type(self._of_the_script(optimizer)).__name__
+                kind = type(optimizer).__name__
                 which = f"optimizer {number} ({kind}; counted from 0, in the order of their first steps)"
                 error = LossScaleCollapseError(f"{which} does not move: {error}")
             raise error from None
 
     def _number(self, optimizer: Any) -> int:
         """The optimizer's place in the order of their first steps."""
-        whose = self._of_the_script(optimizer)
-        number = self._numbers.get(whose)
+        number = self._numbers.get(optimizer)
         if number is None:
-            number = self._numbers[whose] = next(self._next)
+            number = self._numbers[optimizer] = next(self._next)
         return number
 
     @unseen
@@ -304,7 +303,7 @@ class Steps:
         seen: list[Record] = []
         if session.observers.listening:
             seen = session.observers.update_ended(
-                self._of_the_script(optimizer),
+                optimizer,
                 index=session.journal.updates,
                 number=number,
                 skipped=not moved,
@@ -332,10 +331,6 @@ class Steps:
             session.decide(session.trial.decision)
         if number == 0:
             session.journal.stop_after(session.request.stop_after)
-
-    def _of_the_script(self, optimizer: Any) -> Any:
-        stand_ins = self._session.stand_ins
-        return stand_ins.get(optimizer, optimizer) if stand_ins else optimizer
 
 
 def _was_adopted(optimizer: Any) -> bool:

@@ -121,8 +121,6 @@ class Session:
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     optimizers_made: int = 0
     lowered_weights: int = 0  # weights stored in 16 bits; with any, the script can't be left alone any more
-    # Mezzo's optimizers that do the work of one of the script's -> that one.
-    stand_ins: weakref.WeakKeyDictionary[Any, Any] = field(default_factory=weakref.WeakKeyDictionary)
     # Id of a parameter -> the data parallelism that adds its gradients over a process group.
     wrappers: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     trial: TimedTrial | None = None

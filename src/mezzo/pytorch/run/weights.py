@@ -63,7 +63,7 @@ class Storage:
                 self._adopt(optimizer)
         if session.policy.params != "fp32":
             self._lower(module)
-        self._settled[module] = session.optimizers_made  # adopting makes optimizers, too
+        self._settled[module] = session.optimizers_made
 
     def finish(self) -> None:
         """The script is over: note how weights and states were stored."""
@@ -92,19 +92,17 @@ class Storage:
     def _adopt(self, optimizer: Any) -> None:
         policy, name = self._session.policy, type(optimizer).__name__
         if isinstance(optimizer, FusedOptimizer):
-            if optimizer not in self._session.stand_ins:
-                self._session.journal.note(
-                    f"{name} is Mezzo's own: it stores weights and states as the script says"
-                )
+            self._session.journal.note(
+                f"{name} is Mezzo's own: it stores weights and states as the script says"
+            )
             return
         try:
-            fused = adopt(optimizer, masters=policy.masters, state=policy.state)
+            adopt(optimizer, masters=policy.masters, state=policy.state)
         except UsageError as error:
             self._session.journal.note(f"the weights and states of {name} stay FP32: {error}")
             return
         self._any_adopted = True
-        self._adopted |= {optimizer, fused}
-        self._session.stand_ins[fused] = optimizer
+        self._adopted.add(optimizer)
 
     def _lower(self, module: nn.Module) -> None:
         model = unwrapped(module)

@@ -18,7 +18,7 @@ from mezzo.core.formats import dtype_name
 from mezzo.core.policy import Policy
 from mezzo.pytorch import auto
 from mezzo.pytorch.dtypes import name_of
-from mezzo.pytorch.optim.adopt import Adopted, adopt
+from mezzo.pytorch.optim.adopt import adopt
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
 from mezzo.pytorch.step import parameters
@@ -121,9 +121,10 @@ def _with_storage(
 
 def _with_stored_format(policy: Policy, why: str, optimizer: Optimizer) -> tuple[Policy, str]:
     """Check the policy against parameters that are 16-bit already; they settle `auto`."""
-    own = own_optimizer(optimizer)
-    has_masters = isinstance(own, FusedOptimizer) or has_separate_masters(own) or policy.params != "fp32"
-    for fmt in dict.fromkeys(name_of(p.dtype) for p in parameters(own) if p.dtype in SIXTEEN_BITS):
+    has_masters = (
+        isinstance(optimizer, FusedOptimizer) or has_separate_masters(optimizer) or policy.params != "fp32"
+    )
+    for fmt in dict.fromkeys(name_of(p.dtype) for p in parameters(optimizer) if p.dtype in SIXTEEN_BITS):
         if policy.compute == "auto":
             policy, why = policy.resolved(fmt), f"{fmt}: weights are stored in it, so nothing was timed"
         if not has_masters:
@@ -160,10 +161,9 @@ def apply(
     Raises:
         UsageError: the optimizer can't have such weights, or can't be fused. Model and optimizer are as before.
     """
-    own = own_optimizer(optimizer)
-    separate = has_separate_masters(own)
-    if isinstance(own, FusedOptimizer):
-        _check_storage(own, policy)
+    separate = has_separate_masters(optimizer)
+    if isinstance(optimizer, FusedOptimizer):
+        _check_storage(optimizer, policy)
     elif separate and (policy.masters != "fp32" or policy.state != "fp32"):
         raise refused(
             f"the optimizer keeps separate FP32 masters, and policy '{policy}' says masters={policy.masters}, "
@@ -173,8 +173,8 @@ def apply(
         raise _not_fused("with_masters(...)")
     lowered = _lower(model, policy, {id(p) for p in others}) if policy.params != "fp32" else []
     plain = policy.params == "fp32" and policy.state == "fp32"
-    if isinstance(own, FusedOptimizer) or separate or (plain and not fused):
-        return own
+    if isinstance(optimizer, FusedOptimizer) or separate or (plain and not fused):
+        return optimizer
     try:
         return _with_masters(optimizer, policy, fused=fused)
     except BaseException:
@@ -216,19 +216,12 @@ def stored_as(optimizer: Optimizer) -> tuple[str, str]:
 
 def clears_plainly(optimizer: Optimizer) -> bool:
     """Whether `zero_grad(set_to_none=True)` only sets every parameter's gradient to None."""
-    own = own_optimizer(optimizer)
-    replaced = "zero_grad" in vars(own) or "zero_grad" in vars(optimizer)
-    return type(own).zero_grad is Optimizer.zero_grad and not replaced
-
-
-def own_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer behind an adopted one's alias; any other is its own."""
-    return optimizer.fused if isinstance(optimizer, Adopted) else optimizer
+    return type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
 
 
 def has_separate_masters(optimizer: Optimizer) -> bool:
-    """Whether it is a WithMasters, or the optimizer inside one."""
-    return isinstance(optimizer, WithMasters) or hasattr(optimizer.step, "_goes_through_masters")
+    """Whether FP32 masters are separate tensors, as `with_masters` keeps them."""
+    return isinstance(optimizer, WithMasters)
 
 
 def _raise_weights(lowered: Iterable[Tensor]) -> None:

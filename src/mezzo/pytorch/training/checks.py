@@ -47,11 +47,10 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
             "another MixedPrecision already has some of these parameters; the two would unscale and clear each "
             "other's gradients. Give both optimizers' parameters to one, or call close() on the other first."
         )
-    inner = getattr(optimizer, "inner", optimizer)  # of with_masters
-    closure = inspect.signature(type(inner).step).parameters.get("closure")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise refused(
-            f"{type(inner).__name__} evaluates the loss several times per step and needs a closure. Use "
+            f"{type(optimizer).__name__} evaluates the loss several times per step and needs a closure. Use "
             "mezzo.GradScaler: scaler.step(optimizer, closure)."
         )
 

@@ -258,7 +258,7 @@ def _blocks_of_row(
         numbers = f.adam_constants(numbers, step)
     elif RULE != _LION:
         numbers = f.sgd_constants(numbers, step)
-    constants = [number.to(tl.float32) for number in numbers]
+    constants = [each.to(tl.float32) for each in numbers]  # in Triton the variable outlives the brackets
     l2 = tl.load(hyper).to(tl.float32)
     step_key = f.noise_key(step, ordinal, 0)
     weight_key = f.noise_key(step, ordinal, 1)
