@@ -205,7 +205,9 @@ def test_the_storage_of_parameters_is_shown_and_put_back() -> None:
     before = [(p.data_ptr(), p.detach().clone(), p.grad) for p in model.parameters()]
     found = mezzo.explain(model, x, precision="bf16,masters=split8,state=int8")
     (told,) = [note for note in found.notes if note.startswith("parameters")]
-    assert all(words in told for words in ("4 in bf16, 2 in fp32", "masters split8, state int8", "7.06", "16"))
+    assert all(
+        words in told for words in ("4 in bf16, 2 in fp32", "masters split8, state int8", "7.06", "16")
+    )
     for p, (address, value, grad) in zip(model.parameters(), before):
         assert p.data_ptr() == address
         assert p.grad is grad

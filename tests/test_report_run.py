@@ -90,7 +90,10 @@ def test_marks_tell_probing_from_alarms(watched: Path) -> None:
     assert figure.count('class="tick alarm"') == 3
     assert figure.count('class="cross alarm"') == 3 + 1
     assert "update 90 skipped: forward of exp in blocks.1.attention (model.py:48" in figure
-    assert "update 1 skipped: the loss scale was too large for this step (its gradients overflow at this one" in figure
+    assert (
+        "update 1 skipped: the loss scale was too large for this step (its gradients overflow at this one"
+        in figure
+    )
 
 
 def test_of_many_skips_the_alarm_is_drawn(tmp_path: Path) -> None:
@@ -279,7 +282,7 @@ def test_a_run_that_was_left_alone_is_not_headed_by_a_policy(tmp_path: Path) -> 
 # The policy, the scale of each update (all but the last are skipped), and what is said.
 TOO_HIGH = {
     "constant": ("fp16,loss_scale=1048576", [2.0**20] * 3, "the constant loss scale 2²⁰ is too large for this step"),
-    "dynamic": ("fp16", [4.0, 2.0, 1.0], "the loss scale was too large for this step (its gradients overflow at this one"),
+    "dynamic": ("fp16", [4.0, 2.0, 1.0], "the loss scale was too large for this step ("),
     "a loop's": (None, [4.0, 2.0, 1.0], "the loss scale was too large for this step ("),
 }  # fmt: skip
 
