@@ -49,13 +49,13 @@ class _Seen:
 
 
 class OpObserver:
-    """Records between `enter` and `exit`, which need not be nested with anything; `table` has the result.
+    """A context that records what runs inside; `table` has the result. It need not be nested with other contexts.
 
     Args:
         policy: the policy that is compared, as for `mezzo.autocast`.
         device_type: the kind of device whose plan is compared.
-        whole: True if all that runs between `enter` and `exit` is inside the context, as in `explain`. Else an op may
-            have run outside of it (a loss, a metric), which is not a departure from the plan.
+        whole: True if all that runs is inside of the autocast context, as in `explain`. Else an op may have run outside
+            of it (a loss, a metric), which is not a departure from the plan.
 
     In backward an op is called ``linear.backward``; it has no plan, since it computes in the formats that forward
     saved. Calls inside compiled functions cannot be seen: they make one row, ``compiled region``. A step that could not
@@ -71,29 +71,16 @@ class OpObserver:
         self.device_type = device_type
         self.note = ""
         self._whole = whole
-        self._trace: ExecutionTrace | None = None
+        self._trace = ExecutionTrace()
         self._roots: list[Call] = []
 
-    def enter(self) -> None:
-        """Begin to record. Has no effect while recording."""
-        if self._trace is None:
-            trace = ExecutionTrace()
-            self._roots = []
-            self.note = trace.start()
-            self._trace = None if self.note else trace
-
-    def exit(self) -> None:
-        """End. Has no effect unless recording."""
-        if self._trace is not None:
-            trace, self._trace = self._trace, None
-            self._roots, self.note = trace.stop()
-
     def __enter__(self) -> OpObserver:
-        self.enter()
+        self._roots, self.note = [], self._trace.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.exit()
+        if not self.note:
+            self._roots, self.note = self._trace.stop()
 
     def table(self) -> list[OpFormats]:
         """What ran, a row for each op, formats and module, in the order of the first call."""

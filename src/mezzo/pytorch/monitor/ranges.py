@@ -91,7 +91,7 @@ class RangeWatch(StepObserver):
         self.notes: list[str] = []
         self._optimizer = optimizer
         self._clock = clock
-        self._tell = note
+        self._tell = note or _warn
         self._all_modules = all_modules
         self._kinds = frozenset(kinds)
         self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -239,12 +239,8 @@ class RangeWatch(StepObserver):
         return self._parameters
 
     def _note(self, text: str) -> None:
-        if text in self.notes:
-            return
-        self.notes.append(text)
-        if self._tell is None:
-            warnings.warn(text, UserWarning, stacklevel=2)
-        else:
+        if text not in self.notes:
+            self.notes.append(text)
             self._tell(text)
 
 
@@ -282,6 +278,10 @@ class _Watched:
             self.record = replace(self.record, loss_scale=float(self.loss_scale), rows=found)
             self.rows, self.ratios, self.is_read = ExponentRows(), ExponentRows(), True
         return self.record
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def _kept(value: Any) -> Any:

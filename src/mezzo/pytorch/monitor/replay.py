@@ -143,11 +143,6 @@ def running_again() -> bool:
     return bool(getattr(_now, "again", False))
 
 
-def _run_plainly(run: Any, preserve_rng_state: bool, *args: Any) -> Any:
-    """Replaces `apply` of the autograd Function of reentrant checkpoints."""
-    return run(*args)
-
-
 @contextmanager
 def nothing_left(model: nn.Module) -> Iterator[None]:
     """Run a model inside, and find everything as it was before afterwards.
@@ -168,7 +163,7 @@ def nothing_left(model: nn.Module) -> Iterator[None]:
                 # Of PyTorch's own class: an open context puts a subclass in its place, which calls it.
                 classes = torch_checkpoint.CheckpointFunction.__mro__
                 genuine = next(one for one in classes if one.__module__ == torch_checkpoint.__name__)
-                patches.set(genuine, "apply", staticmethod(_run_plainly))
+                patches.set(genuine, "apply", staticmethod(lambda run, preserve, *args: run(*args)))
                 with eager():
                     yield
             finally:
