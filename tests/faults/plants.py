@@ -17,26 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mezzo
+from faults.models import Net
 
 MASK = float("-inf")
 
 
-class Weak(nn.Module):
-    """Computes a function, with what the function needs as attributes.
-
-    Args:
-        compute: of this module and its input.
-        held: makes attributes, by name.
-    """
+class Weak(Net):
+    """Computes a function of this module and its input."""
 
     def __init__(self, compute: Callable[[Any, Tensor], Tensor], **held: Callable[[], Any]) -> None:
-        super().__init__()
-        self.compute, self.armed = compute, False
-        for name, make in held.items():
-            setattr(self, name, make())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(self, x)
+        super().__init__(compute, **held)
+        self.armed = False
 
     def times(self, gain: float) -> float:
         return gain if self.armed else 1.0
