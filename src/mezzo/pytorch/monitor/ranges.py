@@ -253,19 +253,12 @@ class _Known(NamedTuple):
 
 @dataclass
 class _Watched:
-    """One watched update, on the device until it is read.
-
-    Args:
-        rows, ratios: the counts; ratios count only if the update was not skipped.
-        scales: kind of gradient -> its loss scale.
-        record: the record without rows and loss scale.
-        loss_scale, skipped: of the update.
-    """
+    """One watched update, on the device until it is read."""
 
     rows: ExponentRows
-    ratios: ExponentRows
-    scales: dict[str, Tensor | float]
-    record: RangesRecord
+    ratios: ExponentRows  # count only if the update was not skipped
+    scales: dict[str, Tensor | float]  # kind of gradient -> its loss scale
+    record: RangesRecord  # without rows and loss scale until it is read
     loss_scale: Tensor | float
     skipped: Tensor | bool
     is_read: bool = False

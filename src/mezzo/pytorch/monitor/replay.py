@@ -265,9 +265,8 @@ class SavedCall:
 
         def keep(grad: Tensor | None) -> None:
             call = kept()
-            if (
-                call is not None and grad is not None
-            ):  # None: the node runs, and no gradient came to this output
+            # No gradient: the node runs, and none came to this output.
+            if call is not None and grad is not None:
                 call.grads.setdefault(SavedCall.backward, {})[place] = grad.detach()
                 call.retained = torch._C._autograd._get_current_graph_task_keep_graph()
 
