@@ -19,25 +19,15 @@ from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
 
 @dataclass(frozen=True)
 class Clean:
-    """One run without a fault.
+    """One run without a fault."""
 
-    Args:
-        name: what could be mistaken for one.
-        make: makes the training.
-        family: CNN, transformer, recurrent, GAN or perceptron.
-        scale: first value of a dynamic loss scale, or a loss scale.
-        steps: how many.
-        plant: done before the first step.
-        options: of `MixedPrecision`.
-    """
-
-    name: str
+    name: str  # what could be mistaken for one
     make: Callable[[], m.Trainee]
-    family: str
-    scale: Any = 2.0**24
+    family: str  # CNN, transformer, recurrent, GAN or perceptron
+    scale: Any = 2.0**24  # first value of a dynamic loss scale, or a loss scale
     steps: int = 12
-    plant: p.Plant = lambda trainee: None
-    options: dict[str, Any] = field(default_factory=dict)
+    plant: p.Plant = lambda trainee: None  # done before the first step
+    options: dict[str, Any] = field(default_factory=dict)  # of `MixedPrecision`
 
 
 def clean(name: str, make: Callable[..., m.Trainee], *args: Any, **options: Any) -> Clean:

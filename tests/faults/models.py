@@ -33,25 +33,17 @@ def adamw(params: Any) -> Optimizer:
 
 @dataclass
 class Trainee:
-    """Models, their optimizers, and the losses of a step.
+    """Models, their optimizers, and the losses of a step."""
 
-    Args:
-        models: by the name of their part in the training; one, `main`, unless it is a GAN.
-        optimizers: one for each part that has steps of its own.
-        draw: step number -> batch.
-        losses: the batch -> (part, loss of that part) in the order of the step; a loss is computed when it is called.
-        spoil: changes each batch before it is used: where bad batches are planted.
-        loss: a loss in place of the trainee's own: where faults outside of the model are planted.
-        kept: models that are not trained.
-    """
-
-    models: dict[str, nn.Module]
-    optimizers: dict[str, Optimizer]
-    draw: Callable[[int], Batch]
-    losses: Callable[[Trainee, Batch], Losses]
-    spoil: Callable[[Batch], Batch] = lambda batch: batch
-    loss: Callable[..., Tensor] | None = None
-    kept: dict[str, nn.Module] = field(default_factory=dict)
+    models: dict[str, nn.Module]  # by the name of their part in the training; one, `main`, unless it is a GAN
+    optimizers: dict[str, Optimizer]  # one for each part that has steps of its own
+    draw: Callable[[int], Batch]  # step number -> batch
+    losses: Callable[[Trainee, Batch], Losses]  # the step's (part, function that computes its loss), in order
+    spoil: Callable[[Batch], Batch] = lambda batch: batch  # changes each batch: where bad batches are planted
+    loss: Callable[..., Tensor] | None = (
+        None  # in place of the trainee's own: where faults outside are planted
+    )
+    kept: dict[str, nn.Module] = field(default_factory=dict)  # models that are not trained
 
     @property
     def model(self) -> Any:

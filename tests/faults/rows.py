@@ -23,27 +23,18 @@ PLANTED = 2
 
 @dataclass(frozen=True)
 class Expected:
-    """What is to be found.
+    """What is to be found."""
 
-    Args:
-        module: path of the culprit.
-        op: key of `score.FAMILIES`, or the operation's own name in small letters; "" where there is none.
-        cause: a key of `mezzo.core.overflow.CAUSES`.
-        direction: forward or backward.
-        line: part of the code of the user's line; "" where the operation is inside of a module of torch.
-        part: whose step, in a training of several.
-        also: another path that says the same.
-        in_script: the path in a plain script, where another module is the one that is called.
-    """
-
-    module: str
-    op: str
-    cause: str
+    module: str  # path of the culprit
+    op: str  # key of `score.FAMILIES`, or the operation's own name in small letters; "" where there is none
+    cause: str  # a key of `mezzo.core.overflow.CAUSES`
     direction: str = "forward"
-    line: str = ""
-    part: str = "main"
-    also: str = ""
-    in_script: str | None = None
+    line: str = (
+        ""  # part of the code of the user's line; "" where the operation is inside of a module of torch
+    )
+    part: str = "main"  # whose step, in a training of several
+    also: str = ""  # another path that says the same
+    in_script: str | None = None  # the path in a plain script, where another module is the one that is called
 
 
 def overflow(module: str, op: str, line: str = "", **others: Any) -> Expected:
@@ -68,33 +59,19 @@ def held(module: str, **others: Any) -> Expected:
 
 @dataclass(frozen=True)
 class Fault:
-    """One planted fault.
-
-    Args:
-        name: what it is.
-        make: makes the training.
-        family: CNN, transformer, recurrent, GAN or perceptron.
-        all_expected: what is to be found, in one step or in several parts' steps.
-        mended: whether the same step is finite in FP32; None where it can't be run there.
-        repeats: how many steps it acts in; the last one's finding counts.
-        plant: done before step `PLANTED`; by default what is built in is armed.
-        precision: the policy.
-        scale: first loss scale: low enough that nothing else overflows.
-        delay: how many steps after it was planted it acts.
-        options: of `MixedPrecision`.
-    """
+    """One planted fault."""
 
     name: str
     make: Callable[[], m.Trainee]
-    family: str
-    all_expected: tuple[Expected, ...]
-    mended: bool | None
-    repeats: int
-    plant: p.Plant = m.Trainee.arm
+    family: str  # CNN, transformer, recurrent, GAN or perceptron
+    all_expected: tuple[Expected, ...]  # what is to be found, in one step or in several parts' steps
+    mended: bool | None  # whether the same step is finite in FP32; None where it can't be run there
+    repeats: int  # how many steps it acts in; the last one's finding counts
+    plant: p.Plant = m.Trainee.arm  # done before step `PLANTED`
     precision: str = "fp16"
-    scale: float = 2.0**6
-    delay: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
+    scale: float = 2.0**6  # first loss scale: low enough that nothing else overflows
+    delay: int = 0  # how many steps after it was planted it acts
+    options: dict[str, Any] = field(default_factory=dict)  # of `MixedPrecision`
 
 
 _FIELDS = {one.name for one in fields(Fault)}

@@ -62,19 +62,12 @@ def is_op(op: str, wanted: str) -> bool:
 
 @dataclass(frozen=True)
 class FaultGrade:
-    """What was found of one fault, compared with its row.
-
-    Args:
-        row: the fault.
-        expected: what is to be found.
-        found: the finding of the last step in which it acted; None where nothing was found.
-        skipped: whether that step was skipped at all.
-    """
+    """What was found of one fault, compared with its row."""
 
     row: Fault
     expected: Expected
-    found: OverflowReport | None
-    skipped: bool = True
+    found: OverflowReport | None  # in the last step in which it acted
+    skipped: bool = True  # whether that step was skipped at all
 
     @property
     def right(self) -> dict[str, bool]:
@@ -114,19 +107,12 @@ class FaultGrade:
 
 @dataclass(frozen=True)
 class CleanGrade:
-    """What was reported of one run without a fault.
+    """What was reported of one run without a fault."""
 
-    Args:
-        name: of the row.
-        skips: steps that were skipped.
-        alarms: findings that call something a fault.
-        silent: skipped steps without a finding.
-    """
-
-    name: str
-    skips: int
-    alarms: list[OverflowReport]
-    silent: int
+    name: str  # of the row
+    skips: int  # steps that were skipped
+    alarms: list[OverflowReport]  # findings that call something a fault
+    silent: int  # skipped steps without a finding
 
 
 def grades_of(row: Fault, **options: Any) -> list[FaultGrade]:
