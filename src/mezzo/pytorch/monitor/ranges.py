@@ -14,8 +14,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,11 @@ class RangeWatch(StepObserver):
         self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         if optimizer is not None:
             self._updates[optimizer] = 0
-        self._models: list[_Known] = [] if model is None else [_Known(ref(model), "")]
+        self._models: WeakKeyDictionary[nn.Module, str] = (
+            WeakKeyDictionary()
+        )  # -> what their paths begin with
+        if model is not None:
+            self._models[model] = ""
         self._outputs = WatchedOutputs(self._kinds, distinct=all_modules)
         self._parameters: WatchedParameters | None = None
         self._releases = False  # the optimizer steps within backward, without `update_begins`
@@ -122,12 +126,12 @@ class RangeWatch(StepObserver):
         """Put hooks on the modules, if the update that comes is watched."""
         if not self._armed() or _capturing():
             return
-        known = self._known(model)
+        prefix = self._prefix(model)
         if self._outputs.wanted:
             found = paths(model, every=self._all_modules)
             if found.compiled:
                 self._note(_COMPILED.format(found.compiled[0] or "the model"))
-            self._outputs.call_begins(model, found, known.prefix)
+            self._outputs.call_begins(model, found, prefix)
 
     def call_ended(self, model: nn.Module, output: Any) -> None:
         """What the model itself returned."""
@@ -205,35 +209,28 @@ class RangeWatch(StepObserver):
             return True  # not every optimizer has been seen
         return any(map(self._due, self._updates))
 
-    def _known(self, model: nn.Module) -> _Known:
-        """The model's paths; those of a second one in the process begin with its class."""
-        self._models = [known for known in self._models if known.model() is not None]
-        for known in self._models:
-            if known.model() is model:
-                return known
-        self._models.append(_Known(ref(model), self._prefix(model)))
-        return self._models[-1]
-
     def _prefix(self, model: nn.Module) -> str:
-        """What the paths in a model begin with: its own path, if it is a part of one that is known already."""
-        for known in self._models:
-            whole = known.model()
-            path = None if whole is None else path_of(model, whole)
-            if path is not None:
-                return joined(known.prefix, path)
+        """What a model's paths begin with: nothing for the first one, for another one its class."""
+        if model not in self._models:
+            self._models[model] = self._new_prefix(model)
+        return self._models[model]
+
+    def _new_prefix(self, model: nn.Module) -> str:
+        for whole, prefix in self._models.items():
+            path = path_of(model, whole)
+            if path is not None:  # a part of a model that is known already
+                return joined(prefix, path)
         if not self._models:
             return ""
         name = type(model).__name__
-        again = sum(known.prefix.startswith(name) for known in self._models)
+        again = sum(prefix.startswith(name) for prefix in self._models.values())
         return f"{name}{again + 1 if again else ''}"
 
     def _watch(self, optimizer: Optimizer, scale: Tensor | float) -> WatchedParameters:
         names: dict[int, tuple[str, str]] = {}
-        for known in reversed(self._models):
-            model = known.model()
-            if model is not None:
-                found = parameter_paths(model)
-                names |= {key: (joined(known.prefix, path), name) for key, (path, name) in found.items()}
+        for model, prefix in reversed([*self._models.items()]):
+            found = parameter_paths(model)
+            names |= {key: (joined(prefix, path), name) for key, (path, name) in found.items()}
         self._weight_scale = _kept(scale)
         self._parameters = WatchedParameters(optimizer, names, self._kinds)
         return self._parameters
@@ -242,13 +239,6 @@ class RangeWatch(StepObserver):
         if text not in self.notes:
             self.notes.append(text)
             self._tell(text)
-
-
-class _Known(NamedTuple):
-    """A model that has been called, and what its modules' paths begin with."""
-
-    model: ref[nn.Module]
-    prefix: str
 
 
 @dataclass
