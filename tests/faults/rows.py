@@ -208,7 +208,7 @@ FAULTS: list[Fault] = [
     fault("divided by what dropout set to 0", invalid("tail", "div", "x / F.dropout"), m.stack,
           tail=plants.dropped),
     fault("a running average that has sunk to 0", invalid("tail", "div", "x / self.average"), m.stack,
-          tail=plants.Decays),
+          tail=plants.decays),
     fault("a frozen BatchNorm with a negative variance", invalid("middle.norm", "batch_norm", "self.norm("),
           m.cnn, middle=plants.Frozen, plant=p.filled("middle.norm", "running_var", -1.0)),
     # Finite forward, and not backward.
