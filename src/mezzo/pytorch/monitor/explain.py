@@ -21,7 +21,7 @@ from mezzo.core.records import OpFormats
 from mezzo.pytorch.autocast.context import autocast
 from mezzo.pytorch.autocast.modules import apply_module_overrides, described, with_heads
 from mezzo.pytorch.autocast.plan import plan
-from mezzo.pytorch.monitor.formats import MODULE_MARK, OpObserver
+from mezzo.pytorch.monitor.formats import MODULE_MARK, OpObserver, summed
 from mezzo.pytorch.monitor.module_paths import is_opaque, walk
 from mezzo.pytorch.monitor.replay import nothing_left
 from mezzo.pytorch.weights.lowering import stored
@@ -186,13 +186,8 @@ def _marked(model: torch.nn.Module) -> Iterator[None]:
 
 def _by_place(rows: list[OpFormats]) -> list[OpFormats]:
     """Rows of repeated blocks in one: ``blocks.0.attn`` and ``blocks.1.attn`` are ``blocks.*.attn``."""
-    merged: dict[OpFormats, OpFormats] = {}
-    for row in rows:
-        place = re.sub(r"([^\d.][^.]*)\.\d+(?=\.|$)", r"\1.*", row.module)
-        key = replace(row, module=place, calls=0, casts=0)
-        before = merged.get(key, key)
-        merged[key] = replace(before, calls=before.calls + row.calls, casts=before.casts + row.casts)
-    return list(merged.values())
+    number = re.compile(r"([^\d.][^.]*)\.\d+(?=\.|$)")
+    return summed(replace(row, module=number.sub(r"\1.*", row.module)) for row in rows)
 
 
 # How a plan says that an op is computed -> the sentence for the ops of which it says so.

@@ -100,12 +100,7 @@ class OpObserver:
         excuse = not self._whole and any(
             _SIXTEEN & {*seen.inside} for seen in every if seen.kind == "forward"
         )
-        rows: dict[OpFormats, OpFormats] = {}
-        for seen in every:
-            row = self._row(seen, excuse=excuse)
-            found = rows.get(row, row)
-            rows[row] = replace(found, calls=found.calls + 1, casts=found.casts + seen.casts)
-        return list(rows.values())
+        return summed(self._row(seen, excuse=excuse) for seen in every)
 
     def _row(self, seen: _Seen, *, excuse: bool) -> OpFormats:
         if seen.kind == "compiled":
@@ -141,8 +136,18 @@ class OpObserver:
         yield base if own is None else replace(base, compute=own, loss_scale="none")
 
 
+def summed(rows: Iterable[OpFormats]) -> list[OpFormats]:
+    """Rows that differ only in calls and casts as one row, in the order of the first."""
+    found: dict[OpFormats, OpFormats] = {}
+    for row in rows:
+        key = replace(row, calls=0, casts=0)
+        before = found.get(key, key)
+        found[key] = replace(row, calls=before.calls + row.calls, casts=before.casts + row.casts)
+    return list(found.values())
+
+
 def _row(seen: _Seen, reason: str, rule: str = "", planned: str = "") -> OpFormats:
-    return OpFormats(seen.op, rule, planned, seen.observed, 0, 0, reason, seen.module)
+    return OpFormats(seen.op, rule, planned, seen.observed, 1, seen.casts, reason, seen.module)
 
 
 def _forward_row(seen: _Seen, found: OpPlan | None) -> OpFormats:
