@@ -51,13 +51,11 @@ def main() -> int:
         table.add_row(f"  named, {family}", str(right), str(total))
     console.print(table)
     for grade in score.faults:
-        if not (grade.named and grade.cause and grade.line):
-            console.print(
-                ("not named: " if not grade.named else "in part:   ") + scoring.missed(grade), markup=False
-            )
+        if not all(grade.right.values()):
+            console.print(f"{'in part:  ' if grade.named else 'not named:'} {grade}", markup=False)
     for grade in score.scripts:
         if not grade.named:
-            console.print("script, not named: " + scoring.missed(grade), markup=False)
+            console.print(f"script, not named: {grade}", markup=False)
     for clean in (*score.clean, *score.clean_scripts):
         for alarm in clean.alarms:
             console.print(f"false alarm: {clean.name}: {alarm}", markup=False)

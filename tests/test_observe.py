@@ -43,17 +43,15 @@ class Everything(nn.Module):
         return out
 
 
-def _step(policy: str, *, observer: OpObserver | None = None) -> list[OpFormats]:
+def _step(policy: str) -> list[OpFormats]:
     model = Everything()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    observer = observer or OpObserver(policy)
     x, target = torch.randn(5, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1])
-    observer.enter()
-    with mezzo.autocast(policy, "cpu"):
-        out = model(x)
-    F.cross_entropy(out.float(), target).backward()
-    optimizer.step()
-    observer.exit()
+    with OpObserver(policy) as observer:
+        with mezzo.autocast(policy, "cpu"):
+            out = model(x)
+        F.cross_entropy(out.float(), target).backward()
+        optimizer.step()
     return observer.table()
 
 
@@ -187,19 +185,6 @@ def test_beside_a_dispatch_mode() -> None:
     assert [(r.op, r.observed, r.calls, r.casts) for r in beside] == [
         (r.op, r.observed, r.calls, r.casts) for r in plain
     ]
-
-
-def test_enter_and_exit_are_idempotent_and_reusable() -> None:
-    observer = OpObserver("bf16")
-    observer.exit()
-    assert observer.table() == []
-    for _ in range(2):
-        observer.enter()
-        observer.enter()
-        torch.mm(torch.ones(1, 1), torch.ones(1, 1))
-        observer.exit()
-        observer.exit()
-        assert [row.calls for row in observer.table()] == [1]
 
 
 def test_a_second_observer_says_why_it_sees_nothing() -> None:

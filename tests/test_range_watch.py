@@ -537,21 +537,6 @@ def test_compiled_insides_are_left_out_and_said_so_once() -> None:
     assert {module for what, module, _ in rows if what == "weight gradient"} == {"0.0", "1"}
 
 
-def test_a_model_that_is_never_called_is_said_to_be() -> None:
-    model = nn.Sequential(nn.Linear(6, 4))
-    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", watch=1)
-    for x in batches(2):
-        with mp.autocast():
-            loss = model[0](x).sum()
-        if watch_of(mp).notes:
-            mp.step(loss)
-        else:
-            with pytest.warns(UserWarning, match="no call of the model was seen"):
-                mp.step(loss)
-    assert len(watch_of(mp).notes) == 1
-    assert {row.what for row in mp.ranges} == {"weight", "weight gradient", "update ratio"}
-
-
 def test_paths_are_those_of_the_model_without_its_wrappers() -> None:
     net = Net()
     wrapped = nn.DataParallel(torch.compile(net, backend="eager"))

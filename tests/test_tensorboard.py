@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 import time
 import warnings
@@ -134,9 +135,8 @@ def test_after_close_and_in_a_forked_child_nothing_is_written(tmp_path: Path) ->
     writer = TensorBoardWriter(tmp_path)
     writer.write(LossRecord(0, 1.0, 0.0))
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of forking beside the writer's thread, from Python 3.12 on
+        # Of forking a process with the writer's thread, from Python 3.12 on.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         status = 1
@@ -159,3 +159,16 @@ def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UsageError, match=r"pip install 'mezzo\[tensorboard\]'"):
         TensorBoardWriter(tmp_path)
+
+
+@pytest.mark.heavy
+def test_tensorflow_is_not_imported_and_torch_can_compile_afterwards(tmp_path: Path) -> None:
+    """TensorFlow and then Triton in one process abort it. A child, because here they may be imported already."""
+    source = (
+        "import sys\nfrom mezzo.pytorch.monitor.tensorboard import TensorBoardWriter\n"
+        "TensorBoardWriter(sys.argv[1]).close()\nassert 'tensorflow' not in sys.modules\nimport torch._dynamo\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", source, str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr

@@ -19,25 +19,15 @@ from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
 
 @dataclass(frozen=True)
 class Clean:
-    """One run without a fault.
+    """One run without a fault."""
 
-    Args:
-        name: what could be mistaken for one.
-        make: makes the training.
-        family: CNN, transformer, recurrent, GAN or perceptron.
-        scale: first value of a dynamic loss scale, or a loss scale.
-        steps: how many.
-        plant: done before the first step.
-        options: of `MixedPrecision`.
-    """
-
-    name: str
+    name: str  # what could be mistaken for one
     make: Callable[[], m.Trainee]
-    family: str
-    scale: Any = 2.0**24
+    family: str  # CNN, transformer, recurrent, GAN or perceptron
+    scale: Any = 2.0**24  # first value of a dynamic loss scale, or a loss scale
     steps: int = 12
-    plant: p.Plant = lambda trainee: None
-    options: dict[str, Any] = field(default_factory=dict)
+    plant: p.Plant = lambda trainee: None  # done before the first step
+    options: dict[str, Any] = field(default_factory=dict)  # of `MixedPrecision`
 
 
 def clean(name: str, make: Callable[..., m.Trainee], *args: Any, **options: Any) -> Clean:
@@ -119,10 +109,10 @@ CLEAN: list[Clean] = [
     clean("an output that reaches no loss", m.two_heads, right=plants.unused, both=False),
     clean("two optimizers over one model", m.two_heads, split=True),
     clean("Mezzo's AdamW, fp16 weights", m.cnn, optimizer=p.mezzos, options={"masters": "fp32"}),
-    clean("a mask of -inf in a buffer", m.regression, m.Attends, plant=_causal_buffer),
+    clean("a mask of -inf in a buffer", m.regression, m.attends, plant=_causal_buffer),
     clean("a dataclass returned", m.in_a_dataclass),
     clean("parts called one by one", m.parts),
-    clean("experts", m.regression, m.Experts),
+    clean("experts", m.regression, m.experts),
     clean("a language model with tied weights", m.tied),
     clean("a learned uncertainty", m.weighed),
     clean("a criterion with weights of its own", m.with_a_criterion),

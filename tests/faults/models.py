@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,25 +33,17 @@ def adamw(params: Any) -> Optimizer:
 
 @dataclass
 class Trainee:
-    """Models, their optimizers, and the losses of a step.
+    """Models, their optimizers, and the losses of a step."""
 
-    Args:
-        models: by the name of their part in the training; one, `main`, unless it is a GAN.
-        optimizers: one for each part that has steps of its own.
-        draw: step number -> batch.
-        losses: the batch -> (part, loss of that part) in the order of the step; a loss is computed when it is called.
-        spoil: changes each batch before it is used: where bad batches are planted.
-        loss: a loss in place of the trainee's own: where faults outside of the model are planted.
-        kept: models that are not trained.
-    """
-
-    models: dict[str, nn.Module]
-    optimizers: dict[str, Optimizer]
-    draw: Callable[[int], Batch]
-    losses: Callable[[Trainee, Batch], Losses]
-    spoil: Callable[[Batch], Batch] = lambda batch: batch
-    loss: Callable[..., Tensor] | None = None
-    kept: dict[str, nn.Module] = field(default_factory=dict)
+    models: dict[str, nn.Module]  # by the name of their part in the training; one, `main`, unless it is a GAN
+    optimizers: dict[str, Optimizer]  # one for each part that has steps of its own
+    draw: Callable[[int], Batch]  # step number -> batch
+    losses: Callable[[Trainee, Batch], Losses]  # the step's (part, function that computes its loss), in order
+    spoil: Callable[[Batch], Batch] = lambda batch: batch  # changes each batch: where bad batches are planted
+    loss: Callable[..., Tensor] | None = (
+        None  # in place of the trainee's own: where faults outside are planted
+    )
+    kept: dict[str, nn.Module] = field(default_factory=dict)  # models that are not trained
 
     @property
     def model(self) -> Any:
@@ -110,33 +103,60 @@ def place(make: Place) -> nn.Module:
     return nn.Identity() if make is None else make()
 
 
+class Net(nn.Module):
+    """Computes a function of itself and its inputs, with what the function needs as attributes.
+
+    Args:
+        compute: the forward pass, a function whose first argument is this module.
+        held: makes attributes (layers, parameters, numbers), by name, in order.
+    """
+
+    def __init__(self, compute: Callable[..., Any], **held: Callable[[], Any]) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, make in held.items():
+            setattr(self, name, make())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute(self, *args, **kwargs)
+
+
+def net(**held: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[..., Net]]:
+    """Makes of a forward pass a maker of networks that hold these."""
+    return lambda compute: partial(Net, compute, **held)
+
+
+def linear(features: int, out: int, **options: Any) -> Callable[[], nn.Module]:
+    return partial(nn.Linear, features, out, **options)
+
+
 def sequence(**layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
-
-
-class CNN(nn.Module):
-    """Two convolutions, one BatchNorm, one head: 1 x 8 x 8 pictures of 4 classes."""
-
-    def __init__(self, front: Place, middle: Place, tail: Place, end: Place) -> None:
-        super().__init__()
-        self.front, self.middle, self.tail, self.end = place(front), place(middle), place(tail), place(end)
-        self.conv1, self.norm1 = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.conv2 = nn.Conv2d(4, 8, 3, padding=1, stride=2)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.norm1(self.conv1(self.front(x))))
-        x = torch.relu(self.conv2(self.middle(x)))
-        x = self.tail(x.mean((2, 3)))
-        return self.end(self.head(x))
 
 
 def cnn(
     front: Place = None, middle: Place = None, tail: Place = None, end: Place = None, optimizer: Make = sgd
 ) -> Trainee:
+    """Two convolutions, one BatchNorm, one head: 1 x 8 x 8 pictures of 4 classes."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm1(self.conv1(self.front(x))))
+        x = torch.relu(self.conv2(self.middle(x)))
+        x = self.tail(x.mean((2, 3)))
+        return self.end(self.head(x))
+
     torch.manual_seed(0)
+    places = {"front": front, "middle": middle, "tail": tail, "end": end}
+    model = Net(
+        forward,
+        **{name: partial(place, make) for name, make in places.items()},
+        conv1=partial(nn.Conv2d, 1, 4, 3, padding=1),
+        norm1=partial(nn.BatchNorm2d, 4),
+        conv2=partial(nn.Conv2d, 4, 8, 3, padding=1, stride=2),
+        head=linear(8, 4),
+    )
     draw = drawn(lambda g: (torch.randn(6, 1, 8, 8, generator=g), torch.randint(4, (6,), generator=g)))
-    return trained(CNN(front, middle, tail, end), draw, lambda m, x, y: F.cross_entropy(m(x), y), optimizer)
+    return trained(model, draw, lambda m, x, y: F.cross_entropy(m(x), y), optimizer)
 
 
 def autoencoder(middle: Place = None) -> Trainee:
@@ -151,57 +171,31 @@ def autoencoder(middle: Place = None) -> Trainee:
     return trained(model, normals((6, 1, 8, 8)), lambda m, x: F.mse_loss(m(x).float(), x))
 
 
-class Attention(nn.Module):
+@net(qkv=linear(16, 48), out=linear(16, 16))
+def attention(self: Any, x: Tensor, padding: Tensor | None) -> Tensor:
     """Causal attention of one head, written out, with a mask of -inf."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-        if padding is not None:
-            scores = scores.masked_fill(padding[:, None, :], float("-inf"))
-        return self.out(torch.softmax(scores, -1) @ v)
+    q, k, v = self.qkv(x).chunk(3, -1)
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    scores = scores.masked_fill(future, float("-inf"))
+    if padding is not None:
+        scores = scores.masked_fill(padding[:, None, :], float("-inf"))
+    return self.out(torch.softmax(scores, -1) @ v)
 
 
-class Block(nn.Module):
+def block(dropout: float, middle: Place) -> nn.Module:
     """Attention and an MLP on a residual stream."""
 
-    def __init__(self, width: int, dropout: float, middle: Place) -> None:
-        super().__init__()
-        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attn = Attention(width)
-        up, down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.mlp = sequence(up=up, gelu=nn.GELU(), middle=place(middle), down=down)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+    def forward(self: Any, x: Tensor, padding: Tensor | None = None) -> Tensor:
         x = x + self.dropout(self.attn(self.ln1(x), padding))
         return x + self.dropout(self.mlp(self.ln2(x)))
 
+    def mlp() -> nn.Module:
+        up, down = nn.Linear(16, 32), nn.Linear(32, 16)
+        return sequence(up=up, gelu=nn.GELU(), middle=place(middle), down=down)
 
-class Transformer(nn.Module):
-    """Two blocks over 17 tokens; `how` is the checkpoint's: None, `reentrant` or `not reentrant`."""
-
-    def __init__(self, middle: Place, tail: Place, dropout: float, how: str | None) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(17, 16)
-        self.blocks = nn.ModuleList([Block(16, dropout, None), Block(16, dropout, middle)])
-        self.norm, self.tail, self.head = nn.LayerNorm(16), place(tail), nn.Linear(16, 17)
-        self.how = how
-
-    def forward(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            if self.how is None:
-                x = block(x, padding)
-            else:
-                x = checkpoint(block, x, padding, use_reentrant=self.how == "reentrant")
-        return self.head(self.tail(self.norm(x)))
+    norm, drop = partial(nn.LayerNorm, 16), partial(nn.Dropout, dropout)
+    return Net(forward, ln1=norm, ln2=norm, attn=attention, mlp=mlp, dropout=drop)
 
 
 def transformer(
@@ -211,6 +205,17 @@ def transformer(
     how: str | None = None,
     padded: bool = False,
 ) -> Trainee:
+    """Two blocks over 17 tokens; `how` is the checkpoint's: None, `reentrant` or `not reentrant`."""
+
+    def forward(self: Any, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for each in self.blocks:
+            if how is None:
+                x = each(x, padding)
+            else:
+                x = checkpoint(each, x, padding, use_reentrant=how == "reentrant")
+        return self.head(self.tail(self.norm(x)))
+
     torch.manual_seed(1)
 
     def make(g: torch.Generator) -> Batch:
@@ -222,25 +227,28 @@ def transformer(
         out = model(tokens[:, :-1]) if padding is None else model(tokens[:, :-1], padding=padding)
         return F.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten())
 
-    return trained(Transformer(middle, tail, dropout, how), drawn(make), loss)
-
-
-class Encoder(nn.Module):
-    """PyTorch's own encoder layers, with a mask of padding; the mean over the tokens is classified."""
-
-    def __init__(self, tail: Place) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(17, 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.tail, self.head = place(tail), nn.Linear(16, 3)
-
-    def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
-        x = self.encoder(self.embed(tokens), src_key_padding_mask=padding)
-        return self.head(self.tail(x.mean(1)))
+    model = Net(
+        forward,
+        embed=partial(nn.Embedding, 17, 16),
+        blocks=lambda: nn.ModuleList([block(dropout, None), block(dropout, middle)]),
+        norm=partial(nn.LayerNorm, 16),
+        tail=partial(place, tail),
+        head=linear(16, 17),
+    )
+    return trained(model, drawn(make), loss)
 
 
 def encoder(tail: Place = None) -> Trainee:
+    """PyTorch's own encoder layers, with a mask of padding; the mean over the tokens is classified."""
+
+    def forward(self: Any, tokens: Tensor, padding: Tensor) -> Tensor:
+        x = self.encoder(self.embed(tokens), src_key_padding_mask=padding)
+        return self.head(self.tail(x.mean(1)))
+
+    def layers() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
     torch.manual_seed(7)
 
     def make(g: torch.Generator) -> Batch:
@@ -248,23 +256,9 @@ def encoder(tail: Place = None) -> Trainee:
         padding[:2, 5:] = True
         return torch.randint(17, (4, 8), generator=g), padding, torch.randint(3, (4,), generator=g)
 
-    return trained(
-        Encoder(tail), drawn(make), lambda m, tokens, padding, y: F.cross_entropy(m(tokens, padding), y)
-    )
-
-
-class Recurrent(nn.Module):
-    """A projection, a recurrent layer, a head: predicts a number for each sequence."""
-
-    def __init__(self, kind: Callable[..., nn.Module], front: Place, tail: Place) -> None:
-        super().__init__()
-        self.inner, self.front = nn.Linear(3, 8), place(front)
-        self.rnn = kind(8, 8, batch_first=True)
-        self.tail, self.head = place(tail), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, _ = self.rnn(self.front(self.inner(x)))
-        return self.head(self.tail(out[:, -1]))
+    embed = partial(nn.Embedding, 17, 16)
+    model = Net(forward, embed=embed, encoder=layers, tail=partial(place, tail), head=linear(16, 3))
+    return trained(model, drawn(make), lambda m, tokens, padding, y: F.cross_entropy(m(tokens, padding), y))
 
 
 class Loop(nn.Module):
@@ -302,8 +296,22 @@ def recurrent(
     tail: Place = None,
     optimizer: Make = adamw,
 ) -> Trainee:
+    """A projection, a recurrent layer, a head: predicts a number for each sequence."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out, _ = self.rnn(self.front(self.inner(x)))
+        return self.head(self.tail(out[:, -1]))
+
     torch.manual_seed(2)
-    return trained(Recurrent(kind, front, tail), normals((4, 6, 3), (4, 1)), squared, optimizer)
+    model = Net(
+        forward,
+        inner=linear(3, 8),
+        front=partial(place, front),
+        rnn=partial(kind, 8, 8, batch_first=True),
+        tail=partial(place, tail),
+        head=linear(8, 1),
+    )
+    return trained(model, normals((4, 6, 3), (4, 1)), squared, optimizer)
 
 
 def gan(generator_middle: Place = None, critic_middle: Place = None, penalty: bool = False) -> Trainee:
@@ -337,26 +345,20 @@ def gan(generator_middle: Place = None, critic_middle: Place = None, penalty: bo
     return Trainee(models, optimizers, normals((6, 5), (6, 4)), losses)
 
 
-class TwoHeads(nn.Module):
-    """A trunk with two heads."""
-
-    def __init__(self, left: Place, right: Place) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(5, 12)
-        self.left = nn.Sequential(place(left), nn.Linear(12, 1))
-        self.right = nn.Sequential(place(right), nn.Linear(12, 1))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        x = torch.tanh(self.trunk(x))
-        return {"left": self.left(x), "right": self.right(x)}
-
-
 def two_heads(left: Place = None, right: Place = None, both: bool = True, split: bool = False) -> Trainee:
     """One loss of both heads (`both=False`: of the left one only, so that the other's output reaches nothing), or
     with `split` two optimizers over one model: `main` trains trunk and left head, `right` the right head.
     """
+
+    def forward(self: Any, x: Tensor) -> dict[str, Tensor]:
+        x = torch.tanh(self.trunk(x))
+        return {"left": self.left(x), "right": self.right(x)}
+
+    def head(make: Place) -> nn.Module:
+        return nn.Sequential(place(make), nn.Linear(12, 1))
+
     torch.manual_seed(4)
-    model = TwoHeads(left, right)
+    model: Any = Net(forward, trunk=linear(5, 12), left=partial(head, left), right=partial(head, right))
 
     def losses(trainee: Trainee, batch: Batch) -> Losses:
         x, y = batch
@@ -377,19 +379,22 @@ def two_heads(left: Place = None, right: Place = None, both: bool = True, split:
     return Trainee(dict.fromkeys(params, model), optimizers, normals((6, 5), (6, 1)), losses)
 
 
-class Stack(nn.Module):
+def stacked(between: Place = None, tail: Place = None) -> nn.Module:
     """One layer used three times, and a head."""
 
-    def __init__(self, between: Place = None, tail: Place = None) -> None:
-        super().__init__()
-        self.shared = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-        self.between, self.tail, self.head = place(between), place(tail), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
+    def forward(self: Any, x: Tensor, offset: Tensor | None = None) -> Tensor:
         for _ in range(3):
             x = self.between(self.shared(x))
         x = self.tail(x)
         return self.head(x if offset is None else x + offset)
+
+    return Net(
+        forward,
+        shared=lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
+        between=partial(place, between),
+        tail=partial(place, tail),
+        head=linear(8, 1),
+    )
 
 
 def stack(between: Place = None, tail: Place = None, accumulate: int = 1, optimizer: Make = adamw) -> Trainee:
@@ -403,82 +408,73 @@ def stack(between: Place = None, tail: Place = None, accumulate: int = 1, optimi
             rows = slice(part * len(x) // accumulate, (part + 1) * len(x) // accumulate)
             yield "main", lambda rows=rows: chosen(model, x[rows], y[rows], *(r[rows] for r in rest))
 
-    model = Stack(between, tail)
+    model = stacked(between, tail)
     return Trainee({"main": model}, {"main": optimizer(model.parameters())}, normals((8, 8), (8, 1)), losses)
 
 
-class Scored(nn.Module):
-    """A model that returns its own loss, as those of large libraries do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Stack()
-        self.sure = 1.0
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        chance = torch.sigmoid(self.body(x).float() * self.sure)
-        loss = -torch.log(torch.where(y > 0, chance, 1 - chance)).mean()
-        return {"loss": loss, "out": chance}
+@net(body=stacked, sure=lambda: 1.0)
+def _scored(self: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    chance = torch.sigmoid(self.body(x).float() * self.sure)
+    loss = -torch.log(torch.where(y > 0, chance, 1 - chance)).mean()
+    return {"loss": loss, "out": chance}
 
 
 def scored() -> Trainee:
-    return regression(Scored, loss=lambda m, x, y: m(x, y)["loss"])
+    """A model that returns its own loss, as those of large libraries do."""
+    return regression(_scored, loss=lambda m, x, y: m(x, y)["loss"])
 
 
 def taught(tail: Place = None) -> Trainee:
     """A student that follows a teacher, which is not trained."""
     torch.manual_seed(10)
-    teacher = Stack(tail=tail)
+    teacher = stacked(tail=tail)
 
     def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
             wanted = teacher(x)
         return F.mse_loss(m(x).float(), wanted.float())
 
-    return regression(Stack, loss=loss, teacher=teacher)
+    return regression(stacked, loss=loss, teacher=teacher)
 
 
-class Experts(nn.Module):
+@net(
+    router=linear(8, 4),
+    experts=lambda: nn.ModuleDict({name: nn.Linear(8, 8) for name in ("a", "b", "c", "d")}),
+    head=linear(8, 1),
+)
+def experts(self: Any, x: Tensor) -> Tensor:
     """Each row goes to one of four layers, as a router says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(8, 4)
-        self.experts = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("a", "b", "c", "d")})
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = torch.softmax(self.router(x), -1)
-        best = weights.argmax(-1)
-        out = torch.zeros(x.shape)
-        for number, expert in enumerate(self.experts.values()):
-            rows = (best == number).nonzero()[:, 0]
-            out = out.index_add(0, rows, (expert(x[rows]) * weights[rows, number, None]).float())
-        return self.head(out)
+    weights = torch.softmax(self.router(x), -1)
+    best = weights.argmax(-1)
+    out = torch.zeros(x.shape)
+    for number, expert in enumerate(self.experts.values()):
+        rows = (best == number).nonzero()[:, 0]
+        out = out.index_add(0, rows, (expert(x[rows]) * weights[rows, number, None]).float())
+    return self.head(out)
 
 
-class Tied(nn.Module):
+def tied(tail: Place = None) -> Trainee:
     """A language model whose head is its embedding's weight."""
 
-    def __init__(self, tail: Place) -> None:
-        super().__init__()
-        self.embed, self.cell, self.tail = nn.Embedding(17, 16), nn.GRUCell(16, 16), place(tail)
-        self.head = nn.Linear(16, 17, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("position", torch.randn(16))
-
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self: Any, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.position
         states = [torch.zeros(len(x), 16)]
         for moment in range(x.shape[1]):
             states.append(self.cell(x[:, moment], states[-1]))
         return self.head(self.tail(torch.stack(states[1:], 1)))
 
-
-def tied(tail: Place = None) -> Trainee:
     torch.manual_seed(12)
+    model: Any = Net(
+        forward,
+        embed=partial(nn.Embedding, 17, 16),
+        cell=partial(nn.GRUCell, 16, 16),
+        tail=partial(place, tail),
+        head=linear(16, 17, bias=False),
+    )
+    model.head.weight = model.embed.weight
+    model.register_buffer("position", torch.randn(16))
     return trained(
-        Tied(tail),
+        model,
         drawn(lambda g: (torch.randint(17, (4, 7), generator=g),)),
         lambda m, t: F.cross_entropy(m(t[:, :-1]).flatten(0, 1).float(), t[:, 1:].flatten()),
     )
@@ -499,39 +495,28 @@ class Pair(NamedTuple):
     other: dict[str, list[Tensor]]
 
 
-class InADataclass(nn.Module):
-    """Returns a dataclass."""
-
-    def __init__(self, tail: Place) -> None:
-        super().__init__()
-        self.first, self.tail, self.last = nn.Linear(8, 8), place(tail), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Told:
+def in_a_dataclass(tail: Place = None) -> Trainee:
+    def forward(self: Any, x: Tensor) -> Told:
         hidden = self.tail(torch.relu(self.first(x)))
         return Told(self.last(hidden), hidden)
 
+    make = partial(Net, forward, first=linear(8, 8), tail=partial(place, tail), last=linear(8, 1))
+    return regression(make, loss=lambda m, x, y: F.mse_loss(m(x).value.float(), y))
 
-def in_a_dataclass(tail: Place = None) -> Trainee:
-    return regression(InADataclass, tail, loss=lambda m, x, y: F.mse_loss(m(x).value.float(), y))
 
-
-class Nested(nn.Module):
-    """Takes what it needs from deep inside of its argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 1)
-
-    def forward(self, *, pair: Pair) -> tuple[Tensor, list[Tensor]]:
-        hidden = torch.tanh(self.first(pair.one) + self.second(pair.other["late"][0]))
-        return self.head(hidden), [hidden]
+@net(first=linear(4, 8), second=linear(4, 8), head=linear(8, 1))
+def _nested(self: Any, *, pair: Pair) -> tuple[Tensor, list[Tensor]]:
+    hidden = torch.tanh(self.first(pair.one) + self.second(pair.other["late"][0]))
+    return self.head(hidden), [hidden]
 
 
 def nested() -> Trainee:
+    """Takes what it needs from deep inside of its argument."""
+
     def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(m(pair=Pair(x[:, :4], {"late": [x[:, 4:]]}))[0].float(), y)
 
-    return regression(Nested, loss=loss)
+    return regression(_nested, loss=loss)
 
 
 def parts(tail: Place = None) -> Trainee:
@@ -548,51 +533,38 @@ def parts(tail: Place = None) -> Trainee:
     return regression(make, loss=loss)
 
 
-class Residuals(nn.Module):
+@net(layers=lambda: nn.ModuleList(nn.Linear(8, 8) for _ in range(30)), gain=lambda: 1.0, head=linear(8, 1))
+def residuals(self: Any, x: Tensor) -> Tensor:
     """Thirty layers on one stream, and no normalisation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(30))
-        self.gain, self.head = 1.0, nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.relu(layer(x)) * self.gain
-        return self.head(x) * 1e-3
+    for layer in self.layers:
+        x = x + torch.relu(layer(x)) * self.gain
+    return self.head(x) * 1e-3
 
 
-class Gated(nn.Module):
+@net(
+    gate=linear(8, 8),
+    value=linear(8, 8),
+    head=linear(8, 1),
+    gamma=lambda: nn.Parameter(torch.ones(8)),
+)
+def gated(self: Any, x: Tensor) -> Tensor:
     """SwiGLU, with a learned scale behind it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.value, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
-        self.gamma = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.silu(self.gate(x)) * self.value(x)
-        return self.head(self.gamma.to(x.dtype) * x)
+    x = F.silu(self.gate(x)) * self.value(x)
+    return self.head(self.gamma.to(x.dtype) * x)
 
 
-class Margin(nn.Module):
+@net(centres=lambda: nn.Parameter(torch.randn(3, 1)), armed=lambda: False)
+def margin(self: Any, out: Tensor, y: Tensor) -> Tensor:
     """A criterion with weights of its own, as for faces: an angle that grows by a margin."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.centres = nn.Parameter(torch.randn(3, 1))
-        self.armed = False
-
-    def forward(self, out: Tensor, y: Tensor) -> Tensor:
-        cosine = torch.tanh(out * self.centres[0])
-        if self.armed:
-            cosine = cosine * 0 + 1
-        return (torch.cos(torch.acos(cosine) + 0.1) - y).square().mean()
+    cosine = torch.tanh(out * self.centres[0])
+    if self.armed:
+        cosine = cosine * 0 + 1
+    return (torch.cos(torch.acos(cosine) + 0.1) - y).square().mean()
 
 
 def with_a_criterion() -> Trainee:
     torch.manual_seed(18)
-    criterion = Margin()
+    criterion = margin()
     return regression(layers, loss=lambda m, x, y: criterion(m(x).float(), y), criterion=criterion)
 
 
@@ -616,34 +588,27 @@ def weighed() -> Trainee:
     return regression(make, loss=loss)
 
 
-class Attends(nn.Module):
+@net(
+    attention=partial(nn.MultiheadAttention, 8, 2, batch_first=True),
+    head=linear(8, 1),
+    mask=lambda: nn.Buffer(torch.zeros(4, 4)),
+)
+def attends(self: Any, x: Tensor) -> Tensor:
     """PyTorch's attention with its weights asked for, and a mask of floats."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 1)
-        self.register_buffer("mask", torch.zeros(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.unflatten(0, (2, 4))
-        out, _ = self.attention(x, x, x, attn_mask=self.mask, need_weights=True)
-        return self.head(out.flatten(0, 1))
+    x = x.unflatten(0, (2, 4))
+    out, _ = self.attention(x, x, x, attn_mask=self.mask, need_weights=True)
+    return self.head(out.flatten(0, 1))
 
 
-class Draws(nn.Module):
-    """Is given an iterator, and takes from it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.gain = nn.Linear(8, 8), nn.Linear(8, 1), 1.0
-
-    def forward(self, rows: Iterator[Tensor]) -> Tensor:
-        x = torch.stack(list(rows))
-        return self.last(torch.relu(self.first(x)) * self.gain)
+@net(first=linear(8, 8), last=linear(8, 1), gain=lambda: 1.0)
+def _draws(self: Any, rows: Iterator[Tensor]) -> Tensor:
+    x = torch.stack(list(rows))
+    return self.last(torch.relu(self.first(x)) * self.gain)
 
 
 def iterated() -> Trainee:
-    return regression(Draws, loss=lambda m, x, y: F.mse_loss(m(iter(x)).float(), y))
+    """Is given an iterator, and takes from it."""
+    return regression(_draws, loss=lambda m, x, y: F.mse_loss(m(iter(x)).float(), y))
 
 
 def two_losses(middle: Place = None) -> Trainee:
@@ -662,7 +627,7 @@ def two_losses(middle: Place = None) -> Trainee:
 
 FAMILIES: dict[Any, str] = {
     **dict.fromkeys((cnn, autoencoder), "CNN"),
-    **dict.fromkeys((transformer, encoder, Attends), "transformer"),
+    **dict.fromkeys((transformer, encoder, attends), "transformer"),
     **dict.fromkeys((recurrent, tied), "recurrent"),
     gan: "GAN",
 }

@@ -17,26 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mezzo
+from faults.models import Net
 
 MASK = float("-inf")
 
 
-class Weak(nn.Module):
-    """Computes a function, with what the function needs as attributes.
-
-    Args:
-        compute: of this module and its input.
-        held: makes attributes, by name.
-    """
+class Weak(Net):
+    """Computes a function of this module and its input."""
 
     def __init__(self, compute: Callable[[Any, Tensor], Tensor], **held: Callable[[], Any]) -> None:
-        super().__init__()
-        self.compute, self.armed = compute, False
-        for name, make in held.items():
-            setattr(self, name, make())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(self, x)
+        super().__init__(compute, **held)
+        self.armed = False
 
     def times(self, gain: float) -> float:
         return gain if self.armed else 1.0
@@ -53,6 +44,11 @@ class Weak(nn.Module):
 def weak(compute: Callable[[Any, Tensor], Tensor]) -> Callable[..., Weak]:
     """A maker of modules that compute the function."""
     return partial(Weak, compute)
+
+
+def weak_with(**held: Callable[[], Any]) -> Callable[[Callable[[Any, Tensor], Tensor]], Callable[..., Weak]]:
+    """The same, of a function that needs these attributes."""
+    return lambda compute: partial(Weak, compute, **held)
 
 
 def around(make: Callable[[], nn.Module], value: float | None = None) -> Callable[[], nn.Module]:
@@ -255,19 +251,12 @@ def masked_by_product(self: Any, x: Tensor) -> Tensor:
     return x + penalty
 
 
-class Decays(Weak):
+@weak_with(average=lambda: nn.Buffer(torch.ones(())))
+def decays(self: Any, x: Tensor) -> Tensor:
     """Divides by a running average that sinks to 0: a state that has gone stale."""
-
-    average: Tensor
-
-    def __init__(self) -> None:
-        super().__init__(type(self).divided)
-        self.register_buffer("average", torch.ones(()))
-
-    def divided(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.average.mul_(0.0 if self.armed else 0.9)
-        return x / self.average
+    with torch.no_grad():
+        self.average.mul_(0.0 if self.armed else 0.9)
+    return x / self.average
 
 
 class Frozen(nn.Module):
@@ -286,13 +275,11 @@ class Frozen(nn.Module):
         return self.norm(x)
 
 
-def _standardised(self: Any, x: Tensor) -> Tensor:
+@weak_with(weight=parameter(8, 8))
+def standardised_weight(self: Any, x: Tensor) -> Tensor:
     """The weight is standardised in every call: 0 / 0 once all of a row's elements are equal."""
     centred = self.weight - self.weight.mean(1, keepdim=True)
     return F.linear(x, centred / centred.norm(dim=1, keepdim=True))
-
-
-standardised_weight = partial(Weak, _standardised, weight=parameter(8, 8))
 
 
 @weak
@@ -374,13 +361,11 @@ def axes(self: Any, x: Tensor) -> Tensor:
     return wide @ found
 
 
-def _steep(self: Any, x: Tensor) -> Tensor:
+@weak_with(width=lambda: nn.Parameter(torch.ones(())))
+def steep(self: Any, x: Tensor) -> Tensor:
     """x / y with a small y: its slope is x / y^2, beyond fp16."""
     small = self.width.to(x.dtype) * self.times(2.0**-13)
     return (x.clamp(-1, 1) + 2) / small * self.times(2.0**-13)
-
-
-steep = partial(Weak, _steep, width=lambda: nn.Parameter(torch.ones(())))
 
 
 class _Careless(torch.autograd.Function):
@@ -413,13 +398,11 @@ def geometric_mean(self: Any, x: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------ a second call is not the same call
 
 
-def _drawn(self: Any, x: Tensor) -> Tensor:
+@weak_with(generator=lambda: torch.Generator().manual_seed(11))
+def own_generator(self: Any, x: Tensor) -> Tensor:
     """Drawn from a generator of the module's own: one number in twenty is blown up, once armed."""
     drawn = torch.rand(x.shape, generator=self.generator)
     return (x.clamp(-1, 1) + 2) * (1 + (drawn > 0.95).to(x.dtype) * self.times(60000.0))
-
-
-own_generator = partial(Weak, _drawn, generator=lambda: torch.Generator().manual_seed(11))
 
 
 @weak
@@ -435,7 +418,8 @@ def numpy_random(self: Any, x: Tensor) -> Tensor:
     return (x.clamp(-1, 1) + 2) * (1 + (noise > 0.95).to(x.dtype) * self.times(60000.0))
 
 
-def _counted(self: Any, x: Tensor) -> Tensor:
+@weak_with(calls=lambda: 0, bad=lambda: -1)
+def counts(self: Any, x: Tensor) -> Tensor:
     """A schedule by the number of calls; one of them is far too strong."""
     if self.armed and self.bad < 0:
         self.bad = self.calls
@@ -444,18 +428,13 @@ def _counted(self: Any, x: Tensor) -> Tensor:
     return (x + 0.1) * strength
 
 
-counts = partial(Weak, _counted, calls=lambda: 0, bad=lambda: -1)
-
-
-def _remembered(self: Any, x: Tensor) -> Tensor:
+@weak_with(seen=list)
+def remembers(self: Any, x: Tensor) -> Tensor:
     """A list of what it has seen, which it multiplies with."""
     for old in self.seen[-3:]:
         x = x + old.to(x.dtype) * self.times(0.0)
     self.seen.append(x.detach().float().mean(0) * self.times(1e6) + 1)
     return x * self.seen[-1].to(x.dtype)
-
-
-remembers = partial(Weak, _remembered, seen=list)
 
 
 @weak

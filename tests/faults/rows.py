@@ -23,27 +23,18 @@ PLANTED = 2
 
 @dataclass(frozen=True)
 class Expected:
-    """What is to be found.
+    """What is to be found."""
 
-    Args:
-        module: path of the culprit.
-        op: key of `score.FAMILIES`, or the operation's own name in small letters; "" where there is none.
-        cause: a key of `mezzo.core.overflow.CAUSES`.
-        direction: forward or backward.
-        line: part of the code of the user's line; "" where the operation is inside of a module of torch.
-        part: whose step, in a training of several.
-        also: another path that says the same.
-        in_script: the path in a plain script, where another module is the one that is called.
-    """
-
-    module: str
-    op: str
-    cause: str
+    module: str  # path of the culprit
+    op: str  # key of `score.FAMILIES`, or the operation's own name in small letters; "" where there is none
+    cause: str  # a key of `mezzo.core.overflow.CAUSES`
     direction: str = "forward"
-    line: str = ""
-    part: str = "main"
-    also: str = ""
-    in_script: str | None = None
+    line: str = (
+        ""  # part of the code of the user's line; "" where the operation is inside of a module of torch
+    )
+    part: str = "main"  # whose step, in a training of several
+    also: str = ""  # another path that says the same
+    in_script: str | None = None  # the path in a plain script, where another module is the one that is called
 
 
 def overflow(module: str, op: str, line: str = "", **others: Any) -> Expected:
@@ -68,33 +59,19 @@ def held(module: str, **others: Any) -> Expected:
 
 @dataclass(frozen=True)
 class Fault:
-    """One planted fault.
-
-    Args:
-        name: what it is.
-        make: makes the training.
-        family: CNN, transformer, recurrent, GAN or perceptron.
-        all_expected: what is to be found, in one step or in several parts' steps.
-        mended: whether the same step is finite in FP32; None where it can't be run there.
-        repeats: how many steps it acts in; the last one's finding counts.
-        plant: done before step `PLANTED`; by default what is built in is armed.
-        precision: the policy.
-        scale: first loss scale: low enough that nothing else overflows.
-        delay: how many steps after it was planted it acts.
-        options: of `MixedPrecision`.
-    """
+    """One planted fault."""
 
     name: str
     make: Callable[[], m.Trainee]
-    family: str
-    all_expected: tuple[Expected, ...]
-    mended: bool | None
-    repeats: int
-    plant: p.Plant = m.Trainee.arm
+    family: str  # CNN, transformer, recurrent, GAN or perceptron
+    all_expected: tuple[Expected, ...]  # what is to be found, in one step or in several parts' steps
+    mended: bool | None  # whether the same step is finite in FP32; None where it can't be run there
+    repeats: int  # how many steps it acts in; the last one's finding counts
+    plant: p.Plant = m.Trainee.arm  # done before step `PLANTED`
     precision: str = "fp16"
-    scale: float = 2.0**6
-    delay: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
+    scale: float = 2.0**6  # first loss scale: low enough that nothing else overflows
+    delay: int = 0  # how many steps after it was planted it acts
+    options: dict[str, Any] = field(default_factory=dict)  # of `MixedPrecision`
 
 
 _FIELDS = {one.name for one in fields(Fault)}
@@ -231,7 +208,7 @@ FAULTS: list[Fault] = [
     fault("divided by what dropout set to 0", invalid("tail", "div", "x / F.dropout"), m.stack,
           tail=plants.dropped),
     fault("a running average that has sunk to 0", invalid("tail", "div", "x / self.average"), m.stack,
-          tail=plants.Decays),
+          tail=plants.decays),
     fault("a frozen BatchNorm with a negative variance", invalid("middle.norm", "batch_norm", "self.norm("),
           m.cnn, middle=plants.Frozen, plant=p.filled("middle.norm", "running_var", -1.0)),
     # Finite forward, and not backward.
@@ -369,7 +346,7 @@ FAULTS: list[Fault] = [
     fault("afterwards: 1 / the distance of two rows that are the same", invalid("tail", "inverse", "1 / far"),
           m.recurrent, tail=plants.picks_the_worst),
     fault("afterwards: one of four experts", overflow("experts.c", "linear", "expert(x[rows])"),
-          m.regression, m.Experts,
+          m.regression, m.experts,
           plant=p.grown("experts.c", 1e6)),
     fault("afterwards: a NaN in a weight that two modules share", held("embed", also="head"), m.tied,
           plant=p.grown("embed", float("nan"))),
@@ -388,11 +365,11 @@ FAULTS: list[Fault] = [
     fault("afterwards: backward, in a model whose parts are called one by one",
           slope("backbone.2", "sqrt", "torch.sqrt", in_script="2"), m.parts, plants.root, repeats=2),
     fault("afterwards: a stream that thirty layers double", overflow("layers.18", "linear", "layer(x)"),
-          m.regression, m.Residuals, seed=16, plant=p.attribute("", "gain", 3.0)),
+          m.regression, m.residuals, seed=16, plant=p.attribute("", "gain", 3.0)),
     fault("afterwards: a gate times a value", overflow("", "mul", "F.silu(self.gate(x)) * self.value(x)"),
-          m.regression, m.Gated, plant=p.both(p.grown("gate", 1e3), p.grown("value", 1e3))),
+          m.regression, m.gated, plant=p.both(p.grown("gate", 1e3), p.grown("value", 1e3))),
     fault("afterwards: a learned scale that has grown", overflow("", "mul", "self.gamma.to(x.dtype) * x"),
-          m.regression, m.Gated, plant=p.both(p.grown("", 6e4, "gamma"), p.grown("value", 30.0))),
+          m.regression, m.gated, plant=p.both(p.grown("", 6e4, "gamma"), p.grown("value", 30.0))),
     fault("afterwards: a criterion with weights of its own",
           slope(OUTSIDE, "acos", "torch.acos", in_script=""), m.with_a_criterion),
     fault("afterwards: a learned uncertainty", overflow(OUTSIDE, "exp", "torch.exp(-s)"), m.weighed,
@@ -400,7 +377,7 @@ FAULTS: list[Fault] = [
     fault("afterwards: a contrast of similarities without their maximum",
           overflow(OUTSIDE, "exp", "torch.exp(out @ out.T"), m.stack, plant=p.contrast, mended=False),
     fault("afterwards: a mask of floats with a row of -inf",
-          invalid("attention", "attention", "self.attention("), m.regression, m.Attends,
+          invalid("attention", "attention", "self.attention("), m.regression, m.attends,
           plant=p._changed("", "mask", lambda mask: mask[2].fill_(plants.MASK))),
     fault("afterwards: a model that is a Sequential", overflow("2", "mul", "wide * wide"), m.regression, m.layers,
           plants.squares),

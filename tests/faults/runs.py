@@ -8,10 +8,9 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,15 +31,8 @@ _FLOOR = DynamicLossScale().floor
 _QUOTED = re.compile(r"`([^`]+)`")
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One call of `mp.step`.
-
-    Args:
-        number: of the step.
-        part: whose.
-        result: what `step` returned.
-    """
+class Turn(NamedTuple):
+    """One call of `mp.step`: of which step and part, and what it returned."""
 
     number: int
     part: str
@@ -59,11 +51,8 @@ def owners(
 ) -> dict[str, Any]:
     """A MixedPrecision for each part of a trainee.
 
-    Args:
-        trainee: what is trained.
-        precision: the policy, or that of each part.
-        scale: a loss scale, the first value of a dynamic one, or None for the policy's own.
-        options: of MixedPrecision.
+    `precision` is the policy, or that of each part; `scale` a loss scale, the first value of a dynamic one, or None for
+    the policy's own; `options` are MixedPrecision's.
     """
     if isinstance(scale, float):
         scale = DynamicLossScale(init=scale)
@@ -90,14 +79,11 @@ def everything(trainee: Trainee, mps: dict[str, Any]) -> dict[str, Any]:
     for name, model in (*trainee.models.items(), *trainee.kept.items()):
         for path, module in model.named_modules():
             for key, value in module.__dict__.items():
-                if isinstance(value, Tensor):
-                    held[f"{name} {path}.{key}"] = value.clone()
-                elif isinstance(value, torch.Generator):
-                    held[f"{name} {path}.{key}"] = value.get_state()
-                elif isinstance(value, int):
-                    held[f"{name} {path}.{key}"] = value
-                elif isinstance(value, list):
-                    held[f"{name} {path}.{key}"] = len(value)
+                if isinstance(value, torch.Generator):
+                    value = value.get_state()
+                if isinstance(value, (Tensor, int, list)):
+                    kept = value.clone() if isinstance(value, Tensor) else value
+                    held[f"{name} {path}.{key}"] = len(kept) if isinstance(kept, list) else kept
         for key, value in model.state_dict().items():
             held[f"{name} {key}"] = value.clone()
     for part, optimizer in trainee.optimizers.items():
@@ -120,11 +106,8 @@ Ended = Callable[[Trainee, dict[str, Any]], Any]
 def of_fault(fault: Fault, before: int = 0, ended: Ended | None = None, **options: Any) -> Iterator[Turn]:
     """Run a fault: good steps, then those in which it acts.
 
-    Args:
-        fault: the row.
-        before: more good steps, for a loss scale to find its place.
-        ended: called with the training and its parts' MixedPrecisions once the last step is over.
-        options: in place of the row's.
+    `before` are more good steps, for a loss scale to find its place; `ended` is called with the training and its parts'
+    MixedPrecisions once the last step is over; `options` replace the row's.
     """
     scale = None if "loss_scale=" in fault.precision else fault.scale
     given = {"precision": fault.precision, "scale": scale, **fault.options, **options}
@@ -179,11 +162,6 @@ def mends(row: Fault, part: str, policy: str) -> bool:
     """Whether a fault's steps are taken under another policy, at the row's loss scale or at the smallest there is.
 
     The smallest because forward may be mended, and its gradients then be what a dynamic loss scale has to come down to.
-
-    Args:
-        row: the fault.
-        part: whose steps.
-        policy: in place of the row's.
     """
     precision = defaultdict(lambda: row.precision, {part: policy})
     constant = isinstance(mezzo.policy(policy).make_loss_scale(), StaticLossScale)
@@ -239,12 +217,7 @@ def can_be_one(row: Fault | Clean) -> bool:
 
 
 def launched(row: Fault | Clean, folder: Path) -> list[records.Record]:
-    """The records of a row's script under `mezzo run`, in this process, at a constant loss scale.
-
-    Args:
-        row: what is trained.
-        folder: where script and records are written.
-    """
+    """The records of a row's script under `mezzo run`, in this process, at a constant loss scale."""
     script, file = folder / "script.py", folder / "run.jsonl"
     script.write_text(_SCRIPT, encoding="utf-8")
     file.unlink(missing_ok=True)

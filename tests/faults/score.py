@@ -7,7 +7,7 @@ and line are counted too. A clean run counts as quiet if no skipped step is call
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,71 +62,57 @@ def is_op(op: str, wanted: str) -> bool:
 
 @dataclass(frozen=True)
 class FaultGrade:
-    """What was found of one fault, compared with its row.
+    """What was found of one fault, compared with its row."""
 
-    Args:
-        name, family: of the row.
-        expected: what is to be found.
-        found: the finding of the last step in which it acted; None where nothing was found.
-        skipped: whether that step was skipped at all.
-        module, direction, op, cause, line: whether each is right.
-    """
-
-    name: str
-    family: str
+    row: Fault
     expected: Expected
-    found: OverflowReport | None
-    skipped: bool
-    module: bool = False
-    direction: bool = False
-    op: bool = False
-    cause: bool = False
-    line: bool = False
+    found: OverflowReport | None  # in the last step in which it acted
+    skipped: bool = True  # whether that step was skipped at all
+
+    @property
+    def right(self) -> dict[str, bool]:
+        """What was asked -> whether the finding says it."""
+        wanted, found = self.expected, self.found
+        if found is None:
+            return dict.fromkeys(("module", "direction", "op", "cause", "line"), False)
+        return {
+            "module": found.module in (wanted.module, wanted.also or wanted.module),
+            "direction": found.direction == wanted.direction,
+            "op": is_op(found.op, wanted.op),
+            "cause": found.cause == wanted.cause,
+            "line": wanted.line in found.line,
+        }
 
     @property
     def named(self) -> bool:
         """The right module, direction and operation."""
-        return self.module and self.direction and self.op
+        return all(self.right[what] for what in ("module", "direction", "op"))
+
+    def __str__(self) -> str:
+        """The expected and the actual finding, in a line."""
+        e, f = self.expected, self.found
+        wanted = f"{self.row.name}: {e.cause} {e.direction} {e.op or 'any op'} in {e.module or 'the model'}"
+        if f is None:
+            return f"{wanted}; found nothing{'' if self.skipped else ', and the step was not skipped'}"
+        told = f"{f.cause} {f.direction} {f.op or 'no op'} in {f.module!r} line {f.line!r}"
+        return f"{wanted}; found {told}{f', note: {f.note}' if f.note else ''}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        told = ("module", "op", "direction", "cause", "line", "how", "seconds", "kept_bytes", "note")
+        found = None if self.found is None else {name: getattr(self.found, name) for name in told}
+        right = {"named": self.named, "cause": self.right["cause"], "line": self.right["line"]}
+        return {"name": self.row.name, "family": self.row.family, "right": right, "found": found}
 
 
 @dataclass(frozen=True)
 class CleanGrade:
-    """What was reported of one run without a fault.
+    """What was reported of one run without a fault."""
 
-    Args:
-        name: of the row.
-        skips: steps that were skipped.
-        alarms: findings that call something a fault.
-        silent: skipped steps without a finding.
-    """
-
-    name: str
-    skips: int
-    alarms: list[OverflowReport]
-    silent: int
-
-    @property
-    def quiet(self) -> bool:
-        """No alarm was raised."""
-        return not self.alarms
-
-
-def grade(row: Fault, expected: Expected, found: OverflowReport | None, skipped: bool = True) -> FaultGrade:
-    """Compare a finding with the row."""
-    if found is None:
-        return FaultGrade(row.name, row.family, expected, found, skipped)
-    return FaultGrade(
-        row.name,
-        row.family,
-        expected,
-        found,
-        skipped,
-        module=found.module in (expected.module, expected.also or expected.module),
-        direction=found.direction == expected.direction,
-        op=is_op(found.op, expected.op),
-        cause=found.cause == expected.cause,
-        line=expected.line in found.line,
-    )
+    name: str  # of the row
+    skips: int  # steps that were skipped
+    alarms: list[OverflowReport]  # findings that call something a fault
+    silent: int  # skipped steps without a finding
 
 
 def grades_of(row: Fault, **options: Any) -> list[FaultGrade]:
@@ -136,7 +122,7 @@ def grades_of(row: Fault, **options: Any) -> list[FaultGrade]:
         if turn.number in acting(row) and turn.result.updated:
             last[turn.part] = turn.result
     results = [(expected, last[expected.part]) for expected in row.all_expected]
-    return [grade(row, expected, result.finding, result.skipped) for expected, result in results]
+    return [FaultGrade(row, expected, result.finding, result.skipped) for expected, result in results]
 
 
 def grade_of_clean(row: Clean, **options: Any) -> CleanGrade:
@@ -157,8 +143,10 @@ def grades_of_script(row: Fault, folder: Path) -> list[FaultGrade]:
     for expected in row.all_expected:
         if expected.in_script is not None:
             expected = replace(expected, module=expected.in_script)
-        each = [grade(row, expected, finding) for finding in found or [None]]
-        grades.append(max(each, key=lambda g: (g.named, g.module, g.cause, g.line)))
+        each = [FaultGrade(row, expected, finding) for finding in found or [None]]
+        grades.append(
+            max(each, key=lambda g: (g.named, g.right["module"], g.right["cause"], g.right["line"]))
+        )
     return grades
 
 
@@ -179,14 +167,16 @@ class Trial:
     mends: bool
 
 
-def trials_of(row: Fault, graded: FaultGrade) -> list[Trial]:
+def trials_of(graded: FaultGrade) -> list[Trial]:
     """Try each policy that the remedies of a fault's finding name."""
     offered = [] if graded.found is None else policies(graded.found)
-    return [Trial(row.name, policy, mends(row, graded.expected.part, policy)) for policy in offered]
+    row, part = graded.row, graded.expected.part
+    return [Trial(row.name, policy, mends(row, part, policy)) for policy in offered]
 
 
-def _share(told: Sequence[bool]) -> list[int]:
-    return [sum(told), len(told)]
+def _share(told: Iterable[bool]) -> list[int]:
+    every = list(told)
+    return [sum(every), len(every)]
 
 
 @dataclass(frozen=True)
@@ -202,81 +192,61 @@ class Score:
     @property
     def perfect(self) -> bool:
         """Every fault named, and no alarm without one, in loops with `MixedPrecision`; none without one in scripts."""
-        quiet = all(g.quiet for g in (*self.clean, *self.clean_scripts))
-        return quiet and all(g.named for g in self.faults)
+        alarms = any(g.alarms for g in (*self.clean, *self.clean_scripts))
+        return not alarms and all(g.named for g in self.faults)
 
     def counts(self) -> dict[str, list[int]]:
         """What was asked -> [how often it was right, of how many]."""
-        faults, scripts = self.faults, self.scripts
-        explained = sum(g.skips - len(g.alarms) - g.silent for g in self.clean)
+        faults, scripts, skips = self.faults, self.scripts, sum(g.skips for g in self.clean)
+        explained = skips - sum(len(g.alarms) + g.silent for g in self.clean)
+        right = {
+            f"right {w}": _share(g.right[w] for g in faults) for w in ("module", "direction", "op", "cause")
+        }
         return {
-            "named (module, direction, operation)": _share([g.named for g in faults]),
-            **{
-                f"right {what}": _share([getattr(g, what) for g in faults])
-                for what in ("module", "direction", "op", "cause")
-            },
+            "named (module, direction, operation)": _share(g.named for g in faults),
+            **right,
             "right line, of those with one in the script": _share(
-                [g.line for g in faults if g.expected.line]
+                g.right["line"] for g in faults if g.expected.line
             ),
-            "clean runs without an alarm": _share([g.quiet for g in self.clean]),
-            "skipped steps of clean runs put down to the loss scale": [
-                explained,
-                sum(g.skips for g in self.clean),
-            ],
-            "as plain scripts: module and direction": _share([g.module and g.direction for g in scripts]),
-            "as plain scripts: named": _share([g.named for g in scripts]),
-            "as plain scripts: clean runs without an alarm": _share([g.quiet for g in self.clean_scripts]),
-            "policies that remedies name: the step is taken under them": _share(
-                [t.mends for t in self.trials]
+            "clean runs without an alarm": _share(not g.alarms for g in self.clean),
+            "skipped steps of clean runs put down to the loss scale": [explained, skips],
+            "as plain scripts: module and direction": _share(
+                g.right["module"] and g.right["direction"] for g in scripts
             ),
+            "as plain scripts: named": _share(g.named for g in scripts),
+            "as plain scripts: clean runs without an alarm": _share(not g.alarms for g in self.clean_scripts),
+            "policies that remedies name: the step is taken under them": _share(t.mends for t in self.trials),
         }
 
     def by_family(self) -> dict[str, list[int]]:
         """Kind of model -> [faults named, faults]."""
-        families = dict.fromkeys(g.family for g in self.faults)
-        return {one: _share([g.named for g in self.faults if g.family == one]) for one in families}
+        families = dict.fromkeys(g.row.family for g in self.faults)
+        return {one: _share(g.named for g in self.faults if g.row.family == one) for one in families}
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain values."""
+
+        def clean(some: list[CleanGrade]) -> list[dict[str, Any]]:
+            return [{"name": g.name, "skips": g.skips, "alarms": len(g.alarms)} for g in some]
+
         return {
             "counts": self.counts(),
             "by_family": self.by_family(),
-            "faults": [_fault_values(g) for g in self.faults],
-            "clean": [_clean_values(g) for g in self.clean],
-            "scripts": [_fault_values(g) for g in self.scripts],
-            "clean_scripts": [_clean_values(g) for g in self.clean_scripts],
+            "faults": [g.to_json() for g in self.faults],
+            "clean": clean(self.clean),
+            "scripts": [g.to_json() for g in self.scripts],
+            "clean_scripts": clean(self.clean_scripts),
             "trials": [asdict(t) for t in self.trials],
         }
 
 
-def _fault_values(g: FaultGrade) -> dict[str, Any]:
-    told = ("module", "op", "direction", "cause", "line", "how", "seconds", "kept_bytes", "note")
-    found = None if g.found is None else {name: getattr(g.found, name) for name in told}
-    right = {name: getattr(g, name) for name in ("named", "cause", "line")}
-    return {"name": g.name, "family": g.family, "right": right, "found": found}
-
-
-def _clean_values(g: CleanGrade) -> dict[str, Any]:
-    return {"name": g.name, "skips": g.skips, "alarms": len(g.alarms)}
-
-
-def score(folder: Path, faults: Sequence[Fault] = FAULTS, clean: Sequence[Clean] = CLEAN) -> Score:
+def score(folder: Path) -> Score:
     """Run and grade all rows; scripts and records go to a folder."""
-    graded = [(row, g) for row in faults for g in grades_of(row)]
+    graded = [g for row in FAULTS for g in grades_of(row)]
     return Score(
-        [g for _, g in graded],
-        [grade_of_clean(row) for row in clean],
-        [g for row in faults if can_be_one(row) for g in grades_of_script(row, folder)],
-        [grade_of_clean_script(row, folder) for row in clean if can_be_one(row)],
-        [trial for row, g in graded for trial in trials_of(row, g)],
+        graded,
+        [grade_of_clean(row) for row in CLEAN],
+        [g for row in FAULTS if can_be_one(row) for g in grades_of_script(row, folder)],
+        [grade_of_clean_script(row, folder) for row in CLEAN if can_be_one(row)],
+        [trial for g in graded for trial in trials_of(g)],
     )
-
-
-def missed(g: FaultGrade) -> str:
-    """The expected and the actual finding, in a line."""
-    e, f = g.expected, g.found
-    wanted = f"{e.cause} {e.direction} {e.op or 'any op'} in {e.module or 'the model'}"
-    if f is None:
-        return f"{g.name}: {wanted}; found nothing{'' if g.skipped else ', and the step was not skipped'}"
-    told = f"{f.cause} {f.direction} {f.op or 'no op'} in {f.module!r} line {f.line!r}"
-    return f"{g.name}: {wanted}; found {told}{f', note: {f.note}' if f.note else ''}"

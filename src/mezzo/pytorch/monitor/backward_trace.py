@@ -143,9 +143,8 @@ def _cause(op: str, kept: list[TensorFacts], outputs: list[TensorFacts]) -> str:
         pole = not kept or any(one.zeros for one in blamed)
         return "invalid" if pole or all(one.format == "fp32" for one in outputs) else "overflow"
     # Inside of an operation of many steps NaN comes of an overflow: inf - inf.
-    return (
-        "invalid" if op == HOOK or (op not in COMPOSED and any(one.nans for one in outputs)) else "overflow"
-    )
+    invalid = op == HOOK or (op not in COMPOSED and any(one.nans for one in outputs))
+    return "invalid" if invalid else "overflow"
 
 
 def _surely_finite(grad: Tensor) -> bool:

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +33,6 @@ _FORMATS = {
 # A step whose trace is larger than this is not read: it would take longer than the step is worth.
 _LARGEST = 1 << 29
 
-_lock = threading.Lock()
 _active = False
 
 
@@ -52,7 +50,6 @@ class Call:
     outputs: list[tuple[int, str]]
     sequence: tuple[int, int]
     backward: bool
-    parent: Call | None = None
     children: list[Call] = field(default_factory=list)
 
     @property
@@ -71,53 +68,46 @@ class ExecutionTrace:
     """Records from `start` to `stop`; one at a time in a process. A child made by ``fork`` records nothing."""
 
     def __init__(self) -> None:
-        self._observer: ExecutionTraceObserver | None = None
-        self._path: Path | None = None
+        self._observer = ExecutionTraceObserver()
+        self._path = Path()
 
     def start(self) -> str:
         """Begin; returns why it could not, or an empty string."""
         global _active
-        busy = "another execution trace is being recorded in this process"
-        with _lock:
-            if _active:
-                return busy
-            handle, name = tempfile.mkstemp(prefix="mezzo-trace-", suffix=".json")
-            os.close(handle)
-            observer = ExecutionTraceObserver()
-            with _without_chatter() as said:
-                observer.register_callback(name)
-            if not observer.is_registered or any(b"already registered" in line for line in said):
-                # PyTorch says True either way. To unregister now would end the other one's recording.
-                observer._registered = False
-                os.unlink(name)
-                return busy
-            with _without_chatter():
-                observer.start()
-            _active = True
-        self._observer, self._path = observer, Path(name)
+        handle, name = tempfile.mkstemp(prefix="mezzo-trace-", suffix=".json")
+        os.close(handle)
+        self._observer, self._path = ExecutionTraceObserver(), Path(name)
+        with _without_chatter() as said:
+            self._observer.register_callback(name)
+        if not self._observer.is_registered or any(b"already registered" in line for line in said):
+            # PyTorch says True either way. To unregister now would end the other one's recording.
+            self._observer._registered = False
+            self._path.unlink()
+            return "another execution trace is being recorded in this process"
+        with _without_chatter():
+            self._observer.start()
+        _active = True
         return ""
 
     def stop(self) -> tuple[list[Call], str]:
         """End; returns the outermost calls in order, or none of them and why they can't be read."""
         global _active
-        observer, self._observer = self._observer, None
-        path, self._path = self._path, None
-        if observer is None or path is None:
-            return [], "nothing was recorded"
-        with _lock, _without_chatter():
+        with _without_chatter():
             # Its own `stop` would crash if someone else had ended the recording; this doesn't.
-            observer._execution_trace_running = False
-            observer.unregister_callback()
-            _active = False
+            self._observer._execution_trace_running = False
+            self._observer.unregister_callback()
+        _active = False
         try:
-            size = path.stat().st_size
+            size = self._path.stat().st_size
             if size > _LARGEST:
                 return [], f"the trace of the step is {size >> 20} MiB, too large to read"
-            return _roots(json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)), ""
+            return _roots(
+                json.loads(self._path.read_text(encoding="utf-8", errors="replace"), strict=False)
+            ), ""
         except (ValueError, KeyError, TypeError, IndexError) as error:
             return [], f"the trace of the step can't be read ({error})"
         finally:
-            path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
 
 
 def _in_forked_child() -> None:
@@ -147,7 +137,6 @@ def _roots(trace: dict[str, Any]) -> list[Call]:
             _floats(node["outputs"]),
             (thread, attributes.get("seq_id", -1)),
             own or (parent is not None and parent.backward),
-            parent,
         )
         calls[node["id"]] = call
         if parent is None:

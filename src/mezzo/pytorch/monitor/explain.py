@@ -21,7 +21,7 @@ from mezzo.core.records import OpFormats
 from mezzo.pytorch.autocast.context import autocast
 from mezzo.pytorch.autocast.modules import apply_module_overrides, described, with_heads
 from mezzo.pytorch.autocast.plan import plan
-from mezzo.pytorch.monitor.formats import MODULE_MARK, OpObserver
+from mezzo.pytorch.monitor.formats import MODULE_MARK, OpObserver, summed
 from mezzo.pytorch.monitor.module_paths import is_opaque, walk
 from mezzo.pytorch.monitor.replay import nothing_left
 from mezzo.pytorch.weights.lowering import stored
@@ -186,13 +186,8 @@ def _marked(model: torch.nn.Module) -> Iterator[None]:
 
 def _by_place(rows: list[OpFormats]) -> list[OpFormats]:
     """Rows of repeated blocks in one: ``blocks.0.attn`` and ``blocks.1.attn`` are ``blocks.*.attn``."""
-    merged: dict[OpFormats, OpFormats] = {}
-    for row in rows:
-        place = re.sub(r"([^\d.][^.]*)\.\d+(?=\.|$)", r"\1.*", row.module)
-        key = replace(row, module=place, calls=0, casts=0)
-        before = merged.get(key, key)
-        merged[key] = replace(before, calls=before.calls + row.calls, casts=before.casts + row.casts)
-    return list(merged.values())
+    number = re.compile(r"([^\d.][^.]*)\.\d+(?=\.|$)")
+    return summed(replace(row, module=number.sub(r"\1.*", row.module)) for row in rows)
 
 
 # How a plan says that an op is computed -> the sentence for the ops of which it says so.
@@ -226,38 +221,28 @@ def _kernels(rows: list[OpFormats], policy: Policy, device_type: str) -> list[st
 
 def _table(rows: list[OpFormats], width: int) -> list[str]:
     """The rows as aligned columns; where they don't fit, without the planned formats, and then cut short."""
-    cells = [
-        {
-            "op": row.op,
-            "module": row.module,
-            "rule": row.rule or "-",
-            "planned": row.planned or "-",
-            "observed": row.observed or "-",
-            "calls": str(row.calls),
-            "casts": str(row.casts),
-            "": "" if row.as_planned else "!",
-        }
-        for row in rows
-    ]
-    names = [name for name in (cells[0] if cells else ()) if any(row[name] for row in cells)]
-    rows_of_text = [{name: name for name in names}, *cells]
-    widths = {name: max(len(row[name]) for row in rows_of_text) for name in names}
+    columns = {
+        "op": [row.op for row in rows],
+        "module": [row.module for row in rows],
+        "rule": [row.rule or "-" for row in rows],
+        "planned": [row.planned or "-" for row in rows],
+        "observed": [row.observed or "-" for row in rows],
+        "calls": [str(row.calls) for row in rows],
+        "casts": [str(row.casts) for row in rows],
+        "": ["" if row.as_planned else "!" for row in rows],
+    }
+    widths = {name: max(map(len, (name, *texts))) for name, texts in columns.items() if any(texts)}
     excess = sum(widths.values()) + 2 * len(widths) - 2 - width
     if excess > 0:
         excess -= widths.pop("planned") + 2
     for name, least in (("module", 10), ("op", 14), ("observed", 12), ("rule", 8)):
-        if excess > 0 and widths.get(name, 0) > least:
-            cut = min(excess, widths[name] - least)
+        cut = min(excess, widths.get(name, 0) - least)
+        if cut > 0:
             widths[name], excess = widths[name] - cut, excess - cut
-    lines = []
-    for row in rows_of_text:
-        short = {
-            name: row[name] if len(row[name]) <= size else f"{row[name][: size - 1]}…"
-            for name, size in widths.items()
-        }
-        aligned = (
-            f"{text:{'>' if name in ('calls', 'casts') else '<'}{widths[name]}}"
-            for name, text in short.items()
-        )
-        lines.append("  ".join(aligned).rstrip())
-    return lines
+    aligned = [[_cell(text, name, size) for text in (name, *columns[name])] for name, size in widths.items()]
+    return ["  ".join(line).rstrip() for line in zip(*aligned)]
+
+
+def _cell(text: str, column: str, size: int) -> str:
+    short = text if len(text) <= size else f"{text[: size - 1]}…"
+    return short.rjust(size) if column in ("calls", "casts") else short.ljust(size)

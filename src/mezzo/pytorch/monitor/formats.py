@@ -7,8 +7,8 @@ casts of autocast; a result is counted as the caller got it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
@@ -33,29 +33,40 @@ _NAMES = """alias arange bernoulli_ clone contiguous detach detach_ empty empty_
 _BOOKKEEPING = _COPIES.union(_NAMES.split())
 _ENGINE = "autograd::engine::evaluate_function: "
 _OPTIMIZER = "Optimizer.step#"
+_COMPILED_CALLS = "Torch-Compiled Region", "CompiledFunction", _ENGINE + "CompiledFunction"
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """One call of an op, resolved: the formats of its kernel, the casts around it, and how it computed."""
+    """One call of an op, resolved: the formats of its kernel, the casts around it, and how it computed.
+
+    `kind` is ``forward``, ``backward``, ``other`` (the engine's and the optimizer's own) or ``compiled``.
+    """
 
     op: str
-    arrived: tuple[str, ...]
-    inside: tuple[str, ...]
-    outside: tuple[str, ...]
-    casts: int
-    emulated: bool
+    arrived: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
+    casts: int = 0
+    emulated: bool = False
     module: str = ""
+    kind: str = "forward"
+
+    @property
+    def observed(self) -> str:
+        """The formats of the kernel's arguments and results."""
+        inside, outside = "+".join(self.inside) or "-", "+".join(self.outside) or "-"
+        return f"{inside} -> {outside}" if self.inside or self.outside else ""
 
 
 class OpObserver:
-    """Records between `enter` and `exit`, which need not be nested with anything; `table` has the result.
+    """A context that records what runs inside; `table` has the result. It need not be nested with other contexts.
 
     Args:
         policy: the policy that is compared, as for `mezzo.autocast`.
         device_type: the kind of device whose plan is compared.
-        whole: True if all that runs between `enter` and `exit` is inside the context, as in `explain`. Else an op may
-            have run outside of it (a loss, a metric), which is not a departure from the plan.
+        whole: True if all that runs is inside of the autocast context, as in `explain`. Else an op may have run outside
+            of it (a loss, a metric), which is not a departure from the plan.
 
     In backward an op is called ``linear.backward``; it has no plan, since it computes in the formats that forward
     saved. Calls inside compiled functions cannot be seen: they make one row, ``compiled region``. A step that could not
@@ -71,58 +82,39 @@ class OpObserver:
         self.device_type = device_type
         self.note = ""
         self._whole = whole
-        self._trace: ExecutionTrace | None = None
+        self._trace = ExecutionTrace()
         self._roots: list[Call] = []
 
-    def enter(self) -> None:
-        """Begin to record. Has no effect while recording."""
-        if self._trace is None:
-            trace = ExecutionTrace()
-            self._roots = []
-            self.note = trace.start()
-            self._trace = None if self.note else trace
-
-    def exit(self) -> None:
-        """End. Has no effect unless recording."""
-        if self._trace is not None:
-            trace, self._trace = self._trace, None
-            self._roots, self.note = trace.stop()
-
     def __enter__(self) -> OpObserver:
-        self.enter()
+        self._roots, self.note = [], self._trace.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.exit()
+        if not self.note:
+            self._roots, self.note = self._trace.stop()
 
     def table(self) -> list[OpFormats]:
         """What ran, a row for each op, formats and module, in the order of the first call."""
-        rows: dict[OpFormats, OpFormats] = {}
-
-        def count(row: OpFormats, casts: int = 0) -> None:
-            found = rows.get(row, row)
-            rows[row] = replace(found, calls=found.calls + 1, casts=found.casts + casts)
-
-        found = _Reading(self._roots)
+        every = list(_seen(self._roots, "", {}))
         # Where nothing at all was lowered, the context did not work, and no op can be excused.
-        lowered = any(_SIXTEEN & set(seen.inside) for seen in found.forward)
-        for seen in found.forward:
-            count(self._judged(seen, excuse=lowered and not self._whole), seen.casts)
-        for seen in found.backward:
-            count(self._gradient(seen), seen.casts)
-        for seen in found.others:
-            reason = "no op of the table: in the formats of its tensors"
-            count(OpFormats(seen.op, "", "", _arrow(seen.inside, seen.outside), 0, 0, reason), seen.casts)
-        for _ in range(found.compiled):
-            count(OpFormats(COMPILED, "", "", "", 0, 0, "compiled: formats not observed"))
-        return list(rows.values())
-
-    def _judged(self, seen: _Seen, *, excuse: bool) -> OpFormats:
-        observed = _arrow(seen.inside, seen.outside)
-        plans = (
-            plan(policy, self.device_type).get(bare(seen.op)) for policy in self._policies_at(seen.module)
+        excuse = not self._whole and any(
+            _SIXTEEN & {*seen.inside} for seen in every if seen.kind == "forward"
         )
-        rows = [_row(seen, observed, found) for found in plans]
+        return summed(self._row(seen, excuse=excuse) for seen in every)
+
+    def _row(self, seen: _Seen, *, excuse: bool) -> OpFormats:
+        if seen.kind == "compiled":
+            return _row(seen, "compiled: formats not observed")
+        if seen.kind == "other":
+            return _row(seen, "no op of the table: in the formats of its tensors")
+        if seen.kind == "backward":
+            op = bare(seen.op)
+            decision = self.policy.rule_for(op)
+            reason = f"gradient of {op}" + (", in FP32 from 16-bit values" if seen.emulated else "")
+            rule = decision.rule.value if decision else ""
+            return _row(replace(seen, op=f"{op}.backward"), reason, rule)
+        plans = (plan(one, self.device_type).get(bare(seen.op)) for one in self._policies_at(seen.module))
+        rows = [_forward_row(seen, found) for found in plans]
         row = next((row for row in rows if row.as_planned), rows[0])
         untouched = row.rule == "lower" and set(seen.arrived) == {"fp32"} == set(seen.outside)
         if excuse and untouched and not row.as_planned:
@@ -143,23 +135,27 @@ class OpObserver:
         own = self.policy.format_inside(module)
         yield base if own is None else replace(base, compute=own, loss_scale="none")
 
-    def _gradient(self, seen: _Seen) -> OpFormats:
-        op = bare(seen.op)
-        decision = self.policy.rule_for(op)
-        rule = decision.rule.value if decision else ""
-        reason = f"gradient of {op}" + (", in FP32 from 16-bit values" if seen.emulated else "")
-        observed = _arrow(seen.inside, seen.outside)
-        return OpFormats(f"{op}.backward", rule, "", observed, 0, 0, reason, seen.module)
+
+def summed(rows: Iterable[OpFormats]) -> list[OpFormats]:
+    """Rows that differ only in calls and casts as one row, in the order of the first."""
+    found: dict[OpFormats, OpFormats] = {}
+    for row in rows:
+        key = replace(row, calls=0, casts=0)
+        before = found.get(key, key)
+        found[key] = replace(row, calls=before.calls + row.calls, casts=before.casts + row.casts)
+    return list(found.values())
 
 
-def _row(seen: _Seen, observed: str, found: OpPlan | None) -> OpFormats:
-    if found is None:
-        reason = "no rule: in the format of its inputs"
-        if seen.op.endswith("_") and not seen.op.startswith("_"):
-            reason = "in place: in the format of the tensor that it changes"
-        return OpFormats(seen.op, "", "", observed, 0, 0, reason, seen.module)
-    planned = _planned(seen, found)
-    return OpFormats(seen.op, found.rule, planned, observed, 0, 0, found.reason, seen.module)
+def _row(seen: _Seen, reason: str, rule: str = "", planned: str = "") -> OpFormats:
+    return OpFormats(seen.op, rule, planned, seen.observed, 1, seen.casts, reason, seen.module)
+
+
+def _forward_row(seen: _Seen, found: OpPlan | None) -> OpFormats:
+    if found is not None:
+        return _row(seen, found.reason, found.rule, _planned(seen, found))
+    if seen.op.endswith("_") and not seen.op.startswith("_"):
+        return _row(seen, "in place: in the format of the tensor that it changes")
+    return _row(seen, "no rule: in the format of its inputs")
 
 
 def _planned(seen: _Seen, found: OpPlan) -> str:
@@ -180,73 +176,42 @@ def _planned(seen: _Seen, found: OpPlan) -> str:
     return f"{inside} -> {out}" if seen.outside else ""
 
 
-def _arrow(inside: Sequence[str], outside: Sequence[str]) -> str:
-    return f"{'+'.join(inside) or '-'} -> {'+'.join(outside) or '-'}" if inside or outside else ""
-
-
 def _distinct(tensors: Iterable[tuple[int, str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(fmt for _, fmt in tensors))
 
 
-@dataclass
-class _Reading:
-    """The calls of a trace: forward ops, their backward, compiled functions, the engine's and the optimizer's own."""
-
-    roots: list[Call]
-    forward: list[_Seen] = field(default_factory=list)
-    backward: list[_Seen] = field(default_factory=list)
-    others: list[_Seen] = field(default_factory=list)
-    compiled: int = 0
-
-    def __post_init__(self) -> None:
-        self._makers: dict[tuple[int, int], _Seen] = {}
-        for root in self.roots:
-            self._visit(root, "")
-
-    def _visit(self, call: Call, module: str) -> None:
+def _seen(calls: Iterable[Call], module: str, makers: dict[tuple[int, int], _Seen]) -> Iterator[_Seen]:
+    """What a trace's calls in a module computed; `makers` collects which op made which node of autograd's."""
+    for call in calls:
         if call.name.startswith(MODULE_MARK):
-            module = call.name[len(MODULE_MARK) :]
-        elif call.name.startswith(
-            ("Torch-Compiled Region", "CompiledFunction", _ENGINE + "CompiledFunction")
-        ):
-            self.compiled += 1
-            return
+            yield from _seen(call.children, call.name[len(MODULE_MARK) :], makers)
+        elif call.name.startswith(_COMPILED_CALLS):
+            yield _Seen(COMPILED, kind="compiled")
         elif call.name.startswith(_ENGINE):
-            self._visit_backward(call)
-            return
-        elif marked := _optimizer(call):
-            self.others.extend(_together(_Seen(marked, (), (), (), 0, False), call))
-            return
-        elif "::" in call.name and not call.name.startswith("autograd::") and self._is_op(call):
-            seen = _resolved(call, module)
-            if seen.arrived or seen.outside:
-                self.forward.append(seen)
-            for inner in call.walk():
-                if inner.sequence[1] >= 0 and not inner.backward:
-                    self._makers[inner.sequence] = seen
-            return
-        for child in call.children:
-            self._visit(child, module)
-
-    def _visit_backward(self, call: Call) -> None:
-        made = (inner for inner in call.children if inner.backward and inner.sequence in self._makers)
-        node = next(made, None)
-        if node is None:
             name = call.name[len(_ENGINE) :].removeprefix("torch::autograd::")
-            self.others.extend(_together(_Seen(name, (), (), (), 0, False), call))
+            nodes = (inner.sequence for inner in call.children if inner.backward and inner.sequence in makers)
+            made = makers.get(next(nodes, (0, -1)))
+            yield from _together(replace(made, kind="backward") if made else _Seen(name, kind="other"), call)
+        elif marked := _optimizer(call):
+            yield from _together(_Seen(marked, kind="other"), call)
+        elif "::" in call.name and not call.name.startswith("autograd::") and _is_op(call):
+            seen = _resolved(call, module)
+            nodes = (inner.sequence for inner in call.walk() if not inner.backward)
+            makers.update({node: seen for node in nodes if node[1] >= 0})
+            if seen.arrived or seen.outside:
+                yield seen
         else:
-            self.backward.extend(_together(self._makers[node.sequence], call))
+            yield from _seen(call.children, module, makers)
 
-    def _is_op(self, call: Call) -> bool:
-        """Whether this is the call to report: an op of the table, or one that computes and holds none."""
-        op = call.op
-        if bare(op) in RULES:
-            return True
-        if op in _BOOKKEEPING or not call.name.startswith("aten::"):
-            return not call.name.startswith(("aten::", "mezzo::", "profiler::")) and _is_kernel(call)
-        return _is_kernel(call) and not any(
-            inner.name.startswith("aten::") and inner.op in RULES for inner in call.walk()
-        )
+
+def _is_op(call: Call) -> bool:
+    """Whether this is the call to report: an op of the table, or one that computes and holds none."""
+    if bare(call.op) in RULES:
+        return True
+    if call.op in _BOOKKEEPING or not call.name.startswith("aten::"):
+        return not call.name.startswith(("aten::", "mezzo::", "profiler::")) and _is_kernel(call)
+    inner = (inner.op for inner in call.walk() if inner.name.startswith("aten::"))
+    return _is_kernel(call) and not any(op in RULES for op in inner)
 
 
 def _optimizer(call: Call) -> str:

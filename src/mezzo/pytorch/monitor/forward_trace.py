@@ -10,6 +10,7 @@ question at the end is what reached a given tensor.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import warnings
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch._tensor
@@ -30,6 +31,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
+from torch.utils._pytree import tree_map_only
 
 from mezzo.core.overflow import OUTSIDE, Maker, OverflowReport, TensorFacts, rounded_to_infinity
 from mezzo.pytorch.monitor.module_paths import walk
@@ -41,7 +43,6 @@ from mezzo.pytorch.monitor.operations import (
     facts,
     finite,
     line_text,
-    mapped,
     only_minus_infinity,
     op_of_function,
     op_of_node,
@@ -57,29 +58,20 @@ from mezzo.runner.patches import Patches
 class Operation:
     """An operation of a forward pass, or a tensor that was there before it and is not finite.
 
-    Args:
-        module: path of the module that was running.
-        op: its name; of a tensor, the tensor's.
-        line: the user's line that called it.
-        kind: ``""`` (its result is finite), ``passed`` (an input was not finite), ``overflow`` or ``invalid`` (it
-            produced the value), ``input``, ``state``, ``mask`` (an explicit -inf, and what is computed from it).
-        number: its place among those that are not finite.
-        parents: the sources of the inputs that were not finite.
-        inputs, outputs: of an operation that produced the value.
-        unseen: a tensor that was put on the graph before the trace began.
-        maker: of an overflow, the earlier operation whose finite result did not fit.
+    `kind` is ``""`` (its result is finite), ``passed`` (an input was not finite), ``overflow`` or ``invalid`` (it
+    produced the value), ``input``, ``state``, ``mask`` (an explicit -inf, and what is computed from it).
     """
 
-    module: str
-    op: str
-    line: Line | None = None
+    module: str  # path of the module that was running
+    op: str  # its name; of a tensor, the tensor's
+    line: Line | None = None  # of the user's that called it
     kind: str = ""
-    number: int = 0
-    parents: list[Operation] = field(default_factory=list)
-    inputs: list[TensorFacts] = field(default_factory=list)
+    number: int = 0  # its place among those that are not finite
+    parents: list[Operation] = field(default_factory=list)  # sources of the inputs that were not finite
+    inputs: list[TensorFacts] = field(default_factory=list)  # of an operation that produced the value
     outputs: list[TensorFacts] = field(default_factory=list)
-    unseen: bool = False
-    maker: Maker | None = None
+    unseen: bool = False  # a tensor that was put on the graph before the trace began
+    maker: Maker | None = None  # of an overflow: the earlier operation whose finite result did not fit
 
     def __str__(self) -> str:
         return f"{self.module or 'the model'}: {self.op}"
@@ -133,17 +125,14 @@ def beyond(tensor: Tensor) -> float:
     return largest if _BEYOND <= largest < float("inf") else 0.0
 
 
-_T = TypeVar("_T")
-
-
-class _OfTensors(Generic[_T]):
+class _OfTensors:
     """A value for each of some living tensors, and for other tensors that share its memory."""
 
     def __init__(self) -> None:
-        self._own: dict[int, tuple[weakref.ref[Tensor], _T]] = {}
-        self._memory: dict[int, tuple[weakref.ref[Tensor], _T]] = {}
+        self._own: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+        self._memory: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
 
-    def __setitem__(self, tensor: Tensor, value: _T) -> None:
+    def __setitem__(self, tensor: Tensor, value: Any) -> None:
         self._own[id(tensor)] = held = weakref.ref(tensor), value
         if tensor.layout is torch.strided:
             self._memory[tensor.untyped_storage().data_ptr()] = held
@@ -151,15 +140,15 @@ class _OfTensors(Generic[_T]):
     def drop(self, tensor: Tensor) -> None:
         self._own.pop(id(tensor), None)
 
-    def own(self, tensor: Tensor) -> _T | None:
+    def own(self, tensor: Tensor) -> Any:
+        """The tensor's own value, or None."""
         held = self._own.get(id(tensor))
         return held[1] if held is not None and held[0]() is tensor else None
 
-    def shared(self, tensor: Tensor) -> _T | None:
-        """That of a tensor with the same memory, as of the base of a view."""
-        if tensor.layout is not torch.strided:
-            return None
-        held = self._memory.get(tensor.untyped_storage().data_ptr())
+    def shared(self, tensor: Tensor) -> Any:
+        """That of a tensor with the same memory, as of the base of a view; or None."""
+        strided = tensor.layout is torch.strided
+        held = self._memory.get(tensor.untyped_storage().data_ptr()) if strided else None
         return held[1] if held is not None and held[0]() is not None else None
 
 
@@ -226,10 +215,10 @@ class ForwardTrace(TorchFunctionMode):
             if tensor.numel():
                 self._there.setdefault(_address(tensor), ("", name, "input"))
         self._stack: list[str] = [outer]
-        self._bad: _OfTensors[Operation] = _OfTensors()
-        self._large: _OfTensors[Maker] = _OfTensors()
+        self._bad = _OfTensors()  # of Operation
+        self._large = _OfTensors()  # of Maker
         self._held: list[Tensor] = []
-        self._count = 0
+        self._count = itertools.count(1)
         self._running = False
         self._thread = threading.get_ident()
         self.paused = False
@@ -425,12 +414,11 @@ class ForwardTrace(TorchFunctionMode):
         return "invalid" if no_number or operation.op in POLES else "overflow"
 
     def _number(self, operation: Operation, kind: str) -> None:
-        self._count += 1
-        operation.kind, operation.number = kind, self._count
+        operation.kind, operation.number = kind, next(self._count)
 
     def _origin(self, tensor: Tensor) -> Operation:
         """The source of a tensor that is not finite though no operation was seen to make it so."""
-        known = self._bad.shared(tensor)
+        known: Operation | None = self._bad.shared(tensor)
         if known is not None:
             return known
         path, name, kind = self._there.get(_address(tensor), (self._stack[-1], "", ""))
@@ -451,7 +439,7 @@ class ForwardTrace(TorchFunctionMode):
         most = max(read, key=beyond, default=None)
         if most is None or not beyond(most):
             return None
-        known = self._large.own(most) or self._large.shared(most)
+        known: Maker | None = self._large.own(most) or self._large.shared(most)
         there = self._there.get(_address(most))
         if known is None and there is not None:
             known = Maker(there[0], "", "", facts(most, there[1]))
@@ -461,7 +449,7 @@ class ForwardTrace(TorchFunctionMode):
         """The operation behind a tensor that is not finite; None if it is finite, or holds only a mask."""
         if finite(tensor):
             return None
-        operation = self._bad.own(tensor) or self._origin(tensor)
+        operation: Operation = self._bad.own(tensor) or self._origin(tensor)
         return None if operation.kind == "mask" else operation
 
     def claim(self, tensor: Tensor, operation: Operation | None) -> None:
@@ -500,7 +488,7 @@ def _in_fp64(call: _Call) -> list[Tensor] | None:
     try:
         with torch.no_grad(), torch.autocast(device, enabled=False):
             kept = {name: value for name, value in call.kwargs.items() if name not in ("dtype", "out")}
-            args, kept = mapped((call.args, kept), wide)
+            args, kept = tree_map_only(Tensor, wide, (call.args, kept))
             outs = [t for t in tensors(call.func(*args, **kept)) if t.is_floating_point()]
     except Exception:  # an op without an FP64 form, or of a kind that can't be repeated: decided by its name
         return None

@@ -194,11 +194,8 @@ def remedies_for(
         found = None if report.cause == "loss scale" else _POLICY.search(sentence)
         text = found.group(1) if found is not None else ""
         if text:
-            if (
-                call is None
-                or any(_asks_more(text, less) for less in helping)
-                or not _helps(text, call, scales)
-            ):
+            more = any(_asks_more(text, less) for less in helping)
+            if call is None or more or not _helps(text, call, scales):
                 continue
             helping.append(text)
         kept.append(f"{sentence}{owner}" if "module." in text else sentence)

@@ -16,15 +16,12 @@ _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 @dataclass
 class Paths:
-    """The modules of a model.
+    """The modules of a model."""
 
-    Args:
-        seen: path -> module, of those whose outputs are looked at.
-        compiled: paths of compiled modules, whose inside cannot be seen.
-    """
-
-    seen: dict[str, nn.Module] = field(default_factory=dict)
-    compiled: list[str] = field(default_factory=list)
+    seen: dict[str, nn.Module] = field(default_factory=dict)  # by path: those whose outputs are looked at
+    compiled: list[str] = field(
+        default_factory=list
+    )  # paths of compiled modules, whose inside cannot be seen
 
 
 def paths(model: nn.Module, *, every: bool = False) -> Paths:

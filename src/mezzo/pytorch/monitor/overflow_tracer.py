@@ -127,14 +127,9 @@ class OverflowTracer(StepObserver):
         if inner not in self._effects:
             self._effects[inner] = SideEffects(inner)
         OverflowTracer._numbers += 1
+        effects, number = self._effects[inner], OverflowTracer._numbers
         self._open = SavedCall(
-            model,
-            args,
-            kwargs,
-            effects=self._effects[inner],
-            enter=self._enter,
-            line=users_line(),
-            number=OverflowTracer._numbers,
+            model, args, kwargs, effects=effects, enter=self._enter, line=users_line(), number=number
         )
 
     @_never_raises

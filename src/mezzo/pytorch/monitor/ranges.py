@@ -14,8 +14,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -91,13 +91,17 @@ class RangeWatch(StepObserver):
         self.notes: list[str] = []
         self._optimizer = optimizer
         self._clock = clock
-        self._tell = note
+        self._tell = note or _warn
         self._all_modules = all_modules
         self._kinds = frozenset(kinds)
         self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         if optimizer is not None:
             self._updates[optimizer] = 0
-        self._models: list[_Known] = [] if model is None else [_Known(ref(model), "")]
+        self._models: WeakKeyDictionary[nn.Module, str] = (
+            WeakKeyDictionary()
+        )  # -> what their paths begin with
+        if model is not None:
+            self._models[model] = ""
         self._outputs = WatchedOutputs(self._kinds, distinct=all_modules)
         self._parameters: WatchedParameters | None = None
         self._releases = False  # the optimizer steps within backward, without `update_begins`
@@ -122,12 +126,12 @@ class RangeWatch(StepObserver):
         """Put hooks on the modules, if the update that comes is watched."""
         if not self._armed() or _capturing():
             return
-        known = self._known(model)
+        prefix = self._prefix(model)
         if self._outputs.wanted:
             found = paths(model, every=self._all_modules)
             if found.compiled:
                 self._note(_COMPILED.format(found.compiled[0] or "the model"))
-            self._outputs.call_begins(model, found, known.prefix)
+            self._outputs.call_begins(model, found, prefix)
 
     def call_ended(self, model: nn.Module, output: Any) -> None:
         """What the model itself returned."""
@@ -205,71 +209,46 @@ class RangeWatch(StepObserver):
             return True  # not every optimizer has been seen
         return any(map(self._due, self._updates))
 
-    def _known(self, model: nn.Module) -> _Known:
-        """The model's paths; those of a second one in the process begin with its class."""
-        self._models = [known for known in self._models if known.model() is not None]
-        for known in self._models:
-            if known.model() is model:
-                return known
-        self._models.append(_Known(ref(model), self._prefix(model)))
-        return self._models[-1]
-
     def _prefix(self, model: nn.Module) -> str:
-        """What the paths in a model begin with: its own path, if it is a part of one that is known already."""
-        for known in self._models:
-            whole = known.model()
-            path = None if whole is None else path_of(model, whole)
-            if path is not None:
-                return joined(known.prefix, path)
+        """What a model's paths begin with: nothing for the first one, for another one its class."""
+        if model not in self._models:
+            self._models[model] = self._new_prefix(model)
+        return self._models[model]
+
+    def _new_prefix(self, model: nn.Module) -> str:
+        for whole, prefix in self._models.items():
+            path = path_of(model, whole)
+            if path is not None:  # a part of a model that is known already
+                return joined(prefix, path)
         if not self._models:
             return ""
         name = type(model).__name__
-        again = sum(known.prefix.startswith(name) for known in self._models)
+        again = sum(prefix.startswith(name) for prefix in self._models.values())
         return f"{name}{again + 1 if again else ''}"
 
     def _watch(self, optimizer: Optimizer, scale: Tensor | float) -> WatchedParameters:
         names: dict[int, tuple[str, str]] = {}
-        for known in reversed(self._models):
-            model = known.model()
-            if model is not None:
-                found = parameter_paths(model)
-                names |= {key: (joined(known.prefix, path), name) for key, (path, name) in found.items()}
+        for model, prefix in reversed([*self._models.items()]):
+            found = parameter_paths(model)
+            names |= {key: (joined(prefix, path), name) for key, (path, name) in found.items()}
         self._weight_scale = _kept(scale)
         self._parameters = WatchedParameters(optimizer, names, self._kinds)
         return self._parameters
 
     def _note(self, text: str) -> None:
-        if text in self.notes:
-            return
-        self.notes.append(text)
-        if self._tell is None:
-            warnings.warn(text, UserWarning, stacklevel=2)
-        else:
+        if text not in self.notes:
+            self.notes.append(text)
             self._tell(text)
-
-
-class _Known(NamedTuple):
-    """A model that has been called, and what its modules' paths begin with."""
-
-    model: ref[nn.Module]
-    prefix: str
 
 
 @dataclass
 class _Watched:
-    """One watched update, on the device until it is read.
-
-    Args:
-        rows, ratios: the counts; ratios count only if the update was not skipped.
-        scales: kind of gradient -> its loss scale.
-        record: the record without rows and loss scale.
-        loss_scale, skipped: of the update.
-    """
+    """One watched update, on the device until it is read."""
 
     rows: ExponentRows
-    ratios: ExponentRows
-    scales: dict[str, Tensor | float]
-    record: RangesRecord
+    ratios: ExponentRows  # count only if the update was not skipped
+    scales: dict[str, Tensor | float]  # kind of gradient -> its loss scale
+    record: RangesRecord  # without rows and loss scale until it is read
     loss_scale: Tensor | float
     skipped: Tensor | bool
     is_read: bool = False
@@ -282,6 +261,10 @@ class _Watched:
             self.record = replace(self.record, loss_scale=float(self.loss_scale), rows=found)
             self.rows, self.ratios, self.is_read = ExponentRows(), ExponentRows(), True
         return self.record
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def _kept(value: Any) -> Any:

@@ -25,9 +25,10 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map_only
 
 from mezzo.pytorch.monitor.module_paths import unwrapped
-from mezzo.pytorch.monitor.operations import Line, mapped, tensors, version_of
+from mezzo.pytorch.monitor.operations import Line, tensors, version_of
 from mezzo.pytorch.snapshot import RandomState
 from mezzo.pytorch.unseen import unseen
 from mezzo.runner.patches import Patches
@@ -143,11 +144,6 @@ def running_again() -> bool:
     return bool(getattr(_now, "again", False))
 
 
-def _run_plainly(run: Any, preserve_rng_state: bool, *args: Any) -> Any:
-    """Replaces `apply` of the autograd Function of reentrant checkpoints."""
-    return run(*args)
-
-
 @contextmanager
 def nothing_left(model: nn.Module) -> Iterator[None]:
     """Run a model inside, and find everything as it was before afterwards.
@@ -169,7 +165,7 @@ def nothing_left(model: nn.Module) -> Iterator[None]:
                 # Of PyTorch's own class: an open context puts a subclass in its place, which calls it.
                 classes = torch_checkpoint.CheckpointFunction.__mro__
                 genuine = next(one for one in classes if one.__module__ == torch_checkpoint.__name__)
-                patches.set(genuine, "apply", staticmethod(_run_plainly))
+                patches.set(genuine, "apply", staticmethod(lambda run, preserve, *args: run(*args)))
                 with eager():
                     yield
             finally:
@@ -247,7 +243,7 @@ class SavedCall:
         given = (args, kwargs)
         self.sources = [weakref.ref(tensor) for tensor in tensors(given) if tensor.grad_fn is not None]
         # Detached, so that a graph that led here does not live longer for it.
-        self._arguments = mapped(given, lambda t: t if t.grad_fn is None else _off_graph(t))
+        self._arguments = tree_map_only(Tensor, lambda t: t if t.grad_fn is None else _off_graph(t), given)
         self._versions = [(leaf, version_of(leaf)) for leaf in tensors(self._arguments, objects=True)]
         self._keepers: list[weakref.ref[Any]] = []
         self.grads: dict[int, dict[int, Tensor]] = {}
@@ -271,9 +267,8 @@ class SavedCall:
 
         def keep(grad: Tensor | None) -> None:
             call = kept()
-            if (
-                call is not None and grad is not None
-            ):  # None: the node runs, and no gradient came to this output
+            # No gradient: the node runs, and none came to this output.
+            if call is not None and grad is not None:
                 call.grads.setdefault(SavedCall.backward, {})[place] = grad.detach()
                 call.retained = torch._C._autograd._get_current_graph_task_keep_graph()
 
@@ -291,7 +286,7 @@ class SavedCall:
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, off the graph, for one more call."""
-        args, kwargs = mapped(self._arguments, _off_graph)
+        args, kwargs = tree_map_only(Tensor, _off_graph, self._arguments)
         return args, kwargs
 
     def gradients(self, number: int, outputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from mezzo.core.errors import UsageError
@@ -62,12 +66,14 @@ class TensorBoardWriter(RecordWriter):
 
     def __init__(self, logdir: str | os.PathLike[str], also: RecordWriter | None = None) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            with _without_tensorflow():
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._events: Any = SummaryWriter(os.fspath(logdir))
         except ImportError as error:
             raise UsageError(
                 f"TensorBoard's package is not installed ({error}). Install it with: pip install 'mezzo[tensorboard]'"
             ) from error
-        self._events: Any = SummaryWriter(os.fspath(logdir))
         self._also = also
         self._pid = os.getpid()
         self._zero = time.time()
@@ -151,6 +157,24 @@ class TensorBoardWriter(RecordWriter):
             global_step=record.update,
             walltime=self._zero + record.at,
         )
+
+
+@contextmanager
+def _without_tensorflow() -> Iterator[None]:
+    """TensorBoard writes with its own file functions, not with TensorFlow's, unless TensorFlow is imported already.
+
+    Each of TensorFlow and Triton has LLVM in it: if Triton, which `torch._dynamo` imports, is loaded after TensorFlow,
+    the process aborts ("Option registered more than once").
+    """
+    marker = "tensorboard.compat.notf"  # TensorBoard does not import TensorFlow if this module exists
+    if "tensorflow" in sys.modules or marker in sys.modules:
+        yield
+        return
+    sys.modules[marker] = ModuleType(marker)
+    try:
+        yield
+    finally:
+        del sys.modules[marker]
 
 
 def _utf8(text: str) -> str:

@@ -50,15 +50,12 @@ def watchers_for(session: Session) -> list[StepObserver]:
     if request.watch:
         from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
 
-        class Quiet(RangeWatch):
-            """Notes in the run's summary, not warnings in the script's output."""
-
-            def _note(self, text: str) -> None:
-                session.journal.note(text)
-
         every = DEFAULT_EVERY if request.watch < 0 else request.watch
-        clock = session.journal.now
-        found.append(Quiet(None, None, every=every, clock=clock, all_modules=request.watch_all))
+        journal = session.journal
+        watch = RangeWatch(
+            None, None, every=every, clock=journal.now, note=journal.note, all_modules=request.watch_all
+        )
+        found.append(watch)
     if request.sensitivity:
         from mezzo.pytorch.sensitivity import STEPS, Sensitivities
 
@@ -86,12 +83,13 @@ def observed_step(session: Session) -> Callable[[bool], None]:
     device = session.device_type or "cpu"
     session.observers.pause()  # what they compute is not part of the step
     formats, memory = OpObserver(session.policy, device), PeakTensorBytes(device)
-    formats.enter()
+    recording = ExitStack()
+    recording.enter_context(formats)
     memory.start()
 
     def stop(keep: bool) -> None:
         peak = memory.stop()
-        formats.exit()
+        recording.close()
         session.observers.resume()
         if keep:
             if formats.note:
