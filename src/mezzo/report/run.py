@@ -92,7 +92,7 @@ class Run:
         """Why updates failed that a smaller loss scale would have kept."""
         if self.constant_scale is not None:
             return f"the constant loss scale {scale_text(self.constant_scale)} is too large for this step"
-        return "the loss scale was too large for this step (its gradients overflow at this one, and not at a smaller one)"
+        return "the loss scale was too large for this step (a smaller one keeps its gradients finite)"
 
     @property
     def alarms(self) -> int:
