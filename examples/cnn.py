@@ -56,7 +56,7 @@ for step in range(arguments.steps):
 checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "mezzo": mp.state_dict()}
 mp.load_state_dict(checkpoint["mezzo"])
 
-# Evaluation: the same region, and batch normalisation's running statistics, which are FP32.
+# Evaluation: the same context, and batch normalisation's running statistics, which are FP32.
 average.module.load_state_dict({**average.module.state_dict(), **dict(model.named_buffers())})
 average.eval()
 with torch.no_grad(), mp.autocast():

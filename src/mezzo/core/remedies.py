@@ -79,7 +79,7 @@ def _of_overflow(report: OverflowReport, used: Policy | None) -> list[str]:
     if max((one.largest for one in report.inputs if one.name == "weight"), default=0.0) > _GROWN:
         found.append(f"a lower learning rate: the weights have grown large; {_CLIPPING}")
     if report.op in ("half", "bfloat16", "to", "to_copy", "type"):
-        found.append("leave the conversion out: the region converts what each operation needs")
+        found.append("leave the conversion out: autocast converts what each operation needs")
     if report.maker is not None:
         found.append(_at_its_maker(report.maker, report.direction))
     elif report.direction == "backward":

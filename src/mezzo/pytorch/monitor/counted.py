@@ -186,7 +186,7 @@ class WatchedOutputs:
     def _count(self, path: str, output: Any) -> None:
         repeats = _graph_task() != -1
         for tensor in {id(tensor): tensor for tensor in tensors(output)}.values():
-            # A parameter was not computed; and to detach one makes a region forget its casts.
+            # A parameter was not computed; and to detach one makes a context forget its casts.
             if isinstance(tensor, nn.Parameter) or not (tensor.is_floating_point() or tensor.is_complex()):
                 continue
             if self._distinct and not self._first_seen(tensor):

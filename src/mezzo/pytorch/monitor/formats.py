@@ -118,7 +118,7 @@ class OpObserver:
         row = next((row for row in rows if row.as_planned), rows[0])
         untouched = row.rule == "lower" and set(seen.arrived) == {"fp32"} == set(seen.outside)
         if excuse and untouched and not row.as_planned:
-            return replace(row, planned="", reason="outside the region: in the format of its inputs")
+            return replace(row, planned="", reason="outside of autocast: in the format of its inputs")
         return row
 
     def _policies_at(self, module: str) -> Iterator[Policy]:

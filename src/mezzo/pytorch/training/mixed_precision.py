@@ -197,7 +197,7 @@ class MixedPrecision:
                 watch=watch,
                 trace=trace,
                 scales=self._resolved.scaler is not None,
-                enter=self._resolved.region,
+                enter=self._resolved.context,
                 clock=self._journal.now,
             ),
         )
@@ -292,7 +292,7 @@ class MixedPrecision:
         copies = resolved.scaler is not None and self._watches_buffers
         if resolved.trial is not None or copies or self._watches_live:
             return self._watched_context()
-        return resolved.region()
+        return resolved.context()
 
     @property
     def _watches_live(self) -> bool:
@@ -316,7 +316,7 @@ class MixedPrecision:
         watched: AbstractContextManager[Any] = nullcontext()
         if self._watches_live:
             watched = self._observing.live()
-        with self._resolved.region() as context, watched:
+        with self._resolved.context() as context, watched:
             yield context
 
     @_disable_dynamo

@@ -85,7 +85,7 @@ class ResolvedPrecision:
         """The loss scale of the next step; None without one, and in the FP32 steps of a trial, which need none."""
         return None if self.trial is not None and self.trial.precision == "fp32" else self.scaler
 
-    def region(self) -> AbstractContextManager[Context]:
+    def context(self) -> AbstractContextManager[Context]:
         """The autocast context of the next step."""
         if torch.compiler.is_dynamo_compiling():  # which can't enter a context that it did not see made
             return autocast(self.policy, self._device_type)
