@@ -222,7 +222,7 @@ def other_machine(results: dict[str, Any]) -> str:
 
 LOSSES = {
     "amp-bf16": "torch.autocast",
-    "mezzo-bf16": "`F.cross_entropy` in a region",
+    "mezzo-bf16": "`F.cross_entropy` in a context",
     "fused-loss": "`LinearCrossEntropy`",
 }
 """The contenders of the loss alone, and their column heads."""

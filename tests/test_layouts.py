@@ -237,6 +237,10 @@ def outcomes(kind: str, spec: str) -> list[tuple[str, str, bool]]:
             found.append((told, "", theirs is not None))
             continue
         exact = attempt(*arguments, torch.float32, nullcontext(), backward)
+        if (
+            name == "embedding_bag"
+        ):  # the others serve ATen's backward; their shapes depend on the table's strides
+            ours, exact = ours[:1] + ours[4:], exact[:1] + exact[4:]
         off = difference(ours, exact, eps)
         if off and theirs is not None and not difference(ours, theirs, eps):
             off = ""
