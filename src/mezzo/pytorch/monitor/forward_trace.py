@@ -31,7 +31,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
-from torch.utils._pytree import tree_map_only
 
 from mezzo.core.overflow import OUTSIDE, Maker, OverflowReport, TensorFacts, rounded_to_infinity
 from mezzo.pytorch.monitor.module_paths import walk
@@ -43,6 +42,7 @@ from mezzo.pytorch.monitor.operations import (
     facts,
     finite,
     line_text,
+    mapped,
     only_minus_infinity,
     op_of_function,
     op_of_node,
@@ -488,7 +488,7 @@ def _in_fp64(call: _Call) -> list[Tensor] | None:
     try:
         with torch.no_grad(), torch.autocast(device, enabled=False):
             kept = {name: value for name, value in call.kwargs.items() if name not in ("dtype", "out")}
-            args, kept = tree_map_only(Tensor, wide, (call.args, kept))
+            args, kept = mapped((call.args, kept), wide)
             outs = [t for t in tensors(call.func(*args, **kept)) if t.is_floating_point()]
     except Exception:  # an op without an FP64 form, or of a kind that can't be repeated: decided by its name
         return None

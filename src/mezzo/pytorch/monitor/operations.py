@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
@@ -156,6 +156,23 @@ def facts(tensor: Tensor, name: str) -> TensorFacts:
         infinities=int(torch.isinf(size).sum()),
         nans=int(torch.isnan(size).sum()),
     )
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A value whose tensors, in lists, tuples and dicts too, are changed; the containers are new.
+
+    `torch.utils._pytree.tree_map_only` costs four times as much, at each call of a traced model.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([mapped(item, change) for item in value])
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*[mapped(item, change) for item in value])
+    if kind is dict:
+        return {name: mapped(item, change) for name, item in value.items()}
+    return value
 
 
 def tensors(value: Any, depth: int = 6, *, objects: bool = False) -> Iterator[Tensor]:

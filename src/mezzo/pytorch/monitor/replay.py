@@ -25,10 +25,9 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_map_only
 
 from mezzo.pytorch.monitor.module_paths import unwrapped
-from mezzo.pytorch.monitor.operations import Line, tensors, version_of
+from mezzo.pytorch.monitor.operations import Line, mapped, tensors, version_of
 from mezzo.pytorch.snapshot import RandomState
 from mezzo.pytorch.unseen import unseen
 from mezzo.runner.patches import Patches
@@ -243,7 +242,7 @@ class SavedCall:
         given = (args, kwargs)
         self.sources = [weakref.ref(tensor) for tensor in tensors(given) if tensor.grad_fn is not None]
         # Detached, so that a graph that led here does not live longer for it.
-        self._arguments = tree_map_only(Tensor, lambda t: t if t.grad_fn is None else _off_graph(t), given)
+        self._arguments = mapped(given, lambda t: t if t.grad_fn is None else _off_graph(t))
         self._versions = [(leaf, version_of(leaf)) for leaf in tensors(self._arguments, objects=True)]
         self._keepers: list[weakref.ref[Any]] = []
         self.grads: dict[int, dict[int, Tensor]] = {}
@@ -286,7 +285,7 @@ class SavedCall:
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, off the graph, for one more call."""
-        args, kwargs = tree_map_only(Tensor, _off_graph, self._arguments)
+        args, kwargs = mapped(self._arguments, _off_graph)
         return args, kwargs
 
     def gradients(self, number: int, outputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -34,11 +34,13 @@ class Form(NamedTuple):
 
     Args:
         shape: the sizes of the last dimensions, which form a row.
+        columns: their product.
         epsilon: added to the variance, or to the mean square.
         is_centred: subtract the mean: layer_norm. Otherwise it is rms_norm, without a bias.
     """
 
     shape: tuple[int, ...]
+    columns: int
     epsilon: float
     is_centred: bool
 
@@ -73,7 +75,7 @@ def layer_norm(
     """
     if input.dtype not in _HALVES:
         return torch.layer_norm(input, normalized_shape, weight, bias, eps, cudnn_enable)
-    return _norm(input, weight, bias, Form(tuple(normalized_shape), eps, True))
+    return _norm(input, weight, bias, _form(normalized_shape, eps, True))
 
 
 def rms_norm(
@@ -90,11 +92,16 @@ def rms_norm(
     """
     if input.dtype not in _HALVES:
         return torch.rms_norm(input, normalized_shape, weight, eps)
-    return _norm(input, weight, None, Form(tuple(normalized_shape), _EPSILON if eps is None else eps, False))
+    return _norm(input, weight, None, _form(normalized_shape, _EPSILON if eps is None else eps, False))
+
+
+def _form(normalized_shape: Sequence[int], epsilon: float, is_centred: bool) -> Form:
+    shape = tuple(normalized_shape)
+    return Form(shape, shape[0] if len(shape) == 1 else math.prod(shape), epsilon, is_centred)
 
 
 def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> Tensor:
-    kernel = _kernel(os.environ.get(backend.KERNELS)) if _fits(input, weight, bias, form.shape) else None
+    kernel = _kernel(os.environ.get(backend.KERNELS)) if _fits(input, weight, bias, form) else None
     if kernel is None:
         return _naive(input, weight, bias, form)
     if torch.is_grad_enabled() and (
@@ -115,11 +122,12 @@ def _kernel(forced: str | None) -> ModuleType | None:
     return importlib.import_module(f"{__name__}.cpu") if is_compiled else None
 
 
-def _fits(input: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...]) -> bool:
+def _fits(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> bool:
     """Whether these are plain tensors on a CPU that fit together, with rows of at least one element."""
     if not is_plain(input, weight, bias) or input.device.type != "cpu" or input.layout is not torch.strided:
         return False
-    if not shape or input.shape[-len(shape) :] != shape or not math.prod(shape):
+    shape = form.shape
+    if not shape or not form.columns or input.shape[-len(shape) :] != shape:
         return False
     for parameter in (weight, bias):
         if parameter is not None and (

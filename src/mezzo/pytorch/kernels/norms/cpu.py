@@ -20,7 +20,7 @@ import struct
 import sys
 from array import array
 from ctypes import addressof, c_int64
-from math import prod, sqrt
+from math import sqrt
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,7 +84,7 @@ def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -
         of `x`'s shape and dtype; FP32 [2, rows], the means and the reciprocals of the deviations, or [1, rows] without
         the means.
     """
-    (*_, epsilon, is_centred), columns = form, prod(form.shape)
+    _, columns, epsilon, is_centred = form
     rows = x.numel() // columns
     out = torch.empty_like(x)
     statistics = torch.empty((2 if is_centred else 1, rows), dtype=torch.float32)
@@ -118,7 +118,7 @@ def backward(
         kept: the statistics that `forward` returned.
         wants_dx, wants_sums: whether the gradients of the input, and of the parameters, are wanted.
     """
-    columns, is_centred = prod(form.shape), form.is_centred
+    _, columns, _, is_centred = form
     rows = x.numel() // columns
     block_rows = min(max(-(-rows // _BLOCKS), _LEAST_ROWS), _MOST_ROWS)
     blocks = -(-rows // block_rows)
