@@ -90,10 +90,7 @@ def test_marks_tell_probing_from_alarms(watched: Path) -> None:
     assert figure.count('class="tick alarm"') == 3
     assert figure.count('class="cross alarm"') == 3 + 1
     assert "update 90 skipped: forward of exp in blocks.1.attention (model.py:48" in figure
-    assert (
-        "update 1 skipped: the loss scale was too large for this step (its gradients overflow at this one"
-        in figure
-    )
+    assert "update 1 skipped: the loss scale was too large for this step (" in figure
 
 
 def test_of_many_skips_the_alarm_is_drawn(tmp_path: Path) -> None:

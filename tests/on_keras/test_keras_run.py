@@ -142,7 +142,7 @@ kept = np.ones({{}} << 17)
         launch(source.format(megabytes), policy="bf16,module.head=fp32", observe=True)
         for megabytes in (0, 300)
     )
-    assert more.of("memory")[0].peak_bytes - ran.of("memory")[0].peak_bytes > 250 << 20
+    assert ran.of("memory")[0].peak_bytes < 300 << 20 <= more.of("memory")[0].peak_bytes
     assert ran.of("memory")[0].how.startswith("resident memory of the process")
     rows = {op.module.rpartition("/")[2]: op for op in ran.of("ops")[0].ops}
     assert {name: (row.op, row.planned, row.observed) for name, row in rows.items()} == {
