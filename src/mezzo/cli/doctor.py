@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.cli.tables import plain_table
+from mezzo.core.errors import UsageError
 from mezzo.doctor.gpus import GpuModel, Recommendation, architecture, find, formats_at, from_capability
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", metavar="NAME", help="a GPU's datasheet figures, for instance T4, A100, 'RTX 4090'"
     )
+    parser.add_argument("--capability", help=argparse.SUPPRESS)  # of 0.1.0
     parser.add_argument("--quick", action="store_true", help="smaller work, fewer repeats")
     parser.add_argument("--json", action="store_true", help="print JSON (docs/doctor.md describes it)")
 
@@ -38,6 +40,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Report on this machine, or on a GPU that is named."""
     console, lines = Console(highlight=False), list[Text | Table]()
+    if arguments.capability is not None:
+        raise UsageError(
+            "--capability was removed in version 0.2. Name a GPU of that generation: --gpu H100, for example."
+        )
     if arguments.gpu is not None:
         models = find(arguments.gpu)
         found = from_capability(models[0].capability)

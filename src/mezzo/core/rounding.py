@@ -25,7 +25,7 @@ class RoundingPlan:
     A pattern's magnitude (all but its sign) grows with its value. So a value is rounded by adding just under half a
     unit of the narrower mantissa to the pattern, plus one if the bit that stays last is odd, and clearing the bits
     below: a carry runs into the exponent by itself. Below the narrower format's normal range the unit no longer shrinks
-    with the value. There, adding and subtracting ``anchor``, whose own last place is that unit, makes the hardware
+    with the value. There, adding and subtracting ``anchor``, the last place of which is that unit, makes the hardware
     round ties to even. If both formats have the same exponent range, ``anchor`` is 0 and not used.
     """
 

@@ -6,8 +6,6 @@ settled by its own first import.
 
 from __future__ import annotations
 
-from typing import Any
-
 from mezzo.core.lazy import lazy
 
 # Public name -> its module.
@@ -21,7 +19,7 @@ _PUBLIC = {
 }
 __all__ = list(_PUBLIC)
 
-_get, __dir__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     _PUBLIC,
     {
@@ -29,13 +27,8 @@ _get, __dir__ = lazy(
         "tensorflow": "It is Keras's default backend. Install it, or set KERAS_BACKEND=torch before Keras is imported.",
         "jax": "It is the backend that KERAS_BACKEND names. Install it, or set KERAS_BACKEND=torch.",
     },
+    {
+        "check_outputs": "was removed in version 0.2. The first call after model.compile(...) warns of "
+        'outputs in 16 bits; warnings.simplefilter("error", mezzo.keras.SixteenBitOutputWarning) raises instead.',
+    },
 )
-
-
-def __getattr__(name: str) -> Any:
-    if name == "check_outputs":
-        raise AttributeError(
-            "mezzo.keras.check_outputs was removed in version 0.2. The first call after model.compile(...) warns of "
-            'outputs in 16 bits; warnings.simplefilter("error", mezzo.keras.SixteenBitOutputWarning) raises instead.'
-        )
-    return _get(name)

@@ -97,7 +97,7 @@ class ImportWatch(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            del loader.exec_module  # the loader is as it was, whoever looks at it later
+            del loader.exec_module  # the loader is as it was
             for callback in self._waiting.pop(name, ()):
                 callback(module)
 

@@ -5,8 +5,6 @@ Each public name is fetched when it is first asked for: `import mezzo.tensorflow
 
 from __future__ import annotations
 
-from typing import Any
-
 from mezzo.core.lazy import lazy
 
 _PUBLIC = {
@@ -17,19 +15,14 @@ _PUBLIC = {
 }
 __all__ = list(_PUBLIC)
 
-_get, __dir__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     _PUBLIC,
     {
         "tensorflow": "Install it with pip install 'mezzo[tensorflow]'; on a CPU, pip install tensorflow-cpu.",
     },
+    {
+        "explain": "was removed in version 0.2. TensorFlow writes its graphs before and after the rewrite "
+        "into the folder that TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_LOG_PATH names (docs/tensorflow.md).",
+    },
 )
-
-
-def __getattr__(name: str) -> Any:
-    if name == "explain":
-        raise AttributeError(
-            "mezzo.tensorflow.explain was removed in version 0.2. TensorFlow writes its graphs before and after the "
-            "rewrite into the folder that TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_LOG_PATH names (docs/tensorflow.md)."
-        )
-    return _get(name)

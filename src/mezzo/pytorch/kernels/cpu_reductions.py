@@ -36,7 +36,7 @@ def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
     for grad in grads:
         by_dtype.setdefault(grad.dtype, []).append(grad)
     sums = [_sums(dtype, of_dtype) for dtype, of_dtype in by_dtype.items()]
-    # NumPy's order is fixed by the length; the blocks' sums are in theirs, whoever computed them.
+    # NumPy's order is fixed by the length; the blocks' sums are in theirs, on any thread.
     return torch.tensor(np.concatenate(sums).sum(), dtype=torch.float64)
 
 

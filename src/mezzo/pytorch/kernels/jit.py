@@ -211,7 +211,7 @@ def _folder() -> Path:
 def _unsafe(folder: Path) -> str:
     """Why other users could change what is executed from the folder; empty where they can't.
 
-    In a folder with mode 700 nobody else can write a file. Its parent may be sticky, as /tmp is.
+    In a folder with mode 700 no other user can write a file. Its parent may be sticky, as /tmp is.
     """
     if not hasattr(os, "getuid"):  # Windows: access lists, which a user's own folders inherit
         return ""

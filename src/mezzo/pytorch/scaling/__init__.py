@@ -1,1 +1,1 @@
-"""How big the loss scale is, and what is done to the gradients that it scaled."""
+"""Kept for pickles of version 0.1.0, which name a class in this package."""
