@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from collections.abc import Callable
@@ -69,7 +68,6 @@ MEASURED: list[tuple[dict[str, Any], Callable[[int], int], list[int]]] = [
     ({"start": 50, "max_size": 20}, tens, [20]),
     ({"max_size": 23, "multiple_of": 8}, tens, [8, 16]),
     ({"start": 3, "multiple_of": 4}, lambda n: 100 * n, [4, 8, 12]),
-    ({"factor": 4.0}, tens, [8, 32, 100, 101]),
 ]
 # settings, the largest that runs, the sizes that are tried in order
 FAILING: list[tuple[dict[str, Any], int, list[int]]] = [
@@ -94,7 +92,6 @@ def searches(draw: st.DrawFn) -> Search:
     return Search(
         start=draw(st.integers(1, 300)),
         multiple_of=multiple,
-        factor=draw(st.sampled_from([1.2, 2.0, 3.0])),
         max_size=draw(st.integers(multiple, 20_000)),
     )
 
@@ -123,29 +120,22 @@ def test_bytes_that_do_not_grow_end_the_search(memory: Callable[[int], int], fir
         run(Search(), memory, 10**9)
 
 
-# what was found, the numbers that the sentence for the user names
+# what was found, what the recommendation names
 SENTENCES: list[tuple[BatchSizeResult, list[str]]] = [
-    (run(Search(), tens), ["100 is the largest that fits", "1 kB of 1 kB", "100 samples"]),
-    (run(Search(max_size=16), itself, fails=True), ["16 is the largest that was tried, and it fits"]),
+    (run(Search(max_size=16), itself, fails=True), ["16 is the largest that was tried"]),
     (run(Search(start=2), itself, 0, fails=True), ["nothing fits", "1 does not run (out of memory)"]),
     (run(Search(), tens, 5), ["nothing fits", "1 takes 10 B", "limit is 5 B"]),
     (
         BatchSizeResult((Trial(8, True, 10, 1.0), Trial(16, True, 20, 4.0), Trial(17, False))),
         ["16 is the largest that fits (20 B)", "trains 4 samples", "batch size 8 is the fastest, with 8."],
     ),
-    (
-        BatchSizeResult((Trial(8, True, 10, 2.0), Trial(16, True, 20, 1.0))),
-        ["trains 16 samples per second, the most"],
-    ),
 ]
 
 
-@pytest.mark.parametrize(("result", "names"), SENTENCES)
+@pytest.mark.parametrize(("result", "names"), SENTENCES, ids=range(len(SENTENCES)))
 def test_what_is_recommended(result: BatchSizeResult, names: list[str]) -> None:
     assert all(name in result.sentence() for name in names)
-    assert str(result).endswith(result.sentence())
     if result.fits:
-        assert f"--batch={result.largest} is" in result.sentence("--batch=")
         assert result.to_dict()["largest"] == result.largest >= result.fastest
     else:
         assert result.to_dict()["largest"] is None
@@ -290,24 +280,15 @@ def everything(model: nn.Module, *others: Any) -> list[Any]:
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), amsgrad=True),
-    "lbfgs": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3),
     "of mezzo": lambda model: mezzo.optim.AdamW(model.parameters(), lr=0.01, state="int8"),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("adamw", torch.bfloat16),
-        ("lbfgs", torch.float64),
-        pytest.param("of mezzo", torch.bfloat16, marks=pytest.mark.heavy),
-    ],
-)
+@pytest.mark.parametrize("name", ["adamw", pytest.param("of mezzo", marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_what_was_handed_over_is_put_back_to_the_bit(
-    name: str, steps_before: int, dtype: torch.dtype
-) -> None:
+def test_what_was_handed_over_is_put_back_to_the_bit(name: str, steps_before: int) -> None:
     """After the search training goes on exactly as without it."""
+    dtype = torch.bfloat16
 
     def train(search: bool) -> list[Any]:
         torch.manual_seed(1)
@@ -384,11 +365,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"limit": "4 giga"}, "is no number of bytes"),
     ({"limit": 0}, "give 1 or more"),
     *[({name: 0}, f"{name}=0: give 1 or more") for name in ("start", "multiple_of")],
-    *[({"factor": factor}, f"factor={factor}: give") for factor in (1.0, math.inf, math.nan)],
     ({"max_size": 7, "multiple_of": 8}, "raise max_size"),
     ({"device": "meta"}, "memory is measured on cpu and cuda devices only"),
     ({"restore": [3]}, "a int can't be restored"),
-    ({"rounds": 0, "factor": 100.0}, "sizes from 8 to 800 take the same bytes"),
+    ({"rounds": 0}, "sizes from 8 to 512 take the same bytes"),
 ]
 
 
@@ -415,11 +395,10 @@ def test_the_limit_of_a_cpu_is_what_is_left_and_what_tensors_have(monkeypatch: p
 
 GIB = 1024**3
 BOX, INNER, CGROUP = "0::/box\n", "0::/box/inner\n", "proc/self/cgroup"
-OLD = "sys/fs/cgroup/memory/memory"
 
 
 def group(place: str, limit: Any, used: Any = 0, stat: str = "") -> dict[str, Any]:
-    """Files of a control group, version 2."""
+    """Files of a control group."""
     root = f"sys/fs/cgroup/{place}"
     return {f"{root}/memory.max": limit, f"{root}/memory.current": used, f"{root}/memory.stat": stat}
 
@@ -434,16 +413,6 @@ MACHINES: list[tuple[dict[str, Any], float | None]] = [
     # the group's own limit is "max"; that of the one above counts
     ({CGROUP: INNER, **group("box/inner", "max"), **group("box", 8 * GIB, GIB)}, 7),
     ({CGROUP: BOX, **group("box", GIB, 2 * GIB)}, 0),
-    # version 1; a container that sees itself as the top
-    (
-        {
-            CGROUP: "5:cpu,memory:/docker/abc\n0::/\n",
-            f"{OLD}.limit_in_bytes": 6 * GIB,
-            f"{OLD}.usage_in_bytes": 5 * GIB,
-            f"{OLD}.stat": f"total_inactive_file {GIB // 2}\n",
-        },
-        1.5,
-    ),
 ]
 
 

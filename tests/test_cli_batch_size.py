@@ -84,8 +84,9 @@ def test_two_precisions_are_searched_and_compared(here: Path, capsys: pytest.Cap
     assert calls(here)[:4] == [f"fp32 --lr 1 --batch {size}" for size in (8, 16, 20, 21)]
     assert err.splitlines()[0].startswith("[1/1] fp32  --batch 8: 12 steps, ")
     lines = out.splitlines()
-    assert lines[:2] == ["fp32", "size   peak  steps/s  samples/s  fits"]
-    assert lines[2] == "   8   8 kB    55.56      444.4  yes"
+    assert lines[0] == "fp32"
+    assert lines[1].split() == ["size", "peak", "steps/s", "samples/s", "fits"]
+    assert lines[2].split() == ["8", "8", "kB", "55.56", "444.4", "yes"]
     assert lines[5].split() == ["21", "21", "kB", "-", "-", "no:", "over", "the", "limit"]
     assert lines[-2].startswith("fp32: --batch 20 is the largest that fits (20 kB of 20 kB)")
     assert lines[-1].startswith("bf16: --batch 40 is the largest that fits")

@@ -20,8 +20,9 @@ from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY
 from mezzo.pytorch.training import mixed_precision
 
 DOCS = Path(__file__).parent.parent / "docs"
-# The pages of other frameworks run beside their tests; recipes show the examples, which test_examples.py runs.
-ELSEWHERE = ("keras.md", "tensorflow.md", "log.md")
+# The pages of other frameworks run beside their tests, and that of batch sizes with a limit that counts other tests'
+# tensors; recipes show the examples, which test_examples.py runs.
+ELSEWHERE = ("keras.md", "tensorflow.md", "batch-size.md", "log.md")
 GIVEN = {  # what a page that shows fragments takes for granted
     "compile.md": """
 import torch, mezzo

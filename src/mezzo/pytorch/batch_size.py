@@ -13,7 +13,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,6 @@ MARGIN, LEAST_MARGIN = 0.10, 512 * 1024**2
 """Share and bytes (the larger counts) of the available memory that are left for everything but tensors."""
 OVER, OUT_OF_MEMORY = "over the limit", "out of memory"
 
-# Controller in /proc/self/cgroup ("" is version 2) -> its files of limit and use, and the droppable part of the use.
-_GROUP_FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
 # In the errors of torch, CUDA's libraries and Python for a failed allocation.
 _MEMORY_ERROR = re.compile(
     r"out of memory|OutOfMemoryError|MemoryError|ALLOC(ATION)?_FAILED|DefaultCPUAllocator: (can't|not enough)"
@@ -107,24 +102,22 @@ class BatchSizeResult:
 
     def table(self) -> list[str]:
         """A header, and a line per size, in order of size."""
-        rows = [("size", "peak", "steps/s", "samples/s", "fits")]
+        lines = [f"{'size':>8}{'peak':>10}{'steps/s':>10}{'samples/s':>11}  fits"]
         for trial in sorted(self.trials, key=lambda trial: trial.size):
             peak = "-" if trial.peak_bytes is None else written_bytes(trial.peak_bytes)
             steps = _speed(1 / trial.seconds if trial.seconds else None)
             fits = "yes" if trial.fits else f"no: {trial.why}"
-            rows.append((str(trial.size), peak, steps, _speed(trial.samples_per_second), fits))
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return ["  ".join([*(c.rjust(w) for c, w in zip(row[:-1], widths)), row[-1]]) for row in rows]
+            lines.append(f"{trial.size:8}{peak:>10}{steps:>10}{_speed(trial.samples_per_second):>11}  {fits}")
+        return lines
 
     def sentence(self, name: str = "batch size ") -> str:
         """The recommendation. `name` precedes each size, for instance ``"--batch="``."""
         limit = "" if self.limit is None else written_bytes(self.limit)
         if not self.fits:
             smallest = min(self.trials, key=lambda trial: trial.size)
-            if smallest.peak_bytes is None:
-                return f"nothing fits: {name}{smallest.size} does not run ({smallest.why})."
-            took = written_bytes(smallest.peak_bytes)
-            return f"nothing fits: {name}{smallest.size} takes {took}, and the limit is {limit}."
+            took = None if smallest.peak_bytes is None else written_bytes(smallest.peak_bytes)
+            why = f"takes {took}, and the limit is {limit}" if took else f"does not run ({smallest.why})"
+            return f"nothing fits: {name}{smallest.size} {why}."
         by_size = {trial.size: trial for trial in self.trials}
         largest, fastest = by_size[self.largest], by_size[self.fastest]
         bounded = not all(trial.fits for trial in self.trials)
@@ -140,15 +133,22 @@ class BatchSizeResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain values, for JSON."""
-        trials = [{**asdict(one), "samples_per_second": one.samples_per_second} for one in self.trials]
-        for trial in trials:
-            trial["seconds_per_step"] = trial.pop("seconds")
         return {
             "device": self.device,
             "limit_bytes": self.limit,
             "largest": self.largest if self.fits else None,
             "fastest": self.fastest if self.fits else None,
-            "trials": trials,
+            "trials": [
+                {
+                    "size": trial.size,
+                    "fits": trial.fits,
+                    "peak_bytes": trial.peak_bytes,
+                    "why": trial.why,
+                    "samples_per_second": trial.samples_per_second,
+                    "seconds_per_step": trial.seconds,
+                }
+                for trial in self.trials
+            ],
             "notes": list(self.notes),
         }
 
@@ -163,13 +163,7 @@ def _speed(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Search:
-    """Which sizes are tried.
-
-    Args:
-        start: the first size, rounded up to a multiple.
-        multiple_of: every size is a multiple of it; it is also the smallest size.
-        factor: how sizes grow, at least 1.01.
-        max_size: the largest size tried.
+    """Which sizes are tried: `start` rounded up to a multiple, then twice the last, at most `max_size`.
 
     Raises:
         UsageError: an argument out of range.
@@ -177,13 +171,12 @@ class Search:
 
     start: int = 8
     multiple_of: int = 1
-    factor: float = 2.0
     max_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("start", 1), ("multiple_of", 1), ("factor", 1.01)):
-            if not least <= getattr(self, name) < math.inf:
-                raise UsageError(f"{name}={getattr(self, name)}: give {least} or more")
+        for name in ("start", "multiple_of"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)}: give 1 or more")
         if self.max_size is not None and self.max_size < self.multiple_of:
             raise UsageError(
                 f"max_size={self.max_size} (--max) is below multiple_of={self.multiple_of} (--multiple-of), so there "
@@ -207,31 +200,18 @@ class Search:
         if low >= ceiling:
             return None
         points = sorted((one.size, one.peak_bytes) for one in trials if one.peak_bytes is not None)
-        _check_growth(points)
-        grown = min(low * self.factor, ceiling, _reach(points, limit))
+        first = min((size for size, peak in points if peak >= points[-1][1]), default=low)
+        if low >= UNCHANGING * first:
+            raise UsageError(
+                f"sizes from {first} to {low} take the same bytes. If the data hold no more, give max_size={first} "
+                "(--max). If they do, the step does not use its batch size (--vary is another option), or the first "
+                f"sizes are too small to matter: give a larger start (--start), such as {low}."
+            )
+        grown = min(2 * low, ceiling)
+        if limit is not None and points:  # the line through the last two sizes meets the limit here
+            (x0, y0), (x1, y1) = [(0, 0), *points][-2:]
+            grown = min(grown, x1 + (limit - y1) * (x1 - x0) / (y1 - y0) if y1 > y0 else math.inf)
         return max(int(grown) // step * step, low + step)
-
-
-def _check_growth(points: Sequence[tuple[int, int]]) -> None:
-    size, peak = points[-1] if points else (0, 0)
-    first = min((smaller for smaller, took in points if took >= peak), default=math.inf)
-    if size >= UNCHANGING * first:
-        raise UsageError(
-            f"sizes from {first} to {size} take the same bytes. If the data hold no more, give max_size={first} "
-            "(--max). If they do, the step does not use its batch size (--vary is another option), or the first sizes "
-            f"are too small to matter: give a larger start (--start), such as {size}."
-        )
-
-
-def _reach(points: Sequence[tuple[int, int]], limit: int | None) -> float:
-    """The size at which the line through the last two (size, bytes) meets the limit.
-
-    With one size the line goes through zero, which overestimates the bytes of larger sizes.
-    """
-    if limit is None or not points:
-        return math.inf
-    (x0, y0), (x1, y1) = [(0, 0), *points][-2:]
-    return x1 + (limit - y1) * (x1 - x0) / (y1 - y0) if y1 > y0 else math.inf
 
 
 def find_batch_size(
@@ -242,7 +222,6 @@ def find_batch_size(
     device: torch.device | str | None = None,
     max_size: int | None = None,
     multiple_of: int = 1,
-    factor: float = 2.0,
     rounds: int = 3,
     model: nn.Module | Sequence[nn.Module] = (),
     optimizer: Optimizer | Sequence[Optimizer] = (),
@@ -267,7 +246,6 @@ def find_batch_size(
             this process has used it, else the CPU.
         max_size: the largest size tried.
         multiple_of: sizes are multiples of it.
-        factor: how sizes grow.
         rounds: timed steps per size; 0 times none.
         model, optimizer: one or several of each, restored afterwards.
         restore: other objects with `state_dict` and `load_state_dict` to restore: a scheduler, a scaler,
@@ -301,7 +279,7 @@ def find_batch_size(
         raise UsageError(f"device {str(place)!r}: memory is measured on cpu and cuda devices only")
     if rounds < 0:
         raise UsageError(f"rounds={rounds}: give how many steps are timed for each size, 0 or more")
-    search = Search(start, multiple_of, factor, max_size)
+    search = Search(start, multiple_of, max_size)
     if distributed.is_distributed():
         raise UsageError(
             "find_batch_size runs in one process: if one rank runs out of memory, the others wait for ever. "
@@ -410,17 +388,12 @@ def spendable_bytes(root: Path = Path("/")) -> int:
 
 
 def _left_of_groups(root: Path) -> Iterator[int]:
-    """What each control group above this process has left."""
-    groups = root / "proc/self/cgroup"
-    for line in groups.read_text().splitlines() if groups.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        for controller in _GROUP_FILES.keys() & controllers.split(","):
-            limit, used, droppable = _GROUP_FILES[controller]
-            top = root / "sys/fs/cgroup" / controller
-            place = top / path.lstrip("/")
-            while place.is_relative_to(top):
-                with contextlib.suppress(OSError, ValueError):  # no such group, or "max": no limit here
-                    left = int((place / limit).read_text()) - int((place / used).read_text())
-                    stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-                    yield left + int(stat.get(droppable, 0))
-                place = place.parent
+    """What each control group (version 2) above this process has left."""
+    groups, top = root / "proc/self/cgroup", root / "sys/fs/cgroup"
+    text = groups.read_text() if groups.exists() else ""
+    for path in re.findall(r"^0::/(.*)$", text, re.MULTILINE):
+        for place in (top / path, *(top / path).parents):
+            with contextlib.suppress(OSError, ValueError):  # no such group, or "max": no limit here
+                left = int((place / "memory.max").read_text()) - int((place / "memory.current").read_text())
+                stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+                yield left + int(stat.get("inactive_file", 0))
