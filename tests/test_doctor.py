@@ -237,7 +237,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16")
     monkeypatch.setattr(hardware, "gpu", lambda: None)
-    monkeypatch.setattr(hardware, "cpu_name", lambda: "A [bold] CPU")
+    monkeypatch.setattr("mezzo.core.hardware.cpu", lambda: ("A [bold] CPU", frozenset()))
     monkeypatch.setattr(measure, "measure", made_up)
     return monkeypatch
 

@@ -22,28 +22,15 @@ def unassumed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test sees this machine, and leaves no cached answer behind."""
     monkeypatch.delenv(hardware.ASSUME_NATIVE, raising=False)
     yield
-    for cached in (hardware.capabilities, hardware.cpu_name, hardware._nvidia_smi):
+    for cached in (hardware.capabilities, hardware._nvidia_smi):
         getattr(cached, "cache_clear", lambda: None)()
 
 
 def test_describe_is_plain_json_and_complete() -> None:
     described = hardware.describe()
     assert json.loads(json.dumps(described, allow_nan=False)) == described
-    assert set(described) == {
-        *(
-            "os",
-            "python",
-            "torch",
-            "mezzo",
-            "cpu",
-            "isa",
-            "cores",
-            "logical_cores",
-            "usable_cores",
-            "threads",
-        ),
-        *("memory_bytes", "gpu"),
-    }
+    names = "os python torch mezzo cpu isa cores logical_cores usable_cores threads memory_bytes gpu"
+    assert set(described) == set(names.split())
     assert described["torch"] == torch.__version__
     assert described["threads"] == torch.get_num_threads()
     assert 1 <= described["cores"] <= described["logical_cores"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,7 +78,8 @@ GPUS = [
 def test_the_gpu_its_formats_and_its_peak_memory(
     backend: str, module: Any, gpu: str | None, formats: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "_cpu", lambda: ("a CPU", {"fma", "amx_bf16"}))
+    monkeypatch.setattr("mezzo.core.hardware.cpu", lambda: ("a CPU", frozenset({"fma", "amx_bf16"})))
+    monkeypatch.setattr(hardware, "cpu", lambda: ("a CPU", frozenset({"fma", "amx_bf16"})))
     only(monkeypatch, **{backend or "tensorflow": module})
     told = hardware.describe(backend)
     assert json.loads(json.dumps(told)) == told
@@ -132,7 +134,7 @@ def test_a_system_without_proc_or_affinity(monkeypatch: pytest.MonkeyPatch) -> N
         raise FileNotFoundError(self)
 
     monkeypatch.setattr(Path, "read_text", absent)
-    monkeypatch.setattr(hardware.platform, "processor", lambda: "arm64")
+    monkeypatch.setattr(platform, "processor", lambda: "arm64")
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 7)
     told = hardware.describe("")

@@ -7,21 +7,17 @@ formats agree with these.
 from __future__ import annotations
 
 import contextlib
-import os
-import platform
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mezzo.core.hardware import cpu, cuda_formats, system
 from mezzo.core.records import MemoryRecord
-from mezzo.core.version import VERSION
 
 # CPU flags, as Linux names them, of which any one multiplies bf16 pairs into FP32; and likewise for fp16.
 _CPU_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "asimdhp")}
-# First CUDA compute capability whose tensor cores take the format.
-_CUDA_FROM = {"fp16": (7, 0), "bf16": (8, 0)}
 
 
 def describe(backend: str, *, used: bool = True) -> dict[str, Any]:
@@ -36,36 +32,18 @@ def describe(backend: str, *, used: bool = True) -> dict[str, Any]:
         if name in sys.modules and (name != "jax" or backend == "jax") and (name != "keras" or used)
     }
     gpu, capability = _gpu(backend)
-    name, flags = _cpu()
     if gpu is None:
-        native = [fmt for fmt, by in _CPU_FLAGS.items() if not flags.isdisjoint(by)]
+        native = frozenset(fmt for fmt, by in _CPU_FLAGS.items() if not cpu()[1].isdisjoint(by))
     else:
-        native = [fmt for fmt, first in _CUDA_FROM.items() if capability is None or capability >= first]
+        native = cuda_formats(capability) if capability else frozenset(_CPU_FLAGS)
     return {
-        "os": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
+        **system(),
         **versions,
-        "mezzo": VERSION,
         "backend": backend,
         "device_type": "cpu" if gpu is None else "gpu",
-        "cpu": name,
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpu": gpu,
         "native_formats": sorted(native),
     }
-
-
-def _cpu() -> tuple[str, set[str]]:
-    """The CPU's name, and its flags as Linux names them."""
-    text = ""
-    with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    name = re.search(r"^model name\s*:\s*(.*)", text, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.*)", text, re.MULTILINE)
-    return (
-        name[1].strip() if name else platform.processor() or platform.machine(),
-        set(flags[1].split()) if flags else set(),
-    )
 
 
 def _gpu(backend: str) -> tuple[str | None, tuple[int, int] | None]:

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import functools
 import os
-import platform
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from mezzo import __version__
 from mezzo.core.errors import unknown_name
+from mezzo.core.hardware import cpu, cuda_formats, output, system
 from mezzo.core.policy import Policy
 
 ASSUME_NATIVE = "MEZZO_ASSUME_NATIVE"
@@ -27,9 +23,6 @@ ASSUME_NATIVE = "MEZZO_ASSUME_NATIVE"
 
 SIXTEEN_BITS = ("bf16", "fp16")
 
-# First compute capability whose tensor cores take the format: CUDA C++ Programming Guide, table "Feature Support per
-# Compute Capability" and section "Element Types and Matrix Sizes".
-CUDA_NATIVE_FROM: Mapping[str, tuple[int, int]] = {"fp16": (7, 0), "bf16": (8, 0)}
 CUDA_TF32_FROM = (8, 0)
 
 # CPU instruction sets, any one of which multiplies bf16 pairs into FP32 (avx_ne_convert only converts).
@@ -59,20 +52,16 @@ def describe() -> dict[str, Any]:
 
     ``cores`` are physical, ``usable_cores`` those that this process may use, ``threads`` PyTorch's.
     """
-    cpu = capabilities()
+    has = capabilities()
     device = gpu()
     capability = None if device is None or device.capability is None else "{}.{}".format(*device.capability)
     logical = os.cpu_count() or 1
     return {
-        "os": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
+        **system(),
         "torch": torch.__version__,
-        "mezzo": __version__,
-        "cpu": cpu_name(),
-        "isa": [name for name in ISA_SHOWN if cpu.get(name) is True],
-        "cores": int(cpu.get("num_physical_cores") or logical),
+        "isa": [name for name in ISA_SHOWN if has.get(name) is True],
+        "cores": int(has.get("num_physical_cores") or logical),
         "logical_cores": logical,
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical,
         "threads": torch.get_num_threads(),
         "memory_bytes": _memory_bytes(),
         "gpu": None if device is None else {**asdict(device), "capability": capability},
@@ -139,29 +128,20 @@ def leaves_autocast_off(policy: Policy, device_type: str) -> bool:
     return policy.compute == "fp32" or (policy.compute == "tf32" and has_tf32(device_type))
 
 
-def cpu_trains_in_bf16(cpu: Mapping[str, Any]) -> bool:
+def cpu_trains_in_bf16(told: Mapping[str, Any]) -> bool:
     """Whether a CPU with these capabilities multiplies bf16 itself (by oneDNN), and no slower than FP32.
 
     Intel cores that have AVX512-FP16 and whose AMX is hidden (as in many virtual machines) ran bf16 matmul at about
     half of FP32's rate (``docs/log.md``). Instructions decide, because a measurement would depend on the load.
     """
     onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call,unused-ignore]
-    has = {name for name, value in cpu.items() if value is True}
+    has = {name for name, value in told.items() if value is True}
     slow = (
-        str(cpu.get("cpu_name", "")).startswith("Intel")
+        str(told.get("cpu_name", "")).startswith("Intel")
         and {"avx512_bf16", "avx512_fp16"} <= has
         and "amx_bf16" not in has
     )
     return onednn and not slow and not has.isdisjoint(CPU_BF16_BY)
-
-
-def cuda_formats(capability: tuple[int, int]) -> frozenset[str]:
-    """The 16-bit formats whose matrix products run on tensor cores at this compute capability.
-
-    >>> sorted(cuda_formats((7, 5))), sorted(cuda_formats((9, 0)))
-    (['fp16'], ['bf16', 'fp16'])
-    """
-    return frozenset(name for name, first in CUDA_NATIVE_FROM.items() if capability >= first)
 
 
 def _parse(assumed: str) -> frozenset[str]:
@@ -177,22 +157,6 @@ def capabilities() -> Mapping[str, Any]:
     """PyTorch's table of this CPU's capabilities; empty in a release that has none."""
     ask = getattr(torch.cpu, "get_capabilities", dict)
     return dict(ask())
-
-
-@functools.lru_cache(maxsize=1)
-def cpu_name() -> str:
-    """The CPU's name, or the architecture if the system does not say."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    if platform.system() == "Darwin":
-        told = _output(["sysctl", "-n", "machdep.cpu.brand_string"])
-        if told:
-            return told
-    return str(capabilities().get("cpu_name") or platform.processor() or platform.machine())
 
 
 def gpu() -> Gpu | None:
@@ -211,14 +175,14 @@ def gpu() -> Gpu | None:
         xpu = torch.xpu.get_device_properties(torch.xpu.current_device())
         return Gpu(xpu.name, None, xpu.total_memory, torch.xpu.device_count(), kind="xpu")
     if torch.backends.mps.is_available():
-        return Gpu(cpu_name(), None, _memory_bytes() or 0, 1, kind="mps")
+        return Gpu(cpu()[0], None, _memory_bytes() or 0, 1, kind="mps")
     return None
 
 
 @functools.lru_cache(maxsize=1)
 def _nvidia_smi() -> str | None:
     query = ["--query-gpu=index,uuid,compute_cap,memory.total,name", "--format=csv,noheader,nounits"]
-    return _output(["nvidia-smi", *query])
+    return output(["nvidia-smi", *query])
 
 
 def visible_gpu(listing: str, visible: str | None) -> Gpu | None:
@@ -243,16 +207,6 @@ def visible_gpu(listing: str, visible: str | None) -> Gpu | None:
     _, _, capability, memory, name = rows[0]
     major, _, minor = capability.partition(".")
     return Gpu(name, (int(major), int(minor or 0)), int(memory) << 20, len(rows))
-
-
-def _output(command: list[str]) -> str | None:
-    if shutil.which(command[0]) is None:
-        return None
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def _memory_bytes() -> int | None:
