@@ -74,8 +74,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Calibrate, print, and return the exit status."""
+    target = target_of(arguments, DEMOS, "mezzo calibrate --demo digits")
     request = CalibrationRequest(
-        target_of(arguments, DEMOS, "mezzo calibrate --demo digits"),
+        target,
         tuple(arguments.argv),
         bool(arguments.module),
         arguments.steps,
@@ -91,14 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     policy, script = str(folder / POLICY), ["-m"] * request.is_module + [request.target]
     use = ["mezzo", "run", "--policy", policy, *script, *request.argv]
-    prove = [
-        "mezzo",
-        "compare",
-        *script,
-        "--precision",
-        policy,
-        *(["--", *request.argv] if request.argv else []),
-    ]
+    prove = ["mezzo", "compare", *script, "--precision", policy]
+    prove += ["--", *request.argv] if request.argv else []
     print(f"{found}\n")  # not folded: a histogram is one line
     for label, value in (("Report:", report), ("Use it:", shlex.join(use)), ("Prove it:", shlex.join(prove))):
         if value is not None:
@@ -108,12 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class CalibrationRequest(ScriptRequest):
-    """What is calibrated: `steps` are watched.
-
-    Raises:
-        UsageError: a headroom out of range, or no such script.
-        UnknownNameError: no such format.
-    """
+    """What is calibrated: `steps` are watched."""
 
     steps: int = 20
     format: str | None = None
@@ -153,7 +143,11 @@ def calibrate_script(
             raise ScriptError(
                 f"{request.target} ended with exit status {status} in FP32. Its output ended:\n{finished.failure()}"
             )
-        found = _recommendation(request, finished, list(records.read(folder / "runs" / f"{RUN}.jsonl")))
+        try:
+            found = _recommendation(request, finished, list(records.read(folder / "runs" / f"{RUN}.jsonl")))
+        except UsageError as error:
+            notes = " ".join(finished.ended.notes) if finished.ended else ""
+            raise ScriptError(f"{request.target}: {error}. {notes}".rstrip()) from error
         write_whole(folder / POLICY, found.to_toml())
         result = {
             "schema": 1,
@@ -168,23 +162,11 @@ def calibrate_script(
 def _recommendation(
     request: CalibrationRequest, run: FinishedRun, written: Sequence[records.Record]
 ) -> Recommendation:
-    try:
-        if not any(isinstance(record, records.RangesRecord) and record.rows for record in written):
-            raise UsageError(f"nothing to calibrate with: {_why_unseen(run)}")
-        native = set(run.machine.get("native_formats", ()))
-        return recommend(written, native=native, format=request.format, headroom_bits=request.headroom_bits)
-    except UsageError as error:
-        notes = " ".join(run.ended.notes) if run.ended else ""
-        raise ScriptError(f"{request.target}: {error}. {notes}".rstrip()) from error
-
-
-def _why_unseen(run: FinishedRun) -> str:
-    """Why no update was watched, and what to do."""
-    why = "no optimizer's step was seen. Give a script that trains with a torch optimizer"
-    if run.updates:
-        why = (
-            f"{len(run.updates)} updates were made, and none could be watched. Steps that take a closure (LBFGS) and "
-            "models inside compiled functions are not seen. Calibrate with an optimizer whose step takes no closure "
-            "(SGD, Adam) and without torch.compile"
+    if not any(isinstance(record, records.RangesRecord) and record.rows for record in written):
+        raise UsageError(
+            f"nothing to calibrate with: {len(run.updates)} updates were made, and none could be watched. Give a "
+            "script that trains with a torch optimizer whose step takes no closure (SGD, Adam; not LBFGS), without "
+            "torch.compile; or call mezzo.calibrate(model, loss_fn, batches), which needs no optimizer"
         )
-    return f"{why}; or call mezzo.calibrate(model, loss_fn, batches), which needs no optimizer"
+    native = set(run.machine.get("native_formats", ()))
+    return recommend(written, native=native, format=request.format, headroom_bits=request.headroom_bits)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.calibration import Recommendation, check_settings, recommend
+from mezzo.core.calibration import RANKED, Recommendation, check_settings, recommend
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import Format, named
 from mezzo.core.ranges import WHAT
 from mezzo.core.records import Record
-from mezzo.core.sensitivity import RANKED
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.hardware import native_formats
 from mezzo.pytorch.monitor.observer import StepObserver
@@ -80,7 +79,7 @@ def calibrate(
     device = _checked(model, parameters, steps)
     snapshot = Snapshot([model], [] if optimizer is None else [optimizer])
     updated = torch.optim.SGD(parameters, lr=0.0) if optimizer is None else optimizer
-    kinds = [kind for kind in WHAT if optimizer is not None or kind != "update ratio"]
+    kinds = [kind for kind in WHAT if kind != "update ratio"]
     formats = [named(one) for one in rank_formats]
     observers: list[StepObserver] = [RangeWatch(model, updated, every=1, kinds=kinds, all_modules=True)]
     if formats:
@@ -91,8 +90,7 @@ def calibrate(
         model.train()
         with torch.enable_grad():
             for index, batch in enumerate(islice(batches, steps)):
-                for param in model.parameters():
-                    param.grad = None
+                model.zero_grad()
                 loss = loss_fn(model, batch)
                 _check_loss(loss)
                 observing.backward_begins(loss, 1.0)
@@ -105,13 +103,8 @@ def calibrate(
     finally:
         observing.undo()
         snapshot.restore()
-    return recommend(
-        records,
-        native=native_formats(device.type),
-        format=format,
-        headroom_bits=headroom_bits,
-        ranked=rank_formats,
-    )
+    native = native_formats(device.type)
+    return recommend(records, native=native, format=format, headroom_bits=headroom_bits, ranked=formats)
 
 
 def _checked(model: nn.Module, parameters: list[nn.Parameter], steps: int) -> torch.device:
@@ -133,10 +126,9 @@ def _checked(model: nn.Module, parameters: list[nn.Parameter], steps: int) -> to
 
 
 def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+    shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise UsageError(
-            f"loss_fn returned a {type(loss).__name__}{shape}: it must return one number, such as a mean over the batch"
+            f"loss_fn returned a {type(loss).__name__}{shape}: it must return one number that depends on the "
+            "parameters, such as a mean over the batch of model(batch)"
         )
-    if not loss.requires_grad:
-        raise UsageError("loss_fn returned a loss that depends on no parameter: compute it from model(batch)")
