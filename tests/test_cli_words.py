@@ -31,7 +31,6 @@ WRONG: list[tuple[list[str], str]] = [
     (["doctor", "--qick"], "Did you mean --quick?"),
     (["doctor", "A100"], "unrecognized arguments: A100. `mezzo doctor --help` has what it takes"),
     (["doctor", "--gpu"], "--gpu: expected one argument. Write --gpu=VALUE"),
-    (["formats", "3.5", "1/3"], "to see what becomes of a number write: mezzo formats show 3.5 1/3"),
 ]
 
 

@@ -196,7 +196,7 @@ _FIELDS = {cls: {f.name: str(f.type) for f in fields(cls)} for cls in _CLASSES.v
 
 def to_line(record: Record) -> str:
     """One record as one line of strict JSON: NaN and infinities are the strings ``"nan"``, ``"inf"``."""
-    return json.dumps({"kind": record.kind, **_strict(record)}, allow_nan=False)
+    return json.dumps({"kind": record.kind, **strict(record)}, allow_nan=False)
 
 
 def from_line(line: str) -> Record:
@@ -240,17 +240,17 @@ def _field(kind: str, value: Any) -> Any:
     return _made(_CLASSES[kind.removesuffix(" | None")], value)
 
 
-def _strict(value: Any) -> Any:
-    """A value for strict JSON. (`dataclasses.asdict` also copies, which is slow for a thousand histograms.)"""
+def strict(value: Any) -> Any:
+    """A value for strict JSON, NaN and infinities as strings. (`dataclasses.asdict` also copies, which is slow.)"""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     names = _FIELDS.get(type(value))
     if names is not None:
-        return {name: _strict(getattr(value, name)) for name in names}
+        return {name: strict(getattr(value, name)) for name in names}
     if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
+        return {key: strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return value if set(map(type, value)) == {int} else [_strict(item) for item in value]
+        return value if set(map(type, value)) == {int} else [strict(item) for item in value]
     return value
 
 
