@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import math
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from mezzo.cli.main import main
-from mezzo.doctor import gpus, measure
+from mezzo.doctor import measure
 from mezzo.doctor.gpus import (
     ARCHITECTURES,
     MODELS,
@@ -194,25 +193,16 @@ def test_a_cpu_is_measured_in_every_format_and_nothing_is_left_changed() -> None
     assert told[-1] == pytest.approx(1.0)
 
 
-def test_a_slow_format_is_measured_on_less_work_and_a_failing_one_says_why(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_format_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(form: str, device: str, sizes: measure.Sizes) -> Any:
         raise (
             RuntimeError("could not create a primitive\nand more") if form == "fp16" else NotImplementedError
         )
 
-    monkeypatch.setattr(measure, "_PROBE", measure.Sizes(side=16, batch=1, image=2, copy_bytes=4096))
-    monkeypatch.setattr(measure, "_SLOW_RUN", 0.0)
     monkeypatch.setattr(measure, "_conv_step", broken)
     cells = {(rate.what, rate.format): rate for rate in measure.measure("cpu", sizes=TINY, budget=0.01)}
-    assert cells["matmul", "bf16"].work == pytest.approx(2 * 16**3 / 1e9)
     assert cells["conv step", "fp16"].reason == "could not create a primitive"
     assert cells["conv step", "bf16"].reason == "NotImplementedError"
-
-
-def test_the_examples_in_the_docstrings_are_true() -> None:
-    assert doctest.testmod(gpus).failed == 0
 
 
 def made_up(device: str, **given: Any) -> list[Rate]:

@@ -206,7 +206,9 @@ def test_the_table_has_every_format(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     for name in FORMATS:
         assert sum(line.split()[:1] == [name] for line in lines) == 1
-    assert ["fp16", "1/5/10", "65504", "6.1035e-5", "5.9605e-8", "0.00097656"] in [line.split() for line in lines]
+    assert ["fp16", "1/5/10", "65504", "6.1035e-5", "5.9605e-8", "0.00097656"] in [
+        line.split() for line in lines
+    ]
 
 
 def test_the_table_as_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:

@@ -219,7 +219,7 @@ REFUSED = [
     ("e4m3fn", "e4m3fn is a number format .mezzo formats e4m3fn. and not a precision: fp8 multiplies in it"),
     ("fp8,params=fp16", "Use params=fp32 or params=bf16"),
     ("fp8,scaling=tensorwide", "unknown fp8 scaling 'tensorwide'.*Did you mean 'tensorwise'"),
-    ("bf16,op.linear=fp8", r"fp8 is a precision, not a rule.*module\.PATH=fp8"),
+    ("bf16,op.linear=fp8", "unknown rule .fp8.*internal_fp32"),
     ("bf16,masters=spilt", r"unknown kind of masters 'spilt'\. .*Did you mean 'split'\?$"),
     (
         "bf16,params=fp32,masters=split",

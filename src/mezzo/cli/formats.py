@@ -62,12 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
     if words[:1] == ["show"]:
         if not words[1:]:
             raise UsageError("nothing to show: give a number, for instance `mezzo formats show -4.2e9`")
-        numbers = [
+        numbers: list[dict[str, Any]] = [
             {"number": word, "formats": [stored(parse(word), name, arguments.overflow) for name in FORMATS]}
             for word in words[1:]
         ]
         shown: dict[str, Any] = {"numbers": numbers}
-        lines = [line for number in numbers for line in _number_lines(**number)]
+        lines = [line for row in numbers for line in _number_lines(row["number"], row["formats"])]
     else:
         asked = [_format(word, words) for word in words] or list(FORMATS.values())
         shown = {"formats": [{name: getattr(form, name) for name in _IN_JSON.split()} for form in asked]}
@@ -186,9 +186,9 @@ def _table_lines(forms: Sequence[Format]) -> list[Text | str]:
     ]
 
 
-def _number_lines(number: str, formats: list[dict[str, Any]]) -> list[Text]:
+def _number_lines(number: str, formats: list[dict[str, Any]]) -> list[Text | str]:
     legend = Text(" ").join(Text(field, style) for field, style in _FIELDS.items())
-    lines = [Text.assemble((number, "bold"), " in each format (", legend, ")")]
+    lines: list[Text | str] = [Text.assemble((number, "bold"), " in each format (", legend, ")")]
     for one in formats:
         line = Text.assemble((f"{one['name']:<10}", "bold"), (f"{one['word']:<10}", _WORDS[one["word"]]))
         line.append(f" {written(one['value'], 12)}")

@@ -290,11 +290,11 @@ def _is_nan(x: Number) -> bool:
 
 def _quantum(x: Fraction, form: Format) -> Fraction:
     """The gap between the format's numbers in the binade of a magnitude, as if it had no largest number."""
-    return Fraction(2) ** (max(_exponent(x) if x else form.minexp, form.minexp) - form.nmant)
+    return Fraction(2) ** (max(floor_log2(x) if x else form.minexp, form.minexp) - form.nmant)
 
 
-def _exponent(x: Fraction) -> int:
-    """``floor(log2(x))`` for a positive number, exactly."""
+def floor_log2(x: Fraction) -> int:
+    """``floor(log2(x))`` of a positive number, exactly."""
     guess = x.numerator.bit_length() - x.denominator.bit_length()
     return guess if x >= Fraction(2) ** guess else guess - 1
 
@@ -358,7 +358,7 @@ def bits(x: Number, format: str | Format, *, overflow: str = "infinity") -> Bits
     else:
         # Of a normal number the leading 1 in its units adds the 1 that is missing in the exponent field.
         quantum = _quantum(exact, form)
-        field = _exponent(quantum) + form.nmant - form.minexp
+        field = floor_log2(quantum) + form.nmant - form.minexp
         code = (field << form.nmant) + int(exact / quantum)
     return _pattern(code | int(sign < 0) << (form.bits - 1), form)
 

@@ -34,14 +34,10 @@ _SIXTEEN = ("fp16", "bf16")
 
 @dataclass(frozen=True)
 class Weakness:
-    """Why an operation has no finite result or slope for some finite numbers; empty where that cannot be.
+    """Why an operation has no finite `result` or `slope` for some finite numbers; empty where that cannot be.
 
-    Args:
-        result: where it has no finite result.
-        slope: where it has no finite slope.
-        fix: what to do about the first, and about the second where `fix_slope` is empty.
-        fix_slope: what to do about the second.
-        takes_eps: whether one commonly adds an eps to what goes in, which may be 0 in the format.
+    `fix` is for the first, and for the second where `fix_slope` is empty. `takes_eps`: one commonly adds an eps to its
+    input, which may be 0 in the format.
     """
 
     result: str = ""
@@ -136,15 +132,9 @@ WEAK_OPS: Mapping[str, Weakness] = MappingProxyType(
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """Facts of a tensor.
+    """Facts of a tensor; `name` is its role in the operation: ``input 0``, ``weight``, ``gradient of output``.
 
-    Args:
-        name: what it is to the operation: ``input 0``, ``weight``, ``output``, ``gradient of output``.
-        shape: its sizes.
-        format: the name of its number format.
-        largest: largest finite magnitude; 0 where there is none.
-        smallest: smallest magnitude that is not 0; 0 where there is none.
-        zeros, infinities, nans: how many elements are.
+    `largest` and `smallest` are magnitudes of finite elements, without zeros; 0 where there is none.
     """
 
     name: str
@@ -175,11 +165,7 @@ class TensorFacts:
 class Maker:
     """The source of a number that is finite there, and beyond the format of a later operation.
 
-    Args:
-        module: as in `OverflowReport`.
-        op: the operation that made it; ``""`` for a parameter or an input of the model.
-        line: as in `OverflowReport`.
-        result: its result; or that parameter or input.
+    `op` is ``""`` for a parameter or an input of the model, which is `result` then.
     """
 
     module: str
@@ -208,15 +194,12 @@ class OverflowReport:
         module: path of the module in its model, ``""`` for the model itself, or `OUTSIDE`.
         op: the operation that produced it: ``exp``, ``linear``, ``DivBackward0``.
         direction: ``forward`` or ``backward``.
-        inputs: what went in.
-        outputs: what came out.
         propagators: those that passed it on, in order, as ``module: op``; the first few.
         line: the user's line that called the operation, as ``file.py:12: code``; ``""`` if unknown.
         how: ``replay`` (the step's model calls were run again), ``live`` (watched as it happened); other words of a
             step that was not run again.
         remedies: what to try, the likeliest first.
-        seconds: the time that finding it took.
-        kept_bytes: bytes that were kept until the step's end for it.
+        seconds, kept_bytes: the time that finding it took, and the bytes kept for it until the step's end.
         note: what limits the report.
         maker: of an overflow, the earlier operation whose finite result did not fit.
     """
@@ -263,7 +246,7 @@ class OverflowReport:
 
     @property
     def why(self) -> str:
-        """The cause in words, of this operation and these numbers where they are known; empty for none of `CAUSES`."""
+        """The cause in words, of this operation and these numbers where they are known."""
         if self.cause == "overflow":
             return self._not_fitting() or CAUSES["overflow"]
         if self.cause == "unknown" and self.how not in _RUN:

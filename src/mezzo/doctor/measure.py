@@ -1,9 +1,8 @@
-"""What each format measures on this device (matrix products, a convolution's training step, memory bandwidth), and the
-precision to use.
+"""What each format measures on this device (matrix products, a convolution's training step, memory bandwidth) as
+PyTorch runs it in that dtype, and the precision to use.
 
-A convolution is measured too because matrix products do not tell its speed: on a CPU with AVX512-FP16, fp16 matrix
-products are fast and the backward of an fp16 convolution took 80 times as long as in bf16 (torch 2.13). Everything is
-measured as PyTorch runs it in that dtype, without Mezzo.
+Products don't tell a convolution's speed: on a CPU with AVX512-FP16 they are fast in fp16, and the backward of an fp16
+convolution took 80 times as long as in bf16 (torch 2.13).
 """
 
 from __future__ import annotations
@@ -84,9 +83,6 @@ GPU_SIZES = Sizes(side=8192, batch=128, image=56, copy_bytes=1 << 30)
 QUICK_CPU_SIZES = Sizes(side=512, batch=2, image=14, copy_bytes=64 << 20)
 QUICK_GPU_SIZES = Sizes(side=4096, batch=32, image=56, copy_bytes=256 << 20)
 _CHANNELS = 64
-# A format without a fast path, whose one run would take longer than this, is measured on work this much smaller.
-_PROBE = Sizes(side=256, batch=1, image=7, copy_bytes=1 << 20)
-_SLOW_RUN = 1.5
 
 
 def measure(
@@ -98,8 +94,7 @@ def measure(
 ) -> list[Rate]:
     """Measure every format on a device; what cannot run there is in the list with its reason.
 
-    `budget` is the seconds of all timed runs together; a format without a fast path may add one slow run. `tell`
-    receives the share that is done, from 0 to 1.
+    `budget` is the seconds of all timed runs together. `tell` receives the share that is done, from 0 to 1.
     """
     sizes = sizes or (CPU_SIZES if device_type == "cpu" else GPU_SIZES)
     rates, tasks = list[Rate](), list[Task]()
@@ -107,7 +102,9 @@ def measure(
         try:
             if form in ("tf32", "e4m3fn") and device_type != "cuda":
                 raise NotImplementedError(f"PyTorch has no fast {form} path on {device_type}")
-            work, task = _fitting(what, form, device_type, sizes)
+            make = {"matmul": _matmul, "conv step": _conv_step, "copy": _copy}[what]
+            work, task = make(form, device_type, sizes)
+            task()
         except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
             lines = str(error).strip().splitlines()
             rates.append(Rate(what, form, 0.0, reason=lines[0] if lines else type(error).__name__))
@@ -151,19 +148,6 @@ def take_turns(
 def unsteady(rates: Iterable[Rate]) -> bool:
     """Whether the middle half of some repeats varies by more than a half, so that something else must be running."""
     return any(high > 1.5 * low for low, high in (rate.spread for rate in rates))
-
-
-def _fitting(what: str, form: str, device_type: str, sizes: Sizes) -> tuple[float, Task]:
-    """The work and the task, which has run once; of the probe's size if that says that a run would take long."""
-    make = {"matmul": _matmul, "conv step": _conv_step, "copy": _copy}[what]
-    probe_work, probe = make(form, device_type, _PROBE)
-    work, task = make(form, device_type, sizes)
-    probe()
-    (seconds,) = take_turns([probe], budget=0.02, most=3)
-    if what != "copy" and min(seconds) * work / probe_work > _SLOW_RUN:
-        return probe_work, probe
-    task()
-    return work, task
 
 
 def _matmul(form: str, device_type: str, sizes: Sizes) -> tuple[float, Task]:

@@ -1,9 +1,7 @@
 """precision="auto": first by what the hardware has, then by timing the user's own first steps.
 
-A small model, a slow data loader or a kernel that falls back can make 16 bits slower on hardware that has them. So the
-first steps alternate between FP32 and the candidate, and their medians decide. The order is FP32, candidate, candidate,
-FP32, and so on: a drift of the clock or of the batch size affects both alike, and each precision comes equally often
-right after a change of precision.
+The first steps alternate (FP32, candidate, candidate, FP32, ...), so that a drift of the clock or of the batch size
+affects both alike, and their medians decide.
 """
 
 from __future__ import annotations
@@ -55,16 +53,8 @@ class TimedTrial:
         speedup = median(fp32_seconds) / median(candidate_seconds)
         precision = candidate if speedup >= min_speedup else "fp32"
 
-    A step is the sum of its pieces, each from `start` to `pause`; the time between them (the data loader) isn't
-    counted. The device is synchronized at both ends, during the trial only.
-
-    Args:
-        candidate: the 16-bit format that may be chosen.
-        device_type: the device to synchronize with; none on a CPU.
-        clock: seconds.
-        steps_each: timed steps of each precision, at least 1.
-        warmup: steps of each precision that are not counted (allocation, autotuning, compilation).
-        min_speedup: the ratio from which the candidate is chosen. Less than 1.05 is within the scatter of medians.
+    A step is the sum of its pieces, each from `start` to `pause`, without the time between them (the data loader). The
+    device is synchronized at both ends. A speedup of less than 1.05 is within the scatter of medians.
     """
 
     def __init__(
@@ -109,7 +99,7 @@ class TimedTrial:
         self._started = None
 
     def finish(self, *, counts: bool) -> None:
-        """The step ends here. It is dropped unless it `counts` (a skipped one has no optimizer in it) and was timed."""
+        """The step ends here. It is dropped unless it `counts` (a skipped one doesn't) and was timed."""
         self.pause()
         if counts and self._seconds > 0.0 and self.decision is None:
             self._taken[self.precision].append(self._seconds)
