@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.core.errors import UsageError
-from mezzo.core.ranges import Histogram
 from mezzo.core.records import (
     LossRecord,
     MemoryRecord,
@@ -30,7 +29,6 @@ from mezzo.core.records import (
     to_line,
 )
 
-histogram = st.from_type(Histogram)
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e300, 1e300) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -150,10 +148,3 @@ def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     writer.write(MemoryRecord(6, "tensor bytes"))
     writer.close()
     assert list(read(path)) == [MemoryRecord(6, "tensor bytes")]
-
-
-PLANNED = [
-    ("bf16 -> bf16", "bf16 -> bf16", True),
-    ("bf16 -> bf16", "fp32 -> bf16", False),
-    ("", "fp32 -> fp32", True),
-]
