@@ -20,7 +20,7 @@ from mezzo.doctor.gpus import (
     formats_at,
     from_capability,
 )
-from mezzo.doctor.measure import Rate, recommend, take_turns
+from mezzo.doctor.measure import recommend, row, take_turns
 from mezzo.pytorch import hardware
 from mezzo.pytorch.hardware import Gpu, cuda_formats
 
@@ -104,14 +104,14 @@ def test_a_slow_task_runs_once_and_a_quick_one_not_for_ever() -> None:
 
 
 def test_the_spread_is_the_middle_half() -> None:
-    assert Rate("matmul", "bf16", 12.0, (5.0, 1.0, 3.0, 2.0, 4.0)).spread == (3.0, 6.0)
-    rate = Rate("matmul", "bf16", 6.0, (1.0, 2.0, 3.0))
-    assert (rate.value, rate.spread, rate.unit) == (3.0, (2.0, 6.0), "GFLOP/s")
-    assert measure.unsteady([rate])
-    assert not measure.unsteady([Rate("copy", "fp32", 1.0, (1.0, 1.1))])
-    none = Rate("copy", "fp32", 1.0, reason="no")
-    assert not measure.unsteady([none])
-    assert all(map(math.isnan, (none.value, *none.spread)))
+    five = row("matmul", "bf16", 12.0, (5.0, 1.0, 3.0, 2.0, 4.0))
+    assert (five["low"], five["high"]) == (3.0, 6.0)
+    three = row("matmul", "bf16", 6.0, (1.0, 2.0, 3.0))
+    assert (three["median"], three["low"], three["high"], three["unit"]) == (3.0, 2.0, 6.0, "GFLOP/s")
+    none = row("copy", "fp32", 1.0, reason="no")
+    assert none["median"] is none["low"] is none["high"] is None
+    assert measure.unsteady([three])
+    assert not measure.unsteady([row("copy", "fp32", 1.0, (1.0, 1.1)), none])
 
 
 NAN = float("nan")
@@ -138,12 +138,12 @@ def test_the_recommendation_follows_from_the_rates(
     precision: str,
     words: list[str],
 ) -> None:
-    rates = {
-        (what, form): rate
-        for form, row in {"fp32": fp32, "bf16": bf16, "fp16": fp16}.items()
-        for what, rate in zip(("matmul", "conv step"), row)
-    }
-    found = recommend(rates, native.split(), device="the CPU")
+    rows = [
+        row(what, form, rate, () if math.isnan(rate) else (1.0,))
+        for form, rates in {"fp32": fp32, "bf16": bf16, "fp16": fp16}.items()
+        for what, rate in zip(("matmul", "conv step"), rates)
+    ]
+    found = recommend(rows, native.split(), device="the CPU")
     assert found.precision == precision
     assert all(one in " ".join(found.reasons) for one in words)
     assert {"bf16", "fp16"} <= {reason.split(":")[0] for reason in found.reasons}
@@ -156,18 +156,15 @@ def test_a_cpu_is_measured_in_every_format_and_nothing_is_left_changed() -> None
     before = (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)  # type: ignore[attr-defined]
     told: list[float] = []
     rates = measure.measure("cpu", sizes=TINY, budget=0.01, tell=told.append)
-    cells = {(rate.what, rate.format): rate for rate in rates}
+    cells = {(rate["what"], rate["format"]): rate for rate in rates}
     assert len(cells) == len(rates) == 10
     for what in ("matmul", "conv step"):
         for form in ("fp32", "bf16", "fp16"):
-            assert cells[what, form].value > 0
-            low, high = cells[what, form].spread
-            assert low <= cells[what, form].value <= high
-        assert "no fast tf32 path" in cells[what, "tf32"].reason
-    assert cells["matmul", "fp32"].work == pytest.approx(2 * 32**3 / 1e9)
-    assert cells["copy", "fp32"].work == pytest.approx(2 * 4096 / 1e9)
-    assert cells["copy", "fp32"].unit == "GB/s"
-    assert math.isnan(cells["matmul", "e4m3fn"].value)
+            assert 0 < cells[what, form]["low"] <= cells[what, form]["median"] <= cells[what, form]["high"]
+        assert "no fast tf32 path" in cells[what, "tf32"]["reason"]
+    assert cells["matmul", "fp32"]["work"] == pytest.approx(2 * 32**3 / 1e9)
+    assert cells["copy", "fp32"]["work"] == pytest.approx(2 * 4096 / 1e9)
+    assert cells["copy", "fp32"]["unit"] == "GB/s"
     assert (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision) == before  # type: ignore[attr-defined]
     assert told[-1] == pytest.approx(1.0)
 
@@ -179,23 +176,23 @@ def test_a_format_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> N
         )
 
     monkeypatch.setattr(measure, "_conv_step", broken)
-    cells = {(rate.what, rate.format): rate for rate in measure.measure("cpu", sizes=TINY, budget=0.01)}
-    assert cells["conv step", "fp16"].reason == "could not create a primitive"
-    assert cells["conv step", "bf16"].reason == "NotImplementedError"
+    cells = {(one["what"], one["format"]): one for one in measure.measure("cpu", sizes=TINY, budget=0.01)}
+    assert cells["conv step", "fp16"]["reason"] == "could not create a primitive"
+    assert cells["conv step", "bf16"]["reason"] == "NotImplementedError"
 
 
-def made_up(device: str, **given: Any) -> list[Rate]:
+def made_up(device: str, **given: Any) -> list[measure.Row]:
     """Rates of a CPU on which bf16 is worth it."""
     assert device == "cpu"
     given["tell"](0.5)
     steady = (1.0, 1.0, 1.0)
     return [
-        *(Rate("matmul", form, rate, steady) for form, rate in (("fp32", 199.0), ("bf16", 441.0))),
-        Rate("matmul", "fp16", 1.5, (1.0, 1.2)),
-        Rate("matmul", "tf32", 0.0, reason="PyTorch has no fast tf32 path on cpu"),
-        *(Rate("conv step", form, rate, steady) for form, rate in (("fp32", 100.0), ("bf16", 190.0))),
-        Rate("conv step", "fp16", 0.0, reason="could not create a primitive"),
-        Rate("copy", "fp32", 54.0, steady),
+        *(row("matmul", form, rate, steady) for form, rate in (("fp32", 199.0), ("bf16", 441.0))),
+        row("matmul", "fp16", 1.5, (1.0, 1.2)),
+        row("matmul", "tf32", 0.0, reason="PyTorch has no fast tf32 path on cpu"),
+        *(row("conv step", form, rate, steady) for form, rate in (("fp32", 100.0), ("bf16", 190.0))),
+        row("conv step", "fp16", 0.0, reason="could not create a primitive"),
+        row("copy", "fp32", 54.0, steady),
     ]
 
 

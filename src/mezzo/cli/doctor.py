@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import statistics
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -22,9 +20,6 @@ from rich.text import Text
 from mezzo.cli.tables import plain_table
 from mezzo.core.errors import UsageError
 from mezzo.doctor.gpus import GpuModel, Recommendation, architecture, find, formats_at, from_capability
-
-if TYPE_CHECKING:
-    from mezzo.doctor.measure import Rate
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         for model in models:
             lines += _gpu_lines(model)
     else:
-        data, rates, found = _measured(arguments.quick)
-        lines += _machine_lines(data, rates)
+        data, found = _measured(arguments.quick)
+        lines += _machine_lines(data)
     if arguments.json:
         advice = {"precision": found.precision, "reasons": list(found.reasons)}
         print(json.dumps({"schema": 1, **data, "recommendation": advice}, indent=2, allow_nan=False))
@@ -66,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(quick: bool) -> tuple[dict[str, Any], list[Rate], Recommendation]:
+def _measured(quick: bool) -> tuple[dict[str, Any], Recommendation]:
     """What this machine is and measures, and what to use."""
     from mezzo.compare.progress import watcher
     from mezzo.doctor import measure
@@ -81,21 +76,20 @@ def _measured(quick: bool) -> tuple[dict[str, Any], list[Rate], Recommendation]:
         if quick:
             sizes = measure.QUICK_CPU_SIZES if device == "cpu" else measure.QUICK_GPU_SIZES
             options |= {"sizes": sizes, "budget": 0.5}
-        rates = measure.measure(device, **options)
+        rows = measure.measure(device, **options)
         progress.end("measured")
     named = "this CPU" if device == "cpu" else described["gpu"]["name"]
-    found = measure.recommend({(rate.what, rate.format): rate.value for rate in rates}, native, device=named)
     data = {
         "machine": described,
         "device": device,
         "native": sorted(native),
-        "unsteady": measure.unsteady(rates),
-        "measured": [_rate_json(rate) for rate in rates],
+        "unsteady": measure.unsteady(rows),
+        "measured": rows,
     }
-    return data, rates, found
+    return data, measure.recommend(rows, native, device=named)
 
 
-def _machine_lines(data: dict[str, Any], rates: list[Rate]) -> Iterable[Text | Table]:
+def _machine_lines(data: dict[str, Any]) -> Iterable[Text | Table]:
     described = data["machine"]
     memory, gpu = described["memory_bytes"], described["gpu"]
     lines = {
@@ -110,13 +104,16 @@ def _machine_lines(data: dict[str, Any], rates: list[Rate]) -> Iterable[Text | T
     where = "on the CPU" if data["device"] == "cpu" else "on the GPU"
     heading = f"Measured {where}", "bold"
     yield Text.assemble("\n", heading, ", GFLOP/s: medians (and the middle half of the repeats)")
-    kinds = ["matmul", "conv step"]
-    cells = {(rate.what, rate.format): rate for rate in rates}
-    forms = dict.fromkeys(rate.format for rate in rates)
-    rows = [[form, *(_cell(cells.get((kind, form))) for kind in kinds)] for form in forms]
+    kinds, cells = ["matmul", "conv step"], {}
+    for row in data["measured"]:
+        figures = (row["median"], row["low"], row["high"]) if row["repeats"] else ()
+        texts = [f"{one:.0f}" if one >= 100 else f"{one:.3g}" for one in figures]
+        cells[row["what"], row["format"]] = "{} ({} to {})".format(*texts) if texts else "-"
+    forms = dict.fromkeys(row["format"] for row in data["measured"])
+    rows = [[form, *(cells.get((kind, form), "-") for kind in kinds)] for form in forms]
     yield plain_table(("format", *kinds), [row for row in rows if row[1:] != ["-", "-"]])
-    yield Text(f"memory bandwidth, by copying: {_cell(cells['copy', 'fp32'])} GB/s")
-    for reason in dict.fromkeys(rate.reason for rate in rates if rate.reason):
+    yield Text(f"memory bandwidth, by copying: {cells['copy', 'fp32']} GB/s")
+    for reason in dict.fromkeys(row["reason"] for row in data["measured"] if row["reason"]):
         yield Text(f"not measured: {reason}")
     if data["unsteady"]:
         yield Text(
@@ -128,13 +125,6 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
     capability = f", compute capability {gpu['capability']}" if gpu["capability"] else ""
     count = f", the first of {gpu['count']}" if gpu["count"] > 1 else ""
     return f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.0f} GB{capability}{count}"
-
-
-def _cell(rate: Rate | None) -> str:
-    if rate is None or math.isnan(rate.value):
-        return "-"
-    value, low, high = (f"{one:.0f}" if one >= 100 else f"{one:.3g}" for one in (rate.value, *rate.spread))
-    return f"{value} ({low} to {high})"
 
 
 def _gpu_lines(model: GpuModel) -> Iterable[Text]:
@@ -160,19 +150,3 @@ def _gpu_json(model: GpuModel) -> dict[str, Any]:
         "dense_peak_tflop_s": dict(model.peaks),
         "source": model.source,
     }
-
-
-def _rate_json(rate: Rate) -> dict[str, Any]:
-    data = {
-        "what": rate.what,
-        "format": rate.format,
-        "unit": rate.unit,
-        "median": rate.value,
-        "low": rate.spread[0],
-        "high": rate.spread[1],
-        "repeats": len(rate.seconds),
-        "seconds": statistics.median(rate.seconds or [math.nan]),
-        "work": rate.work,
-        "reason": rate.reason,
-    }
-    return {key: None if value != value else value for key, value in data.items()}
