@@ -133,14 +133,12 @@ def test_everything_is_put_back(given: bool, fails: bool) -> None:
 
 
 WRONG: list[tuple[Any, Any, dict[str, Any], str]] = [
-    (network, loss_of, {"steps": 0}, "steps=0"),
+    (network, loss_of, {"steps": 0}, "0 steps looked at"),
     (network, lambda model, one: model(one[0]), {}, r"shape \(16, 2\): it must return one number"),
     (network, lambda model, one: 1.0, {}, "loss_fn returned a float"),
     (network, lambda model, one: torch.ones(()), {}, "depends on the parameters"),
-    (network, loss_of, {"headroom_bits": 99}, "headroom of 99 bits: .* 0 to 15"),
     (network, loss_of, {"format": "fp17"}, "Did you mean 'fp16'"),
     (network, loss_of, {"rank_formats": ["e4m3f"]}, "Did you mean 'e4m3fn'"),
-    (network, loss_of, {"batches": []}, "0 steps looked at"),
     (lambda: network().half(), loss_of, {}, "the model has fp16 parameters"),
     (nn.Identity, loss_of, {}, "there is nothing to train"),
 ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from decimal import Decimal
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -205,9 +204,7 @@ def test_the_edges_of_every_format(name: str) -> None:
     assert math.copysign(1, formats.round(-least / 4, form)) == -1
 
 
-@pytest.mark.parametrize(
-    "x", [0.1, 1, Fraction(1, 3), Decimal("0.1"), True, 10**400], ids=lambda x: type(x).__name__
-)
+@pytest.mark.parametrize("x", [0.1, 1, Fraction(1, 3), True, 10**400], ids=lambda x: type(x).__name__)
 def test_every_kind_of_number(x: Any) -> None:
     assert formats.round(x, "fp16") == (math.inf if x == 10**400 else float(np.float16(float(x))))
 

@@ -39,7 +39,7 @@ from mezzo.compare.progress import Watcher, watcher
 from mezzo.compare.request import ScriptRequest
 from mezzo.compare.runs import LAUNCH, FinishedRun, run_to_end, terminated_like_an_interrupt
 from mezzo.core import records
-from mezzo.core.calibration import FORMATS, Recommendation, check_settings, recommend
+from mezzo.core.calibration import FORMATS, Recommendation, check_format, recommend
 from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
@@ -60,13 +60,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     formats = ", ".join(FORMATS)
     add("--steps", type=steps, default=20, metavar="N", help="updates that are watched (default 20)")
     add("--precision", metavar="P", help=f"recommend this format on any hardware: {formats}")
-    add(
-        "--headroom",
-        type=whole("doublings", 1),
-        default=1,
-        metavar="BITS",
-        help="doublings that the largest numbers may still make in the rest of the run, 0 to 15 (default 1)",
-    )
     add("--no-check", action="store_true", help=argparse.SUPPRESS)  # of 0.1.0: nothing is tried any more
     add("--out", metavar="DIR", help="the folder to write (default mezzo-calibrate-SCRIPT)")
     add("--json", action="store_true", help="print calibration.json instead of the lines")
@@ -76,12 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Calibrate, print, and return the exit status."""
     target = target_of(arguments, DEMOS, "mezzo calibrate --demo digits")
     request = CalibrationRequest(
-        target,
-        tuple(arguments.argv),
-        bool(arguments.module),
-        arguments.steps,
-        arguments.precision,
-        arguments.headroom,
+        target, tuple(arguments.argv), bool(arguments.module), arguments.steps, arguments.precision
     )
     folder = folder_of(arguments, "calibrate")
     progress = watcher(Console(stderr=True), quiet=arguments.json)
@@ -107,10 +95,9 @@ class CalibrationRequest(ScriptRequest):
 
     steps: int = 20
     format: str | None = None
-    headroom_bits: int = 1
 
     def __post_init__(self) -> None:
-        check_settings(self.format, self.headroom_bits)
+        check_format(self.format)
         super().__post_init__()
 
 
@@ -169,4 +156,4 @@ def _recommendation(
             "torch.compile; or call mezzo.calibrate(model, loss_fn, batches), which needs no optimizer"
         )
     native = set(run.machine.get("native_formats", ()))
-    return recommend(written, native=native, format=request.format, headroom_bits=request.headroom_bits)
+    return recommend(written, native=native, format=request.format)

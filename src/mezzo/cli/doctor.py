@@ -14,10 +14,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from mezzo.cli.tables import plain_table
 from mezzo.core.errors import UsageError
 from mezzo.doctor.gpus import GpuModel, Recommendation, architecture, find, formats_at, from_capability
 
@@ -34,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Report on this machine, or on a GPU that is named."""
-    console, lines = Console(highlight=False), list[Text | Table]()
+    console, lines = Console(highlight=False), list[Text]()
     if arguments.capability is not None:
         raise UsageError(
             "--capability was removed in version 0.2. Name a GPU of that generation: --gpu H100, for example."
@@ -53,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"schema": 1, **data, "recommendation": advice}, indent=2, allow_nan=False))
         return 0
     for line in (*lines, Text.assemble("\n", (f"Use {found.precision}", "bold"))):
-        console.print(line, soft_wrap=isinstance(line, Text))
+        console.print(line, soft_wrap=True)
     for reason in found.reasons:
         console.print(Padding(Text(reason), (0, 0, 0, 2)))
     candidates = "bf16,fp16" if found.precision == "fp32" else found.precision
@@ -63,21 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measured(quick: bool) -> tuple[dict[str, Any], Recommendation]:
     """What this machine is and measures, and what to use."""
-    from mezzo.compare.progress import watcher
     from mezzo.doctor import measure
     from mezzo.pytorch import hardware
 
     described = hardware.describe()
     device = described["gpu"]["kind"] if described["gpu"] else "cpu"
     native = hardware.native_formats(device)
-    with watcher(Console(stderr=True), quiet=True) as progress:
-        progress.begin("measuring", 1, 1, 100)
-        options: dict[str, Any] = {"tell": lambda done: progress.steps(round(100 * done))}
-        if quick:
-            sizes = measure.QUICK_CPU_SIZES if device == "cpu" else measure.QUICK_GPU_SIZES
-            options |= {"sizes": sizes, "budget": 0.5}
-        rows = measure.measure(device, **options)
-        progress.end("measured")
+    options: dict[str, Any] = {}
+    if quick:
+        sizes = measure.QUICK_CPU_SIZES if device == "cpu" else measure.QUICK_GPU_SIZES
+        options = {"sizes": sizes, "budget": 0.5}
+    rows = measure.measure(device, **options)
     named = "this CPU" if device == "cpu" else described["gpu"]["name"]
     data = {
         "machine": described,
@@ -89,7 +83,7 @@ def _measured(quick: bool) -> tuple[dict[str, Any], Recommendation]:
     return data, measure.recommend(rows, native, device=named)
 
 
-def _machine_lines(data: dict[str, Any]) -> Iterable[Text | Table]:
+def _machine_lines(data: dict[str, Any]) -> Iterable[Text]:
     described = data["machine"]
     memory, gpu = described["memory_bytes"], described["gpu"]
     lines = {
@@ -110,8 +104,11 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[Text | Table]:
         texts = [f"{one:.0f}" if one >= 100 else f"{one:.3g}" for one in figures]
         cells[row["what"], row["format"]] = "{} ({} to {})".format(*texts) if texts else "-"
     forms = dict.fromkeys(row["format"] for row in data["measured"])
-    rows = [[form, *(cells.get((kind, form), "-") for kind in kinds)] for form in forms]
-    yield plain_table(("format", *kinds), [row for row in rows if row[1:] != ["-", "-"]])
+    yield Text("{:<8}{:<24}{}".format("format", *kinds), "bold")
+    for form in forms:
+        found = [cells.get((kind, form), "-") for kind in kinds]
+        if found != ["-", "-"]:
+            yield Text("{:<8}{:<24}{}".format(form, *found))
     yield Text(f"memory bandwidth, by copying: {cells['copy', 'fp32']} GB/s")
     for reason in dict.fromkeys(row["reason"] for row in data["measured"] if row["reason"]):
         yield Text(f"not measured: {reason}")

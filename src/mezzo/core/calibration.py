@@ -23,8 +23,8 @@ from mezzo.core.records import ModuleRounding, RangesRecord, Record, Sensitivity
 
 FORMATS = ("bf16", "fp16", "fp32")
 """What can be recommended, the first that fits."""
-MOST_HEADROOM = 15
-"""Doublings: half of the 30 between fp16's smallest normal number and its largest."""
+HEADROOM = 1
+"""Doublings that the largest numbers may still make in the rest of the run."""
 MOST_LOST = 0.5
 """A module is kept in FP32 if fp16 rounds a larger share of its gradient to zero under the recommended scale."""
 RANKED = ("bf16", "fp16", "e5m2", "e4m3fn")
@@ -198,15 +198,10 @@ class Recommendation:
         return "\n".join(f"{label:<13}{value}" for label, value in rows)
 
 
-def check_settings(format: str | None, headroom_bits: int) -> None:
-    """Raise UsageError for a format or a headroom that `recommend` can't take."""
+def check_format(format: str | None) -> None:
+    """Raise UnknownNameError for a format that can't be recommended."""
     if format is not None and format not in FORMATS:
         raise unknown_name("format", format, FORMATS)
-    if not isinstance(headroom_bits, int) or not 0 <= headroom_bits <= MOST_HEADROOM:
-        raise UsageError(
-            f"a headroom of {headroom_bits} bits: give how many doublings the numbers may still make, 0 to "
-            f"{MOST_HEADROOM}. More would leave fp16 too little range; if they grow more, train in bf16"
-        )
 
 
 def recommend(
@@ -214,7 +209,6 @@ def recommend(
     *,
     native: Collection[str],
     format: str | None = None,
-    headroom_bits: int = 1,
     ranked: Sequence[str | Format] = RANKED,
 ) -> Recommendation:
     """What to train in, from the records of a few FP32 steps without a loss scale.
@@ -226,7 +220,6 @@ def recommend(
         measured: ranges and sensitivities.
         native: formats that the hardware to train on computes in.
         format: one of `FORMATS`; None: bf16 if it is native, else fp16 if that is, else fp32.
-        headroom_bits: how many doublings the largest numbers may still make in the rest of the run, 0 to 15.
         ranked: the formats in the sensitivity records.
 
     Raises:
@@ -253,10 +246,10 @@ def recommend(
             f"nothing to calibrate with: no gradient in the {counted(len(records))} looked at is finite and not 0"
         )
     source = max(sources, key=lambda one: one.histogram.largest)
-    constant = StaticLossScale.from_largest(source.histogram.largest, "fp16", headroom_bits).scale
+    constant = StaticLossScale.from_largest(source.histogram.largest, "fp16", HEADROOM).scale
     bounds = DynamicLossScale()
     start = max(bounds.floor, min(constant, bounds.ceiling))
-    kept = _kept(tensors, start, headroom_bits, sensitivity)
+    kept = _kept(tensors, start, sensitivity)
     chosen, why = _format(native, format, kept)
     notes = _notes(tensors, kept)
     if source.histogram.overflows("fp16", shift_of(start)):
@@ -282,9 +275,7 @@ def counted(steps: int) -> str:
     return f"{steps} step{'' if steps == 1 else 's'}"
 
 
-def _kept(
-    tensors: Sequence[RangeRow], start: float, headroom_bits: int, sensitivity: Sensitivity | None
-) -> list[Kept]:
+def _kept(tensors: Sequence[RangeRow], start: float, sensitivity: Sensitivity | None) -> list[Kept]:
     """Modules that hold numbers beyond fp16, or whose gradients it loses, each with the module that ran after it
     (which reads the number, or makes the gradient); and modules in which an operation overflows.
     """
@@ -299,9 +290,9 @@ def _kept(
 
     for one in tensors:
         name = one.module or "the model"
-        if one.what in ("activation", "weight") and one.histogram.overflows("fp16", headroom_bits):
+        if one.what in ("activation", "weight") and one.histogram.overflows("fp16", HEADROOM):
             largest = f"up to {one.histogram.largest:.4g}"
-            beyond = "beyond" if one.histogram.overflows("fp16") else f"within {2**headroom_bits}x of"
+            beyond = "beyond" if one.histogram.overflows("fp16") else f"within {2**HEADROOM}x of"
             noun = "returned" if one.what == "activation" else f"has a {one.name} of"
             why = f"{noun} {largest}, {beyond} fp16's largest number, {named('fp16').max:.0f}"
             keep(one, why, f"runs after {name}, which returned {largest}")

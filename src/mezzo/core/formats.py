@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Number = int | float | Fraction | Decimal
+Number = int | float | Fraction
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,7 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
     to 1 in fp16.
 
     Args:
-        x: a float, int, Fraction or Decimal; a numpy array; a torch tensor.
+        x: a float, int or Fraction; a numpy array; a torch tensor.
         format: a format or its name.
         overflow: ``"infinity"`` or ``"saturate"``, for what lies beyond ``max`` (see `OVERFLOW`).
 
@@ -249,7 +248,7 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
         exact = (exact / quantum).__round__() * quantum  # Python rounds a Fraction's ties to even
         if exact <= form.max:
             return math.copysign(float(exact), sign)
-    elif _is_nan(x):
+    elif x != x:
         return math.copysign(math.nan, sign)
     if overflow == "saturate":
         return math.copysign(form.max, sign)
@@ -266,26 +265,20 @@ def ulp(x: Number, format: str | Format) -> float:
     """
     rounded = round(x, format, overflow="infinity")
     if not math.isfinite(rounded):
-        return math.nan if _is_nan(x) else math.inf
+        return math.nan if x != x else math.inf
     return float(_quantum(magnitude(x)[0] or Fraction(0), named(format)))
 
 
 def magnitude(x: Number) -> tuple[Fraction | None, int]:
     """A number's magnitude, exactly (None for an infinity or a NaN), and its sign as +1 or -1."""
-    if isinstance(x, Decimal):
-        return (Fraction(x.copy_abs()) if x.is_finite() else None), -1 if x.is_signed() else 1
     if isinstance(x, float):
         return (Fraction(abs(x)) if math.isfinite(x) else None), int(math.copysign(1, x))
     if isinstance(x, (int, Fraction)):
         return abs(Fraction(x)), -1 if x < 0 else 1
     raise UsageError(
-        f"cannot round {type(x).__name__} {str(x)[:40]!r}: give a float, int, Fraction or Decimal, "
+        f"cannot round {type(x).__name__} {str(x)[:40]!r}: give a float, int or Fraction, "
         "a numpy array or a torch tensor (numpy.asarray makes an array of a list)"
     )
-
-
-def _is_nan(x: Number) -> bool:
-    return x.is_nan() if isinstance(x, Decimal) else x != x
 
 
 def _quantum(x: Fraction, form: Format) -> Fraction:

@@ -71,20 +71,14 @@ QUICK_GPU_SIZES = Sizes(side=4096, batch=32, image=56, copy_bytes=256 << 20)
 _CHANNELS = 64
 
 
-def measure(
-    device_type: str,
-    *,
-    sizes: Sizes | None = None,
-    budget: float = 3.0,
-    tell: Callable[[float], object] = lambda _: None,
-) -> list[Row]:
+def measure(device_type: str, *, sizes: Sizes | None = None, budget: float = 3.0) -> list[Row]:
     """Measure every format on a device; what cannot run there is in the list with its reason.
 
-    `budget` is the seconds of all timed runs together. `tell` receives the share that is done, from 0 to 1.
+    `budget` is the seconds of all timed runs together.
     """
     sizes = sizes or (CPU_SIZES if device_type == "cpu" else GPU_SIZES)
     rows, tasks = list[Row](), list[Task]()
-    for number, (what, form) in enumerate(CELLS, start=1):
+    for what, form in CELLS:
         try:
             if form in ("tf32", "e4m3fn") and device_type != "cuda":
                 raise NotImplementedError(f"PyTorch has no fast {form} path on {device_type}")
@@ -97,8 +91,7 @@ def measure(
         else:
             rows.append(row(what, form, work))
             tasks.append(task)
-        tell(number / len(CELLS) / 3)
-    timings = iter(take_turns(tasks, budget=budget, tell=lambda done: tell((1 + 2 * done) / 3)))
+    timings = iter(take_turns(tasks, budget=budget))
     return [
         one if one["reason"] else row(one["what"], one["format"], one["work"], next(timings)) for one in rows
     ]
@@ -110,13 +103,11 @@ def take_turns(
     budget: float,
     least: int = 3,
     most: int = 25,
-    tell: Callable[[float], object] = lambda _: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[tuple[float, ...]]:
     """Seconds of every task, run in turn so that drift affects all of them alike.
 
-    Each runs `least` to `most` times within the `budget` in seconds; a task that takes a third of it runs once. `tell`
-    receives the share that is done, from 0 to 1.
+    Each runs `least` to `most` times within the `budget` in seconds; a task that takes a third of it runs once.
     """
     taken: list[list[float]] = [[] for _ in tasks]
     begun, spent = clock(), 0.0
@@ -129,7 +120,6 @@ def take_turns(
                 task()
                 seconds.append(clock() - start)
         spent = clock() - begun
-        tell(max(min(spent / budget, 1.0), (turn + 1) / most))
     return [tuple(seconds) for seconds in taken]
 
 

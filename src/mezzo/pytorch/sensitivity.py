@@ -77,11 +77,8 @@ class Sensitivities(StepObserver):
     and the gradients at its outputs; then each module that computes runs on them in FP32 and in each format.
     """
 
-    def __init__(
-        self, formats: Sequence[str | Format] = RANKED, *, every: int = 1, headroom_bits: int = 1
-    ) -> None:
-        self._formats = [named(one) for one in formats]
-        self._every, self._headroom = max(1, every), headroom_bits
+    def __init__(self, formats: Sequence[str | Format] = RANKED, *, every: int = 1) -> None:
+        self._formats, self._every = [named(one) for one in formats], max(1, every)
         self._model: nn.Module | None = None
         self._paths: dict[nn.Module, str] = {}
         self._outer: _Call | None = None
@@ -155,7 +152,10 @@ class Sensitivities(StepObserver):
                 for call in calls:
                     with self._noting(path or "the model itself"):
                         for row in self._rows_of(call, times):
-                            rows[path, row.format] = _sum(rows.get((path, row.format)), row)
+                            known = rows.get((path, row.format), replace(row, signed=0.0, squares=0.0))
+                            signed, squares = known.signed + row.signed, known.squares + row.squares
+                            cause = known.cause or row.cause
+                            rows[path, row.format] = replace(row, signed=signed, squares=squares, cause=cause)
         self._measured += 1
         self._records.append(
             SensitivityRecord(self._updates, self._loss, list(rows.values()), list(self._notes))
@@ -261,7 +261,7 @@ class Sensitivities(StepObserver):
         The call's inputs and the results of inner modules are rounded in any case, the module's own operations if
         `rounds`: so the rounding of a number is counted in the module that computes it.
         """
-        mode = Rounding(form, rounds=rounds, headroom_bits=self._headroom)
+        mode = Rounding(form, rounds=rounds)
         low = iter(call.low)
 
         def taken(tensor: Tensor) -> Tensor:
@@ -298,11 +298,3 @@ def _hooked(modules: Iterable[nn.Module], before: Any, after: Any) -> Iterator[N
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _sum(before: ModuleRounding | None, row: ModuleRounding) -> ModuleRounding:
-    """Of two calls of one module in a step."""
-    if before is None:
-        return row
-    signed, squares = before.signed + row.signed, before.squares + row.squares
-    return replace(row, signed=signed, squares=squares, cause=before.cause or row.cause)
