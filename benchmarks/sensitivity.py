@@ -7,7 +7,7 @@ and the loss is computed on other batches: the root mean square of its change is
 
     squares    sqrt(sum of squares)            signs drawn by chance
     signed     sqrt(sum over modules of the mean squared signed sum)
-    expected   `mezzo.core.sensitivity.expected_square`: the larger of the two, module by module and step by step
+    expected   `mezzo.core.calibration.expected_square`: the larger of the two, module by module and step by step
 
 A ratio of 1 is a right prediction; the spread is the factor that holds 68 % of the cases around the middle one.
 """
@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mezzo.core.calibration import expected_square
 from mezzo.core.policy import Policy
 from mezzo.core.records import ModuleRounding, SensitivityRecord
-from mezzo.core.sensitivity import expected_square
 from mezzo.pytorch.autocast.context import autocast
 from mezzo.pytorch.autocast.modules import apply_module_overrides
 from mezzo.pytorch.sensitivity import Sensitivities

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import mezzo
@@ -44,10 +42,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def timed(seconds: Callable[[str, int], float], **options: int) -> tuple[list[str], auto.TrialDecision]:
+def timed(seconds: Callable[[str, int], float]) -> tuple[list[str], auto.TrialDecision]:
     """The precision of each step of a trial on a fake clock, and the decision; `seconds` of a precision's n-th step."""
     clock = Clock()
-    trial = auto.TimedTrial("bf16", "cpu", clock, **options)  # type: ignore[arg-type]
+    trial = auto.TimedTrial("bf16", "cpu", clock)
     turns: list[str] = []
     while trial.decision is None:
         turns.append(trial.precision)
@@ -74,22 +72,16 @@ def test_decides_by_the_ratio_of_medians(fp32: float, low: float, chosen: str, w
     assert words in decision.reason
 
 
-@given(st.integers(1, 12), st.integers(0, 5))
-def test_the_order_is_fair(steps_each: int, warmup: int) -> None:
-    turns, _ = timed(lambda precision, _: 1.0, steps_each=steps_each, warmup=warmup)
-    assert len(turns) == 2 * (steps_each + warmup)
-    assert turns[:4] == ["fp32", "bf16", "bf16", "fp32"][: len(turns)]
-    for start in range(0, len(turns), 2):
-        assert set(turns[start : start + 2]) == {"fp32", "bf16"}
+def test_the_order_is_fair() -> None:
+    turns, _ = timed(lambda precision, _: 1.0)
+    assert turns == ["fp32", "bf16", "bf16", "fp32"] * 5
 
 
 def test_neither_drift_nor_warm_up_nor_one_stall_decides() -> None:
     assert timed(lambda _, index: 1.0 + 0.2 * index)[1].speedup == pytest.approx(1.0)
-    slow = {1, 2, 5, 9}  # the first three steps in bf16, which compile, and a stall
+    slow = {1, 2, 9}  # the first two steps in bf16, which compile, and a stall
     _, decision = timed(
-        lambda precision, index: 50.0 if index in slow else {"fp32": 2.0, "bf16": 1.0}[precision],
-        steps_each=3,
-        warmup=3,
+        lambda precision, index: 50.0 if index in slow else {"fp32": 2.0, "bf16": 1.0}[precision]
     )
     assert decision.speedup == 2.0
 
@@ -98,10 +90,8 @@ def test_neither_drift_nor_warm_up_nor_one_stall_decides() -> None:
     ("native", "asked", "got", "reason"),
     [
         ("bf16,fp16", "auto", "bf16", "bf16: this cpu device multiplies bf16 in hardware"),
-        ("fp16", "auto", "fp16", "fp16: this cpu device multiplies fp16 in hardware"),
         ("", "auto", "fp32", "no fast 16-bit format"),
         ("", "bf16", "bf16", "as asked"),
-        ("bf16", "fp16", "fp16", "as asked"),
         ("fp16", "compute=auto,op.softmax=fp32", "fp16,op.softmax=fp32", "fp16"),
     ],
 )
@@ -172,17 +162,8 @@ def test_skipped_steps_are_not_timed(monkeypatch: pytest.MonkeyPatch, clock: Clo
     assert steps(mp, clock, seconds, 3, factor=math.inf) == ["fp16"] * 3
     assert mp.decision is None
     assert mp.loss_scale == 2.0**13
-
-
-def test_no_loss_scale_in_the_fp32_steps_of_a_trial(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    mp, model = make("fp16", monkeypatch)
-    scales = []
-    for _ in range(4):
-        with mp.autocast():
-            clock.now += 1.0
-            loss = model(torch.ones(2, 3)).float().mean()
-        scales.append(mp.step(loss).loss_scale)
-    assert scales == [1.0, 65536.0, 65536.0, 1.0]
+    assert steps(mp, clock, seconds, 2) == ["fp16", "fp32"]
+    assert mp.step(mp.model(torch.ones(2, 3)).mean()).loss_scale == 1.0  # none in FP32
 
 
 def test_validation_between_steps_is_not_timed(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
@@ -232,11 +213,12 @@ def test_a_device_is_waited_for_during_the_trial_only(monkeypatch: pytest.Monkey
     waits: list[int] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
     clock = Clock()
-    trial = auto.TimedTrial("bf16", "cuda", clock, steps_each=1, warmup=0)
-    for _ in range(2):
+    trial = auto.TimedTrial("bf16", "cuda", clock)
+    for _ in range(21):
         trial.start()
         trial.start()
         clock.now += 1.0
         trial.finish(counts=True)
-    assert len(waits) == 4
-    assert trial.decision is not None
+        if trial.decision is not None:
+            break
+    assert len(waits) == 2 * 20

@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mezzo.core.calibration import MOST_LOST, recommend
+from mezzo.core.calibration import MOST_LOST, Sensitivity, expected_square, rank, recommend
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import named
 from mezzo.core.loss_scale import DynamicLossScale
 from mezzo.core.policy import policy
 from mezzo.core.ranges import Histogram, RangeRow, exponent_strip
 from mezzo.core.records import ModuleRounding, RangesRecord, SensitivityRecord, from_line, to_line
-from mezzo.core.sensitivity import Sensitivity, expected_square, rank
 
 
 def of(*values: float) -> Histogram:
@@ -72,23 +71,21 @@ def test_the_format(native: set[str], asked: str | None, rows: list[RangeRow], f
     assert policy(found.policy).compute == form
 
 
-SCALES: list[tuple[list[list[RangeRow]], int, float, float]] = [
-    # steps, headroom, constant, start
-    ([[gradient("a", 1.0)]], 1, 2.0**14, 2.0**14),
-    ([[gradient("a", 1.0)]], 3, 2.0**12, 2.0**12),
-    ([[gradient("a", 1.0)]], 0, 2.0**15, 2.0**15),  # 65504 is under 2^16
-    ([[gradient("a", 2.0**-10)], [gradient("a", 2.0**-8)]], 1, 2.0**22, 2.0**22),  # the largest of all steps
-    ([[gradient("a", 0.01), weight_gradient("a", 0.9)]], 1, 2.0**15, 2.0**15),  # the weight's is larger
-    ([[gradient("a", 0.9), weight_gradient("a", 0.01)]], 1, 2.0**15, 2.0**15),
-    ([[gradient("a", 1e-30)]], 1, 2.0**100, 2.0**24),
-    ([[gradient("a", 1e30)]], 1, 2.0**-85, 2.0**-14),
-    ([[gradient("a", 0.9)], [gradient("a", 0.0)]], 1, 2.0**15, 2.0**15),  # a step without a gradient
+SCALES: list[tuple[list[list[RangeRow]], float, float]] = [
+    # steps, constant, start
+    ([[gradient("a", 1.0)]], 2.0**14, 2.0**14),
+    ([[gradient("a", 2.0**-10)], [gradient("a", 2.0**-8)]], 2.0**22, 2.0**22),  # the largest of all steps
+    ([[gradient("a", 0.01), weight_gradient("a", 0.9)]], 2.0**15, 2.0**15),  # the weight's is larger
+    ([[gradient("a", 0.9), weight_gradient("a", 0.01)]], 2.0**15, 2.0**15),
+    ([[gradient("a", 1e-30)]], 2.0**100, 2.0**24),
+    ([[gradient("a", 1e30)]], 2.0**-85, 2.0**-14),
+    ([[gradient("a", 0.9)], [gradient("a", 0.0)]], 2.0**15, 2.0**15),  # a step without a gradient
 ]
 
 
-@pytest.mark.parametrize(("rows", "headroom", "constant", "start"), SCALES)
-def test_the_scales(rows: list[list[RangeRow]], headroom: int, constant: float, start: float) -> None:
-    found = recommend(steps(*rows), native={"fp16"}, headroom_bits=headroom)
+@pytest.mark.parametrize(("rows", "constant", "start"), SCALES)
+def test_the_scales(rows: list[list[RangeRow]], constant: float, start: float) -> None:
+    found = recommend(steps(*rows), native={"fp16"})
     assert (found.constant, found.start) == (constant, start)
     machine = policy(found.policy).make_loss_scale()
     assert isinstance(machine, DynamicLossScale)
@@ -129,23 +126,19 @@ def test_the_modules_kept(rows: list[RangeRow], kept: dict[str, str]) -> None:
 
 
 def test_as_a_file_as_json_and_as_text(tmp_path: Path) -> None:
-    found = recommend(steps(FINE, [*FINE, activation("b", 1e6)]), native={"fp16"}, headroom_bits=0)
+    found = recommend(steps(FINE, [*FINE, activation("b", 1e6)]), native={"fp16"})
     path = tmp_path / "policy.toml"
     path.write_text(found.to_toml())
     assert policy(path) == policy(found.policy)
-    assert '"b" = "fp32"  # returned up to 1e+06' in found.to_toml()
-    assert 'loss_scale = "dynamic(init=131072)"  # weight gradient of a.weight' in found.to_toml()
+    for reason in ("\n# weight gradient of a.weight, ", "\n# b: returned up to 1e+06"):
+        assert reason in found.to_toml()
     data = json.loads(found.to_json())
     assert data["policy"] == found.policy
     assert [one["module"] for one in data["kept"]] == ["b", "c"]
     assert data["kept"][0]["evidence"]["histogram"]["largest"] == 1e6
     assert data["lost_with_start"] == 0.0
-    for words in ("dynamic from 2^17", "keep in fp32 b: returned up to 1e+06", found.policy, "\nnote "):
+    for words in ("dynamic from 2^16", "keep in fp32 b: returned up to 1e+06", found.policy, "\nnote "):
         assert words in str(found)
-    for form in ("bf16", "fp32"):
-        other = recommend(steps(FINE), native=(), format=form)
-        path.write_text(other.to_toml())
-        assert policy(path) == policy(form)
 
 
 def test_a_module_in_which_fp16_overflows_is_kept() -> None:
@@ -177,17 +170,15 @@ def test_without_a_gradient_nothing_is_recommended(rows: list[list[RangeRow]]) -
         recommend(steps(*rows), native={"fp16"})
 
 
-STRIPS: list[tuple[Histogram, int, str]] = [
-    (of(0.0, math.nan), 0, "(no number that is finite and not 0)"),
-    (of(1.0, 1.0, 1.0, 4.0), 0, "2^0 |█ ▃| 2^2, in fp16: all kept"),
-    (of(2.0**-30, 1.0, 1.0, 1.0), 0, "25% to zero"),
-    (of(2.0**-30, 1.0, 1.0, 1.0), 10, "in fp16 times 2^10: 25% subnormal"),
-    (of(2.0**-30, 1.0, 1.0, 1.0), 20, "75% overflow"),
-    (Histogram(-120, [1] * 200), 0, f"2^-120 |{'█' * 40}| 2^79,"),  # five exponents in each block
-]
-
-
-@pytest.mark.parametrize(("histogram", "shift", "text"), STRIPS)
+@pytest.mark.parametrize(
+    ("histogram", "shift", "text"),
+    [
+        (of(0.0, math.nan), 0, "(no number that is finite and not 0)"),
+        (of(1.0, 1.0, 1.0, 4.0), 0, "2^0 |█ ▃| 2^2, in fp16: all kept"),
+        (of(2.0**-30, 1.0, 1.0, 1.0), 20, "in fp16 times 2^20: 75% overflow"),
+        (Histogram(-120, [1] * 200), 0, f"2^-120 |{'█' * 40}| 2^79,"),  # five exponents in each block
+    ],
+)
 def test_a_histogram_as_a_line(histogram: Histogram, shift: int, text: str) -> None:
     assert text in exponent_strip(histogram, "fp16", shift)
 
@@ -196,9 +187,9 @@ def row(module: str, format: str = "bf16", change: float = 1e-4, cause: str = ""
     return ModuleRounding(module, "Linear", format, 0.0, change**2, cause)
 
 
-def ranked(*rows: ModuleRounding, margin: float = 0.01, notes: tuple[str, ...] = ()) -> Sensitivity:
+def ranked(*rows: ModuleRounding) -> Sensitivity:
     formats = [named(name) for name in dict.fromkeys(one.format for one in rows)]
-    found = rank([SensitivityRecord(i, 2.0, list(rows), list(notes)) for i in (0, 5)], formats, margin)
+    found = rank([SensitivityRecord(i, 2.0, list(rows)) for i in (0, 5)], formats, 0.01)
     assert found is not None
     return found
 
@@ -227,22 +218,22 @@ def test_the_most_sensitive_is_first_and_a_module_bears_what_is_within_its_share
         ("fine", "bf16", ["bf16", "fp16"]),
         ("calm", "e4m3fn", ["e4m3fn", "fp16", "bf16"]),
     ]
-    assert found.total("bf16") == pytest.approx(math.hypot(0.5, 1e-3, 2e-3, 2e-4, 1e-4))
+    assert found.totals["bf16"] == pytest.approx(math.hypot(0.5, 1e-3, 2e-3, 2e-4, 1e-4))
     assert found.modules[1].causes == {"fp16": "mul"}
 
 
-def test_as_json_and_as_a_record_it_is_strict() -> None:
-    record = SensitivityRecord(3, math.inf, [row("a", "fp16", math.inf, "mul")], ["a note"])
+def test_a_ranking_in_json_and_in_a_record_is_strict() -> None:
+    record = SensitivityRecord(3, 2.0, [row("a", "fp16", math.inf, "mul")], ["a note"])
     assert from_line(to_line(record)) == record
-    plain = json.loads(json.dumps(ranked(row("a", "fp16", math.inf, "mul")).to_plain(), allow_nan=False))
-    assert plain["modules"] == [
-        {
-            "module": "a",
-            "kind": "Linear",
-            "lowest": "fp32",
-            "bears": [],
-            "changes": {"fp16": None},
-            "causes": {"fp16": "mul"},
-        }
-    ]
-    assert (plain["formats"], plain["steps"], plain["totals"]) == (["fp16"], 2, {"fp16": None})
+    found = recommend([*steps(FINE), record], native={"fp16"}, ranked=["fp16"])
+    plain = json.loads(found.to_json(), parse_constant=lambda name: pytest.fail(name))["sensitivity"]
+    (module,) = plain["modules"]
+    assert module == {
+        "module": "a",
+        "kind": "Linear",
+        "lowest": "fp32",
+        "bears": [],
+        "changes": {"fp16": None},
+        "causes": {"fp16": "mul"},
+    }
+    assert (plain["formats"], plain["steps"], plain["totals"]) == (["fp16"], 1, {"fp16": None})

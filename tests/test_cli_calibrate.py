@@ -57,7 +57,6 @@ def test_it_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str
     assert (request["argv"], request["seed_offset"], request["summary"]) == (["--epochs", "3"], None, False)
     assert (request["watch_all"], request["sensitivity"]) == (True, True)
     assert not list((folder / "runs").glob("*.request.json"))
-    # An earlier calibration is replaced.
     assert main(["calibrate", script(here), "--precision", "fp16", "--no-check"]) == 0  # of 0.1.0
     assert "format       fp16: as asked" in capsys.readouterr().out
     assert {path.name for path in (folder / "runs").iterdir()} == {"fp32-0.jsonl", "fp32-0.log"}
@@ -95,33 +94,28 @@ def test_the_modules_are_ranked(here: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", script(here), "--json", "--out", "there", "--headroom", "3"]) == 0
+    assert main(["calibrate", script(here), "--json", "--out", "there"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     data = json.loads(out)
     assert data == json.loads((here / "there" / "calibration.json").read_text())
-    assert (data["recommendation"]["format"], data["recommendation"]["constant"]) == ("bf16", 2.0**14)
+    assert (data["recommendation"]["format"], data["recommendation"]["constant"]) == ("bf16", 2.0**16)
     assert data["recommendation"]["sensitivity"] is None
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "words"),
-    [
-        ({}, ["20 updates were made, and none could be watched", "take a closure (LBFGS)"]),
-        ({"updates": False}, ["no optimizer's step was seen", "mezzo.calibrate(model, loss_fn, batches)"]),
-        ({"say": "Compiled."}, ["Compiled."]),
-    ],
-)
-def test_nothing_looked_at_is_told(
-    here: Path, capsys: pytest.CaptureFixture[str], behaviour: dict[str, Any], words: list[str]
-) -> None:
+def test_nothing_looked_at_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", script(here)]) == 0
     capsys.readouterr()
-    assert main(["calibrate", script(here, ranges=False, **behaviour), "--json"]) == 2
+    assert main(["calibrate", script(here, ranges=False, say="Compiled."), "--json"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    for each in (*words, "mezzo calibrate: train.py: nothing to calibrate with"):
-        assert each in err
+    for words in (
+        "nothing to calibrate with: 20 updates were made",
+        "not LBFGS",
+        "mezzo.calibrate(",
+        "Compiled.",
+    ):
+        assert words in err
     assert not (here / "mezzo-calibrate-train" / "policy.toml").exists()
 
 
@@ -131,11 +125,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "train.py --demo digits",
         "give one of SCRIPT, --demo NAME and -m MODULE; received train.py, digits",
     ),
-    ({}, "", "received none"),
-    ({}, "train.py --steps x", "--steps: 'x' is not a whole number of updates: write one such as 20"),
-    ({}, "train.py --headroom 99", "99 bits: give how many doublings the numbers may still make, 0 to 15"),
     ({}, "train.py --precision fp17", "unknown format 'fp17'"),
-    ({}, "train.py --out file", "Name a folder that can be written with --out"),
     ({"crash": True}, "train.py", "exit status 1 in FP32. Its output ended:\nTraceback"),
     ({"largest": 0.0}, "train.py --steps 1", "no gradient in the 1 step looked at is finite and not 0"),
 ]
@@ -146,7 +136,6 @@ def test_what_is_wrong_is_told(
     here: Path, capsys: pytest.CaptureFixture[str], behaviour: dict[str, Any], words: str, told: str
 ) -> None:
     script(here, **behaviour)
-    (here / "file").write_text("")
     assert main(["calibrate", *words.split()]) == 2
     assert told in capsys.readouterr().err
 
@@ -156,36 +145,16 @@ PLANTED = """
     from torch import nn
 
     class Times(nn.Module):
-        def __init__(self, factor):
-            super().__init__()
-            self.factor = factor
-
         def forward(self, x):
-            return x * self.factor
+            return x * 1e6
 
     class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
-
         def forward(self, x):
-            return self.inner(x) * 1e6 * 1e-6
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(8, 16)
-            self.big = Times(1e6)
-            self.small = Times(1e-6)
-            self.middle = nn.Linear(16, 16)
-            self.block = Block()
-            self.last = nn.Linear(16, 2)
-
-        def forward(self, x):
-            return self.last(self.block(self.middle(self.small(self.big(torch.tanh(self.first(x)))))))
+            return torch.tanh(x) * 1e6 * 1e-6
 
     torch.manual_seed(0)
-    net = Net()
+    middle = nn.Tanh(), Times(), nn.LayerNorm(16), nn.Linear(16, 16), Block()
+    net = nn.Sequential(nn.Linear(8, 16), *middle, nn.Linear(16, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(100):
         x = torch.randn(32, 8)
@@ -204,14 +173,11 @@ def test_planted_overflows_are_kept_in_fp32_and_the_recommendation_trains(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(textwrap.dedent(PLANTED))
     assert main(["calibrate", "train.py", "--steps", "4", "--precision", "fp16", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    found = data["recommendation"]
-    assert [one["module"] for one in found["kept"]] == ["big", "small", "block"]
+    found = json.loads(capsys.readouterr().out)["recommendation"]
+    assert [one["module"] for one in found["kept"]] == ["2", "3", "5"]
     assert found["kept"][2]["why"] == "mul inside it overflows in fp16"
-    assert found["steps"] == 4
     ranking = {one["module"]: one for one in found["sensitivity"]["modules"]}
-    assert ranking["big"]["changes"]["fp16"] is None
-    assert ranking["big"]["causes"]["fp16"] == "mul"
+    assert (ranking["2"]["changes"]["fp16"], ranking["2"]["causes"]["fp16"]) == (None, "mul")
     file = str(tmp_path / "mezzo-calibrate-train" / "policy.toml")
     assert main(["run", "--policy", file, "--records", "run.jsonl", "train.py"]) == 0
     updates = [one for one in read(tmp_path / "run.jsonl") if isinstance(one, UpdateRecord)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,31 +31,13 @@ def test_help_names_every_command(words: list[str], capsys: pytest.CaptureFixtur
     assert main(words) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    for name, summary in VERBS.items():
-        assert f"  {name} " in captured.out
-        assert summary in captured.out
+    assert all(f"  {name} " in captured.out and summary in captured.out for name, summary in VERBS.items())
 
 
 def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["--version"]) == 0
     monkeypatch.setattr(sys, "argv", ["mezzo", "--version"])
     assert main() == 0
-    assert capsys.readouterr().out == f"mezzo {mezzo.__version__}\n" * 2
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["compair"], ["unknown command 'compair'", ", ".join(sorted(VERBS)), "Did you mean 'compare'?"]),
-        (["formats", "--no-such-option"], ["usage: mezzo formats"]),
-        *(([name, "--quick"], [f"`mezzo {name}` was removed", text]) for name, text in REMOVED.items()),
-    ],
-)
-def test_wrong_usage(words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert all(part in captured.err for part in expected)
+    assert capsys.readouterr().out == f"mezzo {mezzo.__version__}\n"
 
 
 @pytest.mark.parametrize("name", VERBS)
@@ -107,24 +91,116 @@ def test_a_command_may_close_standard_output(verb: ModuleType, monkeypatch: pyte
 
 
 def test_python_dash_m_and_a_reader_that_leaves_early() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "mezzo", "formatz"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "Did you mean 'formats'?" in done.stderr
-    words = [
-        sys.executable,
-        "-m",
-        "mezzo",
-        "formats",
-        "--json",
-        "show",
-        *["1/3"] * 200,
-    ]  # more than a pipe holds
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    numbers = ["1/3"] * 200  # more than a pipe holds
+    command = [sys.executable, "-m", "mezzo", "formats", "--json", "show", *numbers]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stderr is not None
         assert child.stdout.readline() == "{\n"
         child.stdout.close()
         assert child.stderr.read() == ""
         assert child.wait() == 0
+
+
+# Every complaint ends with what to write instead, and with status 2.
+
+AFTER = "What belongs to the script goes after --: mezzo {} train.py -- --epochs 3"
+WRONG: list[tuple[str, str]] = [
+    ("compair", "Did you mean 'compare'?"),
+    ("formats --no-such-option", "usage: mezzo formats"),
+    *((f"{name} --quick", text) for name, text in REMOVED.items()),
+    ("calibrate train.py --steps x", "'x' is not a whole number of updates: write one such as 20"),
+    ("compare train.py --metric-margin x", "'x' is not a number: write one such as 0.2"),
+    ("compare train.py --metric (", "for instance 'accuracy: ([0-9.]+)'"),
+    ("compare .", "'.' is a directory without a __main__.py"),
+    ("compare train.py --margin x", "'x' is not a number: write 0.005 or 0.5%"),
+    ("batch-size train.py --vary=--b --start x", "'x' is not a whole number: write one such as 8"),
+    ("batch-size train.py --vary --batch", "Write --vary=VALUE, all in one word where the value"),
+    *((f"{verb} train.py --epochs 3", AFTER.format(verb)) for verb in ("calibrate", "compare")),
+    ("compare train.py --presicion=bf16", "Did you mean --precision?"),
+    ("doctor A100", "unrecognized arguments: A100. `mezzo doctor --help` has what it takes"),
+]
+
+
+@pytest.mark.parametrize(("words", "mend"), WRONG)
+def test_wrong_usage_says_what_to_write(
+    words: str,
+    mend: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    captured = capsys.readouterr()
+    assert mend in captured.err
+    assert captured.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+LOCKED: list[tuple[str, str]] = [
+    ("run secret.py", "the script 'secret.py' can't be read. Check its permissions."),
+    ("run locked/train.py", "no script 'locked/train.py' in "),
+    ("run --out locked train.py", "Permission denied. Name a folder that can be written"),
+    ("run --records locked/r.jsonl train.py", "Permission denied. Name a file that can be written"),
+    ("run --policy locked/p.toml train.py", "Permission denied. Give the path of a TOML file"),
+    ("compare secret.py", "the script 'secret.py' can't be read. Check its permissions."),
+    ("compare train.py --out locked", "Name a folder that can be written with --out."),
+    ("calibrate train.py --out locked/x", "Name a folder that can be written with --out."),
+    ("batch-size train.py --vary=--b --out locked", "Name a folder that can be written"),
+    ("report locked", "locked/verdict.json: Permission denied. Check its permissions"),
+]
+
+
+@pytest.mark.parametrize(("words", "mend"), LOCKED)
+def test_what_may_not_be_read_or_written_is_said(
+    words: str,
+    mend: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
+    (tmp_path / "secret.py").write_text("")
+    (tmp_path / "secret.py").chmod(0)
+    (tmp_path / "locked").mkdir(mode=0)
+    monkeypatch.chdir(tmp_path)
+    if os.access("locked", os.R_OK):
+        pytest.skip("this user may read and write everything")
+    try:
+        assert main(words.split()) == 2
+    finally:
+        (tmp_path / "locked").chmod(0o700)  # or pytest could not take it away
+    assert mend in capsys.readouterr().err
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("words", "mend"),
+    [
+        ("compare train.py", "Compare a script that trains"),
+        ("calibrate train.py", "Give a script that trains with a torch optimizer"),
+        ("batch-size train.py --vary={} -- {}", "Let it train for longer"),
+    ],
+)
+def test_a_script_that_never_trains_is_status_2(
+    words: str,
+    mend: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "train.py").write_text("print('no training here')\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    assert mend in capsys.readouterr().err
+
+
+def test_run_ends_as_a_script_that_never_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "train.py"]) == 7
+    assert "the script never called backward()" in capsys.readouterr().err

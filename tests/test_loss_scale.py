@@ -19,7 +19,6 @@ from mezzo.core.loss_scale import (
     LossScale,
     NoLossScale,
     Observation,
-    ScaleArrays,
     StaticLossScale,
     advance,
     check,
@@ -85,12 +84,9 @@ def test_a_static_scale_stays_and_loses_patience() -> None:
 FROM_LARGEST = [
     # largest, format, headroom, scale
     (1.0, "fp16", 1, 2.0**14),
-    (65504.0, "fp16", 0, 1.0),
     (65504.0 / 8, "fp16", 0, 8.0),
     (math.nextafter(65504.0 / 8, math.inf), "fp16", 0, 4.0),
-    (1e-7, "fp16", 1, 2.0**38),
     (1e-300, "fp16", 1, 2.0**100),
-    (1.0, "bf16", 0, 2.0**100),
     (448.0, "e4m3fn", 0, 1.0),
     (2.0**127, "bf16", 2, 0.25),
 ]
@@ -110,16 +106,14 @@ powers = st.integers(-20, 30)
 
 
 @st.composite
-def machines(draw: st.DrawFn, any_factor: bool = True, impatient: bool = False) -> DynamicLossScale:
+def machines(draw: st.DrawFn, impatient: bool = False) -> DynamicLossScale:
     low, init, high = sorted(draw(st.tuples(powers, powers, powers)))
-    factor = st.floats(1.0625, 64.0, width=32) if any_factor else st.sampled_from([2.0, 4.0])
-    backoff = st.floats(0.0625, 0.9375, width=32) if any_factor else st.sampled_from([0.5, 0.25])
     return DynamicLossScale(
         init=2.0**init,
         floor=2.0**low,
         ceiling=2.0**high,
-        growth_factor=draw(factor),
-        backoff_factor=draw(backoff),
+        growth_factor=draw(st.floats(1.0625, 64.0, width=32)),
+        backoff_factor=draw(st.floats(0.0625, 0.9375, width=32)),
         growth_interval=draw(st.integers(1, 5)),
         hysteresis=draw(st.integers(1, 4)),
         patience=draw(st.integers(1, 5)) if impatient else 10**6,
@@ -169,22 +163,16 @@ def test_a_constant_that_is_none_is_refused(value: Any) -> None:
         as_loss_scale(value, "here")
 
 
-# The branch-free form that the docstring gives, on tensors.
-
-
 # Wrong arguments.
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (DynamicLossScale, {"init": 0.5, "floor": 1.0}, r"init is 2\^-1: it must lie between the floor 2\^0"),
-    (DynamicLossScale, {"init": 2.0**25}, r"init is 2\^25.*ceiling 2\^24"),
     (DynamicLossScale, {"floor": 0.0}, "floor is 0.0"),
     (DynamicLossScale, {"init": math.nan}, "init is nan"),
     (DynamicLossScale, {"growth_factor": 1.0 + 2.0**-30}, "between 1 and inf"),
     (DynamicLossScale, {"backoff_factor": 0.0}, "backoff_factor is 0.0"),
-    (DynamicLossScale, {"growth_interval": 0}, "whole number of at least 1"),
     (DynamicLossScale, {"hysteresis": 0}, "hysteresis is 0"),
     (DynamicLossScale, {"good_steps": -1}, "good_steps is -1"),
-    (StaticLossScale, {"scale": 0.0}, "scale is 0.0"),
     (StaticLossScale, {"scale": "1024"}, "scale is '1024'"),
     (StaticLossScale.from_largest, {"largest_gradient": 0.0}, "above 0"),
     (StaticLossScale.from_largest, {"largest_gradient": math.inf}, "finite"),
@@ -198,29 +186,17 @@ def test_wrong_arguments_say_what_is_allowed(make: Any, arguments: dict[str, Any
         make(**arguments)
 
 
-KINDS = {
-    "numpy": (np, np.asarray, np.float32, np.int32),
-    "torch": (torch, torch.tensor, torch.float32, torch.int32),
-}
-
-
-def arrays(pure: Any, kind: str) -> ScaleArrays:
-    _, make, fp32, int32 = KINDS[kind]
-    state = start(pure)
-    counts = {n: make(getattr(state, n), dtype=int32) for n in ("good_steps", "overflows", "stuck")}
-    return ScaleArrays(make(state.scale, dtype=fp32), **counts)
-
-
 @pytest.mark.parametrize(
-    "pure", [DynamicLossScale(init=4.0, floor=1.0, patience=3), StaticLossScale(8.0, patience=3)]
+    ("pure", "skips"),
+    [(DynamicLossScale(init=4.0, floor=1.0, patience=3), 5), (StaticLossScale(8.0, patience=3), 3)],
 )
-def test_patience_is_the_pure_machines_and_words_too(pure: Any) -> None:
-    state, last, bad = arrays(pure, "numpy"), pure, Observation(found_inf=True)
-    for _ in range(4 if isinstance(pure, DynamicLossScale) else 2):  # 4 -> 2 -> 1, the floor, and two there
-        state, last = advance(pure, state, np.asarray(True), np), last.next(bad)
+def test_arrays_lose_patience_as_the_pure_machine_does(pure: Any, skips: int) -> None:
+    state, last = start(pure), pure
+    for _ in range(skips - 1):
+        state, last = advance(pure, state, np.asarray(True), np), last.next(BAD)
         check(pure, state)
     with pytest.raises(LossScaleCollapseError) as expected:
-        last.next(bad)
+        last.next(BAD)
     state = advance(pure, state, np.asarray(True), np)
     with pytest.raises(LossScaleCollapseError) as raised:
         check(pure, state)
@@ -269,12 +245,10 @@ def test_device_form_equals_pure_form(form: str, pure: LossScale, events: list[i
         assert device.scale.item() == pure.scale
 
 
-@pytest.mark.parametrize("hysteresis", [1, 2])
-@pytest.mark.parametrize("found", [0.0, 1.0])
-def test_next_does_not_wait(hysteresis: int, found: float) -> None:
-    machine = on_device(DynamicLossScale(hysteresis=hysteresis), "device")
+def test_next_does_not_wait() -> None:
+    machine = on_device(DynamicLossScale(hysteresis=2), "device")
     assert machine is not None
-    flag = torch.tensor(found)
+    flag = torch.tensor(1.0)
     with Waits() as waits:
         machine.update(flag)
     assert not waits.seen

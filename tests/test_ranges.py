@@ -76,15 +76,14 @@ def test_overflows_is_exact(name: str, over: float, under: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-@pytest.mark.parametrize("size", [1e-5, 1e-4, 1e-3, 1e-2])
-@pytest.mark.parametrize("weights", ["normal", "uniform", "ones"])
+@pytest.mark.parametrize("size", [1e-4, 1e-2])
+@pytest.mark.parametrize("weights", ["normal", "ones"])
 def test_lost_is_near_what_rounding_loses_and_never_off_by_more_than_it_says(
     name: str, size: float, weights: str
 ) -> None:
     draw = np.random.default_rng(0)
     before = {
         "normal": draw.normal(0, 0.1, 2000),
-        "uniform": draw.uniform(0.02, 0.125, 2000),
         "ones": np.ones(2000),
     }
     weight = np.array([float(formats.round(value, name)) for value in before[weights]])

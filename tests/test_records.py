@@ -15,18 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.core.errors import UsageError
-from mezzo.core.overflow import OverflowReport, TensorFacts
-from mezzo.core.ranges import Histogram, RangeRow
 from mezzo.core.records import (
     LossRecord,
     MemoryRecord,
     OpFormats,
     OpsRecord,
-    OverflowRecord,
-    RangesRecord,
     Record,
     RecordWriter,
-    RunEnded,
     RunStarted,
     UpdateRecord,
     from_line,
@@ -34,63 +29,14 @@ from mezzo.core.records import (
     to_line,
 )
 
-any_float = st.floats(allow_nan=True, allow_infinity=True)
-text = st.text(max_size=20)
-count = st.integers(0, 10**9)
 plain = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**53), 2**53)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | text,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e300, 1e300) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-op_formats = st.builds(OpFormats, *(text,) * 4, calls=count, casts=count, reason=text, module=text)
-histogram = st.builds(
-    Histogram, st.integers(-127, 127), st.lists(count, max_size=4), count, count, count, any_float
-)
-range_row = st.builds(RangeRow, text, text, text, histogram, text)
-tensor_facts = st.builds(
-    TensorFacts, text, st.lists(count, max_size=3), text, any_float, any_float, count, count, count
-)
-finding = st.builds(
-    OverflowReport,
-    *(text,) * 4,
-    inputs=st.lists(tensor_facts, max_size=2),
-    outputs=st.lists(tensor_facts, max_size=2),
-    propagators=st.lists(text, max_size=2),
-    remedies=st.lists(text, max_size=2),
-    seconds=any_float,
-)
-any_record = st.one_of(
-    st.builds(RangesRecord, count, count, any_float, any_float, st.lists(range_row, max_size=2)),
-    st.builds(OverflowRecord, count, count, any_float, any_float, finding),
-    st.builds(
-        RunStarted,
-        script=text,
-        argv=st.lists(text, max_size=3),
-        policy=text,
-        seed_offset=count,
-        nudged=st.booleans(),
-        machine=st.dictionaries(text, plain, max_size=3),
-        started=text,
-    ),
-    st.builds(LossRecord, index=count, loss=any_float, at=any_float),
-    st.builds(
-        UpdateRecord,
-        index=count,
-        optimizer=count,
-        moved=st.booleans(),
-        skipped=st.booleans(),
-        loss_scale=any_float,
-        at=any_float,
-        reason=text,
-        observed=st.booleans(),
-    ),
-    st.builds(MemoryRecord, peak_bytes=count, how=text),
-    st.builds(OpsRecord, ops=st.lists(op_formats, max_size=3)),
-    st.builds(RunEnded, status=st.integers(-255, 255), seconds=any_float, notes=st.lists(text, max_size=3)),
+started = st.builds(RunStarted, machine=st.dictionaries(st.text(), plain, max_size=3))
+any_record: st.SearchStrategy[Record] = st.one_of(
+    started, *(st.from_type(kind) for kind in Record.__args__ if kind is not RunStarted)
 )
 
 
@@ -202,10 +148,3 @@ def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     writer.write(MemoryRecord(6, "tensor bytes"))
     writer.close()
     assert list(read(path)) == [MemoryRecord(6, "tensor bytes")]
-
-
-PLANNED = [
-    ("bf16 -> bf16", "bf16 -> bf16", True),
-    ("bf16 -> bf16", "fp32 -> bf16", False),
-    ("", "fp32 -> fp32", True),
-]

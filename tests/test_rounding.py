@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from decimal import Decimal
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -171,16 +170,6 @@ def test_float64_is_rounded_once(name: str) -> None:
     assert same_bits(np.array([formats.round(v, name) for v in x[some].tolist()], np.float64), expected[some])
 
 
-@given(st.floats(allow_nan=True, allow_infinity=True, width=64))
-def test_float64_to_fp32_is_numpys_cast(x: float) -> None:
-    with np.errstate(over="ignore", under="ignore"):
-        expected = np.array([x]).astype(np.float32)
-    assert same_bits(np.array([formats.round(x, "fp32")], np.float32), expected)
-    wide = expected.astype(np.float64)
-    assert same_bits(formats.round(np.array([x]), "fp32"), wide)
-    assert same_bits(formats.round(torch.tensor([x], dtype=torch.float64), "fp32").numpy(), wide)
-
-
 @given(st.sampled_from(list(FORMATS)), st.fractions(min_value=1, max_value=2), st.integers(-1100, 1100))
 @settings(max_examples=60, deadline=None)
 def test_rounding_is_to_the_nearest_in_any_width(name: str, x: Fraction, shift: int) -> None:
@@ -215,32 +204,23 @@ def test_the_edges_of_every_format(name: str) -> None:
     assert math.copysign(1, formats.round(-least / 4, form)) == -1
 
 
-@pytest.mark.parametrize(
-    "x", [0.1, 1, Fraction(1, 3), Decimal("0.1"), True, 10**400], ids=lambda x: type(x).__name__
-)
+@pytest.mark.parametrize("x", [0.1, 1, Fraction(1, 3), True, 10**400], ids=lambda x: type(x).__name__)
 def test_every_kind_of_number(x: Any) -> None:
     assert formats.round(x, "fp16") == (math.inf if x == 10**400 else float(np.float16(float(x))))
 
 
-IN_FLOAT32 = (np.float16, np.float32, ml_dtypes.bfloat16, *(row[0] for row in SMALL.values()), ">f4", ">f2")
-IN_FLOAT64 = tuple(["f8", ">f8", "?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", ">i8"])
-TORCH_FLOAT32 = [torch.float32, *(row[1] for row in SMALL.values())]
-TORCH_FLOAT64 = [
-    getattr(torch, name)
-    for name in ["float64", "bool", "uint8", "int8", "int16", "int32", "uint16", "uint32"]
-]
+IN_FLOAT32 = [np.float16, ml_dtypes.bfloat16, ">f4", *(row[1] for row in SMALL.values())]
+IN_FLOAT64 = ["f8", ">f8", "?", "u1", "i4", ">i8", torch.float64, torch.bool, torch.uint8, torch.int32]
 
 
-@pytest.mark.parametrize("dtype", [*IN_FLOAT32, *IN_FLOAT64, *TORCH_FLOAT32, *TORCH_FLOAT64], ids=str)
+@pytest.mark.parametrize("dtype", [*IN_FLOAT32, *IN_FLOAT64], ids=str)
 def test_every_dtype_of_arrays_and_tensors(dtype: Any) -> None:
     values = [0, 1, 3, 100, 101, 113]
-    if isinstance(dtype, torch.dtype):
-        x: Any = torch.tensor(values).to(dtype)
-        wide = torch.float32 if dtype in TORCH_FLOAT32 else torch.float64
-    else:
-        x, wide = np.array(values).astype(dtype), np.float32 if dtype in IN_FLOAT32 else np.float64  # type: ignore[assignment]
+    is_tensor = isinstance(dtype, torch.dtype)
+    x: Any = torch.tensor(values).to(dtype) if is_tensor else np.array(values).astype(dtype)
     rounded = formats.round(x.reshape(2, 3), "e5m2")
-    assert rounded.dtype == wide
+    wide = "float32" if dtype in IN_FLOAT32 else "float64"
+    assert str(rounded.dtype).removeprefix("torch.") == wide
     assert rounded.reshape(6).tolist() == [formats.round(float(value), "e5m2") for value in x]
 
 
@@ -276,11 +256,9 @@ def test_shapes_strides_and_scalars() -> None:
 
 WRONG = [
     (np.zeros(2, np.complex64), "bf16", "infinity", "cannot round a complex64 array exactly"),
-    (np.zeros(2, np.longdouble), "bf16", "infinity", "convert it to float64 or float32 first"),
     (np.array([2**53 + 1]), "bf16", "infinity", "int64 values from 2**53 up"),
     (torch.zeros(2, dtype=torch.int64), "bf16", "infinity", "cannot round a torch.int64 tensor"),
     (torch.eye(2).to_sparse(), "bf16", "infinity", "layout torch.sparse_coo"),
-    (np.zeros(2, np.float32), "fp64", "saturate", "and fp32 cannot"),
     (torch.zeros(2), "fp64", "saturate", "'saturate' to fp64 needs storage"),
 ]
 
@@ -313,15 +291,14 @@ def test_autograd_torch_func_and_a_compiled_graph_see_a_cast() -> None:
 
 def test_flushing_denormals_changes_nothing() -> None:
     x = torch.from_numpy(points("fp16"))
-    expected = {name: formats.round(x, name) for name in ("fp16", "bf16", "e5m2")}
+    expected = formats.round(x, "e5m2")
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush denormals")
     try:
-        flushed = {name: formats.round(x, name) for name in expected}
+        flushed = formats.round(x, "e5m2")
     finally:
         torch.set_flush_denormal(False)
-    for name, rounded in expected.items():
-        assert same_bits(flushed[name].numpy(), rounded.numpy()), name
+    assert same_bits(flushed.numpy(), expected.numpy())
 
 
 @given(st.floats(allow_nan=False, width=64))
@@ -333,11 +310,7 @@ def test_ulp_is_pythons_and_numpys(x: float) -> None:
             if np.isfinite(near) and abs(near) != np.finfo(kind).max:
                 assert formats.ulp(float(near), name) == abs(float(np.spacing(np.abs(near))))
     assert math.isnan(formats.ulp(math.nan, "bf16"))
-    assert [formats.ulp(*row) for row in ((65504, "fp16"), (65520, "fp16"), (449, "e4m3fn"))] == [
-        32,
-        math.inf,
-        32,
-    ]
+    assert (formats.ulp(65504, "fp16"), formats.ulp(65520, "fp16")) == (32, math.inf)
 
 
 PRINTED = [

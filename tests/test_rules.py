@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import mezzo
-from mezzo.core.rules import READ, RULES, TABLE_VERSION, TESTED, Rule, bare
+from mezzo.core.rules import READ, RULES, TESTED, Rule, bare
 from mezzo.pytorch.kernels import backend
 
 CLAIMED = [(fmt, op) for op, row in RULES.items() if row.evidence("cpu") for fmt in ("bf16", "fp16")]
@@ -91,12 +90,6 @@ def test_every_row_is_an_op_that_exists_and_says_why() -> None:
         assert not row.reason.endswith("."), row
         assert row.family
         assert bool(row.remedy) == (row.rule is Rule.BANNED), row
-
-
-def test_the_table_cannot_be_edited_and_its_version_is_its_content() -> None:
-    with pytest.raises(TypeError):
-        RULES["softmax"] = RULES["add"]  # type: ignore[index]
-    assert re.fullmatch(r"[0-9a-f]{12}", TABLE_VERSION)
 
 
 # Which 16-bit kernels accumulate in FP32: shown here, for each (device, format, op) that the table claims.
@@ -259,20 +252,3 @@ def test_evidence_and_kernels_are_where_the_table_says() -> None:
         assert row.rule is (Rule.FP32 if wide else Rule.INTERNAL_FP32)
     assert RULES["layer_norm"].kernel_on("mps") is RULES["gelu"].kernel_on("cpu") is None
     assert RULES["layer_norm"].evidence("cuda") == RULES["gelu"].evidence("mps") == ""
-
-
-# Why softmax is FP32 in bf16 too, whose range holds every probability that FP32's holds.
-
-
-def test_a_bf16_softmax_before_binary_cross_entropy_throws_the_weights_away() -> None:
-    """From a distance of 6.2 between two logits on, bf16's probability is 1, and the slope of log(1 - p) is 1e12."""
-    slope = {}
-    for spec in ("bf16", "bf16,op.softmax=internal_fp32"):
-        logits = torch.tensor([[0.0, 7.0]], dtype=torch.bfloat16, requires_grad=True)
-        with mezzo.autocast(spec, "cpu"):
-            probability = torch.softmax(logits, -1)
-        F.binary_cross_entropy(probability.float(), torch.tensor([[1.0, 0.0]])).backward()
-        assert logits.grad is not None
-        slope[spec] = float(logits.grad.abs().max())
-    assert 0.9 < slope["bf16"] < 1.1
-    assert slope["bf16,op.softmax=internal_fp32"] > 1e6

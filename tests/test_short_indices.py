@@ -18,7 +18,6 @@ Pool = Callable[[Tensor], Tensor]
 # name -> input shape, op
 POOLS: dict[str, tuple[tuple[int, ...], Pool]] = {
     "1d": ((4, 32, 512), lambda x: F.max_pool1d(x, 2)),
-    "2d": ((4, 32, 32, 32), lambda x: F.max_pool2d(x, 2)),
     "2d overlapping, padded, dilated": (
         (4, 32, 33, 31),
         lambda x: F.max_pool2d(x, 3, stride=2, padding=1, dilation=2),
@@ -30,15 +29,13 @@ POOLS: dict[str, tuple[tuple[int, ...], Pool]] = {
     ),
     "3d": ((2, 8, 16, 16, 16), lambda x: F.max_pool3d(x, 2)),
 }
-_OPS = ("max_pool1d", "max_pool2d", "max_pool3d")
 
 
-@pytest.mark.parametrize("op", _OPS)
-def test_it_is_in_the_plan(op: str) -> None:
-    row = plan(mezzo.policy("bf16"), "cpu")[op]
-    assert (row.how, row.kernel and row.kernel.kind) == ("kernel", "indices")
-    assert "16 or 32 bits" in row.reason
-    assert plan(mezzo.policy("fp32"), "cpu")[op].how == "pytorch"
+def test_it_is_in_the_plan() -> None:
+    for op in ("max_pool1d", "max_pool2d", "max_pool3d"):
+        row = plan(mezzo.policy("bf16"), "cpu")[op]
+        assert (row.how, row.kernel and row.kernel.kind) == ("kernel", "indices")
+        assert plan(mezzo.policy("fp32"), "cpu")[op].how == "pytorch"
 
 
 def _gradients(x: Tensor, pool: Pool, region: bool) -> tuple[Tensor, Tensor]:

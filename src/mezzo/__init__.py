@@ -43,47 +43,30 @@ _PUBLIC = {
 _REMOVED = {
     "StatisticalLossScale": "was removed in version 0.2: use mezzo.DynamicLossScale (loss_scale='dynamic')"
 }
-
-__all__ = [
-    "DynamicLossScale",
-    "GradScaler",
-    "LossScaleCollapseError",
-    "MixedPrecision",
-    "NoLossScale",
-    "Policy",
-    "StaticLossScale",
-    "TensorBoardWriter",
-    "autocast",
-    "calibrate",
-    "explain",
-    "find_batch_size",
-    "formats",
-    "keep_memory",
-    "keras",
-    "load_master_state_dict",
-    "lower_weights",
-    "master_state_dict",
-    "nn",
-    "optim",
-    "policy",
-    "tensorflow",
-]
+__all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
-    from mezzo import keras, nn, optim, tensorflow
-    from mezzo.core import formats
-    from mezzo.core.errors import LossScaleCollapseError
-    from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
-    from mezzo.core.policy import Policy, policy
-    from mezzo.pytorch.autocast.context import autocast
-    from mezzo.pytorch.batch_size import find_batch_size
-    from mezzo.pytorch.calibrate import calibrate
-    from mezzo.pytorch.grad_scaler import GradScaler
-    from mezzo.pytorch.keep_memory import keep_memory
-    from mezzo.pytorch.monitor.explain import explain
-    from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
-    from mezzo.pytorch.training.mixed_precision import MixedPrecision
-    from mezzo.pytorch.weights.lowering import lower_weights
-    from mezzo.pytorch.weights.master_state import load_master_state_dict, master_state_dict
+    from mezzo import keras as keras
+    from mezzo import nn as nn
+    from mezzo import optim as optim
+    from mezzo import tensorflow as tensorflow
+    from mezzo.core import formats as formats
+    from mezzo.core.errors import LossScaleCollapseError as LossScaleCollapseError
+    from mezzo.core.loss_scale import DynamicLossScale as DynamicLossScale
+    from mezzo.core.loss_scale import NoLossScale as NoLossScale
+    from mezzo.core.loss_scale import StaticLossScale as StaticLossScale
+    from mezzo.core.policy import Policy as Policy
+    from mezzo.core.policy import policy as policy
+    from mezzo.pytorch.autocast.context import autocast as autocast
+    from mezzo.pytorch.batch_size import find_batch_size as find_batch_size
+    from mezzo.pytorch.calibrate import calibrate as calibrate
+    from mezzo.pytorch.grad_scaler import GradScaler as GradScaler
+    from mezzo.pytorch.keep_memory import keep_memory as keep_memory
+    from mezzo.pytorch.monitor.explain import explain as explain
+    from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter as TensorBoardWriter
+    from mezzo.pytorch.training.mixed_precision import MixedPrecision as MixedPrecision
+    from mezzo.pytorch.weights.lowering import lower_weights as lower_weights
+    from mezzo.pytorch.weights.master_state import load_master_state_dict as load_master_state_dict
+    from mezzo.pytorch.weights.master_state import master_state_dict as master_state_dict
 
 __getattr__, __dir__ = lazy("mezzo", _PUBLIC, removed=_REMOVED)

@@ -15,10 +15,10 @@ _PUBLIC = {
     "LinearCrossEntropy": "mezzo.pytorch.linear_cross_entropy",
     "linear_cross_entropy": "mezzo.pytorch.linear_cross_entropy",
 }
-
-__all__ = ["LinearCrossEntropy", "linear_cross_entropy"]
+__all__ = list(_PUBLIC)
 
 if TYPE_CHECKING:
-    from mezzo.pytorch.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+    from mezzo.pytorch.linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
+    from mezzo.pytorch.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 
 __getattr__, __dir__ = lazy("mezzo.nn", _PUBLIC)

@@ -23,25 +23,17 @@ _PUBLIC = {
     "lower_weights": "mezzo.pytorch.weights.lowering",
     "with_masters": "mezzo.pytorch.optim.with_masters",
 }
-
-__all__ = [
-    "SGD",
-    "Adam",
-    "AdamW",
-    "FusedOptimizer",
-    "Lion",
-    "adopt",
-    "bytes_per_parameter",
-    "lower_weights",
-    "with_masters",
-]
+__all__ = list(_PUBLIC)
 
 if TYPE_CHECKING:
-    from mezzo.pytorch.optim.adopt import adopt
-    from mezzo.pytorch.optim.fused import FusedOptimizer
-    from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW, Lion
-    from mezzo.pytorch.optim.storage import bytes_per_parameter
-    from mezzo.pytorch.optim.with_masters import with_masters
-    from mezzo.pytorch.weights.lowering import lower_weights
+    from mezzo.pytorch.optim.adopt import adopt as adopt
+    from mezzo.pytorch.optim.fused import FusedOptimizer as FusedOptimizer
+    from mezzo.pytorch.optim.optimizers import SGD as SGD
+    from mezzo.pytorch.optim.optimizers import Adam as Adam
+    from mezzo.pytorch.optim.optimizers import AdamW as AdamW
+    from mezzo.pytorch.optim.optimizers import Lion as Lion
+    from mezzo.pytorch.optim.storage import bytes_per_parameter as bytes_per_parameter
+    from mezzo.pytorch.optim.with_masters import with_masters as with_masters
+    from mezzo.pytorch.weights.lowering import lower_weights as lower_weights
 
 __getattr__, __dir__ = lazy("mezzo.optim", _PUBLIC)

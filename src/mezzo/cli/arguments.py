@@ -16,13 +16,7 @@ _UNKNOWN = "unrecognized arguments: "
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, which prints docstrings unchanged, accepts no abbreviated option, and suggests fixes.
-
-    Args:
-        prog: as it stands in the usage, such as ``mezzo run``.
-        description: of the command.
-        passes_on: whether what follows ``--`` belongs to a script.
-    """
+    """argparse's parser, which prints docstrings unchanged, accepts no abbreviated option, and suggests fixes."""
 
     def __init__(self, prog: str, description: str | None, *, passes_on: bool = False) -> None:
         super().__init__(
@@ -73,13 +67,7 @@ def add_target(parser: argparse.ArgumentParser, demos: Mapping[str, Demo]) -> No
 def target_of(arguments: argparse.Namespace, demos: Mapping[str, Demo], example: str) -> str:
     """The script's path, or the module's name where `arguments.module` is given.
 
-    Args:
-        arguments: with the words of `add_target`.
-        demos: those that the verb can run.
-        example: a command that would be right, for the error.
-
-    Raises:
-        UsageError: none or several of the three. UnknownNameError: no such demo.
+    `demos` are those that the verb can run; `example` is a right command, for the error.
     """
     given = [word for word in (arguments.script, arguments.demo, arguments.module) if word]
     if len(given) != 1:
@@ -106,10 +94,7 @@ _Number = TypeVar("_Number", int, float)
 def whole(what: str, example: int, least: int | None = None) -> Callable[[str], int]:
     """A reader of whole numbers, for `add_argument(type=...)`.
 
-    Args:
-        what: what is counted, in the plural; empty for a mere number.
-        example: a number that makes sense there.
-        least: the smallest that is allowed.
+    `what` is counted, in the plural, or empty; `example` makes sense there; `least` is the smallest that is allowed.
     """
     read = _reader(int, f"whole number{what and f' of {what}'}: write one such as {example}")
 

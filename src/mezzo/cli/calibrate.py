@@ -39,7 +39,7 @@ from mezzo.compare.progress import Watcher, watcher
 from mezzo.compare.request import ScriptRequest
 from mezzo.compare.runs import LAUNCH, FinishedRun, run_to_end, terminated_like_an_interrupt
 from mezzo.core import records
-from mezzo.core.calibration import FORMATS, Recommendation, check_settings, recommend
+from mezzo.core.calibration import FORMATS, Recommendation, check_format, recommend
 from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
@@ -60,13 +60,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     formats = ", ".join(FORMATS)
     add("--steps", type=steps, default=20, metavar="N", help="updates that are watched (default 20)")
     add("--precision", metavar="P", help=f"recommend this format on any hardware: {formats}")
-    add(
-        "--headroom",
-        type=whole("doublings", 1),
-        default=1,
-        metavar="BITS",
-        help="doublings that the largest numbers may still make in the rest of the run, 0 to 15 (default 1)",
-    )
     add("--no-check", action="store_true", help=argparse.SUPPRESS)  # of 0.1.0: nothing is tried any more
     add("--out", metavar="DIR", help="the folder to write (default mezzo-calibrate-SCRIPT)")
     add("--json", action="store_true", help="print calibration.json instead of the lines")
@@ -74,13 +67,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Calibrate, print, and return the exit status."""
+    target = target_of(arguments, DEMOS, "mezzo calibrate --demo digits")
     request = CalibrationRequest(
-        target_of(arguments, DEMOS, "mezzo calibrate --demo digits"),
-        tuple(arguments.argv),
-        bool(arguments.module),
-        arguments.steps,
-        arguments.precision,
-        arguments.headroom,
+        target, tuple(arguments.argv), bool(arguments.module), arguments.steps, arguments.precision
     )
     folder = folder_of(arguments, "calibrate")
     progress = watcher(Console(stderr=True), quiet=arguments.json)
@@ -91,14 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     policy, script = str(folder / POLICY), ["-m"] * request.is_module + [request.target]
     use = ["mezzo", "run", "--policy", policy, *script, *request.argv]
-    prove = [
-        "mezzo",
-        "compare",
-        *script,
-        "--precision",
-        policy,
-        *(["--", *request.argv] if request.argv else []),
-    ]
+    prove = ["mezzo", "compare", *script, "--precision", policy]
+    prove += ["--", *request.argv] if request.argv else []
     print(f"{found}\n")  # not folded: a histogram is one line
     for label, value in (("Report:", report), ("Use it:", shlex.join(use)), ("Prove it:", shlex.join(prove))):
         if value is not None:
@@ -108,19 +91,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class CalibrationRequest(ScriptRequest):
-    """What is calibrated: `steps` are watched.
-
-    Raises:
-        UsageError: a headroom out of range, or no such script.
-        UnknownNameError: no such format.
-    """
+    """What is calibrated: `steps` are watched."""
 
     steps: int = 20
     format: str | None = None
-    headroom_bits: int = 1
 
     def __post_init__(self) -> None:
-        check_settings(self.format, self.headroom_bits)
+        check_format(self.format)
         super().__post_init__()
 
 
@@ -153,7 +130,11 @@ def calibrate_script(
             raise ScriptError(
                 f"{request.target} ended with exit status {status} in FP32. Its output ended:\n{finished.failure()}"
             )
-        found = _recommendation(request, finished, list(records.read(folder / "runs" / f"{RUN}.jsonl")))
+        try:
+            found = _recommendation(request, finished, list(records.read(folder / "runs" / f"{RUN}.jsonl")))
+        except UsageError as error:
+            notes = " ".join(finished.ended.notes) if finished.ended else ""
+            raise ScriptError(f"{request.target}: {error}. {notes}".rstrip()) from error
         write_whole(folder / POLICY, found.to_toml())
         result = {
             "schema": 1,
@@ -168,23 +149,11 @@ def calibrate_script(
 def _recommendation(
     request: CalibrationRequest, run: FinishedRun, written: Sequence[records.Record]
 ) -> Recommendation:
-    try:
-        if not any(isinstance(record, records.RangesRecord) and record.rows for record in written):
-            raise UsageError(f"nothing to calibrate with: {_why_unseen(run)}")
-        native = set(run.machine.get("native_formats", ()))
-        return recommend(written, native=native, format=request.format, headroom_bits=request.headroom_bits)
-    except UsageError as error:
-        notes = " ".join(run.ended.notes) if run.ended else ""
-        raise ScriptError(f"{request.target}: {error}. {notes}".rstrip()) from error
-
-
-def _why_unseen(run: FinishedRun) -> str:
-    """Why no update was watched, and what to do."""
-    why = "no optimizer's step was seen. Give a script that trains with a torch optimizer"
-    if run.updates:
-        why = (
-            f"{len(run.updates)} updates were made, and none could be watched. Steps that take a closure (LBFGS) and "
-            "models inside compiled functions are not seen. Calibrate with an optimizer whose step takes no closure "
-            "(SGD, Adam) and without torch.compile"
+    if not any(isinstance(record, records.RangesRecord) and record.rows for record in written):
+        raise UsageError(
+            f"nothing to calibrate with: {len(run.updates)} updates were made, and none could be watched. Give a "
+            "script that trains with a torch optimizer whose step takes no closure (SGD, Adam; not LBFGS), without "
+            "torch.compile; or call mezzo.calibrate(model, loss_fn, batches), which needs no optimizer"
         )
-    return f"{why}; or call mezzo.calibrate(model, loss_fn, batches), which needs no optimizer"
+    native = set(run.machine.get("native_formats", ()))
+    return recommend(written, native=native, format=request.format)

@@ -9,22 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import statistics
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from mezzo.cli.tables import plain_table
 from mezzo.core.errors import UsageError
 from mezzo.doctor.gpus import GpuModel, Recommendation, architecture, find, formats_at, from_capability
-
-if TYPE_CHECKING:
-    from mezzo.doctor.measure import Rate
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Report on this machine, or on a GPU that is named."""
-    console, lines = Console(highlight=False), list[Text | Table]()
+    console, lines = Console(highlight=False), list[Text]()
     if arguments.capability is not None:
         raise UsageError(
             "--capability was removed in version 0.2. Name a GPU of that generation: --gpu H100, for example."
@@ -51,14 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
         for model in models:
             lines += _gpu_lines(model)
     else:
-        data, rates, found = _measured(arguments.quick)
-        lines += _machine_lines(data, rates)
+        data, found = _measured(arguments.quick)
+        lines += _machine_lines(data)
     if arguments.json:
         advice = {"precision": found.precision, "reasons": list(found.reasons)}
         print(json.dumps({"schema": 1, **data, "recommendation": advice}, indent=2, allow_nan=False))
         return 0
     for line in (*lines, Text.assemble("\n", (f"Use {found.precision}", "bold"))):
-        console.print(line, soft_wrap=isinstance(line, Text))
+        console.print(line, soft_wrap=True)
     for reason in found.reasons:
         console.print(Padding(Text(reason), (0, 0, 0, 2)))
     candidates = "bf16,fp16" if found.precision == "fp32" else found.precision
@@ -66,36 +59,31 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(quick: bool) -> tuple[dict[str, Any], list[Rate], Recommendation]:
+def _measured(quick: bool) -> tuple[dict[str, Any], Recommendation]:
     """What this machine is and measures, and what to use."""
-    from mezzo.compare.progress import watcher
     from mezzo.doctor import measure
     from mezzo.pytorch import hardware
 
     described = hardware.describe()
     device = described["gpu"]["kind"] if described["gpu"] else "cpu"
     native = hardware.native_formats(device)
-    with watcher(Console(stderr=True), quiet=True) as progress:
-        progress.begin("measuring", 1, 1, 100)
-        options: dict[str, Any] = {"tell": lambda done: progress.steps(round(100 * done))}
-        if quick:
-            sizes = measure.QUICK_CPU_SIZES if device == "cpu" else measure.QUICK_GPU_SIZES
-            options |= {"sizes": sizes, "budget": 0.5}
-        rates = measure.measure(device, **options)
-        progress.end("measured")
+    options: dict[str, Any] = {}
+    if quick:
+        sizes = measure.QUICK_CPU_SIZES if device == "cpu" else measure.QUICK_GPU_SIZES
+        options = {"sizes": sizes, "budget": 0.5}
+    rows = measure.measure(device, **options)
     named = "this CPU" if device == "cpu" else described["gpu"]["name"]
-    found = measure.recommend({(rate.what, rate.format): rate.value for rate in rates}, native, device=named)
     data = {
         "machine": described,
         "device": device,
         "native": sorted(native),
-        "unsteady": measure.unsteady(rates),
-        "measured": [_rate_json(rate) for rate in rates],
+        "unsteady": measure.unsteady(rows),
+        "measured": rows,
     }
-    return data, rates, found
+    return data, measure.recommend(rows, native, device=named)
 
 
-def _machine_lines(data: dict[str, Any], rates: list[Rate]) -> Iterable[Text | Table]:
+def _machine_lines(data: dict[str, Any]) -> Iterable[Text]:
     described = data["machine"]
     memory, gpu = described["memory_bytes"], described["gpu"]
     lines = {
@@ -110,13 +98,19 @@ def _machine_lines(data: dict[str, Any], rates: list[Rate]) -> Iterable[Text | T
     where = "on the CPU" if data["device"] == "cpu" else "on the GPU"
     heading = f"Measured {where}", "bold"
     yield Text.assemble("\n", heading, ", GFLOP/s: medians (and the middle half of the repeats)")
-    kinds = ["matmul", "conv step"]
-    cells = {(rate.what, rate.format): rate for rate in rates}
-    forms = dict.fromkeys(rate.format for rate in rates)
-    rows = [[form, *(_cell(cells.get((kind, form))) for kind in kinds)] for form in forms]
-    yield plain_table(("format", *kinds), [row for row in rows if row[1:] != ["-", "-"]])
-    yield Text(f"memory bandwidth, by copying: {_cell(cells['copy', 'fp32'])} GB/s")
-    for reason in dict.fromkeys(rate.reason for rate in rates if rate.reason):
+    kinds, cells = ["matmul", "conv step"], {}
+    for row in data["measured"]:
+        figures = (row["median"], row["low"], row["high"]) if row["repeats"] else ()
+        texts = [f"{one:.0f}" if one >= 100 else f"{one:.3g}" for one in figures]
+        cells[row["what"], row["format"]] = "{} ({} to {})".format(*texts) if texts else "-"
+    forms = dict.fromkeys(row["format"] for row in data["measured"])
+    yield Text("{:<8}{:<24}{}".format("format", *kinds), "bold")
+    for form in forms:
+        found = [cells.get((kind, form), "-") for kind in kinds]
+        if found != ["-", "-"]:
+            yield Text("{:<8}{:<24}{}".format(form, *found))
+    yield Text(f"memory bandwidth, by copying: {cells['copy', 'fp32']} GB/s")
+    for reason in dict.fromkeys(row["reason"] for row in data["measured"] if row["reason"]):
         yield Text(f"not measured: {reason}")
     if data["unsteady"]:
         yield Text(
@@ -128,13 +122,6 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
     capability = f", compute capability {gpu['capability']}" if gpu["capability"] else ""
     count = f", the first of {gpu['count']}" if gpu["count"] > 1 else ""
     return f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.0f} GB{capability}{count}"
-
-
-def _cell(rate: Rate | None) -> str:
-    if rate is None or math.isnan(rate.value):
-        return "-"
-    value, low, high = (f"{one:.0f}" if one >= 100 else f"{one:.3g}" for one in (rate.value, *rate.spread))
-    return f"{value} ({low} to {high})"
 
 
 def _gpu_lines(model: GpuModel) -> Iterable[Text]:
@@ -160,19 +147,3 @@ def _gpu_json(model: GpuModel) -> dict[str, Any]:
         "dense_peak_tflop_s": dict(model.peaks),
         "source": model.source,
     }
-
-
-def _rate_json(rate: Rate) -> dict[str, Any]:
-    data = {
-        "what": rate.what,
-        "format": rate.format,
-        "unit": rate.unit,
-        "median": rate.value,
-        "low": rate.spread[0],
-        "high": rate.spread[1],
-        "repeats": len(rate.seconds),
-        "seconds": statistics.median(rate.seconds or [math.nan]),
-        "work": rate.work,
-        "reason": rate.reason,
-    }
-    return {key: None if value != value else value for key, value in data.items()}

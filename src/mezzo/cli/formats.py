@@ -14,18 +14,17 @@ import argparse
 import json
 import math
 import re
-from dataclasses import dataclass
-from decimal import Decimal
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from mezzo.cli.tables import plain_table
 from mezzo.core import formats
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.formats import ALIASES, FORMATS, OVERFLOW, Bits, Format, magnitude, named
+from mezzo.core.formats import ALIASES, FORMATS, OVERFLOW, Format, magnitude, named
+from mezzo.core.records import strict
 
 _FIELDS = {"sign": "bold red", "exponent": "green", "mantissa": "cyan"}
 _WORDS = {
@@ -39,7 +38,6 @@ _IN_JSON = (
     "name title source bits nexp nmant storage_bits bias minexp maxexp max min smallest_normal smallest_subnormal eps "
     "epsneg precision resolution has_infinity"
 )
-_LARGEST_EXPONENT = 2000  # beyond fp64 on both sides, and still read at once
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -58,28 +56,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table, or numbers' bits."""
     words: list[str] = arguments.words
+    console = Console(highlight=False, soft_wrap=True)
     if words[:1] == ["show"]:
         if not words[1:]:
             raise UsageError("nothing to show: give a number, for instance `mezzo formats show -4.2e9`")
-        numbers = {
-            word: [stored(parse(word), name, arguments.overflow) for name in FORMATS] for word in words[1:]
-        }
-        shown: dict[str, Any] = {"numbers": [_number_json(*item) for item in numbers.items()]}
+        numbers: list[dict[str, Any]] = [
+            {"number": word, "formats": [stored(parse(word), name, arguments.overflow) for name in FORMATS]}
+            for word in words[1:]
+        ]
+        shown: dict[str, Any] = {"numbers": numbers}
+        lines = [line for row in numbers for line in _number_lines(row["number"], row["formats"])]
     else:
-        asked, numbers = [_format(word, words) for word in words] or list(FORMATS.values()), {}
-        shown = {
-            "formats": [{name: getattr(form, name) for name in _IN_JSON.split()} for form in asked],
-        }
+        asked = [_format(word, words) for word in words] or list(FORMATS.values())
+        shown = {"formats": [{name: getattr(form, name) for name in _IN_JSON.split()} for form in asked]}
+        lines = _table_lines(asked)
     if arguments.json:
-        print(json.dumps({"schema": 1, **shown}, indent=2, allow_nan=False))
+        print(json.dumps(strict({"schema": 1, **shown}), indent=2, allow_nan=False))
         return 0
-    console = Console(highlight=False)
-    if not numbers:
-        _print_table(console, asked)
-    for index, (word, found) in enumerate(numbers.items()):
-        if index:
-            console.print()
-        _print_number(console, word, found)
+    for line in lines:
+        console.print(line)
     return 0
 
 
@@ -93,7 +88,6 @@ def parse(text: str) -> float | Fraction:
         UsageError: not a number, a division by zero, or one far beyond every format's range.
     """
     plain = text.strip().lower().replace("**", "^")
-    over, _, under = plain.partition("/")
     try:
         if re.fullmatch(r"[+-]?(inf|infinity|nan)", plain):
             return float(plain)
@@ -101,10 +95,9 @@ def parse(text: str) -> float | Fraction:
             return float.fromhex(plain)
         if power := re.fullmatch(r"([+-]?)2\^([+-]?\d{1,4})", plain):
             return Fraction(2) ** int(power[2]) * (-1 if power[1] == "-" else 1)
-        parts = [Decimal(part) for part in (over, under or "1")]
-        if any(part and abs(part.adjusted()) > _LARGEST_EXPONENT for part in parts):
+        if re.search(r"\d{2000}|e[+-]?\d{5}", plain):
             raise OverflowError
-        return Fraction(parts[0]) / Fraction(parts[1]) if parts[0] else float(parts[0])
+        return Fraction(plain) or float(plain.partition("/")[0])  # -0 keeps its sign
     except OverflowError:
         raise UsageError(f"{text!r} is beyond every format: fp64, the largest, ends at 1.8e308") from None
     except (ArithmeticError, ValueError):
@@ -123,47 +116,39 @@ def written(value: float, digits: int = 5) -> str:
     return re.sub(r"e([+-])0*", lambda match: "e" + match[1].strip("+"), f"{value:.{digits}g}")
 
 
-@dataclass(frozen=True)
-class Stored:
-    """What a format makes of a number.
+def stored(number: float | Fraction, format: str, overflow: str = "infinity") -> dict[str, Any]:
+    """What the format makes of a number: a row of the JSON. The arguments are those of `mezzo.formats.round`.
 
-    Args:
-        bits: its pattern in the format; ``bits.value`` is what is stored.
-        absolute_error: ``|stored - number|``; infinite on overflow to infinity, NaN if either is NaN.
-        relative_error: that over ``|number|``; 0 for a number that is stored exactly.
-        word: ``exact``, ``rounded``, ``subnormal`` (stored with fewer bits than the format's precision,
-            exactly or not), ``underflow`` (stored as zero) or ``overflow`` (beyond the largest value:
-            infinite, NaN or saturated).
-    """
-
-    bits: Bits
-    absolute_error: float
-    relative_error: float
-    word: str
-
-
-def stored(number: float | Fraction, format: str, overflow: str = "infinity") -> Stored:
-    """What the format makes of a number. The arguments are those of `mezzo.formats.round`.
-
-    >>> [stored(x, "fp16").word for x in (65520.0, 1e-8, 2.0**-20, 0.1, 0.5)]
+    >>> [stored(x, "fp16")["word"] for x in (65520.0, 1e-8, 2.0**-20, 0.1, 0.5)]
     ['overflow', 'underflow', 'subnormal', 'rounded', 'exact']
     """
     bits = formats.bits(number, format, overflow=overflow)
     exact, kept = magnitude(number)[0], magnitude(bits.value)[0]
     if exact is None or kept is None:  # NaN or an infinity, before or after
         same = exact is None and (bits.kind == "nan" if math.isnan(number) else bits.value == number)
-        lost = 0.0 if same else math.nan if bits.kind == "nan" else math.inf
-        return Stored(bits, lost, lost, "exact" if same else "overflow")
-    error, largest = abs(kept - exact), bits.format.max
-    if error and bits.kind == "zero":
-        word = "underflow"
-    elif exact > largest and error > Fraction(formats.ulp(largest, bits.format)) / 2:
-        word = "overflow"  # saturated: up to half a step above the largest it is rounded down like any other
-    elif bits.kind == "subnormal":
-        word = "subnormal"
+        absolute = relative = 0.0 if same else math.nan if bits.kind == "nan" else math.inf
+        word = "exact" if same else "overflow"
     else:
+        error, largest = abs(kept - exact), bits.format.max
+        absolute, relative = _float(error), _float(error / exact if exact else error)
         word = "rounded" if error else "exact"
-    return Stored(bits, _float(error), _float(error / exact if exact else error), word)
+        if error and bits.kind == "zero":
+            word = "underflow"
+        elif exact > largest and error > Fraction(formats.ulp(largest, bits.format)) / 2:
+            word = (
+                "overflow"  # saturated: up to half a step above the largest it is rounded down like any other
+            )
+        elif bits.kind == "subnormal":
+            word = "subnormal"
+    return {
+        "name": bits.format.name,
+        **dict(zip(_FIELDS, bits.fields)),
+        "code": f"{bits.code:#0{2 + (bits.format.bits + 3) // 4}x}",
+        "value": bits.value,
+        "absolute_error": absolute,
+        "relative_error": relative,
+        "word": word,
+    }
 
 
 def _float(value: Fraction) -> float:
@@ -182,60 +167,30 @@ def _format(word: str, words: list[str]) -> Format:
     raise unknown_name("word", word, [*FORMATS, *ALIASES, "show"], where="give NAME, or show NUMBER: ")
 
 
-def _print_table(console: Console, formats: list[Format]) -> None:
-    heads = ("format", "bits", "largest", "normal from", "subnormal from", "eps")
-    rows = [
-        (
-            form.name,
-            f"1/{form.nexp}/{form.nmant}",
-            *map(written, (form.max, form.smallest_normal, form.smallest_subnormal, form.eps)),
-        )
-        for form in formats
+def _table_lines(forms: Sequence[Format]) -> list[Text | str]:
+    row = "{:<8}{:>8}{:>14}{:>14}{:>17}{:>14}".format
+    lines: list[Text | str] = [
+        Text(row("format", "bits", "largest", "normal from", "subnormal from", "eps"), "bold")
     ]
-    if console.width >= 79:
-        console.print(plain_table(heads, rows, justify="right"))
-    else:
-        for name, *cells in rows:
-            console.print(Text(name, style="bold"))
-            for head, cell in zip(heads[1:], cells):
-                console.print(f"  {head:<16}{cell}", soft_wrap=True)
-    console.print(
+    for form in forms:
+        numbers = map(written, (form.max, form.smallest_normal, form.smallest_subnormal, form.eps))
+        lines.append(row(form.name, f"1/{form.nexp}/{form.nmant}", *numbers))
+    return [
+        *lines,
         "\nbits: sign/exponent/mantissa; eps: the gap between 1 and the next number above."
-        "\n`mezzo formats show NUMBER` shows what becomes of a number in each."
-    )
-
-
-def _print_number(console: Console, word: str, found: list[Stored]) -> None:
-    legend = Text(" ").join(Text(field, style) for field, style in _FIELDS.items())
-    console.print(Text.assemble((word, "bold"), " in each format (", legend, ")"))
-    for one in found:
-        line = Text.assemble((f"{one.bits.format.name:<10}", "bold"), (f"{one.word:<10}", _WORDS[one.word]))
-        line.append(f" {written(one.bits.value, 12)}")
-        if one.absolute_error:
-            line.append(
-                f"   error {written(one.absolute_error, 3)}, relative {written(one.relative_error, 3)}"
-            )
-        console.print(line, soft_wrap=True)
-        digits = Text(" ").join(Text(field, style) for field, style in zip(one.bits.fields, _FIELDS.values()))
-        console.print(Text(" " * 10) + digits, soft_wrap=True)
-
-
-def _number_json(word: str, found: list[Stored]) -> dict[str, Any]:
-    rows = [
-        {
-            "name": one.bits.format.name,
-            **dict(zip(_FIELDS, one.bits.fields)),
-            "code": f"{one.bits.code:#0{2 + (one.bits.format.bits + 3) // 4}x}",
-            "value": _strict(one.bits.value),
-            "absolute_error": _strict(one.absolute_error),
-            "relative_error": _strict(one.relative_error),
-            "word": one.word,
-        }
-        for one in found
+        "\n`mezzo formats show NUMBER` shows what becomes of a number in each.",
     ]
-    return {"number": word, "formats": rows}
 
 
-def _strict(value: float) -> float | str:
-    """A JSON value: infinities and NaN as strings."""
-    return value if math.isfinite(value) else str(value)
+def _number_lines(number: str, formats: list[dict[str, Any]]) -> list[Text | str]:
+    legend = Text(" ").join(Text(field, style) for field, style in _FIELDS.items())
+    lines: list[Text | str] = [Text.assemble((number, "bold"), " in each format (", legend, ")")]
+    for one in formats:
+        line = Text.assemble((f"{one['name']:<10}", "bold"), (f"{one['word']:<10}", _WORDS[one["word"]]))
+        line.append(f" {written(one['value'], 12)}")
+        if one["absolute_error"]:
+            absolute, relative = (written(one[f"{kind}_error"], 3) for kind in ("absolute", "relative"))
+            line.append(f"   error {absolute}, relative {relative}")
+        digits = Text(" ").join(Text(one[field], style) for field, style in _FIELDS.items())
+        lines += [line, Text(" " * 10) + digits]
+    return lines

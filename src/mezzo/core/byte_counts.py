@@ -16,13 +16,10 @@ _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", re.IGNORECASE)
 
 
 def parse_bytes(value: int | str) -> int:
-    """The bytes that a number or a text stands for; units of 1000 and of 1024 are told apart.
+    """The bytes that a number or a text stands for, with units of 1000 (GB) or 1024 (GiB).
 
     >>> parse_bytes("4 GiB"), parse_bytes("1.5GB"), parse_bytes("800"), parse_bytes(7)
     (4294967296, 1500000000, 800, 7)
-
-    Raises:
-        UsageError: no byte count, or one below 1.
     """
     match = _FORM.fullmatch(str(value).strip())
     unit = _UNITS.get(match[2].upper()) if match else None

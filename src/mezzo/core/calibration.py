@@ -1,24 +1,16 @@
-"""Calibration: from the ranges of a few FP32 steps to a format, a loss scale, and the modules that fp16 can't hold.
-
-**The scale follows the largest gradient, of activations and of weights.** If the loss is a mean over a batch, each
-activation's gradient is divided by the batch and the weights' gradients, which sum over it, are not: a scale from
-activations alone overflows in the first step (docs/monitoring.md has figures).
-
-**A module is kept in FP32 together with the one that runs after it**: a number beyond fp16's range must neither be made
-in fp16 nor be cast to it by its reader, and a gradient too small for fp16 is made by the reader's backward. "After" is
-the order in which modules ran, which is the data flow only in a chain.
-
-**A module that overflows inside is kept in FP32 too.** Only what modules return is in the ranges; the emulation of
-`mezzo.pytorch.sensitivity` finds overflows of single operations.
+"""Calibration: what to train in, from a few FP32 steps: the format, the loss scale, the modules that fp16 can't hold,
+and a ranking of the modules by how much rounding each to a format would change the loss.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from itertools import chain, pairwise
+from typing import Any
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import Format, named
@@ -27,15 +19,88 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import is_pattern
 from mezzo.core.ranges import GRADIENTS, Histogram, RangeRow, exponent_strip, percent, shift_of
-from mezzo.core.records import RangesRecord, Record, SensitivityRecord
-from mezzo.core.sensitivity import RANKED, Sensitivity, rank
+from mezzo.core.records import ModuleRounding, RangesRecord, Record, SensitivityRecord
 
 FORMATS = ("bf16", "fp16", "fp32")
 """What can be recommended, the first that fits."""
-MOST_HEADROOM = 15
-"""Doublings: half of the 30 between fp16's smallest normal number and its largest."""
+HEADROOM = 1
+"""Doublings that the largest numbers may still make in the rest of the run."""
 MOST_LOST = 0.5
 """A module is kept in FP32 if fp16 rounds a larger share of its gradient to zero under the recommended scale."""
+RANKED = ("bf16", "fp16", "e5m2", "e4m3fn")
+"""The formats that are ranked unless others are given."""
+MARGIN = 0.005
+"""The change of the loss that all modules together may make, as a share of the loss: `mezzo compare`'s own margin."""
+SHOWN = 20
+"""Modules that are printed; JSON has all of them."""
+
+
+@dataclass(frozen=True)
+class ModuleSensitivity:
+    """One module of a ranking.
+
+    Args:
+        module: its path; ``""`` is the model itself.
+        kind: its class.
+        changes: format -> expected change of the loss if the module alone runs in that format; infinite if a result is
+            not finite. Only modules with a product have formats of fewer than 16 bits.
+        causes: format -> the operation that made the first number too large for the format.
+        bears: the formats whose change is within the ranking's `limit`, the one with the fewest bits first.
+        lowest: the first of `bears`; ``fp32`` if there is none.
+    """
+
+    module: str
+    kind: str
+    changes: dict[str, float]
+    causes: dict[str, str]
+    bears: list[str]
+    lowest: str
+
+    def _cell(self, format: str) -> str:
+        change = self.changes.get(format)
+        if change is None or math.isfinite(change):
+            return f"{format} -" if change is None else f"{format} {change:.1g}"
+        cause = self.causes.get(format)
+        return f"{format} overflow in {cause}" if cause else f"{format} not finite"
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """A ranking of the modules that compute something of their own, the most sensitive first.
+
+    A module that can't bear a 16-bit format comes before one that only can't bear 8 bits. Among equals, the one that
+    changes the loss most in the first format comes first.
+
+    Args:
+        loss: mean magnitude of the losses of the measured steps.
+        margin: share of the loss that all modules together may change it by.
+        limit: change that one module may make: ``margin * loss / sqrt(number of modules)``, since random changes add in
+            squares.
+        totals: format -> expected change of the loss with every module in it: the root of the sum of squares.
+        notes: what could not be measured, and why.
+    """
+
+    formats: list[str]
+    modules: list[ModuleSensitivity]
+    loss: float
+    margin: float
+    limit: float
+    steps: int
+    totals: dict[str, float]
+    notes: list[str]
+
+    def lines(self) -> list[str]:
+        """What the figures are, a line for each of the `SHOWN` most sensitive modules, and the notes."""
+        found = [
+            f"change of the loss by each module, most sensitive first; at most {self.limit:.1g} each "
+            f"({self.margin:.1%} of {self.loss:.3g} over the root of {len(self.modules)})"
+        ]
+        for one in self.modules[:SHOWN]:
+            cells = ", ".join(map(one._cell, self.formats))
+            found.append(f"{one.module or '(the model)'}: {one.lowest} ({cells})")
+        if self.modules[SHOWN:]:
+            found.append(f"{len(self.modules[SHOWN:])} less sensitive modules are in the JSON")
+        return found + self.notes
 
 
 @dataclass(frozen=True)
@@ -74,10 +139,10 @@ class Recommendation:
     start: float
     gradient: RangeRow
     gradients: Histogram
-    sources: list[RangeRow] = field(default_factory=list)
-    kept: list[Kept] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    sensitivity: Sensitivity | None = None
+    sources: list[RangeRow]
+    kept: list[Kept]
+    notes: list[str]
+    sensitivity: Sensitivity | None
 
     def lost(self, scale: float = 1.0) -> float:
         """The share of gradients other than 0 that fp16 rounds to zero under a loss scale."""
@@ -85,30 +150,21 @@ class Recommendation:
         return 0.0 if shares is None else shares.underflow
 
     def to_json(self) -> str:
-        """All of it, histograms included."""
-        data = {
-            **asdict(self),
-            "sensitivity": None if self.sensitivity is None else self.sensitivity.to_plain(),
+        """All of it, histograms included; a number that is not finite is null."""
+        lost = {
             "lost_unscaled": self.lost(),
             "lost_with_constant": self.lost(self.constant),
             "lost_with_start": self.lost(self.start),
         }
-        return json.dumps(data, indent=2)
+        return json.dumps(_strict(asdict(self) | lost), indent=2, allow_nan=False)
 
     def to_toml(self) -> str:
-        """The policy as a file that `mezzo.policy` reads, with reasons."""
-        chosen = policy_of(self.policy)
-        lines = [
-            f"# Recommended by mezzo calibrate from {counted(self.steps)} in FP32.",
-            f'compute = "{chosen.compute}"  # {self.why}',
-        ]
+        """The policy as a file that `mezzo.policy` reads, below comments with the reasons."""
+        reasons = [f"{self.format}: {self.why}", str(self.gradient)] if self.format == "fp16" else [self.why]
         if self.format == "fp16":
-            lines.append(f'loss_scale = "{chosen.loss_scale}"  # {self.gradient}')
-        if chosen.modules:
-            whys = {kept.module: kept.why for kept in self.kept}
-            rows = [f"{json.dumps(path)} = {json.dumps(fmt)}  # {whys[path]}" for path, fmt in chosen.modules]
-            lines += ["", "[modules]", *rows]
-        return "\n".join(lines) + "\n"
+            reasons += [f"{kept.module or 'the model'}: {kept.why}" for kept in self.kept]
+        head = [f"Recommended by mezzo calibrate from {counted(self.steps)} in FP32.", *reasons]
+        return "".join(f"# {line}\n" for line in head) + policy_of(self.policy).to_toml()
 
     def __str__(self) -> str:
         """The recommendation and the ranking: lines of a label and a value, each histogram under what it shows."""
@@ -136,26 +192,16 @@ class Recommendation:
             rows.append(("keep in fp32", "no module: no overflow of fp16 was found"))
         rows.append(("policy", self.policy))
         if self.sensitivity is not None:
-            rows.append(("sensitivity", self.sensitivity.title))
-            rows += [("", line) for line in self.sensitivity.lines()]
+            title, *lines = self.sensitivity.lines()
+            rows += [("sensitivity", title), *(("", line) for line in lines)]
         rows += [("note", note) for note in self.notes]
         return "\n".join(f"{label:<13}{value}" for label, value in rows)
 
 
-def check_settings(format: str | None, headroom_bits: int) -> None:
-    """Check what `recommend` takes.
-
-    Raises:
-        UsageError: a headroom that is not an integer from 0 to `MOST_HEADROOM`.
-        UnknownNameError: a format that is none of `FORMATS`.
-    """
+def check_format(format: str | None) -> None:
+    """Raise UnknownNameError for a format that can't be recommended."""
     if format is not None and format not in FORMATS:
         raise unknown_name("format", format, FORMATS)
-    if not isinstance(headroom_bits, int) or not 0 <= headroom_bits <= MOST_HEADROOM:
-        raise UsageError(
-            f"a headroom of {headroom_bits} bits: give how many doublings the numbers may still make, 0 to "
-            f"{MOST_HEADROOM}. More would leave fp16 too little range; if they grow more, train in bf16"
-        )
 
 
 def recommend(
@@ -163,16 +209,17 @@ def recommend(
     *,
     native: Collection[str],
     format: str | None = None,
-    headroom_bits: int = 1,
     ranked: Sequence[str | Format] = RANKED,
 ) -> Recommendation:
-    """What to train in, from the ranges and sensitivities of a few FP32 steps.
+    """What to train in, from the records of a few FP32 steps without a loss scale.
+
+    The scale follows the largest gradient, of activations and of weights: if the loss is a mean over a batch, each
+    activation's gradient is divided by the batch and the weights' gradients, which sum over it, are not.
 
     Args:
-        measured: records of steps in FP32 without a loss scale.
+        measured: ranges and sensitivities.
         native: formats that the hardware to train on computes in.
         format: one of `FORMATS`; None: bf16 if it is native, else fp16 if that is, else fp32.
-        headroom_bits: how many doublings the largest numbers may still make in the rest of the run, 0 to 15.
         ranked: the formats in the sensitivity records.
 
     Raises:
@@ -199,10 +246,10 @@ def recommend(
             f"nothing to calibrate with: no gradient in the {counted(len(records))} looked at is finite and not 0"
         )
     source = max(sources, key=lambda one: one.histogram.largest)
-    constant = StaticLossScale.from_largest(source.histogram.largest, "fp16", headroom_bits).scale
+    constant = StaticLossScale.from_largest(source.histogram.largest, "fp16", HEADROOM).scale
     bounds = DynamicLossScale()
     start = max(bounds.floor, min(constant, bounds.ceiling))
-    kept = _kept(tensors, start, headroom_bits, sensitivity)
+    kept = _kept(tensors, start, sensitivity)
     chosen, why = _format(native, format, kept)
     notes = _notes(tensors, kept)
     if source.histogram.overflows("fp16", shift_of(start)):
@@ -228,11 +275,9 @@ def counted(steps: int) -> str:
     return f"{steps} step{'' if steps == 1 else 's'}"
 
 
-def _kept(
-    tensors: Sequence[RangeRow], start: float, headroom_bits: int, sensitivity: Sensitivity | None
-) -> list[Kept]:
-    """Modules that hold numbers beyond fp16, or whose gradients it loses, and the modules that run after them; and
-    modules in which an operation overflows.
+def _kept(tensors: Sequence[RangeRow], start: float, sensitivity: Sensitivity | None) -> list[Kept]:
+    """Modules that hold numbers beyond fp16, or whose gradients it loses, each with the module that ran after it
+    (which reads the number, or makes the gradient); and modules in which an operation overflows.
     """
     found: dict[str, Kept] = {}
     after = dict(pairwise(dict.fromkeys(one.module for one in tensors if one.what == "activation")))
@@ -245,9 +290,9 @@ def _kept(
 
     for one in tensors:
         name = one.module or "the model"
-        if one.what in ("activation", "weight") and one.histogram.overflows("fp16", headroom_bits):
+        if one.what in ("activation", "weight") and one.histogram.overflows("fp16", HEADROOM):
             largest = f"up to {one.histogram.largest:.4g}"
-            beyond = "beyond" if one.histogram.overflows("fp16") else f"within {2**headroom_bits}x of"
+            beyond = "beyond" if one.histogram.overflows("fp16") else f"within {2**HEADROOM}x of"
             noun = "returned" if one.what == "activation" else f"has a {one.name} of"
             why = f"{noun} {largest}, {beyond} fp16's largest number, {named('fp16').max:.0f}"
             keep(one, why, f"runs after {name}, which returned {largest}")
@@ -302,3 +347,61 @@ def _policy(format: str, start: float, kept: Sequence[Kept]) -> str:
     modules = tuple((one.module, "fp32") for one in kept if is_pattern(one.module))
     scale = "auto" if start == DynamicLossScale().init else f"dynamic(init={start!r})"
     return str(Policy("fp16", loss_scale=scale, modules=modules))
+
+
+def expected_square(roundings: Sequence[ModuleRounding]) -> float:
+    """The expected squared change of the loss, from one module and format in several steps.
+
+    The mean over the steps of the larger of ``signed**2`` and ``squares``. For random errors both have the same
+    expectation, and `squares` varies less. For errors with a common direction (cancellation, saturation) only
+    `signed` shows it. Infinite if a sum is NaN or infinite.
+    """
+    if not all(math.isfinite(one.signed) and math.isfinite(one.squares) for one in roundings):
+        return math.inf
+    return math.fsum(max(one.signed**2, one.squares) for one in roundings) / len(roundings)
+
+
+def rank(
+    records: Sequence[SensitivityRecord], formats: Sequence[Format], margin: float = MARGIN
+) -> Sensitivity | None:
+    """The ranking of the modules, from a record per measured step; None if nothing was measured."""
+    found: dict[str, dict[str, list[ModuleRounding]]] = {}
+    for row in (row for record in records for row in record.rows):
+        found.setdefault(row.module, {}).setdefault(row.format, []).append(row)
+    if not found:
+        return None
+    loss = math.fsum(abs(record.loss) for record in records) / len(records)
+    limit = margin * loss / math.sqrt(len(found))
+    bits = {form.name: form.bits for form in formats}
+    widths = sorted(set(bits.values()), reverse=True)
+    modules = []
+    for module, by_format in found.items():
+        changes = {name: math.sqrt(expected_square(rows)) for name, rows in by_format.items()}
+        causes = {
+            name: next((row.cause for row in by_format[name] if row.cause), "")
+            for name, change in changes.items()
+            if not math.isfinite(change)
+        }
+        bears = [name for name, change in changes.items() if change <= limit]
+        bears.sort(key=lambda name: (bits[name], changes[name]))
+        kind = next(iter(by_format.values()))[0].kind
+        modules.append(ModuleSensitivity(module, kind, changes, causes, bears, [*bears, "fp32"][0]))
+
+    def calm(one: ModuleSensitivity) -> tuple[float, ...]:
+        """Refused formats, those with most bits first, then the change in the first format."""
+        refused = [bits[name] for name in bits if name in one.changes and name not in one.bears]
+        return (*(-refused.count(width) for width in widths), -one.changes.get(formats[0].name, 0.0))
+
+    modules.sort(key=calm)
+    totals = {name: math.hypot(*(one.changes.get(name, 0.0) for one in modules)) for name in bits}
+    notes = list(dict.fromkeys(note for record in records for note in record.notes))
+    return Sensitivity(list(bits), modules, loss, margin, limit, len(records), totals, notes)
+
+
+def _strict(value: Any) -> Any:
+    """The value for strict JSON: numbers that are not finite are None."""
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,8 +1,7 @@
 """What a policy can compute in: each name, and the number formats of factors, gradients and results behind it.
 
-An 8-bit format spans few binades (e4m3fn 18, e5m2 32). A tensor is therefore multiplied by a power of two that brings
-its largest magnitude just under the format's largest value, and the product is divided by it again. Scaling by powers
-of two is exact. A policy's ``scaling=`` says which elements share a scale.
+fp8 factors are multiplied by a power of two that brings their largest magnitude just under the format's largest value;
+a policy's ``scaling=`` says which elements share a scale.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ FP8_OPS = frozenset({"linear"})
 
 
 def activations_of(compute: str) -> str:
-    """The format of lowered results; ``auto`` stays ``auto``.
-
-    >>> activations_of("fp8"), activations_of("tf32"), activations_of("fp16")
-    ('bf16', 'fp32', 'fp16')
-    """
+    """The format of lowered results (``fp8``: bf16, ``tf32``: fp32); ``auto`` stays ``auto``."""
     return COMPUTE[compute].activations if compute in COMPUTE else compute
 
 

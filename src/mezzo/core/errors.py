@@ -41,8 +41,7 @@ class CallOrderError(UsageError, RuntimeError):
 class LossScaleCollapseError(MezzoError, RuntimeError):
     """The loss scale fell to its floor and steps are still skipped after the patience ran out.
 
-    The message has `what` happened, what to look at (`always`, unless a remedy is known), and what to try while the
-    cause is `unknown`.
+    The message has `what` happened, what to look at (`always`), and what to try while the cause is `unknown`.
     """
 
     def __init__(self, what: str, always: str = "", unknown: str = "") -> None:
@@ -67,9 +66,7 @@ class ScriptError(MezzoError, RuntimeError):
 
 
 def unknown_name(kind: str, received: str, allowed: Iterable[str], *, where: str = "") -> UnknownNameError:
-    """The error for a wrong name: what was received, all that is allowed, and the nearest right one.
-
-    `kind` is a noun such as ``"format"``, `where` the beginning of the message.
+    """The error for a wrong name of this kind: what was received, what is allowed, and the nearest right one.
 
     >>> print(unknown_name("format", "f15", ["bf16", "fp16", "fp32"], where="policy 'compute=f15': "))
     policy 'compute=f15': unknown format 'f15'. Use one of bf16, fp16, fp32. Did you mean 'fp16'?

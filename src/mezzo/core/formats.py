@@ -1,17 +1,7 @@
 """Number formats as data, exact rounding to them, and bit patterns: the module `mezzo.formats`.
 
-A format has a sign bit, an exponent and a mantissa. All its properties (largest value, machine epsilon ...) follow from
-the two widths and from the use of its top exponent, and have the names of `numpy.finfo`.
-
-Numbers are rounded here in exact fractions, as the standard defines it. Arrays and tensors are rounded on their bit
-patterns by `mezzo.core.rounding` and `mezzo.pytorch.rounding`, which are tested against this.
-
->>> named("fp16").max, named("bf16").eps, named("e4m3fn").smallest_subnormal
-(65504.0, 0.0078125, 0.001953125)
->>> round(65520, "fp16"), round(65520, "fp16", overflow="saturate")
-(inf, 65504.0)
->>> print(bits(-0.1, "fp16"))
-1 01011 1001100110
+Python's numbers are rounded here in exact fractions, as the standard defines it; arrays and tensors by
+`mezzo.core.rounding` and `mezzo.pytorch.rounding`, which are tested against this.
 """
 
 from __future__ import annotations
@@ -21,7 +11,6 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
@@ -32,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Number = int | float | Fraction | Decimal
+Number = int | float | Fraction
 
 
 @dataclass(frozen=True)
@@ -82,7 +71,7 @@ class Format:
 
     @property
     def bias(self) -> int:
-        """What is subtracted from the exponent field."""
+        """Subtracted from the exponent field."""
         return (1 << (self.nexp - 1)) - 1
 
     @property
@@ -201,7 +190,7 @@ def format_name(value: object) -> str:
 
 
 def dtype_name(value: object) -> str:
-    """The format's name for a `torch.dtype`; any other value as text."""
+    """The format's name for a `torch.dtype`, and not for an alias; any other value as text."""
     return format_name(value) if str(value).startswith("torch.") else str(value)
 
 
@@ -233,7 +222,7 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
     to 1 in fp16.
 
     Args:
-        x: a float, int, Fraction or Decimal; a numpy array; a torch tensor.
+        x: a float, int or Fraction; a numpy array; a torch tensor.
         format: a format or its name.
         overflow: ``"infinity"`` or ``"saturate"``, for what lies beyond ``max`` (see `OVERFLOW`).
 
@@ -259,7 +248,7 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
         exact = (exact / quantum).__round__() * quantum  # Python rounds a Fraction's ties to even
         if exact <= form.max:
             return math.copysign(float(exact), sign)
-    elif _is_nan(x):
+    elif x != x:
         return math.copysign(math.nan, sign)
     if overflow == "saturate":
         return math.copysign(form.max, sign)
@@ -276,77 +265,41 @@ def ulp(x: Number, format: str | Format) -> float:
     """
     rounded = round(x, format, overflow="infinity")
     if not math.isfinite(rounded):
-        return math.nan if _is_nan(x) else math.inf
+        return math.nan if x != x else math.inf
     return float(_quantum(magnitude(x)[0] or Fraction(0), named(format)))
 
 
 def magnitude(x: Number) -> tuple[Fraction | None, int]:
-    """A number's magnitude, exactly (None for an infinity or a NaN), and its sign as +1 or -1.
-
-    Raises:
-        UsageError: not a number.
-    """
-    if not isinstance(x, (float, int, Fraction, Decimal)):
-        raise UsageError(
-            f"cannot round {type(x).__name__} {str(x)[:40]!r}: give a float, int, Fraction or Decimal, "
-            "a numpy array or a torch tensor (numpy.asarray makes an array of a list)"
-        )
-    if isinstance(x, Decimal):
-        return (Fraction(x.copy_abs()) if x.is_finite() else None), -1 if x.is_signed() else 1
+    """A number's magnitude, exactly (None for an infinity or a NaN), and its sign as +1 or -1."""
     if isinstance(x, float):
         return (Fraction(abs(x)) if math.isfinite(x) else None), int(math.copysign(1, x))
-    return abs(Fraction(x)), -1 if x < 0 else 1
-
-
-def _is_nan(x: Number) -> bool:
-    return x.is_nan() if isinstance(x, Decimal) else x != x
+    if isinstance(x, (int, Fraction)):
+        return abs(Fraction(x)), -1 if x < 0 else 1
+    raise UsageError(
+        f"cannot round {type(x).__name__} {str(x)[:40]!r}: give a float, int or Fraction, "
+        "a numpy array or a torch tensor (numpy.asarray makes an array of a list)"
+    )
 
 
 def _quantum(x: Fraction, form: Format) -> Fraction:
     """The gap between the format's numbers in the binade of a magnitude, as if it had no largest number."""
-    return Fraction(2) ** (max(_exponent(x) if x else form.minexp, form.minexp) - form.nmant)
+    return Fraction(2) ** (max(floor_log2(x) if x else form.minexp, form.minexp) - form.nmant)
 
 
-def _exponent(x: Fraction) -> int:
-    """``floor(log2(x))`` for a positive number, exactly."""
+def floor_log2(x: Fraction) -> int:
+    """``floor(log2(x))`` of a positive number, exactly."""
     guess = x.numerator.bit_length() - x.denominator.bit_length()
     return guess if x >= Fraction(2) ** guess else guess - 1
 
 
 @dataclass(frozen=True)
 class Bits:
-    """One code point of a format: its fields as stored, and the number they stand for.
-
-    Raises:
-        UsageError: a field that is out of range.
-    """
+    """One code point of a format: its fields as stored, and the number they stand for."""
 
     sign: int
     exponent: int
     mantissa: int
     format: Format
-
-    def __post_init__(self) -> None:
-        widths = {"sign": 1, "exponent": self.format.nexp, "mantissa": self.format.nmant}
-        for field, width in widths.items():
-            value, last = getattr(self, field), (1 << width) - 1
-            if not 0 <= value <= last:
-                raise UsageError(f"{field} {value} does not fit {self.format}: it is 0 to {last}")
-
-    @classmethod
-    def from_code(cls, code: int, format: Format) -> Bits:
-        """The fields of a code point given as one integer.
-
-        Raises:
-            UsageError: the integer is negative or has more bits than the format.
-        """
-        last = (1 << format.bits) - 1
-        if not 0 <= code <= last:
-            raise UsageError(
-                f"{code:#x} is not a code of {format}: its {format.bits} bits hold 0 to {last:#x}"
-            )
-        field, mantissa = divmod(code, 1 << format.nmant)
-        return cls(*divmod(field, 1 << format.nexp), mantissa, format)
 
     @property
     def code(self) -> int:
@@ -398,9 +351,9 @@ def bits(x: Number, format: str | Format, *, overflow: str = "infinity") -> Bits
     else:
         # Of a normal number the leading 1 in its units adds the 1 that is missing in the exponent field.
         quantum = _quantum(exact, form)
-        field = _exponent(quantum) + form.nmant - form.minexp
+        field = floor_log2(quantum) + form.nmant - form.minexp
         code = (field << form.nmant) + int(exact / quantum)
-    return Bits.from_code(code | int(sign < 0) << (form.bits - 1), form)
+    return _pattern(code | int(sign < 0) << (form.bits - 1), form)
 
 
 def decode(code: int | Bits, format: str | Format) -> float:
@@ -412,4 +365,12 @@ def decode(code: int | Bits, format: str | Format) -> float:
     Raises:
         UsageError: a pattern with more bits than the format, or a negative one.
     """
-    return (code if isinstance(code, Bits) else Bits.from_code(code, named(format))).value
+    return (code if isinstance(code, Bits) else _pattern(code, named(format))).value
+
+
+def _pattern(code: int, form: Format) -> Bits:
+    last = (1 << form.bits) - 1
+    if not 0 <= code <= last:
+        raise UsageError(f"{code:#x} is not a code of {form}: its {form.bits} bits hold 0 to {last:#x}")
+    field, mantissa = divmod(code, 1 << form.nmant)
+    return Bits(*divmod(field, 1 << form.nexp), mantissa, form)

@@ -13,11 +13,8 @@ def lazy(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """A package's `__getattr__` and `__dir__`.
 
-    Args:
-        package: its name.
-        modules: public name -> the module that it is in; a name that ends its module's name is the module itself.
-        missing: a module that may not be installed -> what to do then, for the `ImportError`.
-        removed: name -> what to use instead, for the `AttributeError`.
+    `modules`: public name -> the module that it is in, or that it is. `missing`: a module that may not be installed ->
+    what to do then. `removed`: name -> what to use instead.
     """
 
     def get(name: str) -> Any:

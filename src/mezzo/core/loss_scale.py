@@ -1,16 +1,12 @@
 """Loss scales as frozen values: `next(observation)` is the state for the next step.
 
-fp16 rounds gradients under 2^-25 to zero. Multiplying the loss by S multiplies every gradient by S, exactly if S is a
-power of two; they are multiplied by 1/S in FP32 before use (Micikevicius et al. 2017, arXiv 1710.03740, section 3.2).
-S is a constant (`StaticLossScale`), or it grows after N good steps and backs off when a gradient is not finite and the
-step is skipped (`DynamicLossScale`).
-
-`advance` is the only transition: PyTorch, Keras and TensorFlow call it too, on Python's numbers or on arrays. It has no
-branches and never raises, because inside a compiled step the host can't read whether a gradient overflowed. The code
-that holds the arrays reads them now and then and calls `check`.
+fp16 rounds gradients under 2^-25 to zero. Multiplying the loss by S multiplies every gradient by S; they are multiplied
+by 1/S in FP32 before use (Micikevicius et al. 2017, arXiv 1710.03740, section 3.2). `advance` is the only transition:
+PyTorch, Keras and TensorFlow call it too, on arrays. It has no branches and never raises, since inside a compiled step
+the host can't read whether a gradient overflowed; the code that holds the arrays reads them now and then for `check`.
 
 Every number is an FP32 number and every product is rounded to FP32 (ties to even), so that a device that keeps S in an
-FP32 tensor gets the same values. S and 1/S are always normal FP32 numbers.
+FP32 tensor gets the same values.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from typing import Any, ClassVar, TypeGuard, TypeVar
 import numpy as np
 
 from mezzo.core.errors import LossScaleCollapseError, UsageError, unknown_name
-from mezzo.core.formats import named
+from mezzo.core.formats import floor_log2, named
 
 # The inverse of a scale must be a normal FP32 number, too.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
@@ -59,10 +55,8 @@ class _Scale:
     kind: ClassVar[str]
 
     def next(self: _Kind, observation: Observation) -> _Kind:
-        """The state after one step.
-
-        Raises:
-            LossScaleCollapseError: this was the `patience`-th skip in a row (of a dynamic scale: at its floor).
+        """The state after one step; LossScaleCollapseError at the `patience`-th skip in a row (if dynamic, at its
+        floor).
         """
         pure: Any = self
         after = advance(pure, start(pure), observation.found_inf, Numbers)
@@ -134,8 +128,7 @@ class StaticLossScale(_Scale):
             scale = 2 ** floor(log2(finfo(format).max / largest_gradient) - headroom_bits)
 
         Args:
-            largest_gradient: the largest finite magnitude of any gradient seen in FP32 or unscaled, of activations
-                and of weights (if the loss is a mean over a batch, those of weights overflow first).
+            largest_gradient: the largest finite magnitude of any unscaled gradient, of activations and of weights.
             format: the format in which backward computes.
             headroom_bits: how many doublings the largest gradient may still make in the rest of the run.
 
@@ -149,10 +142,7 @@ class StaticLossScale(_Scale):
             )
         check_whole("headroom_bits", headroom_bits, 0)
         room = Fraction(named(format).max) / Fraction(largest_gradient)
-        # bit_length gives floor(log2) of a ratio to within one; the comparison decides.
-        exponent = room.numerator.bit_length() - room.denominator.bit_length()
-        if Fraction(2) ** exponent > room:
-            exponent -= 1
+        exponent = floor_log2(room)
         return cls(2.0 ** max(-_LARGEST_CONSTANT, min(exponent - headroom_bits, _LARGEST_CONSTANT)))
 
     def _with(self, state: ScaleArrays) -> StaticLossScale:
@@ -254,7 +244,7 @@ LossScale = NoLossScale | StaticLossScale | DynamicLossScale
 class ScaleArrays:
     """The state of a loss scale, as FP32 and int32 arrays of shape (), or Python's numbers.
 
-    Its fields are those of `DynamicLossScale`; for a constant scale `stuck` is `overflows`.
+    For a constant scale `stuck` is `overflows`.
     """
 
     scale: Any
@@ -287,8 +277,7 @@ def advance(pure: LossScale, state: ScaleArrays, found_inf: Any, xp: Any) -> Sca
         pure: the settings; its own state is not read.
         state: before the step.
         found_inf: boolean, shape (): whether any gradient was NaN or infinite.
-        xp: the framework's namespace, of which only `where` is used: `numpy`, `jax.numpy`, `tensorflow`, `torch`,
-            `keras.ops`, or `Numbers`.
+        xp: the framework's namespace, of which only `where` is used: `numpy`, `tensorflow`, `torch`, ... or `Numbers`.
     """
     # In each `where` the array comes first, because TensorFlow takes the dtype from it.
     overflows = xp.where(found_inf, state.overflows + 1, 0)
@@ -311,11 +300,7 @@ def advance(pure: LossScale, state: ScaleArrays, found_inf: Any, xp: Any) -> Sca
 
 
 def on_host(pure: LossScale, state: ScaleArrays) -> LossScale:
-    """The pure state that the arrays hold. Synchronizes with the device.
-
-    Raises:
-        UsageError: the arrays hold values that no loss scale can have.
-    """
+    """The pure state that the arrays hold; UsageError if no loss scale can have it. Synchronizes with the device."""
     scale, *counts = (float(getattr(state, field.name)) for field in fields(state))
     good_steps, overflows, stuck = map(int, counts)
     if isinstance(pure, DynamicLossScale):
@@ -324,11 +309,7 @@ def on_host(pure: LossScale, state: ScaleArrays) -> LossScale:
 
 
 def check(pure: LossScale, state: ScaleArrays) -> None:
-    """Raise if the patience ran out. Synchronizes with the device.
-
-    Raises:
-        LossScaleCollapseError: `patience` steps in a row were skipped at the floor, or under a constant scale.
-    """
+    """Raise LossScaleCollapseError if the patience ran out. Synchronizes with the device."""
     if not isinstance(pure, NoLossScale) and (stuck := int(state.stuck)) >= pure.patience:
         raise collapsed(pure, stuck)
 
@@ -353,11 +334,7 @@ _KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in (NoLossScale, StaticLos
 
 
 def from_state_dict(state: dict[str, Any]) -> LossScale:
-    """The loss scale that `state_dict` saved. Unknown keys are ignored.
-
-    Raises:
-        UsageError: no such kind, or values out of range.
-    """
+    """The loss scale that `state_dict` saved, without unknown keys."""
     kind = str(state.get("kind", ""))
     if kind == "statistical":
         raise UsageError(STATISTICAL_REMOVED)
@@ -378,11 +355,7 @@ def fl32(value: float) -> float:
 
 
 def checked_scale(name: str, value: object) -> float:
-    """A loss scale in FP32.
-
-    Raises:
-        UsageError: no number between 2^-126 and 2^126.
-    """
+    """A loss scale in FP32; UsageError outside of 2^-126 to 2^126."""
     try:
         given = float(value) if is_real(value) else math.nan  # before it is compared: fp16 has no 2^126
     except OverflowError:

@@ -29,9 +29,6 @@ def storage_of(compute: str, params: str, masters: str) -> tuple[str, str]:
 
     >>> storage_of("bf16", "auto", "split8"), storage_of("bf16", "bf16", "auto"), storage_of("bf16", "auto", "auto")
     (('bf16', 'split8'), ('bf16', 'split'), ('fp32', 'fp32'))
-
-    Raises:
-        UsageError: masters that this format can't have, or whose format isn't known yet.
     """
     if params == "auto" and masters != "auto" and compute == "auto":
         raise UsageError(
@@ -57,10 +54,7 @@ def storage_of(compute: str, params: str, masters: str) -> tuple[str, str]:
 
 
 def bytes_per_parameter(params: str, masters: str, state: str, *, moments: int = 2) -> float:
-    """Bytes that one parameter takes while it is trained: weight, master, gradient, the optimizer's moments.
-
-    The gradient has the weight's format. Copies that autocast makes of FP32 weights (2 bytes in 16 bits) and
-    activations are not in it.
+    """Bytes of one parameter in training: weight, master, gradient (in the weight's format), the optimizer's moments.
 
     >>> bytes_per_parameter("fp32", "fp32", "fp32"), bytes_per_parameter("bf16", "split8", "int8")
     (16.0, 7.0625)

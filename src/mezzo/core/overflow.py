@@ -34,18 +34,10 @@ _SIXTEEN = ("fp16", "bf16")
 
 @dataclass(frozen=True)
 class Weakness:
-    """Why an operation has no finite result or slope for some finite numbers; empty where that cannot be.
-
-    Args:
-        result: where it has no finite result.
-        slope: where it has no finite slope.
-        fix: what to do about the first, and about the second where `fix_slope` is empty.
-        fix_slope: what to do about the second.
-        takes_eps: whether one commonly adds an eps to what goes in, which may be 0 in the format.
+    """What to do where an operation has no finite result for finite numbers (`fix`) or no finite slope (`fix_slope`,
+    or else `fix`). `takes_eps`: one commonly adds an eps to its input, which may be 0 in the format.
     """
 
-    result: str = ""
-    slope: str = ""
     fix: str = ""
     fix_slope: str = ""
     takes_eps: bool = False
@@ -55,75 +47,45 @@ class Weakness:
         return (self.fix_slope or self.fix) if direction == "backward" else self.fix
 
 
-_LOG = ("a logarithm has one only above 0", "that of a logarithm is infinite at 0")
-_ARC = (
-    "it is infinite at -1 and at 1",
-    "keep what goes in inside of (-1, 1): `x.clamp(-1 + 1e-6, 1 - 1e-6)`",
-)
-_EPS = "add an eps to the denominator, or clamp it away from 0"
+_INSIDE = "its slope is infinite at -1 and at 1: keep what goes in inside of (-1, 1): `x.clamp(-1 + 1e-6, 1 - 1e-6)`"
 _BY_OPS = {
     "log": Weakness(
-        *_LOG,
         "clamp what goes into the logarithm: `x.clamp(min=1e-6).log()`; of a probability take log_softmax instead",
         "take the logarithm only of what is used: torch.where(...) around it still goes through its slope",
         takes_eps=True,
     ),
-    "log2, log10": Weakness(*_LOG, "clamp what goes into the logarithm away from 0", takes_eps=True),
-    "log1p": Weakness("log1p has one only above -1", fix="keep what goes in above -1"),
+    "log2, log10": Weakness("clamp what goes into the logarithm away from 0", takes_eps=True),
+    "log1p": Weakness("keep what goes in above -1"),
     "logit, special_logit": Weakness(
-        "logit has one only between 0 and 1",
-        fix="keep what goes in inside of (0, 1): `torch.logit(x, eps=1e-6)` clamps it",
+        "keep what goes in inside of (0, 1): `torch.logit(x, eps=1e-6)` clamps it"
     ),
-    "div, addcdiv": Weakness(
-        "a division by 0 has none",
-        "that of a division is infinite where the divisor is 0",
-        _EPS,
-        takes_eps=True,
+    "div, addcdiv, reciprocal": Weakness(
+        "add an eps to the denominator, or clamp it away from 0", takes_eps=True
     ),
-    "reciprocal": Weakness("0 has no reciprocal", "that of 1 / x is infinite at 0", _EPS, takes_eps=True),
-    "rsqrt": Weakness(
-        "one over a root has one only above 0",
-        "that of a root is infinite at 0",
-        "add an eps under the root",
-        takes_eps=True,
-    ),
+    "rsqrt": Weakness("add an eps under the root", takes_eps=True),
     "sqrt": Weakness(
-        "a negative number has no root",
-        "that of a root is infinite at 0",
         "clamp what goes under the root at 0, or above",
         "add an eps under the root: its slope is infinite at 0",
         takes_eps=True,
     ),
     "pow, float_power": Weakness(
-        "0 to a negative power has none, nor has a negative number to a fraction",
-        "that of a power below 1 is infinite at 0",
         "clamp the base away from 0, and above it for a fraction as exponent",
         "add an eps to the base: the slope of a fraction as exponent is infinite at 0",
         takes_eps=True,
     ),
     "softmax, log_softmax, scaled_dot_product_attention": Weakness(
-        "a row that is -inf throughout has no softmax",
-        fix="leave one place of each row open: a row that is masked throughout has no softmax",
+        "leave one place of each row open: a row that is masked throughout has no softmax"
     ),
-    "norm, linalg_vector_norm": Weakness(
-        slope="a length has none at 0", fix_slope="add an eps before the root: a length has no slope at 0"
-    ),
-    "acos, asin": Weakness("there is one only from -1 to 1", *_ARC),
-    "atanh": Weakness("there is one only between -1 and 1", *_ARC),
-    "mean": Weakness(
-        "there is no mean over nothing", fix="a mean over nothing: see that at least one element is left"
-    ),
+    "norm, linalg_vector_norm": Weakness(fix_slope="add an eps before the root: a length has no slope at 0"),
+    "acos, asin, atanh": Weakness(_INSIDE),
+    "mean": Weakness("a mean over nothing: see that at least one element is left"),
     "std": Weakness(
-        "there is none of fewer than two elements",
-        "a deviation has none at 0",
         "a deviation needs two elements, and an eps under its root for a slope",
         "add an eps: `(x.var() + eps).sqrt()`; a deviation has no slope at 0",
     ),
-    "var": Weakness("there is none of fewer than two elements", fix="a variance needs two elements"),
-    "nll_loss, cross_entropy_loss": Weakness(
-        "there is no mean over no target", fix="a mean over no target: see that at least one is not ignored"
-    ),
-    "binary_cross_entropy": Weakness(fix="binary_cross_entropy_with_logits on what goes into the sigmoid"),
+    "var": Weakness("a variance needs two elements"),
+    "nll_loss, cross_entropy_loss": Weakness("a mean over no target: see that at least one is not ignored"),
+    "binary_cross_entropy": Weakness("binary_cross_entropy_with_logits on what goes into the sigmoid"),
     # Not an operation: a function of the script's own on a gradient.
     "gradient hook": Weakness(fix_slope="look at the function that is registered on that tensor's gradient"),
 }
@@ -136,15 +98,9 @@ WEAK_OPS: Mapping[str, Weakness] = MappingProxyType(
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """Facts of a tensor.
+    """Facts of a tensor; `name` is its role in the operation: ``input 0``, ``weight``, ``gradient of output``.
 
-    Args:
-        name: what it is to the operation: ``input 0``, ``weight``, ``output``, ``gradient of output``.
-        shape: its sizes.
-        format: the name of its number format.
-        largest: largest finite magnitude; 0 where there is none.
-        smallest: smallest magnitude that is not 0; 0 where there is none.
-        zeros, infinities, nans: how many elements are.
+    `largest` and `smallest` are magnitudes of finite elements, without zeros; 0 where there is none.
     """
 
     name: str
@@ -162,24 +118,17 @@ class TensorFacts:
         return not self.infinities and not self.nans
 
     def __str__(self) -> str:
-        bad = [
-            f"{count} {word}" for count, word in ((self.infinities, "infinite"), (self.nans, "NaN")) if count
-        ]
+        counts = {"infinite": self.infinities, "NaN": self.nans}
+        bad = "".join(f", {count} {word}" for word, count in counts.items() if count)
         shape = "x".join(map(str, self.shape)) or "scalar"
-        return (
-            f"{self.name} {self.format} {shape}, largest {self.largest:.4g}{''.join(', ' + b for b in bad)}"
-        )
+        return f"{self.name} {self.format} {shape}, largest {self.largest:.4g}{bad}"
 
 
 @dataclass(frozen=True)
 class Maker:
     """The source of a number that is finite there, and beyond the format of a later operation.
 
-    Args:
-        module: as in `OverflowReport`.
-        op: the operation that made it; ``""`` for a parameter or an input of the model.
-        line: as in `OverflowReport`.
-        result: its result; or that parameter or input.
+    `op` is ``""`` for a parameter or an input of the model, which is `result` then.
     """
 
     module: str
@@ -208,15 +157,12 @@ class OverflowReport:
         module: path of the module in its model, ``""`` for the model itself, or `OUTSIDE`.
         op: the operation that produced it: ``exp``, ``linear``, ``DivBackward0``.
         direction: ``forward`` or ``backward``.
-        inputs: what went in.
-        outputs: what came out.
         propagators: those that passed it on, in order, as ``module: op``; the first few.
         line: the user's line that called the operation, as ``file.py:12: code``; ``""`` if unknown.
         how: ``replay`` (the step's model calls were run again), ``live`` (watched as it happened); other words of a
             step that was not run again.
         remedies: what to try, the likeliest first.
-        seconds: the time that finding it took.
-        kept_bytes: bytes that were kept until the step's end for it.
+        seconds, kept_bytes: the time that finding it took, and the bytes kept for it until the step's end.
         note: what limits the report.
         maker: of an overflow, the earlier operation whose finite result did not fit.
     """
@@ -263,16 +209,15 @@ class OverflowReport:
 
     @property
     def why(self) -> str:
-        """The cause in words, of this operation and these numbers where they are known; empty for none of `CAUSES`."""
+        """The cause in words, of this operation and these numbers where they are known."""
         if self.cause == "overflow":
             return self._not_fitting() or CAUSES["overflow"]
         if self.cause == "unknown" and self.how not in _RUN:
             return _NOT_RUN_AGAIN
         if self.cause != "invalid":
             return CAUSES.get(self.cause, "")
-        weak = WEAK_OPS.get(self.op, Weakness())
-        what, case = ("slope", weak.slope) if self.direction == "backward" else ("result", weak.result)
-        return f"the operation has no finite {what} for what went in{f': {case}' if case else ''}"
+        what = "slope" if self.direction == "backward" else "result"
+        return f"the operation has no finite {what} for what went in"
 
     def _not_fitting(self) -> str:
         """That a number which went in lies itself beyond the format of what came out; empty where none does."""

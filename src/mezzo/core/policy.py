@@ -1,8 +1,4 @@
-"""Policy: the number format of every op, module and tensor of a training run, as a frozen value.
-
-`mezzo.core.rules` has the rule of each op that a policy does not name, `mezzo.core.policy_text` reads and writes the
-text forms.
-"""
+"""Policy: the number format of every op, module and tensor of a training run, as a frozen value."""
 
 from __future__ import annotations
 
@@ -233,11 +229,7 @@ class Policy:
         return _hash(self.name, TABLE_VERSION)
 
     def make_loss_scale(self) -> LossScale:
-        """The loss scale's first state.
-
-        Raises:
-            UsageError: the policy is not resolved yet.
-        """
+        """The loss scale's first state; UsageError before the policy is resolved."""
         if self.loss_scale == "auto":
             raise UsageError(
                 f"policy '{self}': compute is still auto, so is the loss scale. Resolve it first."
@@ -254,10 +246,8 @@ class Policy:
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Policy:
-        """The policy in a TOML file.
-
-        Raises:
-            UsageError: a wrong key or value, with the nearest right one; no such file; not TOML.
+        """The policy in a TOML file; UsageError for a wrong key or value, with the nearest right one, and for no such
+        file.
         """
         return _assembled(read_toml(path), f"{os.fspath(path)}: ")
 
@@ -323,19 +313,10 @@ def _assembled(entries: Sequence[Entry], where: str) -> Policy:
 
 
 def _checked(entry: Entry) -> Entry:
-    """The entry in the one way in which it is written.
-
-    Raises:
-        UsageError: it says what it can't; the message begins with `entry.where`.
-    """
+    """The entry in the one way in which it is written; UsageError, which begins with `entry.where`, if it is wrong."""
     key, name, value, where = entry = entry._replace(value=dtype_name(entry.value))
     if key == "op":
         rules = [rule.value for rule in Rule]
-        if value in COMPUTE and value not in rules:
-            raise UnknownNameError(
-                f"{where}{value} is a precision, not a rule. An op's rule is one of {', '.join(sorted(rules))}; only a "
-                f"module can have a precision of its own: module.PATH={value}."
-            )
         if value not in rules:
             raise unknown_name("rule", value, rules, where=where)
         return entry._replace(name=_op(name, where), value=Rule(value).value)

@@ -1,13 +1,6 @@
 """The text forms of a policy: the short string, the loss scale, module patterns, and the TOML file.
 
-This file turns text into `Entry` values and back; `mezzo.core.policy` checks them.
-
-    bf16
-    params=fp32,compute=bf16,output=fp32
-    bf16,masters=split8,state=int8
-    bf16,recompute=gelu+layer_norm
-    fp8,scaling=rowwise,module.head=bf16
-    fp16,op.softmax=lower,module.blocks.*.norm=fp32,loss_scale=dynamic(init=1024,growth_interval=100)
+This file turns text into `Entry` values and back; `mezzo.core.policy` checks them. docs/policies.md has the grammar.
 """
 
 from __future__ import annotations
@@ -63,11 +56,7 @@ class Entry(NamedTuple):
 
 
 def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
-    """The entries of a short string: a preset's name first, if any, then `key=value` parts.
-
-    Raises:
-        UsageError: an unknown preset or key, or a part that is not `key=value`.
-    """
+    """The entries of a short string: a preset's name first, if any, then `key=value` parts."""
     where = f"policy {text!r}: "
     entries = []
     for index, part in enumerate(re.split(r",(?![^(]*\))", text)):  # commas outside parentheses
@@ -108,11 +97,7 @@ def _entry(key: str, value: str, where: str) -> Entry:
 
 
 def loss_scale_of(text: str, where: str = "") -> LossScale:
-    """The loss scale for `none`, `dynamic`, `dynamic(init=1024)` or a number (`1024`, `2**10`).
-
-    Raises:
-        UsageError: anything else, an unknown setting, or a value out of range.
-    """
+    """The loss scale for `none`, `dynamic`, `dynamic(init=1024)` or a number (`1024`, `2**10`)."""
     text = text.strip()
     if text == "none":
         return NoLossScale()
@@ -128,11 +113,7 @@ def loss_scale_of(text: str, where: str = "") -> LossScale:
 
 
 def as_loss_scale(given: LossScale | float | str | None, where: str) -> LossScale | None:
-    """The loss scale for an argument: a loss scale, a number, a text, or None, which stays None.
-
-    Raises:
-        UsageError: it is none of them, or out of range.
-    """
+    """The loss scale for an argument: a loss scale, a number, a text, or None, which stays None."""
     if given is None or isinstance(given, LossScale):
         return given
     if isinstance(given, str):
@@ -203,11 +184,7 @@ def print_toml(entries: Sequence[Entry]) -> str:
 
 
 def read_toml(path: str | os.PathLike[str]) -> list[Entry]:
-    """The entries of a TOML file.
-
-    Raises:
-        UsageError: no such file, not TOML, an unknown key, or a value of the wrong type.
-    """
+    """The entries of a TOML file."""
     try:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

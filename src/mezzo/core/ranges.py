@@ -1,9 +1,7 @@
 """Histograms of binary exponents, and what each format would make of a tensor's numbers.
 
-A histogram is counted once, in FP32's exponents, and serves every format. A loss scale of 2^k moves it by k bins.
-
-An exponent is known to the binade, so of the values in a format's top binade, those above its largest number are not
-counted as overflowed (at most 1/2048 of that binade in fp16, an eighth in e4m3fn). `largest` is exact.
+A histogram is counted once, in FP32's exponents, and serves every format. A loss scale of 2^k moves it by k bins. Of
+the values in a format's top binade, those above its largest number are not counted as overflowed; `largest` is exact.
 """
 
 from __future__ import annotations
@@ -28,7 +26,9 @@ _BIAS = 127
 
 @dataclass(frozen=True)
 class Shares:
-    """What becomes of the finite nonzero numbers in a format: rounded to zero, kept with fewer bits, kept, infinite."""
+    """Shares of the finite nonzero numbers that a format rounds to zero, keeps with fewer bits, keeps, makes
+    infinite.
+    """
 
     underflow: float
     subnormal: float
@@ -41,9 +41,8 @@ class Histogram:
     """How often each exponent occurs among the magnitudes of a tensor's elements.
 
     Args:
-        lowest: exponent of the first of `counts`, with values ``2**lowest <= |x| < 2**(lowest+1)``. All of FP32's
-            subnormals count at -127.
-        counts: a count for each exponent from `lowest` on; neither the first nor the last is 0.
+        lowest: exponent of the first of `counts`, ``2**lowest <= |x| < 2**(lowest+1)``; FP32's subnormals are at -127.
+        counts: a count for each exponent; neither the first nor the last is 0.
         zeros, infinities, nans: elements without an exponent.
         largest: the largest finite magnitude; 0 if there is none.
     """
@@ -107,12 +106,10 @@ class Histogram:
         return not math.isfinite(formats.round(value, form))
 
     def lost(self, format: str | Format) -> float | None:
-        """Of ratios update / weight, an estimate of the share too small to move a weight of this format.
+        """Of ratios update / weight, an estimate of the share too small to move a weight of this format, or None.
 
-        An update is lost if it is below half a unit in the weight's last place: a ratio between ``2**-(nmant + 2)``
-        and ``2**-(nmant + 1)``, depending on the weight's mantissa. So all ratios in smaller binades are lost, and of
-        the binade between half is counted, its mean if logarithms are spread evenly. Zeros are left out. None if no
-        ratio is finite and above 0.
+        An update is lost below half a unit in the weight's last place: a ratio between ``2**-(nmant + 2)`` and
+        ``2**-(nmant + 1)``, depending on the weight's mantissa. Of the binade between half is counted.
 
         >>> Histogram(lowest=-10, counts=[1, 2, 1]).lost("bf16")  # one under 2^-9, two up to 2^-8, one above
         0.5
@@ -159,11 +156,7 @@ GRADIENTS = ("activation gradient", "weight gradient")
 
 
 def shift_of(scale: float) -> int:
-    """The exponent of a loss scale, 0 for one that is none.
-
-    >>> shift_of(65536.0), shift_of(1.0), shift_of(float("nan"))
-    (16, 0, 0)
-    """
+    """The exponent of a loss scale; 0 for one that is not finite and positive."""
     return round(math.log2(scale)) if 0 < scale < math.inf else 0
 
 
@@ -171,8 +164,8 @@ def shift_of(scale: float) -> int:
 class RangeRow:
     """One tensor's histogram in one step, and the format that it has in the run.
 
-    `module` is a path in the model (``""``: the model itself), `what` a key of `WHAT`, `name` a parameter's name in the
-    module (``""`` for activations). Gradients are divided by the loss scale, by whole exponents.
+    `module` is a path in the model, `what` a key of `WHAT`, `name` a parameter's name in the module (``""`` for
+    activations). Gradients are divided by the loss scale.
     """
 
     module: str

@@ -1,9 +1,7 @@
-"""Run records: what one training run did, as JSON lines.
+"""Run records: what one training run did, one JSON line each; ``kind`` names the type.
 
-One line is one record; its ``kind`` names the type. A run writes, in this order: one ``run``, then ``loss``
-and ``update`` records as training goes on, ``ranges``, ``sensitivity`` and ``overflow`` records if it is
-watched, at most one ``memory`` and one ``ops`` (gathered in steps that are not timed), and one ``end``, which a
-run that was killed lacks. Times are seconds since the first line, on one monotonic clock.
+A run writes one ``run``, then the others as training goes on, and one ``end``, which a killed run lacks. Times are
+seconds since the first line, on one monotonic clock.
 """
 
 from __future__ import annotations
@@ -196,15 +194,11 @@ _FIELDS = {cls: {f.name: str(f.type) for f in fields(cls)} for cls in _CLASSES.v
 
 def to_line(record: Record) -> str:
     """One record as one line of strict JSON: NaN and infinities are the strings ``"nan"``, ``"inf"``."""
-    return json.dumps({"kind": record.kind, **_strict(record)}, allow_nan=False)
+    return json.dumps({"kind": record.kind, **strict(record)}, allow_nan=False)
 
 
 def from_line(line: str) -> Record:
-    """The record that `to_line` wrote. Unknown fields (a newer writer's) are ignored.
-
-    Raises:
-        UsageError: the line is not a record.
-    """
+    """The record that `to_line` wrote, without unknown fields (a newer writer's); UsageError if the line is none."""
     try:
         data = json.loads(line)
         record: Record = _made(_KINDS[data.pop("kind")], data)
@@ -214,7 +208,6 @@ def from_line(line: str) -> Record:
 
 
 def _made(cls: type[Any], value: dict[str, Any]) -> Any:
-    """A value of a record's class, or of a class nested in one, from plain JSON."""
     kinds = _FIELDS[cls]
     return cls(**{name: _field(kinds[name], item) for name, item in value.items() if name in kinds})
 
@@ -240,17 +233,17 @@ def _field(kind: str, value: Any) -> Any:
     return _made(_CLASSES[kind.removesuffix(" | None")], value)
 
 
-def _strict(value: Any) -> Any:
-    """A value for strict JSON. (`dataclasses.asdict` also copies, which is slow for a thousand histograms.)"""
+def strict(value: Any) -> Any:
+    """A value for strict JSON, NaN and infinities as strings. (`dataclasses.asdict` also copies, which is slow.)"""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     names = _FIELDS.get(type(value))
     if names is not None:
-        return {name: _strict(getattr(value, name)) for name in names}
+        return {name: strict(getattr(value, name)) for name in names}
     if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
+        return {key: strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return value if set(map(type, value)) == {int} else [_strict(item) for item in value]
+        return value if set(map(type, value)) == {int} else [strict(item) for item in value]
     return value
 
 
@@ -272,10 +265,8 @@ class RecordWriter:
 
 
 def read(path: Path) -> Iterator[Record]:
-    """The records of a file, in order. A last line cut short by a kill is ignored.
-
-    Raises:
-        UsageError: another line that is not a record, with its number.
+    """The records of a file, without a last line cut short by a kill; UsageError with the number of any other bad
+    line.
     """
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, start=1):

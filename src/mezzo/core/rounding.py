@@ -1,7 +1,5 @@
 """Rounding of arrays to a format, ties to even, on their bit patterns: NumPy's arrays here, and tensors in
-`mezzo.pytorch.rounding`, with the same code.
-
-A float64 is rounded once; it never passes through float32. `mezzo.formats.round` is the specification.
+`mezzo.pytorch.rounding`, with the same code. `mezzo.formats.round` is the specification.
 """
 
 from __future__ import annotations
@@ -22,11 +20,10 @@ _BLOCK = 1 << 15
 class RoundingPlan:
     """The constants with which values held in one format are rounded to those of a narrower one.
 
-    A pattern's magnitude (all but its sign) grows with its value. So a value is rounded by adding just under half a
-    unit of the narrower mantissa to the pattern, plus one if the bit that stays last is odd, and clearing the bits
-    below: a carry runs into the exponent by itself. Below the narrower format's normal range the unit no longer shrinks
-    with the value. There, adding and subtracting ``anchor``, the last place of which is that unit, makes the hardware
-    round ties to even. If both formats have the same exponent range, ``anchor`` is 0 and not used.
+    A pattern's magnitude grows with its value, so a value is rounded by adding just under half a unit of the
+    narrower mantissa to the pattern, plus one if the bit that stays last is odd, and clearing the bits below. Below
+    the narrower format's normal range the unit no longer shrinks: there, adding and subtracting ``anchor``, whose last
+    place is that unit, makes the hardware round. It is 0 and not used if both have the same exponent range.
     """
 
     def __init__(self, form: Format, storage: Format, overflow: str) -> None:
@@ -67,11 +64,7 @@ _PLANS: dict[tuple[Format, Format, str], RoundingPlan | None] = {}
 
 
 def plan_of(form: Format, storage: Format, overflow: str) -> RoundingPlan | None:
-    """The plan for these formats, made once; None if the format holds every value that the storage can.
-
-    Raises:
-        UsageError: saturating to a format whose largest value does not fit into the storage.
-    """
+    """The plan for these formats, made once; None if the format holds every value that the storage can."""
     key = (form, storage, overflow)
     if key not in _PLANS:
         if form.nmant < storage.nmant or form.maxexp < storage.maxexp or form.bits == storage.bits:
@@ -106,11 +99,7 @@ def round_array(x: NDArray[Any] | np.generic, form: Format, overflow: str) -> An
 
 
 def held(x: NDArray[Any] | np.generic) -> NDArray[Any]:
-    """The array in float64 for float64 and integers, else in float32, in the machine's byte order; always exactly.
-
-    Raises:
-        UsageError: a dtype or an integer that neither holds exactly.
-    """
+    """The array in float64 for float64 and integers, else in float32, in the machine's byte order; always exactly."""
     array = np.asarray(x)
     native = array.dtype.newbyteorder("=")
     if native in _HELD_IN:

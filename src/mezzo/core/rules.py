@@ -1,20 +1,7 @@
 """The table of operations: for each op its rule, the reason, and what computes it on each kind of device, in one row.
 
-Ops are named as in ATen without the overload (`softmax` stands for `aten::softmax.int`). An op without a row runs in
-the format of its inputs.
-
->>> RULES["layer_norm"].rule.value, RULES["layer_norm"].kernel.path, sorted(RULES["layer_norm"].kernel.devices)
-('internal_fp32', 'norms:layer_norm', ['cpu'])
-
-The rows cover every op on PyTorch 2.13's autocast lists (ATen/autocast_mode.h and .cpp: CUDA, CPU, XPU, MPS) and lower
-what those lower. They differ in three places:
-
-- What ends a model (`sigmoid`, `softmax`, ...) gives FP32 computed in FP32. PyTorch leaves `sigmoid` in bf16,
-  which rounds probabilities to exactly 1; its CPU list leaves `softmax` there as well.
-- Normalisations, `sum` and resizing take 16 bits and give 16 bits, computed in FP32: by the device's own kernel
-  where a row has evidence that it accumulates in FP32 (`native`), by Mezzo's (`kernel`), or by the FP32 one
-  between casts.
-- Ops that copy or select values keep the format that they find: they are exact in any.
+Ops are named as in ATen without the overload. An op without a row runs in the format of its inputs. The rows cover
+every op on PyTorch 2.13's autocast lists and lower what those lower; docs/policies.md lists the differences.
 """
 
 from __future__ import annotations
@@ -27,21 +14,9 @@ from types import MappingProxyType
 
 
 class Rule(str, Enum):
-    """What happens to an op's floating inputs and outputs. FP64, complex and integer tensors are left alone.
+    """What happens to an op's floating inputs and outputs, as docs/policies.md has it in a table.
 
-    ============= ====================== ============================== ====================================
-    rule          inputs                 arithmetic                     output
-    ============= ====================== ============================== ====================================
-    lower         to the compute format  FP32 sums of exact products    the compute format
-    fp32          to FP32                FP32                           FP32
-    internal_fp32 as they come           FP32                           the format of the first float input
-    promote       to the widest of them  that of the widest             the widest
-    banned        as they come           FP32; an error for any         FP32
-                                         16-bit input
-    ============= ====================== ============================== ====================================
-
-    `internal_fp32` never lowers: FP32 in, FP32 out. To lower a normalisation's FP32 input too (a residual stream saved
-    in half the bytes), give that op the rule `lower`.
+    `internal_fp32` never lowers: FP32 in, FP32 out. FP64, complex and integer tensors are left alone.
     """
 
     LOWER = "lower"
@@ -87,11 +62,8 @@ def _state(kind: str) -> Kernel:
 class OpRule:
     """One row of the table.
 
-    Args:
-        op: ATen's name without overload.
-        rule: the rule in every compute format that `by_format` does not name, as (format, rule, reason).
-        native: evidence that a device's own 16-bit kernels accumulate in FP32, as (device type, evidence).
-        remedy: for a banned op, what to use instead.
+    `rule` holds in every compute format that `by_format` does not name, as (format, rule, reason). `native` is evidence
+    that a device's own 16-bit kernels accumulate in FP32, as (device type, evidence). `remedy`: of a banned op.
     """
 
     op: str
@@ -140,7 +112,6 @@ def _family(
             gradients don't lose digits as the reduction grows (tests/test_rules.py, torch 2.13).
         read: ops whose CUDA source computes in FP32 (`opmath_t` and `acc_type` under ATen/native/cuda), and which
             PyTorch's CUDA table leaves in 16 bits. Their test needs a GPU.
-        kernels: op -> Mezzo's own kernel.
     """
     known = {"cpu": (tested.split(), TESTED), "cuda": (read.split(), READ)}
     return [
@@ -489,9 +460,5 @@ TABLE_VERSION: str = _version()
 
 
 def bare(op: str) -> str:
-    """An op's name as the table has it: without `aten::` and without the overload.
-
-    >>> bare("aten::softmax.int"), bare("mylib::fused.out")
-    ('softmax', 'mylib::fused')
-    """
+    """An op's name as the table has it: without `aten::` and without the overload."""
     return op.removeprefix("aten::").partition(".")[0]

@@ -8,12 +8,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> Path:
-    """Write a text file so that a reader sees the old one or the new one, and a failure leaves the old one;
-    the path.
-
-    Raises:
-        OSError: it can't be written; nothing is left behind.
-    """
+    """Write a text file so that a reader sees the old or the new one, and a failure leaves the old one; its path."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:

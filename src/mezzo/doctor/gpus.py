@@ -1,9 +1,5 @@
-"""What NVIDIA's GPUs offer, as data: formats by compute capability, datasheet peaks with their source; and the
-precision to use on one.
-
-Peaks are the dense figures. Most datasheets give theirs "with sparsity", which is twice as much and which no training
-sees. On GeForce and RTX cards fp16 is given here with FP32 accumulation, which is what PyTorch asks for, at half the
-rate of fp16 accumulation.
+"""What NVIDIA's GPUs offer, as data: formats by compute capability, dense datasheet peaks with their source (most
+datasheets give twice that, "with sparsity"; fp16 on GeForce and RTX with FP32 accumulation); and the precision to use.
 """
 
 from __future__ import annotations
@@ -45,9 +41,7 @@ def architecture(capability: Capability) -> str:
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One GPU by its datasheet: memory in GB, bandwidth in GB/s, dense peaks in TFLOP/s by format (fp32 without tensor
-    cores), and the document that gives these figures.
-    """
+    """One GPU by its datasheet: memory in GB, bandwidth in GB/s, dense peaks in TFLOP/s (fp32 without tensor cores)."""
 
     name: str
     capability: Capability
@@ -102,11 +96,7 @@ ALSO = {"H100 SXM": "H100 80GB HBM3", "H100 SXM5": "H100 80GB HBM3", "A100 SXM":
 
 
 def formats_at(capability: Capability) -> tuple[str, ...]:
-    """The formats that tensor cores multiply at a compute capability, in order of their arrival.
-
-    >>> formats_at((7, 5)), formats_at((8, 9))
-    (('fp16',), ('fp16', 'tf32', 'bf16', 'fp8'))
-    """
+    """The formats that tensor cores multiply at a compute capability, in order of their arrival."""
     return tuple(name for name, first in TENSOR_CORES_FROM.items() if capability >= first)
 
 
@@ -114,9 +104,6 @@ def find(name: str) -> tuple[GpuModel, ...]:
     """The models of that name; several if the name is a common beginning (``"A100"``).
 
     Case, spaces, dashes and the words NVIDIA, Tesla and GeForce do not matter.
-
-    Raises:
-        UnknownNameError: none; the message names the nearest.
     """
     also = {"".join(_words(other)): model for other, model in ALSO.items()}
     wanted = _words(also.get("".join(_words(name)), name))

@@ -1,9 +1,8 @@
-"""What each format measures on this device (matrix products, a convolution's training step, memory bandwidth), and the
-precision to use.
+"""What each format measures on this device (matrix products, a convolution's training step, memory bandwidth) as
+PyTorch runs it in that dtype, and the precision to use.
 
-A convolution is measured too because matrix products do not tell its speed: on a CPU with AVX512-FP16, fp16 matrix
-products are fast and the backward of an fp16 convolution took 80 times as long as in bf16 (torch 2.13). Everything is
-measured as PyTorch runs it in that dtype, without Mezzo.
+Products don't tell a convolution's speed: on a CPU with AVX512-FP16 they are fast in fp16, and the backward of an fp16
+convolution took 80 times as long as in bf16 (torch 2.13).
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,39 +34,24 @@ WORTH_IT = 1.1
 Task = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Rate:
-    """One measured figure: 10^9 operations (or bytes read and written) per run, and the seconds of each run.
+Row = dict[str, Any]
+"""One measured figure, with the keys of the JSON (docs/doctor.md); None where it could not run, for its ``reason``."""
 
-    `what` is ``"matmul"``, ``"conv step"`` (forward and backward of a convolution) or ``"copy"``. Without `seconds` it
-    could not run, for this `reason`.
+
+def row(what: str, form: str, work: float, seconds: Sequence[float] = (), reason: str = "") -> Row:
+    """The figure of 10^9 operations (or bytes read and written) per run, from the seconds of each run.
+
+    ``low`` and ``high`` are the middle half of the repeats (their range, if fewer than four).
     """
-
-    what: str
-    format: str
-    work: float
-    seconds: tuple[float, ...] = ()
-    reason: str = ""
-
-    @property
-    def unit(self) -> str:
-        """``"GFLOP/s"`` or ``"GB/s"``."""
-        return "GB/s" if self.what == "copy" else "GFLOP/s"
-
-    @property
-    def value(self) -> float:
-        """Work a second at the median time; NaN where it could not run."""
-        return self.work / statistics.median(self.seconds) if self.seconds else float("nan")
-
-    @property
-    def spread(self) -> tuple[float, float]:
-        """The middle half of the repeats, low to high, in the same unit (their range, if fewer than four)."""
-        if not self.seconds:
-            return float("nan"), float("nan")
-        fast, slow = min(self.seconds), max(self.seconds)
-        if len(self.seconds) >= 4:
-            fast, _, slow = statistics.quantiles(self.seconds, n=4, method="inclusive")
-        return self.work / slow, self.work / fast
+    found: Row = {"what": what, "format": form, "unit": "GB/s" if what == "copy" else "GFLOP/s"}
+    found |= dict.fromkeys(("median", "low", "high", "seconds"))
+    found |= {"repeats": len(seconds), "work": work, "reason": reason}
+    if seconds:
+        fast, middle, slow = min(seconds), statistics.median(seconds), max(seconds)
+        if len(seconds) >= 4:
+            fast, _, slow = statistics.quantiles(seconds, n=4, method="inclusive")
+        found |= {"median": work / middle, "low": work / slow, "high": work / fast, "seconds": middle}
+    return found
 
 
 @dataclass(frozen=True)
@@ -84,39 +69,32 @@ GPU_SIZES = Sizes(side=8192, batch=128, image=56, copy_bytes=1 << 30)
 QUICK_CPU_SIZES = Sizes(side=512, batch=2, image=14, copy_bytes=64 << 20)
 QUICK_GPU_SIZES = Sizes(side=4096, batch=32, image=56, copy_bytes=256 << 20)
 _CHANNELS = 64
-# A format without a fast path, whose one run would take longer than this, is measured on work this much smaller.
-_PROBE = Sizes(side=256, batch=1, image=7, copy_bytes=1 << 20)
-_SLOW_RUN = 1.5
 
 
-def measure(
-    device_type: str,
-    *,
-    sizes: Sizes | None = None,
-    budget: float = 3.0,
-    tell: Callable[[float], object] = lambda _: None,
-) -> list[Rate]:
+def measure(device_type: str, *, sizes: Sizes | None = None, budget: float = 3.0) -> list[Row]:
     """Measure every format on a device; what cannot run there is in the list with its reason.
 
-    `budget` is the seconds of all timed runs together; a format without a fast path may add one slow run. `tell`
-    receives the share that is done, from 0 to 1.
+    `budget` is the seconds of all timed runs together.
     """
     sizes = sizes or (CPU_SIZES if device_type == "cpu" else GPU_SIZES)
-    rates, tasks = list[Rate](), list[Task]()
+    rows, tasks = list[Row](), list[Task]()
     for what, form in CELLS:
         try:
             if form in ("tf32", "e4m3fn") and device_type != "cuda":
                 raise NotImplementedError(f"PyTorch has no fast {form} path on {device_type}")
-            work, task = _fitting(what, form, device_type, sizes)
+            make = {"matmul": _matmul, "conv step": _conv_step, "copy": _copy}[what]
+            work, task = make(form, device_type, sizes)
+            task()
         except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
             lines = str(error).strip().splitlines()
-            rates.append(Rate(what, form, 0.0, reason=lines[0] if lines else type(error).__name__))
+            rows.append(row(what, form, 0.0, reason=lines[0] if lines else type(error).__name__))
         else:
-            rates.append(Rate(what, form, work))
+            rows.append(row(what, form, work))
             tasks.append(task)
-        tell(len(rates) / len(CELLS) / 3)
-    timings = iter(take_turns(tasks, budget=budget, tell=lambda done: tell((1 + 2 * done) / 3)))
-    return [one if one.reason else Rate(one.what, one.format, one.work, next(timings)) for one in rates]
+    timings = iter(take_turns(tasks, budget=budget))
+    return [
+        one if one["reason"] else row(one["what"], one["format"], one["work"], next(timings)) for one in rows
+    ]
 
 
 def take_turns(
@@ -125,13 +103,11 @@ def take_turns(
     budget: float,
     least: int = 3,
     most: int = 25,
-    tell: Callable[[float], object] = lambda _: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[tuple[float, ...]]:
     """Seconds of every task, run in turn so that drift affects all of them alike.
 
-    Each runs `least` to `most` times within the `budget` in seconds; a task that takes a third of it runs once. `tell`
-    receives the share that is done, from 0 to 1.
+    Each runs `least` to `most` times within the `budget` in seconds; a task that takes a third of it runs once.
     """
     taken: list[list[float]] = [[] for _ in tasks]
     begun, spent = clock(), 0.0
@@ -144,26 +120,12 @@ def take_turns(
                 task()
                 seconds.append(clock() - start)
         spent = clock() - begun
-        tell(max(min(spent / budget, 1.0), (turn + 1) / most))
     return [tuple(seconds) for seconds in taken]
 
 
-def unsteady(rates: Iterable[Rate]) -> bool:
+def unsteady(rows: Iterable[Row]) -> bool:
     """Whether the middle half of some repeats varies by more than a half, so that something else must be running."""
-    return any(high > 1.5 * low for low, high in (rate.spread for rate in rates))
-
-
-def _fitting(what: str, form: str, device_type: str, sizes: Sizes) -> tuple[float, Task]:
-    """The work and the task, which has run once; of the probe's size if that says that a run would take long."""
-    make = {"matmul": _matmul, "conv step": _conv_step, "copy": _copy}[what]
-    probe_work, probe = make(form, device_type, _PROBE)
-    work, task = make(form, device_type, sizes)
-    probe()
-    (seconds,) = take_turns([probe], budget=0.02, most=3)
-    if what != "copy" and min(seconds) * work / probe_work > _SLOW_RUN:
-        return probe_work, probe
-    task()
-    return work, task
+    return any(one["high"] > 1.5 * one["low"] for one in rows if one["repeats"])
 
 
 def _matmul(form: str, device_type: str, sizes: Sizes) -> tuple[float, Task]:
@@ -230,16 +192,12 @@ def fp32_precision(precision: str) -> Iterator[None]:
             switch.fp32_precision = value
 
 
-def recommend(
-    rates: Mapping[tuple[str, str], float], native: Iterable[str], *, device: str
-) -> Recommendation:
-    """The precision to use, from measured rates. bf16 is preferred to fp16: it has FP32's range.
+def recommend(rows: Iterable[Row], native: Iterable[str], *, device: str) -> Recommendation:
+    """The precision to use on a device (named as in a sentence) that trains natively in these formats.
 
-    Args:
-        rates: (what, format) -> rate, higher is faster, NaN if it could not run.
-        native: the 16-bit formats that the device trains in natively.
-        device: the device's name in a sentence, for instance ``"this CPU"``.
+    bf16 is preferred to fp16: it has FP32's range.
     """
+    rates = {(one["what"], one["format"]): one["median"] or math.nan for one in rows}
     native, reasons, chosen = frozenset(native), list[str](), "fp32"
     for form in ("bf16", "fp16"):
         matmul, conv = (

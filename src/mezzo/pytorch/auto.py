@@ -1,9 +1,7 @@
 """precision="auto": first by what the hardware has, then by timing the user's own first steps.
 
-A small model, a slow data loader or a kernel that falls back can make 16 bits slower on hardware that has them. So the
-first steps alternate between FP32 and the candidate, and their medians decide. The order is FP32, candidate, candidate,
-FP32, and so on: a drift of the clock or of the batch size affects both alike, and each precision comes equally often
-right after a change of precision.
+The first steps alternate (FP32, candidate, candidate, FP32, ...), so that a drift of the clock or of the batch size
+affects both alike, and their medians decide.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from mezzo.pytorch import hardware
 
 # bf16 first: it has FP32's range, so it needs no loss scale and skips no step.
 PREFERENCE = ("bf16", "fp16")
+STEPS_EACH, WARMUP, MIN_SPEEDUP = 8, 2, 1.05  # less is within the scatter of medians
 
 
 def resolve(policy: Policy, device_type: str) -> tuple[Policy, str]:
@@ -50,35 +49,19 @@ class TrialDecision:
 class TimedTrial:
     """Times the first training steps in FP32 and in a candidate format, and decides between them.
 
-    Equals, with the first `warmup` times of each precision dropped::
+    Equals, with the first `WARMUP` times of each precision dropped::
 
         speedup = median(fp32_seconds) / median(candidate_seconds)
-        precision = candidate if speedup >= min_speedup else "fp32"
+        precision = candidate if speedup >= MIN_SPEEDUP else "fp32"
 
-    A step is the sum of its pieces, each from `start` to `pause`; the time between them (the data loader) isn't
-    counted. The device is synchronized at both ends, during the trial only.
-
-    Args:
-        candidate: the 16-bit format that may be chosen.
-        device_type: the device to synchronize with; none on a CPU.
-        clock: seconds.
-        steps_each: timed steps of each precision, at least 1.
-        warmup: steps of each precision that are not counted (allocation, autotuning, compilation).
-        min_speedup: the ratio from which the candidate is chosen. Less than 1.05 is within the scatter of medians.
+    A step is the sum of its pieces, each from `start` to `pause`, without the time between them (the data loader). The
+    device is synchronized at both ends.
     """
 
     def __init__(
-        self,
-        candidate: str,
-        device_type: str,
-        clock: Callable[[], float] = time.perf_counter,
-        *,
-        steps_each: int = 8,
-        warmup: int = 2,
-        min_speedup: float = 1.05,
+        self, candidate: str, device_type: str, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._candidate, self._device_type, self._clock = candidate, device_type, clock
-        self._steps_each, self._warmup, self._min_speedup = steps_each, warmup, min_speedup
         self._taken: dict[str, list[float]] = {"fp32": [], candidate: []}
         self._started: float | None = None
         self._seconds = 0.0
@@ -87,7 +70,7 @@ class TimedTrial:
     @property
     def steps_left(self) -> int:
         """How many more steps must be timed before the decision."""
-        return 2 * (self._warmup + self._steps_each) - sum(map(len, self._taken.values()))
+        return 2 * (WARMUP + STEPS_EACH) - sum(map(len, self._taken.values()))
 
     @property
     def precision(self) -> str:
@@ -109,7 +92,7 @@ class TimedTrial:
         self._started = None
 
     def finish(self, *, counts: bool) -> None:
-        """The step ends here. It is dropped unless it `counts` (a skipped one has no optimizer in it) and was timed."""
+        """The step ends here. It is dropped unless it `counts` (a skipped one doesn't) and was timed."""
         self.pause()
         if counts and self._seconds > 0.0 and self.decision is None:
             self._taken[self.precision].append(self._seconds)
@@ -123,16 +106,16 @@ class TimedTrial:
         return self._clock()
 
     def _decide(self) -> TrialDecision:
-        plain, low = (median(times[self._warmup :]) for times in self._taken.values())
+        plain, low = (median(times[WARMUP:]) for times in self._taken.values())
         name, speedup = self._candidate, plain / low
         # Rounded down: 1.049 must not be printed as the 1.05 that it failed to reach.
         timed = (
             f"a step takes {_duration(low)} in {name} and {_duration(plain)} in FP32 "
-            f"(medians of {self._steps_each} steps each, {math.floor(100 * speedup) / 100:.2f}x as fast)"
+            f"(medians of {STEPS_EACH} steps each, {math.floor(100 * speedup) / 100:.2f}x as fast)"
         )
-        if speedup >= self._min_speedup:
+        if speedup >= MIN_SPEEDUP:
             return TrialDecision(name, speedup, f"{name}: {timed}")
-        why = f"{name} is used only where it is at least {self._min_speedup:g}x as fast"
+        why = f"{name} is used only where it is at least {MIN_SPEEDUP:g}x as fast"
         return TrialDecision("fp32", speedup, f"FP32: {timed}; {why}")
 
 

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.calibration import Recommendation, check_settings, recommend
+from mezzo.core.calibration import RANKED, Recommendation, check_format, recommend
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import Format, named
 from mezzo.core.ranges import WHAT
 from mezzo.core.records import Record
-from mezzo.core.sensitivity import RANKED
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.hardware import native_formats
 from mezzo.pytorch.monitor.observer import StepObserver
@@ -33,7 +32,6 @@ def calibrate(
     steps: int = 8,
     optimizer: Optimizer | None = None,
     format: str | None = None,
-    headroom_bits: int = 1,
     rank_formats: Sequence[str | Format] = RANKED,
 ) -> Recommendation:
     """Recommend a format, a loss scale and the modules to keep in FP32, from a few FP32 steps; and rank the modules by
@@ -42,7 +40,7 @@ def calibrate(
     Equals, for one step::
 
         loss_fn(model, batch).backward()
-        scale = 2.0 ** floor(log2(65504 / largest_gradient_of_activations_and_weights) - headroom_bits)
+        scale = 2.0 ** floor(log2(65504 / largest_gradient_of_activations_and_weights) - 1)
 
     Model, optimizer and random state are restored to the bit afterwards, also after an error.
 
@@ -53,7 +51,6 @@ def calibrate(
         steps: how many, if there are as many batches.
         optimizer: takes a step after each batch; None: the weights don't change.
         format: ``bf16``, ``fp16`` or ``fp32`` to recommend it on any hardware.
-        headroom_bits: how many doublings the largest numbers may still make in the rest of the run, 0 to 15.
         rank_formats: formats of the ranking, names or `mezzo.formats.Format` values; none: no ranking.
 
     Returns:
@@ -63,8 +60,8 @@ def calibrate(
         runs in that format.
 
     Raises:
-        UsageError: steps below 1, a headroom out of range, parameters that aren't FP32, a call within autocast, a
-            `loss_fn` that returns no scalar, no batch, no gradient.
+        UsageError: parameters that aren't FP32, a call within autocast, a `loss_fn` that returns no scalar, no batch,
+            no gradient.
         UnknownNameError: no such format.
 
     >>> import torch, mezzo
@@ -76,23 +73,22 @@ def calibrate(
     ['0', '1', '2']
     """
     parameters = [param for param in model.parameters() if param.requires_grad]
-    check_settings(format, headroom_bits)
-    device = _checked(model, parameters, steps)
+    check_format(format)
+    device = _checked(parameters)
     snapshot = Snapshot([model], [] if optimizer is None else [optimizer])
     updated = torch.optim.SGD(parameters, lr=0.0) if optimizer is None else optimizer
-    kinds = [kind for kind in WHAT if optimizer is not None or kind != "update ratio"]
+    kinds = [kind for kind in WHAT if kind != "update ratio"]
     formats = [named(one) for one in rank_formats]
     observers: list[StepObserver] = [RangeWatch(model, updated, every=1, kinds=kinds, all_modules=True)]
     if formats:
-        observers.append(Sensitivities(formats, every=steps // STEPS, headroom_bits=headroom_bits))
+        observers.append(Sensitivities(formats, every=steps // STEPS))
     observing = Observers(model, observers)
     records: list[Record] = []
     try:
         model.train()
         with torch.enable_grad():
             for index, batch in enumerate(islice(batches, steps)):
-                for param in model.parameters():
-                    param.grad = None
+                model.zero_grad()
                 loss = loss_fn(model, batch)
                 _check_loss(loss)
                 observing.backward_begins(loss, 1.0)
@@ -105,19 +101,12 @@ def calibrate(
     finally:
         observing.undo()
         snapshot.restore()
-    return recommend(
-        records,
-        native=native_formats(device.type),
-        format=format,
-        headroom_bits=headroom_bits,
-        ranked=rank_formats,
-    )
+    native = native_formats(device.type)
+    return recommend(records, native=native, format=format, ranked=formats)
 
 
-def _checked(model: nn.Module, parameters: list[nn.Parameter], steps: int) -> torch.device:
+def _checked(parameters: list[nn.Parameter]) -> torch.device:
     """The device that the model is on."""
-    if not isinstance(steps, int) or steps < 1:
-        raise UsageError(f"steps={steps!r}: give how many steps are watched, 1 or more")
     if not parameters:
         raise UsageError("the model has no parameter that requires a gradient: there is nothing to train")
     low = {name_of(p.dtype) for p in parameters if p.is_floating_point() and p.element_size() < 4}
@@ -133,10 +122,9 @@ def _checked(model: nn.Module, parameters: list[nn.Parameter], steps: int) -> to
 
 
 def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+    shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise UsageError(
-            f"loss_fn returned a {type(loss).__name__}{shape}: it must return one number, such as a mean over the batch"
+            f"loss_fn returned a {type(loss).__name__}{shape}: it must return one number that depends on the "
+            "parameters, such as a mean over the batch of model(batch)"
         )
-    if not loss.requires_grad:
-        raise UsageError("loss_fn returned a loss that depends on no parameter: compute it from model(batch)")

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from mezzo.core.calibration import HEADROOM
 from mezzo.core.formats import Format, named
 from mezzo.core.rules import RULES, Rule
 from mezzo.pytorch.dtypes import DTYPES
@@ -51,12 +52,12 @@ class Rounding(TorchDispatchMode):
         cause: the operation that made the first number beyond the format's largest; ``""``.
     """
 
-    def __init__(self, form: Format, *, rounds: bool = False, headroom_bits: int = 1) -> None:
+    def __init__(self, form: Format, *, rounds: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._narrow = form if form.bits < 16 else None
         self._form = around(form)
         self._rounds = rounds
-        self._most = math.ldexp(float(self._form.max), -headroom_bits)
+        self._most = math.ldexp(float(self._form.max), -HEADROOM)
         self._low: dict[int, bool] = {}
         self.inside: list[Any] = []
         self.computed: dict[Any, bool] = {}

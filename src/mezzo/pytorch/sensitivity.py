@@ -2,17 +2,7 @@
 
     change = sum over the module's outputs of  gradient * (output in the format - output in FP32)
 
-Before the optimizer changes the weights of an FP32 step, the model's call is run again to record the inputs of every
-module and the gradients at its outputs. Then each module that computes something runs forward twice on these inputs:
-in FP32, and with its own operations rounded to the format (`mezzo.pytorch.emulation`).
-
-- A module's inputs and the results of the modules that it calls are rounded in both runs: their rounding is counted in
-  the module that computes them. The error is exact within a module, and linear in what follows it.
-- A number beyond the format's largest, less the headroom, becomes infinite, and so does the change of the loss unless a
-  mask hides it (its gradient is 0).
-
-The rounding of gradients is left out: they need a loss scale (`mezzo.core.calibration`). The training step itself is
-not changed: no gradient, no buffer, no random number.
+docs/monitoring.md says how it is measured. The training step itself is not changed.
 """
 
 from __future__ import annotations
@@ -23,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -31,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from mezzo.core.calibration import RANKED
 from mezzo.core.formats import Format, named
 from mezzo.core.records import ModuleRounding, Record, SensitivityRecord
-from mezzo.core.sensitivity import RANKED
-from mezzo.pytorch.emulation import Rounding, around, floats, is_finite
+from mezzo.pytorch.emulation import Rounding, floats, is_finite
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.monitor.observer import StepObserver
 from mezzo.pytorch.monitor.replay import ModuleState, SideEffects, devices_of, nothing_left
@@ -82,16 +71,17 @@ class _Call:
 
 
 class Sensitivities(StepObserver):
-    """A `StepObserver` that measures the sensitivity of a model's modules every `every` updates, `STEPS` times."""
+    """A `StepObserver` that measures the sensitivity of a model's modules every `every` updates, `STEPS` times.
 
-    def __init__(
-        self, formats: Sequence[str | Format] = RANKED, *, every: int = 1, headroom_bits: int = 1
-    ) -> None:
-        self._formats = [named(one) for one in formats]
-        self._every, self._headroom = max(1, every), headroom_bits
+    Before the weights change, the step's first call of the model is run again, which gives the inputs of every module
+    and the gradients at its outputs; then each module that computes runs on them in FP32 and in each format.
+    """
+
+    def __init__(self, formats: Sequence[str | Format] = RANKED, *, every: int = 1) -> None:
+        self._formats, self._every = [named(one) for one in formats], max(1, every)
         self._model: nn.Module | None = None
         self._paths: dict[nn.Module, str] = {}
-        self._kept: list[_Call] = []
+        self._outer: _Call | None = None
         self._count = 0
         self._loss = 0.0
         self._updates = self._measured = 0
@@ -99,10 +89,10 @@ class Sensitivities(StepObserver):
         self._calls: dict[str, list[_Call]] = defaultdict(list)
         self._counts: dict[str, int] = defaultdict(int)
         self._notes: dict[str, None] = {}
-        self._records: list[SensitivityRecord] = []
+        self._records: list[Record] = []
 
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the call's inputs, in a step that is measured."""
+        """Record the inputs of the step's first call; the others are assumed to be alike."""
         if self._measured >= STEPS or self._updates % self._every:
             return
         module = unwrapped(model)
@@ -114,25 +104,24 @@ class Sensitivities(StepObserver):
             self._notes.setdefault(f"{name} is a second model: the sensitivity is that of the first, {first}")
             return
         self._count += 1
-        if len(self._kept) < CALLS:
+        if self._outer is None:
             args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
-            state = ModuleState(SideEffects(module, statistics=True))
-            self._kept.append(_Call("", module, args, kwargs, state))
+            self._outer = _Call("", module, args, kwargs, ModuleState(SideEffects(module, statistics=True)))
 
     def call_ended(self, model: nn.Module, output: Any) -> None:
-        """Record the gradients at the call's outputs."""
-        if unwrapped(model) is self._model and self._kept and not self._kept[-1].gradients:
-            self._kept[-1].returned(output)
+        """Record the gradients at that call's outputs."""
+        if self._outer is not None and unwrapped(model) is self._model and not self._outer.gradients:
+            self._outer.returned(output)
 
     def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
         """Add up the step's losses."""
-        if self._kept:
+        if self._outer is not None:
             self._loss += float(loss.detach().sum()) * float(scale)
 
     def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
         """Measure, before the weights change."""
-        if self._kept and self._is_ours(optimizer):
-            self._measure()
+        if self._outer is not None and self._is_ours(optimizer):
+            self._measure(self._outer)
 
     def update_ended(self, optimizer: Optimizer, **told: Any) -> None:
         """Count the update."""
@@ -141,39 +130,46 @@ class Sensitivities(StepObserver):
 
     def step_dropped(self) -> None:
         """Forget the step."""
-        self._kept, self._count, self._loss = [], 0, 0.0
+        self._outer, self._count, self._loss = None, 0, 0.0
         self._calls.clear()
         self._counts.clear()
 
     def drain(self) -> list[Record]:
         """The records since the last call."""
         found, self._records = self._records, []
-        return list(found)
+        return found
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         mine = set() if self._model is None else {id(p) for p in self._model.parameters()}
         return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
-    def _measure(self) -> None:
+    def _measure(self, outer: _Call) -> None:
         rows: dict[tuple[str, str], ModuleRounding] = {}
-        share = self._count / len(self._kept)
-        for outer in self._kept:
-            try:
-                self._again(outer)
-            except Exception as error:  # whatever a script's own module raises
-                self._notes.setdefault(f"the model could not be run again: {_first_line(error)}")
-                continue
+        with self._noting("the model"):
+            self._again(outer)
             for path, calls in self._calls.items():
-                times = share * self._counts[path] / len(calls)
-                for row in chain.from_iterable(self._rows_of(call, times) for call in calls):
-                    rows[path, row.format] = _sum(rows.get((path, row.format)), row)
-            self._calls.clear()
-            self._counts.clear()
+                times = self._count * self._counts[path] / len(calls)
+                for call in calls:
+                    with self._noting(path or "the model itself"):
+                        for row in self._rows_of(call, times):
+                            known = rows.get((path, row.format), replace(row, signed=0.0, squares=0.0))
+                            signed, squares = known.signed + row.signed, known.squares + row.squares
+                            cause = known.cause or row.cause
+                            rows[path, row.format] = replace(row, signed=signed, squares=squares, cause=cause)
         self._measured += 1
         self._records.append(
             SensitivityRecord(self._updates, self._loss, list(rows.values()), list(self._notes))
         )
         self.step_dropped()
+
+    @contextmanager
+    def _noting(self, name: str) -> Iterator[None]:
+        """Whatever a script's own module raises when it is run again becomes a note."""
+        try:
+            yield
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            self._notes.setdefault(f"{name} could not be run again: {type(error).__name__}: {first}")
 
     def _again(self, outer: _Call) -> None:
         """Run a model's call forward and backward, and keep the calls of its modules."""
@@ -229,7 +225,7 @@ class Sensitivities(StepObserver):
 
     def _rows_of(self, call: _Call, times: float) -> list[ModuleRounding]:
         """A row for each format that the module can run in; none where it can't be measured."""
-        name = call.path or "the model itself"
+        name, kind, rows = call.path or "the model itself", type(call.module).__name__, []
         if [t._version for t in floats((call.args, call.kwargs))] != call.versions:
             self._notes.setdefault(f"{name}: its input is overwritten later, so it was not measured")
             return []
@@ -238,66 +234,44 @@ class Sensitivities(StepObserver):
                 f"{name}: no gradient reaches what it returns, so its errors have no weight"
             )
             return []
-        exact: dict[str, tuple[bool, list[Tensor]]] = {}
-        rows = []
-        try:
-            for form in self._formats:
-                if form.bits >= 16 or call.multiplies:
-                    carrier = around(form).name
-                    if carrier not in exact:
-                        exact[carrier] = self._exact(call, form)
-                    rows.append(self._row(call, form, times, *exact[carrier]))
-        except Exception as error:  # whatever a script's own module raises
-            self._notes.setdefault(f"{name} could not be run again: {_first_line(error)}")
-            return []
+        for form in self._formats:
+            if form.bits < 16 and not call.multiplies:
+                continue
+            exact, _ = self._run(call, form, rounds=False)
+            rounded, cause = self._run(call, form, rounds=True)
+            signed = squares = 0.0
+            for gradient, a, b in zip(call.gradients, exact, rounded):
+                if gradient is not None:
+                    terms = (gradient.float() * (b.float() - a.float())).double()
+                    if not is_finite(terms):
+                        terms = terms[torch.isfinite(a) & (gradient != 0.0)]
+                    signed += float(terms.sum())
+                    squares += float(terms.square().sum())
+            if math.isfinite(signed) and math.isfinite(squares):
+                cause = ""
+            else:
+                signed = squares = math.inf
+            rows.append(ModuleRounding(call.path, kind, form.name, signed * times, squares * times, cause))
         return rows
 
-    def _exact(self, call: _Call, form: Format) -> tuple[bool, list[Tensor]]:
-        """The outputs in FP32, and whether inputs are rounded: not if that alone makes an output infinite."""
-        for handed_on in (True, False):
-            outputs, _ = self._run(call, form, rounds=False, handed_on=handed_on)
-            ends = [(y, g) for y, g in zip(outputs, call.gradients) if g is not None]
-            if all(is_finite(y) or bool((torch.isfinite(y) | (g == 0.0)).all()) for y, g in ends):
-                break
-        return handed_on, outputs
-
-    def _row(
-        self, call: _Call, form: Format, times: float, handed_on: bool, exact: list[Tensor]
-    ) -> ModuleRounding:
-        rounded, cause = self._run(call, form, rounds=True, handed_on=handed_on)
-        signed = squares = 0.0
-        for gradient, a, b in zip(call.gradients, exact, rounded):
-            if gradient is not None:
-                terms = (gradient.float() * (b.float() - a.float())).double()
-                if not is_finite(terms):
-                    terms = terms[torch.isfinite(a) & (gradient != 0.0)]
-                signed += float(terms.sum())
-                squares += float(terms.square().sum())
-        if not (math.isfinite(signed) and math.isfinite(squares)):
-            signed = squares = math.inf
-        kind, cause = type(call.module).__name__, cause if math.isinf(squares) else ""
-        return ModuleRounding(call.path, kind, form.name, signed * times, squares * times, cause)
-
     @torch.no_grad()
-    def _run(self, call: _Call, form: Format, *, rounds: bool, handed_on: bool) -> tuple[list[Tensor], str]:
+    def _run(self, call: _Call, form: Format, *, rounds: bool) -> tuple[list[Tensor], str]:
         """The floating outputs of a call, and the operation that first passed the format's range.
 
-        `rounds`: whether the module's own operations are rounded. `handed_on`: whether its inputs and the results of
-        inner modules are.
+        The call's inputs and the results of inner modules are rounded in any case, the module's own operations if
+        `rounds`: so the rounding of a number is counted in the module that computes it.
         """
-        mode = Rounding(form, rounds=rounds, headroom_bits=self._headroom)
+        mode = Rounding(form, rounds=rounds)
         low = iter(call.low)
 
         def taken(tensor: Tensor) -> Tensor:
-            if not tensor.is_floating_point():
-                return tensor
-            return mode.handed_on(tensor, next(low) and handed_on)
+            return mode.handed_on(tensor, next(low)) if tensor.is_floating_point() else tensor
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             mode.inside.append(module)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            if handed_on and output is not None and len(mode.inside) == 1:
+            if output is not None and len(mode.inside) == 1:
                 output = tree_map_only(
                     Tensor, lambda t: mode.handed_on(t, True) if mode.low(t) else t, output
                 )
@@ -324,15 +298,3 @@ def _hooked(modules: Iterable[nn.Module], before: Any, after: Any) -> Iterator[N
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _sum(before: ModuleRounding | None, row: ModuleRounding) -> ModuleRounding:
-    """Of two calls of one module in a step."""
-    if before is None:
-        return row
-    signed, squares = before.signed + row.signed, before.squares + row.squares
-    return replace(row, signed=signed, squares=squares, cause=before.cause or row.cause)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -1,0 +1,232 @@
+"""`benchmarks/`: what they count, which steps they time, and that one part's failure loses nothing of the others."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
+from mezzo.core.records import UpdateRecord
+
+# PyTorch's own, while it imports Inductor.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+QUIET = Console(quiet=True)
+QUICK = ("fp32", "amp-bf16", "mezzo-bf16")
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def _tiny(load: Load) -> Callable[[], Any]:
+    models = load("models")
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        return models.Workload(model, torch.randn(6, 8), torch.randint(4, (6,)), "tiny", lr=0.01)
+
+    return make
+
+
+def _results() -> dict[str, Any]:
+    """What a run of `make bench` could have found."""
+    ratios = {
+        "mezzo-bf16": {"ratio": 0.99, "interval": [0.98, 1.01], "rounds": 9},
+        "short-bf16": {"ratio": 1.01, "interval": [0.99, 1.02], "rounds": 9},
+        "split-bf16": {"ratio": 0.85, "interval": [0.80, 0.90], "rounds": 9},
+    }
+    peaks = {"fp32": 150, "amp-bf16": 100, "split-bf16": 71, "lean-bf16": 60}
+    found = {"summary": "a GPT", "ratios": ratios, "peak_bytes": peaks}
+    worse = copy.deepcopy(found)
+    worse["ratios"]["mezzo-bf16"] = {"ratio": 1.2, "interval": [1.1, 1.3], "rounds": 9}
+    rows = {"gpt": {"eager": found, "compiled": {"error": "boom"}}, "lstm": {"eager": worse}}
+    return {"rows": rows, "loss": {}}
+
+
+@pytest.mark.parametrize(
+    ("bar", "row", "mode", "contender", "verdict"),
+    [
+        ("never slower than torch.amp", "gpt", "eager", "short-bf16", "open"),
+        ("never slower than torch.amp", "lstm", "eager", "mezzo-bf16", "missed"),
+        ("never slower than torch.amp", "gpt", "compiled", "mezzo-bf16", "not measured"),
+        ("peak bytes, exact", "gpt", "eager", "split-bf16", "met"),
+        ("peak bytes, lean", "gpt", "eager", "lean-bf16", "missed"),
+    ],
+)
+def test_a_bar_is_judged_by_its_worst_contender_and_the_whole_interval(
+    load: Load, bar: str, row: str, mode: str, contender: str, verdict: str
+) -> None:
+    judged = [
+        (line["contender"], line["verdict"])
+        for line in load("bars").judge(_results())
+        if (line["bar"], line["row"], line["mode"], line["below"]) == (bar, row, mode, "amp-bf16")
+    ]
+    assert judged == [(contender, verdict)]
+
+
+def test_contenders_take_the_same_steps_and_one_that_raises_is_recorded(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_contenders, training_step = load("step_contenders"), load("training_step")
+
+    def build(work: object) -> object:
+        raise RuntimeError("no such thing\nand more")
+
+    broken = {**step_contenders.CONTENDERS, "split-bf16": step_contenders.Contender("", build)}
+    monkeypatch.setattr(training_step, "CONTENDERS", broken)
+    found = training_step.measure("cnn", "eager", _tiny(load), rounds=2, only=(*QUICK, "split-bf16"))
+    assert found["raised"] == {"split-bf16": "RuntimeError: no such thing"}
+    assert {name: len(series) for name, series in found["seconds"].items()} == dict.fromkeys(QUICK, 2)
+    assert {len(losses) for losses in found["losses"].values()} == {5}  # two of a warm-up, one to plan by
+    first = [losses[0] for losses in found["losses"].values()]
+    assert first == pytest.approx([first[0]] * 3, rel=0.01)
+    assert all(losses[-1] < losses[0] for losses in found["losses"].values())
+    assert set(found["ratios"]) == {"fp32", "mezzo-bf16"}
+
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.a" name="breaks"><failure message="assert 1 == 2&#10;more">long</failure></testcase>
+<testcase classname="tests.a" name="waits"><skipped message="needs two GPUs"/></testcase>
+</testsuite></testsuites>"""
+WRITES = "import pathlib, sys; pathlib.Path(sys.argv[1].split('=')[-1]).write_text"
+
+
+def test_the_gpu_check_without_a_gpu_exits_with_2_and_says_what_it_needs() -> None:
+    command, environment = [sys.executable, str(BENCHMARKS / "gpu_check.py")], {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "needs a CUDA device" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns where it has CUDA and no driver
+def test_each_part_of_the_gpu_check_fails_for_itself(load: Load, tmp_path: Path) -> None:
+    check = load("gpu_check")
+    commands = {
+        "breaks": ("import sys; print('why', file=sys.stderr); sys.exit(3)", "{out}", 1),
+        "hangs": ("import time; time.sleep(60)", "{out}", 0.01),
+        "wrote first": (f"{WRITES}('[1]'); sys.exit(1)", "{out}", 1),
+        "tests": (f"{WRITES}({JUNIT!r})", "--junitxml={out}", 1),
+    }
+    parts = {name: check.Part(("-c", code, out), limit) for name, (code, out, limit) in commands.items()}
+    out = tmp_path / "deep" / "report.json"
+    report = check.assemble("Some GPU", parts, out, QUIET)
+    assert json.loads(out.read_text()) == report
+    found = report["parts"]
+    assert "exit status 3: why" in found["breaks"]["error"]
+    assert "not done after" in found["hangs"]["error"]
+    assert (found["wrote first"]["result"], "exit status 1" in found["wrote first"]["error"]) == ([1], True)
+    assert found["tests"]["result"] == {
+        "tests": 2,
+        "failed": {"tests.a::breaks": "assert 1 == 2"},
+        "skipped": {"tests.a::waits": "needs two GPUs"},
+    }
+    words = [word for part in check.PARTS.values() for word in part.command if word.endswith(".py")]
+    assert all((BENCHMARKS.parent / word).is_file() for word in words)
+
+
+def test_optimizers_take_turns_and_a_slow_one_stops_after_three(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizers, order = load("optimizers"), list[str]()
+
+    def fake_seconds(step: Any, device: str) -> float:
+        step()
+        return 10.0 if order[-1] == "slow" else 0.001
+
+    monkeypatch.setattr(optimizers, "seconds", fake_seconds)
+    b, q, s = names = [optimizers.BASELINE, "quick", "slow"]
+    contender = optimizers.CONTENDERS[optimizers.BASELINE]
+    runners = {
+        name: SimpleNamespace(contender=contender, seconds=[], step=lambda name=name: order.append(name))
+        for name in names
+    }
+    optimizers.race(runners, 5, 12.0, "cpu", QUIET, "")
+    assert order == [b, q, s, q, s, b, s, b, q, b, q, q, b]
+
+
+def test_bytes_are_counted_by_storage_and_while_they_live(load: Load) -> None:
+    live, emulation = load("live"), load("emulation")
+    a = torch.zeros(10)
+    assert live.bytes_of(a, [a.view(2, 5), {"x": a[:3]}]) == 40
+    param = nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.AdamW([param])
+    param.grad = torch.ones(1000)
+    optimizer.step()
+    assert live.parts(optimizer) == {"weights": 4000, "gradients": 4000, "state": 8004}
+    with emulation.Made() as made:
+        view = torch.zeros(10).view(2, 5)
+        a.add_(1)
+        half = view.to(torch.float16)
+    assert sorted(count for count, _ in made.alive()) == [20, 40]
+    del view, half
+    assert made.alive() == []
+
+
+def test_emulated_policies_are_measured_beside_fp32_and_the_unknown_are_left_out_aloud(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulation = load("emulation")
+    monkeypatch.setattr(emulation, "MODELS", {"digits": _tiny(load)})
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "")
+    measured = emulation.measure("digits", ("fp16", "fp17"), rounds=3)
+    found = emulation.beside_fp32([measured, measured])
+    assert found["policies"].keys() == {"fp32", "fp16"}
+    assert "'fp17'" in found["raised"]["fp17"]
+    fp32, fp16 = (found["policies"][policy] for policy in ("fp32", "fp16"))
+    assert (fp32["time"], fp32["kept"]) == ([1, 1, 1], 1)
+    assert fp16["kept"] == round(fp16["kept_bytes"] / fp32["kept_bytes"], 4) != 1
+    judged = emulation.judge("fp16", {"time": [1.41, 1.39, 1.5], "kept": 0.601})
+    assert judged == {"time": "open", "kept": "missed"}
+
+
+def test_transfer_pairs_the_same_steps_without_the_first_and_the_watched(load: Load) -> None:
+    transfer = load("transfer")
+    at = [0.0, 9.0, 18.0, 20.0, 30.0, 40.0, 43.0]
+    first = [UpdateRecord(i, 0, True, False, 1.0, time, observed=i == 4) for i, time in enumerate(at)]
+    second = [UpdateRecord(7 + i, 1, True, False, 1.0, 100.0 + i * 0.5) for i in range(4)]
+    assert transfer.step_times([*first, *second]) == {
+        "pretraining": {3: 2.0, 6: 3.0},
+        "head": {3: 0.5},
+        "fine-tuning": {},
+    }
+
+    def run(seconds: dict[int, float]) -> Any:
+        times = {stage: dict(seconds) if stage == "pretraining" else {} for stage in transfer.STAGES}
+        return transfer.Run(times, 90.0, 5_000_000, 1, 7.0, {})
+
+    whole, cut = run({3: 0.1, 4: 0.1, 5: 0.1, 6: 99.0}), run({3: 0.4, 4: 0.4, 5: 0.4})
+    (stage,) = transfer.rows({"fp32": [whole], "fp16": [cut]})["fp16"]["stages"].values()
+    assert (stage["steps"], stage["ratio"]) == (3, pytest.approx(4.0))
+
+
+def test_loss_scales_are_walked_over_gradients(
+    load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loss_scales = load("loss_scales")
+    row = loss_scales.walked(StaticLossScale(2.0**15), [1.0, 65520.0 / 2**16, 65520.0 / 2**15, 4.0])
+    assert (row["skipped"], row["steps"]) == (2, 4)
+    row = loss_scales.walked(DynamicLossScale(init=2.0, floor=1.0, patience=3), [1e6] * 20)
+    assert row == {"collapsed_at": 3, "skipped": 4, "steps": 20}
+    out = tmp_path / "out.json"
+    assert loss_scales.main(["--steps", "25", "--out", str(out)]) == 0
+    assert set(json.loads(out.read_text())["trainings"]) == set(loss_scales.TRAININGS)
+    assert capsys.readouterr().out.count(" of 25 skipped") == 4
