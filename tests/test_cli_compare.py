@@ -140,7 +140,7 @@ def test_a_report_that_cannot_be_made_loses_no_verdict(
     [
         ([], "give one of SCRIPT, --demo NAME and -m MODULE; received none"),
         (["train.py", "--demo", "digits"], "received train.py, digits"),
-        (["--demo", "digit"], "Use one of digits, text-gpt, text-lstm, transfer. Did you mean 'digits'?"),
+        (["--demo", "digit"], "Use one of digits, text-gpt, transfer. Did you mean 'digits'?"),
         (["missing.py"], "no script 'missing.py'"),
         (["train.py", "--precision", "bf61"], "Did you mean 'bf16'?"),
         (

@@ -122,7 +122,7 @@ def test_the_command_repeats_the_framework(tmp_path: Path) -> None:
 def test_a_demo_brings_its_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "pretended.py"
     script.write_text("")
-    monkeypatch.setitem(DEMOS, "pretended", Demo("pretended", script, "a: (.)", "", framework="keras"))
+    monkeypatch.setitem(DEMOS, "pretended", Demo(script, "a: (.)", framework="keras"))
     request, _ = _asked("--demo", "pretended")
     assert request.framework == "keras"
     assert "--framework" not in verb.command_line(request, Path("out"))

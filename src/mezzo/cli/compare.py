@@ -112,7 +112,7 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         demo = DEMOS[arguments.demo]
         if arguments.framework not in (None, demo.framework):
             raise UsageError(
-                f"--demo {demo.name} trains with {demo.framework}: leave --framework {arguments.framework} out"
+                f"--demo {arguments.demo} trains with {demo.framework}: leave --framework {arguments.framework} out"
             )
         metric, trains_with = metric or demo.metric, demo.framework
     names, remarks = candidates(arguments.precision or ["bf16,fp16"], trains_with)
