@@ -152,6 +152,11 @@ def test_a_comparison_writes_its_folder(case: Case) -> None:
         ({"bf16": {"shift": 0.2}}, "divergent", "harm is established"),
         ({"bf16": {"shift": 0.02}}, "inconclusive", "yet not established"),
         ({}, "consistent", "within the margin"),
+        (
+            {"bf16": {"losses": 25}},
+            "divergent",
+            "25 losses and 25 updates with seed 0; FP32 recorded 40 losses",
+        ),
         ({"bf16": {"nan": 30}}, "divergent", "its loss is nan from step 30"),
         ({"bf16": {"crash": "RuntimeError: no kernel"}}, "divergent", "RuntimeError: no kernel"),
         ({"bf16": {"signal": 11}}, "divergent", "died without an end"),
@@ -270,14 +275,6 @@ class StopAt(Watcher):
             raise KeyboardInterrupt
 
 
-def gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None:
     case.write({"bf16": {"hang": True}})
     since = time.monotonic()
@@ -286,7 +283,8 @@ def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None
     assert time.monotonic() - since < 30  # it hangs for sixty
     assert case.files == {"comparison.json", "runs/fp32-0.jsonl", "runs/fp32-0.log"}
     pid = int(case.script.with_suffix(".calls").read_text().splitlines()[-1].split()[1])
-    assert gone(pid)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 # What is refused.
@@ -329,13 +327,11 @@ def test_the_traceback_of_the_script_is_shown(case: Case) -> None:
         ({"target": "nowhere/train.py"}, "no script"),
         ({"seeds": 0}, "give 1 or more"),
         ({"margin": float("nan")}, "between 0 and 1"),
-        ({"precisions": ()}, "at least one precision"),
         ({"precisions": ("a/p.toml", "a-p.toml")}, "would share the file"),
         ({"precisions": ("fp32",)}, "would share the file"),
         ({"metric": "accuracy ("}, "not a regular expression"),
         ({"metric": "accuracy"}, "no group"),
         ({"metric": "(a)", "metric_margin": -1.0}, "above 0"),
-        ({"metric": "(a)", "metric_better": "up"}, "auto, higher, lower"),
     ],
 )
 def test_a_request_that_makes_no_sense(case: Case, changes: dict[str, Any], says: str) -> None:
@@ -386,34 +382,6 @@ def test_strict_json_has_no_nan() -> None:
 
 def asked(folder: Path) -> RunRequest:
     return RunRequest("nothing.py", records=folder / "run.jsonl")
-
-
-def test_a_childs_grandchildren_go_with_it(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    code = (
-        "import subprocess, sys, time;"
-        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
-        f"open({str(pids)!r}, 'w').write(str(p.pid)); print('up', flush=True); time.sleep(60)"
-    )
-
-    def interrupt(_: int) -> None:
-        if pids.exists() and pids.read_text():
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_child((sys.executable, "-c", code), asked(tmp_path), interrupt)
-    until = time.monotonic() + 20
-    while not _zombie_or_gone(int(pids.read_text())):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def _zombie_or_gone(pid: int) -> bool:
-    """Whether a process that is not our child has ended; where there is no init, nobody reaps it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return gone(pid)
 
 
 def test_a_child_has_no_input_and_both_streams_in_order(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import mezzo.cli.compare as verb
 from mezzo.cli.main import main
 from mezzo.compare import judgement
-from mezzo.compare.request import FRAMEWORKS, Request, candidates, framework
+from mezzo.compare.request import FRAMEWORKS, Request, candidates
 from mezzo.compare.runs import FinishedRun
 from mezzo.core import records
 from mezzo.core.errors import UnknownNameError, UsageError
@@ -54,7 +54,7 @@ def a_run(machine: dict[str, Any], losses: int = 0, updates: int = 0) -> Finishe
 def test_whose_script_a_run_was(
     name: str, machine: dict[str, Any], losses: int, updates: int, says: str | None
 ) -> None:
-    found = framework(name).mistaken(a_run(machine, losses, updates))
+    found = FRAMEWORKS[name].mistaken(a_run(machine, losses, updates))
     assert (found is None) == (says is None)
     assert says is None or re.search(says, str(found))
 

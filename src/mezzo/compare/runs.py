@@ -1,7 +1,7 @@
 """One training run in a child process: started, watched, ended with this one; and what it left, read back.
 
-A child writes into a folder that no other attempt shares. Its files get their final names after it has ended, so a
-process that outlives its parent cannot write into the files of a later run.
+A child writes into a folder of its own. Its files get their final names after it has ended, so a process that outlives
+its parent cannot write into the files of a later run.
 """
 
 from __future__ import annotations
@@ -61,16 +61,10 @@ def attempt(request: RunRequest) -> Iterator[RunRequest]:
 def run_child(
     command: Sequence[str], request: RunRequest, on_steps: Callable[[int], None] = lambda _: None
 ) -> int:
-    """Run ``command REQUEST.json`` to its end and return its exit status (negative: killed by that signal).
+    """Run ``command REQUEST.json`` to its end; return its exit status (negative: killed by that signal).
 
-    The request's file and the log, which holds both output streams, are next to the request's records.
-
-    The child has its own session, so that an interrupt ends every worker it started too: it gets SIGTERM, and SIGKILL
-    after five seconds. If this process is killed, a guard process kills the session. While the child runs, `on_steps`
-    receives the number of steps in the records.
-
-    Raises:
-        OSError: a file can't be written, or the command can't be started.
+    The child has its own session: an interrupt ends it and its workers by SIGTERM, and by SIGKILL after five seconds.
+    If this process is killed, a guard process kills the session. `on_steps` receives the number of steps so far.
     """
     assert request.records is not None
     asked = request.records.with_suffix(".request.json")
@@ -183,12 +177,10 @@ class FinishedRun:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the script ran to its end with exit status 0."""
         return self.ended is not None and self.ended.status == 0
 
     @cached_property
     def output(self) -> str:
-        """What the script printed, both streams in order; empty if there is no log."""
         try:
             return self.log.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
@@ -204,7 +196,6 @@ class FinishedRun:
         return metric.read(self.output) if metric else None
 
     def result(self, metric: Metric | None = None) -> RunResult:
-        """The input of a verdict."""
         found = self.metric(metric)
         return RunResult(
             losses=np.array([record.loss for record in self.losses], dtype=np.float64),
@@ -215,12 +206,10 @@ class FinishedRun:
         )
 
     def times(self) -> Floats:
-        """Seconds of each step that may be timed."""
         return step_times(self.updates, self.losses)
 
     @property
     def machine(self) -> dict[str, Any]:
-        """The machine as the run recorded it."""
         return self.started.machine if self.started else {}
 
     @property

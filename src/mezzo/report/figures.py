@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mezzo.core.curve import final_count
+from mezzo.core.comparison import final_count
 from mezzo.core.overflow import CAUSES, OverflowReport
 from mezzo.core.records import UpdateRecord
 from mezzo.report import numbers
