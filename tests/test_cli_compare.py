@@ -200,20 +200,6 @@ def test_every_width_shows_every_number(found: dict[str, Any], width: int, termi
     assert ("┃" in text) is (terminal and width >= 80)
 
 
-@pytest.mark.parametrize("columns", [None, 50])
-def test_a_pipe_of_a_named_width_gets_its_paragraphs_wrapped(
-    found: dict[str, Any], monkeypatch: pytest.MonkeyPatch, columns: int | None
-) -> None:
-    next(iter(found["candidates"].values()))["notes"].append("a long remark, " * 8)
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if columns is not None:
-        monkeypatch.setenv("COLUMNS", str(columns))
-    file = io.StringIO()
-    show(Console(file=file, force_terminal=False), found, None, ["a"])
-    told = [line for line in file.getvalue().splitlines() if "remark" in line or "margin 0" in line]
-    assert (max(map(len, told)) <= 50) is (columns is not None)
-
-
 TRAINING = """
     import torch
     from torch import nn

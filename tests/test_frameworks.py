@@ -18,7 +18,7 @@ from mezzo.compare.runs import FinishedRun
 from mezzo.core import records
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.demos import DEMOS, Demo
-from mezzo.report.comparison import Comparison, command_line
+from mezzo.report.run import Comparison, command_line
 
 
 def a_run(machine: dict[str, Any], losses: int = 0, updates: int = 0) -> FinishedRun:

@@ -95,9 +95,7 @@ def test_smoothing_is_the_mean_of_a_centred_window(row: list[float], window: int
 
 
 def test_smoothing_survives_a_loss_that_explodes() -> None:
-    v = np.array([1.0, 1.0, 1e300, 1.0, 1.0, 1.0, 1.0])
-    assert series.smooth(v, 3)[5] == 1.0
-    assert series.smooth(np.array([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]), 3).shape == (2, 3)
+    assert series.smooth(np.array([1.0, 1.0, 1e300, 1.0, 1.0, 1.0, 1.0]), 3)[5] == 1.0
 
 
 @given(st.lists(st.one_of(st.floats(-10, 10), st.just(np.nan)), min_size=41, max_size=400))

