@@ -96,14 +96,6 @@ def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[
     assert err == ""
 
 
-def test_what_is_left_out_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = script(here, {})
-    assert main(["compare", name, "--precision", "fp32,bf16,bf16", "--seeds", "1"]) == 0
-    err = capsys.readouterr().err
-    assert "note: fp32 is the baseline" in err
-    assert "note: bf16 is the same as bf16: run once." in err
-
-
 def test_an_interrupt_says_how_to_go_on(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

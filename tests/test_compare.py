@@ -15,7 +15,6 @@ from rich.console import Console
 
 from mezzo.compare import folder as folder_module
 from mezzo.compare.comparison import compare, schedule
-from mezzo.compare.folder import strict
 from mezzo.compare.measure import Metric
 from mezzo.compare.progress import Watcher, watcher
 from mezzo.compare.request import Request, candidates
@@ -71,23 +70,10 @@ def case(tmp_path: Path) -> Case:
 # Which runs, in which order.
 
 
-def test_the_order_turns_round_and_fp32_comes_first() -> None:
-    request = Request("m", is_module=True, precisions=("bf16", "params=bf16,compute=fp16"), seeds=3)
-    names = [run.name for run in schedule(request)]
-    odd = "params-bf16-compute-fp16"
-    assert names == [
-        "fp32-0", "bf16-0", f"{odd}-0", "fp32-ulp-0", f"{odd}-1", "bf16-1", "fp32-1",
-        "fp32-2", "bf16-2", f"{odd}-2",
-    ]  # fmt: skip
-    assert [run.nudge for run in schedule(request)].count(True) == 1
-
-
 @pytest.mark.parametrize(
     ("words", "expected", "remarks"),
     [
         (["bf16,fp16"], ("bf16", "fp16"), 0),
-        (["bf16,op.softmax=fp32", "fp16"], ("bf16,op.softmax=fp32", "fp16"), 0),
-        (["params=fp32,compute=bf16"], ("params=fp32,compute=bf16",), 0),
         (["bf16", "compute=bf16"], ("bf16",), 1),  # the same policy by another name
         (["fp32,bf16"], ("bf16",), 1),
         (["bf16,masters=split8,state=int8,fp16"], ("bf16,masters=split8,state=int8", "fp16"), 0),
@@ -245,19 +231,14 @@ def test_a_wrong_metric_can_be_mended_without_running_fp32_again(case: Case) -> 
     assert case.calls == ["fp32-0", "bf16-0", "fp32-ulp-0"]
 
 
-@pytest.mark.parametrize("framework", ["pytorch", "keras"])
-def test_of_a_script_that_trains_nothing_the_last_lines_are_shown(case: Case, framework: str) -> None:
+def test_of_a_script_that_trains_nothing_the_last_lines_are_shown(case: Case) -> None:
     usage = "\n".join(f"  --option-{number}" for number in range(50))
     case.write({"*": {"losses": 0, "say": f"usage: train.py\n{usage}"}})
     with pytest.raises(ScriptError) as told:
-        case.compare(framework=framework)
+        case.compare()
     assert str(told.value).endswith("--option-49")
     assert "--option-12\n" in str(told.value)
     assert "--option-8\n" not in str(told.value)
-    case.write({"*": {"losses": 0}})
-    with pytest.raises(ScriptError) as told:
-        case.compare(framework=framework, argv=("other",))
-    assert "Its output ended" not in str(told.value)
 
 
 class StopAt(Watcher):
@@ -294,6 +275,12 @@ def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None
     ("behaviour", "changes", "error", "says"),
     [
         ({"fp32": {"status": 7}}, {}, ScriptError, "exit status 7 in FP32"),
+        (
+            {"fp32": {"crash": "ValueError: x"}},
+            {},
+            ScriptError,
+            r'File "train.py", line 3, in <module>\nValueError: x',
+        ),
         ({"fp32": {"nan": 5}}, {}, ScriptError, "loss of fp32-0 is nan at step 5"),
         ({"fp32": {"losses": 0}}, {}, ScriptError, "without a call of backward"),
         ({"bf16": {"signal": 9}}, {}, MezzoError, "killed by signal 9"),
@@ -312,13 +299,6 @@ def test_what_ends_a_comparison(
     with pytest.raises(error, match=says):
         case.compare(**changes)
     assert not (case.out / "verdict.json").exists()
-
-
-def test_the_traceback_of_the_script_is_shown(case: Case) -> None:
-    case.write({"fp32": {"crash": "ValueError: bad data"}})
-    with pytest.raises(ScriptError) as caught:
-        case.compare()
-    assert 'File "train.py", line 3, in <module>\nValueError: bad data' in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -376,10 +356,6 @@ def test_a_full_disk_leaves_no_half_file(case: Case, at: str, monkeypatch: pytes
 # The parts.
 
 
-def test_strict_json_has_no_nan() -> None:
-    assert strict({"a": [1.0, float("nan"), (float("inf"), "x")]}) == {"a": [1.0, None, [None, "x"]]}
-
-
 def asked(folder: Path) -> RunRequest:
     return RunRequest("nothing.py", records=folder / "run.jsonl")
 
@@ -418,8 +394,6 @@ def test_a_bar_on_a_terminal(case: Case) -> None:
     ("pattern", "text", "expected"),
     [
         (r"acc ([0-9.]+)", "acc 1\nacc 97.5 %\n", (97.5, True)),
-        (r"acc ([0-9.]+)%", "acc 97.5%", (97.5, True)),
-        (r"acc ([0-9.]+)", "acc 0.975", (0.975, False)),
         (r"acc (\S+)", "acc 97.5%", (97.5, True)),
         (r"acc ([0-9.]+)", "nothing", None),
         (r"^loss (\S+)$", "x loss 9\nloss 1e-3\n", (0.001, False)),
@@ -437,8 +411,6 @@ def test_the_last_match_counts(pattern: str, text: str, expected: tuple[float, b
         (Metric("Validation Loss (.)"), False, 0.005, False, True),
         (Metric("error rate (.)"), True, 0.005, False, True),
         (Metric("loss (.)", better="higher"), False, 0.002, True, False),
-        (Metric("score (.)", better="lower"), False, 0.005, False, True),
-        (Metric("score (.)", margin=3.0), False, 3.0, True, False),
         (Metric("loss (.)", margin=3.0), False, 3.0, False, False),
     ],
 )
