@@ -44,10 +44,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import text_lstm as lstm_script
 from clocks import seconds
 from live import tensors_in
-from mezzo.demos import PYTORCH
-from mezzo.demos import text_lstm as lstm_demo
 from models import WORKLOADS, Workload
 from pairs import ratio_of_medians, ratio_over_processes
 
@@ -78,11 +77,11 @@ def _lstm_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def text_lstm(streams: int = 32, context: int = 64, width: int = 256, layers: int = 2) -> Workload:
-    """The third demo's model on the first window of its text."""
+    """The model of text_lstm.py on the first window of its text."""
     torch.manual_seed(0)
-    inputs, targets = next(lstm_demo.windows(lstm_demo.load(200_000), streams, context))
-    model = lstm_demo.CharacterLSTM(width, layers, dropout=0.1)
-    summary = f"the LSTM demo: {layers} x {width}, {streams * context} characters"
+    inputs, targets = next(lstm_script.windows(lstm_script.load(200_000), streams, context))
+    model = lstm_script.CharacterLSTM(width, layers, dropout=0.1)
+    summary = f"text_lstm.py: {layers} x {width}, {streams * context} characters"
     return Workload(model, inputs.contiguous(), targets.contiguous(), summary, _lstm_loss, lr=8e-3)
 
 
@@ -91,7 +90,6 @@ MODELS: Mapping[str, Callable[[], Workload]] = {
     "text-gpt": WORKLOADS["text-gpt"],
     "text-lstm": text_lstm,
 }
-assert MODELS.keys() == PYTORCH.keys()
 
 
 def _place(tensor: Tensor) -> tuple[int, Any, int]:

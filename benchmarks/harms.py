@@ -23,7 +23,7 @@ from rich.console import Console
 from mezzo.compare.comparison import compare
 from mezzo.compare.folder import prepare
 from mezzo.compare.request import Request
-from mezzo.demos import find
+from mezzo.demos import DEMOS
 from mezzo.pytorch.hardware import describe
 
 PLANTED = Path(__file__).parent / "planted.py"
@@ -69,7 +69,7 @@ SCALES = tuple(2.0**-power for power in (0, 6, 12, 18, 24))
 
 def planted(row: Row, size: float, seeds: int, folder: Path, baseline: Path) -> dict[str, Any]:
     """The candidate's part of the verdict on one size of one harm."""
-    demo = find(row.demo)
+    demo = DEMOS[row.demo]
     request = Request(
         str(PLANTED),
         (row.harm, f"{size:g}", str(demo.path), *SMALL[row.demo]),
@@ -89,7 +89,7 @@ def planted(row: Row, size: float, seeds: int, folder: Path, baseline: Path) -> 
 
 def small_scales(seeds: int, folder: Path) -> dict[float, dict[str, Any]]:
     """The verdicts on fp16 under each constant loss scale, from the largest to the smallest."""
-    demo = find("digits")
+    demo = DEMOS["digits"]
     names = {scale: f"fp16,loss_scale={scale!r}" for scale in SCALES}
     request = Request(
         str(demo.path), SMALL["digits"], precisions=tuple(names.values()), seeds=seeds, metric=demo.metric

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from mezzo.compare import folder as folder_module
 from mezzo.compare.comparison import compare, schedule
-from mezzo.compare.folder import strict
 from mezzo.compare.measure import Metric
 from mezzo.compare.progress import Watcher, watcher
 from mezzo.compare.request import Request, candidates
@@ -71,23 +70,10 @@ def case(tmp_path: Path) -> Case:
 # Which runs, in which order.
 
 
-def test_the_order_turns_round_and_fp32_comes_first() -> None:
-    request = Request("m", is_module=True, precisions=("bf16", "params=bf16,compute=fp16"), seeds=3)
-    names = [run.name for run in schedule(request)]
-    odd = "params-bf16-compute-fp16"
-    assert names == [
-        "fp32-0", "bf16-0", f"{odd}-0", "fp32-ulp-0", f"{odd}-1", "bf16-1", "fp32-1",
-        "fp32-2", "bf16-2", f"{odd}-2",
-    ]  # fmt: skip
-    assert [run.nudge for run in schedule(request)].count(True) == 1
-
-
 @pytest.mark.parametrize(
     ("words", "expected", "remarks"),
     [
         (["bf16,fp16"], ("bf16", "fp16"), 0),
-        (["bf16,op.softmax=fp32", "fp16"], ("bf16,op.softmax=fp32", "fp16"), 0),
-        (["params=fp32,compute=bf16"], ("params=fp32,compute=bf16",), 0),
         (["bf16", "compute=bf16"], ("bf16",), 1),  # the same policy by another name
         (["fp32,bf16"], ("bf16",), 1),
         (["bf16,masters=split8,state=int8,fp16"], ("bf16,masters=split8,state=int8", "fp16"), 0),
@@ -152,6 +138,11 @@ def test_a_comparison_writes_its_folder(case: Case) -> None:
         ({"bf16": {"shift": 0.2}}, "divergent", "harm is established"),
         ({"bf16": {"shift": 0.02}}, "inconclusive", "yet not established"),
         ({}, "consistent", "within the margin"),
+        (
+            {"bf16": {"losses": 25}},
+            "divergent",
+            "25 losses and 25 updates with seed 0; FP32 recorded 40 losses",
+        ),
         ({"bf16": {"nan": 30}}, "divergent", "its loss is nan from step 30"),
         ({"bf16": {"crash": "RuntimeError: no kernel"}}, "divergent", "RuntimeError: no kernel"),
         ({"bf16": {"signal": 11}}, "divergent", "died without an end"),
@@ -240,19 +231,14 @@ def test_a_wrong_metric_can_be_mended_without_running_fp32_again(case: Case) -> 
     assert case.calls == ["fp32-0", "bf16-0", "fp32-ulp-0"]
 
 
-@pytest.mark.parametrize("framework", ["pytorch", "keras"])
-def test_of_a_script_that_trains_nothing_the_last_lines_are_shown(case: Case, framework: str) -> None:
+def test_of_a_script_that_trains_nothing_the_last_lines_are_shown(case: Case) -> None:
     usage = "\n".join(f"  --option-{number}" for number in range(50))
     case.write({"*": {"losses": 0, "say": f"usage: train.py\n{usage}"}})
     with pytest.raises(ScriptError) as told:
-        case.compare(framework=framework)
+        case.compare()
     assert str(told.value).endswith("--option-49")
     assert "--option-12\n" in str(told.value)
     assert "--option-8\n" not in str(told.value)
-    case.write({"*": {"losses": 0}})
-    with pytest.raises(ScriptError) as told:
-        case.compare(framework=framework, argv=("other",))
-    assert "Its output ended" not in str(told.value)
 
 
 class StopAt(Watcher):
@@ -270,14 +256,6 @@ class StopAt(Watcher):
             raise KeyboardInterrupt
 
 
-def gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None:
     case.write({"bf16": {"hang": True}})
     since = time.monotonic()
@@ -286,7 +264,8 @@ def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None
     assert time.monotonic() - since < 30  # it hangs for sixty
     assert case.files == {"comparison.json", "runs/fp32-0.jsonl", "runs/fp32-0.log"}
     pid = int(case.script.with_suffix(".calls").read_text().splitlines()[-1].split()[1])
-    assert gone(pid)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 # What is refused.
@@ -296,6 +275,12 @@ def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None
     ("behaviour", "changes", "error", "says"),
     [
         ({"fp32": {"status": 7}}, {}, ScriptError, "exit status 7 in FP32"),
+        (
+            {"fp32": {"crash": "ValueError: x"}},
+            {},
+            ScriptError,
+            r'File "train.py", line 3, in <module>\nValueError: x',
+        ),
         ({"fp32": {"nan": 5}}, {}, ScriptError, "loss of fp32-0 is nan at step 5"),
         ({"fp32": {"losses": 0}}, {}, ScriptError, "without a call of backward"),
         ({"bf16": {"signal": 9}}, {}, MezzoError, "killed by signal 9"),
@@ -316,26 +301,17 @@ def test_what_ends_a_comparison(
     assert not (case.out / "verdict.json").exists()
 
 
-def test_the_traceback_of_the_script_is_shown(case: Case) -> None:
-    case.write({"fp32": {"crash": "ValueError: bad data"}})
-    with pytest.raises(ScriptError) as caught:
-        case.compare()
-    assert 'File "train.py", line 3, in <module>\nValueError: bad data' in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"target": "nowhere/train.py"}, "no script"),
         ({"seeds": 0}, "give 1 or more"),
         ({"margin": float("nan")}, "between 0 and 1"),
-        ({"precisions": ()}, "at least one precision"),
         ({"precisions": ("a/p.toml", "a-p.toml")}, "would share the file"),
         ({"precisions": ("fp32",)}, "would share the file"),
         ({"metric": "accuracy ("}, "not a regular expression"),
         ({"metric": "accuracy"}, "no group"),
         ({"metric": "(a)", "metric_margin": -1.0}, "above 0"),
-        ({"metric": "(a)", "metric_better": "up"}, "auto, higher, lower"),
     ],
 )
 def test_a_request_that_makes_no_sense(case: Case, changes: dict[str, Any], says: str) -> None:
@@ -380,40 +356,8 @@ def test_a_full_disk_leaves_no_half_file(case: Case, at: str, monkeypatch: pytes
 # The parts.
 
 
-def test_strict_json_has_no_nan() -> None:
-    assert strict({"a": [1.0, float("nan"), (float("inf"), "x")]}) == {"a": [1.0, None, [None, "x"]]}
-
-
 def asked(folder: Path) -> RunRequest:
     return RunRequest("nothing.py", records=folder / "run.jsonl")
-
-
-def test_a_childs_grandchildren_go_with_it(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    code = (
-        "import subprocess, sys, time;"
-        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
-        f"open({str(pids)!r}, 'w').write(str(p.pid)); print('up', flush=True); time.sleep(60)"
-    )
-
-    def interrupt(_: int) -> None:
-        if pids.exists() and pids.read_text():
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_child((sys.executable, "-c", code), asked(tmp_path), interrupt)
-    until = time.monotonic() + 20
-    while not _zombie_or_gone(int(pids.read_text())):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def _zombie_or_gone(pid: int) -> bool:
-    """Whether a process that is not our child has ended; where there is no init, nobody reaps it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return gone(pid)
 
 
 def test_a_child_has_no_input_and_both_streams_in_order(tmp_path: Path) -> None:
@@ -450,8 +394,6 @@ def test_a_bar_on_a_terminal(case: Case) -> None:
     ("pattern", "text", "expected"),
     [
         (r"acc ([0-9.]+)", "acc 1\nacc 97.5 %\n", (97.5, True)),
-        (r"acc ([0-9.]+)%", "acc 97.5%", (97.5, True)),
-        (r"acc ([0-9.]+)", "acc 0.975", (0.975, False)),
         (r"acc (\S+)", "acc 97.5%", (97.5, True)),
         (r"acc ([0-9.]+)", "nothing", None),
         (r"^loss (\S+)$", "x loss 9\nloss 1e-3\n", (0.001, False)),
@@ -469,8 +411,6 @@ def test_the_last_match_counts(pattern: str, text: str, expected: tuple[float, b
         (Metric("Validation Loss (.)"), False, 0.005, False, True),
         (Metric("error rate (.)"), True, 0.005, False, True),
         (Metric("loss (.)", better="higher"), False, 0.002, True, False),
-        (Metric("score (.)", better="lower"), False, 0.005, False, True),
-        (Metric("score (.)", margin=3.0), False, 3.0, True, False),
         (Metric("loss (.)", margin=3.0), False, 3.0, False, False),
     ],
 )

@@ -198,12 +198,9 @@ def test_a_lock_deleted_while_it_is_taken_is_taken_again(
             pass
 
 
-@pytest.mark.parametrize("offset", [0.0, 0.3])
-def test_two_comparisons_of_one_folder_at_once(tmp_path: Path, offset: float) -> None:
+def test_two_comparisons_of_one_folder_at_once(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_text('{"*": {"pace": 0.01}}')
-    first = Parent(tmp_path)
-    time.sleep(offset)
-    second = Parent(tmp_path)
+    first, second = Parent(tmp_path), Parent(tmp_path)
     (one, said_one), (two, said_two) = first.end(), second.end()
     assert 0 in (one, two), said_one + said_two
     if 1 in (one, two):  # not where one had ended before the other began
@@ -232,13 +229,9 @@ DAMAGE: dict[str, tuple[Callable[[str], str], bool]] = {  # and whether it is sa
     "no end": (lambda text: "".join(text.splitlines(keepends=True)[:-1]), False),
     "last line cut off": (lambda text: text[:-7], False),
     "line cut off in the middle": (_tenth('{"kind": "lo'), True),
-    "two lines in one": (_tenth('{"kind": "loss", "ind{"kind": "loss", "index": 3}'), True),
-    "zero bytes": (_tenth("\0" * 300), True),
-    "no kind": (_tenth("{}"), True),
     "null fields": (_tenth('{"kind": "loss", "index": 3, "loss": null, "at": null}'), True),
     "null flags": (_tenth(UPDATE), True),
     "a huge integer": (_tenth('{"kind": "loss", "index": 3, "loss": 1' + "0" * 400 + ', "at": 0}'), True),
-    "more digits than Python reads": (_tenth('{"kind": "loss", "index": 1' + "0" * 5000 + "}"), True),
     "deeply nested": (_tenth("[" * 100_000), True),
     "not UTF-8": (lambda text: text.replace("loss", "\udcff", 1), True),
 }

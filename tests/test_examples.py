@@ -1,4 +1,4 @@
-"""The examples of docs/recipes: each runs as it stands, small, and prints what it should; warnings are errors."""
+"""The examples of docs/recipes and the demos: each runs as it stands, small, and prints what it should."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mezzo.demos import DEMOS
 from mezzo.pytorch.training import mixed_precision
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -61,3 +62,23 @@ def test_every_example_is_run_and_has_a_page() -> None:
     recipes = (EXAMPLES.parent / "docs" / "recipes").glob("*.md")
     pages = "".join(path.read_text(encoding="utf-8") for path in recipes)
     assert [name for name in names if f"`examples/{name}`" not in pages] == []
+
+
+SMALL = {
+    "digits": "--epochs 1 --width 8",
+    "text-gpt": "--steps 3 --width 16 --characters 20000 --context 16 --layers 1",
+    "transfer": "--pretrain-epochs 1 --epochs 1 --width 4 --image-size 8",
+}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", sorted(DEMOS))
+def test_a_demo_is_a_plain_script_and_prints_its_metric(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo = DEMOS[name]
+    monkeypatch.setattr(sys, "argv", [str(demo.path), *SMALL[name].split()])
+    runpy.run_path(str(demo.path), run_name="__main__")
+    (value,) = re.findall(demo.metric, capsys.readouterr().out)
+    assert 0 < float(value) <= 100
+    assert "mezzo" not in demo.path.read_text().lower()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,20 +134,6 @@ def test_sums_are_those_made_one_number_at_a_time(order: str, kind: str, form: s
         assert [float(value) for value in seen[:, lane]] == by_hand
 
 
-def test_a_sum_sticks_and_an_overflowed_sum_stays_infinite() -> None:
-    accumulation = load("accumulation")
-    for form, terms in (("fp16", 2048), ("bf16", 256)):
-        stuck = accumulation.stagnates_at(2.0**-5, form)
-        assert stuck == terms * 2.0**-5
-        assert float(np.float64(stuck + 2.0**-5).astype(NUMPY[form])) == stuck
-    large = np.full((64, 1), 2048.0, np.float32)
-    for order in ("sequential", "pairwise"):
-        sums = accumulation.ORDERS[order](large, "fp16", [16, 32, 64])
-        assert sums[:, 0].tolist() == [32768.0, math.inf, math.inf]
-    errors = accumulation.relative_error(np.array([[1.0], [math.inf], [math.nan]]), np.ones((3, 1)))
-    assert errors == [0.0, math.inf, math.inf]
-
-
 @pytest.mark.heavy
 def test_the_cheapest_experiment_shows_its_findings_and_each_can_fail(tmp_path: Path) -> None:
     accumulation = load("accumulation")
@@ -195,20 +180,6 @@ def test_the_rule_of_2048(weight: float, share: float, in_fp16: bool, in_bf16: b
     assert (int(seen.counts.sum()), seen.steps) == (1, [7])
 
 
-def test_what_breaks_the_rule_is_noticed() -> None:
-    within_rule = load("lost_updates").within_rule
-    stored, ones = torch.full((4,), 1.5).double(), torch.ones(4).double()
-    for exponent, lost, holds in (
-        (-10, False, True),
-        (-10, True, False),
-        (-14, True, True),
-        (-14, False, False),
-    ):
-        assert within_rule("fp16", stored, ones * 2.0**exponent, torch.full((4,), lost)) is holds
-    subnormal = stored * 2.0**-20  # whose gaps do not shrink with the weight
-    assert within_rule("fp16", subnormal, ones * 2.0**-30, torch.full((4,), True))
-
-
 @pytest.mark.parametrize(("name", "scale"), [("bf16", 1), ("fp16", 1024)])
 def test_a_plain_step_rounds_the_weight_and_nothing_else(name: str, scale: int) -> None:
     torch.manual_seed(0)
@@ -225,56 +196,19 @@ def test_a_plain_step_rounds_the_weight_and_nothing_else(name: str, scale: int) 
         assert model.weight.dtype.itemsize == 2
 
 
-def test_shares_and_histogram_of_a_gradient_made_by_hand() -> None:
-    experiment = load("gradient_histogram")
-    values = [
-        *(0.0, -0.0),
-        2.0**-28,  # zero in fp16, even times 8: 2^-25 is a tie, and goes to zero
-        -(2.0**-27),  # zero in fp16; times 8 the smallest subnormal number
-        2.0**-25,  # a tie with zero
-        2.0**-25 * 1.01,  # rounds up to 2^-24
-        2.0**-24,
-        -(2.0**-15),  # subnormal; times 8 normal
-        *(2.0**-14, 1.0),
-        16384.0,  # times 8 infinite
-        -70000.0,  # infinite
-    ]
-    found = experiment.shares(torch.tensor(values).view(3, 4), (1.0, 8.0))
-    twelfths = {
-        name: {key: round(12 * share, 6) for key, share in found[name].items()}
-        for name in ("lost", "subnormal", "overflow")
-    }
-    assert twelfths == {"lost": {"1": 3, "8": 1}, "subnormal": {"1": 3, "8": 4}, "overflow": {"1": 1, "8": 2}}
-    assert [round(12 * found[name], 6) for name in ("zero", "below", "between")] == [2, 1, 3]
-    assert experiment.shares(torch.tensor([math.nan, math.inf, 1.0, 0.0]), (1.0,))["overflow"]["1"] == 0.5
-    counts = experiment.histogram(torch.tensor([0.0, 1.0, -1.999, 2.0, 0.5, 2.0**-149, math.inf, math.nan]))
-    assert {experiment.LOWEST + i: n for i, n in enumerate(counts) if n} == {0: 2, 1: 1, -1: 1, -60: 1, 20: 2}
-
-
 GOOD = (5.0, 5.4, 5.2)
 
 
-def runs_of(
-    distances: tuple[float, ...] = GOOD,
-    classes: int = 10,
-    scales: tuple[float, float] = (0.0, 0.0),
-    skipped: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
-) -> list[dict[str, Any]]:
-    """Runs of the GAN made by hand, with constant scales of 2 to the powers given."""
-    logs = [[16.0] * 10 + [scale] * 10 for scale in scales]
-    return [
-        {"distance": distance, "classes": classes, "log2_scales": logs, "skipped": skipped}
-        for distance in distances
-    ]
+def runs_of(distances: tuple[float, ...] = GOOD, classes: int = 10) -> list[dict[str, Any]]:
+    """Runs of the GAN made by hand."""
+    return [{"distance": distance, "classes": classes} for distance in distances]
 
 
 AS_GOOD = [
     (GOOD, 10, True, "equivalent"),
     ((5.1, 5.8, 4.9), 10, True, "consistent"),
-    ((3.0, 3.4, 3.2), 10, True, "consistent"),  # better is no harm
     ((6.0, 6.5, 6.3), 10, False, "divergent"),
     ((5.0, 60.0, 5.2), 10, False, "inconclusive"),  # one ruined run: too wide to tell
-    (GOOD, 9, True, "equivalent"),
     (GOOD, 8, False, "equivalent"),
 ]
 
@@ -284,48 +218,6 @@ def test_a_gan_is_as_good(distances: tuple[float, ...], classes: int, holds: boo
     found = load("gan").as_good("name", "as good", runs_of(), runs_of(distances, classes))
     assert found.holds is holds
     assert found.seen.startswith(f"{word}: ")
-
-
-@pytest.mark.parametrize(
-    ("skipped", "own", "holds"),
-    [
-        (((1, 5, 9), ()), (17.0, 20.0), True),
-        (((), (1, 5, 9)), (20.0, 17.0), True),
-        (((1, 5, 9), ()), (17.0, 18.0), False),  # the other network is not held back
-        (((1, 5, 9), (5,)), (17.0, 20.0), False),  # a third of them in both
-        (((), ()), (17.0, 20.0), False),  # nothing overflowed
-    ],
-)
-def test_a_shared_scale_follows_one_network(skipped: Any, own: tuple[float, float], holds: bool) -> None:
-    gan = load("gan")
-    shared = runs_of(scales=(17.0, 17.0), skipped=skipped)
-    assert gan.follows_one(shared, runs_of(scales=own)).holds is holds
-    apart = min(abs(one - other) for one, other in map(gan.settled, runs_of(scales=own)))
-    assert gan.scales_part(runs_of(scales=own)).holds is (apart >= 2)
-
-
-def test_frechet_distance_of_normal_samples() -> None:
-    frechet = load("gan").frechet
-    one = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0))
-    assert frechet(one, one) == pytest.approx(0.0, abs=1e-6)
-    assert frechet(one, one + torch.tensor([3.0, 0.0, 4.0])) == pytest.approx(25.0, rel=1e-5)
-    variances = one.double().var(dim=0).sum().item()
-    assert frechet(one, 3.0 * (one - one.mean(0)) + one.mean(0)) == pytest.approx(4.0 * variances, rel=1e-5)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("name", ["fp32", "policies", "shared-summed"])
-def test_a_short_run_of_each_kind_of_gan(name: str) -> None:
-    gan = load("gan")
-    run = gan.train(name, 0, 12, 4)
-    first, second = run["log2_scales"]
-    starts = {"fp32": (0, 0), "policies": (0, 16), "shared-summed": (-14, -14)}
-    assert (first[0], second[0]) == starts[name]
-    assert gan.train(name, 0, 12, 4) == run, "a seed gives the same run"
-    assert statistics.fmean(map(len, (first, second))) == 12
-    if name == "fp32":
-        for shares in run["lost"].values():
-            assert shares == sorted(shares, reverse=True)
 
 
 CANDIDATE: dict[str, Any] = {

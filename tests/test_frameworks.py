@@ -13,12 +13,12 @@ import pytest
 import mezzo.cli.compare as verb
 from mezzo.cli.main import main
 from mezzo.compare import judgement
-from mezzo.compare.request import FRAMEWORKS, Request, candidates, framework
+from mezzo.compare.request import FRAMEWORKS, Request, candidates
 from mezzo.compare.runs import FinishedRun
 from mezzo.core import records
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.demos import DEMOS, Demo
-from mezzo.report.comparison import Comparison, command_line
+from mezzo.report.run import Comparison, command_line
 
 
 def a_run(machine: dict[str, Any], losses: int = 0, updates: int = 0) -> FinishedRun:
@@ -54,7 +54,7 @@ def a_run(machine: dict[str, Any], losses: int = 0, updates: int = 0) -> Finishe
 def test_whose_script_a_run_was(
     name: str, machine: dict[str, Any], losses: int, updates: int, says: str | None
 ) -> None:
-    found = framework(name).mistaken(a_run(machine, losses, updates))
+    found = FRAMEWORKS[name].mistaken(a_run(machine, losses, updates))
     assert (found is None) == (says is None)
     assert says is None or re.search(says, str(found))
 
@@ -122,7 +122,7 @@ def test_the_command_repeats_the_framework(tmp_path: Path) -> None:
 def test_a_demo_brings_its_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "pretended.py"
     script.write_text("")
-    monkeypatch.setitem(DEMOS, "pretended", Demo("pretended", script, "a: (.)", "", framework="keras"))
+    monkeypatch.setitem(DEMOS, "pretended", Demo(script, "a: (.)", framework="keras"))
     request, _ = _asked("--demo", "pretended")
     assert request.framework == "keras"
     assert "--framework" not in verb.command_line(request, Path("out"))

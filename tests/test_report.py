@@ -18,8 +18,8 @@ from mezzo.compare.comparison import schedule
 from mezzo.compare.request import Request
 from mezzo.core.errors import UsageError
 from mezzo.report import build
-from mezzo.report.comparison import command_line, read
 from mezzo.report.page import _environment
+from mezzo.report.run import command_line, read
 
 VOID = {"meta", "link", "input"}
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import run_records
 from mezzo.core.ranges import WHAT, Histogram, RangeRow, shift_of
-from mezzo.core.records import LossRecord, RangesRecord, Record, UpdateRecord
-from mezzo.report import build_run
+from mezzo.core.records import RangesRecord, Record, UpdateRecord
 from mezzo.report.page import render_runs
 from mezzo.report.range_figures import (
     COLUMNS,
@@ -26,7 +25,7 @@ from mezzo.report.range_figures import (
     levels,
     range_figures,
 )
-from mezzo.report.ranges import FORMATS, LIMITS, Ranges, median
+from mezzo.report.ranges import FORMATS, Ranges, median
 from mezzo.report.run import Run, read_run
 from test_report import Outline, drawn
 
@@ -103,21 +102,6 @@ def test_gradients_take_the_order_of_the_activations() -> None:
     assert labels == ["a", "b", "c", "z"]
 
 
-def test_an_infinite_ratio_is_an_update_of_a_weight_that_was_0() -> None:
-    for what, broken in (("update ratio", 0), ("activation", 5)):
-        seen = gathered(record(0, [RangeRow("m", what, "fp16", Histogram(-3, [1], infinities=5))]))
-        assert list(seen.of(what)[0].broken) == [broken]
-
-
-def test_an_empty_histogram_is_no_share() -> None:
-    seen = gathered(record(0, [RangeRow("a", what, "fp16", Histogram(zeros=4)) for what in WHAT]))
-    for what in WHAT:
-        track = seen.of(what)[0]
-        assert math.isnan(track.mean_lost("fp16"))
-        assert track.worst_lost("fp16") == (-1.0, -1)
-    assert math.isnan(seen.of("update ratio")[0].medians[0])
-
-
 @given(st.lists(st.floats(-30, 10), min_size=200, max_size=400))
 def test_the_median_is_within_a_binade_of_the_exact_one(logs: list[float]) -> None:
     numbers = 2.0 ** np.array(logs)
@@ -132,14 +116,6 @@ def test_bars_are_logarithms_of_shares() -> None:
     assert int(found[1][1]) == 500  # a thousandth: three of six decades
     assert bar_path([0, 0]) == ""
     assert re.search(r"V996H", bar_path([10**9, 1]))  # too rare for a height: a sliver all the same
-
-
-def test_the_figure_holds_the_bands_of_every_format() -> None:
-    seen = gathered(record(0, [RangeRow("m", "activation", "fp16", Histogram(-2, [3, 4]))]))
-    figure = drawn("exponents", exponents("activation", seen.of("activation"), "fp16", 0))
-    for name, limits in LIMITS.items():
-        assert f"{name}: normal from 2^{limits.normal} to 2^{limits.overflow}" in figure
-        assert f"{name}: subnormal from 2^{limits.zero} to 2^{limits.normal}" in figure or name == "bf16"
 
 
 def test_levels_cover_every_share() -> None:
@@ -211,10 +187,12 @@ def test_the_table_of_ratios_counts_what_is_lost() -> None:
     label, cells, _ = found["table"].rows[0]
     assert (label, cells[0], cells[1]) == ("fc.weight", "12.5\u00a0%", "50.0\u00a0%")
     assert cells[-2:] == ["2^-5.5", "2^-11.5"]
-    still = RangeRow("fc", "update ratio", "fp32", Histogram(infinities=3), "bias")
+    still = RangeRow(
+        "fc", "update ratio", "fp32", Histogram(infinities=3), "bias"
+    )  # updates of a weight of 0
     found = heat("update ratio", gathered(record(0, [still]), record(1, [still])), "bf16")
     assert found is not None
-    assert found["table"].rows[0][1][-2:] == ["–", "–"]
+    assert found["table"].rows[0][1][-3:] == ["0", "–", "–"]
 
 
 def test_formats_are_the_runs_own_and_else_those_it_computes_in(tmp_path: Path) -> None:
@@ -226,14 +204,6 @@ def test_formats_are_the_runs_own_and_else_those_it_computes_in(tmp_path: Path) 
     assert "Activation gradient: lost in bf16" in shown("bf16")
     assert "Weight gradient: lost in bf16" in shown("bf16")
     assert "Activation: lost in fp16" in shown("fp32")  # an FP32 run is asked what fp16 would make of it
-
-
-def test_one_watched_step_of_a_known_and_an_unknown_kind_has_histograms_and_no_maps(tmp_path: Path) -> None:
-    rows = [RangeRow("m", what, "fp16", Histogram(0, [1])) for what in ("activation", "of a newer version")]
-    path = run_records.write(tmp_path / "run.jsonl", [LossRecord(0, 1.0, 0.0), record(0, rows)])
-    found = Outline(build_run(path).read_text(encoding="utf-8"))
-    assert "1 watched step, update 0;" in found.text
-    assert "Lost, by tensor and step" not in found.text
 
 
 def test_gradients_are_drawn_at_the_scale_that_the_run_ended_with(tmp_path: Path) -> None:
@@ -285,7 +255,7 @@ def test_what_is_not_finite_is_said_before_any_share() -> None:
     assert "Nothing is lost" not in text
     text, bars = figures(kept, kept)
     assert "Nothing is lost in fp16." in text
-    assert re.search(r'class="note bad broken" hidden>', bars)
+    assert "infinite or NaN already" not in bars
 
 
 @pytest.mark.heavy
@@ -297,6 +267,6 @@ def test_200_modules_watched_150_times_stay_a_small_page(tmp_path: Path) -> None
     path = run_records.write(tmp_path / "run.jsonl", run_records.records(steps=20, every=50, modules=["a"]))
     seen = gathered(*(record(50 * n, some[n // 50], 2.0**16) for n in range(150)))
     text = render_runs([replace(read_run(path), ranges=seen)], "run")
-    assert len(text.encode()) < 5_000_000
+    assert len(text.encode()) < 400_000
     assert "150 watched steps, update 0 to 7,450; 1,000 tensors." in text
     assert Outline(text).open == []

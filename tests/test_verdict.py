@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mezzo.compare.comparison import compare
-from mezzo.compare.request import Request
 from mezzo.compare.runs import read_run
 from mezzo.core import equivalence
-from mezzo.core.comparison import Parity
-from mezzo.core.curve import final_count, final_loss, start_loss, tail_loss, window_losses
+from mezzo.core.comparison import Parity, final_count, final_loss, start_loss, tail_loss, window_losses
 from mezzo.core.equivalence import paired_interval, pairs_needed, tost, tost_power
-from mezzo.core.errors import ScriptError, UsageError
+from mezzo.core.errors import UsageError
 from mezzo.core.records import RecordWriter, UpdateRecord
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
 
@@ -48,11 +43,11 @@ SEEDS = runs(0.0, 0.03, -0.02)  # FP32 under three seeds; the margin is 0.005 x 
 # What the three numbers of a pair are: the curve, declared once.
 
 
-@pytest.mark.parametrize(("count", "last"), [(1, 1), (4, 4), (5, 5), (20, 5), (50, 5), (51, 6), (1000, 100)])
+@pytest.mark.parametrize(("count", "last"), [(0, 0), (4, 4), (20, 5), (51, 6), (1000, 100)])
 def test_the_final_loss_is_the_mean_of_the_last_tenth_and_of_five_at_least(count: int, last: int) -> None:
     losses = np.arange(count, dtype=float)
     assert final_count(count) == last
-    assert final_loss(losses) == np.mean(losses[-last:])
+    assert final_loss(losses) == np.mean(losses[-last:]) if count else math.isnan(final_loss(losses))
 
 
 def test_start_tail_and_windows() -> None:
@@ -61,8 +56,6 @@ def test_start_tail_and_windows() -> None:
     assert tail_loss(losses) == np.mean(losses[-20:])
     assert window_losses(losses).tolist() == [100 * i + 49.5 for i in range(10)]
     assert len(window_losses(losses[:20])) == 4
-    assert window_losses(losses[:3]).tolist() == [1.0]
-    assert math.isnan(final_loss([]))
 
 
 # The interval, the test and its power, against scipy and against simulation.
@@ -93,15 +86,6 @@ def test_equivalent_is_wrong_in_no_more_than_five_percent_at_the_margin(pairs: i
         assert wrong / draws > 0.045
 
 
-@pytest.mark.parametrize("pairs", [3, 5])
-def test_a_margin_taken_from_the_noise_would_not_hold(pairs: int) -> None:
-    """Why the margin is an input: twice the FP32 seeds' sample deviation, say, and the same test often errs."""
-    draws, rng = 50_000, np.random.default_rng(1)
-    seeds = rng.normal(0.0, 1.0, (draws, pairs))
-    d = rng.normal(2.0, 0.3, (draws, pairs))  # the true harm is twice the true deviation
-    assert tost(d, 2.0 * seeds.std(axis=-1, ddof=1)).mean() > 0.2
-
-
 @pytest.mark.parametrize("pairs", [2, 3, 6, 12])
 @pytest.mark.parametrize(("sd", "gap"), [(0.2, 0.0), (0.6, 0.0), (0.6, 0.5), (1.5, 0.0)])
 def test_power_is_what_a_simulation_finds(pairs: int, sd: float, gap: float) -> None:
@@ -109,16 +93,8 @@ def test_power_is_what_a_simulation_finds(pairs: int, sd: float, gap: float) -> 
     assert tost_power(sd, pairs, 1.0, gap) == pytest.approx(tost(d, 1.0).mean(), abs=0.012)
 
 
-def test_power_grows_with_pairs_and_shrinks_with_noise_and_gap() -> None:
-    by_pairs = [tost_power(0.5, n, 1.0) for n in range(2, 30)]
-    by_noise = [tost_power(sd, 5, 1.0) for sd in np.linspace(0.05, 3.0, 30)]
-    by_gap = [tost_power(0.5, 5, 1.0, gap) for gap in np.linspace(0.0, 2.0, 30)]
-    assert by_pairs == sorted(by_pairs)
-    assert by_noise == sorted(by_noise, reverse=True)
-    assert by_gap == sorted(by_gap, reverse=True)
-    assert tost_power(0.0, 3, 1.0) == 1.0
-    assert tost_power(0.0, 3, 1.0, gap=1.0) == 0.0
-    assert tost_power(0.5, 1, 1.0) == 0.0
+def test_power_without_noise_and_of_one_pair() -> None:
+    assert (tost_power(0.0, 3, 1.0), tost_power(0.0, 3, 1.0, gap=1.0), tost_power(0.5, 1, 1.0)) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("sd", [0.01, 0.3, 1.0, 4.0])
@@ -127,6 +103,7 @@ def test_pairs_needed_is_the_fewest_with_that_power(sd: float) -> None:
     assert n is not None
     assert tost_power(sd, n, 1.0) >= 0.8
     assert n == 3 or tost_power(sd, n - 1, 1.0) < 0.8
+    assert pairs_needed(1000 * sd / 0.01, 1.0) is None
 
 
 @pytest.mark.parametrize("sd", [0.3, 0.5, 1.0, 2.0])
@@ -141,12 +118,8 @@ def test_the_printed_power_is_the_true_one_on_average(pairs: int, sd: float) -> 
 def test_a_gap_that_is_there_counts_as_noise_only_as_far_as_chance_goes() -> None:
     d = np.array([0.1, -0.1, 0.05, -0.05, 0.0])
     assert equivalence.null_deviation(d) == pytest.approx(np.sqrt(np.mean(d * d)))
-    far = equivalence.null_deviation(d + 1.0)
-    assert far == pytest.approx(equivalence.null_deviation(d + 100.0))
-    assert far < 0.2
-    assert equivalence.estimated_power(0.0, 3, 1.0) == 1.0
-    by_noise = [equivalence.estimated_power(sd, 5, 1.0) for sd in np.linspace(0.05, 3.0, 30)]
-    assert by_noise == sorted(by_noise, reverse=True)
+    assert equivalence.null_deviation(d + 1.0) == pytest.approx(equivalence.null_deviation(d + 100.0))
+    assert equivalence.null_deviation(d + 1.0) < 0.2
 
 
 @pytest.mark.parametrize("sd", [0.1, 0.38, 0.42, 0.6, 1.0])
@@ -162,10 +135,6 @@ def test_pairs_needed_agrees_with_the_printed_power(pairs: int, sd: float) -> No
     assert part.power is not None
     assert part.pairs_needed is not None
     assert (part.power >= equivalence.POWER) == (part.pairs_needed <= pairs)
-
-
-def test_pairs_needed_gives_up_aloud() -> None:
-    assert pairs_needed(1000.0, 1.0) is None
 
 
 # The words.
@@ -253,15 +222,12 @@ BASE = with_metrics([98.0, 98.4, 97.8])
     [
         ([98.0, 98.41, 97.8], Margins(), Parity.EQUIVALENT),
         ([95.0, 95.5, 94.7], Margins(), Parity.DIVERGENT),
-        ([101.0, 101.5, 100.7], Margins(), Parity.CONSISTENT),
         ([101.0, 101.5, 100.7], Margins(metric_higher=False), Parity.DIVERGENT),
-        ([95.0, 95.5, 94.7], Margins(metric_higher=False), Parity.CONSISTENT),
         ([97.0, 97.5, 96.8], Margins(metric=0.05, metric_relative=True), Parity.EQUIVALENT),
         ([98.4, 97.6, 98.4], Margins(), Parity.CONSISTENT),
         # gaps of -1.85 +- 0.88: the 90 % interval is -3.34 to -0.36, the 95 % one holds zero
         ([98.0 - 2.734, 98.4 - 1.85, 97.8 - 0.966], Margins(), Parity.DIVERGENT),
         ([98.0 + 2.734, 98.4 + 1.85, 97.8 + 0.966], Margins(metric_higher=False), Parity.DIVERGENT),
-        ([98.0 + 2.734, 98.4 + 1.85, 97.8 + 0.966], Margins(), Parity.CONSISTENT),
     ],
 )
 def test_parity_needs_the_metric_too(metrics: list[float], margins: Margins, word: Parity) -> None:
@@ -306,36 +272,17 @@ def test_every_number_is_there() -> None:
     assert [row[1] for row in verdict.differences] == pytest.approx(d.tolist())
 
 
-@pytest.mark.parametrize("shifts", [(0.004,), (0.004, 0.03)])
-def test_fewer_than_three_pairs_plan_nothing(shifts: tuple[float, ...]) -> None:
+def test_fewer_than_three_pairs_plan_nothing() -> None:
     """Their noise is not that of a pair's difference: a number from it would be contradicted by the next pair."""
-    verdict = judge(runs(*[0.0] * len(shifts)), runs(*shifts), {0: run(0.002)})
-    part = verdict.loss
-    assert part is not None
-    assert (part.power, part.pairs_needed) == (None, None)
+    verdict = judge(runs(0.0, 0.0), runs(0.004, 0.03), {0: run(0.002)})
+    assert verdict.loss is not None
+    assert (verdict.loss.power, verdict.loss.pairs_needed) == (None, None)
     assert "3 or more pairs can prove it." in verdict.reason
-    assert "80 % power" not in verdict.reason
 
 
-@pytest.mark.parametrize(
-    ("baseline", "candidate", "error", "says"),
-    [
-        ({0: RunResult(np.array([]))}, runs(0.0), ScriptError, "never called backward"),
-        ({0: edited(0, slice(7, 8), math.nan)}, runs(0.0), ScriptError, "a loss of nan at step 7"),
-        (runs(0.0), {5: run()}, UsageError, "share no seed"),
-    ],
-)
-def test_what_cannot_be_judged(
-    baseline: Mapping[int, RunResult], candidate: Mapping[int, RunResult], error: type[Exception], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        judge(baseline, candidate)
-
-
-def test_a_margin_is_a_positive_number() -> None:
-    for value in (0.0, -0.1, math.nan, math.inf):
-        with pytest.raises(UsageError, match="give a number above 0"):
-            Margins(loss=value)
+def test_runs_without_a_shared_seed_cannot_be_judged() -> None:
+    with pytest.raises(UsageError, match="share no seed"):
+        judge(runs(0.0), {5: run()})
 
 
 # Runs of another length than FP32's. Each row: losses and updates of FP32 under three seeds and of its twin, those of
@@ -365,20 +312,14 @@ LENGTHS: list[tuple[str, dict[int, RunResult], RunResult, dict[int, RunResult], 
      Parity.DIVERGENT, "80 losses and 80 updates with seed 2"),
     ("no optimizer seen", lengths((200,), (200,), (200,)), counted(200), lengths((80,), (200,), (200,)),
      Parity.DIVERGENT, "recorded 80 losses with seed 0; FP32 recorded 200 losses"),
-    ("stopped with skips that explain nothing", FIXED, counted(200, 200),
-     {k: counted(80, 70, 10, gap=0.01 * k) for k in range(3)}, Parity.DIVERGENT, "80 losses and 80 updates"),
     ("stopped within the last tenth", FIXED, counted(200, 200), lengths(*[(195, 195)] * 3),
      Parity.INCONCLUSIVE, "195 losses"),
     ("skipped steps count as updates", FIXED, counted(200, 200),
      {k: counted(200, 190, 10, gap=0.01 * k) for k in range(3)}, Parity.EQUIVALENT, ""),
     ("more than its skips explain", FIXED, counted(200, 200),
      {k: counted(210, 205, 5, gap=0.01 * k) for k in range(3)}, Parity.INCONCLUSIVE, "210 losses"),
-    ("accumulation, half of it", lengths(*[(200, 50)] * 3), counted(200, 50), lengths(*[(100, 25)] * 3),
-     Parity.DIVERGENT, "100 losses and 25 updates"),
     ("accumulation over fewer losses", lengths(*[(200, 50)] * 3), counted(200, 50), lengths(*[(100, 50)] * 3),
      Parity.INCONCLUSIVE, "100 losses and 50 updates"),
-    ("fewer updates of as many losses", lengths(*[(200, 200)] * 3), counted(200, 200),
-     lengths(*[(200, 150)] * 3), Parity.DIVERGENT, "200 losses and 150 updates"),
     ("a closure run again at a smaller scale", FIXED, counted(200, 200),
      {k: counted(213, 200, 0, 13, gap=0.01 * k) for k in range(3)}, Parity.EQUIVALENT, ""),
     ("a skipped closure of several losses", lengths(*[(200, 20)] * 3), counted(200, 20),
@@ -389,14 +330,10 @@ LENGTHS: list[tuple[str, dict[int, RunResult], RunResult, dict[int, RunResult], 
      "40 losses and 20 updates"),
     ("early stopping, as FP32's own runs vary", VARIES, counted(200, 200),
      lengths((170, 170), (210, 210), (200, 200)), Parity.EQUIVALENT, ""),
-    ("early stopping, the twin varies", FIXED, counted(180, 180), lengths((165, 165), (200, 200), (200, 200)),
-     Parity.EQUIVALENT, ""),
     ("early stopping, a little too soon", VARIES, counted(200, 200), lengths((155, 155), (200, 200), (190, 190)),
      Parity.INCONCLUSIVE, "155 losses"),
     ("early stopping, far too soon", VARIES, counted(200, 200), lengths((80, 80), (200, 200), (190, 190)),
      Parity.DIVERGENT, "80 losses"),
-    ("lengths that vary by more than half", lengths((60, 60), (200, 200), (120, 120)), counted(90, 90),
-     lengths((25, 25), (200, 200), (120, 120)), Parity.DIVERGENT, "25 losses"),
     ("harm stays harm", FIXED, counted(200, 200),
      {k: counted(199, 199, gap=0.05 + 0.01 * k) for k in range(3)}, Parity.DIVERGENT, "harm is established"),
 ]  # fmt: skip
@@ -432,36 +369,6 @@ def test_closures_that_were_run_again_are_counted_from_the_records(tmp_path: Pat
     assert (result.updates, result.skipped, result.reruns) == (3, 1, 12)
 
 
-# The usual guard ends the script with status 0 where fp16 overflows: on a plateau, and on the way down.
-GUARDED = """
-    import math, torch
-    torch.manual_seed(0)
-    model = torch.nn.Linear(16, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(60):
-        scale = 1.0 if step < 25 else 1e6  # beyond fp16
-        x = torch.randn(64, 16)
-        y = 0.1 * x.sum(1, keepdim=True) + LEVEL(step)
-        loss = (model(scale * x).float() / scale - y).square().mean()
-        if not math.isfinite(loss.item()):
-            break
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-"""
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("level", ["1.0", "1.0 + 0.05 * step"], ids=["plateau", "better than FP32's end"])
-def test_a_script_that_stops_at_a_loss_that_is_not_finite(tmp_path: Path, level: str) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(GUARDED).replace("LEVEL(step)", level))
-    one = compare(Request(str(script), precisions=("fp16",), seeds=1), tmp_path / "out")["candidates"]["fp16"]
-    assert (one["failed"], one["exit_status"]) == (False, 0)
-    assert one["parity"] == "divergent", one["reason"]
-    assert "25 losses and 25 updates with seed 0; FP32 recorded 60 losses and 60 updates" in one["reason"]
-
-
 def test_a_metric_that_only_fp32_printed_forbids_parity() -> None:
     candidate = with_metrics([98.0, 98.4, 97.8], CLOSE)
     verdict = judge(BASE, {**candidate, 2: run(-0.0199)})
@@ -470,13 +377,12 @@ def test_a_metric_that_only_fp32_printed_forbids_parity() -> None:
     assert "no metric with seed 2" in verdict.reason
 
 
-@pytest.mark.parametrize(("pairs", "share"), [(3, "63 %"), (5, "45 %"), (10, "26 %")])
-def test_equivalent_names_the_failures_that_it_cannot_exclude(pairs: int, share: str) -> None:
-    gaps = 0.01 * np.sin(np.arange(pairs))
-    verdict = judge(runs(*gaps), runs(*(gaps + 1e-5 * np.arange(pairs))))
+def test_equivalent_names_the_failures_that_it_cannot_exclude() -> None:
+    gaps = 0.01 * np.sin(np.arange(5))
+    verdict = judge(runs(*gaps), runs(*(gaps + 1e-5 * np.arange(5))))
     assert verdict.parity is Parity.EQUIVALENT
-    assert any(share.replace(" ", "") in note.replace(" ", "") for note in verdict.notes), verdict.notes
-    assert (1.0 - equivalence.failure_rate_bound(pairs)) ** pairs == pytest.approx(0.05)
+    assert any("fewer than 45%" in note for note in verdict.notes), verdict.notes
+    assert (1.0 - equivalence.failure_rate_bound(10)) ** 10 == pytest.approx(0.05)
 
 
 # How often the words are wrong, for runs whose truth is known.
@@ -542,10 +448,3 @@ def test_simulated_errors_stay_under_their_bars(monkeypatch: pytest.MonkeyPatch)
             error = 0.5 / np.sqrt(SIMULATED // 3)  # of a mean of values between 0 and 1, at most
             assert abs(one["error"]) < 0.03 + 3 * error, (pairs, sd, one)
     assert set(simulated["early_end"].values()) == {0.0}
-
-
-@pytest.mark.heavy
-def test_a_large_harm_is_found() -> None:
-    rng = np.random.default_rng(0)
-    found = [draw(rng, 3, 0.003, 0.03, None).parity is Parity.DIVERGENT for _ in range(300)]
-    assert np.mean(found) > 0.8

@@ -13,7 +13,7 @@ import pytest
 
 import mezzo.keras
 from conftest import BACKEND
-from mezzo.demos import find, transfer
+from mezzo.demos import DEMOS, transfer
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "keras.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -101,7 +101,7 @@ def test_the_script_prints_each_stage_and_ends_with_its_metric(
     lines = capsys.readouterr().out.strip().splitlines()
     stages = [line.partition(",")[0] for line in lines if ", epoch " in line]
     assert stages == ["pretraining", "head", "fine-tuning"]
-    assert [line for line in lines if re.search(find("transfer").metric, line)] == lines[-1:]
+    assert [line for line in lines if re.search(DEMOS["transfer"].metric, line)] == lines[-1:]
 
 
 def test_the_example_runs(

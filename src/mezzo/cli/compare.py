@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -38,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -50,7 +48,7 @@ from mezzo.compare.request import FRAMEWORKS, Request, candidates
 from mezzo.core.errors import UsageError
 from mezzo.demos import DEMOS
 from mezzo.report import build
-from mezzo.report.comparison import command_words
+from mezzo.report.run import command_words
 
 PASSES_ON = True
 """What follows `--` is the script's."""
@@ -100,19 +98,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
-    """What the command line asks for, and remarks on what was left out of it.
-
-    Raises:
-        UsageError: none or several of script, demo and module; an unknown demo or precision; another framework than
-            the demo's; a value out of range.
-    """
+    """What the command line asks for, and remarks on what was left out of it; UsageError for what makes no sense."""
     target = target_of(arguments, DEMOS, "mezzo compare --demo digits")
     metric, trains_with = arguments.metric, arguments.framework or "pytorch"
     if arguments.demo:
         demo = DEMOS[arguments.demo]
         if arguments.framework not in (None, demo.framework):
             raise UsageError(
-                f"--demo {demo.name} trains with {demo.framework}: leave --framework {arguments.framework} out"
+                f"--demo {arguments.demo} trains with {demo.framework}: leave --framework {arguments.framework} out"
             )
         metric, trains_with = metric or demo.metric, demo.framework
     names, remarks = candidates(arguments.precision or ["bf16,fp16"], trains_with)
@@ -156,16 +149,11 @@ def show(console: Console, verdict: Mapping[str, Any], report: Path | None, reru
             for label, _, value in _rows(one)[1:]:
                 if value != MISSING:
                     console.print(f"  {label:<15}{value}", markup=False, highlight=False, soft_wrap=True)
-    wraps = console.is_terminal or "COLUMNS" in os.environ  # a width that is set applies in a pipe too
     for name, one in candidates.items():
         line = Text.assemble((name, "bold"), " is ", _word(one), ". ", one["reason"])
-        console.print(line, soft_wrap=not wraps)
+        console.print(line, soft_wrap=not console.is_terminal)
         for note in one["notes"]:
-            hint = Text(f"note: {note}", style="dim")
-            if wraps:
-                console.print(Padding(hint, (0, 0, 0, 2)))
-            else:  # a Padding is cut at the width, however it is printed
-                console.print(Text.assemble("  ", hint), soft_wrap=True)
+            console.print(Text(f"  note: {note}", style="dim"), soft_wrap=not console.is_terminal)
     console.print()
     if report is not None:
         console.print(f"Report: {report}", markup=False, highlight=False, soft_wrap=True)

@@ -35,12 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Build the page and print its path.
-
-    Raises:
-        UsageError: nothing is named, or no page can be made of it.
-    """
-    if arguments.place is None:
+    """Build the page and print its path; UsageError if nothing is named, or no page can be made of it."""
+    if not arguments.place:  # an empty word is usually a shell variable that was not set
         here = sorted({path.parent.parent.name for path in Path().glob("*/runs/*.jsonl")})
         found = f" In this folder there are {', '.join(here[:5])}." if here else ""
         raise UsageError(
@@ -53,10 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
         for file in sorted([*place.glob("*.jsonl"), *place.glob("runs/*.jsonl")]) or [place]:
             if fault := read_run(file).fault:
                 print(f"mezzo report: {file.stem}: {fault}", file=sys.stderr)
-    except RecursionError as error:
-        raise UsageError(
-            f"{place / 'verdict.json'}: nested too deeply. Run `mezzo compare` again."
-        ) from error
     except OSError as error:
         fix = ". Check its permissions" if isinstance(error, PermissionError) else ""
         raise UsageError(f"{error.filename or arguments.place}: {error.strerror or error}{fix}") from error
@@ -67,12 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def page(build: Callable[[Path], Path], folder: Path) -> Path | None:
-    """Make a folder's report; None if that fails. The reason, and the command to make it later, go to stderr.
-
-    Args:
-        build: makes it, such as `mezzo.report.build`.
-        folder: with the records.
-    """
+    """A folder's report by `build`; None if that fails, with the reason and the command to make it later on stderr."""
     try:
         return build(folder)
     except OSError as error:

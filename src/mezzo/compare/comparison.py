@@ -1,8 +1,5 @@
-"""The comparison: pairs of runs one at a time, in alternating order, and their verdict.
-
-Every run is a child process that runs the unmodified script under one precision with one seed offset. Runs
-never overlap, so that each has the machine to itself; the order is reversed from one seed to the next, so
-that a machine that becomes slower or faster over time favours no precision.
+"""The comparison: paired runs, one child process at a time, in an order that is reversed for each next seed, and their
+verdict. So each run has the machine to itself, and a machine that becomes slower favours no precision.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import numpy as np
 from mezzo.compare.folder import check_ours, forget_run, full, locked, prepare, writing
 from mezzo.compare.judgement import Runs, verdict
 from mezzo.compare.progress import Watcher
-from mezzo.compare.request import BASELINE, TWIN, Request, framework
+from mezzo.compare.request import BASELINE, FRAMEWORKS, TWIN, Request
 from mezzo.compare.runs import FinishedRun, read_run, run_to_end, terminated_like_an_interrupt
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
 from mezzo.core.records import file_name
@@ -32,7 +29,7 @@ _USAGE = 40  # lines: a script that was asked for its --help trains nothing
 
 
 class Planned(NamedTuple):
-    """One run to be done: its name, precision and seed number, and whether it is a one-ulp twin."""
+    """A run to be done: its name, precision and seed number, and whether it is a one-ulp twin."""
 
     name: str
     precision: str
@@ -64,9 +61,7 @@ def compare(
     watcher: Watcher | None = None,
     command: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Run what has not run yet, judge, and write `verdict.json`; the verdict as it was written.
-
-    Finished runs in the folder are kept, so after an interrupt the same call continues where it stopped.
+    """Run what has not run yet, judge, write `verdict.json`, and return it. Finished runs in the folder are kept.
 
     Args:
         request: what is compared.
@@ -81,7 +76,6 @@ def compare(
         UsageError: the folder belongs to another comparison or can't be written, the disk is full, or the metric's
             pattern matches nothing.
         UnsupportedPrecisionError: a candidate that this machine can't run.
-        KeyboardInterrupt: interrupted; the run under way is deleted and those that finished are kept.
     """
     with writing(folder), terminated_like_an_interrupt():
         check_ours(folder)
@@ -90,7 +84,7 @@ def compare(
             with watcher or Watcher() as told:
                 if resumed:
                     told.say(f"{folder}: finished runs are kept")
-                runs = _run_all(request, folder, told, tuple(command or framework(request.framework).launch))
+                runs = _run_all(request, folder, told, tuple(command or FRAMEWORKS[request.framework].launch))
                 found = verdict(request, runs)
                 write_whole(folder / "verdict.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
     return found
@@ -152,7 +146,7 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
             raise UnsupportedPrecisionError(f"{plan.precision} can't run: {refused}")
         if plan.precision == BASELINE:
             # A script of another framework may have failed because of that.
-            why = framework(request.framework).mistaken(run) if "keras" in run.machine else None
+            why = FRAMEWORKS[request.framework].mistaken(run) if "keras" in run.machine else None
             if why is None:
                 how = f"ended with exit status {status}" if status else "ended before its records did"
                 why = f"{how} in FP32, without mixed precision, so there is nothing to compare with. Fix it first"
@@ -164,17 +158,14 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
 
 
 def _refused(run: FinishedRun, status: int) -> str:
-    """Mezzo's own message if it refused the run, else "".
-
-    An exit status that the records do not have is Mezzo's: the script had ended otherwise, or had not begun.
-    """
+    """Mezzo's own message if it refused the run, else "". An exit status that the records lack is Mezzo's."""
     own = run.ended is None or run.ended.status != status or not run.losses
     said = run.said[-1] if status == 2 and own and run.said else ""
     return said.removeprefix("mezzo: ") if said.startswith("mezzo: ") else ""
 
 
 def _check_baseline(request: Request, run: FinishedRun) -> None:
-    its = framework(request.framework)
+    its = FRAMEWORKS[request.framework]
     if mistaken := its.mistaken(run):
         raise ScriptError(f"{request.target} {mistaken}.{_ending(run, _USAGE)}")
     losses = np.array([record.loss for record in run.losses])

@@ -26,11 +26,7 @@ LOCK = ".lock"
 def prepare(folder: Path, request: Request, *, fresh: bool = False) -> bool:
     """Make the folder ready for the request's runs; return whether it holds runs that are kept.
 
-    A folder that holds another comparison is left as it is, unless none of its candidates has run yet.
-
-    Raises:
-        UsageError: the folder holds something else, or a comparison that was declared otherwise.
-        OSError: the folder can't be written.
+    A folder that holds another comparison is an error, unless none of its candidates has run yet.
     """
     declared, path, runs = request.declared(), folder / FILE, folder / "runs"
     if fresh:
@@ -52,14 +48,10 @@ def prepare(folder: Path, request: Request, *, fresh: bool = False) -> bool:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder and let no other process of Mezzo write into it.
+    """Make the folder and let no other process of Mezzo write into it: UsageError if one does.
 
-    The operating system releases the lock when the process ends, also by SIGKILL; what a killed process left half done
-    is deleted. On Windows, and on a file system without flock, nothing is locked.
-
-    Raises:
-        UsageError: another process holds the lock.
-        OSError: the folder can't be written.
+    The operating system releases the lock when the process ends, also by SIGKILL. Windows, and file systems without
+    flock, have no lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if sys.platform == "win32":
@@ -107,11 +99,7 @@ def forget_run(folder: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Report an OSError of a folder that can't be written in one line.
-
-    Raises:
-        UsageError: an OSError was raised.
-    """
+    """Report an OSError of a folder that can't be written as a UsageError."""
     try:
         yield
     except OSError as error:
@@ -131,11 +119,7 @@ def full(folder: Path) -> UsageError:
 
 
 def check_ours(folder: Path, ours: Collection[str] = OURS, mark: str = FILE) -> None:
-    """Check that the folder is new, empty, or ours: it holds nothing but `ours`, or holds `mark`.
-
-    Raises:
-        UsageError: it holds something else, or is a file.
-    """
+    """Raise UsageError unless the folder is new, holds nothing but `ours`, or holds `mark`."""
     if not folder.exists():
         return
     if not folder.is_dir():

@@ -9,7 +9,7 @@ from typing import Any
 
 from mezzo.compare.folder import strict
 from mezzo.compare.measure import Speed, speed
-from mezzo.compare.request import BASELINE, TWIN, Request, framework
+from mezzo.compare.request import BASELINE, FRAMEWORKS, TWIN, Request
 from mezzo.compare.runs import FinishedRun
 from mezzo.core.comparison import Comparison, Parity
 from mezzo.core.policy import policy
@@ -125,7 +125,6 @@ def _candidate(
 
 
 def _quantity(part: Comparison | None) -> dict[str, Any]:
-    """A comparison's fields, each None if there is no comparison."""
     return (
         {**asdict(part), "parity": part.parity.value}
         if part
@@ -134,8 +133,7 @@ def _quantity(part: Comparison | None) -> dict[str, Any]:
 
 
 def _failure(run: FinishedRun) -> str:
-    lines = [line.strip() for line in run.failure().splitlines() if line.strip()]
-    last = lines[-1] if lines else "nothing was printed"
+    last = run.failure().rstrip().rpartition("\n")[2].strip()
     if run.ended is None:
         how = "died without an end"
     else:
@@ -174,7 +172,7 @@ _HOW = {
 def _lacking(
     request: Request, runs: Mapping[int, FinishedRun], memory: float | None, fast: Speed | None
 ) -> list[str]:
-    """Notes on the formats of a candidate's runs that the device does not compute in, given its memory and speed."""
+    """Notes on formats of a candidate's runs that the device does not compute in."""
     notes: dict[str, None] = {}
     for run in runs.values():
         native = run.machine.get("native_formats")
@@ -183,7 +181,7 @@ def _lacking(
         device = str(run.machine.get("device_type", ""))
         here = "this CPU" if device == "cpu" else f"this {device} device"
         for name in sorted(policy(run.started.policy).computed - {"fp32", "auto", *native}):
-            if framework(request.framework).emulates:
+            if FRAMEWORKS[request.framework].emulates:
                 what = f"{name} is emulated on {here}: {_HOW.get(name, _IN_16_BITS)}"
             else:
                 library = run.machine.get("backend") or request.framework
@@ -193,12 +191,7 @@ def _lacking(
 
 
 def saved(memory: float | None, fast: Speed | None) -> str:
-    """What a candidate saves, in words that agree with the figures as they are printed.
-
-    Args:
-        memory: its peak over FP32's; None if it was not measured.
-        fast: its speed; None if it was not measured.
-    """
+    """What a candidate saves, in words that agree with the printed figures: its peak over FP32's, and its speed."""
     less = memory is not None and round(memory, 2) < 1.0
     of_memory = "was not measured"
     if memory is not None:

@@ -1,14 +1,7 @@
 """Step times and the final metric of a run: the speed of two precisions with its interval, the metric from the output.
 
-A step's time is the time between two consecutive updates of the first optimizer (between two losses, if the
-script steps no optimizer that was seen), so it holds everything a training step costs: data, forward,
-backward, update. Warm-up and the steps in which memory or formats were watched are dropped. Medians are
-compared, because a validation pass or a neighbour on the machine makes a few steps long and none short.
-
-The metric is read from the script's output. A number alone does not tell its *direction*: higher is better, unless the
-pattern's own text names a loss, an error or another quantity of which less is better. Nor its *units*: a number that is
-followed by `%`, or above 1.5 in an FP32 run, is in percent, and the default margin is 0.2 points; else it is a
-fraction, and it is 0.002. If less is better the default margin is relative, like the loss's.
+A step's time is the time between two updates of the first optimizer (two losses, if no optimizer was seen). Medians are
+compared, because a validation pass or another process makes a few steps long and none short.
 """
 
 from __future__ import annotations
@@ -38,10 +31,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Speed:
-    """FP32's time over the candidate's (above 1 the candidate is faster) with its 95 % interval.
-
-    `steps` counts the timed steps of both precisions, `pairs` the pairs of runs.
-    """
+    """FP32's time over the candidate's with its 95 % interval; `steps` counts the timed steps of both."""
 
     speedup: float
     interval: tuple[float, float]
@@ -56,12 +46,7 @@ class Speed:
 
 
 def step_times(updates: Sequence[UpdateRecord], losses: Sequence[LossRecord] = ()) -> Floats:
-    """Seconds of each step that may be timed.
-
-    Equals ``[b.at - a.at for a, b in pairwise(updates of optimizer 0)]`` less the first five (or 5 %, if
-    that is more) and less those that begin or end at an observed update: starting and ending the watch costs
-    time too.
-    """
+    """Seconds of each step, without the first five (or 5 %, if more) and those that touch an observed update."""
     first = [update for update in updates if update.optimizer == 0]
     watched = np.zeros(len(losses), dtype=bool)
     at = np.array([loss.at for loss in losses])
@@ -77,14 +62,10 @@ def step_times(updates: Sequence[UpdateRecord], losses: Sequence[LossRecord] = (
 
 
 def speed(pairs: Sequence[tuple[Floats, Floats]], seed: int = 0) -> Speed | None:
-    """The ratio of median step times over the pairs (FP32's times, the candidate's), with a bootstrap interval.
+    """The geometric mean over pairs of ``median(FP32's times) / median(candidate's)``, with a bootstrap interval.
 
-    The ratio is the geometric mean over pairs of ``median(fp32) / median(candidate)``. Pairs are resampled,
-    and within each run blocks of consecutive steps; deviations between pairs are widened by Student's t,
-    since three pairs resampled look more certain than they are. One pair gives the variation of its steps only: it
-    cannot show that the machine was busier during one of the two runs.
-
-    None if no pair has five timed steps on both sides. The same input gives the same interval.
+    Pairs are resampled, and within each run blocks of consecutive steps; deviations between pairs are widened by
+    Student's t, since three pairs resampled look more certain than they are. None if no pair has five timed steps.
     """
     usable = [(a, b) for a, b in pairs if min(len(a), len(b)) >= FEWEST_STEPS and min(a.min(), b.min()) > 0]
     if not usable:
@@ -131,12 +112,12 @@ class Metric:
     """How the metric is found and judged.
 
     Args:
-        pattern: a regular expression with at least one group: the number. The last match in the output counts.
-        better: ``"higher"``, ``"lower"``, or ``"auto"``: by the words in the pattern.
-        margin: the largest acceptable harm in the metric's units; None for the module's default.
+        pattern: a regular expression whose first group is the number. The last match in the output counts.
+        better: ``"higher"``, ``"lower"``, or ``"auto"``: lower if the pattern's text names a loss or an error.
+        margin: the largest acceptable harm in the metric's units; None for the default.
 
     Raises:
-        UsageError: the pattern is not a regular expression or has no group; another word for `better`; a margin <= 0.
+        UsageError: a pattern that is wrong or has no group; a margin <= 0.
     """
 
     pattern: str
@@ -156,24 +137,17 @@ class Metric:
             raise UsageError(
                 f"--metric {self.pattern!r}: no group. Put parentheses around the number, {example}."
             )
-        if self.better not in ("auto", "higher", "lower"):
-            raise UsageError(f"--metric-better {self.better!r}: use one of auto, higher, lower")
         if self.margin is not None and not 0 < self.margin < math.inf:
             raise UsageError(f"--metric-margin {self.margin:g}: give a number above 0, in the metric's units")
 
     @property
     def higher(self) -> bool:
-        """Whether a higher value is better."""
         if self.better == "auto":
             return not any(word in self.pattern.lower() for word in LESS_IS_BETTER)
         return self.better == "higher"
 
     def read(self, text: str) -> tuple[float, bool] | None:
-        """The last match's number, and whether a percent sign follows it; None if nothing matches.
-
-        Raises:
-            UsageError: the group holds something that is not a number.
-        """
+        """The last match's number, and whether a percent sign follows it; None if nothing matches."""
         matches = list(re.finditer(self.pattern, text, re.MULTILINE))
         if not matches:
             return None
@@ -188,7 +162,7 @@ class Metric:
         return value, found.endswith("%") or re.match(r"\s*%", text[matches[-1].end(1) :]) is not None
 
     def margins(self, loss: float, percent: bool) -> Margins:
-        """The margins of a comparison: the loss's share as given, and the metric's."""
+        """The margins of a comparison; the metric's default is 0.2 points, or the loss's share if less is better."""
         if self.margin is not None:
             return Margins(loss, self.margin, self.higher)
         if not self.higher:

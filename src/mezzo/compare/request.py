@@ -1,10 +1,7 @@
 """What is compared, written down before the first run (`comparison.json`), and the frameworks of compared scripts.
 
-A folder belongs to one comparison. What decides the runs (script, arguments, precisions, versions) and what
-decides the verdict (seeds, margin, metric) are declared together, and may not change once a candidate has run:
-a margin chosen after the result means nothing.
-
-`FRAMEWORKS` holds all that differs between frameworks: how a child is started and how its precisions are read.
+What decides the runs and what decides the verdict may not change once a candidate has run: a margin chosen after the
+result means nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import Any
 import mezzo
 from mezzo.compare.measure import Metric
 from mezzo.compare.runs import LAUNCH, FinishedRun
-from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.errors import UsageError
 from mezzo.core.policy import policy
 from mezzo.core.records import file_name
 from mezzo.keras.plan import plan
@@ -41,10 +38,9 @@ class Framework:
 
     Args:
         launch: the command that runs a request's file.
-        read: a precision's name -> its fingerprint (equal for equal precisions), and whether it is FP32. Raises
-            UsageError for a precision that no unmodified script can be run with.
+        read: a precision's name -> its fingerprint (equal for equal precisions), and whether it is FP32.
         packages: those whose versions decide the runs.
-        emulates: whether Mezzo itself emulates a format that the device lacks; else the framework does, in its own way.
+        emulates: whether Mezzo itself emulates a format that the device lacks.
         untrained: the error, after the script's name, if it recorded no loss.
         mistaken: of an FP32 run: why it was not this framework's, and what to do; None if it was.
     """
@@ -115,29 +111,9 @@ FRAMEWORKS = {
 }
 
 
-def framework(name: str) -> Framework:
-    """The framework of that name.
-
-    Raises:
-        UnknownNameError: there is none.
-    """
-    if name not in FRAMEWORKS:
-        raise unknown_name("framework", name, FRAMEWORKS, where="--framework: ")
-    return FRAMEWORKS[name]
-
-
 @dataclass(frozen=True)
 class ScriptRequest:
-    """A script that is run several times.
-
-    Args:
-        target: the script's path, or a module's name if `is_module`.
-        argv: the script's own arguments.
-        is_module: whether `target` is a module's name, as after `python -m`.
-
-    Raises:
-        UsageError: the script is missing.
-    """
+    """A script that is run several times: its path, or a module's name if `is_module`, and its arguments."""
 
     target: str
     argv: tuple[str, ...] = ()
@@ -155,7 +131,7 @@ class ScriptRequest:
 
 @dataclass(frozen=True)
 class Request(ScriptRequest):
-    """A comparison, fully declared.
+    """A comparison, fully declared. A wrong value, or a script that is missing, raises UsageError.
 
     Args:
         precisions: the candidates: presets, policy strings or paths of `.toml` files; see `candidates`.
@@ -164,10 +140,6 @@ class Request(ScriptRequest):
         metric: where the final metric is found; None judges the loss alone.
         demo: the demo's name, if the script is one.
         framework: what the script trains with: a key of `FRAMEWORKS`.
-
-    Raises:
-        UsageError: the script is missing, or a value is out of range.
-        UnknownNameError: no such framework.
     """
 
     precisions: tuple[str, ...] = ("bf16", "fp16")
@@ -181,7 +153,6 @@ class Request(ScriptRequest):
     schema: int = field(default=SCHEMA)
 
     def __post_init__(self) -> None:
-        framework(self.framework)
         if self.seeds < 1:
             raise UsageError(f"--seeds {self.seeds}: give 1 or more (3 or more can prove equivalence)")
         if not 0.0 < self.margin < 1.0:
@@ -189,8 +160,6 @@ class Request(ScriptRequest):
             raise UsageError(
                 f"--margin {self.margin:g}: give a share of the final loss between 0 and 1, {example}"
             )
-        if not self.precisions:
-            raise UsageError("nothing to compare: give at least one precision, such as --precision bf16,fp16")
         super().__post_init__()
         files = [BASELINE, TWIN, *map(file_name, self.precisions)]
         for name in self.precisions:
@@ -203,12 +172,11 @@ class Request(ScriptRequest):
 
     @property
     def how_metric(self) -> Metric | None:
-        """The metric's pattern, direction and margin."""
         return Metric(self.metric, self.metric_better, self.metric_margin) if self.metric else None
 
     def declared(self) -> dict[str, Any]:
         """What is written down: every field, what script and policies contain, and the versions that run."""
-        its = framework(self.framework)
+        its = FRAMEWORKS[self.framework]
         script = "" if self.is_module else hashlib.sha256(script_file(self.target).read_bytes()).hexdigest()
         return {
             **json.loads(json.dumps(asdict(self))),
@@ -220,9 +188,7 @@ class Request(ScriptRequest):
 
 
 def split_precisions(words: Sequence[str]) -> list[str]:
-    """The precisions in the values of `--precision`, in order.
-
-    A word is split at its commas, but a part with an ``=`` belongs to the policy string before it.
+    """The precisions in the values of `--precision`. A part with an ``=`` belongs to the policy string before it.
 
     >>> split_precisions(["fp32,bf16", "bf16,op.softmax=fp32,fp16", "params=fp32,compute=bf16"])
     ['fp32', 'bf16', 'bf16,op.softmax=fp32', 'fp16', 'params=fp32,compute=bf16']
@@ -240,18 +206,14 @@ def split_precisions(words: Sequence[str]) -> list[str]:
 
 
 def candidates(words: Sequence[str], by: str = "pytorch") -> tuple[tuple[str, ...], list[str]]:
-    """The candidates that ``--precision`` names, as the framework `by` reads them, and remarks on those left out.
+    """The candidates that ``--precision`` names, and remarks on those left out: FP32, and what is named twice.
 
-    FP32 is the baseline and always runs, so it is left out; so is whatever is named twice.
-
-    Raises:
-        UsageError: an unknown precision, op, or format (with the nearest right one), what no unmodified script of this
-            framework can be run with, or no candidate left.
+    Raises UsageError for an unknown precision, one that the framework `by` can't run, or if none is left.
     """
     kept: dict[str, str] = {}
     remarks = []
     for name in split_precisions(words):
-        fingerprint, is_fp32 = framework(by).read(name)
+        fingerprint, is_fp32 = FRAMEWORKS[by].read(name)
         if is_fp32:
             remarks.append(f"{name} is the baseline and runs anyway: left out of the candidates.")
         elif fingerprint in kept:
@@ -276,11 +238,7 @@ def differences(declared: dict[str, Any], before: dict[str, Any]) -> list[str]:
 
 
 def read_request(path: Path) -> dict[str, Any]:
-    """The declaration in a `comparison.json`.
-
-    Raises:
-        UsageError: the file is not a declaration.
-    """
+    """The declaration in a `comparison.json`; UsageError if it is not one."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or not {f.name for f in fields(Request)} & set(data):
@@ -293,11 +251,7 @@ def read_request(path: Path) -> dict[str, Any]:
 
 
 def script_file(target: str) -> Path:
-    """The file that runs: the script itself, or the `__main__.py` of a directory.
-
-    Raises:
-        UsageError: there is no such file, or it can't be read; or it is a pipe, which can't be run again.
-    """
+    """The file that runs: the script itself, or the `__main__.py` of a directory."""
     file = Path(locate(target, is_module=False).file)
     if not file.is_file():
         raise UsageError(

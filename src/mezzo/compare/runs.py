@@ -1,7 +1,7 @@
 """One training run in a child process: started, watched, ended with this one; and what it left, read back.
 
-A child writes into a folder that no other attempt shares. Its files get their final names after it has ended, so a
-process that outlives its parent cannot write into the files of a later run.
+A child writes into a folder of its own. Its files get their final names after it has ended, so a process that outlives
+its parent cannot write into the files of a later run.
 """
 
 from __future__ import annotations
@@ -42,35 +42,13 @@ ATTEMPT = ".attempt-"
 _GUARD = "import os, sys\nif not sys.stdin.buffer.read(1): os.killpg(int(sys.argv[1]), 9)"
 
 
-@contextlib.contextmanager
-def attempt(request: RunRequest) -> Iterator[RunRequest]:
-    """The request with its records in a new folder. On exit records and log move to their final place."""
-    assert request.records is not None
-    final = request.records
-    place = Path(tempfile.mkdtemp(prefix=ATTEMPT, dir=final.parent))
-    records = place / final.name
-    try:
-        yield replace(request, records=records)
-    finally:
-        for suffix in (".log", ".jsonl"):  # records with an end make a finished run, so they come last
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(records.with_suffix(suffix), final.with_suffix(suffix))
-        shutil.rmtree(place, ignore_errors=True)
-
-
 def run_child(
     command: Sequence[str], request: RunRequest, on_steps: Callable[[int], None] = lambda _: None
 ) -> int:
-    """Run ``command REQUEST.json`` to its end and return its exit status (negative: killed by that signal).
+    """Run ``command REQUEST.json`` to its end; return its exit status (negative: killed by that signal).
 
-    The request's file and the log, which holds both output streams, are next to the request's records.
-
-    The child has its own session, so that an interrupt ends every worker it started too: it gets SIGTERM, and SIGKILL
-    after five seconds. If this process is killed, a guard process kills the session. While the child runs, `on_steps`
-    receives the number of steps in the records.
-
-    Raises:
-        OSError: a file can't be written, or the command can't be started.
+    The child has its own session: an interrupt ends it and its workers by SIGTERM, and by SIGKILL after five seconds.
+    If this process is killed, a guard process kills the session. `on_steps` receives the number of steps so far.
     """
     assert request.records is not None
     asked = request.records.with_suffix(".request.json")
@@ -147,11 +125,7 @@ def terminated_like_an_interrupt() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread
-        yield
-        return
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
@@ -183,12 +157,10 @@ class FinishedRun:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the script ran to its end with exit status 0."""
         return self.ended is not None and self.ended.status == 0
 
     @cached_property
     def output(self) -> str:
-        """What the script printed, both streams in order; empty if there is no log."""
         try:
             return self.log.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
@@ -204,7 +176,6 @@ class FinishedRun:
         return metric.read(self.output) if metric else None
 
     def result(self, metric: Metric | None = None) -> RunResult:
-        """The input of a verdict."""
         found = self.metric(metric)
         return RunResult(
             losses=np.array([record.loss for record in self.losses], dtype=np.float64),
@@ -215,12 +186,10 @@ class FinishedRun:
         )
 
     def times(self) -> Floats:
-        """Seconds of each step that may be timed."""
         return step_times(self.updates, self.losses)
 
     @property
     def machine(self) -> dict[str, Any]:
-        """The machine as the run recorded it."""
         return self.started.machine if self.started else {}
 
     @property
@@ -256,13 +225,20 @@ def read_run(runs: Path, name: str) -> FinishedRun:
 def run_to_end(command: Sequence[str], request: RunRequest, told: Watcher) -> tuple[FinishedRun, int]:
     """Run a request in a child process and show its progress; return what it left, and its exit status."""
     assert request.records is not None
+    final = request.records
+    place = Path(tempfile.mkdtemp(prefix=ATTEMPT, dir=final.parent))
+    here = replace(request, records=place / final.name)
     try:
-        with attempt(request) as here:
-            status = run_child(command, here, told.steps)
+        status = run_child(command, here, told.steps)
     except BaseException:
         told.end("stopped")
         raise
-    run = read_run(request.records.parent, request.records.stem)
+    finally:
+        for suffix in (".log", ".jsonl"):  # records with an end make a finished run, so they come last
+            with contextlib.suppress(FileNotFoundError):
+                os.replace((place / final.name).with_suffix(suffix), final.with_suffix(suffix))
+        shutil.rmtree(place, ignore_errors=True)
+    run = read_run(final.parent, final.stem)
     failed = f"killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
     told.end(f"{run.steps} steps" if run.succeeded else failed)
     return run, status

@@ -1,14 +1,14 @@
-"""One quantity, FP32's against a candidate's, over the pairs of runs: the numbers, and their word."""
+"""A run's losses as a curve; and one quantity, FP32's against a candidate's, over the pairs, with its word."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
-from mezzo.core.curve import Floats
-from mezzo.core.equivalence import far_outside, paired_interval, planned, root_mean_square
+from mezzo.core.equivalence import Floats, far_outside, paired_interval, planned, root_mean_square
 
 FEWEST_FOR_TOST = 3
 NOISE_WIDTH = 2.0
@@ -19,6 +19,42 @@ COARSE = 25.0
 """A harm of this many margins that can't be excluded is too coarse to call anything consistent."""
 COARSE_SHARE = 0.05
 """... unless, for the loss, it is under this share of what FP32 learned."""
+WINDOWS = 10
+LEAST = 5
+
+
+def final_count(count: int) -> int:
+    """How many of `count` losses the final loss is the mean of."""
+    return min(count, max(LEAST, -(-count // WINDOWS)))
+
+
+def final_loss(losses: Sequence[float] | Floats) -> float:
+    """The mean of the last tenth of the losses, of at least five; NaN if one is, or there is none."""
+    return _mean(losses[-final_count(len(losses)) :])
+
+
+def tail_loss(losses: Sequence[float] | Floats) -> float:
+    """The mean of the last fiftieth, of at least five: it shows a run that diverges at the very end."""
+    return _mean(losses[-max(LEAST, len(losses) // 50) :])
+
+
+def start_loss(losses: Sequence[float] | Floats) -> float:
+    """The mean of the first fiftieth of the losses, of at least three."""
+    return _mean(losses[: max(3, len(losses) // 50)])
+
+
+def window_losses(losses: Sequence[float] | Floats) -> Floats:
+    """The means of ten windows of (nearly) equal length, in order; fewer windows for under fifty losses.
+
+    NaN for a window that holds a NaN.
+    """
+    values = np.asarray(losses, dtype=np.float64)
+    count = max(1, min(WINDOWS, len(values) // LEAST))
+    return np.asarray([_mean(part) for part in np.array_split(values, count)], dtype=np.float64)
+
+
+def _mean(values: Sequence[float] | Floats) -> float:
+    return float(np.asarray(values, dtype=np.float64).mean()) if len(values) else float("nan")
 
 
 class Parity(str, Enum):
@@ -69,20 +105,11 @@ def compare(
     twin_gaps: list[float],
     coarse: float,
 ) -> Comparison:
-    """Judge one quantity.
+    """Judge one quantity, of which `worse` is +1 if a higher value is worse, else -1.
 
-    With three or more pairs harm is established if the whole 90 % interval is worse than the margin. The spread between
-    seeds is no excuse: pairing has removed it. The twin is a second estimate of the noise, for pairs that agree by
-    chance: a mean harm within it is inconclusive.
-
-    Args:
-        quantity: its name, for the sentence.
-        baseline: FP32's values, one a pair.
-        candidate: the candidate's, in the same order.
-        worse: +1 where a higher value is worse, -1 where a lower one is.
-        margin: the largest acceptable harm, in the quantity's units, > 0.
-        twin_gaps: what FP32 does to itself when its initial weights move by one ulp; may be empty.
-        coarse: a harm this large that can't be excluded makes the comparison inconclusive.
+    With three or more pairs harm is established if the whole 90 % interval is worse than the margin; the spread between
+    seeds is no excuse, since pairing has removed it. A mean harm within what one ulp does to FP32 (`twin_gaps`) is
+    inconclusive, and so is a harm of `coarse` that can't be excluded.
     """
     d = candidate - baseline
     n = len(d)
@@ -143,7 +170,7 @@ def compare(
 
 
 def sentence(part: Comparison, plan: bool = True) -> str:
-    """The comparison in words: values, gap, interval, margin, finding, and with `plan` the pairs it would take."""
+    """The comparison in words; with `plan` also the pairs that a proof would take."""
     name = part.quantity[0].upper() + part.quantity[1:]
     values = f"{name} {part.candidate:.5g} against FP32's {part.baseline:.5g}"
     where = f", 90 % interval {part.interval[0]:+.3g} to {part.interval[1]:+.3g}" if part.interval else ""

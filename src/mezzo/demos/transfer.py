@@ -1,11 +1,8 @@
 """Transfer learning: a convolutional network learns the digits 0 to 4, then 5 to 9 from two labelled images of each.
 
-An ordinary FP32 training script for Keras 3, on any of its backends, in the three steps of every fine-tuning:
-train a base where there is plenty of data; freeze it and train a new head; thaw its last stage and go on with a
-small learning rate. Batch normalisation stays frozen when its stage is thawed, and so keeps the statistics that it
-has: with trainable = False it runs in inference mode. The images are scikit-learn's, real ones of 8 x 8, shown
-larger so that three stages have something to pool; label smoothing keeps the loss from reaching zero, where a
-relative difference of two losses would mean nothing.
+An ordinary FP32 training script for Keras 3: train a base; freeze it and train a new head; thaw its last stage and go
+on with a small learning rate. Batch normalisation stays frozen, and so keeps its statistics. Label smoothing keeps the
+loss from zero, where a relative difference of two losses would mean nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +20,9 @@ SHIFTS = [(down, right) for down in (-1, 0, 1) for right in (-1, 0, 1)]
 
 
 def load(size: int, shots: int) -> tuple[Any, ...]:
-    """Images [N, size, size, 1] with one-hot labels [N, 5], as four pairs: two of the digits 0 to 4, two of 5 to 9.
+    """Images [N, size, size, 1] and one-hot labels [N, 5]: of the digits 0 to 4 to train on and to test, and of 5 to 9.
 
-    Of 0 to 4: 720 to train on, 180 to test. Of 5 to 9: `shots` of each digit, each also moved by a pixel in eight
-    directions, and 720 others to test.
+    Of 5 to 9 there are `shots` of each digit to train on, each also moved by a pixel in eight directions.
     """
     digits = load_digits()
     images = zoom(digits.images, (1, size // 8, size // 8), order=1)[..., None].astype("float32")
@@ -103,12 +99,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--pretrain-epochs", type=int, default=3, help="passes over 0 to 4; 0: none")
-    parser.add_argument(
-        "--epochs",
-        type=int,
-        default=10,
-        help="passes for the head, and again for the fine-tuning",
-    )
+    parser.add_argument("--epochs", type=int, default=10, help="passes for the head, and again to fine-tune")
     parser.add_argument("--batch-size", type=int, default=45, help="images a step")
     parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
     parser.add_argument("--image-size", type=int, default=24, help="side of the images, a multiple of 8")
@@ -116,9 +107,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and order")
     arguments = parser.parse_args()
     if arguments.image_size < 8 or arguments.image_size % 8:
-        parser.error(
-            f"--image-size {arguments.image_size}: a multiple of 8 is asked for, such as 16, 24 or 32"
-        )
+        parser.error(f"--image-size {arguments.image_size}: give a multiple of 8, such as 16, 24 or 32")
     if not 1 <= arguments.shots <= 30:
         parser.error(f"--shots {arguments.shots}: 1 to 30, so that 720 images are left to test")
 

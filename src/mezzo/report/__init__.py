@@ -7,16 +7,10 @@ from pathlib import Path
 
 from mezzo.core.errors import UsageError
 from mezzo.core.whole_file import write_whole
-from mezzo.report.comparison import read
 from mezzo.report.page import render, render_runs
-from mezzo.report.run import read_run
+from mezzo.report.run import read, read_run
 
 __all__ = ["build", "build_any", "build_run"]
-
-_WRITERS = (
-    "`mezzo run --watch SCRIPT`, `mezzo run --records FILE SCRIPT`, MixedPrecision(records=RecordWriter(FILE)) and "
-    "mezzo.keras.PrecisionMonitor write them"
-)
 
 
 def build(directory: str | os.PathLike[str]) -> Path:
@@ -29,7 +23,7 @@ def build(directory: str | os.PathLike[str]) -> Path:
         UsageError: there is no `verdict.json` in the folder, or this version cannot read it.
         OSError: the file cannot be written (a full disk); nothing is left behind.
     """
-    folder = _named(directory)
+    folder = Path(directory)
     return write_whole(folder / "report.html", render(read(folder)))
 
 
@@ -41,38 +35,28 @@ def build_run(records: str | os.PathLike[str]) -> Path:
             file, whose page is ``NAME.html`` in the same folder.
 
     Raises:
-        UsageError: there are no records, or no line in them is one.
+        UsageError: there are no records.
         OSError: they cannot be read, or the page cannot be written (a full disk); nothing is left behind.
     """
-    place = _named(records)
+    place = Path(records)
     if place.is_dir():
         target, name = place / "report.html", place.resolve().name
         files = sorted((place / "runs").glob("*.jsonl")) or sorted(place.glob("*.jsonl"))
     else:
         target, name = place.with_suffix(".html"), place.stem
         files = [place] if place.is_file() else []
-    if not files:
-        expected = "A report is made from a folder with runs/*.jsonl, or from a .jsonl file"
-        raise UsageError(f"{place}: no run records. {expected}: {_WRITERS}.")
     runs = [read_run(file) for file in files]
     if not any(run.records for run in runs):
         for file in files:  # a file that cannot be read may hold records
             file.open("rb").close()
         raise UsageError(
-            f"{place}: holds no run record. Name the folder or the .jsonl file with the records: {_WRITERS}."
+            f"{place}: holds no run record. A report is made from a folder with runs/*.jsonl, or from a .jsonl file, "
+            "which `mezzo run --watch SCRIPT`, `mezzo run --records FILE SCRIPT`, "
+            "MixedPrecision(records=RecordWriter(FILE)) and mezzo.keras.PrecisionMonitor write."
         )
     return write_whole(target, render_runs(runs, name))
 
 
 def build_any(place: str | os.PathLike[str]) -> Path:
     """`build` for a folder that holds a `verdict.json`, else `build_run`; raises as they do."""
-    return build(place) if (_named(place) / "verdict.json").exists() else build_run(place)
-
-
-def _named(place: str | os.PathLike[str]) -> Path:
-    # An empty name would mean the current folder: usually a shell variable that was not set.
-    if not os.fspath(place):
-        raise UsageError(
-            '"": no folder or file is named. Name one with run records, "." for the current folder.'
-        )
-    return Path(place)
+    return build(place) if (Path(place) / "verdict.json").exists() else build_run(place)

@@ -1,8 +1,7 @@
-"""Charts as SVG: axes, curves with bands, marks, bars, dots, gauges. `charts.html` frames them.
+"""Charts as SVG, from arrays: axes, curves, bars, gauges. `charts.html` frames them.
 
-A chart is an SVG as wide as the page allows, and its text keeps its size. Curves lie in an inner drawing of 1000 by
-1000 units that is stretched to the frame; labels, marks and grid lines are placed by percentages in the outer one,
-which is not stretched. So one drawing is readable at 340 pixels, at 1200 and on paper, without a script.
+Curves lie in an inner drawing of 1000 by 1000 units that is stretched to the frame; labels and marks are placed by
+percentages in the outer one, so text keeps its size at any width and on paper, without a script.
 """
 
 from __future__ import annotations
@@ -73,12 +72,9 @@ class Axis:
 
 
 def axis_over(parts: Iterable[Array], *, log: bool | None = None, about_zero: bool = False) -> Axis:
-    """The axis that shows every finite value of ``parts``, with a little room.
+    """The axis that shows every finite value of ``parts``, with a little room, and zero if ``about_zero``.
 
-    Args:
-        parts: the values to show.
-        log: whether it is logarithmic; None: if all are positive and span a ratio of `LOG_FROM`.
-        about_zero: whether zero must be on it.
+    It is logarithmic by ``log``; None: if all values are positive and span a ratio of `LOG_FROM`.
     """
     values = np.concatenate([np.ravel(part) for part in parts] or [np.zeros(0)])
     values = values[np.isfinite(values)]
@@ -117,17 +113,14 @@ def box(
 
 
 def across(y: str | int, style: str, start: str | int = 0, stop: str = "100%") -> Markup:
-    """A horizontal line, by default from edge to edge."""
     return shape("line", style, x1=start, x2=stop, y1=y, y2=y)
 
 
 def down(x: str, style: str, title: str = "", top: str | int = 0, bottom: str | int = "100%") -> Markup:
-    """A vertical line, by default from edge to edge."""
     return shape("line", style, title, x1=x, x2=x, y1=top, y2=bottom)
 
 
 def text(label: str, x: str | int, y: str | int, style: str = "label middle", dy: str = "0") -> Markup:
-    """A label."""
     return shape("text", style, label, x=x, y=y, dy=dy)
 
 
@@ -151,8 +144,8 @@ class Table(NamedTuple):
 class Chart:
     """Curves in a frame: add bands, lines and marks; the template draws what was added.
 
-    ``described`` is for a reader who cannot see it; ``unit`` stands below the heading; with ``powers`` a height is an
-    exponent of two; ``height`` is a class of style.css, ``tall`` or ``low``.
+    ``described`` is for a reader who cannot see it; with ``powers`` a height is an exponent of two; ``height`` is a
+    class of style.css, ``tall`` or ``low``.
     """
 
     title: str
@@ -186,7 +179,7 @@ class Chart:
     def line(
         self, y: Array, series: str, name: str = "", style: str = "line", x: Array | None = None
     ) -> None:
-        """Draw a curve, thinned unless ``x`` is given; a gap stays a gap, a value alone between gaps is a dot."""
+        """Draw a curve, thinned unless ``x`` is given; a gap stays a gap, a value between gaps is a dot."""
         if x is None:
             x, y = thin(y)
         paths = []
@@ -207,7 +200,6 @@ class Chart:
         self.keys.append((series, "band", name))
 
     def rule(self, height: float, style: str) -> None:
-        """A horizontal line at one height, if the axis reaches it."""
         if 0 <= self.y.place(height) <= 1:
             self.outer.append(across(self.y.at(height, up=True), style))
 
@@ -218,7 +210,6 @@ class Chart:
         self.outer.append(placed(self.x.at(x), 0, target + mark))
 
     def tick(self, x: float, series: str, label: str) -> None:
-        """A vertical stroke through the whole frame at one x."""
         self.outer.append(down(self.x.at(x), f"tick {series}", label))
 
     def read(self, x: Sequence[int], columns: Sequence[tuple[str, Sequence[float]]]) -> None:
@@ -232,7 +223,6 @@ class Chart:
 
     @property
     def grid(self) -> list[Markup]:
-        """Lines and labels behind the curves."""
         parts = []
         for value in (one for one in self.y.ticks(5) if not self.powers or one == round(one)):
             y = self.y.at(value, up=True)
@@ -286,10 +276,7 @@ def bars(title: str, unit: str, rows: Sequence[Row], reference: float) -> dict[s
 def gauge(
     value: float | None, margin: float | None, interval: tuple[float, float] | None, series: str
 ) -> tuple[str, list[Markup]] | None:
-    """A gap from FP32, its interval and the margin on one line, described and drawn; all in one unit.
-
-    None without a gap and a margin above 0.
-    """
+    """A gap, its interval and the margin on one line, described and drawn; None without gap or margin."""
     if value is None or not margin or margin < 0:
         return None
     reach = max([abs(value)] + [abs(edge) for edge in interval or ()]) / margin

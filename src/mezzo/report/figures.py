@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mezzo.core.curve import final_count
-from mezzo.core.overflow import CAUSES, OverflowReport
+from mezzo.core.comparison import final_count
+from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import UpdateRecord
 from mezzo.report import numbers
 from mezzo.report.charts import Axis, Chart, Key, Row, Table, axis_over, bars
-from mezzo.report.comparison import Comparison
 from mezzo.report.numbers import counted, finite, listed, ratio, scale_text, significant
-from mezzo.report.run import Run
+from mezzo.report.run import Comparison, Run
 from mezzo.report.series import Array, align, band, sample, smooth, window_for
 
 CUT = 5.0  # the frame of a loss that explodes ends so many of FP32's falls above its top
@@ -35,10 +34,7 @@ Group = tuple[str, str, list[Run]]  # a precision's name, its colour, and its ru
 
 
 def loss(title: str, groups: Sequence[Group]) -> Chart | None:
-    """Training losses, each group with its band over seeds; None if the last group recorded none.
-
-    Of two groups, the first is the baseline.
-    """
+    """Training losses with a band over seeds, FP32's first if there are two groups; None if the last recorded none."""
     rows = [align([run.losses for run in runs if len(run.losses)]) for _, _, runs in groups]
     if not rows[-1].size:
         return None
@@ -123,10 +119,7 @@ def _faults(chart: Chart, name: str, series: str, runs: Sequence[Run], alone: bo
 
 
 def difference(comparison: Comparison, candidate: str, series: str, margin: float | None) -> Chart | None:
-    """A candidate's loss minus FP32's of the same seed, with the margin (in the loss's own unit) and twins' noise.
-
-    None if no seed has both runs.
-    """
+    """A candidate's loss minus FP32's of the same seed, with margin and twins' noise; None if no seed has both."""
     runs = comparison.of(candidate)
     rows, twins = _paired(comparison, runs), _paired(comparison, comparison.twins)
     if not rows.size:
@@ -199,10 +192,7 @@ def _difference_axis(parts: Sequence[Array], margin: float | None, base: Array) 
 
 
 class Track(NamedTuple):
-    """The updates of one optimizer of a run; ``who`` is "" if it is the only one.
-
-    ``skipped`` holds the skipped updates with their overflow report, if there is one.
-    """
+    """The updates of one optimizer of a run; ``who`` is "" if it is the only one."""
 
     who: str
     updates: list[UpdateRecord]
@@ -210,10 +200,7 @@ class Track(NamedTuple):
 
 
 def loss_scale(runs: Sequence[Run], series: str, name: str) -> Chart | None:
-    """The loss scale over the updates of one precision's runs: skipped ones marked, alarms with their culprit.
-
-    None if no update was scaled and none was skipped.
-    """
+    """The loss scale over a precision's updates, skipped ones marked; None if none was scaled or skipped."""
     tracks = [track for run in runs for track in _tracks(run, alone=len(runs) == 1)]
     updates = [update for track in tracks for update in track.updates]
     if not any(update.skipped or update.loss_scale != 1.0 for update in updates):
@@ -242,7 +229,7 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Chart | None:
             place = update.index
             kind, why = "skip", update.reason
             if finding is not None:
-                kind, why = ("alarm", told_of(finding)) if finding.alarms else ("probe", runs[0].too_high)
+                kind, why = ("alarm", str(finding)) if finding.alarms else ("probe", runs[0].too_high)
             why = f": {why}" if why else ""
             drawn.add(kind)
             chart.tick(place, kind, f"{label}update {place:,.0f} skipped{why}")
@@ -250,13 +237,6 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Chart | None:
                 chart.cross(place, "alarm", f"{label}update {place:,.0f}{why}")
     chart.keys += [key for key in MARKS if key[0] in drawn]
     return chart
-
-
-def told_of(finding: OverflowReport) -> str:
-    """An overflow report in a sentence, also one whose cause only a newer version knows."""
-    if finding.cause in CAUSES:
-        return str(finding)
-    return f"{finding.direction} of {finding.op} in {finding.module}: {finding.cause}"
 
 
 def _tracks(run: Run, *, alone: bool) -> list[Track]:
@@ -331,7 +311,6 @@ def _strokes(track: Track) -> list[tuple[UpdateRecord, OverflowReport | None]]:
 
 
 def speed(comparison: Comparison, colours: Mapping[str, str]) -> dict[str, Any] | None:
-    """Speed of a training step relative to FP32, with the interval; None if no candidate has one."""
     rows = [Row("FP32", "s0", "1.00×", 1.0)]
     for name, values in comparison.candidates.items():
         found, interval = finite(values.get("speedup")), numbers.pair(values.get("speedup_interval"))
@@ -344,7 +323,6 @@ def speed(comparison: Comparison, colours: Mapping[str, str]) -> dict[str, Any] 
 
 
 def memory(comparison: Comparison, colours: Mapping[str, str]) -> dict[str, Any] | None:
-    """Peak memory of a training step; None if no run recorded it."""
     peaks = {name: comparison.peak(name) for name in (comparison.baseline, *colours)}
     base = peaks[comparison.baseline]
     if base is None or not any(peaks[name] for name in colours):
@@ -359,7 +337,6 @@ def memory(comparison: Comparison, colours: Mapping[str, str]) -> dict[str, Any]
 
 
 def metric(comparison: Comparison) -> Table | None:
-    """The final metric of each seed and its mean; None if no metric was found in what the script printed."""
     found = {name: comparison.metrics(name) for name in (comparison.baseline, *comparison.candidates)}
     seeds = sorted({seed for values in found.values() for seed in values})
     rows = []

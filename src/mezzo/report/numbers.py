@@ -1,6 +1,5 @@
-"""Numbers and words as the page prints them: one format for each quantity, and the same words for a missing number.
-
-Each function takes what `verdict.json` may hold (a number, None, or a string such as ``"nan"``) and returns text.
+"""Numbers and words as the page prints them, from what `verdict.json` may hold: a number, None, or a string such as
+``"nan"``.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def printable(text: str) -> str:
-    """The text, with each character that a browser would drop, obey or refuse shown as its code.
-
-    >>> printable("a\\x00b\\u202e")
-    'a\\\\x00b\\\\u202e'
-    """
+    """The text, with each character that a browser would drop, obey or refuse shown as its code."""
 
     def code(match: re.Match[str]) -> str:
         number = ord(match.group())
@@ -45,7 +40,6 @@ def number(value: object) -> float | None:
 
 
 def finite(value: object) -> float | None:
-    """The value as a float if it is a finite number, else None."""
     found = number(value)
     return found if found is not None and math.isfinite(found) else None
 
@@ -59,7 +53,7 @@ def pair(value: object) -> tuple[float, float] | None:
 
 
 def significant(value: object, digits: int = 4) -> str:
-    """To so many significant digits, with a true minus sign: losses and metrics (``−2.500e-07``, ``12,346``)."""
+    """To so many significant digits, with a true minus sign (``−2.500e-07``, ``12,346``)."""
     found = number(value)
     if found is None:
         return MISSING
@@ -78,19 +72,17 @@ def significant(value: object, digits: int = 4) -> str:
 
 
 def signed(value: object, digits: int = 3) -> str:
-    """As `significant`, with the sign always written: gaps."""
     found = number(value)
     return ("+" if found is not None and found > 0 else "") + significant(found, digits)
 
 
 def ratio(value: object) -> str:
-    """A ratio to two places and a times sign: ``1.62×``."""
     found = finite(value)
     return MISSING if found is None else f"{found:,.2f}×"
 
 
 def percent(value: object, digits: int = 2) -> str:
-    """A share as a percentage, to so many significant digits, or to whole percents with 0; it does not break."""
+    """A share as a percentage, to so many significant digits, or to whole percents with 0."""
     found = finite(value)
     if found is None:
         return MISSING
@@ -112,13 +104,11 @@ def share_text(share: float) -> str:
 
 
 def count(value: object) -> str:
-    """A whole number with thousands marked."""
     found = finite(value)
     return MISSING if found is None else f"{round(found):,}"
 
 
 def counted(how_many: int, noun: str, plural: str = "") -> str:
-    """A count with its noun: ``1 seed``, ``3 seeds``."""
     return f"{how_many:,} {noun if how_many == 1 else plural or noun + 's'}"
 
 
@@ -128,7 +118,6 @@ def listed(numbers: list[int], most: int) -> str:
 
 
 def size(value: object) -> str:
-    """Bytes in decimal units (1 MB is 10^6 bytes), three significant digits: ``422 MB``, ``512 B``."""
     found = finite(value)
     return MISSING if found is None else written_bytes(round(found))
 
@@ -146,7 +135,6 @@ def seconds(value: object) -> str:
 
 
 def power_of_two(exponent: float) -> str:
-    """Two to a whole power, in superscript: ``2⁻³``."""
     return "2" + str(round(exponent)).translate(_SUPERSCRIPT)
 
 

@@ -1,8 +1,7 @@
 """The page as a file: what the templates are given, and how they escape it.
 
-Names, arguments, reasons and logs come from code that Mezzo did not write. The templates escape every value, and
-`_shown` makes control characters visible. A content policy in the head forbids every request and every script but the
-one shipped here, named by its hash: text that was not escaped would still do nothing.
+Names, arguments, reasons and logs come from code that Mezzo did not write. The templates escape every value, and a
+content policy in the head forbids every request and every script but the one shipped here, named by its hash.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from markupsafe import Markup, escape
 from mezzo.core.remedies import of_constant_scale
 from mezzo.core.version import VERSION
 from mezzo.report import charts, figures, numbers, range_figures
-from mezzo.report.comparison import Comparison, command_line
 from mezzo.report.numbers import counted, finite, printable, size
-from mezzo.report.run import Run
+from mezzo.report.run import Comparison, Run, command_line
 
 COLOURS = ("s1", "s2", "s3", "s4", "s5", "s6")
 """Classes that style.css colours; a seventh candidate shares the first one's colour and keeps its name."""
@@ -133,32 +131,23 @@ def _shown(value: Any) -> Any:
 
 
 def _json(value: Any) -> str:
-    """For an attribute that the script reads: escaped as any text is."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def _prose(text: str) -> Markup:
-    """A sentence whose parts in backquotes are code.
-
-    >>> str(_prose("`bf16`, or a < `b`"))
-    '<code>bf16</code>, or a &lt; <code>b</code>'
-    """
+    """A sentence whose parts in backquotes are code."""
     parts = [escape(printable(part)) for part in re.split(r"`([^`\n]+)`", text)]
     parts[1::2] = [Markup("<code>{}</code>").format(part) for part in parts[1::2]]
     return Markup("").join(parts)
 
 
 def _parity(values: Mapping[str, Any]) -> str:
-    """The parity word as recorded; ``no verdict`` if there is none."""
     word = values.get("parity")
     return word if isinstance(word, str) and word else "no verdict"
 
 
 def _findings(runs: Sequence[Run]) -> dict[str, Any] | None:
-    """What made steps fail: a group for each place in the model, alarms first; None if no step was traced.
-
-    The finding shown for a group is its first: later ones may be its consequence.
-    """
+    """What made steps fail: a group for each place in the model, with its first finding; None if none was traced."""
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
     by_scale: Counter[tuple[str, bool]] = Counter()
     for run in runs:
@@ -195,7 +184,6 @@ def _ops(groups: Iterable[tuple[str, Sequence[Run]]]) -> list[dict[str, Any]]:
 
 
 def _noted(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Each note of the runs, and the names of those that made it."""
     told: dict[str, list[str]] = {}
     for run in runs:
         for note in run.ended.notes if run.ended else []:

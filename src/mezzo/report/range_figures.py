@@ -1,8 +1,4 @@
-"""The numbers of a watched run as figures: exponents by kind of tensor, shares lost, updates over weights.
-
-The script picks one tensor out of all and moves gradients by another loss scale. Without it the figures show all
-tensors, gradients at the loss scale of the run's last update.
-"""
+"""The numbers of a watched run as figures: exponents by kind of tensor, shares lost, updates over weights."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from numpy.typing import NDArray
 
 from mezzo.core.ranges import GRADIENTS, WHAT, Histogram, Shares, shift_of
 from mezzo.report.charts import UNITS, Axis, Table, across, box, down, shape, text
-from mezzo.report.numbers import count, counted, power_of_two, printable, share_text, significant
+from mezzo.report.numbers import count, counted, power_of_two, share_text, significant
 from mezzo.report.ranges import FORMATS, LIMITS, RATIO, Ranges, Track, together
 from mezzo.report.run import Run
 from mezzo.report.series import Array
@@ -43,7 +39,6 @@ _STRIP = 17
 
 
 def range_figures(run: Run) -> dict[str, Any]:
-    """All figures of one watched run, for the template."""
     seen = run.ranges
     # An update that was not watched may have changed the scale since.
     scales = [update.loss_scale for update in run.updates] or seen.scales
@@ -72,10 +67,7 @@ def _format(seen: Ranges, what: str) -> str:
 
 
 def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> dict[str, Any]:
-    """How often each exponent occurs in a kind of tensor (of `WHAT`), over strips that show what each format can hold.
-
-    The table is sorted by what ``format`` loses; gradients are drawn at a loss scale of ``2**shift``.
-    """
+    """How often each exponent occurs in a kind of tensor; gradients are drawn at a loss scale of ``2**shift``."""
     moves = what in GRADIENTS
     shift = shift if moves else 0
     total = together(tracks)
@@ -87,9 +79,8 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
         shares = track.total.shares(format, shift)
         return (shares.underflow + shares.overflow if shares else 0.0) + bool(broken(track.total))
 
-    worst = sorted(tracks, key=gone, reverse=True)[:LISTED]
     rows = []
-    for track in worst:
+    for track in sorted(tracks, key=gone, reverse=True)[:LISTED]:
         lost, bad = _cells(track.total.shares(format, shift)), broken(track.total)
         numbers = [lost[0], lost[3], significant(track.total.largest, 3), count(bad)]
         rows.append((track.label, numbers, bool(bad)))
@@ -111,19 +102,18 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
         ),
         "tensors": Table(("Tensor", f"to zero in {format}", "overflow", "largest", "not finite"), rows),
         "of": len(tracks),
-        "data": {
+        "data": moves
+        and {
             "low": axis.low,
             "high": axis.high,
-            "moves": moves,
-            "limits": {name: [one.zero, one.normal, one.overflow] for name, one in LIMITS.items()},
-            "names": [printable(track.label) for track in worst],
-            "rows": [_plain(one) for one in (total, *(track.total for track in worst))],
+            "lowest": total.lowest,
+            "counts": total.counts,
+            "limits": LIMITS,
         },
     }
 
 
 def broken(histogram: Histogram) -> int:
-    """How many numbers are infinite or NaN."""
     return histogram.infinities + histogram.nans
 
 
@@ -139,12 +129,6 @@ def _bins(histogram: Histogram, axis: Axis, shift: int) -> list[int]:
     for exponent, number in enumerate(histogram.counts, histogram.lowest + shift - int(axis.low)):
         found[min(len(found) - 1, max(0, exponent))] += number
     return found
-
-
-def _plain(histogram: Histogram) -> list[float]:
-    """A histogram for the script: lowest exponent, zeros, infinities and NaNs, largest, and the counts."""
-    largest = float(f"{histogram.largest:.4g}")
-    return [histogram.lowest, histogram.zeros, broken(histogram), largest, *histogram.counts]
 
 
 def _grid(axis: Axis) -> list[Markup]:
@@ -174,11 +158,7 @@ def _strips(axis: Axis) -> list[Markup]:
 
 
 def bar_path(bins: Sequence[int]) -> str:
-    """One path for all bars of a histogram, in `UNITS`: a bar's height is the logarithm of its share.
-
-    >>> bar_path([0, 1])
-    'M500 1000V0H1000V1000Z'
-    """
+    """One path for all bars of a histogram, in `UNITS`: a bar's height is the logarithm of its share."""
     total, width = sum(bins), UNITS / max(1, len(bins))
     parts = []
     for place, number in enumerate(bins):
@@ -190,7 +170,6 @@ def bar_path(bins: Sequence[int]) -> str:
 
 
 def _height(share: float) -> float:
-    """Between 0 and 1: the logarithm of a share, over `DECADES`."""
     return max(0.004, 1 + math.log10(share) / DECADES)
 
 

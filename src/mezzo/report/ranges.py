@@ -1,7 +1,5 @@
-"""A run's exponent histograms, gathered while its records are read: one track for each tensor.
-
-A run of 200 modules that is watched a thousand times writes over a million histograms. A track keeps their sum,
-and for each step only the share that each format would lose: a few bytes.
+"""A run's exponent histograms, gathered while its records are read: for each tensor their sum, and of each step only
+the share that each format would lose. A run of 200 modules watched a thousand times writes over a million of them.
 """
 
 from __future__ import annotations
@@ -22,11 +20,7 @@ RATIO = "update ratio"
 
 
 class Limits(NamedTuple):
-    """A format's ends as exponents: the exponent of a number alone decides what becomes of it.
-
-    Below ``2**zero`` a number rounds to zero; from ``2**normal`` on it keeps every bit of the format's precision; from
-    ``2**overflow`` on it is beyond the largest.
-    """
+    """A format's ends as exponents: numbers below ``2**zero`` become zero, from ``2**normal`` on keep every bit."""
 
     zero: int
     normal: int
@@ -43,8 +37,8 @@ LIMITS = {
 class Track:
     """One tensor over the watched steps. Arrays hold one value per step, in order.
 
-    A share ``lost`` rounds to zero or overflows at that step's loss scale; for an update ratio it is what
-    `Histogram.lost` estimates. It is NaN if no number is finite and not zero.
+    A share ``lost`` rounds to zero or overflows at that step's loss scale (of an update ratio: `Histogram.lost`). It is
+    NaN if no number is finite and not zero.
     """
 
     label: str  # path of the module, with the parameter's name if it is a parameter's
@@ -96,7 +90,6 @@ class Ranges:
         return bool(self.tracks)
 
     def add(self, record: RangesRecord) -> None:
-        """One watched step."""
         column = len(self.updates)
         self.updates.append(record.update)
         self.scales.append(record.loss_scale)
@@ -122,7 +115,6 @@ class Ranges:
 
 
 def together(tracks: Sequence[Track]) -> Histogram:
-    """The histograms of several tracks as one."""
     total = Histogram()
     for track in tracks:
         total = total.plus(track.total)
@@ -130,11 +122,7 @@ def together(tracks: Sequence[Track]) -> Histogram:
 
 
 def median(histogram: Histogram) -> float:
-    """The log2 of the median magnitude that is finite and not zero, spread evenly over its binade; NaN if none is.
-
-    >>> median(Histogram(lowest=-10, counts=[2, 2])), median(Histogram(lowest=-10, counts=[1, 2, 1]))
-    (-9.0, -8.5)
-    """
+    """The log2 of the median magnitude that is finite and not zero, spread evenly over its binade; NaN if none is."""
     half, seen = sum(histogram.counts) / 2, 0
     for place, number in enumerate(histogram.counts, histogram.lowest):
         if number and seen + number >= half:

@@ -1,16 +1,15 @@
-"""One run's records: losses and updates in order, what was measured once, overflow reports, ranges.
-
-A report is wanted most when something went wrong, so reading is tolerant: a run that crashed, was killed or left a
-broken file is kept with what it has, and `Run.fault` says what is wrong.
-"""
+"""The records of a run, and of a comparison's folder; what crashed or is damaged is kept with what it has."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,11 @@ from mezzo.core import records
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.loss_scale import StaticLossScale
 from mezzo.core.policy import policy
-from mezzo.report.numbers import scale_text
+from mezzo.report.numbers import finite, scale_text
 from mezzo.report.ranges import Ranges
 from mezzo.report.series import Array
 
+SCHEMA = 1  # of verdict.json
 LOG_LINES = 25
 LEFT_ALONE = "left alone: "
 """The note of a run begins so if its script uses mixed precision itself."""
@@ -56,7 +56,6 @@ class Run:
 
     @property
     def exited(self) -> str:
-        """The script's exit status in words."""
         if self.ended is None:
             return "not told"
         return "well" if self.ended.status == 0 else f"exit status {self.ended.status}"
@@ -69,12 +68,10 @@ class Run:
 
     @property
     def ran_by(self) -> str:
-        """The run's heading: its policy, unless none was applied."""
         return "left alone" if self.left_alone else self.precision
 
     @property
     def finite_losses(self) -> list[float]:
-        """The losses that are neither NaN nor infinite."""
         found: list[float] = self.losses[np.isfinite(self.losses)].tolist()
         return found
 
@@ -89,7 +86,6 @@ class Run:
 
     @property
     def too_high(self) -> str:
-        """Why updates failed that a smaller loss scale would have kept."""
         if self.constant_scale is not None:
             return f"the constant loss scale {scale_text(self.constant_scale)} is too large for this step"
         return "the loss scale was too large for this step (a smaller one keeps its gradients finite)"
@@ -101,19 +97,14 @@ class Run:
 
     @property
     def skipped(self) -> list[int]:
-        """Indices of the skipped updates."""
         return [update.index for update in self.updates if update.skipped]
 
 
 def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
-    """Read a run's file of records. A file that is cut off or broken gives a run with a `fault`.
+    """Read a run's file of records; ``known`` maps `file_name` of a precision to the precision as the user wrote it.
 
     Reading stops at the first line that is not a record: a missing loss would shift all that follow. The records of a
     user's own loop (``MixedPrecision(records=...)``) have neither a start nor an end; that is not a fault.
-
-    Args:
-        path: the ``.jsonl`` file.
-        known: `file_name` of a precision -> the precision as the user wrote it.
     """
     found: defaultdict[str, list[Any]] = defaultdict(list)
     ranges = Ranges()
@@ -126,9 +117,7 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
                 try:
                     record = records.from_line(line.rstrip("\r\n"))
                 except UsageError as error:
-                    unread = 1 + sum(rest.endswith("\n") for rest in file)
-                    were = "line from there on was" if unread == 1 else "lines from there on were"
-                    fault = f"{path.name}:{read + 1}: {error}; {unread:,} {were} not read"
+                    fault = f"{path.name}:{read + 1}: {error}; it and the lines after it were not read"
                     break
                 read += 1
                 if isinstance(record, records.RangesRecord):
@@ -163,7 +152,6 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
 
 
 def _tail(path: Path) -> str:
-    """The last lines of what the script printed, or nothing."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
@@ -171,3 +159,107 @@ def _tail(path: Path) -> str:
             return "\n".join(file.read().decode("utf-8", errors="replace").splitlines()[-LOG_LINES:])
     except OSError:
         return ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison's folder: `verdict.json` as it stands, the candidates in it, and the runs."""
+
+    directory: Path
+    verdict: Mapping[str, Any]
+    candidates: Mapping[str, Mapping[str, Any]]
+    baseline: str = "fp32"
+    runs: tuple[Run, ...] = ()
+    request: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, precision: str) -> list[Run]:
+        """The paired runs of one precision, by seed, without the one-ulp twins."""
+        found = (run for run in self.runs if run.precision == precision and not run.nudged)
+        return sorted(found, key=lambda run: run.seed)
+
+    @property
+    def twins(self) -> list[Run]:
+        return sorted((run for run in self.runs if run.nudged), key=lambda run: run.seed)
+
+    def peak(self, precision: str) -> float | None:
+        """Peak memory of one precision in bytes: the median over its runs; None if none recorded it."""
+        found = [float(run.memory.peak_bytes) for run in self.of(precision) if run.memory]
+        return median(found) if found else None
+
+    def metrics(self, precision: str) -> dict[int, float]:
+        """The final metric of each run of one precision, by seed, from the verdict's pairs."""
+        key = f"{self.baseline}_metric" if precision == self.baseline else "metric"
+        found: dict[int, float] = {}
+        for name, values in self.candidates.items():
+            pairs = values.get("pairs") if precision in (name, self.baseline) else None
+            for row in pairs if isinstance(pairs, list) else []:
+                seed, value = (
+                    map(finite, (row.get("seed"), row.get(key))) if isinstance(row, dict) else (None, None)
+                )
+                if seed is not None and value is not None:
+                    found[int(seed)] = value
+        return dict(sorted(found.items()))
+
+
+def read(directory: Path) -> Comparison:
+    """Read a comparison's folder; UsageError if `verdict.json` is missing or this version cannot read it."""
+    path = directory / "verdict.json"
+    try:
+        verdict = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{path}: no such file. A report is made from the folder that `mezzo compare --out DIR` wrote."
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not a readable verdict ({error}). Run `mezzo compare` again.") from error
+    if not isinstance(verdict, dict) or not isinstance(verdict.get("candidates"), dict):
+        raise UsageError(f'{path}: not a verdict: it has no object "candidates". Run `mezzo compare` again.')
+    schema = verdict.get("schema", SCHEMA)
+    if schema != SCHEMA:
+        raise UsageError(
+            f"{path}: schema {schema!r}, and this version of Mezzo reads schema {SCHEMA}. "
+            "Use the version that wrote it, or run `mezzo compare` again."
+        )
+    candidates = {name: one if isinstance(one, dict) else {} for name, one in verdict["candidates"].items()}
+    baseline = str(verdict.get("baseline", "fp32"))
+    known = {records.file_name(name): name for name in (baseline, *candidates)}
+    runs = tuple(read_run(file, known) for file in sorted((directory / "runs").glob("*.jsonl")))
+    request = verdict.get("request")
+    return Comparison(
+        directory, verdict, candidates, baseline, runs, request if isinstance(request, dict) else {}
+    )
+
+
+def command_line(comparison: Comparison) -> str:
+    """The ``mezzo compare ...`` that gives this comparison again, quoted for a POSIX shell."""
+    started = next((run.started for run in comparison.runs if run.started), None)
+    request = {
+        "target": started.script if started else "SCRIPT",
+        "precisions": list(comparison.candidates),
+        "argv": started.argv if started else [],
+        **{key: value for key, value in comparison.request.items() if value},
+    }
+    return shlex.join(command_words(request, comparison.directory.resolve().name))
+
+
+def command_words(request: Mapping[str, Any], out: str) -> list[str]:
+    """The words of the command that runs a request again in the folder `out`."""
+    words = ["mezzo", "compare"]
+    if request.get("demo"):
+        words += ["--demo", str(request["demo"])]
+    else:
+        words += ["-m"] * bool(request.get("is_module")) + [str(request["target"])]
+        if request.get("framework", "pytorch") != "pytorch":
+            words += ["--framework", str(request["framework"])]
+    precisions = request["precisions"]
+    # A flag for each: "params=fp32,compute=bf16" holds a comma of its own.
+    for one in precisions if isinstance(precisions, (list, tuple)) else [precisions]:
+        words += ["--precision", str(one)]
+    for key in ("seeds", "margin", "metric", "metric_better", "metric_margin"):
+        if request.get(key) not in (None, "", "auto"):
+            words += [f"--{key.replace('_', '-')}", str(request[key])]
+    words += ["--out", out, "--fresh"]  # without --fresh the finished runs would be kept
+    arguments = request.get("argv")
+    if isinstance(arguments, (list, tuple)) and arguments:
+        words += ["--", *(str(word) for word in arguments)]
+    return words

@@ -1,9 +1,7 @@
-// What a script adds to a page that works without one: values under the pointer, and of ranges one
-// tensor instead of all and another loss scale. Text is only ever set as text. The arithmetic of ranges is that of
-// core/ranges.py; a test compares the two.
+// What a script adds to a page that works without one: values under the pointer, and gradients at another loss scale.
+// Text is only ever set as text. The arithmetic of ranges is that of core/ranges.py; a test compares the two.
 "use strict";
 (() => {
-  const root = document.documentElement;
   const each = (query, run, within = document) => within.querySelectorAll(query).forEach(run);
   const make = (name, text, style = "") => {
     const element = document.createElement(name);
@@ -12,8 +10,7 @@
     return element;
   };
   const comma = (number) => number.toLocaleString("en");
-  const clamp = (value, most) => Math.max(0, Math.min(most, value));
-  root.dataset.script = "on";
+  document.documentElement.dataset.script = "on";
 
   each("svg[data-readout]", (chart) => {
     const data = JSON.parse(chart.dataset.readout);
@@ -63,7 +60,7 @@
 
   const bars = (counts, first, size, total) => {
     const bins = new Array(size).fill(0);
-    counts.forEach((count, place) => { bins[clamp(first + place, size - 1)] += count; });
+    counts.forEach((count, place) => { bins[Math.max(0, Math.min(size - 1, first + place))] += count; });
     return bins.map((count, place) => {
       if (!count) return "";
       const height = Math.max(0.004, 1 + Math.log10(count / total) / 6);
@@ -78,34 +75,19 @@
 
     each("figure[data-exponents]", (figure) => {
       const data = JSON.parse(figure.dataset.exponents);
-      const which = figure.querySelector("select.which");
-      const write = (query, text) => each(query, (element) => { element.textContent = text; }, figure);
-      ["all together", ...data.names].forEach((label, place) => which.append(new Option(label, place)));
-      which.parentElement.hidden = data.names.length < 2;
-      const draw = () => {
-        const [start, zeros, broken, largest, ...counts] = data.rows[Number(which.value)];
-        const lowest = start + (data.moves ? Number(slider.value) : 0);
-        const total = counts.reduce((sum, count) => sum + count, 0);
-        const all = total + zeros + broken;
-        const path = bars(counts, lowest - data.low, data.high - data.low, total);
+      const total = data.counts.reduce((sum, count) => sum + count, 0);
+      slider.addEventListener("input", () => {
+        const lowest = data.lowest + Number(slider.value);
+        const path = bars(data.counts, lowest - data.low, data.high - data.low, total);
         figure.querySelector(".bins").setAttribute("d", path);
         for (const row of figure.querySelector(".shares").tBodies[0].rows) {
-          const found = shares(counts, lowest, total, data.limits[row.cells[0].textContent]);
+          const found = shares(data.counts, lowest, total, data.limits[row.cells[0].textContent]);
           found.forEach((share, place) => { row.cells[place + 1].textContent = percent(share); });
         }
-        write(".told", `${comma(all)} number${all === 1 ? "" : "s"}: ${comma(zeros)} of them zero, ` +
-          `${comma(broken)} infinite or NaN, the largest ${largest.toPrecision(3)}.`);
-        figure.querySelector(".broken").hidden = !broken;
-        write(".broken", `${comma(broken)} of ${comma(all)} number${all === 1 ? "" : "s"} (${percent(broken / all)}) ` +
-          `${broken === 1 ? "is" : "are"} infinite or NaN already. The shares below are of the finite ones.`);
-        write(".scaled", power(Number(slider.value)));
-      };
-      which.addEventListener("change", draw);
-      if (data.moves) slider.addEventListener("input", draw);
-      draw();
+        figure.querySelector(".scaled").textContent = power(Number(slider.value));
+      });
     }, block);
-    const show = () => { block.querySelector("output").textContent = power(Number(slider.value)); };
-    slider.addEventListener("input", show);
-    show();
+    slider.addEventListener("input", () => { block.querySelector("output").textContent = power(Number(slider.value)); });
+    slider.dispatchEvent(new Event("input"));
   });
 })();

@@ -1,7 +1,5 @@
-"""Curves made drawable without hiding anything: aligned, smoothed by a declared window, thinned by extremes.
-
-A run of 100,000 steps does not fit 700 pixels. Thinning keeps the smallest and the largest value of every bucket, in
-the order in which they came, so no spike is lost. A value that is not finite is a gap (NaN), and is reported apart.
+"""Curves made drawable: aligned, smoothed by a declared window, thinned by extremes so that no spike is lost. A value
+that is not finite is a gap (NaN), and is reported apart.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ def window_for(steps: int) -> int:
 def smooth(values: Array, window: int) -> Array:
     """Centred mean over ``window`` steps along the last axis; NaN or inf stays a gap where it stood.
 
-    The window shrinks, staying centred, towards both ends: the first and last points are the values themselves.
     Equals ``[v[i-h : i+h+1][isfinite].mean()]`` with ``h = min(window // 2, i, n - 1 - i)``.
     """
     n = values.shape[-1]
@@ -64,10 +61,7 @@ def band(rows: Array) -> tuple[Array, Array, Array]:
 
 
 def thin(values: Array, buckets: int = BUCKETS) -> tuple[Array, Array]:
-    """Steps and values to draw: all where they fit, else the extremes of each bucket in the order they came.
-
-    A bucket without a finite value gives one NaN, so that a gap stays a gap.
-    """
+    """Steps and values to draw: all where they fit, else the extremes of each bucket in the order they came."""
     n = len(values)
     kept = np.where(np.isfinite(values), values, np.nan)
     if n <= 2 * buckets:
@@ -81,7 +75,6 @@ def thin(values: Array, buckets: int = BUCKETS) -> tuple[Array, Array]:
 
 
 def thin_band(low: Array, high: Array, buckets: int = BUCKETS) -> tuple[Array, Array, Array]:
-    """Steps, lower and upper edge to draw: in each bucket the lowest low and the highest high."""
     n = len(low)
     if n <= 2 * buckets:
         return np.arange(n, dtype=float), low, high
@@ -90,6 +83,5 @@ def thin_band(low: Array, high: Array, buckets: int = BUCKETS) -> tuple[Array, A
 
 
 def sample(steps: int, most: int) -> list[int]:
-    """At most so many step numbers, evenly placed, first and last among them."""
     found: list[int] = np.unique(np.linspace(0, steps - 1, min(steps, most)).round().astype(int)).tolist()
     return found
