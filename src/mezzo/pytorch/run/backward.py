@@ -1,14 +1,7 @@
-"""`backward()` and `autograd.grad` of a run: the loss is noted, and in fp16 scaled without the script's knowing.
+"""`backward()` and `autograd.grad` of a run. In fp16 they start from S; a hook on every leaf divides by S in FP32.
 
-fp16 loses gradients under 2^-24, so a backward pass starts from S instead of 1. Every gradient that leaves the graph is
-divided by S in FP32: a hook that lives for one backward pass is on *every* leaf that the graph reaches, before the
-script's own hooks. So `.grad` of parameters and of inputs, what `autograd.grad` returns and what hooks on leaves see
-are true gradients. What hooks on tensors inside the graph see is scaled.
-
-Each hook also records, on the device, whether its gradient was finite (`found_inf`); `Overflows` reads this before a
-step. A gradient that no optimizer owns (a hand-written update, an adversarial input) has no step that could be skipped.
-A graph with such a leaf is run again at S/2 until its gradients are finite or S is 1, and only then are they added to
-`.grad`.
+The hook comes before the script's own, and notes on the device whether the gradient was finite. A graph with a leaf
+that no optimizer owns has no step to skip: it is run again at S/2 until its gradients are finite or S is 1.
 """
 
 from __future__ import annotations
@@ -45,14 +38,11 @@ leaves_of = unseen(walks.leaves_of)
 class FoundInf:
     """For each leaf of one backward pass, on the leaf's device: whether its gradient was not finite.
 
-    Attributes:
-        slots: the number that each leaf's hook writes: 0-dim FP32, a view of its device's numbers.
-        inverses: of each device, the factor of its gradients: 0-dim FP32.
-        spent: ids of the optimizers that have read the numbers at a step.
+    A leaf's hook writes its slot (0-dim FP32, a view of its device's flags), and multiplies by `inverses[device]`.
     """
 
     def __init__(self, devices: Sequence[torch.device], inv_scale: float) -> None:
-        self.spent: set[int] = set()
+        self.spent: set[int] = set()  # ids of the optimizers that have read the flags at a step
         self._devices = devices
         counts = Counter(devices)
         self._flags = {
@@ -65,7 +55,7 @@ class FoundInf:
         self.slots = [next(views[device]) for device in devices]
 
     def read(self) -> list[bool]:
-        """The number of each leaf at present; waits for the devices."""
+        """Whether each leaf's gradient was not finite; waits for the devices."""
         values = {device: iter(flags.tolist()) for device, flags in self._flags.items()}
         return [next(values[device]) != 0 for device in self._devices]
 
@@ -75,23 +65,14 @@ Flags = list[tuple[FoundInf, int]]
 
 
 class Attempts:
-    """One backward that is run until its gradients are finite.
-
-    Args:
-        overflows: has the flags of the leaves.
-        scale: of the first attempt.
-
-    Attributes:
-        scale: of the current attempt.
-        before: for each leaf reached its gradient and flags from before the first attempt, by the leaf's id.
-        found: of the current attempt, for each graph in it: a backward inside the backward has its own.
-    """
+    """One backward that is run until its gradients are finite."""
 
     def __init__(self, overflows: Overflows, scale: float) -> None:
         self._overflows = overflows
-        self.scale = scale
+        self.scale = scale  # of the current attempt
+        # Each leaf reached, with its gradient and flags from before the first attempt, by the leaf's id.
         self.before: dict[int, tuple[Tensor, Tensor | None, Flags]] = {}
-        self.found: list[FoundInf] = []
+        self.found: list[FoundInf] = []  # of the current attempt, for each graph: a backward inside has its own
 
     def reach(self, leaves: Iterable[Tensor]) -> None:
         """These leaves are about to receive gradients."""
@@ -109,7 +90,7 @@ class Attempts:
 
     @property
     def overflowed(self) -> bool:
-        """Whether the attempt found a gradient that is not finite; waits for the devices."""
+        """Whether the attempt found a gradient that is not finite."""
         return any(any(found.read()) for found in self.found)
 
     def _reset(self, leaf: Tensor) -> None:
@@ -136,7 +117,7 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
         try:
             return original(*args, **kwargs)
         except BaseException:
-            observers.step_dropped()
+            observers.tell("step_dropped")
             raise
 
     @unseen
@@ -302,7 +283,7 @@ def _inside(session: Session, overflows: Overflows, roots: tuple[Any, ...], run:
 class unscaling:  # noqa: N801, a context manager is named like a function
     """Meanwhile gradients that arrive at these leaves are multiplied by 1/scale, before any other hook.
 
-    Entering it gives the `FoundInf` of the leaves. (A class: Dynamo would trace `contextlib`'s generators.)
+    (A class: Dynamo would trace `contextlib`'s generators.)
     """
 
     def __init__(self, leaves: Sequence[Tensor], scale: float) -> None:
@@ -357,11 +338,7 @@ def _register_first(leaf: Tensor, key: object, hook: _Hook) -> None:
 
 
 def _scaled(roots: tuple[Any, ...], seeds: tuple[Any, ...], scale: float) -> tuple[Any, ...]:
-    """The gradients to start from, times S; None where there is none to start from, and PyTorch raises its error.
-
-    Raises:
-        UsageError: a `GradientEdge` without a gradient, whose shape is not known.
-    """
+    """The gradients to start from, times S; None where there is none to start from, and PyTorch raises its error."""
     return tuple(_scaled_seed(root, seed, scale) for root, seed in zip(roots, seeds))
 
 
@@ -373,11 +350,9 @@ def _scaled_seed(root: Any, seed: Any, scale: float) -> Any:
             "mezzo run: backward from a GradientEdge needs its gradient under a loss scale. Pass "
             "grad_tensors=torch.ones(...), or use a policy without a loss scale, such as bf16."
         )
-    if not isinstance(root, Tensor) or not root.requires_grad or root.numel() != 1:
-        return seed
-    if not root.is_floating_point():
-        return seed
-    return torch.full_like(root, scale, memory_format=torch.preserve_format, requires_grad=False)
+    if isinstance(root, Tensor) and root.requires_grad and root.numel() == 1 and root.is_floating_point():
+        return torch.full_like(root, scale, memory_format=torch.preserve_format, requires_grad=False)
+    return seed
 
 
 def _value(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> Any:

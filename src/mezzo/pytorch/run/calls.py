@@ -1,14 +1,7 @@
 """The outermost calls of a run: each call of a module with parameters computes by the policy, and returns FP32.
 
-A module is called outermost if autocast is off around it. In a backward pass that is a checkpoint's recomputation: it
-enters the same context again and does not count as a call. A criterion, a metric or an activation has no parameters: it
-is the script's own arithmetic on FP32 values, and stays in FP32. Inner calls cost one query: is any autocast on?
-
-Before its first outermost call a module is prepared (`Preparation`): its device resolves `auto`; the policy's module
-patterns are applied; a paired run nudges its weights; and they are stored in 16 bits where the policy says so.
-
-Inside `torch.compile` the patched `__call__` is traced like any other function (a compiled step), so this file must
-stay traceable. Preparation happens while Dynamo traces, not in the graph: a graph break there would cut a step in two.
+Outermost is a call with autocast off around it. Inside `torch.compile` the patched `__call__` is traced like any other
+function, so this file must stay traceable; preparation happens while Dynamo traces (a graph break would cut a step).
 """
 
 from __future__ import annotations
@@ -64,33 +57,23 @@ IN_FP32 = "_mezzo_in_fp32"
 
 
 class Preparation:
-    """Prepares each module that is called outermost, once.
-
-    Args:
-        session: the run.
-        steps: receives the modules whose calls are part of a compiled function.
-    """
+    """Prepares each module that is called outermost, once: device, module patterns, nudge, storage of weights."""
 
     def __init__(self, session: Session, steps: Steps) -> None:
         self._session = session
         self._steps = steps
         self._storage = Storage(session)
-        self._nudged: MutableMapping[Tensor, None] = (
-            WeakIdKeyDictionary()
-        )  # a compiled step shows inner modules, too
+        # A compiled step shows inner modules, too.
+        self._nudged: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
         # By id, for it is asked at each call and a WeakKeyDictionary is slow.
         self._known: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
         self._paths: dict[str, None] = {}  # of the modules of all models that were called
         self._unmatched: list[str] = []  # patterns that match none of them so far
 
     def prepare(self, module: nn.Module, *, traced: bool = False) -> bool:
-        """Whether this module's call computes by the policy.
+        """Whether this module's call computes by the policy: it has floating parameters, none 16-bit by the script.
 
-        It does if the module has floating parameters, all of FP32 or wider except those that Mezzo lowered.
-
-        Args:
-            module: the module that is called outermost.
-            traced: whether a compiler traces the call: its weights must stay what they are.
+        While a compiler traces the call, weights must stay what they are.
         """
         known = self.knows(module)
         if known is None:
@@ -172,11 +155,7 @@ class Preparation:
                         inner.__dict__[IN_FP32] = True
 
     def _wait_for(self, pattern: str, model: nn.Module) -> None:
-        """A pattern may be for another model than the first that is called, if the script has made it by then.
-
-        Raises:
-            UnknownNameError: no module alive matches the pattern.
-        """
+        """A pattern may be for another model than the first that is called: raise if no module alive matches it."""
         if not any(matches(pattern, path) for other in _others(model) for path, _ in other.named_modules()):
             self._session.fatal = error = no_such_module(pattern, self._paths)
             raise error
@@ -266,9 +245,9 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         context, is_observed = entered
         try:
             if is_observed and failed:
-                observers.step_dropped()
+                observers.tell("step_dropped")
             elif is_observed:
-                observers.call_ended(module, out)
+                observers.tell("call_ended", module, out)
         finally:
             end(context)
         if context is None or (type(out) is Tensor and out.dtype is _float32):
@@ -324,8 +303,7 @@ _NOT_TRACED = (
 def hide_from_dynamo(imports: ImportWatch, patches: Patches, original_call: Any) -> None:
     """Once the script has imported Dynamo, have it skip our files, and trace our `__call__`.
 
-    Dynamo takes a short cut past the `nn.Module.__call__` that it found at its own import. Ours was in place by then,
-    so it would be passed over, and a compiled step would not run by the policy.
+    Dynamo takes a short cut past the `nn.Module.__call__` that it found at its own import: by then, ours.
     """
 
     def utils_imported(utils: Any) -> None:

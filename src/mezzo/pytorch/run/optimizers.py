@@ -1,9 +1,7 @@
-"""Optimizers of a run: each step is recorded, and in fp16 one whose gradients are not finite is skipped.
+"""Optimizers of a run: each step is recorded, and in fp16 one whose gradients are not finite is skipped (not called).
 
-A step is skipped by not calling it. Gradients are never hidden for that: optimizers that read `p.grad.data` would
-crash. Each optimizer class's `step` is wrapped where PyTorch itself wraps it for its profiler
-(`Optimizer._patch_step_function`, when the first instance is made). So a subclass with its own `step`, and a
-learning-rate scheduler that wraps the instance's, find what they expect.
+Each optimizer class's `step` is wrapped where PyTorch itself wraps it for its profiler, when the first instance is made.
+So a subclass with its own `step`, and a learning-rate scheduler that wraps the instance's, find what they expect.
 """
 
 from __future__ import annotations
@@ -36,10 +34,8 @@ Step = Callable[..., Any]
 class Overflows:
     """Whether an optimizer must skip: one of its gradients is not finite, or was not when it was computed.
 
-    The first check reads `.grad` as it is at the step, written by backward, an `all_reduce`, or the script. The second
-    reads flags that backward leaves, since `clip_grad_value_` makes finite numbers of an overflow. A flag lives as long
-    as its gradient: it is dropped when a backward finds `.grad` empty, when `zero_grad` clears it, and at the first
-    backward after a step.
+    One check reads `.grad` at the step, the other flags that backward left: `clip_grad_value_` hides an overflow. A flag
+    is dropped when a backward finds `.grad` empty, when `zero_grad` clears it, and at the first backward after a step.
     """
 
     def __init__(self, session: Session) -> None:
@@ -94,12 +90,7 @@ class Overflows:
 
 
 class Steps:
-    """Wraps the steps of the script's optimizers.
-
-    Args:
-        session: the run.
-        watch: observes one early step.
-    """
+    """Wraps the steps of the script's optimizers."""
 
     def __init__(self, session: Session, watch: StepWatch) -> None:
         self._session = session
@@ -205,7 +196,7 @@ class Steps:
             finally:
                 session.observers.resume()
         if session.observers.listening:
-            session.observers.update_begins(optimizer)
+            session.observers.tell("update_begins", optimizer, 1.0)  # `.grad` is unscaled
         scale = session.scale.scale
         last: Any = None
         try:
@@ -220,7 +211,7 @@ class Steps:
             self._done(optimizer, moved=False, scale=scale, reason="a gradient was not finite")
             return None
         except BaseException:
-            session.observers.step_dropped()
+            session.observers.tell("step_dropped")
             raise
         finally:
             if last is not None:
@@ -231,10 +222,7 @@ class Steps:
     def _step_with_closure(
         self, step: Step, optimizer: Any, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A closure whose gradients are not finite is run again at S/2, within the step, until they are.
-
-        If no scale helps, the step is undone and returns the closure's loss.
-        """
+        """Run the closure again at S/2 until its gradients are finite; if no scale helps, undo the step."""
         session = self._session
         if not session.scaling:
             result = step(optimizer, *args, **kwargs)
@@ -302,13 +290,10 @@ class Steps:
         number = self._number(optimizer)
         seen: list[Record] = []
         if session.observers.listening:
-            seen = session.observers.update_ended(
-                optimizer,
-                index=session.journal.updates,
-                number=number,
-                skipped=not moved,
-                loss_scale=scale,
-            )
+            index = session.journal.updates
+            how = {"index": index, "number": number, "skipped": not moved, "loss_scale": scale}
+            session.observers.tell("update_ended", optimizer, **how)
+            seen = session.observers.drained()
         if session.networks:
             session.networks.step_ended(
                 parameters(optimizer),

@@ -1,15 +1,5 @@
 """One unmodified PyTorch script under one policy: the state of the run, what it patches, and how it ends.
 
-| patched                                   | for                                                     |
-|-------------------------------------------|---------------------------------------------------------|
-| `nn.Module.__call__`                      | autocast, outputs as FP32, preparation (`calls`)        |
-| `torch.autograd.backward`, `grad` (1)     | the loss; scaling (`backward`)                          |
-| `Optimizer._patch_step_function`          | each optimizer class's `step`: records, skips           |
-| `Optimizer.zero_grad` (1)                 | forgetting overflows of cleared gradients (`optimizers`)|
-| `torch.autocast`, `GradScaler`, Mezzo ... | noticing a script's own mixed precision (`foreign`)     |
-
-(1) only where the policy has a loss scale, or is `auto`, which is decided at the first model call.
-
 This file imports no torch: a script may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_DEVICES` before its own `import torch`.
 """
 
@@ -41,15 +31,7 @@ if TYPE_CHECKING:
 
 
 def run(request: RunRequest) -> int:
-    """Run a script as `python SCRIPT ARGS...` would, under a policy; its exit status.
-
-    A script that raises has its traceback printed, with the script's code alone in it, and gives status 1; an
-    interrupt gives 130. All patches are undone at the end. Under the policy ``fp32`` nothing is lowered and TF32 is
-    off, so on a CPU the script computes what it computes without Mezzo, to the last bit.
-
-    Raises:
-        MezzoError: the request can't be run (see `checked`), or records can't be written; nothing has run.
-    """
+    """Run a script as `python SCRIPT ARGS...` would, under a policy; its exit status (see `lifecycle.run`)."""
     policy, target = checked(request)
     imports = ImportWatch()
     journal = Journal(request.records, lambda: _started(session), _events(request.tensorboard))
@@ -67,12 +49,7 @@ def run(request: RunRequest) -> int:
 
 
 def checked(request: RunRequest) -> tuple[Policy, script.Target]:
-    """A request's policy, and its script's place.
-
-    Raises:
-        UsageError: the script is missing, the policy is wrong, or TensorBoard's events can't be written.
-        MezzoError: likewise, from the policy.
-    """
+    """A request's policy and its script's place; a MezzoError if they can't be run, or TensorBoard is missing."""
     policy = policy_of(request.policy)
     check(policy)
     target = script.locate(request.target, is_module=request.is_module)
@@ -82,11 +59,7 @@ def checked(request: RunRequest) -> tuple[Policy, script.Target]:
 
 
 def check(policy: Policy) -> None:
-    """Check that an unmodified script can be run with weights stored as this policy says.
-
-    Raises:
-        UsageError: it can't; the message says what can.
-    """
+    """Raise UsageError unless an unmodified script can be run with weights stored as this policy says."""
     if policy.params == "fp16":
         raise UsageError(
             f"policy '{policy}': a script that is run unchanged unscales each gradient where it is stored, and in "
@@ -205,16 +178,13 @@ class Session:
         return self.left_alone is None and not isinstance(self.scale, NoLossScale)
 
     def stand_back(self, why: str, fix: str) -> None:
-        """Leave the script alone from here on; the first reason is noted, with what the user may do about it.
-
-        Once weights are in 16 bits, a call outside autocast would fail for its FP32 inputs. So calls stay under the
-        policy then, and the script's own autocast applies only inside itself.
-        """
+        """Leave the script alone from here on; note why, and what the user may do about it."""
+        # A 16-bit weight fails with the FP32 inputs of a call outside autocast: then calls stay under the policy.
         if self.lowered_weights:
             self.journal.note(f"not left alone, though {why}: inside that its own choice applies")
         elif self.left_alone is None:
             self.left_alone = why
-            self.observers.step_dropped()
+            self.observers.tell("step_dropped")
             self.journal.note(f"left alone: {why}")
             self.journal.note(fix)
 
@@ -247,17 +217,10 @@ class Session:
         return _FP32 if self.trial is not None and self.trial.precision == "fp32" else self.policy
 
     def observe(self, *, found_inf: bool, optimizer: int | None = None) -> None:
-        """One step is over: the scale for the next.
+        """One step of this optimizer (None: of the last one) is over: the scale for the next.
 
-        All optimizers share one scale. What it counts "in a row" (its hysteresis, its patience) is counted for each:
-        else good steps of one would hide that another never moves.
-
-        Args:
-            found_inf: whether a gradient was not finite.
-            optimizer: the number of the one whose step it was; None: the one that stepped last.
-
-        Raises:
-            LossScaleCollapseError: the scale is at its floor and the patience with this optimizer ran out.
+        All optimizers share one scale; hysteresis and patience are counted for each, or good steps of one would hide
+        that another never moves.
         """
         if optimizer is not None and optimizer != self._counting:
             if self._counting is not None:
@@ -269,10 +232,7 @@ class Session:
         self.scale = self.scale.next(Observation(found_inf))
 
     def overflowed(self, scale: float) -> float:
-        """A backward at `scale` overflowed before the script saw its gradients: the scale at which to run it again.
-
-        It is halved until 1, whatever the scale's own factor; a dynamic scale observes the overflow.
-        """
+        """A backward at `scale` overflowed before the script saw its gradients: the scale at which to run it again."""
         self.reruns += 1
         if not isinstance(self.scale, (NoLossScale, StaticLossScale)) and self.scale.scale > 1.0:
             self.observe(found_inf=True)
