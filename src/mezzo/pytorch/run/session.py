@@ -17,6 +17,7 @@ from mezzo.core.loss_scale import LossScale, NoLossScale, Observation, StaticLos
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import RecordWriter, RunStarted
+from mezzo.pytorch.run import foreign
 from mezzo.pytorch.run.summary import summary
 from mezzo.runner import lifecycle, script
 from mezzo.runner.journal import Journal, Widen, check_events
@@ -116,11 +117,8 @@ class Session:
 
     def install(self) -> None:
         """Wait for the imports that need patches."""
-        from mezzo.pytorch.run.foreign import watch_initialize
-
         self.imports.when("torch", self._torch_imported)
-        for name, what in (("deepspeed", "DeepSpeed"), ("apex.amp", "apex.amp")):
-            self.imports.when(name, watch_initialize(self, self._patches, what))
+        foreign.watch(self, self._patches, self.imports)
 
     def remove(self) -> None:
         """Undo all patches."""
@@ -132,7 +130,7 @@ class Session:
         from mezzo.pytorch.autocast import fallback
         from mezzo.pytorch.autocast import patches as autocast_patches
         from mezzo.pytorch.hardware import switch_off_tf32
-        from mezzo.pytorch.run import backward, calls, foreign
+        from mezzo.pytorch.run import backward, calls
         from mezzo.pytorch.run.observers import Observers, observed_step
         from mezzo.pytorch.run.optimizers import Steps
         from mezzo.pytorch.training.networks import Networks
@@ -157,7 +155,6 @@ class Session:
         if self.policy.compute == "auto" or not isinstance(self.scale, NoLossScale):
             patches.set(autograd, "grad", backward.make_grad(self, autograd.grad))
             patches.set(optimizer, "zero_grad", steps.make_zero_grad(optimizer.zero_grad))
-        foreign.watch(self, patches, self.imports)
         if self.policy.compute != "fp32":
             self._undo.append(fallback.lend_kernels())
             autocast_patches.hold()  # once, not at each call of a model
