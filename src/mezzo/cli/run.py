@@ -172,9 +172,9 @@ def _ranks() -> int | None:
 
 
 def _folder(out: Path | None) -> tuple[Path, str]:
-    """The run's folder as an absolute path, since the script may change the working directory, and a note.
+    """The run's folder as an absolute path (the script may change the working directory), and a note.
 
-    Without `out` it is a new one, or an empty one. Several processes of one run share it, and its run is replaced.
+    Without `out` it is a new one, or an empty one; several processes of one run share it.
     """
     folder, number = out or _FOLDER, 1
     if out is None and _ranks() == 1:
@@ -189,11 +189,7 @@ def _folder(out: Path | None) -> tuple[Path, str]:
 
 
 def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
-    """The file for this process's records, in the folder, which the first rank locks until `lock` ends.
-
-    Raises:
-        UsageError: the folder holds something else, is in use by another process, or can't be made.
-    """
+    """The file for this process's records, in the folder, which the first rank locks until `lock` ends."""
     from mezzo.compare.folder import check_ours, locked, writing
 
     with writing(folder):

@@ -1,4 +1,4 @@
-"""One run of a user's own script, whichever framework it trains with: its request, its life cycle, its child process."""
+"""One run of a user's own script, in any framework: its request, its life cycle, its child process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RunRequest:
 
 
 class StepWatch:
-    """Observes one early step: from the second update that moved to the next of that optimizer (the first ones allocate).
+    """Observes one early step: after the second update that moved, to the next of that optimizer (the first allocate).
 
     `begin` starts to observe, and returns a function that ends it and is given whether to keep the measurement.
     """
@@ -101,7 +101,7 @@ class StepWatch:
 
 
 class Part(Protocol):
-    """What a run changes in this process; `remove` is also called where `install` failed half way or was not reached."""
+    """What a run changes in this process; `remove` is also called where `install` failed or was not reached."""
 
     def install(self) -> None: ...  # noqa: D102
 
@@ -124,7 +124,7 @@ def run(
     finish: Callable[[int], None],
     summary: Callable[[bool], str],
 ) -> int:
-    """Run a script as `python SCRIPT ARGS...` would, with these parts installed; its exit status, or `session.fatal` raised.
+    """Run a script as `python SCRIPT ARGS...` would, with these parts installed; its exit status. Raises `fatal`.
 
     `finish` gets the status once the parts are removed. `summary` gets whether the script failed; its lines come before
     the script's traceback.

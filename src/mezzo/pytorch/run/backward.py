@@ -72,7 +72,7 @@ class Attempts:
         self.scale = scale  # of the current attempt
         # Each leaf reached, with its gradient and flags from before the first attempt, by the leaf's id.
         self.before: dict[int, tuple[Tensor, Tensor | None, Flags]] = {}
-        self.found: list[FoundInf] = []  # of the current attempt, for each graph: a backward inside has its own
+        self.found: list[FoundInf] = []  # of the current attempt: a backward inside the backward has its own
 
     def reach(self, leaves: Iterable[Tensor]) -> None:
         """These leaves are about to receive gradients."""
@@ -111,11 +111,11 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
 
     observers = session.observers
 
-    def observed(roots: Sequence[Any], scale: float, *args: Any, **kwargs: Any) -> Any:
+    def observed(roots: Sequence[Any], scale: float, run: Callable[[], Any]) -> Any:
         if observers.listening:
             observers.backward_begins(roots, scale)
         try:
-            return original(*args, **kwargs)
+            return run()
         except BaseException:
             observers.tell("step_dropped")
             raise
@@ -130,28 +130,25 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
         grad_tensors: Any = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
-        grad_variables: Any = None,
-        inputs: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         def unscaled() -> Any:
-            return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs=inputs)
+            return original(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
 
         if session.left_alone is not None or observers.busy or _tracing():
             return unscaled()
         roots = _as_tuple(tensors)
         if _graph_task() != -1:
             return _inside(session, overflows, roots, unscaled) if session.scaling else unscaled()
-        seeds = _as_tuple(grad_variables if grad_tensors is None else grad_tensors, len(roots))
+        seeds = _as_tuple(grad_tensors, len(roots))
         note_loss(roots, seeds)
         if not session.scaling or len(seeds) != len(roots):
-            if not observers.listening:
-                return unscaled()
-            rest = (retain_graph, create_graph, grad_variables)
-            return observed(roots, 1.0, tensors, grad_tensors, *rest, inputs=inputs)
+            return observed(roots, 1.0, unscaled) if observers.listening else unscaled()
 
         def run(scale: float, retain: bool | None) -> None:
             scaled = _scaled(roots, seeds, scale)
-            observed(roots, scale, roots, scaled, retain, create_graph, inputs=inputs)
+            observed(roots, scale, lambda: original(roots, scaled, retain, create_graph, *args, **kwargs))
 
         leaves = leaves_of(roots)
         session.networks.backward(leaves)
@@ -357,17 +354,12 @@ def _scaled_seed(root: Any, seed: Any, scale: float) -> Any:
 
 def _value(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> Any:
     """The number whose gradient this backward computes: the loss itself where it is one scalar without a seed."""
-    total: Any = None
-    for root, seed in zip(roots, seeds):
-        if not isinstance(root, Tensor):
-            return float("nan")
-        part = root.detach()
-        if seed is not None:
-            part = (part * seed.detach()).sum()
-        if part.numel() != 1:
-            return float("nan")
-        total = part.reshape(()).clone() if total is None else total + part.reshape(())
-    return float("nan") if total is None else total
+    if not all(isinstance(root, Tensor) for root in roots):
+        return float("nan")
+    parts = [r.detach() if s is None else (r.detach() * s.detach()).sum() for r, s in zip(roots, seeds)]
+    if not parts or any(part.numel() != 1 for part in parts):
+        return float("nan")
+    return sum((part.reshape(()) for part in parts[1:]), parts[0].reshape(()).clone())
 
 
 def _as_tuple(value: Any, length: int = 1) -> tuple[Any, ...]:

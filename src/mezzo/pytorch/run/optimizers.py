@@ -1,7 +1,7 @@
-"""Optimizers of a run: each step is recorded, and in fp16 one whose gradients are not finite is skipped (not called).
+"""Optimizers of a run: each step is recorded, and in fp16 one whose gradients are not finite is not called.
 
-Each optimizer class's `step` is wrapped where PyTorch itself wraps it for its profiler, when the first instance is made.
-So a subclass with its own `step`, and a learning-rate scheduler that wraps the instance's, find what they expect.
+Each optimizer class's `step` is wrapped where PyTorch wraps it for its profiler, when the first instance is made. So a
+subclass with its own `step`, and a learning-rate scheduler that wraps the instance's, find what they expect.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Step = Callable[..., Any]
 class Overflows:
     """Whether an optimizer must skip: one of its gradients is not finite, or was not when it was computed.
 
-    One check reads `.grad` at the step, the other flags that backward left: `clip_grad_value_` hides an overflow. A flag
-    is dropped when a backward finds `.grad` empty, when `zero_grad` clears it, and at the first backward after a step.
+    One check reads `.grad` at the step, the other flags that backward left: `clip_grad_value_` hides an overflow. Flags
+    end when `.grad` is None, and at the first backward after a step.
     """
 
     def __init__(self, session: Session) -> None:
@@ -61,12 +61,6 @@ class Overflows:
         return self._flags.setdefault(id(leaf), [])
 
     @unseen
-    def forget(self, optimizer: Any) -> None:
-        """The optimizer's gradients were cleared."""
-        for parameter in parameters(optimizer):
-            self._flags.pop(id(parameter), None)
-
-    @unseen
     def found_inf(self, optimizer: Any) -> bool:
         """Whether the optimizer must skip its step; waits for the device. All ranks get the same answer."""
         params = list(parameters(optimizer))
@@ -81,7 +75,7 @@ class Overflows:
 
     def _flagged(self, optimizer: Any, params: list[Tensor]) -> bool:
         """Whether a flag says that a gradient was not finite; each is read once per optimizer."""
-        flags = [flag for parameter in params for flag in self._flags.get(id(parameter), ())]
+        flags = [flag for p in params if p.grad is not None for flag in self._flags.get(id(p), ())]
         founds = {id(found): found for found, _ in flags if id(optimizer) not in found.spent}
         read = {key: found.read() for key, found in founds.items()}
         for found in founds.values():
@@ -125,16 +119,6 @@ class Steps:
                 kind.step = self._wrap(kind.step)
 
         return _patch_step_function
-
-    def make_zero_grad(self, original: Callable[..., None]) -> Callable[..., None]:
-        """The `Optimizer.zero_grad` of a run that scales."""
-
-        @functools.wraps(original)
-        def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self.overflows.forget(optimizer)
-
-        return zero_grad
 
     def undo(self) -> None:
         """Restore every optimizer class's own `step`."""

@@ -5,6 +5,7 @@ This file imports no torch: a script may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from mezzo.core.records import RecordWriter, RunStarted
 from mezzo.pytorch.run import foreign
 from mezzo.pytorch.run.summary import summary
 from mezzo.runner import lifecycle, script
-from mezzo.runner.journal import Journal, Widen, check_events
+from mezzo.runner.journal import Journal, check_events
 from mezzo.runner.lifecycle import RunRequest
 from mezzo.runner.patches import ImportWatch, Patches
 from mezzo.runner.seeds import Seeds
@@ -35,18 +36,14 @@ def run(request: RunRequest) -> int:
     """Run a script as `python SCRIPT ARGS...` would, under a policy; its exit status (see `lifecycle.run`)."""
     policy, target = checked(request)
     imports = ImportWatch()
-    journal = Journal(request.records, lambda: _started(session), _events(request.tensorboard))
+    widen = None if request.tensorboard is None else functools.partial(_with_events, request.tensorboard)
+    journal = Journal(request.records, lambda: _started(session), widen)
     session = Session(request, policy, journal, imports)
     parts: list[lifecycle.Part] = [imports, session]
     if request.seed_offset is not None:
         parts.append(Seeds(request.seed_offset, imports))
-    return lifecycle.run(
-        session,
-        target,
-        parts,
-        finish=session.finish,
-        summary=lambda failed: summary(session, failed=failed),
-    )
+    told = functools.partial(summary, session)
+    return lifecycle.run(session, target, parts, finish=session.finish, summary=told)
 
 
 def checked(request: RunRequest) -> tuple[Policy, script.Target]:
@@ -105,7 +102,9 @@ class Session:
     _undo: list[Any] = field(default_factory=list)  # also called at the end, the latest first
     _endings: list[Any] = field(default_factory=list)  # called with the exit status when the script is over
     _counting: int | None = None  # the optimizer whose steps the scale counts in a row now
-    _counted: dict[int, dict[str, int]] = field(default_factory=dict)  # what it has counted of the others
+    _counted: dict[int | None, dict[str, int]] = field(
+        default_factory=dict
+    )  # what it has counted of the others
 
     def __post_init__(self) -> None:
         if self.policy.compute != "auto":
@@ -154,7 +153,6 @@ class Session:
         self._undo.append(steps.undo)
         if self.policy.compute == "auto" or not isinstance(self.scale, NoLossScale):
             patches.set(autograd, "grad", backward.make_grad(self, autograd.grad))
-            patches.set(optimizer, "zero_grad", steps.make_zero_grad(optimizer.zero_grad))
         if self.policy.compute != "fp32":
             self._undo.append(fallback.lend_kernels())
             autocast_patches.hold()  # once, not at each call of a model
@@ -220,11 +218,12 @@ class Session:
         that another never moves.
         """
         if optimizer is not None and optimizer != self._counting:
-            if self._counting is not None:
-                counted = {name: getattr(self.scale, name) for name in _COUNTS if hasattr(self.scale, name)}
-                self._counted[self._counting] = counted
-                restored = self._counted.get(optimizer, dict.fromkeys(counted, 0))
-                self.scale = replace(self.scale, **restored)  # type: ignore[arg-type]
+            counts = {name: getattr(self.scale, name) for name in _COUNTS if hasattr(self.scale, name)}
+            mine = (
+                counts if self._counting is None else self._counted.get(optimizer, dict.fromkeys(counts, 0))
+            )
+            self._counted[self._counting] = counts
+            self.scale = replace(self.scale, **mine)  # type: ignore[arg-type]
             self._counting = optimizer
         self.scale = self.scale.next(Observation(found_inf))
 
@@ -248,19 +247,13 @@ _FP32 = Policy("fp32")
 _COUNTS = ("overflows", "stuck", "skips")  # of a loss scale's state: what a good step sets to 0
 
 
-def _events(folder: Path | None) -> Widen | None:
+def _with_events(folder: Path, also: RecordWriter | None) -> RecordWriter | None:
     """Writes the records as TensorBoard events too, unless the script never imported PyTorch."""
-    if folder is None:
-        return None
+    if "torch" not in sys.modules:
+        return also
+    from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
 
-    def widen(also: RecordWriter | None) -> RecordWriter | None:
-        if "torch" not in sys.modules:
-            return also
-        from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
-
-        return TensorBoardWriter(folder, also=also)
-
-    return widen
+    return TensorBoardWriter(folder, also=also)
 
 
 def _started(session: Session) -> RunStarted:

@@ -90,9 +90,7 @@ class Storage:
     def _adopt(self, optimizer: Any) -> None:
         policy, name = self._session.policy, type(optimizer).__name__
         if isinstance(optimizer, FusedOptimizer):
-            self._session.journal.note(
-                f"{name} is Mezzo's own: it stores weights and states as the script says"
-            )
+            self._session.journal.note(f"{name} is Mezzo's own: it stores what the script says")
             return
         try:
             adopt(optimizer, masters=policy.masters, state=policy.state)
