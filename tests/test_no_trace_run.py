@@ -140,21 +140,3 @@ def test_every_optimizer_of_torch_has_a_row() -> None:
     from bad_steps import CLOSURES, OPTIMIZERS
 
     assert set(FAMILIES) == {name.split()[0] for name in (*OPTIMIZERS, *CLOSURES)}
-
-
-def test_a_script_with_another_default_dtype(launch: Launch) -> None:
-    """Flags and factors of gradients are FP32, whatever the script makes by default."""
-    script = """
-import torch
-model = torch.nn.Linear(2, 1)
-torch.set_default_dtype(torch.float64)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for factor in (1.0, float("inf"), 1.0):
-    optimizer.zero_grad()
-    (model(torch.ones(4, 2, dtype=torch.float32)).sum() * factor).backward()
-    optimizer.step()
-torch.set_default_dtype(torch.float32)
-"""
-    ran = launch(script, policy="fp16,loss_scale=128")
-    assert ran.status == 0, ran.err
-    assert [update.moved for update in ran.of("update")] == [True, False, True]

@@ -75,19 +75,13 @@ def test_what_the_script_does_not_seed_is_seeded(launch: Any, row: str) -> None:
 @pytest.mark.usefixtures("streams")
 def test_a_number_that_a_library_makes_a_generator_of_is_left_alone(launch: Any, tmp_path: Path) -> None:
     """As scikit-learn's `random_state=0` does."""
-    made = "import numpy as np\ndef draw(seed): return np.random.RandomState(seed).rand()\n"
-    printed = []
-    for folder, module in (("site-packages", "library"), ("here", "own")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / f"{module}_of_draws.py").write_text(made)
-        source = (
-            f"import sys\nsys.path.append({str(tmp_path / folder)!r})\nfrom {module}_of_draws import draw\n"
-        )
-        printed.append(
-            [launch(f"{source}print(draw(0))", policy="fp32", seed_offset=k).lines for k in (0, 5)]
-        )
-    assert printed[0][0] == printed[0][1]
-    assert printed[1][0] != printed[1][1]
+    for folder, moves in (("site-packages", False), ("here", True)):
+        file = tmp_path / folder / f"draws_{moves}.py"
+        file.parent.mkdir()
+        file.write_text("import numpy as np\ndef draw(seed): return np.random.RandomState(seed).rand()\n")
+        source = f"import sys\nsys.path.append({str(file.parent)!r})\nfrom {file.stem} import draw\nprint(draw(0))"
+        first, second = (launch(source, policy="fp32", seed_offset=k).lines for k in (0, 5))
+        assert (first != second) == moves
 
 
 @pytest.mark.usefixtures("streams")
