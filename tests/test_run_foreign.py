@@ -107,7 +107,9 @@ def test_what_is_no_use_of_it(launch: Any, name: str) -> None:
 def test_mezzo_may_be_imported_before_torch(tmp_path: Path) -> None:
     """In a process of its own: here torch is imported already."""
     script = tmp_path / "script.py"
-    script.write_text("from mezzo import GradScaler, MixedPrecision\nimport torch\n" + SCRIPT.format("GradScaler()"))
+    script.write_text(
+        "from mezzo import GradScaler, MixedPrecision\nimport torch\n" + SCRIPT.format("GradScaler()")
+    )
     words = [sys.executable, "-m", "mezzo", "run", "--precision", "bf16", str(script)]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True)
     assert "mezzo: 1 call of Linear in bf16" in ran.stderr

@@ -264,7 +264,6 @@ print(calls)
 
 
 TWO = """
-import sys
 import torch
 from torch import nn
 
@@ -273,7 +272,6 @@ class Square(nn.Module):
         return x * x.abs()
 
 torch.manual_seed(0)
-size = {"fails": 3e3, "heals": 1.0}[sys.argv[1]]
 bad, good = nn.Sequential(nn.Linear(4, 8), Square(), nn.Linear(8, 1)), nn.Linear(4, 1)
 of_bad, of_good = torch.optim.Adam(bad.parameters(), lr=1e-3), torch.optim.SGD(good.parameters(), lr=1e-3)
 for step in range(60):
@@ -282,7 +280,7 @@ for step in range(60):
     good(x).square().mean().backward()
     of_good.step()
     of_bad.zero_grad()
-    (bad(x * size).square().mean() * (1e9 if step < 6 and size == 1.0 else 1.0)).backward()
+    bad(x * 3e3).square().mean().backward()
     of_bad.step()
 print("through")
 """
@@ -294,7 +292,7 @@ PATIENT = {
 
 @pytest.mark.parametrize("name", PATIENT)
 def test_an_optimizer_that_never_moves_is_not_hidden_by_another_one_that_does(name: str, launch: Any) -> None:
-    ran = launch(TWO, "fails", policy=f"fp16,{PATIENT[name]}")
+    ran = launch(TWO, policy=f"fp16,{PATIENT[name]}")
     assert ran.status == 1
     assert ran.lines == []
     said = ran.err.partition("LossScaleCollapseError: ")[2]
@@ -306,13 +304,6 @@ def test_an_optimizer_that_never_moves_is_not_hidden_by_another_one_that_does(na
     patience = 50 if name == "static" else 6
     assert len(mine) == patience + (2 if name == "dynamic" else 0)
     assert not any(update.skipped for update in ran.of("update") if update.optimizer == 0)
-
-
-def test_a_few_skips_of_one_optimizer_are_no_collapse(launch: Any) -> None:
-    ran = launch(TWO, "heals", policy="fp16,loss_scale=dynamic(init=4,floor=4,patience=8)")
-    assert ran.lines == ["through"], ran.err
-    skipped = [update.skipped for update in ran.of("update") if update.optimizer == 1]
-    assert skipped == [True] * sum(skipped) + [False] * (60 - sum(skipped))
 
 
 def test_an_optimizer_that_is_gone_gives_its_number_to_nobody(launch: Any) -> None:
@@ -382,17 +373,6 @@ def steps():
         x, y = torch.randn(8, 4, generator=g), torch.randn(8, 2, generator=g)
         good += event == "g"
         yield event == "b", x * (1e30 if event == "b" else 1.0), y
-def project(a, b):  # PCGrad
-    dot = sum((p * q).sum() for p, q in zip(a, b))
-    return [p - torch.where(dot < 0, dot / sum((q * q).sum() for q in b), 0) * q for p, q in zip(a, b)]
-def tasks(x, y):  # the gradients of two losses, the second one good
-    found = []
-    for loss in (loss_of(x, y), loss_of(y.repeat(1, 2), x[:, :2].clamp(-1, 1))):
-        optimizer.zero_grad()
-        loss.backward()
-        found.append([p.grad.clone() for p in params])
-    optimizer.zero_grad()
-    return found
 def put(grads):
     for p, g in zip(params, grads):
         p.grad = g
@@ -408,10 +388,6 @@ WAYS: dict[str, tuple[str, str]] = {
         "",
         "optimizer.zero_grad(); loss_of(x, y).backward()\n"
         "saved = [p.grad.clone() for p in params]\noptimizer.zero_grad(); put(saved); optimizer.step()",
-    ),
-    "PCGrad": (
-        "",
-        "a, b = tasks(x, y); put([p + q for p, q in zip(project(a, b), project(b, a))]); optimizer.step()",
     ),
     "autograd.grad assigned": ("", "put(torch.autograd.grad(loss_of(x, y), params)); optimizer.step()"),
     "all_reduce by hand": (
@@ -495,7 +471,7 @@ def test_a_bad_batch_is_left_out_and_good_ones_count(way: str, launch: Any) -> N
     assert (expected - found).norm() <= 0.01 * expected.norm()
 
 
-@pytest.mark.parametrize("way", ["PCGrad", "autograd.grad assigned", "all_reduce by hand"])
+@pytest.mark.parametrize("way", ["autograd.grad assigned", "all_reduce by hand"])
 def test_the_loss_scale_backs_off_once(way: str, launch: Any) -> None:
     """Also where Mezzo has tried smaller scales, none of which helped: the overflow was in forward."""
     ran = launch(script(way), "gbg", policy="fp16,loss_scale=dynamic(init=256)")

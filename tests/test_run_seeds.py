@@ -79,7 +79,9 @@ def test_a_number_that_a_library_makes_a_generator_of_is_left_alone(launch: Any,
         file = tmp_path / folder / f"draws_{moves}.py"
         file.parent.mkdir()
         file.write_text("import numpy as np\ndef draw(seed): return np.random.RandomState(seed).rand()\n")
-        source = f"import sys\nsys.path.append({str(file.parent)!r})\nfrom {file.stem} import draw\nprint(draw(0))"
+        source = (
+            f"import sys\nsys.path.append({str(file.parent)!r})\nfrom {file.stem} import draw\nprint(draw(0))"
+        )
         first, second = (launch(source, policy="fp32", seed_offset=k).lines for k in (0, 5))
         assert (first != second) == moves
 

@@ -90,21 +90,6 @@ def test_weights_and_states_are_stored_as_the_policy_says(
         assert f"mezzo: {ran.of('end')[0].notes[-1]}" in ran.err
 
 
-def test_split_masters_equal_separate_ones_and_learn_as_fp32_does(launch: Any) -> None:
-    losses = {
-        name: [
-            record.loss
-            for record in launch(PLAIN.replace("(optimizer)", "(optimizer, 40)"), policy=name).of("loss")
-        ]
-        for name in ("fp32", "bf16,masters=split", "bf16,masters=fp32", "bf16,masters=split8,state=int8")
-    }
-    first, last = losses["fp32"][0], losses["fp32"][-1]
-    assert losses["bf16,masters=split"] == losses["bf16,masters=fp32"]
-    assert losses["bf16,masters=split"] != losses["bf16,masters=split8,state=int8"]
-    for values in losses.values():
-        assert abs(values[-1] - last) < 0.05 * (first - last)
-
-
 def plain(optimizer: str, before: str = "") -> str:
     """A script that makes an optimizer, trains with it and shows the weights' formats."""
     return f"{before}\noptimizer = {optimizer}\ntrain(optimizer)\nshow(*model.parameters())"
