@@ -126,7 +126,7 @@ def test_calls_before_the_first_use_are_counted_and_names_restored(launch: Any) 
 
 
 @pytest.mark.heavy
-def test_a_context_in_a_compiled_function_is_noticed_and_breaks_no_graph(launch: Any) -> None:
+def test_a_context_in_a_compiled_function_breaks_no_graph(launch: Any) -> None:
     body = """
 def step(x):
     with mezzo.autocast("bf16"):
@@ -138,4 +138,4 @@ for _ in range(2):
 """
     ran = launch(SCRIPT.format(body), policy="fp16")
     assert ran.status == 0, ran.err
-    assert "left alone: it uses mezzo.autocast itself (in a compiled function)" in ran.notes
+    assert len(ran.of("update")) == 2

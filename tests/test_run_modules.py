@@ -111,7 +111,7 @@ def test_patterns_name_modules_of_any_model_that_is_called(launch: Any) -> None:
         assert not [one.finding for one in ran.of("overflow") if one.finding.alarms], text
     assert ran.lines == ["{torch.float32}"]
     assert (
-        "'3' matches nothing in Sequential, the first model that is called; it waits for another one"
+        "'3' matches nothing in Sequential, the first model that is called; it waited for another one"
         in ran.err
     )
 

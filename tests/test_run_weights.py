@@ -231,7 +231,7 @@ print(int(optimizer.state[model[0].weight]["step"]))
 
 
 REFUSED = [
-    ("fp16,params=fp16", "unscales each gradient where it is stored.*masters='fp32'"),
+    ("fp16,params=fp16", "mezzo.MixedPrecision.*masters='fp32'"),
     ("fp32,params=bf16", "where compute is bf16, too. Use bf16,params=bf16"),
 ]
 

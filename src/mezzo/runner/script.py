@@ -43,16 +43,12 @@ def locate(target: str, *, is_module: bool) -> Target:
     path = Path(target)
     folder = os.path.isdir(path)
     file = path / "__main__.py" if folder else path
-    if not os.path.exists(file):
-        if folder:
-            raise UsageError(
-                f"{target!r} is a directory without a __main__.py. Give the path of a Python script."
-            )
+    if not os.access(file, os.R_OK):
         near = sorted(p.name for p in path.parent.glob("*.py"))[:5] if os.path.isdir(path.parent) else []
         there = f" Scripts there: {', '.join(near)}." if near else ""
-        raise UsageError(f"no script {target!r} in {os.getcwd()}.{there} Give the path of a Python script.")
-    if not os.access(file, os.R_OK):
-        raise UsageError(f"the script {target!r} can't be read. Check its permissions.")
+        raise UsageError(
+            f"no script {str(file)!r} in {os.getcwd()} that can be read.{there} Give the path of a Python script."
+        )
     full = os.path.abspath(file)
     if folder:
         path0 = os.path.abspath(path)

@@ -37,8 +37,7 @@ class Seeds:
         self._imports = imports
         self._patches = Patches()
         self._unseeded = 0
-        self.shifted_before: set[str] = set()
-        """Packages that seed torch's generators with numbers that somebody else has shifted."""
+        self.shifted_before: set[str] = set()  # packages that seed torch's generators with shifted numbers
 
     def install(self) -> None:
         """Seed what may stay unseeded, and from now on add to what the script gives."""
@@ -66,10 +65,10 @@ class Seeds:
             return seed
         return number + k if number < 0 else (number + k) % 2**bits
 
-    def _fresh(self, bits: int = 32) -> int:
+    def _fresh(self) -> int:
         """A seed where the script asks for an unpredictable one: another at each call, the same in both of a pair."""
         self._unseeded += 1
-        return int((BASE + self.offset + 1_000_003 * self._unseeded) % 2**bits)
+        return (BASE + self.offset + 1_000_003 * self._unseeded) % 2**32
 
     def _patch_random(self) -> None:
         original, globally = random.Random.seed, random._inst
@@ -94,16 +93,7 @@ class Seeds:
                 self._replace_class(namespace, name, 32 if name in ("RandomState", "MT19937") else 64)
 
     def _torch_imported(self, torch: ModuleType | Any) -> None:
-        manual_seed = torch.manual_seed
-        manual_seed(BASE + self.offset)
-
-        def unpredictable() -> int:
-            number = self._fresh()
-            manual_seed(number)
-            return number
-
-        for owner in (torch, torch.random):
-            self._patches.set(owner, "seed", unpredictable)
+        torch.manual_seed(BASE + self.offset)
         if not self.offset:
             return
         for owner in (torch, torch.random):

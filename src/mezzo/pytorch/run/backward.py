@@ -155,8 +155,7 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
         owned = overflows.owned()
         if all(id(leaf) in owned for leaf in leaves):
             scale = session.scale.scale
-            with unscaling(leaves, scale) as found:
-                overflows.remember(leaves, found)
+            with unscaling(leaves, scale, overflows):
                 run(scale, retain_graph)
         else:
             _run_until_finite(session, overflows, leaves, run, create_graph, retain_graph)
@@ -243,9 +242,7 @@ def _run_until_finite(
         if attempts.found:
             session.observers.backward_again()
         attempts.begin(scale)
-        with unscaling(leaves, scale) as found:
-            attempts.found.append(found)
-            overflows.remember(leaves, found)
+        with unscaling(leaves, scale, overflows):
             run(scale, retain)
         return not attempts.overflowed
 
@@ -262,37 +259,35 @@ def _run_until_finite(
 def _inside(session: Session, overflows: Overflows, roots: tuple[Any, ...], run: Callable[[], Any]) -> None:
     """A backward inside a backward (reentrant checkpointing, reversible networks): its seeds are scaled already.
 
-    Parameters that only this inner graph reaches must be unscaled here. Its other leaves are copies of
-    tensors of the outer graph, and their gradients flow on into it: those stay scaled.
+    Parameters are unscaled here. Other leaves are copies of the outer graph's tensors: their gradients stay scaled.
     """
     owned = overflows.owned()
     leaves = [t for t in leaves_of(roots) if isinstance(t, torch.nn.Parameter) or id(t) in owned]
-    attempts = overflows.attempts
-    if attempts is not None:
-        attempts.reach(leaves)
-    with unscaling(leaves, session.scale.scale if attempts is None else attempts.scale) as found:
-        if attempts is not None:
-            attempts.found.append(found)
-        overflows.remember(leaves, found)
+    scale = session.scale.scale
+    if overflows.attempts is not None:
+        overflows.attempts.reach(leaves)
+        scale = overflows.attempts.scale
+    with unscaling(leaves, scale, overflows):
         run()
 
 
 class unscaling:  # noqa: N801, a context manager is named like a function
     """Meanwhile gradients that arrive at these leaves are multiplied by 1/scale, before any other hook.
 
-    (A class: Dynamo would trace `contextlib`'s generators.)
+    With `overflows` their flags are remembered. (A class: Dynamo would trace `contextlib`'s generators.)
     """
 
-    def __init__(self, leaves: Sequence[Tensor], scale: float) -> None:
-        self._leaves, self._scale = leaves, scale
+    def __init__(self, leaves: Sequence[Tensor], scale: float, overflows: Overflows | None = None) -> None:
+        self._leaves, self._scale, self._overflows = leaves, scale, overflows
 
     @unseen
-    def __enter__(self) -> FoundInf:
+    def __enter__(self) -> None:
         inverse = 1.0 / self._scale
         found = FoundInf([leaf.device for leaf in self._leaves], inverse)
         for leaf, slot in zip(self._leaves, found.slots):
             _register_first(leaf, self, _unscale_hook(inverse, found.inverses[leaf.device], slot))
-        return found
+        if self._overflows is not None:
+            self._overflows.remember(self._leaves, found)
 
     def __exit__(self, *exc_info: object) -> None:
         for leaf in self._leaves:

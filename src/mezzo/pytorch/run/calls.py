@@ -159,10 +159,9 @@ class Preparation:
         if not any(matches(pattern, path) for other in _others(model) for path, _ in other.named_modules()):
             self._session.fatal = error = no_such_module(pattern, self._paths)
             raise error
-        print(
-            f"mezzo: module pattern {pattern!r} matches nothing in {type(model).__name__}, the first model that is "
-            "called; it waits for another one",
-            file=sys.stderr,
+        first = f"{type(model).__name__}, the first model that is called"
+        self._session.journal.note(
+            f"module pattern {pattern!r} matches nothing in {first}; it waited for another one"
         )
 
 
@@ -180,10 +179,6 @@ class _Thread(threading.local):
     in_fp32 = False
     policy: Policy | None = None  # of the last call, with its context
     context: Context | None = None
-
-
-# Of a call that runs: its context, and whether the observers are to see its end.
-_Entered = tuple["Context | None", bool]
 
 
 def make_call(session: Session, preparation: Preparation, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,8 +206,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         return to_fp32(out)
 
     @unseen
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> _Entered | None:
-        """Begin an outermost call of this module; None if it does not compute by the policy."""
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Context | None, bool] | None:
+        """Begin an outermost call: its context, and whether observers see its end; None if it is not by the policy."""
         if session.left_alone is not None or _is_jit_tracing() or observers.busy:
             return None
         if _graph_task() != -1:  # `checkpoint(model, x)` of the script's calls it again
@@ -241,7 +236,9 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             raise
 
     @unseen
-    def leave(module: nn.Module, entered: _Entered, out: Any, *, failed: bool = False) -> Any:
+    def leave(
+        module: nn.Module, entered: tuple[Context | None, bool], out: Any, *, failed: bool = False
+    ) -> Any:
         context, is_observed = entered
         try:
             if is_observed and failed:

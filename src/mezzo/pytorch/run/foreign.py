@@ -76,27 +76,17 @@ def _imported(home: str, name: str) -> Callable[..., Any]:
 
 
 def _autocast(session: Session) -> Any:
-    """The `mezzo.autocast` of a run. Dynamo traces it in a compiled function."""
+    """The `mezzo.autocast` of a run; not noticed in a compiled function, where Dynamo traces it."""
     from mezzo.pytorch.autocast.context import autocast
     from mezzo.pytorch.kernels.unseen import unseen
 
     compiling: Any = sys.modules["torch"].compiler.is_dynamo_compiling
 
-    def traced(context: Any) -> None:
-        if session.left_alone is None:
-            _stand_back(session, "mezzo.autocast", "in a compiled function")
-
     @unseen
     @functools.wraps(autocast)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if compiling():
-            if args[:1] != ("fp32",) and kwargs.get("enabled", True):
-                from torch._dynamo.comptime import comptime
-
-                comptime(traced)
-            return autocast(*args, **kwargs)
         made = autocast(*args, **kwargs)
-        if session.left_alone is None and made.policy is not None:
+        if not compiling() and session.left_alone is None and made.policy is not None:
             _notice(session, "mezzo.autocast")
         return made
 

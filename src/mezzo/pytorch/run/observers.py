@@ -142,21 +142,15 @@ class Observers:
             self._watch_ends()
             tracer.forget_live()
         elif self._watch is None and tracer.watches_live:
-            self._watch = watch = ExitStack()
-            self._guarded(lambda: watch.enter_context(tracer.live()))
+            self._watch = ExitStack()
+            self._watch.enter_context(tracer.live())
 
     def _watch_ends(self, *, anywhere: bool = False) -> None:
         """Stop watching live, if it was begun in this thread or `anywhere`."""
         watch = self._watch
         if watch is not None and (anywhere or self._thread == threading.get_ident()):
             self._watch = None
-            self._guarded(watch.close)
-
-    def _guarded(self, act: Callable[[], object]) -> None:
-        try:
-            act()
-        except Exception as error:
-            self._session.journal.note(f"watching failed: {type(error).__name__}: {error}")
+            watch.close()
 
     @unseen
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.pytorch.distributed import agreed_largest
 from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.run.backward import Attempts, Flags, FoundInf
 from mezzo.pytorch.step import AbandonedStepError, ClosureStep, check_finite, parameters
 
@@ -51,6 +52,8 @@ class Overflows:
     @unseen
     def remember(self, leaves: Iterable[Tensor], found: FoundInf) -> None:
         """These leaves are about to receive gradients, with flags in `found`."""
+        if self.attempts is not None:
+            self.attempts.found.append(found)
         for index, leaf in enumerate(leaves):
             key = id(leaf)
             earlier = () if leaf.grad is None else self._flags.get(key, ())
@@ -134,7 +137,7 @@ class Steps:
         def stepping(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self._session.left_alone is not None or id(optimizer) in self._inside:
                 return step(optimizer, *args, **kwargs)
-            if type(optimizer).step is not stepping and _was_adopted(optimizer):
+            if type(optimizer).step is not stepping and isinstance(optimizer, Adopted):
                 # `optimizer.step` from before the optimizer was adopted (as in `torch.compile(optimizer.step)`):
                 # torch's own step would move 16-bit weights without their masters.
                 return optimizer.step(*args, **kwargs)
@@ -226,10 +229,10 @@ class Steps:
             self._observe(optimizer, found_inf=True)
             return True
 
+        rest = {name: value for name, value in kwargs.items() if name != "closure"}
+
         def with_closure(closure: Any) -> Any:
-            if args:
-                return step(optimizer, closure, *args[1:], **kwargs)
-            return step(optimizer, **{**kwargs, "closure": closure})
+            return step(optimizer, closure, *args[1:], **rest)
 
         scale = session.scale.scale
         run = ClosureStep(optimizer, evaluate, back_off, copies=_evaluates_again(optimizer))
@@ -300,12 +303,6 @@ class Steps:
             session.decide(session.trial.decision)
         if number == 0:
             session.journal.stop_after(session.request.stop_after)
-
-
-def _was_adopted(optimizer: Any) -> bool:
-    from mezzo.pytorch.optim.adopt import Adopted
-
-    return isinstance(optimizer, Adopted)
 
 
 def _evaluates_again(optimizer: Any) -> bool:

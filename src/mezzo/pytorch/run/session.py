@@ -60,14 +60,13 @@ def check(policy: Policy) -> None:
     """Raise UsageError unless an unmodified script can be run with weights stored as this policy says."""
     if policy.params == "fp16":
         raise UsageError(
-            f"policy '{policy}': a script that is run unchanged unscales each gradient where it is stored, and in "
-            "fp16 that would flush the small ones to zero. Leave params and masters out (weights stay FP32, "
-            "computed in fp16), use bf16, or write mezzo.MixedPrecision(..., masters='fp32') into the script."
+            f"policy '{policy}': mezzo run unscales each gradient where it is stored; fp16 loses small ones. "
+            "Leave params out, use bf16, or write mezzo.MixedPrecision(..., masters='fp32') into the script."
         )
     if policy.params not in ("fp32", policy.activations):
         raise UsageError(
-            f"policy '{policy}': a script that is run unchanged can store weights in {policy.params} where "
-            f"compute is {policy.params}, too. Use {policy.params},params={policy.params}."
+            f"policy '{policy}': mezzo run stores weights in {policy.params} where compute is {policy.params}, too. "
+            f"Use {policy.params},params={policy.params}."
         )
 
 
@@ -102,9 +101,7 @@ class Session:
     _undo: list[Any] = field(default_factory=list)  # also called at the end, the latest first
     _endings: list[Any] = field(default_factory=list)  # called with the exit status when the script is over
     _counting: int | None = None  # the optimizer whose steps the scale counts in a row now
-    _counted: dict[int | None, dict[str, int]] = field(
-        default_factory=dict
-    )  # what it has counted of the others
+    _counted: dict[int | None, dict[str, int]] = field(default_factory=dict)  # of the others
 
     def __post_init__(self) -> None:
         if self.policy.compute != "auto":
@@ -223,7 +220,7 @@ class Session:
                 counts if self._counting is None else self._counted.get(optimizer, dict.fromkeys(counts, 0))
             )
             self._counted[self._counting] = counts
-            self.scale = replace(self.scale, **mine)  # type: ignore[arg-type]
+            self.scale = replace(self.scale, **mine)
             self._counting = optimizer
         self.scale = self.scale.next(Observation(found_inf))
 
