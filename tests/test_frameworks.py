@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import mezzo.cli.compare as verb
 from mezzo.cli.main import main
-from mezzo.compare import judgement
 from mezzo.compare.request import FRAMEWORKS, Request, candidates, framework
 from mezzo.compare.runs import FinishedRun
 from mezzo.core import records
@@ -178,22 +176,3 @@ def test_what_libraries_log_is_no_part_of_a_failure(tmp_path: Path) -> None:
     run = FinishedRun("fp32-0", None, (), (), None, None, log)
     assert run.failure().splitlines()[1:] == ["the script's own"]
     assert "an error stays" in run.failure()
-
-
-LACKING = {
-    "pytorch": "fp16 is emulated on this CPU: stored in 16 bits, computed in FP32: memory was not measured",
-    "keras": "this CPU has no fp16 arithmetic, and jax computes in it in a way of its own: memory was not",
-}
-
-
-@pytest.mark.parametrize("name", LACKING)
-def test_only_mezzos_own_emulation_is_called_one(name: str) -> None:
-    machine = {
-        "native_formats": ["bf16"],
-        "device_type": "cpu",
-        **({"backend": "jax"} if name == "keras" else {}),
-    }
-    run: Any = SimpleNamespace(machine=machine, started=SimpleNamespace(policy="fp16"))
-    request = Request("m", is_module=True, precisions=("fp16",), framework=name)
-    (note,) = judgement._lacking(request, {0: run}, None, None)
-    assert note.startswith(LACKING[name])

@@ -79,22 +79,8 @@ for event in run:
         optimizer.step()
 
 
-def tensors(tree):
-    if isinstance(tree, dict):
-        for key in sorted(tree, key=str):
-            yield from tensors(tree[key])
-    elif isinstance(tree, (list, tuple)):
-        for each in tree:
-            yield from tensors(each)
-    else:
-        yield tree
-
-
 def digest(tree):
-    found = hashlib.sha256()
-    for t in tensors(tree):
-        found.update(t.detach().double().numpy().tobytes() if isinstance(t, torch.Tensor) else repr(t).encode())
-    return found.hexdigest()
+    return hashlib.sha256(json.dumps(tree, default=lambda t: t.double().flatten().tolist()).encode()).hexdigest()
 
 
 print(json.dumps({

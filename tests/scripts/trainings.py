@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-TRAININGS = {}
-
 
 class Plain:
     """What a script without mixed precision does."""
@@ -94,11 +92,6 @@ class ByHand(Plain):
         self.scaler.update()
 
 
-def training(function):
-    TRAININGS[function.__name__] = function
-    return function
-
-
 def data(n=24, width=12, classes=4, seed=1):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, width, generator=generator)
@@ -120,7 +113,6 @@ def train(by, report, optimizer, steps, loss_of):
         report(loss)
 
 
-@training
 def clipping(by, report):
     """The loss is so large that fp16 skips the first steps; the value clip would hide the infinities."""
     model, (x, y) = network(), data()
@@ -140,7 +132,6 @@ def clipping(by, report):
     return model
 
 
-@training
 def accumulation(by, report):
     model, (x, y) = network(), data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -158,7 +149,6 @@ def accumulation(by, report):
     return model
 
 
-@training
 def gradient_penalty(by, report):
     model, (x, _) = network(classes=1), data()
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
@@ -177,7 +167,6 @@ def gradient_penalty(by, report):
     return model
 
 
-@training
 def two_optimizers(by, report):
     torch.manual_seed(5)
     generator, critic = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 12)), network(classes=1)
@@ -228,12 +217,10 @@ def tied(by, report, use_reentrant):
     return model
 
 
-@training
 def shared_and_checkpointed(by, report):
     return nn.ModuleList([tied(by, report, reentrant) for reentrant in (False, True)])
 
 
-@training
 def lbfgs(by, report):
     model, (x, y) = network(), data()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
@@ -251,7 +238,6 @@ def lbfgs(by, report):
     return model
 
 
-@training
 def several_losses(by, report):
     """retain_graph, backward on part of the leaves, a loss that is no scalar, BatchNorm and then evaluation."""
     model = nn.Sequential(
@@ -286,13 +272,12 @@ def digest(model):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--by-hand", default="")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    chosen = options.only.split(",") if options.only else list(TRAININGS)
     by = ByHand(options.by_hand) if options.by_hand else Plain()
-    for name in chosen:
+    for name in options.only.split(","):
         torch.manual_seed(0)
         values = []
-        model = TRAININGS[name](by, lambda *tensors, values=values: values.extend(map(hexed, tensors)))
+        model = globals()[name](by, lambda *tensors, values=values: values.extend(map(hexed, tensors)))
         print(json.dumps({"training": name, "values": values, "weights": digest(model)}), flush=True)
