@@ -157,11 +157,11 @@ print(torch.equal(kept, late.weight), torch.rand(1).item())
 """
 WRAPS = {
     "eager": "call = model",
-    "compiled function": "call = torch.compile(lambda x: model(x), backend='eager', fullgraph=True)",
+    "compiled": "call = torch.compile(lambda x: model(x), backend='eager', fullgraph=True)",
 }
 
 
-@pytest.mark.parametrize(("row", "policy"), [*((row, "fp32") for row in WRAPS), ("eager", "bf16")])
+@pytest.mark.parametrize(("row", "policy"), [("eager", "bf16"), ("compiled", "fp32")])
 @pytest.mark.usefixtures("streams")
 def test_a_nudged_run_moves_the_initial_weights_once(launch: Any, row: str, policy: str) -> None:
     torch._dynamo.reset()
