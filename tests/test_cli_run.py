@@ -48,23 +48,6 @@ def first(path: Path) -> records.RunStarted:
     return found
 
 
-def test_options_after_the_script_are_the_scripts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
-) -> None:
-    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:]); sys.exit(5)\n")
-    monkeypatch.chdir(tmp_path)
-    words = ["--precision", "fp16", "-m", "-h", "--", "x", "--records=y"]
-    assert main(["run", "--records", "r.jsonl", "--precision", "bf16", "train.py", *words]) == 5
-    captured = capsys.readouterr()
-    assert captured.out == f"{words}\n"
-    assert captured.err.startswith("mezzo: ")
-    started, ended = records.read(tmp_path / "r.jsonl")
-    assert isinstance(started, records.RunStarted)
-    assert (started.policy, started.argv, started.script) == ("bf16", words, "train.py")
-    assert isinstance(ended, records.RunEnded)
-    assert ended.status == 5
-
-
 def test_a_pattern_that_matches_no_module_is_wrong_usage(tmp_path: Path, capsys: Output) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -105,7 +88,18 @@ def test_every_option_is_on_the_page_and_the_help_has_the_facts(capsys: Output) 
 def test_a_watched_run_leaves_records_and_a_report(
     options: list[str], folder: str, watched: list[int], train: str, tmp_path: Path, capsys: Output
 ) -> None:
-    words = ["--watch", "7", "--watch=8", "-m", "--out", "x"]  # the script's own
+    words = [
+        "--precision",
+        "fp16",
+        "--watch",
+        "7",
+        "--watch=8",
+        "-m",
+        "-h",
+        "--",
+        "--out",
+        "x",
+    ]  # the script's own
     assert main(["run", *options, train, *words]) == 3
     captured = capsys.readouterr()
     assert captured.out == f"{words}\n"
@@ -122,8 +116,10 @@ def test_a_watched_run_leaves_records_and_a_report(
 def test_records_without_a_report_and_a_policy_file(train: str, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('compute = "bf16"\n')
     assert main(["run", "--quiet", "--watch", "--policy", "mine.toml", "--records", "r.jsonl", train]) == 3
-    assert any(isinstance(r, records.RangesRecord) for r in records.read(tmp_path / "r.jsonl"))
-    assert first(tmp_path / "r.jsonl").policy == "bf16"
+    started, *_, ended = records.read(tmp_path / "r.jsonl")
+    assert isinstance(started, records.RunStarted)
+    assert isinstance(ended, records.RunEnded)
+    assert (started.policy, started.script, ended.status) == ("bf16", "train.py", 3)
     assert not (tmp_path / "mezzo-run").exists()
 
 
@@ -137,16 +133,12 @@ def test_records_without_a_report_and_a_policy_file(train: str, tmp_path: Path) 
         (["--records", "."], "can't write records to '.'"),
         (["--policy", "absent.toml"], "TOML file"),
         (["-m", "absent.module"], "dotted name of a module"),
-        ([""], "empty"),
         (["--out", "full"], "comparison.json"),
         (["--out", "train.py"], "is a file"),
-        (["--out", "a", "--records", "b"], "not allowed with argument"),
         (["nowhere.py"], "no script 'nowhere.py'"),
         (["elsewhere"], "__main__.py"),
-        (["--precision", "bf17"], "Did you mean 'bf16'?"),
         (["--policy", "train.py"], "TOML"),
         (["--tensorboard=train.py"], "/train.py: is a file"),
-        (["--tensorboard=train.py/events"], "/train.py/events: Not a directory"),
     ],
 )
 def test_refusals(options: list[str], why: str, train: str, tmp_path: Path, capsys: Output) -> None:
@@ -224,20 +216,17 @@ def test_watched_runs_never_overwrite_one_another(
         assert (f"this run is in {folder}\n" in said) == (folder != "mezzo-run")
 
 
-@pytest.mark.parametrize("ranks", ["2", None])
 def test_processes_of_one_run_share_a_folder_and_leave_each_other_s_records(
-    ranks: str | None, train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if ranks:
-        monkeypatch.setenv("WORLD_SIZE", ranks)
     runs = tmp_path / "mezzo-run" / "runs"
     runs.mkdir(parents=True)
-    for name in ("run-rank1.jsonl", "run-rank2.jsonl"):
+    for name in ("run-rank1.jsonl", "run-rank2.jsonl"):  # the last one of an earlier run, on more processes
         (runs / name).write_text("")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert main(["run", "--quiet", "--watch", train]) == 3
-    kept = {"run.jsonl", "run-rank1.jsonl"} | ({"run-rank2.jsonl"} if ranks is None else set())
-    assert {path.name for path in runs.iterdir()} == kept
+    assert {path.name for path in runs.iterdir()} == {"run.jsonl", "run-rank1.jsonl"}
 
 
 def test_a_run_that_is_replaced_is_named_and_leaves_nothing(

@@ -7,7 +7,6 @@ there, load it into new objects (a new process, for all that they know), and go 
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from bad_steps import is_finite, same
 from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, Observation, collapsed, from_state_dict
 from mezzo.core.overflow import OverflowReport
-from run_scripts import launcher
 from training_steps import NAN, nobody_owns_anything, who_decides  # noqa: F401
 
 SCALES = {
@@ -103,7 +101,7 @@ def test_training_resumes_from_what_a_collapse_leaves(name: str, params: str, de
     assert same(twin.state_dict(), model.state_dict())
 
 
-def test_the_error_names_where_it_comes_from() -> None:
+def test_the_error_names_where_it_comes_from_and_offers_remedies() -> None:
     class Fragile(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x / (x - x)
@@ -116,31 +114,20 @@ def test_the_error_names_where_it_comes_from() -> None:
         again_and_again(lambda: step(mp, 0))
     assert "add an eps to the denominator" in str(raised.value)
     assert "PATTERN" not in str(raised.value)
-
-
-def test_a_collapse_offers_remedies_and_else_the_general_one() -> None:
-    raised = collapsed(DynamicLossScale(), 50)
-    assert "module.PATTERN=fp32" in str(raised)
-    remedies = ["this module in FP32: `fp16,module.b=fp32`", "bf16: `bf16`"]
-    found = OverflowReport("overflow", "b", "mul", remedies=remedies)
-    said = str(raised.named(found))
-    assert all(words in said for words in (str(found), *remedies))
-    assert "PATTERN" not in said
     for cause in ("unknown", "loss scale"):  # the remedy of a dynamic scale, the next step, did not help
         unknown = OverflowReport(cause, remedies=["nothing, if the loss scale is dynamic"])
-        said = str(raised.named(unknown))
+        said = str(collapsed(DynamicLossScale(), 50).named(unknown))
         assert "module.PATTERN=fp32" in said
         assert "nothing" not in said
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_grad_scaler_resumes_from_what_a_collapse_leaves(fused: bool) -> None:
+def test_a_grad_scaler_resumes_from_what_a_collapse_leaves() -> None:
     def made() -> tuple[nn.Module, Any, mezzo.GradScaler]:
-        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=fused)
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
         return model, optimizer, mezzo.GradScaler(init_scale=2.0**10, floor=1.0, patience=4)
 
-    def train(number: int, factor: float = 1.0) -> torch.Tensor:
+    def train(number: int, factor: float = 1.0) -> None:
         x, y = data(number)
         optimizer.zero_grad()
         with mezzo.autocast("fp16"):
@@ -148,79 +135,51 @@ def test_a_grad_scaler_resumes_from_what_a_collapse_leaves(fused: bool) -> None:
         gradients.scale(loss).backward()
         gradients.step(optimizer)
         gradients.update()
-        return loss.detach()
 
-    torch.manual_seed(0)
     model, optimizer, gradients = made()
-    for number in range(3):
-        train(number)
-    before = reloaded([model.state_dict(), optimizer.state_dict()])
+    train(0)
+    before = reloaded([list(model.parameters()), optimizer.state_dict()])
     with pytest.raises(LossScaleCollapseError, match=r"scaler\.update\(1024\)"):
         again_and_again(lambda: train(0, NAN))
-    saved = reloaded([model.state_dict(), optimizer.state_dict(), gradients.state_dict()])
-    assert same(saved[:2], before)
-
+    saved = reloaded([list(model.parameters()), optimizer.state_dict()])
+    assert same(saved, before)
+    state = reloaded(gradients.state_dict())
     model, optimizer, gradients = made()
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    gradients.load_state_dict(saved[2])
+    gradients.load_state_dict(state)
+    train(1)
     assert gradients.get_scale() == 2.0**10
-    losses = [train(number) for number in range(3, 43)]
-    assert gradients.get_scale() == 2.0**10
-    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
     train(0, NAN)
     assert gradients.was_skipped(optimizer)
 
 
 SCRIPT = """
-import json, sys
+import sys
 import torch
 from torch import nn
-
-bad, checkpoint, resume = sys.argv[1:]
 torch.manual_seed(3)
 model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-first = 0
-if resume == "resume":
-    saved = torch.load(checkpoint)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    first = 3
-losses = []
 try:
-    for step in range(first, 43 if bad == "good" else 200):
-        x = torch.randn(32, 4, generator=torch.Generator().manual_seed(step))
-        loss = nn.functional.cross_entropy(model(x * (float("nan") if bad == "bad" and step >= 3 else 1.0)),
-                                           (x[:, 0] > 0).long())
+    for step in range(200):
+        if step == 3:
+            torch.save([model.state_dict(), optimizer.state_dict()], sys.argv[1])
+        out = model(torch.randn(32, 4) * (float("nan") if step >= 3 else 1.0))
         optimizer.zero_grad()
-        loss.backward()
+        out.square().mean().backward()
         optimizer.step()
-        losses.append(loss.item())
 finally:
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
-print(json.dumps(losses))
+    torch.save([model.state_dict(), optimizer.state_dict()], sys.argv[2])
 """
 
 
-def test_a_script_resumes_from_what_a_collapse_leaves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    launch = launcher(tmp_path, capsys)
-    checkpoint = tmp_path / "checkpoint.pt"
-    ran = launch(SCRIPT, "bad", str(checkpoint), "", policy="fp16")
+def test_a_script_can_save_what_it_had_before_the_collapse(launch: Any, tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("before.pt", "after.pt")]
+    ran = launch(SCRIPT, *files, policy="fp16")
     assert ran.status == 1
     assert "LossScaleCollapseError" in ran.err
-    saved = torch.load(checkpoint)
-    assert is_finite(saved)
-    assert int(saved["model"]["1.num_batches_tracked"]) == 3
-    assert [update.moved for update in ran.of("update")][:3] == [True] * 3
-
-    resumed = launch(SCRIPT, "good", str(checkpoint), "resume", policy="fp16")
-    assert resumed.status == 0, resumed.err
-    losses = json.loads(resumed.lines[-1])
-    whole = json.loads(launch(SCRIPT, "good", str(checkpoint), "", policy="fp16").lines[-1])
-    assert losses == whole[3:]
+    assert [update.moved for update in ran.of("update")][:4] == [True] * 3 + [False]
+    before, after = map(torch.load, files)
+    assert same(before, after)
 
 
 def test_a_collapsed_scale_begins_anew_and_no_other() -> None:
@@ -236,9 +195,8 @@ def test_a_collapsed_scale_begins_anew_and_no_other() -> None:
         assert collapsed.begun_anew() == begun, name
 
 
-@pytest.mark.parametrize("name", SCALES)
-def test_a_training_whose_fault_is_mended_goes_on_in_place(name: str, decides: str) -> None:
-    _, _, mp = parts(name)
+def test_a_training_whose_fault_is_mended_goes_on_in_place(decides: str) -> None:
+    _, _, mp = parts("dynamic")
     assert step(mp, 0).stepped
     with pytest.raises(LossScaleCollapseError, match=r"mp\.reset_loss_scale\(\)"):
         again_and_again(lambda: step(mp, 0, NAN))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import mezzo.cli.compare as verb
 from mezzo.cli.main import main
-from mezzo.compare import judgement
 from mezzo.compare.request import FRAMEWORKS, Request, candidates
 from mezzo.compare.runs import FinishedRun
 from mezzo.core import records
@@ -60,33 +58,30 @@ def test_whose_script_a_run_was(
 
 
 @pytest.mark.parametrize(
-    ("words", "expected", "remarks"),
+    ("word", "expected", "remarks"),
     [
-        (["bf16,fp16"], ("bf16", "fp16"), 0),
-        (["mixed_bfloat16,mixed_float16"], ("mixed_bfloat16", "mixed_float16"), 0),
-        (["mixed_float16,fp16"], ("mixed_float16",), 1),
-        (["float32,bf16"], ("bf16",), 1),
-        (["fp16,module.head*=fp32,bf16"], ("fp16,module.head*=fp32", "bf16"), 0),
+        ("mixed_bfloat16,mixed_float16", ("mixed_bfloat16", "mixed_float16"), 0),
+        ("mixed_float16,fp16", ("mixed_float16",), 1),
+        ("float32,bf16", ("bf16",), 1),
+        ("fp16,module.head*=fp32,bf16", ("fp16,module.head*=fp32", "bf16"), 0),
     ],
 )
-def test_precisions_of_keras(words: list[str], expected: tuple[str, ...], remarks: int) -> None:
-    found, said = candidates(words, "keras")
-    assert found == expected
-    assert len(said) == remarks
+def test_precisions_of_keras(word: str, expected: tuple[str, ...], remarks: int) -> None:
+    found, said = candidates([word], "keras")
+    assert (found, len(said)) == (expected, remarks)
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "says"),
+    ("word", "error", "says"),
     [
-        (["bf61"], UnknownNameError, "bf16"),
-        (["bf16,op.softmax=fp32"], UsageError, "Keras"),
-        (["fp8"], UsageError, "Keras has no policy for fp8"),
-        (["float32"], UsageError, "no candidate is left"),
+        ("bf61", UnknownNameError, "bf16"),
+        ("bf16,op.softmax=fp32", UsageError, "Keras"),
+        ("float32", UsageError, "no candidate is left"),
     ],
 )
-def test_what_keras_cannot_do_is_refused(words: list[str], error: type[Exception], says: str) -> None:
+def test_what_keras_cannot_do_is_refused(word: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        candidates(words, "keras")
+        candidates([word], "keras")
 
 
 def test_the_declaration_holds_the_framework_and_what_decides_its_runs() -> None:
@@ -181,22 +176,3 @@ def test_what_libraries_log_is_no_part_of_a_failure(tmp_path: Path) -> None:
     run = FinishedRun("fp32-0", None, (), (), None, None, log)
     assert run.failure().splitlines()[1:] == ["the script's own"]
     assert "an error stays" in run.failure()
-
-
-LACKING = {
-    "pytorch": "fp16 is emulated on this CPU: stored in 16 bits, computed in FP32: memory was not measured",
-    "keras": "this CPU has no fp16 arithmetic, and jax computes in it in a way of its own: memory was not",
-}
-
-
-@pytest.mark.parametrize("name", LACKING)
-def test_only_mezzos_own_emulation_is_called_one(name: str) -> None:
-    machine = {
-        "native_formats": ["bf16"],
-        "device_type": "cpu",
-        **({"backend": "jax"} if name == "keras" else {}),
-    }
-    run: Any = SimpleNamespace(machine=machine, started=SimpleNamespace(policy="fp16"))
-    request = Request("m", is_module=True, precisions=("fp16",), framework=name)
-    (note,) = judgement._lacking(request, {0: run}, None, None)
-    assert note.startswith(LACKING[name])

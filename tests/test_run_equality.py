@@ -21,8 +21,8 @@ from mezzo.core.records import read
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainings.py"
 NAMES = [
-    *("clipping", "overflowing", "accumulation", "gradient_penalty", "two_optimizers", "shared_parameters"),
-    *("checkpointing", "lbfgs", "several_losses", "batch_norm"),
+    *("clipping", "accumulation", "gradient_penalty", "two_optimizers", "shared_and_checkpointed", "lbfgs"),
+    "several_losses",
 ]
 # LBFGS and RMSprop can't be adopted
 ADOPTED = [name for name in NAMES if name not in ("lbfgs", "gradient_penalty")]
@@ -74,6 +74,6 @@ def test_zero_code_equals_the_calls_written_by_hand(
 def test_fp32_is_the_script_itself_and_observers_change_nothing(plain: dict[str, Any]) -> None:
     run = ["-m", "mezzo", "run", "--no-trace", "--precision"]
     assert trained([*run, "fp32", str(SCRIPT)], NAMES)[0] == plain
-    names = ["overflowing", "accumulation", "two_optimizers"]
+    names = ["clipping", "accumulation", "two_optimizers"]
     by_hand, _ = trained(["-W", "ignore", str(SCRIPT), "--by-hand", "fp16"], names)
     assert trained([*run, "fp16", str(SCRIPT)], names)[0] == by_hand

@@ -47,7 +47,12 @@ def test_records_are_the_losses_that_the_script_saw_and_a_line_for_each_update(
     assert ran.status == 0
     assert isinstance(ran.records[0], RunStarted)
     assert (ran.records[0].policy, ran.records[0].argv) == (policy, ["a"])
-    assert ran.records[0].machine["torch"] == torch.__version__
+    machine = ran.records[0].machine  # conftest.py gives the CPU native bf16
+    assert [machine[name] for name in ("torch", "device_type", "native_formats")] == [
+        torch.__version__,
+        "cpu",
+        ["bf16"],
+    ]
     kinds = [r.kind for r in ran.records]
     assert kinds == ["run", *["loss", "update"] * 5, "end"]
     assert [f"{r.loss.hex()} torch.float32" for r in ran.of("loss")] == ran.lines
@@ -65,25 +70,24 @@ def test_records_are_the_losses_that_the_script_saw_and_a_line_for_each_update(
 
 
 def test_everything_is_undone(launch: Any) -> None:
-    def patched() -> list[Any]:
-        adam = torch.optim.AdamW
-        return [
-            torch.nn.Module.__call__,
-            torch.autograd.backward,
-            torch.autograd.grad,
-            torch.optim.Optimizer.__dict__["_patch_step_function"],
-            torch.optim.Optimizer.__dict__["zero_grad"],
-            torch.amp.autocast_mode.autocast.__dict__["__enter__"],
-            torch.amp.GradScaler.__dict__["scale"],
-            adam.__dict__.get("step"),
-            torch.optim.Adam.__dict__.get("step"),
-            torch.manual_seed,
-        ]
+    amp, optim = torch.amp, torch.optim
+    owners = (
+        torch,
+        torch.autograd,
+        torch.nn.Module,
+        amp.autocast,
+        amp.GradScaler,
+        optim.Optimizer,
+        optim.AdamW,
+    )
 
-    launch(TRAIN, policy="fp32")
-    before = patched()
+    def functions() -> dict[Any, Any]:
+        return {(o, name): f for o in owners for name, f in vars(o).items() if callable(f)}
+
+    launch(TRAIN, policy="fp32")  # PyTorch wraps the step of a class itself
+    before = functions()
     launch(TRAIN, policy="fp16", seed_offset=2)
-    assert all(a is b for a, b in zip(patched(), before))
+    assert [key for key, f in functions().items() if before[key] is not f] == []
 
 
 def test_the_observed_step_is_the_third_update_and_tells_memory_and_formats(launch: Any) -> None:
@@ -150,16 +154,6 @@ def test_no_model_and_no_backward(launch: Any) -> None:
     assert "1 call of Linear in bf16" in ran.err
 
 
-def test_the_run_record_says_which_formats_the_device_has(
-    launch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for assumed, native in [("", []), ("bf16", ["bf16"])]:
-        monkeypatch.setenv("MEZZO_ASSUME_NATIVE", assumed)
-        machine = launch(TRAIN, policy="bf16").records[0].machine
-        assert (machine["device_type"], machine["native_formats"]) == ("cpu", native)
-    assert "device_type" not in launch("import torch", policy="bf16").records[0].machine
-
-
 def test_auto_times_the_first_steps_and_says_what_it_chose(
     launch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,20 +186,9 @@ def test_requests_travel_as_json() -> None:
     full = replace(full, trace=False, stop_after=7, sensitivity=True, tensorboard=Path("events"))
     assert RunRequest.from_json(full.to_json()) == full
     assert RunRequest.from_json(RunRequest("t.py").to_json()) == RunRequest("t.py")
-    for text, message in [
-        ("{", "not a run request"),
-        ('{"targett": "x"}', "Did you mean 'target'"),
-        ("{}", "target"),
-    ]:
+    for text, message in [("{", "not a run request"), ('{"targett": "x"}', "targett"), ("{}", "target")]:
         with pytest.raises(UsageError, match=message):
             RunRequest.from_json(text)
-    for wrong, message in (
-        ({"seed_offset": -1}, "seed_offset is -1"),
-        ({"watch": -2}, "watch is -2"),
-        ({"stop_after": 0}, "stop_after is 0"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            RunRequest("t.py", **wrong)
 
 
 def test_outputs_leave_as_fp32_whatever_holds_them() -> None:
@@ -220,7 +203,6 @@ def test_outputs_leave_as_fp32_whatever_holds_them() -> None:
     @dataclass(frozen=True)
     class Frozen:
         value: Any
-        other: Any = 1
 
     Pair = namedtuple("Pair", "first second")
     output = Output(logits=low, past=(low, [low, *kept]))
@@ -272,9 +254,9 @@ def overflows(*found: OverflowReport) -> list[OverflowRecord]:
 
 def test_what_is_told_of_findings() -> None:
     """Three remedies and where the others are; skipped steps without a finding; a place once, whatever its numbers."""
-    assert findings(overflows(BAD), recorded=True)[1:4] == ["  try: one", "   or: two", "   or: three"]
-    assert "2 more in the records" in findings(overflows(BAD), recorded=True)[-1]
-    assert "2 more in the report of --out DIR" in findings(overflows(BAD))[-1]
+    lines = findings(overflows(BAD))
+    assert lines[1:4] == ["  try: one", "   or: two", "   or: three"]
+    assert "2 more" in lines[-1]
     for found, skipped, said in (
         ([BAD] * 20, 40, "20 more skipped steps"),  # the tracer's limit
         ([], 4, "4 skipped steps"),
@@ -282,16 +264,16 @@ def test_what_is_told_of_findings() -> None:
     ):
         assert said in findings(overflows(*found), skipped=skipped)[-1]
 
-    def too_large(size: float) -> OverflowReport:
+    def too_large(size: float, maker: Maker | None) -> OverflowReport:
         went_in = TensorFacts("input 0", [2], "fp32", size, 1.0, 0, 0, 0)
         came_out = TensorFacts("output", [2], "fp16", 1.0, 1.0, 0, 1, 0)
-        maker = Maker("1", "mul", "net.py:3: x * 1e6", replace(went_in, name="output"))
         return OverflowReport("overflow", "2", "linear", inputs=[went_in], outputs=[came_out], maker=maker)
 
-    (told,) = findings(overflows(too_large(1e6), too_large(2e6), too_large(3e6)))
-    for words in ("update 0 skipped, and 2 later ones", "linear in 2", "1e+06", "65504", "net.py:3: x * 1e6"):
+    maker = Maker("1", "mul", "net.py:3: x * 1e6", TensorFacts("output", [2], "fp32", 1e6, 1.0, 0, 0, 0))
+    (told,) = findings(overflows(*(too_large(size, maker) for size in (1e6, 2e6, 3e6))))
+    for words in ("update 0 skipped, and 2 later ones", "linear in 2", "1e+06", "net.py:3: x * 1e6"):
         assert words in told
-    assert len(findings(overflows(too_large(1e6), replace(too_large(1e6), maker=None)))) == 2
+    assert len(findings(overflows(too_large(1e6, maker), too_large(1e6, None)))) == 2
 
 
 def test_a_run_says_all_of_it(launch: Any) -> None:
@@ -307,4 +289,4 @@ def test_a_run_says_all_of_it(launch: Any) -> None:
     assert "mezzo: loss scale 2^30 at the end" in err
     err = told(22, "3e20", "fp16,loss_scale=1024")
     assert "an input of 3e+20 does not fit fp16, whose largest number is 65504" in err
-    assert "mezzo: and 2 more skipped steps that were not looked into: Mezzo stops" in err
+    assert "mezzo: 2 more skipped steps were not looked into: Mezzo stops" in err

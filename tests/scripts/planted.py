@@ -1,15 +1,7 @@
-"""An ordinary script with a planted fragile layer: a small difference of large numbers (`offset`), or a square whose
-values pass fp16's largest number (`square`).
-"""
-
-import sys
+"""An ordinary script with a planted fragile layer: a small difference of large numbers."""
 
 import torch
 from torch import nn
-
-KIND = sys.argv[1] if len(sys.argv) > 1 else "offset"
-STEPS = int(sys.argv[2]) if len(sys.argv) > 2 else 30
-WIDTH = int(sys.argv[3]) if len(sys.argv) > 3 else 64
 
 
 class Offset(nn.Module):
@@ -17,14 +9,6 @@ class Offset(nn.Module):
 
     def forward(self, x):
         return (x + 4096.0) - 4096.0
-
-
-class Square(nn.Module):
-    """A norm that squares before it scales."""
-
-    def forward(self, x):
-        large = 300.0 * x
-        return (large * large).mean(-1, keepdim=True).sqrt() / 300.0 * x
 
 
 class Block(nn.Module):
@@ -47,7 +31,7 @@ class Model(nn.Module):
         super().__init__()
         self.first = nn.Linear(32, width)
         self.before = Block(width)
-        self.planted = {"offset": Offset, "square": Square, "none": nn.Identity}[KIND]()
+        self.planted = Offset()
         self.after = Block(width)
         self.head = nn.Linear(width, 10)
 
@@ -56,10 +40,10 @@ class Model(nn.Module):
 
 
 torch.manual_seed(0)
-model = Model(WIDTH)
+model = Model(64)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 teacher = torch.randn(32, 10)
-for _ in range(STEPS):
+for _ in range(30):
     x = torch.randn(128, 32)
     loss = nn.functional.cross_entropy(model(x), (x @ teacher).argmax(1))
     optimizer.zero_grad()

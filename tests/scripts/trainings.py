@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-TRAININGS = {}
-
 
 class Plain:
     """What a script without mixed precision does."""
@@ -94,11 +92,6 @@ class ByHand(Plain):
         self.scaler.update()
 
 
-def training(function):
-    TRAININGS[function.__name__] = function
-    return function
-
-
 def data(n=24, width=12, classes=4, seed=1):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, width, generator=generator)
@@ -120,16 +113,17 @@ def train(by, report, optimizer, steps, loss_of):
         report(loss)
 
 
-@training
 def clipping(by, report):
+    """The loss is so large that fp16 skips the first steps; the value clip would hide the infinities."""
     model, (x, y) = network(), data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    for _ in range(6):
-        loss = F.cross_entropy(by.call(model, x), y)
+    for _ in range(8):
+        loss = 64 * F.cross_entropy(by.call(model, x), y)
         optimizer.zero_grad()
         by.backward(loss)
         by.unscale(optimizer)
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         by.step(optimizer)
         by.update()
@@ -138,33 +132,14 @@ def clipping(by, report):
     return model
 
 
-@training
-def overflowing(by, report):
-    """The loss is so large that fp16 skips the first steps; a value clip would hide the infinities."""
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(8):
-        loss = 64 * F.cross_entropy(by.call(model, x), y)
-        optimizer.zero_grad()
-        by.backward(loss)
-        by.unscale(optimizer)
-        nn.utils.clip_grad_value_(model.parameters(), 1.0)
-        by.step(optimizer)
-        by.update()
-        report(loss)
-    return model
-
-
-@training
 def accumulation(by, report):
     model, (x, y) = network(), data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(4):
         for part in range(3):
             window = slice(8 * part, 8 * part + 8)
-            factor = (
-                1024.0 if part == 1 else 1.0
-            )  # one micro-step in three overflows, until the scale has come down
+            # One micro-step in three overflows, until the scale has come down.
+            factor = 1024.0 if part == 1 else 1.0
             loss = factor * F.cross_entropy(by.call(model, x[window]), y[window]) / 3
             by.backward(loss)
             report(loss)
@@ -174,7 +149,6 @@ def accumulation(by, report):
     return model
 
 
-@training
 def gradient_penalty(by, report):
     model, (x, _) = network(classes=1), data()
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
@@ -193,7 +167,6 @@ def gradient_penalty(by, report):
     return model
 
 
-@training
 def two_optimizers(by, report):
     torch.manual_seed(5)
     generator, critic = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 12)), network(classes=1)
@@ -216,20 +189,27 @@ def two_optimizers(by, report):
 
 
 class Tied(nn.Module):
-    def __init__(self):
+    """Shared parameters, and checkpoints."""
+
+    def __init__(self, use_reentrant):
         super().__init__()
+        self.use_reentrant = use_reentrant
         self.embedding = nn.Embedding(20, 16)
-        self.body = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)
+        )
         self.head = nn.Linear(16, 20, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens):
-        return self.head(self.body(self.embedding(tokens)))
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
 
 
-@training
-def shared_parameters(by, report):
-    model = Tied()
+def tied(by, report, use_reentrant):
+    model = Tied(use_reentrant)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     tokens = torch.randint(0, 20, (4, 9))
     inputs, target = tokens[:, :-1], tokens[:, 1:].flatten()
@@ -237,36 +217,10 @@ def shared_parameters(by, report):
     return model
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.use_reentrant = use_reentrant
-        self.first = nn.Linear(12, 32)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)
-        )
-        self.head = nn.Linear(32, 4)
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return self.head(x)
+def shared_and_checkpointed(by, report):
+    return nn.ModuleList([tied(by, report, reentrant) for reentrant in (False, True)])
 
 
-def checkpointed(by, report, use_reentrant):
-    model, (x, y) = Checkpointed(use_reentrant), data()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train(by, report, optimizer, 4, lambda: F.cross_entropy(by.call(model, x), y))
-    return model
-
-
-@training
-def checkpointing(by, report):
-    return nn.ModuleList([checkpointed(by, report, reentrant) for reentrant in (False, True)])
-
-
-@training
 def lbfgs(by, report):
     model, (x, y) = network(), data()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
@@ -284,33 +238,22 @@ def lbfgs(by, report):
     return model
 
 
-@training
 def several_losses(by, report):
-    """retain_graph, backward on part of the leaves, a loss that is no scalar."""
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(4):
-        out = by.call(model, x)
-        optimizer.zero_grad()
-        by.backward(F.cross_entropy(out, y), retain_graph=True)
-        by.backward(
-            out.square().mean(), retain_graph=True, inputs=[p for p in model.parameters() if p.dim() == 2]
-        )
-        by.backward(out, gradient=torch.full_like(out, 1e-3))
-        by.step(optimizer)
-        by.update()
-        report(out.sum())
-    return model
-
-
-@training
-def batch_norm(by, report):
+    """retain_graph, backward on part of the leaves, a loss that is no scalar, BatchNorm and then evaluation."""
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
     )
     (_, y), x = data(), torch.randn(24, 1, 8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(by, report, optimizer, 3, lambda: F.cross_entropy(by.call(model, x), y))
+    for _ in range(4):
+        out = by.call(model, x)
+        optimizer.zero_grad()
+        by.backward(F.cross_entropy(out, y), retain_graph=True)
+        by.backward(out.square().mean(), retain_graph=True, inputs=[*model[4].parameters()])
+        by.backward(out, gradient=torch.full_like(out, 1e-3))
+        by.step(optimizer)
+        by.update()
+        report(out.sum())
     model.eval()
     with torch.no_grad():
         report(by.call(model, x).sum())
@@ -329,13 +272,12 @@ def digest(model):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--by-hand", default="")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    chosen = options.only.split(",") if options.only else list(TRAININGS)
     by = ByHand(options.by_hand) if options.by_hand else Plain()
-    for name in chosen:
+    for name in options.only.split(","):
         torch.manual_seed(0)
         values = []
-        model = TRAININGS[name](by, lambda *tensors, values=values: values.extend(map(hexed, tensors)))
+        model = globals()[name](by, lambda *tensors, values=values: values.extend(map(hexed, tensors)))
         print(json.dumps({"training": name, "values": values, "weights": digest(model)}), flush=True)

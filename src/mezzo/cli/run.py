@@ -35,8 +35,6 @@ _FOLDER = Path("mezzo-run")
 _RECORDS = Path("runs") / "run.jsonl"
 _OURS = ("runs", "report.html")
 _DEFAULT = "default"
-EVERY = 100
-"""Updates from one that a bare ``--watch`` looks at to the next (`mezzo.pytorch.monitor.ranges`, which needs torch)."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         const=-1,
         default=0,
         help="--watch, or --watch=N: look at the exponents of weights, activations, gradients and updates, by module, "
-        f"at the first update and every Nth after it (default {EVERY})",
+        "at the first update and every Nth after it (default 100)",
     )
     parser.add_argument(
         "--no-trace",
@@ -123,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             f"no script {target!r} in {os.getcwd()}. For every {target}th update write --watch={target}, in one word."
         )
+    rank = _number("RANK", 0)
     request = RunRequest(
         target=target,
         argv=tuple(argv),
@@ -134,13 +133,12 @@ def run(arguments: argparse.Namespace) -> int:
         watch=arguments.watch,
         trace=not arguments.no_trace,
         # The script may change the working directory; of several processes one is enough.
-        tensorboard=None if arguments.tensorboard is None or _rank() else arguments.tensorboard.absolute(),
+        tensorboard=None if arguments.tensorboard is None or rank else arguments.tensorboard.absolute(),
     )
     if arguments.out is None and (not arguments.watch or arguments.records is not None):
         return run_request(request)
     checked(request)  # before anything of an earlier run is touched
     folder, note = _folder(arguments.out)
-    rank = _rank()
     with ExitStack() as lock:
         records = _prepared(folder, rank, lock)
         if note and rank == 0 and not arguments.quiet:
@@ -157,27 +155,19 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _rank() -> int:
-    """Which of the processes that torchrun started this is; 0 for one alone."""
-    text = os.environ.get("RANK", "")
-    return int(text) if text.isdigit() else 0
-
-
-def _ranks() -> int | None:
-    """How many processes share this run; None where there are several of an unknown number."""
-    text = os.environ.get("WORLD_SIZE", "")
-    if text.isdigit():
-        return int(text)
-    return None if "RANK" in os.environ else 1
+def _number(name: str, absent: int) -> int:
+    """A number that torchrun gives each process: its RANK, the WORLD_SIZE."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else absent
 
 
 def _folder(out: Path | None) -> tuple[Path, str]:
-    """The run's folder as an absolute path, since the script may change the working directory, and a note.
+    """The run's folder as an absolute path (the script may change the working directory), and a note.
 
-    Without `out` it is a new one, or an empty one. Several processes of one run share it, and its run is replaced.
+    Without `out` it is a new one, or an empty one; several processes of one run share it.
     """
     folder, number = out or _FOLDER, 1
-    if out is None and _ranks() == 1:
+    if out is None and _number("WORLD_SIZE", 1) == 1 and "RANK" not in os.environ:
         while os.path.lexists(folder) and not (folder.is_dir() and not os.listdir(folder)):
             number += 1
             folder = _FOLDER.with_name(f"{_FOLDER}-{number}")
@@ -189,11 +179,7 @@ def _folder(out: Path | None) -> tuple[Path, str]:
 
 
 def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
-    """The file for this process's records, in the folder, which the first rank locks until `lock` ends.
-
-    Raises:
-        UsageError: the folder holds something else, is in use by another process, or can't be made.
-    """
+    """The file for this process's records, in the folder, which the first rank locks until `lock` ends."""
     from mezzo.compare.folder import check_ours, locked, writing
 
     with writing(folder):
@@ -203,10 +189,9 @@ def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
         (folder / "runs").mkdir(parents=True, exist_ok=True)
         if rank == 0:
             (folder / "report.html").unlink(missing_ok=True)  # of other records
-            ranks = _ranks()
             # Records of a run on more processes; ours are in use.
             for old in (folder / "runs").glob("run-rank*.jsonl"):
                 number = old.stem.removeprefix("run-rank")
-                if ranks is not None and number.isdigit() and int(number) >= ranks:
+                if number.isdigit() and int(number) >= _number("WORLD_SIZE", 1):
                     old.unlink()
     return folder / (_RECORDS if rank == 0 else _RECORDS.with_name(f"run-rank{rank}.jsonl"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -26,7 +26,6 @@ from mezzo.core.records import (
     UpdateRecord,
 )
 
-# Losses of a GPU are read this many at a time: each reading makes the host wait for the device.
 _BATCH = 50
 
 # What `torch.utils.tensorboard` writes with. It imports neither torch nor TensorFlow.
@@ -36,20 +35,10 @@ Widen = Callable[[RecordWriter | None], RecordWriter | None]
 
 
 class Journal:
-    """Counts and writes down one run.
+    """Counts and writes down one run; a `path` of None counts only.
 
-    The `run` record waits for the first event, since only then is the device (and with it `auto`'s choice) known. A
-    loss on an accelerator is read some steps later, together with others; on a CPU each record is complete on disk
-    before the next step begins.
-
-    Args:
-        path: file for the records; None counts only.
-        started: makes the first record when it is needed.
-        widen: given the writer (None where there is no file), returns the one to write with; called when the first
-            record is due, since only the script may import what it needs.
-
-    Raises:
-        UsageError: the file can't be written.
+    The `run` record waits for the first event: only then is the device known. So does `widen`, which turns the writer
+    (or None) into the one to use. Losses on an accelerator are read in batches: each reading waits for the device.
     """
 
     def __init__(
@@ -196,11 +185,7 @@ def _number(value: Any) -> float:
 
 
 def check_events(folder: Path) -> None:
-    """Make a folder for TensorBoard's events, and check that they can be written.
-
-    Raises:
-        UsageError: TensorBoard's package is missing or can't be imported; the folder is a file, or can't be written.
-    """
+    """Make a folder for TensorBoard's events; UsageError if TensorBoard is missing or the folder can't be written."""
     try:
         importlib.import_module(WRITER)
     except Exception as error:  # also a folder called tensorboard, or a protobuf that does not go with it
@@ -208,11 +193,11 @@ def check_events(folder: Path) -> None:
             f"--tensorboard {folder}: TensorBoard's package can't be imported ({type(error).__name__}: {error}). "
             "Install it: pip install tensorboard"
         ) from error
-    why = "it can't be written"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK | os.X_OK):
-            return
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        why = "is a file" if os.path.isfile(folder) else error.strerror or str(error)
-    raise UsageError(f"--tensorboard {folder}: {why}. Name a folder that can be written, new or not.")
+        why = "is a file" if folder.is_file() else error.strerror
+        raise UsageError(
+            f"--tensorboard {folder}: {why}. Name a folder that can be written, new or not."
+        ) from error

@@ -1,9 +1,4 @@
-"""One run of a user's own script, whichever framework it trains with: its request, its life cycle, its child process.
-
-The parts of a run are installed, the script runs, and the parts are removed, the latest first. Then the run ends, and
-its journal. At last the user's mistake is raised, or the summary printed; where the script ends by an exception, before
-its traceback.
-"""
+"""One run of a user's own script, in any framework: its request, its life cycle, its child process."""
 
 from __future__ import annotations
 
@@ -11,11 +6,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mezzo.core.errors import MezzoError, UsageError, unknown_name
+from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.records import RunStarted
 from mezzo.runner import script
 from mezzo.runner.journal import Journal, now_text
@@ -25,56 +20,24 @@ _PATHS = ("records", "tensorboard", "report")
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One run of one unmodified script.
+    """One run of one unmodified script."""
 
-    Args:
-        target: path of the script (or of a directory that holds a `__main__.py`), or a module's dotted name.
-        argv: the script's `sys.argv[1:]`.
-        is_module: whether `target` is a module's name, as after `python -m`.
-        policy: a preset, a short string, or the path of a `.toml` file.
-        records: file for the run's records (JSON lines); None writes none.
-        seed_offset: k >= 0 adds k to every seed of the script (`mezzo.runner.seeds`); None leaves them alone.
-        nudge: move the FP32 weights by one unit in the last place before the first step.
-        observe: measure the peak memory and the formats of one early step.
-        summary: print a short account to stderr at the end.
-        watch: updates of each optimizer between two whose exponents are counted; 0 never, -1 the default interval.
-        trace: where the policy has a loss scale, find the origin of each skipped step's NaN or infinity.
-        stop_after: end the script after so many updates of its first optimizer, as by `SystemExit(0)`.
-        tensorboard: folder for the records as TensorBoard events, besides those of `records`.
-        sensitivity: measure the sensitivity of each module in a few steps (`mezzo.pytorch.sensitivity`).
-        watch_all: count the outputs of every module, also of those with children and without parameters of their own.
-        report: page that the caller makes afterwards; where the script fails, it is named before the traceback.
-
-    Raises:
-        UsageError: a number out of range.
-    """
-
-    target: str
-    argv: tuple[str, ...] = ()
-    is_module: bool = False
-    policy: str = "auto"
-    records: Path | None = None
-    seed_offset: int | None = None
-    nudge: bool = False
-    observe: bool = False
-    summary: bool = True
-    watch: int = 0
-    trace: bool = True
-    stop_after: int | None = None
-    tensorboard: Path | None = None
-    sensitivity: bool = False
-    watch_all: bool = False
-    report: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name, least, meaning in (
-            ("seed_offset", 0, "None, or a number of 0 or more"),
-            ("watch", -1, "0 (never), a number of updates, or -1 (default)"),
-            ("stop_after", 1, "None, or a number of 1 or more"),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(f"{name} is {value}: give {meaning}")
+    target: str  # path of the script (or of a directory with a `__main__.py`), or a module's dotted name
+    argv: tuple[str, ...] = ()  # the script's `sys.argv[1:]`
+    is_module: bool = False  # whether `target` is a module's name, as after `python -m`
+    policy: str = "auto"  # a preset, a short string, or the path of a `.toml` file
+    records: Path | None = None  # file for the run's records (JSON lines)
+    seed_offset: int | None = None  # k >= 0 adds k to every seed of the script; None leaves them alone
+    nudge: bool = False  # move the FP32 weights by one unit in the last place before the first step
+    observe: bool = False  # measure the peak memory and the formats of one early step
+    summary: bool = True  # print a short account to stderr at the end
+    watch: int = 0  # updates of each optimizer between two histograms; 0 never, -1 the default interval
+    trace: bool = True  # with a loss scale: find the origin of each skipped step's NaN or infinity
+    stop_after: int | None = None  # end the script after so many updates of its first optimizer
+    tensorboard: Path | None = None  # folder for the records as TensorBoard events
+    sensitivity: bool = False  # measure the sensitivity of each module in a few steps
+    watch_all: bool = False  # histograms of every module's outputs, also of those that only contain others
+    report: Path | None = None  # page that the caller makes afterwards, named before a traceback
 
     def to_json(self) -> str:
         """The request as one line of JSON."""
@@ -82,17 +45,9 @@ class RunRequest:
 
     @classmethod
     def from_json(cls, text: str) -> RunRequest:
-        """The request that `to_json` wrote.
-
-        Raises:
-            UsageError: the text is not a request, or holds an unknown key.
-        """
+        """The request that `to_json` wrote; UsageError if the text is not a request."""
         try:
             data = json.loads(text)
-            names = {f.name for f in fields(cls)}
-            for key in data:
-                if key not in names:
-                    raise unknown_name("key", key, names, where="run request: ")
             data["argv"] = tuple(data.get("argv", ()))
             data.update({name: Path(data[name]) if data.get(name) else None for name in _PATHS})
             return cls(**data)
@@ -101,10 +56,9 @@ class RunRequest:
 
 
 class StepWatch:
-    """Observes one early step: from the end of the second update that moved to the end of the next of that optimizer.
+    """Observes one early step: after the second update that moved, to the next of that optimizer (the first allocate).
 
-    The first steps allocate the optimizer's state and compile; later ones are alike. Updates in between are marked as
-    observed: no timing may use them. `begin` starts to observe, and returns what ends that, told whether to keep it.
+    `begin` starts to observe, and returns a function that ends it and is given whether to keep the measurement.
     """
 
     def __init__(self, wanted: bool, begin: Callable[[], Callable[[bool], None]]) -> None:
@@ -147,13 +101,11 @@ class StepWatch:
 
 
 class Part(Protocol):
-    """What a run changes in this process."""
+    """What a run changes in this process; `remove` is also called where `install` failed or was not reached."""
 
-    def install(self) -> None:
-        """Change it from now on."""
+    def install(self) -> None: ...  # noqa: D102
 
-    def remove(self) -> None:
-        """Put it back; called also where `install` failed half way, or was never reached."""
+    def remove(self) -> None: ...  # noqa: D102
 
 
 class Session(Protocol):
@@ -172,14 +124,10 @@ def run(
     finish: Callable[[int], None],
     summary: Callable[[bool], str],
 ) -> int:
-    """Run a script as `python SCRIPT ARGS...` would, with the parts of the run around it; its exit status.
+    """Run a script as `python SCRIPT ARGS...` would, with these parts installed; its exit status. Raises `fatal`.
 
-    A script that raises has its traceback printed, and gives status 1; after an interrupt the status is 130. `finish`
-    is given the status once all parts are removed, before the journal ends. `summary` is given whether the script
-    failed, and returns the lines that end a run, if the request wants them.
-
-    Raises:
-        MezzoError: `session.fatal`, of which nothing else was printed.
+    `finish` gets the status once the parts are removed. `summary` gets whether the script failed; its lines come before
+    the script's traceback.
     """
     status = 1
     request, printed = session.request, False
@@ -212,7 +160,7 @@ def run(
 
 
 def started(request: RunRequest, policy: str, machine: dict[str, Any]) -> RunStarted:
-    """The first record of a run: `policy` is the one that `auto` chose, `machine` the framework's description."""
+    """The first record of a run: `policy` is the one that `auto` chose."""
     return RunStarted(
         script=request.target,
         argv=list(request.argv),

@@ -1,12 +1,11 @@
 """Replaced attributes that are put back, and calls right after a module's import.
 
-A script may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_DEVICES` before its own `import torch`. So nothing of PyTorch is
-imported before the script does.
+PyTorch is not imported before the script does so: it may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_DEVICES` first.
 """
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -77,22 +76,14 @@ class ImportWatch(MetaPathFinder):
             return None
         self._finding.add(fullname)
         try:
-            for finder in sys.meta_path:
-                find = getattr(finder, "find_spec", None)
-                spec: ModuleSpec | None = (
-                    find(fullname, path, target) if finder is not self and find else None
-                )
-                if spec is not None:
-                    self._attach(spec, fullname)
-                    return spec
-            return None
+            spec = importlib.util.find_spec(fullname)
         finally:
             self._finding.discard(fullname)
+        if spec is not None and spec.loader is not None:
+            self._call_back_after(spec.loader, fullname)
+        return spec
 
-    def _attach(self, spec: ModuleSpec, name: str) -> None:
-        loader: Any = spec.loader
-        if loader is None or not hasattr(loader, "exec_module"):
-            return
+    def _call_back_after(self, loader: Any, name: str) -> None:
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -101,6 +92,4 @@ class ImportWatch(MetaPathFinder):
             for callback in self._waiting.pop(name, ()):
                 callback(module)
 
-        # A loader that is a class, for built-in and frozen modules: none is ever watched.
-        with contextlib.suppress(AttributeError):
-            loader.exec_module = exec_module
+        loader.exec_module = exec_module

@@ -37,28 +37,18 @@ class Target:
 
 
 def locate(target: str, *, is_module: bool) -> Target:
-    """Find the script or the module.
-
-    Raises:
-        UsageError: there is no such file, module or `__main__.py`, or it can't be read.
-    """
+    """Find the script or the module; UsageError if it is missing or can't be read."""
     if is_module:
         return _module(target)
-    if not target:
-        raise UsageError("'': the script's name is empty. Give the path of a Python script.")
     path = Path(target)
     folder = os.path.isdir(path)
     file = path / "__main__.py" if folder else path
-    if not os.path.exists(file):
-        if folder:
-            raise UsageError(
-                f"{target!r} is a directory without a __main__.py. Give the path of a Python script."
-            )
+    if not os.access(file, os.R_OK):
         near = sorted(p.name for p in path.parent.glob("*.py"))[:5] if os.path.isdir(path.parent) else []
         there = f" Scripts there: {', '.join(near)}." if near else ""
-        raise UsageError(f"no script {target!r} in {os.getcwd()}.{there} Give the path of a Python script.")
-    if not os.access(file, os.R_OK):
-        raise UsageError(f"the script {target!r} can't be read. Check its permissions.")
+        raise UsageError(
+            f"no script {str(file)!r} in {os.getcwd()} that can be read.{there} Give the path of a Python script."
+        )
     full = os.path.abspath(file)
     if folder:
         path0 = os.path.abspath(path)
@@ -70,8 +60,8 @@ def _module(target: str) -> Target:
     sys.path.insert(0, os.getcwd())
     try:
         details: Any = runpy._get_module_details  # type: ignore[attr-defined]
-        _, spec, code = details(target, _NoModuleError)
-    except _NoModuleError as error:
+        _, spec, code = details(target, UsageError)
+    except UsageError as error:
         raise UsageError(
             f"-m {target}: {error}. Give the dotted name of a module that can be imported from {os.getcwd()}, as after "
             "python -m."
@@ -79,10 +69,6 @@ def _module(target: str) -> Target:
     finally:
         sys.path.remove(os.getcwd())
     return Target(spec.origin, os.getcwd(), spec.origin, spec, code)
-
-
-class _NoModuleError(Exception):
-    pass
 
 
 @contextmanager
@@ -113,11 +99,9 @@ def surroundings(target: Target, argv: tuple[str, ...]) -> Iterator[dict[str, An
 
 
 def execute(target: Target, namespace: dict[str, Any], before_error: Callable[[BaseException], bool]) -> int:
-    """Run the code; the exit status is the one with which Python would have ended.
+    """Run the code and wait for its threads; the exit status is the one with which Python would have ended.
 
-    An uncaught exception goes to `sys.excepthook`, with the script's frames alone in its traceback. Threads that are
-    not daemons are waited for. `before_error` is called before a traceback or message is printed, so
-    that these come last; it returns False to print no traceback.
+    `before_error` is called before a traceback or message is printed; it returns False to print no traceback.
     """
     failed: BaseException | None = None
     status = 0
@@ -163,16 +147,11 @@ def exit_status(stop: SystemExit) -> int:
 def show(error: BaseException) -> None:
     """Send an exception to `sys.excepthook`, without Mezzo's frames in any of its tracebacks."""
     strip(error)
-    second: BaseException | None = None
     try:
         sys.excepthook(type(error), error, error.__traceback__)
-    except BaseException as raised:
-        second = raised
-    if second is not None:  # the script's own hook fails: Python then shows both
-        print("Error in sys.excepthook:", file=sys.stderr)
+    except BaseException as second:  # the script's own hook fails: Python then shows both
         strip(second)
         traceback.print_exception(second)
-        print("\nOriginal exception was:", file=sys.stderr)
         traceback.print_exception(error)
 
 

@@ -1,14 +1,7 @@
 """Seeds of paired runs: run k adds k to every seed that the script gives, and seeds what the script does not seed.
 
-Seeds are those given to `random`, to `numpy.random` (the global stream, generators, bit generators, seed sequences), to
-`torch.manual_seed`, `torch.cuda.manual_seed*` and `torch.Generator.manual_seed`. Run 0 leaves the script's own seeds as
-they are. Constructors are shifted only when the script itself calls them, not an installed library: scikit-learn's
-`random_state=0` fixes a train/test split, and stays. A library's helper that sets the global streams
-(`seed_everything`) is shifted.
-
-`FrameworkSeeds` also shifts `tf.random.set_seed`, `tf.random.Generator.from_seed`, `jax.random.PRNGKey` and
-`jax.random.key`, and the seeds of Keras's `SeedGenerator` (a Dropout layer's, say) and initializers. Unseeded ones get
-theirs from Python's `random`, which `Seeds` has seeded.
+Constructors are shifted only when the script itself calls them, not an installed library: scikit-learn's
+`random_state=0` fixes a train/test split, and stays. A library's helper that sets the global streams is shifted.
 """
 
 from __future__ import annotations
@@ -44,8 +37,7 @@ class Seeds:
         self._imports = imports
         self._patches = Patches()
         self._unseeded = 0
-        self.shifted_before: set[str] = set()
-        """Packages that seed torch's generators with numbers that somebody else has shifted."""
+        self.shifted_before: set[str] = set()  # packages that seed torch's generators with shifted numbers
 
     def install(self) -> None:
         """Seed what may stay unseeded, and from now on add to what the script gives."""
@@ -63,12 +55,8 @@ class Seeds:
         k = self.offset
         if isinstance(seed, bool) or seed is None or not k:
             return seed
-        if isinstance(seed, str):
-            return f"{seed}+{k}"
-        if isinstance(seed, (bytes, bytearray)):
-            return bytes(seed) + f"+{k}".encode()
-        if isinstance(seed, float):
-            return seed + k
+        if isinstance(seed, (str, bytes, bytearray, float)):
+            return f"{seed!r}+{k}"
         if isinstance(seed, Sequence) and len(seed):
             return [self.shifted(seed[0], bits), *seed[1:]]
         try:
@@ -77,10 +65,10 @@ class Seeds:
             return seed
         return number + k if number < 0 else (number + k) % 2**bits
 
-    def _fresh(self, bits: int = 32) -> int:
+    def _fresh(self) -> int:
         """A seed where the script asks for an unpredictable one: another at each call, the same in both of a pair."""
         self._unseeded += 1
-        return int((BASE + self.offset + 1_000_003 * self._unseeded) % 2**bits)
+        return (BASE + self.offset + 1_000_003 * self._unseeded) % 2**32
 
     def _patch_random(self) -> None:
         original, globally = random.Random.seed, random._inst
@@ -105,16 +93,7 @@ class Seeds:
                 self._replace_class(namespace, name, 32 if name in ("RandomState", "MT19937") else 64)
 
     def _torch_imported(self, torch: ModuleType | Any) -> None:
-        manual_seed = torch.manual_seed
-        manual_seed(BASE + self.offset)
-
-        def unpredictable() -> int:
-            number = self._fresh()
-            manual_seed(number)
-            return number
-
-        for owner in (torch, torch.random):
-            self._patches.set(owner, "seed", unpredictable)
+        torch.manual_seed(BASE + self.offset)
         if not self.offset:
             return
         for owner in (torch, torch.random):
@@ -141,10 +120,9 @@ class Seeds:
         fresh: bool = False,
         but_for: Sequence[str] = ("torch", "numpy"),
     ) -> None:
-        """Shift a function's first argument, `seed`.
+        """Shift a function's first argument, `seed`; without one use `absent`, or with `fresh` another at each call.
 
-        Calls of an installed library are shifted only if `always`, and those of the packages in `but_for` never: they
-        hand on a number that has been shifted. Without a seed `absent` is used, or with `fresh` a new one at each call.
+        An installed library's calls are shifted only if `always`, those of `but_for` (which were shifted before) never.
         """
         original: Callable[..., Any] = getattr(owner, name)  # of a class, bound to it: a classmethod
 
@@ -182,7 +160,7 @@ class Seeds:
 
 
 class FrameworkSeeds(Seeds):
-    """Shifts the seeds of TensorFlow, JAX and Keras too."""
+    """Shifts the seeds of TensorFlow, JAX and Keras too. Unseeded ones get theirs from Python's `random`."""
 
     def install(self) -> None:
         """Seed what may stay unseeded, and from now on add to what the script gives."""

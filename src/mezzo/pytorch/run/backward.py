@@ -1,14 +1,7 @@
-"""`backward()` and `autograd.grad` of a run: the loss is noted, and in fp16 scaled without the script's knowing.
+"""`backward()` and `autograd.grad` of a run. In fp16 they start from S; a hook on every leaf divides by S in FP32.
 
-fp16 loses gradients under 2^-24, so a backward pass starts from S instead of 1. Every gradient that leaves the graph is
-divided by S in FP32: a hook that lives for one backward pass is on *every* leaf that the graph reaches, before the
-script's own hooks. So `.grad` of parameters and of inputs, what `autograd.grad` returns and what hooks on leaves see
-are true gradients. What hooks on tensors inside the graph see is scaled.
-
-Each hook also records, on the device, whether its gradient was finite (`found_inf`); `Overflows` reads this before a
-step. A gradient that no optimizer owns (a hand-written update, an adversarial input) has no step that could be skipped.
-A graph with such a leaf is run again at S/2 until its gradients are finite or S is 1, and only then are they added to
-`.grad`.
+The hook comes before the script's own, and notes on the device whether the gradient was finite. A graph with a leaf
+that no optimizer owns has no step to skip: it is run again at S/2 until its gradients are finite or S is 1.
 """
 
 from __future__ import annotations
@@ -45,14 +38,11 @@ leaves_of = unseen(walks.leaves_of)
 class FoundInf:
     """For each leaf of one backward pass, on the leaf's device: whether its gradient was not finite.
 
-    Attributes:
-        slots: the number that each leaf's hook writes: 0-dim FP32, a view of its device's numbers.
-        inverses: of each device, the factor of its gradients: 0-dim FP32.
-        spent: ids of the optimizers that have read the numbers at a step.
+    A leaf's hook writes its slot (0-dim FP32, a view of its device's flags), and multiplies by `inverses[device]`.
     """
 
     def __init__(self, devices: Sequence[torch.device], inv_scale: float) -> None:
-        self.spent: set[int] = set()
+        self.spent: set[int] = set()  # ids of the optimizers that have read the flags at a step
         self._devices = devices
         counts = Counter(devices)
         self._flags = {
@@ -65,7 +55,7 @@ class FoundInf:
         self.slots = [next(views[device]) for device in devices]
 
     def read(self) -> list[bool]:
-        """The number of each leaf at present; waits for the devices."""
+        """Whether each leaf's gradient was not finite; waits for the devices."""
         values = {device: iter(flags.tolist()) for device, flags in self._flags.items()}
         return [next(values[device]) != 0 for device in self._devices]
 
@@ -75,23 +65,14 @@ Flags = list[tuple[FoundInf, int]]
 
 
 class Attempts:
-    """One backward that is run until its gradients are finite.
-
-    Args:
-        overflows: has the flags of the leaves.
-        scale: of the first attempt.
-
-    Attributes:
-        scale: of the current attempt.
-        before: for each leaf reached its gradient and flags from before the first attempt, by the leaf's id.
-        found: of the current attempt, for each graph in it: a backward inside the backward has its own.
-    """
+    """One backward that is run until its gradients are finite."""
 
     def __init__(self, overflows: Overflows, scale: float) -> None:
         self._overflows = overflows
-        self.scale = scale
+        self.scale = scale  # of the current attempt
+        # Each leaf reached, with its gradient and flags from before the first attempt, by the leaf's id.
         self.before: dict[int, tuple[Tensor, Tensor | None, Flags]] = {}
-        self.found: list[FoundInf] = []
+        self.found: list[FoundInf] = []  # of the current attempt: a backward inside the backward has its own
 
     def reach(self, leaves: Iterable[Tensor]) -> None:
         """These leaves are about to receive gradients."""
@@ -109,7 +90,7 @@ class Attempts:
 
     @property
     def overflowed(self) -> bool:
-        """Whether the attempt found a gradient that is not finite; waits for the devices."""
+        """Whether the attempt found a gradient that is not finite."""
         return any(any(found.read()) for found in self.found)
 
     def _reset(self, leaf: Tensor) -> None:
@@ -130,13 +111,13 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
 
     observers = session.observers
 
-    def observed(roots: Sequence[Any], scale: float, *args: Any, **kwargs: Any) -> Any:
+    def observed(roots: Sequence[Any], scale: float, run: Callable[[], Any]) -> Any:
         if observers.listening:
             observers.backward_begins(roots, scale)
         try:
-            return original(*args, **kwargs)
+            return run()
         except BaseException:
-            observers.step_dropped()
+            observers.tell("step_dropped")
             raise
 
     @unseen
@@ -149,36 +130,32 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
         grad_tensors: Any = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
-        grad_variables: Any = None,
-        inputs: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         def unscaled() -> Any:
-            return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs=inputs)
+            return original(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
 
         if session.left_alone is not None or observers.busy or _tracing():
             return unscaled()
         roots = _as_tuple(tensors)
         if _graph_task() != -1:
             return _inside(session, overflows, roots, unscaled) if session.scaling else unscaled()
-        seeds = _as_tuple(grad_variables if grad_tensors is None else grad_tensors, len(roots))
+        seeds = _as_tuple(grad_tensors, len(roots))
         note_loss(roots, seeds)
         if not session.scaling or len(seeds) != len(roots):
-            if not observers.listening:
-                return unscaled()
-            rest = (retain_graph, create_graph, grad_variables)
-            return observed(roots, 1.0, tensors, grad_tensors, *rest, inputs=inputs)
+            return observed(roots, 1.0, unscaled) if observers.listening else unscaled()
 
         def run(scale: float, retain: bool | None) -> None:
             scaled = _scaled(roots, seeds, scale)
-            observed(roots, scale, roots, scaled, retain, create_graph, inputs=inputs)
+            observed(roots, scale, lambda: original(roots, scaled, retain, create_graph, *args, **kwargs))
 
         leaves = leaves_of(roots)
         session.networks.backward(leaves)
         owned = overflows.owned()
         if all(id(leaf) in owned for leaf in leaves):
             scale = session.scale.scale
-            with unscaling(leaves, scale) as found:
-                overflows.remember(leaves, found)
+            with unscaling(leaves, scale, overflows):
                 run(scale, retain_graph)
         else:
             _run_until_finite(session, overflows, leaves, run, create_graph, retain_graph)
@@ -265,9 +242,7 @@ def _run_until_finite(
         if attempts.found:
             session.observers.backward_again()
         attempts.begin(scale)
-        with unscaling(leaves, scale) as found:
-            attempts.found.append(found)
-            overflows.remember(leaves, found)
+        with unscaling(leaves, scale, overflows):
             run(scale, retain)
         return not attempts.overflowed
 
@@ -284,37 +259,35 @@ def _run_until_finite(
 def _inside(session: Session, overflows: Overflows, roots: tuple[Any, ...], run: Callable[[], Any]) -> None:
     """A backward inside a backward (reentrant checkpointing, reversible networks): its seeds are scaled already.
 
-    Parameters that only this inner graph reaches must be unscaled here. Its other leaves are copies of
-    tensors of the outer graph, and their gradients flow on into it: those stay scaled.
+    Parameters are unscaled here. Other leaves are copies of the outer graph's tensors: their gradients stay scaled.
     """
     owned = overflows.owned()
     leaves = [t for t in leaves_of(roots) if isinstance(t, torch.nn.Parameter) or id(t) in owned]
-    attempts = overflows.attempts
-    if attempts is not None:
-        attempts.reach(leaves)
-    with unscaling(leaves, session.scale.scale if attempts is None else attempts.scale) as found:
-        if attempts is not None:
-            attempts.found.append(found)
-        overflows.remember(leaves, found)
+    scale = session.scale.scale
+    if overflows.attempts is not None:
+        overflows.attempts.reach(leaves)
+        scale = overflows.attempts.scale
+    with unscaling(leaves, scale, overflows):
         run()
 
 
 class unscaling:  # noqa: N801, a context manager is named like a function
     """Meanwhile gradients that arrive at these leaves are multiplied by 1/scale, before any other hook.
 
-    Entering it gives the `FoundInf` of the leaves. (A class: Dynamo would trace `contextlib`'s generators.)
+    With `overflows` their flags are remembered. (A class: Dynamo would trace `contextlib`'s generators.)
     """
 
-    def __init__(self, leaves: Sequence[Tensor], scale: float) -> None:
-        self._leaves, self._scale = leaves, scale
+    def __init__(self, leaves: Sequence[Tensor], scale: float, overflows: Overflows | None = None) -> None:
+        self._leaves, self._scale, self._overflows = leaves, scale, overflows
 
     @unseen
-    def __enter__(self) -> FoundInf:
+    def __enter__(self) -> None:
         inverse = 1.0 / self._scale
         found = FoundInf([leaf.device for leaf in self._leaves], inverse)
         for leaf, slot in zip(self._leaves, found.slots):
             _register_first(leaf, self, _unscale_hook(inverse, found.inverses[leaf.device], slot))
-        return found
+        if self._overflows is not None:
+            self._overflows.remember(self._leaves, found)
 
     def __exit__(self, *exc_info: object) -> None:
         for leaf in self._leaves:
@@ -357,11 +330,7 @@ def _register_first(leaf: Tensor, key: object, hook: _Hook) -> None:
 
 
 def _scaled(roots: tuple[Any, ...], seeds: tuple[Any, ...], scale: float) -> tuple[Any, ...]:
-    """The gradients to start from, times S; None where there is none to start from, and PyTorch raises its error.
-
-    Raises:
-        UsageError: a `GradientEdge` without a gradient, whose shape is not known.
-    """
+    """The gradients to start from, times S; None where there is none to start from, and PyTorch raises its error."""
     return tuple(_scaled_seed(root, seed, scale) for root, seed in zip(roots, seeds))
 
 
@@ -373,26 +342,19 @@ def _scaled_seed(root: Any, seed: Any, scale: float) -> Any:
             "mezzo run: backward from a GradientEdge needs its gradient under a loss scale. Pass "
             "grad_tensors=torch.ones(...), or use a policy without a loss scale, such as bf16."
         )
-    if not isinstance(root, Tensor) or not root.requires_grad or root.numel() != 1:
-        return seed
-    if not root.is_floating_point():
-        return seed
-    return torch.full_like(root, scale, memory_format=torch.preserve_format, requires_grad=False)
+    if isinstance(root, Tensor) and root.requires_grad and root.numel() == 1 and root.is_floating_point():
+        return torch.full_like(root, scale, memory_format=torch.preserve_format, requires_grad=False)
+    return seed
 
 
 def _value(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> Any:
     """The number whose gradient this backward computes: the loss itself where it is one scalar without a seed."""
-    total: Any = None
-    for root, seed in zip(roots, seeds):
-        if not isinstance(root, Tensor):
-            return float("nan")
-        part = root.detach()
-        if seed is not None:
-            part = (part * seed.detach()).sum()
-        if part.numel() != 1:
-            return float("nan")
-        total = part.reshape(()).clone() if total is None else total + part.reshape(())
-    return float("nan") if total is None else total
+    if not all(isinstance(root, Tensor) for root in roots):
+        return float("nan")
+    parts = [r.detach() if s is None else (r.detach() * s.detach()).sum() for r, s in zip(roots, seeds)]
+    if not parts or any(part.numel() != 1 for part in parts):
+        return float("nan")
+    return sum((part.reshape(()) for part in parts[1:]), parts[0].reshape(()).clone())
 
 
 def _as_tuple(value: Any, length: int = 1) -> tuple[Any, ...]:

@@ -1,14 +1,7 @@
 """The outermost calls of a run: each call of a module with parameters computes by the policy, and returns FP32.
 
-A module is called outermost if autocast is off around it. In a backward pass that is a checkpoint's recomputation: it
-enters the same context again and does not count as a call. A criterion, a metric or an activation has no parameters: it
-is the script's own arithmetic on FP32 values, and stays in FP32. Inner calls cost one query: is any autocast on?
-
-Before its first outermost call a module is prepared (`Preparation`): its device resolves `auto`; the policy's module
-patterns are applied; a paired run nudges its weights; and they are stored in 16 bits where the policy says so.
-
-Inside `torch.compile` the patched `__call__` is traced like any other function (a compiled step), so this file must
-stay traceable. Preparation happens while Dynamo traces, not in the graph: a graph break there would cut a step in two.
+Outermost is a call with autocast off around it. Inside `torch.compile` the patched `__call__` is traced like any other
+function, so this file must stay traceable; preparation happens while Dynamo traces (a graph break would cut a step).
 """
 
 from __future__ import annotations
@@ -64,33 +57,23 @@ IN_FP32 = "_mezzo_in_fp32"
 
 
 class Preparation:
-    """Prepares each module that is called outermost, once.
-
-    Args:
-        session: the run.
-        steps: receives the modules whose calls are part of a compiled function.
-    """
+    """Prepares each module that is called outermost, once: device, module patterns, nudge, storage of weights."""
 
     def __init__(self, session: Session, steps: Steps) -> None:
         self._session = session
         self._steps = steps
         self._storage = Storage(session)
-        self._nudged: MutableMapping[Tensor, None] = (
-            WeakIdKeyDictionary()
-        )  # a compiled step shows inner modules, too
+        # A compiled step shows inner modules, too.
+        self._nudged: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
         # By id, for it is asked at each call and a WeakKeyDictionary is slow.
         self._known: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
         self._paths: dict[str, None] = {}  # of the modules of all models that were called
         self._unmatched: list[str] = []  # patterns that match none of them so far
 
     def prepare(self, module: nn.Module, *, traced: bool = False) -> bool:
-        """Whether this module's call computes by the policy.
+        """Whether this module's call computes by the policy: it has floating parameters, none 16-bit by the script.
 
-        It does if the module has floating parameters, all of FP32 or wider except those that Mezzo lowered.
-
-        Args:
-            module: the module that is called outermost.
-            traced: whether a compiler traces the call: its weights must stay what they are.
+        While a compiler traces the call, weights must stay what they are.
         """
         known = self.knows(module)
         if known is None:
@@ -172,18 +155,13 @@ class Preparation:
                         inner.__dict__[IN_FP32] = True
 
     def _wait_for(self, pattern: str, model: nn.Module) -> None:
-        """A pattern may be for another model than the first that is called, if the script has made it by then.
-
-        Raises:
-            UnknownNameError: no module alive matches the pattern.
-        """
+        """A pattern may be for another model than the first that is called: raise if no module alive matches it."""
         if not any(matches(pattern, path) for other in _others(model) for path, _ in other.named_modules()):
             self._session.fatal = error = no_such_module(pattern, self._paths)
             raise error
-        print(
-            f"mezzo: module pattern {pattern!r} matches nothing in {type(model).__name__}, the first model that is "
-            "called; it waits for another one",
-            file=sys.stderr,
+        first = f"{type(model).__name__}, the first model that is called"
+        self._session.journal.note(
+            f"module pattern {pattern!r} matches nothing in {first}; it waited for another one"
         )
 
 
@@ -201,10 +179,6 @@ class _Thread(threading.local):
     in_fp32 = False
     policy: Policy | None = None  # of the last call, with its context
     context: Context | None = None
-
-
-# Of a call that runs: its context, and whether the observers are to see its end.
-_Entered = tuple["Context | None", bool]
 
 
 def make_call(session: Session, preparation: Preparation, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,8 +206,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         return to_fp32(out)
 
     @unseen
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> _Entered | None:
-        """Begin an outermost call of this module; None if it does not compute by the policy."""
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Context | None, bool] | None:
+        """Begin an outermost call: its context, and whether observers see its end; None if it is not by the policy."""
         if session.left_alone is not None or _is_jit_tracing() or observers.busy:
             return None
         if _graph_task() != -1:  # `checkpoint(model, x)` of the script's calls it again
@@ -262,13 +236,15 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             raise
 
     @unseen
-    def leave(module: nn.Module, entered: _Entered, out: Any, *, failed: bool = False) -> Any:
+    def leave(
+        module: nn.Module, entered: tuple[Context | None, bool], out: Any, *, failed: bool = False
+    ) -> Any:
         context, is_observed = entered
         try:
             if is_observed and failed:
-                observers.step_dropped()
+                observers.tell("step_dropped")
             elif is_observed:
-                observers.call_ended(module, out)
+                observers.tell("call_ended", module, out)
         finally:
             end(context)
         if context is None or (type(out) is Tensor and out.dtype is _float32):
@@ -324,8 +300,7 @@ _NOT_TRACED = (
 def hide_from_dynamo(imports: ImportWatch, patches: Patches, original_call: Any) -> None:
     """Once the script has imported Dynamo, have it skip our files, and trace our `__call__`.
 
-    Dynamo takes a short cut past the `nn.Module.__call__` that it found at its own import. Ours was in place by then,
-    so it would be passed over, and a compiled step would not run by the policy.
+    Dynamo takes a short cut past the `nn.Module.__call__` that it found at its own import: by then, ours.
     """
 
     def utils_imported(utils: Any) -> None:

@@ -1,11 +1,7 @@
 """A script that uses mixed precision itself is left alone. Importing it is not using it.
 
-Noticed at the first use by code that is neither PyTorch's nor Mezzo's: `torch.autocast` entered (through which
-Accelerate and Lightning's `bf16-mixed` go as well), `GradScaler.scale`, `deepspeed.initialize`, `apex.amp.initialize`;
-and Mezzo's own: an autocast that computes in fewer than 32 bits, a `MixedPrecision`, a loss that its `GradScaler`
-scales, a function that trains the model in formats of its own. Models whose parameters are 16-bit are noticed by
-`Preparation`. An autocast that is only switched off (`enabled=False`, as many libraries do around a sensitive op) is
-ignored.
+Noticed at the first use by code that is neither PyTorch's nor Mezzo's. An autocast that is only switched off
+(`enabled=False`, as many libraries do around a sensitive op) is ignored. `Preparation` notices 16-bit parameters.
 """
 
 from __future__ import annotations
@@ -29,101 +25,72 @@ SWITCH_OFF = (
 SEARCHES = {"calibrate": "mezzo.pytorch.calibrate", "find_batch_size": "mezzo.pytorch.batch_size"}
 """Public functions that call the model in formats of their own, and where each is."""
 
-# Functions of PyTorch's that act for their caller: `@autocast`, `ExitStack`-like helpers.
+# Functions of PyTorch's that act for their caller.
 _TRANSPARENT = frozenset({"decorate_autocast", "watched", "scale", "<genexpr>", "apply_scale"})
 
 
 def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
-    """Notice the first use of PyTorch's mixed precision, or of Mezzo's."""
-    import torch
+    """Notice the first use of PyTorch's mixed precision, of another library's, or of Mezzo's."""
 
-    import mezzo
+    def at(owner: Any, name: str, what: str, is_used: Callable[..., bool] = lambda *args: True) -> None:
+        patches.set(owner, name, _noticed(session, getattr(owner, name), what, is_used))
 
-    def watch_method(owner: Any, method: str, is_used: Callable[[Any], bool], name: str) -> None:
-        """Leave the script alone at its first call of `owner.method` with an object that `is_used`."""
-        original = getattr(owner, method)
+    def is_enabled(scaler: Any) -> bool:
+        return bool(scaler.is_enabled())
 
-        @functools.wraps(original)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if session.left_alone is None and is_used(args[0]):
-                _notice(session, name)
-            return original(*args, **kwargs)
+    def torch_imported(torch: Any) -> None:
+        import mezzo
 
-        watched._torchdynamo_disable = True  # type: ignore[attr-defined]
-        patches.set(owner, method, watched)
+        at(torch.amp.autocast, "__enter__", "torch.autocast", lambda this: bool(this._enabled))
+        at(torch.amp.GradScaler, "scale", "GradScaler", is_enabled)
+        patches.set(mezzo, "autocast", _autocast(session))
+        for name, home in SEARCHES.items():
+            patches.set(mezzo, name, _noticed(session, _imported(home, name), f"mezzo.{name}"))
 
-    is_enabled = torch.amp.GradScaler.is_enabled
-    watch_method(torch.amp.autocast, "__enter__", lambda this: bool(this._enabled), "torch.autocast")
-    watch_method(torch.amp.GradScaler, "scale", is_enabled, "GradScaler")
-    imports.when(
-        "mezzo.pytorch.grad_scaler",
-        lambda module: watch_method(module.GradScaler, "scale", is_enabled, "mezzo.GradScaler"),
-    )
-    imports.when(
-        "mezzo.pytorch.training.mixed_precision",
-        lambda module: watch_method(
-            module.MixedPrecision, "__init__", lambda this: True, "mezzo.MixedPrecision"
-        ),
-    )
-    patches.set(mezzo, "autocast", _autocast(session))
-    for name, home in SEARCHES.items():
-        patches.set(mezzo, name, _search(session, name, home))
+    scaler, precision = "mezzo.pytorch.grad_scaler", "mezzo.pytorch.training.mixed_precision"
+    imports.when("torch", torch_imported)
+    imports.when(scaler, lambda module: at(module.GradScaler, "scale", "mezzo.GradScaler", is_enabled))
+    imports.when(precision, lambda module: at(module.MixedPrecision, "__init__", "mezzo.MixedPrecision"))
+    for library in ("deepspeed", "apex.amp"):
+        imports.when(library, lambda module: at(module, "initialize", module.__name__))
 
 
-def watch_initialize(session: Session, patches: Patches, library: str) -> Callable[[Any], None]:
-    """A callback for a library whose `initialize` takes over precision."""
+def _noticed(
+    session: Session, original: Any, name: str, is_used: Callable[..., bool] = lambda *args: True
+) -> Any:
+    """This function, whose first call with an object that `is_used` has the script left alone."""
 
-    def imported(module: Any) -> None:
-        original = getattr(module, "initialize", None)
-        if original is None:
-            return
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if session.left_alone is None and is_used(*args[:1]):
+            _notice(session, name)
+        return original(*args, **kwargs)
 
-        @functools.wraps(original)
-        def initialize(*args: Any, **kwargs: Any) -> Any:
-            fix = f"to have Mezzo do it, switch 16 bits off in the arguments of {library}, or remove its initialize()"
-            session.stand_back(f"it uses {library}", fix)
-            return original(*args, **kwargs)
+    watched._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return watched
 
-        patches.set(module, "initialize", initialize)
 
-    return imported
+def _imported(home: str, name: str) -> Callable[..., Any]:
+    """A function that is imported when it is called."""
+    return lambda *args, **kwargs: getattr(importlib.import_module(home), name)(*args, **kwargs)
 
 
 def _autocast(session: Session) -> Any:
-    """The `mezzo.autocast` of a run. Dynamo traces it in a compiled function."""
+    """The `mezzo.autocast` of a run; not noticed in a compiled function, where Dynamo traces it."""
     from mezzo.pytorch.autocast.context import autocast
     from mezzo.pytorch.kernels.unseen import unseen
 
     compiling: Any = sys.modules["torch"].compiler.is_dynamo_compiling
 
-    def traced(context: Any) -> None:
-        if session.left_alone is None:
-            _stand_back(session, "mezzo.autocast", "in a compiled function")
-
     @unseen
     @functools.wraps(autocast)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if compiling():
-            if args[:1] != ("fp32",) and kwargs.get("enabled", True):
-                from torch._dynamo.comptime import comptime
-
-                comptime(traced)
-            return autocast(*args, **kwargs)
         made = autocast(*args, **kwargs)
-        if session.left_alone is None and made.policy is not None:
+        if not compiling() and session.left_alone is None and made.policy is not None:
             _notice(session, "mezzo.autocast")
         return made
 
     return watched
-
-
-def _search(session: Session, name: str, home: str) -> Any:
-    def search(*args: Any, **kwargs: Any) -> Any:
-        if session.left_alone is None:
-            _notice(session, f"mezzo.{name}")
-        return getattr(importlib.import_module(home), name)(*args, **kwargs)
-
-    return search
 
 
 def _notice(session: Session, name: str) -> None:

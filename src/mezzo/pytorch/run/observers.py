@@ -1,20 +1,7 @@
 """The observers of a run's training steps, called at the moments at which `MixedPrecision` calls them.
 
-| moment              | called from                                                                           |
-|---------------------|---------------------------------------------------------------------------------------|
-| `call_*`            | an outermost call of a module in training mode, with gradients                        |
-| `backward_begins`   | an outermost `backward`; its scale is the run's                                       |
-| `update_*`          | an optimizer's step. `.grad` is unscaled by then, so its scale is 1                   |
-| `step_dropped`      | a call, a backward or a step raised; the script turned out to have its own precision  |
-
-Not observed: calls inside a compiled function; a step with a closure; the step whose memory and formats are observed;
-other threads than the first; a script without optimizer.
-
-An overflow that running the calls again did not explain is watched live: every operation from a step's first call until
-its backward, the loss among them. Watched compiled functions would run uncompiled, with other roundings, so a script
-that has compiled anything is not watched.
-
-An observer may call the model and run backward itself. `busy` tells the patched functions to ignore that.
+Not observed: calls inside a compiled function, steps with a closure, the step whose memory and formats are measured,
+threads other than the first, a script without optimizer.
 """
 
 from __future__ import annotations
@@ -102,8 +89,7 @@ def observed_step(session: Session) -> Callable[[bool], None]:
 class Observers:
     """The observers of a run. They are made at the first call that they are to see, when the device is known.
 
-    Args:
-        session: the run.
+    An observer may call the model and run backward itself. `busy` tells the patched functions to ignore that.
     """
 
     def __init__(self, session: Session) -> None:
@@ -119,8 +105,6 @@ class Observers:
         self._watch: ExitStack | None = None
         self._watched: Counter[int] = Counter()  # id of a module -> its calls since the last backward
         self._frames = _compiled_frames()
-        self._trains = False  # whether one of these calls is to be trained
-        self._too_many = False
         self.busy = False
 
     @property
@@ -133,59 +117,45 @@ class Observers:
             return False
         return self._thread in (0, threading.get_ident())
 
+    def _sees(self, model: nn.Module) -> bool:
+        if not (self.listening and model.training and torch.is_grad_enabled() and self._session.optimizers):
+            return False
+        return _graph_task() == -1  # else a checkpoint's recomputation
+
     def watch_begins(self, model: nn.Module) -> None:
         """An outermost call is about to begin, before its autocast: the following operations may be watched live.
 
-        So are those of a call in evaluation mode (a teacher's), but not of a second one in a row: that is evaluation.
+        They are until the backward. Not in a script that has compiled anything: its functions would run uncompiled.
         """
         tracer = self._tracer
         if tracer is None or (self._watch is None and not tracer.watches_live):
             return
-        if self.busy or not self.listening or _graph_task() != -1 or not self._session.optimizers:
+        if self.busy or not self._sees(model):
             return
+        self._watched[id(model)] += 1
         if self._session.compiled or _compiled_frames() != self._frames:
             self._watch_ends()
             self._session.journal.note(
                 "what the script computes itself is not watched live, for it has compiled functions"
             )
-            return
-        if not self._trains and model.training and torch.is_grad_enabled():
-            self._trains = True
-            self._watched.clear()  # evaluation is over
-        self._watched[id(model)] += 1
-        if self._watched[id(model)] > (CALLS if self._trains else 1):
-            self._too_many |= self._trains
+        elif max(self._watched.values()) > CALLS:
             self._watch_ends()
             tracer.forget_live()
-        elif self._watch is None and not self._too_many and tracer.watches_live:
-            self._watch = watch = ExitStack()
-            self._guarded(lambda: watch.enter_context(tracer.live()))
+        elif self._watch is None and tracer.watches_live:
+            self._watch = ExitStack()
+            self._watch.enter_context(tracer.live())
 
     def _watch_ends(self, *, anywhere: bool = False) -> None:
         """Stop watching live, if it was begun in this thread or `anywhere`."""
         watch = self._watch
         if watch is not None and (anywhere or self._thread == threading.get_ident()):
             self._watch = None
-            self._guarded(watch.close)
-
-    def _guarded(self, act: Callable[[], object]) -> None:
-        try:
-            act()
-        except Exception as error:
-            self._session.journal.note(f"watching failed: {type(error).__name__}: {error}")
-
-    def _forward_ends(self) -> None:
-        """A backward begins, or an update; or the step is dropped."""
-        self._watch_ends()
-        self._watched.clear()
-        self._trains = self._too_many = False
+            watch.close()
 
     @unseen
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """An outermost call begins; whether `call_ended` must be called."""
-        if not (self.listening and model.training and torch.is_grad_enabled() and self._session.optimizers):
-            return False
-        if _graph_task() != -1:  # a checkpoint's recomputation
+        """An outermost call begins; whether the observers are to be told of its end."""
+        if not self._sees(model):
             return False
         if not self._thread:
             self._thread = threading.get_ident()
@@ -197,17 +167,19 @@ class Observers:
         return True
 
     @unseen
-    def call_ended(self, model: nn.Module, output: Any) -> None:
-        """That call has returned, in the formats of the policy."""
-        self._tell("call_ended", model, output)
+    def tell(self, what: str, *args: Any, **kwargs: Any) -> None:
+        """Call this method of `StepObserver`. Except for `call_ended`, the forward pass is over (or dropped)."""
+        if what != "call_ended":
+            self._watch_ends()
+            self._watched.clear()
+        self._tell(what, *args, **kwargs)
 
     @unseen
     def backward_begins(self, losses: Sequence[Any], scale: float) -> None:
-        """Backward is about to run from these. Called only while `listening`, as is `update_begins`."""
-        self._forward_ends()
+        """Backward is about to run from these. Called only while `listening`."""
         for loss in losses:
             if isinstance(loss, Tensor):
-                self._tell("backward_begins", loss, scale)
+                self.tell("backward_begins", loss, scale)
 
     @unseen
     def backward_again(self) -> None:
@@ -215,24 +187,6 @@ class Observers:
         if self.listening:
             for one in list(self._watchers):  # which would count its gradients twice
                 self._tell_one(one, "step_dropped")
-
-    @unseen
-    def update_begins(self, optimizer: Any) -> None:
-        """An optimizer's step begins; its gradients are unscaled."""
-        self._forward_ends()
-        self._tell("update_begins", optimizer, 1.0)
-
-    @unseen
-    def update_ended(self, optimizer: Any, **how: Any) -> list[Record]:
-        """The step is over, or was skipped (`StepObserver.update_ended`); the observers' records."""
-        self._tell("update_ended", optimizer, **how)
-        return self._drained()
-
-    @unseen
-    def step_dropped(self) -> None:
-        """What was begun will not end."""
-        self._forward_ends()
-        self._tell("step_dropped")
 
     @unseen
     def closure_begins(self) -> None:
@@ -245,7 +199,7 @@ class Observers:
     def pause(self) -> None:
         """Observe nothing until `resume`; what was begun is dropped."""
         if not self._pauses:
-            self.step_dropped()
+            self.tell("step_dropped")
         self._pauses += 1
 
     def resume(self) -> None:
@@ -260,7 +214,7 @@ class Observers:
             session.journal.note(
                 "the model is called inside a compiled function: it was not watched, and no skipped step looked into"
             )
-        records = self._drained()
+        records = self.drained()
         self._tell("step_dropped")
         for one in self._all():
             if hasattr(one, "finish"):
@@ -268,6 +222,11 @@ class Observers:
             for note in getattr(one, "notes", ()):
                 session.journal.note(note)
         return records
+
+    @unseen
+    def drained(self) -> list[Record]:
+        """The observers' records since the last call."""
+        return [record for one in self._all() for record in self._tell_one(one, "drain")]
 
     def _all(self) -> list[StepObserver]:
         tracer = self._tracer if self._session.scaling else None  # `auto` may have decided for FP32 since
@@ -294,9 +253,6 @@ class Observers:
             return []
         finally:
             self.busy = False
-
-    def _drained(self) -> list[Record]:
-        return [record for one in self._all() for record in self._tell_one(one, "drain")]
 
 
 def _compiled_frames() -> int:

@@ -1,9 +1,7 @@
-"""Optimizers of a run: each step is recorded, and in fp16 one whose gradients are not finite is skipped.
+"""Optimizers of a run: each step is recorded, and in fp16 one whose gradients are not finite is not called.
 
-A step is skipped by not calling it. Gradients are never hidden for that: optimizers that read `p.grad.data` would
-crash. Each optimizer class's `step` is wrapped where PyTorch itself wraps it for its profiler
-(`Optimizer._patch_step_function`, when the first instance is made). So a subclass with its own `step`, and a
-learning-rate scheduler that wraps the instance's, find what they expect.
+Each optimizer class's `step` is wrapped where PyTorch wraps it for its profiler, when the first instance is made. So a
+subclass with its own `step`, and a learning-rate scheduler that wraps the instance's, find what they expect.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.pytorch.distributed import agreed_largest
 from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.run.backward import Attempts, Flags, FoundInf
 from mezzo.pytorch.step import AbandonedStepError, ClosureStep, check_finite, parameters
 
@@ -36,10 +35,8 @@ Step = Callable[..., Any]
 class Overflows:
     """Whether an optimizer must skip: one of its gradients is not finite, or was not when it was computed.
 
-    The first check reads `.grad` as it is at the step, written by backward, an `all_reduce`, or the script. The second
-    reads flags that backward leaves, since `clip_grad_value_` makes finite numbers of an overflow. A flag lives as long
-    as its gradient: it is dropped when a backward finds `.grad` empty, when `zero_grad` clears it, and at the first
-    backward after a step.
+    One check reads `.grad` at the step, the other flags that backward left: `clip_grad_value_` hides an overflow. Flags
+    end when `.grad` is None, and at the first backward after a step.
     """
 
     def __init__(self, session: Session) -> None:
@@ -55,6 +52,8 @@ class Overflows:
     @unseen
     def remember(self, leaves: Iterable[Tensor], found: FoundInf) -> None:
         """These leaves are about to receive gradients, with flags in `found`."""
+        if self.attempts is not None:
+            self.attempts.found.append(found)
         for index, leaf in enumerate(leaves):
             key = id(leaf)
             earlier = () if leaf.grad is None else self._flags.get(key, ())
@@ -63,12 +62,6 @@ class Overflows:
     def flags(self, leaf: Tensor) -> Flags:
         """The flags of one leaf's gradient."""
         return self._flags.setdefault(id(leaf), [])
-
-    @unseen
-    def forget(self, optimizer: Any) -> None:
-        """The optimizer's gradients were cleared."""
-        for parameter in parameters(optimizer):
-            self._flags.pop(id(parameter), None)
 
     @unseen
     def found_inf(self, optimizer: Any) -> bool:
@@ -85,7 +78,7 @@ class Overflows:
 
     def _flagged(self, optimizer: Any, params: list[Tensor]) -> bool:
         """Whether a flag says that a gradient was not finite; each is read once per optimizer."""
-        flags = [flag for parameter in params for flag in self._flags.get(id(parameter), ())]
+        flags = [flag for p in params if p.grad is not None for flag in self._flags.get(id(p), ())]
         founds = {id(found): found for found, _ in flags if id(optimizer) not in found.spent}
         read = {key: found.read() for key, found in founds.items()}
         for found in founds.values():
@@ -94,12 +87,7 @@ class Overflows:
 
 
 class Steps:
-    """Wraps the steps of the script's optimizers.
-
-    Args:
-        session: the run.
-        watch: observes one early step.
-    """
+    """Wraps the steps of the script's optimizers."""
 
     def __init__(self, session: Session, watch: StepWatch) -> None:
         self._session = session
@@ -135,16 +123,6 @@ class Steps:
 
         return _patch_step_function
 
-    def make_zero_grad(self, original: Callable[..., None]) -> Callable[..., None]:
-        """The `Optimizer.zero_grad` of a run that scales."""
-
-        @functools.wraps(original)
-        def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self.overflows.forget(optimizer)
-
-        return zero_grad
-
     def undo(self) -> None:
         """Restore every optimizer class's own `step`."""
         for kind, before in reversed(self._wrapped):
@@ -159,7 +137,7 @@ class Steps:
         def stepping(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self._session.left_alone is not None or id(optimizer) in self._inside:
                 return step(optimizer, *args, **kwargs)
-            if type(optimizer).step is not stepping and _was_adopted(optimizer):
+            if type(optimizer).step is not stepping and isinstance(optimizer, Adopted):
                 # `optimizer.step` from before the optimizer was adopted (as in `torch.compile(optimizer.step)`):
                 # torch's own step would move 16-bit weights without their masters.
                 return optimizer.step(*args, **kwargs)
@@ -205,7 +183,7 @@ class Steps:
             finally:
                 session.observers.resume()
         if session.observers.listening:
-            session.observers.update_begins(optimizer)
+            session.observers.tell("update_begins", optimizer, 1.0)  # `.grad` is unscaled
         scale = session.scale.scale
         last: Any = None
         try:
@@ -220,7 +198,7 @@ class Steps:
             self._done(optimizer, moved=False, scale=scale, reason="a gradient was not finite")
             return None
         except BaseException:
-            session.observers.step_dropped()
+            session.observers.tell("step_dropped")
             raise
         finally:
             if last is not None:
@@ -231,10 +209,7 @@ class Steps:
     def _step_with_closure(
         self, step: Step, optimizer: Any, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A closure whose gradients are not finite is run again at S/2, within the step, until they are.
-
-        If no scale helps, the step is undone and returns the closure's loss.
-        """
+        """Run the closure again at S/2 until its gradients are finite; if no scale helps, undo the step."""
         session = self._session
         if not session.scaling:
             result = step(optimizer, *args, **kwargs)
@@ -254,10 +229,10 @@ class Steps:
             self._observe(optimizer, found_inf=True)
             return True
 
+        rest = {name: value for name, value in kwargs.items() if name != "closure"}
+
         def with_closure(closure: Any) -> Any:
-            if args:
-                return step(optimizer, closure, *args[1:], **kwargs)
-            return step(optimizer, **{**kwargs, "closure": closure})
+            return step(optimizer, closure, *args[1:], **rest)
 
         scale = session.scale.scale
         run = ClosureStep(optimizer, evaluate, back_off, copies=_evaluates_again(optimizer))
@@ -302,13 +277,10 @@ class Steps:
         number = self._number(optimizer)
         seen: list[Record] = []
         if session.observers.listening:
-            seen = session.observers.update_ended(
-                optimizer,
-                index=session.journal.updates,
-                number=number,
-                skipped=not moved,
-                loss_scale=scale,
-            )
+            index = session.journal.updates
+            how = {"index": index, "number": number, "skipped": not moved, "loss_scale": scale}
+            session.observers.tell("update_ended", optimizer, **how)
+            seen = session.observers.drained()
         if session.networks:
             session.networks.step_ended(
                 parameters(optimizer),
@@ -331,12 +303,6 @@ class Steps:
             session.decide(session.trial.decision)
         if number == 0:
             session.journal.stop_after(session.request.stop_after)
-
-
-def _was_adopted(optimizer: Any) -> bool:
-    from mezzo.pytorch.optim.adopt import Adopted
-
-    return isinstance(optimizer, Adopted)
 
 
 def _evaluates_again(optimizer: Any) -> bool:

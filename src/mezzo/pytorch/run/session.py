@@ -1,20 +1,11 @@
 """One unmodified PyTorch script under one policy: the state of the run, what it patches, and how it ends.
 
-| patched                                   | for                                                     |
-|-------------------------------------------|---------------------------------------------------------|
-| `nn.Module.__call__`                      | autocast, outputs as FP32, preparation (`calls`)        |
-| `torch.autograd.backward`, `grad` (1)     | the loss; scaling (`backward`)                          |
-| `Optimizer._patch_step_function`          | each optimizer class's `step`: records, skips           |
-| `Optimizer.zero_grad` (1)                 | forgetting overflows of cleared gradients (`optimizers`)|
-| `torch.autocast`, `GradScaler`, Mezzo ... | noticing a script's own mixed precision (`foreign`)     |
-
-(1) only where the policy has a loss scale, or is `auto`, which is decided at the first model call.
-
 This file imports no torch: a script may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_DEVICES` before its own `import torch`.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from dataclasses import dataclass, field, replace
@@ -27,9 +18,10 @@ from mezzo.core.loss_scale import LossScale, NoLossScale, Observation, StaticLos
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import RecordWriter, RunStarted
+from mezzo.pytorch.run import foreign
 from mezzo.pytorch.run.summary import summary
 from mezzo.runner import lifecycle, script
-from mezzo.runner.journal import Journal, Widen, check_events
+from mezzo.runner.journal import Journal, check_events
 from mezzo.runner.lifecycle import RunRequest
 from mezzo.runner.patches import ImportWatch, Patches
 from mezzo.runner.seeds import Seeds
@@ -41,38 +33,21 @@ if TYPE_CHECKING:
 
 
 def run(request: RunRequest) -> int:
-    """Run a script as `python SCRIPT ARGS...` would, under a policy; its exit status.
-
-    A script that raises has its traceback printed, with the script's code alone in it, and gives status 1; an
-    interrupt gives 130. All patches are undone at the end. Under the policy ``fp32`` nothing is lowered and TF32 is
-    off, so on a CPU the script computes what it computes without Mezzo, to the last bit.
-
-    Raises:
-        MezzoError: the request can't be run (see `checked`), or records can't be written; nothing has run.
-    """
+    """Run a script as `python SCRIPT ARGS...` would, under a policy; its exit status (see `lifecycle.run`)."""
     policy, target = checked(request)
     imports = ImportWatch()
-    journal = Journal(request.records, lambda: _started(session), _events(request.tensorboard))
+    widen = None if request.tensorboard is None else functools.partial(_with_events, request.tensorboard)
+    journal = Journal(request.records, lambda: _started(session), widen)
     session = Session(request, policy, journal, imports)
     parts: list[lifecycle.Part] = [imports, session]
     if request.seed_offset is not None:
         parts.append(Seeds(request.seed_offset, imports))
-    return lifecycle.run(
-        session,
-        target,
-        parts,
-        finish=session.finish,
-        summary=lambda failed: summary(session, failed=failed),
-    )
+    told = functools.partial(summary, session)
+    return lifecycle.run(session, target, parts, finish=session.finish, summary=told)
 
 
 def checked(request: RunRequest) -> tuple[Policy, script.Target]:
-    """A request's policy, and its script's place.
-
-    Raises:
-        UsageError: the script is missing, the policy is wrong, or TensorBoard's events can't be written.
-        MezzoError: likewise, from the policy.
-    """
+    """A request's policy and its script's place; a MezzoError if they can't be run, or TensorBoard is missing."""
     policy = policy_of(request.policy)
     check(policy)
     target = script.locate(request.target, is_module=request.is_module)
@@ -82,21 +57,16 @@ def checked(request: RunRequest) -> tuple[Policy, script.Target]:
 
 
 def check(policy: Policy) -> None:
-    """Check that an unmodified script can be run with weights stored as this policy says.
-
-    Raises:
-        UsageError: it can't; the message says what can.
-    """
+    """Raise UsageError unless an unmodified script can be run with weights stored as this policy says."""
     if policy.params == "fp16":
         raise UsageError(
-            f"policy '{policy}': a script that is run unchanged unscales each gradient where it is stored, and in "
-            "fp16 that would flush the small ones to zero. Leave params and masters out (weights stay FP32, "
-            "computed in fp16), use bf16, or write mezzo.MixedPrecision(..., masters='fp32') into the script."
+            f"policy '{policy}': mezzo run unscales each gradient where it is stored; fp16 loses small ones. "
+            "Leave params out, use bf16, or write mezzo.MixedPrecision(..., masters='fp32') into the script."
         )
     if policy.params not in ("fp32", policy.activations):
         raise UsageError(
-            f"policy '{policy}': a script that is run unchanged can store weights in {policy.params} where "
-            f"compute is {policy.params}, too. Use {policy.params},params={policy.params}."
+            f"policy '{policy}': mezzo run stores weights in {policy.params} where compute is {policy.params}, too. "
+            f"Use {policy.params},params={policy.params}."
         )
 
 
@@ -131,7 +101,7 @@ class Session:
     _undo: list[Any] = field(default_factory=list)  # also called at the end, the latest first
     _endings: list[Any] = field(default_factory=list)  # called with the exit status when the script is over
     _counting: int | None = None  # the optimizer whose steps the scale counts in a row now
-    _counted: dict[int, dict[str, int]] = field(default_factory=dict)  # what it has counted of the others
+    _counted: dict[int | None, dict[str, int]] = field(default_factory=dict)  # of the others
 
     def __post_init__(self) -> None:
         if self.policy.compute != "auto":
@@ -143,11 +113,8 @@ class Session:
 
     def install(self) -> None:
         """Wait for the imports that need patches."""
-        from mezzo.pytorch.run.foreign import watch_initialize
-
         self.imports.when("torch", self._torch_imported)
-        for name, what in (("deepspeed", "DeepSpeed"), ("apex.amp", "apex.amp")):
-            self.imports.when(name, watch_initialize(self, self._patches, what))
+        foreign.watch(self, self._patches, self.imports)
 
     def remove(self) -> None:
         """Undo all patches."""
@@ -159,7 +126,7 @@ class Session:
         from mezzo.pytorch.autocast import fallback
         from mezzo.pytorch.autocast import patches as autocast_patches
         from mezzo.pytorch.hardware import switch_off_tf32
-        from mezzo.pytorch.run import backward, calls, foreign
+        from mezzo.pytorch.run import backward, calls
         from mezzo.pytorch.run.observers import Observers, observed_step
         from mezzo.pytorch.run.optimizers import Steps
         from mezzo.pytorch.training.networks import Networks
@@ -183,8 +150,6 @@ class Session:
         self._undo.append(steps.undo)
         if self.policy.compute == "auto" or not isinstance(self.scale, NoLossScale):
             patches.set(autograd, "grad", backward.make_grad(self, autograd.grad))
-            patches.set(optimizer, "zero_grad", steps.make_zero_grad(optimizer.zero_grad))
-        foreign.watch(self, patches, self.imports)
         if self.policy.compute != "fp32":
             self._undo.append(fallback.lend_kernels())
             autocast_patches.hold()  # once, not at each call of a model
@@ -205,16 +170,13 @@ class Session:
         return self.left_alone is None and not isinstance(self.scale, NoLossScale)
 
     def stand_back(self, why: str, fix: str) -> None:
-        """Leave the script alone from here on; the first reason is noted, with what the user may do about it.
-
-        Once weights are in 16 bits, a call outside autocast would fail for its FP32 inputs. So calls stay under the
-        policy then, and the script's own autocast applies only inside itself.
-        """
+        """Leave the script alone from here on; note why, and what the user may do about it."""
+        # A 16-bit weight fails with the FP32 inputs of a call outside autocast: then calls stay under the policy.
         if self.lowered_weights:
             self.journal.note(f"not left alone, though {why}: inside that its own choice applies")
         elif self.left_alone is None:
             self.left_alone = why
-            self.observers.step_dropped()
+            self.observers.tell("step_dropped")
             self.journal.note(f"left alone: {why}")
             self.journal.note(fix)
 
@@ -247,32 +209,23 @@ class Session:
         return _FP32 if self.trial is not None and self.trial.precision == "fp32" else self.policy
 
     def observe(self, *, found_inf: bool, optimizer: int | None = None) -> None:
-        """One step is over: the scale for the next.
+        """One step of this optimizer (None: of the last one) is over: the scale for the next.
 
-        All optimizers share one scale. What it counts "in a row" (its hysteresis, its patience) is counted for each:
-        else good steps of one would hide that another never moves.
-
-        Args:
-            found_inf: whether a gradient was not finite.
-            optimizer: the number of the one whose step it was; None: the one that stepped last.
-
-        Raises:
-            LossScaleCollapseError: the scale is at its floor and the patience with this optimizer ran out.
+        All optimizers share one scale; hysteresis and patience are counted for each, or good steps of one would hide
+        that another never moves.
         """
         if optimizer is not None and optimizer != self._counting:
-            if self._counting is not None:
-                counted = {name: getattr(self.scale, name) for name in _COUNTS if hasattr(self.scale, name)}
-                self._counted[self._counting] = counted
-                restored = self._counted.get(optimizer, dict.fromkeys(counted, 0))
-                self.scale = replace(self.scale, **restored)  # type: ignore[arg-type]
+            counts = {name: getattr(self.scale, name) for name in _COUNTS if hasattr(self.scale, name)}
+            mine = (
+                counts if self._counting is None else self._counted.get(optimizer, dict.fromkeys(counts, 0))
+            )
+            self._counted[self._counting] = counts
+            self.scale = replace(self.scale, **mine)
             self._counting = optimizer
         self.scale = self.scale.next(Observation(found_inf))
 
     def overflowed(self, scale: float) -> float:
-        """A backward at `scale` overflowed before the script saw its gradients: the scale at which to run it again.
-
-        It is halved until 1, whatever the scale's own factor; a dynamic scale observes the overflow.
-        """
+        """A backward at `scale` overflowed before the script saw its gradients: the scale at which to run it again."""
         self.reruns += 1
         if not isinstance(self.scale, (NoLossScale, StaticLossScale)) and self.scale.scale > 1.0:
             self.observe(found_inf=True)
@@ -291,19 +244,13 @@ _FP32 = Policy("fp32")
 _COUNTS = ("overflows", "stuck", "skips")  # of a loss scale's state: what a good step sets to 0
 
 
-def _events(folder: Path | None) -> Widen | None:
+def _with_events(folder: Path, also: RecordWriter | None) -> RecordWriter | None:
     """Writes the records as TensorBoard events too, unless the script never imported PyTorch."""
-    if folder is None:
-        return None
+    if "torch" not in sys.modules:
+        return also
+    from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
 
-    def widen(also: RecordWriter | None) -> RecordWriter | None:
-        if "torch" not in sys.modules:
-            return also
-        from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
-
-        return TensorBoardWriter(folder, also=also)
-
-    return widen
+    return TensorBoardWriter(folder, also=also)
 
 
 def _started(session: Session) -> RunStarted:

@@ -18,7 +18,7 @@ _REMEDIES = 3
 _LOOKED_INTO = 20  # after so many findings that alarm the tracer looks into no more skipped steps of a run
 
 
-def summary(session: Session, *, failed: bool = False) -> str:
+def summary(session: Session, failed: bool) -> str:
     """The summary of a run, ready to print; empty where the script failed before it did anything."""
     journal, policy, scale = session.journal, session.policy, session.scale
     if failed and not (session.device_type or journal.losses or journal.notes):
@@ -45,7 +45,6 @@ def summary(session: Session, *, failed: bool = False) -> str:
             journal.findings,
             skipped=journal.skipped if session.request.trace and session.scaling else 0,
             constant=scale.scale if isinstance(scale, StaticLossScale) else None,
-            recorded=session.request.records is not None,
         )
         if journal.ops:
             counts = Counter(op.observed.split(" -> ")[0] or "no floats" for op in journal.ops)
@@ -85,57 +84,40 @@ def _fallbacks() -> list[str]:
 
 
 def findings(
-    records: Sequence[OverflowRecord],
-    *,
-    skipped: int = 0,
-    constant: float | None = None,
-    recorded: bool = False,
+    records: Sequence[OverflowRecord], *, skipped: int = 0, constant: float | None = None
 ) -> list[str]:
-    """The skipped steps: what to fix, each place once, with what to try first.
-
-    Args:
-        records: one for each skipped step that was looked into.
-        skipped: skipped steps of the run; 0 does not mention those that were not looked into.
-        constant: the loss scale, if it is one that never changes; None: it adjusts by itself.
-        recorded: whether `records` are in a file as well.
-    """
+    """Of `skipped` steps those that were looked into: what to fix, each place once; `constant`: a static loss scale."""
+    lines: list[str] = []
     alarms = [record for record in records if record.finding.alarms]
-    lines = _scale_lines(len(records) - len(alarms), constant)
+    if steps := len(records) - len(alarms):
+        were = f"{_count(steps, 'step')} {'was' if steps == 1 else 'were'} skipped"
+        if constant is None:
+            lines = [f"{were} while the loss scale adjusted (normal)"]
+        else:
+            too_large = (
+                f"because the constant loss scale {power_text(constant)} is too large for the gradients"
+            )
+            lines = [f"{were} {too_large}", *_tries(of_constant_scale(constant))]
     places: dict[tuple[str, ...], list[OverflowRecord]] = {}
     for record in alarms:
         places.setdefault(record.finding.place, []).append(record)
     for first, *later in list(places.values())[:_PLACES]:
         times = f", and {_count(len(later), 'later one')}" if later else ""
         lines.append(f"update {first.update} skipped{times}: {first.finding}")
-        lines += _tries(first.finding.remedies, recorded)
+        lines += _tries(first.finding.remedies)
     if len(places) > _PLACES:
-        where = "in the records" if recorded else "which --out DIR writes down"
-        lines.append(f"and {_count(len(places) - _PLACES, 'other place')}, {where}")
+        lines.append(f"and {_count(len(places) - _PLACES, 'other place')}, in the records (--out DIR)")
     if (left := skipped - len(records)) > 0:
-        begins, step = ("and ", "more skipped step") if records else ("", "skipped step")
+        step = _count(left, "more skipped step" if records else "skipped step")
         limit = f": Mezzo stops looking after {_LOOKED_INTO} findings" if len(alarms) >= _LOOKED_INTO else ""
-        was = "was" if left == 1 else "were"
-        lines.append(f"{begins}{_count(left, step)} that {was} not looked into{limit}")
+        lines.append(f"{step} {'was' if left == 1 else 'were'} not looked into{limit}")
     return lines
 
 
-def _scale_lines(steps: int, constant: float | None) -> list[str]:
-    if not steps:
-        return []
-    skipped = f"{_count(steps, 'step')} {'was' if steps == 1 else 'were'} skipped"
-    if constant is None:
-        return [f"{skipped} while the loss scale adjusted (normal)"]
-    why = f"because the constant loss scale {power_text(constant)} is too large for the gradients"
-    return [f"{skipped} {why}", *_tries(of_constant_scale(constant), recorded=True)]
-
-
-def _tries(remedies: Sequence[str], recorded: bool) -> list[str]:
+def _tries(remedies: Sequence[str]) -> list[str]:
     lines = [f"  {'try:' if n == 0 else ' or:'} {text}" for n, text in enumerate(remedies[:_REMEDIES])]
     if (left := len(remedies) - _REMEDIES) > 0:
-        where = (
-            "in the records and the report that is made of them" if recorded else "in the report of --out DIR"
-        )
-        lines.append(f"  and {left} more {where}")
+        lines.append(f"  and {left} more in the records and the report (--out DIR)")
     return lines
 
 

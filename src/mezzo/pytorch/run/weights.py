@@ -1,9 +1,7 @@
 """Parameters and optimizer states of a run that are stored in fewer bits, and parameters moved by one ulp.
 
-The script has built FP32 weights and one of PyTorch's optimizers. Before an outermost call of a module, those of its
-weights that an optimizer of the script trains are stored in 16 bits, and Mezzo's optimizer of the same name (`adopt`)
-does that optimizer's work and keeps their masters. The script's optimizer object stays. An optimizer that is made later
-is adopted before the next outermost call. What can't be stored so stays as it is, and is named at the end of the run.
+Before an outermost call, a module's weights that an optimizer trains are stored in 16 bits, and that optimizer becomes
+Mezzo's of the same name, which keeps the masters. What can't be stored so stays as it is, and is named at the end.
 """
 
 from __future__ import annotations
@@ -92,9 +90,7 @@ class Storage:
     def _adopt(self, optimizer: Any) -> None:
         policy, name = self._session.policy, type(optimizer).__name__
         if isinstance(optimizer, FusedOptimizer):
-            self._session.journal.note(
-                f"{name} is Mezzo's own: it stores weights and states as the script says"
-            )
+            self._session.journal.note(f"{name} is Mezzo's own: it stores what the script says")
             return
         try:
             adopt(optimizer, masters=policy.masters, state=policy.state)
@@ -129,13 +125,7 @@ class Storage:
 def nudge(parameters: Iterable[Tensor]) -> int:
     """Move each element of each FP32 parameter to the next FP32 number up or down; the number of tensors moved.
 
-    It is the smallest change that a run can have, for a noise floor. Naive code, with a fair coin for each element::
-
-        p.data = torch.nextafter(p.data, inf if coin else -inf)
-
-    The coins come from a generator of our own with a fixed seed, so the script's random streams are untouched and two
-    nudged runs are the same run. Zero goes to the smallest subnormal, the largest finite number may go to infinity,
-    NaN stays NaN. Tensors of other formats are not moved, and elements that two parameters share are moved once.
+    The coins come from a generator of our own with a fixed seed: the script's random streams are untouched.
     """
     generator = torch.Generator("cpu")
     generator.manual_seed(0x6E75646765)
