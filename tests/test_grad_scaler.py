@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -168,19 +167,11 @@ def test_the_larger_of_two_found_infs_counts_for_one_scale() -> None:
 
 
 def test_scale_keeps_the_shape_of_what_it_is_given() -> None:
-    scaler = mezzo.GradScaler(init_scale=4.0)
-    one, pair = torch.tensor(1.0), namedtuple("pair", "a b")
-    assert scaler.scale(one).item() == 4.0
-    nested = scaler.scale([one, (one, [one])])  # type: ignore[list-item]
-    assert isinstance(nested, list)
+    scaler, one = mezzo.GradScaler(init_scale=4.0), torch.tensor(1.0)
+    nested = scaler.scale([one, (one, [one])])
     assert isinstance(nested[1], tuple)
     assert nested[1][1][0].item() == 4.0
-    assert scaler.scale(pair(one, one)) == pair(torch.tensor(4.0), torch.tensor(4.0))
     assert [t.item() for t in scaler.scale(t for t in (one, one))] == [4.0, 4.0]
-    with pytest.raises(UsageError, match="not float"):
-        scaler.scale(1.0)  # type: ignore[call-overload]
-    with pytest.raises(UsageError, match="not dict"):
-        scaler.scale({"loss": one})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

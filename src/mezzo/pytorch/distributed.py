@@ -1,9 +1,7 @@
 """Agreement over a process group: every rank skips a step or none does, and all clip by the same norm.
 
-A replicated parameter (DDP) has the same gradient on every rank once it was reduced. Of a sharded one (FSDP2, tensor
-parallel: a `DTensor`) each rank has a part, and the sum of squares goes over all parts. One gather of a few numbers
-serves both: every rank computes the same sum in the same order, so that all agree to the bit, and a NaN anywhere is a
-NaN everywhere.
+A replicated parameter has the same gradient on every rank, of a `DTensor` each has a part. One gather of a few numbers
+serves both: every rank computes the same sum in the same order, to the bit, and a NaN anywhere is a NaN everywhere.
 """
 
 from __future__ import annotations
@@ -32,14 +30,11 @@ def agreed(
 ) -> tuple[Tensor | None, Tensor]:
     """The largest `found_inf` of all ranks, and the sum of squares over all shards; 0-dim, bit-equal on all ranks.
 
-    Costs one gather of a few FP64 numbers and no wait of the host; without other ranks, nothing. Every rank calls it
-    with the same parameters in the same order. NaN wins over every number.
+    Every rank calls it with the same parameters in the same order. The host does not wait.
 
     Args:
-        found_inf: 0-dim; not 0 (NaN included) where this rank found a gradient that isn't finite. None on every rank
-            if it was not checked.
-        sum_of_squares: FP64, of this rank's own gradients, as `own_sum_of_squares` returns it: 0-dim, or
-            ``(len(params),)`` where not all parameters are spread alike.
+        found_inf: 0-dim, not 0 where this rank found a NaN or an infinity; None on every rank if it was not checked.
+        sum_of_squares: of this rank's own gradients, as `own_sum_of_squares` returns it.
         params: whose gradients they are.
     """
     if not is_distributed():
@@ -71,10 +66,9 @@ def agreed_largest(value: Tensor, group: Any = None) -> Tensor:
 
 
 def own_sum_of_squares(params: Sequence[Tensor]) -> Tensor:
-    """The sum of squares of this rank's part of the parameters' gradients in `.grad`, as `agreed` takes it.
+    """The FP64 sum of squares of this rank's part of the gradients in `.grad`, on the first gradient's device.
 
-    Returns:
-        FP64 on the first gradient's device: 0-dim, or ``(len(params),)`` where not all are spread alike.
+    0-dim, or ``(len(params),)`` where not all parameters are spread alike.
     """
     grads = [None if param.grad is None else local(param.grad) for param in params]
     first = next((grad.device for grad in grads if grad is not None), torch.device("cpu"))

@@ -2,11 +2,6 @@
 
 A restore writes into the saved tensor, so that optimizers, tied layers and captured graphs keep theirs, and does not
 raise its version counter, so that graphs which saved it can still run backward.
-
-- `Snapshot`: a whole training, on the host, for code that runs trial steps.
-- `OptimizerSnapshot`: one optimizer, on its device, for a step with a closure.
-- `BufferSnapshot`: the buffers that a step moves, on their device, for each step with a loss scale.
-- `RandomState`: which random numbers come next.
 """
 
 from __future__ import annotations
@@ -35,16 +30,11 @@ _SERIALS = itertools.count()
 
 
 class Snapshot:
-    """The state of models and of all that trains them, at the moment when it is made.
+    """A whole training at the moment when this is made, for code that runs trial steps.
 
-    Tensors are kept as NumPy arrays, which a count of tensor bytes does not see.
-
-    Args:
-        models: parameters, gradients, buffers (persistent or not), and training mode of every module.
-        others: optimizers, schedulers, scalers, `MixedPrecision`: all that has `state_dict` and `load_state_dict`.
-
-    Raises:
-        UsageError: an object without them.
+    Tensors are kept as NumPy arrays, which a count of tensor bytes does not see. `models` stand for parameters,
+    gradients, buffers and training modes; `others` are optimizers, schedulers, scalers. Raises UsageError for one of
+    these without `state_dict` and `load_state_dict`.
     """
 
     def __init__(self, models: Iterable[nn.Module] = (), others: Iterable[Any] = ()) -> None:
@@ -129,9 +119,9 @@ def _gpus() -> tuple[torch.device, ...]:
 
 
 class OptimizerSnapshot:
-    """Parameters and state of one optimizer, copied on their device.
+    """Parameters and state of one optimizer, copied on their device, for a step with a closure.
 
-    Tensors in its state are copied, lists (LBFGS's history) only as lists: their tensors are never written to.
+    Lists in its state (LBFGS's history) are copied only as lists: their tensors are never written to.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -245,13 +235,8 @@ class _Group(NamedTuple):
 class BufferSnapshot:
     """Buffers at one moment: all of one dtype and device in one flat tensor, so that a copy costs few launches.
 
-    Args:
-        slots: where they are registered.
-        single: buffers that are to be copied one by one, so that they can be compared.
-
-    Attributes:
-        single: the copies of those, and of buffers that can't be part of a flat tensor.
-        serial: larger than that of every earlier snapshot.
+    `single` are those that are copied one by one, to be compared or because they can't be part of a flat tensor;
+    `serial` is larger than that of every earlier snapshot.
     """
 
     def __init__(self, slots: Iterable[BufferSlot], single: Iterable[BufferSlot] = ()) -> None:
@@ -276,11 +261,7 @@ class BufferSnapshot:
             yield from group.saved()
 
     def put_back(self, found_inf: Tensor | bool = True) -> None:
-        """Make the buffers what they were, where `found_inf` is not 0.
-
-        Args:
-            found_inf: bool, or 0-dim. Waits for a tensor only where buffers were replaced or copied one by one.
-        """
+        """Restore the buffers where `found_inf` is not 0; waits for it only if some were replaced or copied singly."""
         by_device = not self.single and not any(group.was_replaced() for group in self._groups)
         if by_device and isinstance(found_inf, Tensor):
             for flat, _, tensors in self._groups:
@@ -357,7 +338,7 @@ def _parts(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class RandomState:
-    """Which random numbers come next: those of PyTorch on the CPU and on devices, of `random` and of NumPy.
+    """Which random numbers come next: PyTorch's on the CPU and on devices, `random`'s and NumPy's.
 
     As NumPy arrays: a tensor would be counted among those that a step keeps.
     """

@@ -1,14 +1,7 @@
 """From losses to the gradients of one optimizer: backward, accumulation, FP32 sums of 16-bit gradients.
 
-**Backward** computes gradients for the parameters of one optimizer only. A discriminator's loss reaches the generator
-too, and gradients left there would be part of the generator's next step.
-
-**Accumulation** keeps what belongs to the losses between two optimizer steps (a window): their scale and their number.
-
-**Sums.** In bf16, the 257th of equal terms no longer changes a sum. `p.grad_dtype` (torch 2.10) makes PyTorch's engine
-keep the sum in FP32 and free each gradient once it is added: 4 bytes per parameter, and the largest gradient while it
-is added (twice for a tied weight). DistributedDataParallel averages in buckets of the parameters' own format, without
-the engine. There FP32 sums are kept apart, and each loss's averaged 16-bit gradients are added after its backward.
+In bf16 the 257th of equal terms no longer changes a sum. `p.grad_dtype` (torch 2.10) makes PyTorch's engine keep the
+sum in FP32. DistributedDataParallel averages in buckets of the parameters' format, so there FP32 sums are kept apart.
 """
 
 from __future__ import annotations
@@ -42,11 +35,7 @@ def backward_into(
 ) -> None:
     """Add d(loss)/d(p) * seed to `p.grad` of each p of `params`, and of no other leaf.
 
-    Args:
-        loss: one element.
-        seed: the gradient of the loss, of its dtype and shape; None for 1.
-        params: leaves that require gradients; those that the loss does not depend on keep what they have.
-        retain_graph: keep the graph for another backward.
+    A discriminator's loss reaches the generator too, whose next step must not see it. `seed` None stands for 1.
     """
     if (
         type(loss) is not Tensor
@@ -65,7 +54,7 @@ def backward_into(
 
 
 def has_reentrant_checkpoint(loss: Tensor) -> bool:
-    """Whether the graph of a loss has a `torch.utils.checkpoint` with `use_reentrant=True`. Walks every node."""
+    """Whether the graph of a loss has a `torch.utils.checkpoint` with `use_reentrant=True`."""
     seen = set()
     stack = [loss.grad_fn]
     while stack:
@@ -118,10 +107,9 @@ class OptimizerBackward:
     def __call__(
         self, loss: Tensor, seed: Tensor | None, others: Iterable[Tensor], *, retain_graph: bool
     ) -> None:
-        """Add d(loss)/d(p) * seed to `p.grad` of each parameter; arguments as for `backward_into`.
+        """As `backward_into`, but a graph with reentrant checkpoints (the first loss decides) computes every gradient.
 
-        Where the graph has reentrant checkpoints, every gradient is computed; `others`, the parameters of other
-        optimizers, then keep theirs. The first loss decides for all.
+        `others`, the parameters of other optimizers, then keep theirs.
         """
         params = self.params()
         if self._reentrant is None:
@@ -141,13 +129,9 @@ class OptimizerBackward:
 
 @dataclass
 class Accumulation:
-    """The losses between two optimizer steps.
+    """The losses between two optimizer steps: `seen` of `accumulate`, each divided by that number.
 
-    Args:
-        accumulate: how many a full window has; each is divided by it.
-        seen: how many have been accumulated.
-        scale: what each was multiplied with, 0-dim FP32; None without a loss scale.
-        loss: the last of them, detached; None where it is not known.
+    `scale` (0-dim FP32; None without a loss scale) is what each was multiplied with, `loss` the last of them, detached.
     """
 
     accumulate: int
@@ -232,7 +216,7 @@ class FP32Gradients(Gradients):
 
 
 class FP32Sums(Gradients):
-    """FP32 sums beside the 16-bit gradients of DistributedDataParallel, which need their own 2 bytes."""
+    """FP32 sums next to the 16-bit gradients of DistributedDataParallel, which need their own 2 bytes."""
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}

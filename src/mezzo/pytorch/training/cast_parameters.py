@@ -1,7 +1,6 @@
 """`params=`, `masters=` and `state=` of MixedPrecision: which policy they ask for, and applying it.
 
-`chosen` touches no model, so that invalid arguments are refused before a weight is rounded. `apply` undoes itself where
-it fails halfway.
+`chosen` touches no model: invalid arguments are refused before a weight is rounded. `apply` undoes itself if it fails.
 """
 
 from __future__ import annotations
@@ -57,21 +56,10 @@ def chosen(
     device_type: str,
     optimizer: Optimizer,
 ) -> tuple[Policy, str]:
-    """The policy with the parameters, masters and optimizer state that were asked for.
+    """The policy with the storage that was asked for (None: the policy's own), and why `auto` became what it is.
 
-    Args:
-        policy: as the user gave it.
-        params, masters, state: words of `Policy` (a `torch.dtype` for a format), or None for the policy's own.
-        device_type: ``"cpu"``, ``"cuda"``, ...
-        optimizer: its parameters may be 16-bit already, which settles `auto`.
-
-    Returns:
-        The policy, and why `auto` became what it is ("" where it did not).
-
-    Raises:
-        UsageError: storage that the precision can't have or that contradicts the policy, 16-bit parameters of another
-            format or without masters.
-        UnsupportedPrecisionError: `auto` with FP32 masters, on hardware without a 16-bit format.
+    Raises UsageError for storage that the precision can't have or that contradicts the policy, or 16-bit parameters of
+    another format or without masters; UnsupportedPrecisionError for `auto` with FP32 masters on FP32 hardware.
     """
     why = ""
     if state is not None:
@@ -151,15 +139,8 @@ def apply(
 ) -> Optimizer:
     """Store the model's weights as the policy says, and return the optimizer whose `step` updates their masters.
 
-    Args:
-        model: FP32, or 16-bit already.
-        optimizer: a FusedOptimizer or WithMasters of the same storage, or one of torch's to be adopted.
-        policy: from `chosen`.
-        others: parameters of other optimizers; they stay as they are.
-        fused: whether it must be a FusedOptimizer.
-
-    Raises:
-        UsageError: the optimizer can't have such weights, or can't be fused. Model and optimizer are as before.
+    `others`, parameters of other optimizers, stay as they are; `fused` asks for a FusedOptimizer. Raises UsageError
+    where the optimizer can't have such weights or be fused; model and optimizer are then as before.
     """
     separate = has_separate_masters(optimizer)
     if isinstance(optimizer, FusedOptimizer):

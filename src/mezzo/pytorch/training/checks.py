@@ -66,7 +66,7 @@ def arguments(
     records: Any,
     release: bool,
 ) -> None:
-    """Raise UsageError where an argument is out of range, of the wrong kind, or can't go with `release_gradients`."""
+    """Raise UsageError for an argument that is out of range, of the wrong kind, or impossible with `release`."""
     integers = isinstance(accumulate, int) and not isinstance(accumulate, bool)
     rows = (
         ("clip_norm", clip_norm, _is_bound(clip_norm) or clip_norm == math.inf, "a number above 0, or None"),
@@ -103,12 +103,7 @@ def _has(value: Any, method: str) -> bool:
 
 
 def averager(ema: Any, *, low: bool) -> Callable[[nn.Module], Any] | None:
-    """The function to call with the model after each step; UsageError for an average that can't be updated.
-
-    Args:
-        ema: as the user gave it.
-        low: whether the model's weights are, or will be, stored in 16 bits.
-    """
+    """The function to call with the model after each step; UsageError for an average that can't be updated."""
     if ema is None:
         return None
     update = getattr(ema, "update_parameters", None if isinstance(ema, nn.Module) else ema)

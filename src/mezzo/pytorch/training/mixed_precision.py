@@ -2,9 +2,6 @@
 
 The order is fixed: backward of the scaled loss, the optimizer step (`pytorch/step.py`: unscale, look for NaN and
 infinity, clip, step or skip), scheduler and average only if it stepped, next scale, clear the gradients.
-
-It does not wrap the model's call (`mp.autocast()` is the context of forward and loss) and saves neither model nor
-optimizer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Observers of a training's steps: histograms and overflow tracing.
-
-Without observers no hook is on the model, and each call below is a loop over nothing.
-"""
+"""Observers of a training's steps: histograms and overflow tracing. Without observers no hook is on the model."""
 
 from __future__ import annotations
 
@@ -34,17 +31,7 @@ def observers_for(
     enter: Callable[[], AbstractContextManager[Any]],
     clock: Callable[[], float],
 ) -> list[StepObserver]:
-    """The observers that MixedPrecision's `watch` and `trace` ask for.
-
-    Args:
-        model: whose calls they see.
-        optimizer: the user's.
-        watch: histograms at every so many updates; True for the default interval.
-        trace: whether skipped steps are traced; None: where that costs no wait.
-        scales: whether there is a loss scale, without which no step is skipped.
-        enter: makes the context in which a call is replayed.
-        clock: seconds since the run's start, for records.
-    """
+    """The observers that `watch` and `trace` ask for. `scales`: whether a step can be skipped at all."""
     observers: list[StepObserver] = []
     if watch:
         every = DEFAULT_EVERY if watch is True else watch
