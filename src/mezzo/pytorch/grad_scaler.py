@@ -9,10 +9,9 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,12 +26,10 @@ from mezzo.pytorch import step as engine
 from mezzo.pytorch.kernels.unseen import unseen
 from mezzo.pytorch.loss_scaler import from_scaler_state, moved, to_scaler_state
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
-
-def _not_traced(method: _Method) -> _Method:
+def _not_traced(method: Any) -> Any:
     """Let Dynamo break its graph here: it would lose what `unscale_` writes into the optimizer's state."""
-    method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    method._torchdynamo_disable = True
     return unseen(method)
 
 
@@ -82,8 +79,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         if device is not None and not isinstance(device, str):
             raise UsageError(
-                f"GradScaler: device is {device!r}; give a device type such as 'cuda'. For a first scale use "
-                f"init_scale={device!r}."
+                f"GradScaler: device is {device!r}, not a device type. Did you mean init_scale={device!r}?"
             )
         if device == "cuda" and enabled and not torch.cuda.is_available():
             warnings.warn(
@@ -204,8 +200,7 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients in place by the scale that the loss was multiplied with. Does not wait.
 
-        Raises CallOrderError if nothing was scaled, they are unscaled already, or `step` was called; UsageError for
-        fp16 gradients.
+        Raises CallOrderError if nothing was scaled or this was done already, UsageError for fp16 gradients.
         """
         if not self._enabled:
             return
@@ -280,7 +275,7 @@ class GradScaler(torch.amp.GradScaler):
             self._check_scaled(optimizer, "step")
         if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
             raise UsageError(
-                "no parameter of this optimizer has a gradient. Call scaler.scale(loss).backward() before step()."
+                "no parameter of this optimizer has a gradient. Call scaler.scale(loss).backward() first."
             )
         if not engine.can_skip_on_device(optimizer):
             if ready:
@@ -328,9 +323,11 @@ class GradScaler(torch.amp.GradScaler):
             self._advance(self._found(state))
             return True
 
-        run = engine.ClosureStep(optimizer, evaluate, back_off)
-        result, state["skipped"] = run.take(lambda runner: optimizer.step(runner, *args, **kwargs))
-        return result
+        result, skipped = engine.step_with_closure(
+            optimizer, lambda runner: optimizer.step(runner, *args, **kwargs), evaluate, back_off
+        )
+        state["skipped"] = skipped
+        return None if skipped else result
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's last `step` was skipped; CallOrderError before one. May wait for the device."""

@@ -79,9 +79,8 @@ class LossScaler:
         if not isinstance(again, DynamicLossScale):
             return "mp.reset_loss_scale() forgets the skips; without it the next skip raises this again"
         return (
-            f"mp.reset_loss_scale() lets the scale begin anew, at {power_text(again.scale)}: without it training goes "
-            f"on from {power_text(float(self.scale))}, growing by a factor of {again.growth_factor:g} after every "
-            f"{again.growth_interval} good steps"
+            f"mp.reset_loss_scale() lets the scale begin anew, at {power_text(again.scale)}; without it training goes "
+            f"on from {power_text(float(self.scale))}"
         )
 
 
@@ -110,10 +109,7 @@ def begun(pure: LossScale, device: torch.device) -> tuple[Tensor, ScaleArrays]:
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """1 / scale in FP32, exact for powers of two; in FP64 on the way, for an FP32 division may be approximate.
-
-    MPS has no FP64.
-    """
+    """1 / scale in FP32, by way of FP64 (which MPS lacks): an FP32 division may be approximate."""
     if scale.device.type == "mps":
         return scale.reciprocal()
     return scale.double().reciprocal().float()
@@ -150,14 +146,11 @@ def is_scaler_state(state: dict[str, Any]) -> bool:
 def from_scaler_state(state: dict[str, Any], current: DynamicLossScale) -> DynamicLossScale:
     """The loss scale in a state of ours or of torch's; what the state does not have stays as in `current`.
 
-    A scale outside the bounds is clamped to them, with a warning; NaN becomes the floor. A scale that had collapsed
-    starts again as `current` did. Raises UsageError without torch's five names.
+    A scale outside the bounds is clamped to them, with a warning. A scale that had collapsed starts again.
     """
     if not is_scaler_state(state):
-        raise UsageError(
-            f"this is no GradScaler state: it has {', '.join(map(str, state)) or 'nothing'}, "
-            f"and must have {', '.join(_SHARED)}."
-        )
+        found = ", ".join(map(str, state)) or "nothing"
+        raise UsageError(f"not a GradScaler state: it has {found}, and must have {', '.join(_SHARED)}.")
     fixed = {key: state[key] for key in _OWN if key in state}
     floor, ceiling = float(fixed.get("floor", current.floor)), float(fixed.get("ceiling", current.ceiling))
     saved = float(state["scale"])

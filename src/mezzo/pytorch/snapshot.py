@@ -30,11 +30,9 @@ _SERIALS = itertools.count()
 
 
 class Snapshot:
-    """A whole training at the moment when this is made, for code that runs trial steps.
+    """A whole training now, for code that runs trial steps; `others` are optimizers, schedulers, scalers.
 
-    Tensors are kept as NumPy arrays, which a count of tensor bytes does not see. `models` stand for parameters,
-    gradients, buffers and training modes; `others` are optimizers, schedulers, scalers. Raises UsageError for one of
-    these without `state_dict` and `load_state_dict`.
+    Tensors are kept as NumPy arrays, which a count of tensor bytes does not see.
     """
 
     def __init__(self, models: Iterable[nn.Module] = (), others: Iterable[Any] = ()) -> None:
@@ -52,7 +50,8 @@ class Snapshot:
         # torch's own load_state_dict casts states to the parameter's dtype, so its optimizers are restored by hand.
         self._plain = [(one, _state_of(one)) for one in others if _is_plain_optimizer(one)]
         self._loaded = [(one, _saved(one.state_dict())) for one in others if not _is_plain_optimizer(one)]
-        self._random = RandomState.now(_gpus())
+        gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+        self._random = RandomState.now(tuple(torch.device("cuda", index) for index in gpus))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -113,11 +112,6 @@ def _restored(tree: Any) -> Any:
     return tree_map_only(_HostCopy, _HostCopy.put_back, tree)
 
 
-def _gpus() -> tuple[torch.device, ...]:
-    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    return tuple(torch.device("cuda", index) for index in range(count))
-
-
 class OptimizerSnapshot:
     """Parameters and state of one optimizer, copied on their device, for a step with a closure.
 
@@ -153,8 +147,9 @@ class BufferSlot:
     holder: dict[str, Tensor | None]  # the module's own buffers
     name: str  # key in `holder`
     norm: weakref.ref[_NormBase] | None  # the layer whose running statistic it is
-    moves: bool = True  # whether it may change in a step
-    learning: int = 0  # steps to come after which that is still to be found out
+    learning: int = 0  # steps to come after which it is compared, to find out whether it moves
+    moves: bool = True  # whether it has, or need not be compared
+    still: tuple[int, int] | None = None  # its version when that was decided, if it has not
 
     @property
     def tensor(self) -> Tensor | None:
@@ -162,10 +157,18 @@ class BufferSlot:
         return self.holder.get(self.name)
 
     @property
-    def trains(self) -> bool:
+    def version(self) -> tuple[int, int]:
+        """Which tensor is registered, and its version counter: other values after most writes."""
+        tensor = self.tensor
+        return id(tensor), -1 if tensor is None else _version(tensor)
+
+    @property
+    def is_due(self) -> bool:
         """Whether a forward pass may change it; a normalisation layer's flags say so."""
         if self.norm is None:
-            return True
+            if self.still is not None and self.still != self.version:
+                self.still = None
+            return self.still is None
         layer = self.norm()
         return layer is not None and layer.training and layer.track_running_stats
 
@@ -235,8 +238,7 @@ class _Group(NamedTuple):
 class BufferSnapshot:
     """Buffers at one moment: all of one dtype and device in one flat tensor, so that a copy costs few launches.
 
-    `single` are those that are copied one by one, to be compared or because they can't be part of a flat tensor;
-    `serial` is larger than that of every earlier snapshot.
+    `single` are copied one by one: those to be compared, and those that can't be part of a flat tensor.
     """
 
     def __init__(self, slots: Iterable[BufferSlot], single: Iterable[BufferSlot] = ()) -> None:

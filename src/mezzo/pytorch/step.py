@@ -40,10 +40,7 @@ def step_in_place(
     clip_norm: float | None = None,
     host_must_know: bool = False,
 ) -> StepOutcome:
-    """The step of any optimizer: unscale, check and clip in `.grad`, each a pass over memory, then `optimizer.step()`.
-
-    `scale` is what the gradients are multiplied with (0-dim FP32); `rescale` multiplies them once unscaled.
-    """
+    """The step of any optimizer: unscale, check and clip in `.grad`, then call `optimizer.step()`."""
     grads = gradients_of(parameters(optimizer))
     if not grads:
         raise no_gradient()
@@ -121,8 +118,7 @@ def take(
 ) -> Tensor | bool:
     """Call `optimizer.step(**kwargs)` unless `found_inf` (0-dim FP32; None steps), and return whether it was skipped.
 
-    The host decides where reading is free, where it must know, and for an optimizer that can't skip on its device. Else
-    the device does, and `found_inf` is returned.
+    The device decides only where the host need not know, reading is not free, and the optimizer can skip by itself.
     """
     if found_inf is None:
         optimizer.step(**kwargs)
@@ -288,52 +284,46 @@ class AbandonedStepError(BaseException):
     """Leaves `optimizer.step` from within. No `except Exception` may swallow it."""
 
 
-class ClosureStep:
-    """A step with a closure, which runs again at a smaller scale until its gradients are finite.
+def step_with_closure(
+    optimizer: Optimizer,
+    step: Callable[[Callable[..., Any]], Any],
+    evaluate: Callable[..., tuple[Any, bool]],
+    back_off: Callable[[], bool],
+    *,
+    copies: bool = True,
+) -> tuple[Any, bool]:
+    """A step whose closure runs again at a smaller scale until its gradients are finite; else the step is undone.
 
-    Such an optimizer (LBFGS) evaluates the closure many times in one step and changes the parameters in between. Where
-    an evaluation can't be finite, the whole step is undone. `loss` is that of the last evaluation.
+    Returns what `step` returned and False, or the last loss and True if it was skipped. LBFGS evaluates its closure
+    many times in one step and changes the parameters in between (`copies`).
 
     Args:
         optimizer: whose step it is.
+        step: calls the optimizer's step with a closure.
         evaluate: runs the user's closure and unscales; returns its loss, and whether all gradients are finite.
         back_off: lowers the scale after an overflow; False if it is at its floor.
-        copies: whether to copy parameters and state: the optimizer changes them between two evaluations.
+        copies: whether to copy parameters and state, to undo the step.
     """
+    before: OptimizerSnapshot | None = None
+    loss: Any = None
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        evaluate: Callable[..., tuple[Any, bool]],
-        back_off: Callable[[], bool],
-        *,
-        copies: bool = True,
-    ) -> None:
-        self._optimizer = optimizer
-        self._evaluate = evaluate
-        self._back_off = back_off
-        self._copies = copies
-        self._before: OptimizerSnapshot | None = None
-        self.loss: Any = None
-
-    def take(self, step: Callable[[Callable[..., Any]], Any]) -> tuple[Any, bool]:
-        """Call `step(closure)`; what it returned, and whether it was skipped (then None)."""
-        try:
-            return step(self._closure), False
-        except AbandonedStepError:
-            if self._before is not None:
-                self._before.restore()
-            return None, True
-
-    def _closure(self, *args: Any, **kwargs: Any) -> Any:
-        if self._copies and self._before is None:
-            self._before = OptimizerSnapshot(self._optimizer)
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        nonlocal before, loss
+        if copies and before is None:
+            before = OptimizerSnapshot(optimizer)
         while True:
-            self.loss, finite = self._evaluate(*args, **kwargs)
+            loss, finite = evaluate(*args, **kwargs)
             if finite:
-                return self.loss
-            if not _is_finite(self.loss) or not self._back_off():
+                return loss
+            if not _is_finite(loss) or not back_off():
                 raise AbandonedStepError
+
+    try:
+        return step(closure), False
+    except AbandonedStepError:
+        if before is not None:
+            before.restore()
+        return loss, True
 
 
 def _is_finite(loss: Any) -> bool:

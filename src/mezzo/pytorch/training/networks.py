@@ -58,9 +58,6 @@ class MovingBuffers:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._slots: list[BufferSlot] = []
-        self._still: list[
-            tuple[BufferSlot, tuple[int, int]]
-        ] = []  # large ones that did not move, and their versions
         self._known: set[tuple[int, str]] = set()
         self._first: BufferSnapshot | None = None  # before the step's first forward pass
         self._last: BufferSnapshot | None = None  # before the newest turn; may outlive the step
@@ -111,16 +108,13 @@ class MovingBuffers:
             return
         if self._last is not None:  # a step that is still to come may have overflowed
             self.restore_lost()
-        if self._still:
-            self._slots += [slot for slot, version in self._still if _written(slot) != version]
-            self._still = [(slot, version) for slot, version in self._still if _written(slot) == version]
         self._last = self._copied()
         self._first = self._first or self._last
 
     def _copied(self) -> BufferSnapshot:
-        training = [slot for slot in self._slots if slot.trains]
+        due = [slot for slot in self._slots if slot.is_due]
         return BufferSnapshot(
-            (slot for slot in training if not slot.learning), (slot for slot in training if slot.learning)
+            (slot for slot in due if not slot.learning), (slot for slot in due if slot.learning)
         )
 
     def begin_anew(self) -> None:
@@ -153,11 +147,9 @@ class MovingBuffers:
         for each in learning:
             each.slot.learning -= 1
             each.slot.moves |= each.moved()
-        if learning:
-            still = [slot for slot in self._slots if not (slot.learning or slot.moves)]
-            self._still += [(slot, _written(slot)) for slot in still]
-            self._slots = [slot for slot in self._slots if slot.learning or slot.moves]
-            self._look = True
+            if not (each.slot.learning or each.slot.moves):
+                each.slot.still = each.slot.version
+        self._look |= bool(learning)
         if found_inf is not False:
             first.put_back(found_inf)
             self._look = True
@@ -189,7 +181,6 @@ class MovingBuffers:
         """Take the copies that `state` gave. Those of other buffers are dropped, and so is an older Mezzo's list."""
         self._known.clear()
         self._slots.clear()
-        self._still.clear()
         self._look = True
         self.forget()
         self.remember()
@@ -224,12 +215,6 @@ class MovingBuffers:
         self._has_buffers = bool(self._known)
 
 
-def _written(slot: BufferSlot) -> tuple[int, int]:
-    """Which tensor is registered, and its version counter: other values after most writes."""
-    tensor = slot.tensor
-    return id(tensor), -1 if tensor is None or tensor.is_inference() else tensor._version
-
-
 class Networks:
     """The moving buffers of all networks in training."""
 
@@ -241,7 +226,6 @@ class Networks:
         self.hold_copies = False  # without copies a step has nothing to restore
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._of)
 
     def of(self, model: nn.Module) -> MovingBuffers:
@@ -296,14 +280,10 @@ class Networks:
         passes: Callable[[], Iterable[frozenset[int]]] = tuple,
         alone: bool = False,
     ) -> None:
-        """An optimizer has stepped, or its step was skipped.
+        """An optimizer of these parameters has stepped, or its step was skipped; `alone`: there is no other optimizer.
 
-        Args:
-            parameters: the optimizer's.
-            found_inf: whether it was skipped; a 0-dim tensor only where one network is trained.
-            owned: gives the ids of the parameters of all optimizers.
-            passes: gives the ids of the leaves of each backward that was not announced to `backward`.
-            alone: whether there is no other optimizer.
+        `owned` gives the ids of all optimizers' parameters, `passes` those of the leaves of each backward that was not
+        announced. `found_inf` is a tensor only where one network is trained.
         """
         turn, self._turn = self._turn, self._turn + 1
         announced, self._passes = self._passes, {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,25 +19,24 @@ from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
 from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
 from mezzo.pytorch.monitor.replay import running_again
 from mezzo.pytorch.step import host_knows
+from mezzo.pytorch.training.resolved_precision import ResolvedPrecision
 
 
 def observers_for(
+    resolved: ResolvedPrecision,
     model: nn.Module,
     optimizer: Optimizer,
-    *,
     watch: bool | int,
     trace: bool | None,
-    scales: bool,
-    enter: Callable[[], AbstractContextManager[Any]],
     clock: Callable[[], float],
 ) -> list[StepObserver]:
-    """The observers that `watch` and `trace` ask for. `scales`: whether a step can be skipped at all."""
+    """The observers that `watch` and `trace` ask for; `clock` counts the seconds since the run's start."""
     observers: list[StepObserver] = []
     if watch:
         every = DEFAULT_EVERY if watch is True else watch
         observers.append(RangeWatch(model, optimizer, every=every, clock=clock))
-    if trace or (trace is None and scales and host_knows(next(model.parameters()))):
-        observers.append(OverflowTracer(enter=enter, clock=clock, waits=bool(trace), model=model))
+    if trace or (trace is None and resolved.scaler is not None and host_knows(next(model.parameters()))):
+        observers.append(OverflowTracer(enter=resolved.context, clock=clock, waits=bool(trace), model=model))
     return observers
 
 

@@ -24,11 +24,10 @@ from mezzo.pytorch.training.backward import backward_into, has_reentrant_checkpo
 
 
 class GradientRelease:
-    """Backward that updates each parameter as its gradient arrives, and frees the gradient.
+    """Backward that updates each parameter as its gradient arrives, with the bits of a step after backward.
 
-    Same bits as backward, `optimizer.step(multiplier=..., found_inf=...)` and `zero_grad`, except where backward draws
-    random numbers itself or adds in no fixed order. A parameter that another op's backward saved under `detach()`
-    changes too early; PyTorch then raises.
+    Except where backward draws random numbers itself or adds in no fixed order. A parameter that another op's backward
+    saved under `detach()` changes too early; PyTorch then raises.
     """
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
@@ -42,7 +41,7 @@ class GradientRelease:
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 raise UsageError(
                     f"gradient release: {name or 'the model'} is in DistributedDataParallel, which averages gradients "
-                    "after they have been released. Use fully_shard (FSDP2), or train without gradient release."
+                    "after they were released. Use fully_shard (FSDP2), or release_gradients=False."
                 )
 
     def backward(
@@ -62,9 +61,7 @@ class GradientRelease:
         checkpoints.
 
         Args:
-            loss: one element, on the graph.
-            seed: the gradient of the loss, of its dtype and shape; None for 1.
-            params: leaves of the optimizer. Those without a gradient stay.
+            loss, seed, params: as for `backward_into`.
             multiplier: 0-dim FP32 that every gradient is multiplied with, 1 / loss scale; None for 1.
             clip_norm: largest total 2-norm of the multiplied gradients. Two passes.
             check: change nothing if some gradient is not finite. Two passes; on a CPU one if it isn't.

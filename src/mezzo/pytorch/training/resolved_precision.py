@@ -19,8 +19,7 @@ from mezzo.pytorch.loss_scaler import LossScaler
 class ResolvedPrecision:
     """The policy of one training, applied: autocast context, loss scale (`scaler`) and module overrides.
 
-    `policy` is the one without `auto`; `decision` says why, None while a `trial` runs; `device` is the loss scale's.
-    `why` is the reason for a choice that was made before.
+    `policy` is the one without `auto`; `decision` says why it is (`why`, if decided before), None while a `trial` runs.
     """
 
     def __init__(
