@@ -1,9 +1,8 @@
-"""MixedPrecision: what is saved, loaded, recorded, dropped and refused; the code of docs/training.md."""
+"""MixedPrecision: what is saved, loaded, recorded, dropped and refused."""
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.core import records
-from mezzo.core.errors import (
-    CallOrderError,
-    UsageError,
-)
-from mezzo.pytorch.training import mixed_precision
+from mezzo.core.errors import CallOrderError, UsageError
 from training_steps import (  # noqa: F401
     INF,
     NAN,
@@ -177,24 +172,3 @@ def test_a_loss_scale_may_be_written_as_a_policy_writes_it(text: str, expected: 
     mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp16", loss_scale=text)
     assert mp._resolved.scaler.on_host() == expected
     mp.close()
-
-
-PAGE = Path(__file__).parent.parent / "docs" / "training.md"
-
-
-def test_the_code_of_the_page_runs() -> None:
-    torch.manual_seed(0)
-    text = PAGE.read_text(encoding="utf-8")
-    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert len(blocks) == 15
-    names: dict[str, object] = {}
-    try:
-        for block in blocks:
-            line = text[: block.start(1)].count("\n")
-            exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)
-    finally:
-        for mp in list(mixed_precision._ALIVE):
-            mp.close()
-    loss = names["loss"]
-    assert isinstance(loss, torch.Tensor)
-    assert bool(loss.isfinite())
