@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mezzo
+from bad_steps import same
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
 
 INF, NAN = float("inf"), float("nan")
@@ -38,17 +39,6 @@ def loss_of(params: list[nn.Parameter], event: float) -> Tensor:
     """A loss whose gradient is 3 everywhere, but for one element: 3 * event."""
     weights = torch.tensor([event, 1.0, 1.0])
     return 3.0 * ((params[0] * weights).sum() + params[1].sum())
-
-
-def flat(optimizer: torch.optim.Optimizer) -> list[Any]:
-    state = optimizer.state_dict()["state"]
-    return [value for key in sorted(state) for _, value in sorted(state[key].items())]
-
-
-def same(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(left, right)
-    )
 
 
 def train(scaler: Any, optimizer: torch.optim.Optimizer, params: list[nn.Parameter], event: float) -> None:
@@ -104,7 +94,7 @@ def test_equals_torch_event_by_event(
             scaler.update()
             trace += [scaler.get_scale(), scaler._get_growth_tracker()]
             trace += [p.detach().clone() for p in params]
-        sides.append(trace + flat(optimizer))
+        sides.append([*trace, optimizer.state_dict()["state"]])
     assert same(*sides)
 
 
@@ -120,7 +110,7 @@ def test_fused_sgd_with_momentum_starts_from_nothing_after_a_first_step_that_was
             train(scaler, optimizer, params, event)
             if event == INF and fused and not results:
                 assert not any("momentum_buffer" in entry for entry in optimizer.state.values())
-        results.append([p.detach().clone() for p in params] + flat(optimizer))
+        results.append([p.detach().clone() for p in params] + [optimizer.state_dict()["state"]])
     assert same(*results)
 
 

@@ -16,6 +16,7 @@ from mezzo.core.errors import UsageError
 from training_steps import (  # noqa: F401
     INF,
     NAN,
+    Broken,
     batch,
     everything,
     network,
@@ -134,16 +135,6 @@ def test_backward_runs_twice_only_for_a_norm_or_a_check(
     mp.model[3].register_full_backward_hook(lambda module, grads, outs: seen.append(outs[0]))
     run(mp, factor=factor)
     assert len(seen) == runs
-
-
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError("out of memory")
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])

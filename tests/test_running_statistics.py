@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -93,19 +92,6 @@ def test_what_moves_between_two_steps_is_not_undone(size: int) -> None:
     statistics.restore(True)
     assert module.mask.eq(5.0).all()
     assert module.other.eq(7.0).all()
-
-
-def test_a_layer_that_is_added_later_is_found_at_the_next_skip() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(4))
-    statistics = MovingBuffers(model)
-    steps_of(statistics, lambda: model(torch.randn(8, 4)), 3)
-    model.append(nn.BatchNorm1d(4))
-    statistics.remember()
-    statistics.restore(True)
-    statistics.remember()
-    model(torch.full((8, 4), math.nan))
-    statistics.restore(True)
-    assert is_finite(model.state_dict())
 
 
 def test_copies_of_another_model_or_an_older_mezzo_are_dropped() -> None:

@@ -290,15 +290,19 @@ def test_flush_moves_by_the_mean_of_the_losses_that_were_seen(precision: str, se
     assert torch.allclose(weights[0], torch.full((1, 2), -float(seen - 1)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_gan_each_side_has_its_own_gradients_and_scale(reentrant: bool) -> None:
+@pytest.mark.parametrize("how", ["plain", "reentrant", "released"])
+def test_a_gan_each_side_has_its_own_gradients_and_scale(how: str) -> None:
     generator, judge = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    mp_g = mezzo.MixedPrecision(generator, OPTIMIZERS["adamw-fused"](generator.parameters()), "fp16")
-    mp_d = mezzo.MixedPrecision(judge, OPTIMIZERS["adamw-fused"](judge.parameters()), "fp16")
+    mp_g, mp_d = (
+        mezzo.MixedPrecision(
+            each, OPTIMIZERS["adamw-fused"](each.parameters()), "fp16", release_gradients=how == "released"
+        )
+        for each in (generator, judge)
+    )
     noise = torch.randn(5, 3)
 
     def judged(fake: Tensor) -> Tensor:
-        out = checkpoint(judge, fake, use_reentrant=True) if reentrant else judge(fake)
+        out = checkpoint(judge, fake, use_reentrant=True) if how == "reentrant" else judge(fake)
         assert isinstance(out, Tensor)
         return out
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mezzo
 from mezzo.core import records
@@ -18,6 +18,7 @@ from training_steps import (  # noqa: F401
     INF,
     NAN,
     OPTIMIZERS,
+    Broken,
     batch,
     everything,
     network,
@@ -61,15 +62,6 @@ def test_a_state_that_does_not_fit_is_refused(change: Callable[[Any], Any], mess
 
 
 def test_a_backward_that_raises_drops_its_window() -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Any:
-            raise RuntimeError("out of memory")
-
     weights = []
     for fails in (True, False):
         model = network()
@@ -78,7 +70,7 @@ def test_a_backward_that_raises_drops_its_window() -> None:
             run(mp, 5)
             x = torch.tanh(model[0](batch(6)[0]))
             with pytest.raises(RuntimeError, match="out of memory"):
-                mp.step(model[3](x).sum() + model[3](Fails.apply(x)).sum())
+                mp.step(model[3](x).sum() + model[3](Broken.apply(x)).sum())
         assert not run(mp, 0).stepped
         assert run(mp, 1).stepped
         weights.append([p.detach() for p in model.parameters()])
