@@ -41,10 +41,6 @@ def through_data(module: Any, x: Tensor) -> None:
     module.mean.data.mul_(0.9).add_(x.mean(0), alpha=0.1)
 
 
-def with_out(module: Any, x: Tensor) -> None:
-    torch.add(module.mean * 0.9, x.mean(0), alpha=0.1, out=module.mean)
-
-
 def replaced(module: Any, x: Tensor) -> None:
     module.mean = module.mean * 0.9 + x.mean(0) * 0.1
 
@@ -52,11 +48,6 @@ def replaced(module: Any, x: Tensor) -> None:
 def written_then_replaced(module: Any, x: Tensor) -> None:
     module.mean.mul_(0.5)
     module.mean = module.mean + x.mean(0)
-
-
-def counted(module: Any, x: Tensor) -> None:
-    module.count += 1
-    module.mean += (x.mean(0) - module.mean) / module.count
 
 
 def codebook(module: Any, x: Tensor) -> None:
@@ -119,10 +110,8 @@ OWN: dict[str, Callable[[], nn.Module]] = {
     "in place": lambda: Averages(in_place),
     "not persistent": lambda: Averages(in_place, persistent=False),
     "through .data": lambda: Averages(through_data),
-    "out=": lambda: Averages(with_out),
     "replaced": lambda: Averages(replaced),
     "written, then replaced": lambda: Averages(written_then_replaced),
-    "counted": lambda: Averages(counted, count=torch.zeros((), dtype=torch.long)),
     "codebook": lambda: Averages(
         codebook, codes=zeros(3, 4), sums=zeros(3, 4), sizes=zeros(3), ready=torch.tensor(False)
     ),
@@ -133,33 +122,20 @@ OWN: dict[str, Callable[[], nn.Module]] = {
     "bf16": lambda: Averages(bf16, low=torch.zeros(4, dtype=torch.bfloat16)),
     "fp8": lambda: Averages(eight_bits, low=torch.zeros(4).to(F8)),
     "late": lambda: Averages(late, count=torch.zeros((), dtype=torch.long)),
-    "beside a mask of -inf": lambda: Averages(in_place, mask=torch.full((4, 4), -INF).triu(1)),
+    "with a mask of -inf": lambda: Averages(in_place, mask=torch.full((4, 4), -INF).triu(1)),
 }
-
-
-def image(dims: int) -> nn.Module:
-    """From [16, 4] to a picture of so many dimensions, with 4 channels."""
-    return nn.Unflatten(1, (4, *[1] * dims)) if dims else nn.Identity()
-
-
-def spread(dims: int) -> nn.Module:
-    return nn.Sequential(image(dims), nn.Upsample(scale_factor=2))
 
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm1d": lambda: nn.BatchNorm1d(4),
     "BatchNorm1d, cumulative": lambda: nn.BatchNorm1d(4, momentum=None),
-    "BatchNorm1d, not affine": lambda: nn.BatchNorm1d(4, affine=False),
     "BatchNorm1d, no statistics": lambda: nn.BatchNorm1d(4, track_running_stats=False),
-    "BatchNorm2d": lambda: nn.Sequential(image(2), nn.BatchNorm2d(4), nn.Flatten()),
-    "SyncBatchNorm": lambda: nn.Sequential(image(2), nn.SyncBatchNorm(4), nn.Flatten()),
+    "SyncBatchNorm": lambda: nn.Sequential(nn.Unflatten(1, (4, 1, 1)), nn.SyncBatchNorm(4), nn.Flatten()),
     "LazyBatchNorm1d": lambda: nn.LazyBatchNorm1d(affine=False),
     "InstanceNorm1d": lambda: nn.Sequential(
-        spread(1), nn.InstanceNorm1d(4, affine=True, track_running_stats=True), nn.MaxPool1d(2), nn.Flatten()
-    ),
-    "LazyInstanceNorm1d": lambda: nn.Sequential(
-        spread(1),
-        nn.LazyInstanceNorm1d(affine=False, track_running_stats=True),
+        nn.Unflatten(1, (4, 1)),
+        nn.Upsample(scale_factor=2),
+        nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
         nn.MaxPool1d(2),
         nn.Flatten(),
     ),

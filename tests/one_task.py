@@ -1,17 +1,13 @@
-"""One small training task for every framework: data and first weights by seed, and what its losses and scales must be.
+"""One small training task for every framework, and what its losses and scales must be.
 
-A perceptron (8 -> 16, tanh -> 4) learns a fixed function, and beside it a `fuse` of one weight v decides which steps
-overflow. It adds mean(z v) to the loss, so that v's gradient is z, the batch's own number: scaled, a sum of 32 equal
-terms S z / 32, each and every partial sum of them exact in fp16 as long as it is finite. Whether S z overflows is thus
-the same in any order of summation, in any precision of the sums; everything else stays well under it at every
-scale of a good step (`test_same_sequence.py` holds that). z = 1.5 blows from S = 2^16 on; now and then a batch brings
-24, and for a stretch 1.5 / 4.
+A perceptron (8 -> 16, tanh -> 4) learns a fixed function, and a `fuse` of one weight v decides which steps overflow: it
+adds mean(z v) to the loss, so that v's gradient is z, the batch's own number. Scaled, it is a sum of 32 equal terms,
+exact in fp16 as long as it is finite. So whether S z overflows is the same in any order of summation.
 
-The losses are compared within what the format allows. `run` is the task in numpy with every value that the format
-holds rounded to it; `tolerances` draws the task again and again with each rounding replaced by a random error, up to
-the bound that holds for whatever way of computing it: u |x| for one operation, n u |a| @ |b| for a sum of n products
-in any order and in the format itself (N. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., (3.5)). The
-farthest loss drawn, step by step, is as far as a framework may be.
+Losses are compared within what the format allows. `run` is the task in numpy with every value rounded to the format;
+`tolerances` draws it again and again with each rounding replaced by a random error up to the bound that holds for any
+way of computing it: u |x| for one operation, n u |a| @ |b| for a sum of n products in any order (N. Higham, Accuracy
+and Stability of Numerical Algorithms, 2nd ed., (3.5)).
 """
 
 from __future__ import annotations
@@ -43,8 +39,7 @@ SAMPLES = 64
 
 @dataclass(frozen=True)
 class Task:
-    """Everything a framework starts from, FP32: x [STEPS, BATCH, FEATURES], target [STEPS, BATCH, OUT], z
-    [STEPS, BATCH, 1], and the weights by name, matrices as [in, out]."""
+    """What a framework starts from, FP32: x [STEPS, BATCH, FEATURES], target, z, and weights by name as [in, out]."""
 
     x: NDArray[np.float32]
     target: NDArray[np.float32]
@@ -54,20 +49,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Course:
-    """What a run went through: the loss of each step before its update, unscaled, and the perceptron's part of it; the
-    scale that followed each; whether it was skipped; and the largest scaled gradient of a good step but for the fuse's.
-    """
+    """What a run went through: the unscaled loss of each step before its update, and the scale that followed each."""
 
     losses: Array
-    errors: Array
     scales: list[float]
-    skipped: list[bool]
-    largest: float
 
 
 @cache
 def task() -> Task:
-    """The task; the same numbers on every machine."""
     rng = np.random.default_rng(20)
     x = rng.uniform(-1, 1, (STEPS, BATCH, FEATURES))
     teacher = rng.uniform(-1, 1, (FEATURES, OUT))
@@ -84,14 +73,11 @@ def task() -> Task:
         "v": np.full((1, 1), 0.25),
     }
     z = np.broadcast_to(fuse[:, None, None], (STEPS, BATCH, 1))
-    fp32 = np.float32
-    return Task(
-        x.astype(fp32), target.astype(fp32), z.astype(fp32), {k: w.astype(fp32) for k, w in weights.items()}
-    )
+    single = {name: w.astype(np.float32) for name, w in weights.items()}
+    return Task(*(each.astype(np.float32) for each in (x, target, z)), single)
 
 
 def loss_scale(precision: str) -> LossScale:
-    """The loss scale that the task is trained with: dynamic in fp16, none in the others."""
     return LOSS_SCALE if precision == "fp16" else NoLossScale()
 
 
@@ -102,22 +88,19 @@ class Rounding:
         self.format, self.unit = FORMATS[precision], UNIT[precision]
 
     def __call__(self, exact: Array, bound: Array | None = None) -> Array:
-        """`exact` in the format. `bound` is the magnitude that errors are relative to, if it isn't that of `exact`."""
+        """`exact` in the format; errors are relative to `bound`, by default to `exact`."""
         with np.errstate(over="ignore"):
             return exact.astype(self.format).astype(np.float64)
 
     def product(self, a: Array, b: Array) -> Array:
-        """a @ b."""
         return self(a @ b, a.shape[-1] * (np.abs(a) @ np.abs(b)))
 
     def total(self, a: Array, axis: int = -2) -> Array:
-        """The sum over rows, or another axis."""
         return self(a.sum(axis), a.shape[axis] * np.abs(a).sum(axis))
 
 
 class Drawn(Rounding):
-    """Values with a random error instead, anywhere within what computing them in the format may bring about. What
-    overflowed in the format is infinite here too."""
+    """Values with a random error instead, up to the bound of the format. What overflowed in it is infinite here too."""
 
     def __init__(self, precision: str, seed: int) -> None:
         super().__init__(precision)
@@ -133,16 +116,11 @@ class Drawn(Rounding):
 def run(
     precision: str,
     rounding: Callable[[str], Rounding] = Rounding,
-    course: int = STEPS,
     samples: int | None = None,
 ) -> Course:
     """The task in numpy: forward and backward in the format, master weights and momentum in FP32.
 
-    Args:
-        precision: "fp16", "bf16" or "fp32".
-        rounding: how a value of the format is made of an exact one.
-        course: how many steps.
-        samples: None, or how many runs at once, each with errors of its own: losses are [course, samples] then.
+    With `samples`, so many runs at once, each with errors of its own: losses are [STEPS, samples].
     """
     given, fl, single = task(), rounding(precision), rounding("fp32")
     lead = () if samples is None else (samples,)
@@ -155,16 +133,15 @@ def run(
 
     weights = {name: each(value) for name, value in given.weights.items()}
     momentum = {name: np.zeros_like(value) for name, value in weights.items()}
-    scale, losses, errors, scales, skips, largest = loss_scale(precision), [], [], [], [], 0.0
-    for x32, target, z32 in list(zip(given.x, given.target, given.z))[:course]:
+    scale, losses, scales = loss_scale(precision), [], []
+    for x32, target, z32 in zip(given.x, given.target, given.z):
         x, z = fl(each(x32)), fl(each(z32))
         w = {name: fl(value) for name, value in weights.items()}
         hidden = fl(np.tanh(fl(fl.product(x, w["w1"]) + w["b1"][..., None, :])))
         error = fl(fl(fl.product(hidden, w["w2"]) + w["b2"][..., None, :]) - target)
         squared, fuse = fl(error * error), fl.product(z, w["v"])
         whole = single.total(squared.reshape(*lead, -1), -1) / target.size
-        errors.append(PART_OF_ERROR * whole)
-        losses.append(single(errors[-1] + single.total(fuse)[..., 0] / BATCH))
+        losses.append(single(PART_OF_ERROR * whole + single.total(fuse)[..., 0] / BATCH))
 
         s = scale.scale
         of_output = fl(fl(error) * (2 * PART_OF_ERROR * s / target.size))
@@ -179,19 +156,16 @@ def run(
         }
         bad = not all(np.isfinite(gradient).all() for gradient in found.values())
         if not bad:
-            largest = max([largest, *(float(np.abs(g).max()) for name, g in found.items() if name != "v")])
             for name, gradient in found.items():
                 momentum[name] = single(single(MOMENTUM * momentum[name]) + single(gradient / s))
                 weights[name] = single(weights[name] - single(LEARNING_RATE * momentum[name]))
         scale = scale.next(Observation(bad))
         scales.append(scale.scale)
-        skips.append(bad)
-    return Course(np.array(losses), np.array(errors), scales, skips, largest)
+    return Course(np.array(losses), scales)
 
 
 @cache
 def expected(precision: str) -> Course:
-    """The course that every framework must take."""
     return run(precision)
 
 

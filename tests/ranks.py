@@ -11,13 +11,7 @@ from typing import Any
 
 
 def two_ranks(child: str, meeting: Path, *, seconds: float) -> list[dict[str, Any]]:
-    """What each rank printed: case -> result.
-
-    Args:
-        child: a file of tests/children, which is given its rank and the path where the two meet.
-        meeting: a path that doesn't exist yet.
-        seconds: after which a rank is ended.
-    """
+    """Case -> result of each rank: what a file of tests/children printed, given its rank and where the two meet."""
     file = Path(__file__).parent / "children" / child
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     children = [

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from mezzo.pytorch.distributed import agreed, is_distributed, local, own_sum_of_squares
 from ranks import two_ranks
+
+pytestmark = pytest.mark.heavy
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,6 @@ def both(ranks: list[dict[str, Any]], case: str) -> tuple[float | None, float]:
     return None if found is None else float.fromhex(found), float.fromhex(first["total"])
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("case", ["replicated", "sharded", "copies", "copies of one"])
 def test_the_norm_is_that_of_the_whole_model(ranks: list[dict[str, Any]], case: str) -> None:
     found, total = both(ranks, case)
@@ -49,7 +47,6 @@ GIVEN = [
 ]
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(("case", "found", "total"), GIVEN)
 def test_what_one_rank_saw_alone_both_know(
     ranks: list[dict[str, Any]], case: str, found: float | None, total: float
@@ -62,20 +59,14 @@ def test_what_one_rank_saw_alone_both_know(
         assert got_found == pytest.approx(found, nan_ok=True)
 
 
-@pytest.mark.heavy
-def test_shards_beside_whole_parameters_are_summed_apart(ranks: list[dict[str, Any]]) -> None:
-    _, total = both(ranks, "mixed")
-    assert total == 25 + 30
-
-
-@pytest.mark.heavy
-def test_a_gradient_that_is_still_in_parts_is_added_up_first(ranks: list[dict[str, Any]]) -> None:
-    _, total = both(ranks, "parts to add")
-    assert total == 27
+def test_shards_and_whole_parameters_are_summed_apart_and_parts_added_up_first(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert both(ranks, "mixed")[1] == 25 + 30
+    assert both(ranks, "parts to add")[1] == 27
     assert ranks[1]["parts to add"]["local"] == [3.0] * 3
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("case", ["released", "released, clipped"])
 def test_shards_are_stepped_within_backward_as_after_it(ranks: list[dict[str, Any]], case: str) -> None:
     for rank in ranks:
@@ -83,22 +74,6 @@ def test_shards_are_stepped_within_backward_as_after_it(ranks: list[dict[str, An
     assert ranks[0]["released"]["after"] != pytest.approx(ranks[0]["released, clipped"]["after"], rel=1e-3)
 
 
-def test_without_a_process_group_what_is_given_comes_back() -> None:
-    assert not is_distributed()
-    found, total = torch.zeros(()), torch.ones((), dtype=torch.float64)
-    assert agreed(found, total, []) == (found, total)
-    assert float(agreed(None, torch.tensor([1.0, 2.0]), [])[1]) == 3
-
-
-def test_a_ranks_own_sum_covers_the_gradients_that_are_there() -> None:
-    params = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
-    assert float(own_sum_of_squares(params)) == 0
-    params[0].grad, params[2].grad = torch.full((3,), 2.0), torch.ones(3)
-    assert float(own_sum_of_squares(params)) == 15
-    assert local(params[0]) is params[0]
-
-
-@pytest.mark.heavy
 @pytest.mark.parametrize("case", ["alone", "alone, released"])
 def test_an_overflow_of_one_rank_is_skipped_by_both_and_norms_agree(
     case: str, ranks: list[dict[str, Any]]
@@ -108,14 +83,12 @@ def test_an_overflow_of_one_rank_is_skipped_by_both_and_norms_agree(
     assert ranks[0][case]["steps"] == 2.0
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("case", ["averaged", "averaged, accumulated"])
 def test_ranks_under_ddp_stay_equal_to_the_bit(case: str, ranks: list[dict[str, Any]]) -> None:
     assert ranks[0][case] == ranks[1][case]
     assert ranks[0][case]["dtypes"] == (["torch.float32"] if "accumulated" in case else [])
 
 
-@pytest.mark.heavy
 def test_what_ddp_can_not_have_is_refused(ranks: list[dict[str, Any]]) -> None:
     lowering, release = ranks[0]["refused"]["told"]
     assert "mezzo.lower_weights(model, 'bf16')" in lowering

@@ -1,10 +1,7 @@
 """A training step asks the device nothing: no `_local_scalar_dense`, no `nonzero`, no copy to the host.
 
-Counted by a dispatch mode. On CUDA each of those ops makes the host wait for everything that is queued. Here the
-tensors are on a CPU, where reading a number is free and the code may read on purpose; so the steps run with
-`reading_is_free` saying no, which is the way that CUDA goes. Mezzo's optimizers run without their last part, the
-kernel that moves the rows: its CPU form reads two numbers, and CUDA's is a launch. What an optimizer of torch's reads
-in its own step on a CPU is counted apart and subtracted. What this can't show is what a CUDA library does inside.
+Counted by a dispatch mode on a CPU, with `reading_is_free` saying no. Mezzo's optimizers run without the kernel that
+moves the rows (its CPU form reads two numbers; CUDA's is a launch). Not shown: what a CUDA library does inside.
 """
 
 from __future__ import annotations
@@ -34,9 +31,7 @@ OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "clip_norm": {"clip_norm": 1.0},
     "clip_norm and value": {"clip_norm": 1.0, "clip_value": 0.1},
-    "accumulate": {"accumulate": 2},
     "accumulate, clip_norm": {"accumulate": 2, "clip_norm": 1.0},
 }
 

@@ -16,6 +16,7 @@ from mezzo.core.errors import UsageError
 from training_steps import (  # noqa: F401
     INF,
     NAN,
+    Broken,
     batch,
     everything,
     network,
@@ -27,7 +28,7 @@ from training_steps import (  # noqa: F401
 )
 
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
-    "fp32": ("bf16", {"state": None}),
+    "fp32": ("bf16", {}),
     "split": ("bf16", {"masters": "split"}),
     "split8 int8": ("bf16", {"masters": "split8", "state": "int8"}),
     "masters fp16": ("fp16", {"masters": "fp32"}),
@@ -45,7 +46,7 @@ def made(mode: str, *, release: bool = True, model: nn.Module | None = None, **a
 class Shared(nn.Module):
     """A tied weight, a layer that is used twice, a frozen one, an unused one, and dropout; perhaps checkpointed."""
 
-    def __init__(self, *, checkpointed: bool) -> None:
+    def __init__(self, checkpointed: bool) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.table = nn.Embedding(11, 8)
@@ -78,7 +79,7 @@ def hooks(model: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("mode", "kind"), [(mode, "plain") for mode in MODES] + [("split", kind) for kind in MODELS]
 )
-@pytest.mark.parametrize("clip_norm", [None, 0.1, 1e6])
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_equals_the_step_after_backward(
     mode: str, kind: str, clip_norm: float | None, accumulate: int, decides: str
@@ -136,16 +137,6 @@ def test_backward_runs_twice_only_for_a_norm_or_a_check(
     assert len(seen) == runs
 
 
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError("out of memory")
-
-
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_an_exception_within_backward_leaves_no_hook(clip_norm: float | None) -> None:
     mp = made("split", clip_norm=clip_norm)
@@ -173,17 +164,6 @@ def test_peak_is_weights_states_and_the_largest_gradient(clip_norm: float | None
         gc.collect()
     assert peaks[True] <= 5.07 + 2 / 8 + 0.25
     assert peaks[False] >= 7.06
-
-
-def test_two_networks() -> None:
-    generator, judge = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    mp_g, mp_d = made("split", model=generator), made("split", model=judge, clip_norm=1.0)
-    for mp, other in ((mp_d, generator), (mp_g, judge)):
-        with mp.autocast():
-            loss = judge(generator(torch.randn(5, 3))).float().mean()
-        before = [p.detach().clone() for p in other.parameters()]
-        assert mp.step(loss).stepped
-        assert same([p.detach() for p in other.parameters()], before)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,25 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bad_steps import INF, is_finite, same
+from bad_steps import is_finite, same
 from mezzo.pytorch.training.networks import SMALL, MovingBuffers
 from moving_buffers import Averages, in_place, replaced, through_data, written_then_replaced, zeros
 
 
 class Ops(TorchDispatchMode):
-    """The ops that ran, and the bytes of what copies of each shape took."""
+    """The ops that ran."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
-        self.copied: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        self.names.append(name)
-        if name in ("clone", "cat", "copy_", "_to_copy"):
-            source = args[0][0] if name == "cat" else args[0]
-            self.copied.append(tuple(source.shape))
+        self.names.append(func._schema.name.removeprefix("aten::"))
         return func(*args, **(kwargs or {}))
 
 
@@ -75,34 +69,13 @@ def test_a_large_buffer_that_begins_to_move_late_is_copied_from_the_next_step_on
     assert same(model.mean, before)
 
 
-@pytest.mark.parametrize("layers", [1, 20])
-def test_batch_normalisation_alone_costs_two_copies_a_step_and_no_learning(layers: int) -> None:
-    model = nn.Sequential(*[nn.BatchNorm1d(4) for _ in range(layers)])
+def test_batch_normalisation_alone_costs_two_copies_a_step_and_no_learning() -> None:
+    model = nn.Sequential(*[nn.BatchNorm1d(4) for _ in range(20)])
     statistics = MovingBuffers(model)
     with Ops() as ops:
         statistics.remember()
         statistics.restore(False)
     assert [name for name in ops.names if name not in ("view", "_unsafe_view", "reshape")] == ["cat", "cat"]
-
-
-def test_after_the_learning_steps_a_skip_that_only_the_device_knows_of_is_not_waited_for() -> None:
-    model = nn.Sequential(Averages(in_place, mask=zeros(3, 3)), Averages(through_data), nn.BatchNorm1d(4))
-    statistics = MovingBuffers(model)
-    forward = lambda: model(torch.randn(8, 4))  # noqa: E731
-    steps_of(statistics, forward, 2)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    statistics.remember()
-    forward()
-    with Ops() as ops:
-        statistics.restore(torch.ones(()))
-    assert "_local_scalar_dense" not in ops.names
-    assert same(dict(model.named_buffers()), before)
-    statistics.remember()
-    forward()
-    after = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    statistics.restore(torch.zeros(()))
-    assert same(dict(model.named_buffers()), after)
-    assert not same(after, before)
 
 
 @pytest.mark.parametrize("size", [4, SMALL])
@@ -121,47 +94,12 @@ def test_what_moves_between_two_steps_is_not_undone(size: int) -> None:
     assert module.other.eq(7.0).all()
 
 
-def test_a_layer_that_is_added_later_is_found_at_the_next_skip() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(4))
+def test_copies_of_another_model_or_an_older_mezzo_are_dropped() -> None:
+    model = nn.Sequential(Averages(in_place), nn.BatchNorm1d(4))
     statistics = MovingBuffers(model)
-    steps_of(statistics, lambda: model(torch.randn(8, 4)), 3)
-    model.append(nn.BatchNorm1d(4))
-    statistics.remember()
-    statistics.restore(True)
-    statistics.remember()
-    model(torch.full((8, 4), math.nan))
-    statistics.restore(True)
-    assert is_finite(model.state_dict())
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-def test_an_open_window_s_copies_are_saved_and_loaded(steps: int) -> None:
-    """`MixedPrecision.state_dict` in the middle of a window: the copies are of its start."""
-
-    def made() -> tuple[nn.Module, MovingBuffers]:
-        torch.manual_seed(0)
-        model = nn.Sequential(Averages(in_place, mask=zeros(3, 3)), nn.BatchNorm1d(4), Averages(replaced))
-        return model, MovingBuffers(model)
-
-    model, statistics = made()
-    steps_of(statistics, lambda: model(torch.randn(8, 4)), steps)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    statistics.remember()
-    model(torch.randn(8, 4))
-    state = statistics.state()
-    assert all(isinstance(value, Tensor) for value in state.values())
-
-    again, other = made()
-    again.load_state_dict(model.state_dict())
-    other.load(state)
-    again(torch.full((8, 4), INF))
-    other.restore(True)
-    assert same(dict(again.named_buffers()), before)
-
-    other.load({"0.mean": torch.zeros(5)})  # of another model
-    assert not other.remembers
-    other.load([torch.zeros(3)])  # as an older Mezzo wrote them
-    assert not other.remembers
+    for state in ({"0.mean": torch.zeros(5)}, [torch.zeros(3)]):
+        statistics.load(state)
+        assert not statistics.remembers
 
 
 def test_it_holds_no_model_alive() -> None:
@@ -189,11 +127,9 @@ class Factor(nn.Module):
 
 
 @pytest.mark.parametrize("write", [in_place, replaced, written_then_replaced, through_data])
-@pytest.mark.parametrize("steps", [0, 3])
-def test_a_graph_that_is_alive_goes_on_with_the_values_that_it_saw(steps: int, write: Any) -> None:
+def test_a_graph_that_is_alive_goes_on_with_the_values_that_it_saw(write: Any) -> None:
     model = Factor(write)
     statistics = MovingBuffers(model)
-    steps_of(statistics, lambda: model(torch.randn(8, 4)), steps)
     before = model.mean.clone()
     statistics.remember()
     x = torch.randn(8, 4, requires_grad=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from alive import bytes_alive
-from mezzo.core.errors import (
-    UsageError,
-)
+from mezzo.core.errors import UsageError
 from mezzo.pytorch.optim.optimizers import SGD, AdamW
 from mezzo.pytorch.weights.lowering import lower_weights
 from training_steps import (  # noqa: F401
@@ -66,17 +62,11 @@ def test_equals_the_loop_written_by_hand_with_torch_amp(name: str, decides: str)
         loss_scale=mezzo.DynamicLossScale(init=2.0**10, growth_interval=2),
     )
     results = [run(mp, index, factor) for index, factor in enumerate(factors)]
-    assert [r.stepped for r in results] == [False, True, False, False, False, True] + [False, False] + [
-        False,
-        True,
-    ] * 2
-    assert [r.skipped for r in results] == [i in (3, 7) for i in range(12)]
+    assert [i for i, result in enumerate(results) if result.stepped] == [1, 5, 9, 11]
+    assert [i for i, result in enumerate(results) if result.skipped] == [3, 7]
     assert same([p.detach() for p in twin.parameters()], [p.detach() for p in model.parameters()])
     assert mp.loss_scale == scales[-1]
-    assert torch.equal(
-        torch.tensor([r.grad_norm for r in results[1::2]]).nan_to_num(7.0),
-        torch.tensor(norms).nan_to_num(7.0),
-    )
+    assert [str(result.grad_norm) for result in results[1::2]] == list(map(str, norms))
 
 
 def test_fp32_is_the_plain_loop_to_the_last_bit() -> None:
@@ -117,7 +107,6 @@ def test_without_a_loss_scale_nothing_is_looked_at(precision: str) -> None:
         (3.5, None, [3.0, -3.5]),
         (None, 1.0, [0.6, -0.8]),
         (None, 10.0, [3.0, -4.0]),
-        (None, math.inf, [3.0, -4.0]),
         (3.5, math.inf, [3.0, -3.5]),
         (1.0, 1.0, [0.5**0.5, -(0.5**0.5)]),
     ],
@@ -198,49 +187,26 @@ def test_scheduler_and_average_follow_only_moves(
     assert all(t.isfinite().all() for t in ema.buffers())
 
 
-PRECISIONS = ("fp32", "bf16", "fp16")
-
-
-def fused(model: nn.Module, precision: str, low: bool, **arguments: Any) -> Any:
-    """A MixedPrecision over Mezzo's own AdamW; `low`: weights in the compute format."""
-    if low and precision != "fp32":
-        lower_weights(model, precision)
-    return mezzo.MixedPrecision(model, AdamW(model.parameters(), lr=0.05), precision, **arguments)
-
-
-def no_gradient_written(model: nn.Module) -> Callable[[], int]:
-    """Watch gradients from when they arrive; the call says how many there were and that all are as they came."""
-    seen: list[tuple[Tensor, Tensor, int]] = []
-
-    def note(param: Tensor) -> None:
-        assert param.grad is not None
-        seen.append((param.grad, param.grad.clone(), param.grad._version))
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(note)
-
-    def check() -> int:
-        for grad, before, version in seen:
-            assert grad._version == version
-            assert torch.equal(grad.nan_to_num(7.0), before.nan_to_num(7.0))
-        count = len(seen)
-        seen.clear()
-        return count
-
-    return check
-
-
 @pytest.mark.parametrize(
     ("precision", "low"), [("fp32", False), ("bf16", True), ("fp16", False), ("fp16", True)]
 )
 @pytest.mark.parametrize("factor", [1.0, INF])
 def test_no_gradient_is_written(precision: str, low: bool, factor: float, decides: str) -> None:
     model = network()
-    mp = fused(model, precision, low, clip_norm=0.1)
-    check = no_gradient_written(model)
+    if low:
+        lower_weights(model, precision)
+    mp = mezzo.MixedPrecision(model, AdamW(model.parameters(), lr=0.05), precision, clip_norm=0.1)
+    seen: list[tuple[Tensor, Tensor, int]] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda param: seen.append((param.grad, param.grad.clone(), param.grad._version))
+        )
     for _ in range(2):
         run(mp, factor=factor)
-    assert check() == 2 * len(list(model.parameters()))
+    assert len(seen) == 2 * len(list(model.parameters()))
+    for grad, before, version in seen:
+        assert grad._version == version
+        assert torch.equal(grad.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
 def test_finite_gradients_whose_squares_overflow_fp32_are_no_overflow() -> None:
@@ -324,15 +290,19 @@ def test_flush_moves_by_the_mean_of_the_losses_that_were_seen(precision: str, se
     assert torch.allclose(weights[0], torch.full((1, 2), -float(seen - 1)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_gan_each_side_has_its_own_gradients_and_scale(reentrant: bool) -> None:
+@pytest.mark.parametrize("how", ["plain", "reentrant", "released"])
+def test_a_gan_each_side_has_its_own_gradients_and_scale(how: str) -> None:
     generator, judge = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    mp_g = mezzo.MixedPrecision(generator, OPTIMIZERS["adamw-fused"](generator.parameters()), "fp16")
-    mp_d = mezzo.MixedPrecision(judge, OPTIMIZERS["adamw-fused"](judge.parameters()), "fp16")
+    mp_g, mp_d = (
+        mezzo.MixedPrecision(
+            each, OPTIMIZERS["adamw-fused"](each.parameters()), "fp16", release_gradients=how == "released"
+        )
+        for each in (generator, judge)
+    )
     noise = torch.randn(5, 3)
 
     def judged(fake: Tensor) -> Tensor:
-        out = checkpoint(judge, fake, use_reentrant=True) if reentrant else judge(fake)
+        out = checkpoint(judge, fake, use_reentrant=True) if how == "reentrant" else judge(fake)
         assert isinstance(out, Tensor)
         return out
 
@@ -397,29 +367,23 @@ def test_accumulated_gradients_are_fp32_and_lose_nothing(precision: str) -> None
 class Tied(nn.Module):
     """Eight layers of 256 x 256, of which the last four are the first four again where tied."""
 
-    def __init__(self, *, tied: bool, checkpointed: bool) -> None:
+    def __init__(self, *, tied: bool) -> None:
         super().__init__()
-        layers = [nn.Linear(256, 256, bias=False) for _ in range(4 if tied else 8)]
-        self.layers = nn.ModuleList(layers)
-        self._twice = 2 if tied else 1
-        self._checkpointed = checkpointed
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4 if tied else 8))
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self._twice):
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=False) if self._checkpointed else layer(x)
-                x = torch.tanh(x)
+        for index in range(8):
+            x = torch.tanh(self.layers[index % len(self.layers)](x))
         return x
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_peak_of_gradient_accumulation(tied: bool, checkpointed: bool) -> None:
+def test_peak_of_gradient_accumulation(tied: bool) -> None:
     """Split SGD: 2 weight, 2 remainder, 2 gradient; or 4 for FP32 sums and 6 for the layer that arrives."""
 
     def measured(accumulate: int) -> float:
         others = bytes_alive()
-        model = Tied(tied=tied, checkpointed=checkpointed)
+        model = Tied(tied=tied)
         size = sum(p.numel() for p in model.parameters())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         mp = mezzo.MixedPrecision(model, optimizer, "bf16", accumulate=accumulate, masters="split")
@@ -434,12 +398,9 @@ def test_peak_of_gradient_accumulation(tied: bool, checkpointed: bool) -> None:
     assert 8.0 <= measured(4) <= 8.0 + (4 + 8 * layer if tied else 6 * layer) + spare
 
 
-@pytest.mark.parametrize("bad", [None, 0, -1], ids=["finite", "the first is bad", "the last is bad"])
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("bad", [None, -1], ids=["finite", "the last is bad"])
 @pytest.mark.parametrize(("accumulate", "seen"), [(1, 1), (3, 2), (3, 3)])
-def test_every_result_has_the_last_loss_of_its_window(
-    accumulate: int, seen: int, resumed: bool, bad: int | None
-) -> None:
+def test_every_result_has_the_last_loss_of_its_window(accumulate: int, seen: int, bad: int | None) -> None:
     def made() -> mezzo.MixedPrecision:
         model = nn.Linear(2, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -453,28 +414,12 @@ def test_every_result_has_the_last_loss_of_its_window(
     given = [float(loss.detach()) for loss in losses]
     results = [mp.step(loss) for loss in losses]
     if seen < accumulate:
-        if resumed:
-            state, mp = mp.state_dict(), made()
-            mp.load_state_dict(state)
+        state, mp = mp.state_dict(), made()
+        mp.load_state_dict(state)
         results.append(mp.flush())
         given.append(given[-1])
     assert [r.loss for r in results] == given
     assert (results[-1].stepped, results[-1].skipped) == (bad is None, bad is not None)
-
-
-def test_a_floor_of_one_would_leave_a_model_stuck(decides: str) -> None:
-    """As in TF2 and tf-keras: its fp16 gradients overflow even unscaled."""
-    model = nn.Linear(4, 4, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    for arguments, ended in (({"floor": 1.0}, (1.0, False)), ({}, (2.0**-3, True))):
-        scale = mezzo.DynamicLossScale(init=2.0, **arguments)
-        mp = mezzo.MixedPrecision(model, optimizer, "fp16", loss_scale=scale)
-        for _ in range(20):
-            with mp.autocast():
-                loss = (model(torch.full((8, 4), 500.0)).float() * 100.0).sum()  # a gradient of 400,000
-            result = mp.step(loss)
-        assert (mp.loss_scale, result.stepped) == ended
-        mp.close()
 
 
 def test_a_loss_in_fp16_does_not_overflow_at_once(decides: str) -> None:

@@ -97,6 +97,18 @@ def peak_bytes(mp: Any, x: Tensor, losses: int = 1) -> float:
     return peak.stop().peak_bytes / sum(p.numel() for p in mp.model.parameters())
 
 
+class Broken(torch.autograd.Function):
+    """Its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError("out of memory")
+
+
 class Waits(TorchDispatchMode):
     """Counts the ops that would make the host wait for an accelerator."""
 

@@ -1,16 +1,13 @@
 """Two networks, each with an optimizer: every order of their forward passes, backward passes and steps.
 
-An order is a function of a `Training`. It calls networks, and says of each call to which update its trace belongs. A
-run has bad updates, whose batch overflows, and is compared with the run in which these updates are left out: there the
-batch is good, the optimizer of a bad update is not called, and a call that belongs to one leaves no trace because the
-buffers are saved before it and written back right after it.
+A run has bad updates, whose batch overflows, and is compared with the run in which these updates are left out: there
+the batch is good, the optimizer is not called, and the buffers of a call that belongs to the update are written back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +25,8 @@ LAST: dict[str, Any] = {}
 class Training:
     """Networks "a" and "b" (a GAN's generator and discriminator), and what one run does with them.
 
-    Args:
-        make: a layer with buffers, from [16, 4] to [16, 4].
-        separate: a `MixedPrecision` for each; else the optimizers are the script's own.
-        left_out: leave bad updates out.
-        windows: losses between two steps, by network.
+    `make` makes a layer with buffers; `separate`: a `MixedPrecision` for each, else the optimizers are the script's;
+    `windows`: losses between two steps, by network.
     """
 
     def __init__(self, make: Make, *, separate: bool, left_out: bool, windows: dict[str, int]) -> None:
@@ -52,31 +46,24 @@ class Training:
         self._mps: dict[str, Any] = {}
         if separate:
             for name, optimizer in self._optimizers.items():
-                self._mps[name] = mezzo.MixedPrecision(
-                    self.networks[name],
-                    optimizer,
-                    "fp16",
-                    loss_scale=128,
-                    trace=False,
-                    accumulate=windows.get(name, 1),
-                )
+                arguments: dict[str, Any] = {
+                    "loss_scale": 128,
+                    "trace": False,
+                    "accumulate": windows.get(name, 1),
+                }
+                self._mps[name] = mezzo.MixedPrecision(self.networks[name], optimizer, "fp16", **arguments)
 
     def batch(self) -> Tensor:
         self._seed += 1
         return torch.randn(16, 4, generator=torch.Generator().manual_seed(self._seed))
 
     def spoiled(self, x: Tensor, by: str) -> Tensor:
-        """The same, or infinite where this update is bad."""
         return x * INF if by in self.bad and not self.left_out else x
 
     def call(self, name: str, x: Tensor, *, of: str = "", region: str = "") -> Tensor:
-        """Call a network.
+        """Call a network in the region of `region` or `of`, the update to which the trace of the call belongs.
 
-        Args:
-            name: the network.
-            x: its input.
-            of: the update to which the trace of the call belongs; by default it stays whatever is skipped.
-            region: whose region it is called in, by default that of the update.
+        Without `of` it stays whatever is skipped.
         """
         with self._no_trace(name, of), self.region(region or of or name):
             out: Tensor = self.networks[name](x).float()
@@ -94,14 +81,10 @@ class Training:
             return
         for holder, kept in zip(holders, before):
             for key, (buffer, values) in kept.items():
-                if (
-                    values is not None
-                    and holder[key] is buffer
-                    and not torch._debug_has_internal_overlap(buffer)
-                ):
-                    buffer.data.copy_(values)  # `.data`: graphs that saved it do not see it
-                elif holder[key] is not buffer:
+                if holder[key] is not buffer:
                     holder[key] = values
+                elif values is not None and not torch._debug_has_internal_overlap(buffer):
+                    buffer.data.copy_(values)  # `.data`: graphs that saved it do not see it
 
     def region(self, name: str) -> AbstractContextManager[Any]:
         return self._mps[name].autocast() if self.separate else nullcontext()
@@ -111,7 +94,6 @@ class Training:
             self._optimizers[name].zero_grad()
 
     def backward(self, name: str, loss: Tensor, **keywords: Any) -> None:
-        """Backward without a step."""
         if self.left_out and name in self.bad:
             return
         if self.separate:
@@ -120,13 +102,11 @@ class Training:
             loss.backward(**keywords)
 
     def step(self, name: str) -> None:
-        """The optimizer's step."""
         self.expected.append(name not in self.bad)
         if not (self.left_out and name in self.bad):
             self._optimizers[name].step()
 
     def update(self, name: str, loss: Tensor, *, retain_graph: bool = False, clear: bool = True) -> None:
-        """Backward and step."""
         if not self.separate:
             if clear:
                 self.clear(name)
@@ -138,7 +118,6 @@ class Training:
             self.moved.append(self._mps[name].step(loss, retain_graph=retain_graph).stepped)
 
     def state(self) -> dict[str, Any]:
-        """Parameters and buffers of all networks."""
         found: dict[str, Any] = dict(self.networks.named_parameters())
         for path, module in self.networks.named_modules():
             found.update((f"{path}.{name}", buffer) for name, buffer in module._buffers.items())
@@ -170,14 +149,6 @@ def retained(t: Training) -> None:
     real = t.call("b", t.spoiled(t.batch(), "b"), of="b")
     t.update("b", loss_of(real) + loss_of(t.call("b", fake, of="b") - 1), retain_graph=True)
     t.update("a", loss_of(t.call("b", t.spoiled(fake, "a"), of="a")))
-
-
-def auxiliary(t: Training) -> None:
-    """A loss of "a" of its own, computed before the step of "b"."""
-    fake = t.call("a", t.batch(), of="a")
-    own = loss_of(t.spoiled(fake, "a"))
-    t.update("b", loss_of(t.call("b", t.spoiled(t.batch(), "b"), of="b")))
-    t.update("a", own + loss_of(t.call("b", fake, of="a")))
 
 
 def penalty(t: Training) -> None:
@@ -224,18 +195,15 @@ def infinite_fake(t: Training) -> None:
     t.update("a", loss_of(t.call("b", fake, of="a")))
 
 
-def unrelated(t: Training, first: str = "a") -> None:
+def unrelated(t: Training) -> None:
     """Both losses are there before the first step."""
     losses = {name: loss_of(t.call(name, t.spoiled(t.batch(), name), of=name)) for name in "ab"}
-    for name in sorted("ab", key=lambda name: name != first):
+    for name in "ba":
         t.update(name, losses[name])
 
 
 def accumulating(t: Training) -> None:
-    """Two losses for a step of "a", with a step of "b" between; the second may overflow.
-
-    What the first loss did to "b" belongs to the step of "b", which is the next one.
-    """
+    """Two losses for a step of "a", with a step of "b" between, to which the first loss's trace in "b" belongs."""
     t.clear("a")
     t.backward("a", loss_of(t.call("b", t.call("a", t.batch(), of="a"), of="b", region="a")))
     t.update("b", loss_of(t.call("b", t.spoiled(t.batch(), "b"), of="b")))
@@ -243,23 +211,23 @@ def accumulating(t: Training) -> None:
     t.update("a", loss_of(t.call("b", t.spoiled(fake, "a"), of="a")), clear=False)
 
 
-def both_backward(t: Training, first: str = "a") -> None:
+def both_backward(t: Training) -> None:
     for name in "ab":
         t.clear(name)
     losses = {name: loss_of(t.call(name, t.spoiled(t.batch(), name), of=name)) for name in "ab"}
     for name, loss in losses.items():
         t.backward(name, loss)
-    for name in sorted("ab", key=lambda name: name != first):
+    for name in "ba":
         t.step(name)
 
 
-def one_loss(t: Training, first: str = "a") -> None:
+def one_loss(t: Training) -> None:
     """One backward for the losses of both."""
     for name in "ab":
         t.clear(name)
     outs = [t.call(name, t.batch(), of=name) for name in "ab"]
     sum(loss_of(t.spoiled(out, name)) for name, out in zip("ab", outs)).backward()  # type: ignore[union-attr]
-    for name in sorted("ab", key=lambda name: name != first):
+    for name in "ab":
         t.step(name)
 
 
@@ -288,14 +256,14 @@ Order = Callable[[Training], None]
 ORDERS: dict[str, Order] = {
     order.__name__: order
     for order in (
-        kept_over_the_step, generator_first, retained, auxiliary, penalty, critics, critics_without_gradients,
+        kept_over_the_step, generator_first, retained, penalty, critics, critics_without_gradients,
         frozen_judge, infinite_fake, unrelated, accumulating,
     )
-} | {"unrelated, b first": partial(unrelated, first="b")}  # fmt: skip
+}  # fmt: skip
 # Here a backward, or a network, belongs to no MixedPrecision.
 OF_A_SCRIPT: dict[str, Order] = {
     order.__name__: order for order in (both_backward, one_loss, backwards_before_steps, frozen)
-} | {f"{order.__name__}, b first": partial(order, first="b") for order in (both_backward, one_loss)}
+}
 WINDOWS = {"accumulating": {"a": 2}}
 
 

@@ -1,9 +1,7 @@
 """Agreement over a process group: every rank skips a step or none does, and all clip by the same norm.
 
-A replicated parameter (DDP) has the same gradient on every rank once it was reduced. Of a sharded one (FSDP2, tensor
-parallel: a `DTensor`) each rank has a part, and the sum of squares goes over all parts. One gather of a few numbers
-serves both: every rank computes the same sum in the same order, so that all agree to the bit, and a NaN anywhere is a
-NaN everywhere.
+A replicated parameter has the same gradient on every rank, of a `DTensor` each has a part. One gather of a few numbers
+serves both: every rank computes the same sum in the same order, to the bit, and a NaN anywhere is a NaN everywhere.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,28 +17,16 @@ from torch import Tensor
 
 from mezzo.pytorch.kernels import gradient_norm
 
-
-class Layout(NamedTuple):
-    """How a parameter is spread over ranks."""
-
-    mesh: Any  # torch.distributed.DeviceMesh
-    sharded: tuple[int, ...]  # dimensions of the mesh over which it is cut
+_Layout = tuple[Any, tuple[int, ...]]
+"""How a parameter is spread over ranks: its DeviceMesh, and the dimensions of the mesh over which it is cut."""
 
 
 def agreed(
     found_inf: Tensor | None, sum_of_squares: Tensor, params: Sequence[Tensor]
 ) -> tuple[Tensor | None, Tensor]:
-    """The largest `found_inf` of all ranks, and the sum of squares over all shards; 0-dim, bit-equal on all ranks.
+    """The largest `found_inf` (None: not checked) and the sum of squares over all shards; 0-dim, equal on all ranks.
 
-    Costs one gather of a few FP64 numbers and no wait of the host; without other ranks, nothing. Every rank calls it
-    with the same parameters in the same order. NaN wins over every number.
-
-    Args:
-        found_inf: 0-dim; not 0 (NaN included) where this rank found a gradient that isn't finite. None on every rank
-            if it was not checked.
-        sum_of_squares: FP64, of this rank's own gradients, as `own_sum_of_squares` returns it: 0-dim, or
-            ``(len(params),)`` where not all parameters are spread alike.
-        params: whose gradients they are.
+    `sum_of_squares` is from `own_sum_of_squares`. Every rank calls it with the same parameters in the same order.
     """
     if not is_distributed():
         return found_inf, (sum_of_squares if sum_of_squares.dim() == 0 else sum_of_squares.sum())
@@ -56,7 +42,7 @@ def agreed(
 
     totals = [_total(everyone[:, i], layout) for i, layout in enumerate(members, start=1)]
     total = totals[0] if len(totals) == 1 else torch.stack(totals).sum()
-    if any(layout is not None and layout.mesh.size() < dist.get_world_size() for layout in members):
+    if any(layout is not None and layout[0].size() < dist.get_world_size() for layout in members):
         # Other ranks have summed over other copies of the shards.
         total = _gathered(total.reshape(1)).amax()
     agreed_found = everyone[:, 0].amax().to(found.dtype)
@@ -71,11 +57,7 @@ def agreed_largest(value: Tensor, group: Any = None) -> Tensor:
 
 
 def own_sum_of_squares(params: Sequence[Tensor]) -> Tensor:
-    """The sum of squares of this rank's part of the parameters' gradients in `.grad`, as `agreed` takes it.
-
-    Returns:
-        FP64 on the first gradient's device: 0-dim, or ``(len(params),)`` where not all are spread alike.
-    """
+    """This rank's FP64 sum of squares of `.grad`: 0-dim, or ``(len(params),)`` where not all are spread alike."""
     grads = [None if param.grad is None else local(param.grad) for param in params]
     first = next((grad.device for grad in grads if grad is not None), torch.device("cpu"))
     if is_distributed() and len(_members(params)) > 1:
@@ -117,20 +99,20 @@ def is_spread(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _members(params: Sequence[Tensor]) -> dict[Layout | None, list[int]]:
+def _members(params: Sequence[Tensor]) -> dict[_Layout | None, list[int]]:
     """The parameters' indices by how they are spread, in order of first appearance."""
-    members: dict[Layout | None, list[int]] = defaultdict(list)
+    members: dict[_Layout | None, list[int]] = defaultdict(list)
     for index, param in enumerate(params):
         members[_layout(param)].append(index)
     return members or {None: []}
 
 
-def _layout(param: Tensor) -> Layout | None:
+def _layout(param: Tensor) -> _Layout | None:
     if not is_spread(param):
         return None
     spread: Any = param
     sharded = tuple(i for i, placement in enumerate(spread.placements) if not placement.is_replicate())
-    return Layout(spread.device_mesh, sharded) if sharded else None
+    return (spread.device_mesh, sharded) if sharded else None
 
 
 def _gathered(own: Tensor, group: Any = None) -> Tensor:
@@ -140,11 +122,11 @@ def _gathered(own: Tensor, group: Any = None) -> Tensor:
     return everyone
 
 
-def _total(of_ranks: Tensor, layout: Layout | None) -> Tensor:
+def _total(of_ranks: Tensor, layout: _Layout | None) -> Tensor:
     """From the ranks' own sums to the whole: over shards the sum, over copies (which are equal) the largest."""
     if layout is None:
         return of_ranks.amax()
-    mesh = layout.mesh.mesh
-    of_mesh = of_ranks[mesh.flatten().to(of_ranks.device)].view(tuple(mesh.shape))
-    copies = [i for i in range(of_mesh.dim()) if i not in layout.sharded]
+    ranks, sharded = layout[0].mesh, layout[1]
+    of_mesh = of_ranks[ranks.flatten().to(of_ranks.device)].view(tuple(ranks.shape))
+    copies = [i for i in range(of_mesh.dim()) if i not in sharded]
     return (of_mesh.amax(copies) if copies else of_mesh).sum()

@@ -1,16 +1,7 @@
 """GradScaler: a `torch.amp.GradScaler` with a bounded loss scale, closures, and `was_skipped`.
 
-It is a subclass, so that scripts and libraries which use torch's find its methods and attributes. The numbers are
-torch's, event by event, while the scale stays within its bounds. Differences:
-
-- The scale has a floor and a ceiling, so neither it nor its inverse becomes 0 or infinite. After `patience` skips in a
-  row at the floor `update` raises; torch's goes on and finally writes infinities.
-- Gradients are divided by the scale that `scale()` multiplied with, whatever `update` did in between.
-- A step whose loss was not scaled raises, because its update would be too small by the scale.
-- `was_skipped` reports what `step` did. Closures work. A disabled scaler keeps its state and its getters.
-- A fused SGD with momentum whose first step is skipped starts from no momentum (`step.can_skip_on_device`).
-
-Gradients that were clipped before they were unscaled can't be detected. `clip_grad_norm_` unscales first.
+It is a subclass with torch's private attributes, which scripts and libraries use. The numbers are torch's while the
+scale stays within its bounds; docs/training.md lists the differences.
 """
 
 from __future__ import annotations
@@ -18,10 +9,9 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypeVar, overload
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,12 +26,10 @@ from mezzo.pytorch import step as engine
 from mezzo.pytorch.kernels.unseen import unseen
 from mezzo.pytorch.loss_scaler import from_scaler_state, moved, to_scaler_state
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
-
-def _not_traced(method: _Method) -> _Method:
+def _not_traced(method: Any) -> Any:
     """Let Dynamo break its graph here: it would lose what `unscale_` writes into the optimizer's state."""
-    method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    method._torchdynamo_disable = True
     return unseen(method)
 
 
@@ -59,8 +47,8 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
 
     Args:
-        device: device type that `update(tensor)` must come from; None takes any. `"cuda"` without CUDA disables the
-            scaler with a warning, as torch's does. The scale is on the device of the first loss.
+        device: `"cuda"` without CUDA disables the scaler with a warning, as torch's does. The scale is on the device
+            of the first loss in any case.
         init_scale: first scale. FP32; powers of two scale without rounding. At most 2**126, else that with a warning.
         growth_factor: above 1; multiplies the scale after `growth_interval` steps in a row without overflow.
         backoff_factor: between 0 and 1; multiplies the scale on overflow.
@@ -91,8 +79,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         if device is not None and not isinstance(device, str):
             raise UsageError(
-                f"GradScaler: device is {device!r}; give a device type such as 'cuda'. For a first scale use "
-                f"init_scale={device!r}."
+                f"GradScaler: device is {device!r}, not a device type. Did you mean init_scale={device!r}?"
             )
         if device == "cuda" and enabled and not torch.cuda.is_available():
             warnings.warn(
@@ -181,56 +168,25 @@ class GradScaler(torch.amp.GradScaler):
         else:
             growth_tracker.fill_(after.good_steps)
 
-    @overload
-    def scale(self, outputs: Tensor) -> Tensor: ...
-
-    @overload
-    def scale(self, outputs: list[Tensor]) -> list[Tensor]: ...
-
-    @overload
-    def scale(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
-
-    @overload
-    def scale(self, outputs: Iterable[Tensor]) -> Iterable[Tensor]: ...
-
-    def scale(self, outputs: Tensor | Iterable[Tensor]) -> Tensor | Iterable[Tensor]:
+    def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or lists and tuples of losses (also nested), by the scale; differentiable.
 
         Each result has the dtype of `output * scale` with a 0-dim FP32 scale. Disabled: returns `outputs` itself.
-
-        Raises:
-            UsageError: neither a tensor nor an iterable of tensors.
         """
         if not self._enabled:
             return outputs
         self._scale_calls += 1
-        scaled: Tensor | Iterable[Tensor] = self._scaled(outputs)
+        scaled = super().scale(outputs)
+        self._used_scale = self._scale
         return scaled
 
-    def _scaled(self, outputs: Any) -> Any:
-        if isinstance(outputs, Tensor):
-            if self._scale is None:
-                self._lazy_init_scale_growth_tracker(outputs.device)
-            self._used_scale = scale = self._scale
-            assert scale is not None
-            return outputs * scale.to(outputs.device, non_blocking=True)
-        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes, dict)):
-            each = map(self._scaled, outputs)
-            if isinstance(outputs, (list, tuple)):
-                return getattr(type(outputs), "_make", type(outputs))(each)
-            return each
-        raise UsageError(f"scale() takes a tensor, or an iterable of tensors, not {type(outputs).__name__}")
-
-    def _check_not_stepped(self, state: dict[str, Any], call: str) -> None:
+    def _state_of(self, optimizer: Optimizer, call: str) -> dict[str, Any]:
+        state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise CallOrderError(
-                f"{call}() is being called after step(), without update() in between. Call scaler.update() after "
-                "each step."
+                f"{call}() is being called after step(). Call scaler.update() after each step."
             )
-        if call == "unscale_" and state["stage"] is OptState.UNSCALED:
-            raise CallOrderError(
-                "unscale_() has already been called on this optimizer since the last update(). Call it once per step."
-            )
+        return state
 
     def _check_scaled(self, optimizer: Optimizer, call: str) -> None:
         # A library may multiply by `_scale` itself: then `scale` is never called, which proves nothing.
@@ -244,14 +200,15 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients in place by the scale that the loss was multiplied with. Does not wait.
 
-        Raises:
-            CallOrderError: nothing was scaled, the gradients are unscaled already, or `step` has been called.
-            UsageError: an fp16 gradient.
+        Raises CallOrderError if nothing was scaled or this was done already, UsageError for fp16 gradients.
         """
         if not self._enabled:
             return
-        state = self._per_optimizer_states[id(optimizer)]
-        self._check_not_stepped(state, "unscale_")
+        state = self._state_of(optimizer, "unscale_")
+        if state["stage"] is OptState.UNSCALED:
+            raise CallOrderError(
+                "unscale_() has already been called on this optimizer. Call it once per update()."
+            )
         self._check_scaled(optimizer, "unscale_")
         scale = self._scale_in_use()
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
@@ -261,7 +218,7 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.UNSCALED
 
     def _scale_in_use(self) -> Tensor:
-        """What the losses were multiplied with; `update` may have changed the scale since."""
+        # What the losses were multiplied with; `update` may have changed the scale since.
         scale = self._scale if self._used_scale is None else self._used_scale
         assert scale is not None
         return scale
@@ -273,13 +230,7 @@ class GradScaler(torch.amp.GradScaler):
         return engine.unscale_(grads, inv_scale, found_inf)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Unscale the optimizer's gradients unless that was done, clip them, and return their norm before, 0-dim.
-
-        Naive code::
-
-            scaler.unscale_(optimizer)
-            return torch.nn.utils.clip_grad_norm_(params_of(optimizer), max_norm)
-        """
+        """Unscale the optimizer's gradients unless that was done, clip them, and return their norm before, 0-dim."""
         if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
         return torch.nn.utils.clip_grad_norm_(list(engine.parameters(optimizer)), max_norm)
@@ -288,14 +239,13 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale unless that was done, then call `optimizer.step(*args, **kwargs)` if all gradients are finite.
 
         A closure (LBFGS) calls `scaler.scale(loss).backward()` and returns the unscaled loss. It runs again at a
-        smaller scale until its gradients are finite. Where that can't help (the loss is not finite, or the scale is
-        at its floor) the step is skipped, and parameters and optimizer state are restored from a copy.
+        smaller scale until its gradients are finite. Where that can't help (the loss is not finite, or the scale is at
+        its floor) the step is skipped, and parameters and optimizer state are restored from a copy.
 
-        An optimizer that takes `found_inf` (fused Adam, AdamW, Adagrad, SGD) decides on the device. Any other
-        costs one wait for the device, as in torch.amp.
+        A fused optimizer decides on the device. Any other costs one wait, as in torch.amp.
 
         Returns:
-            What `optimizer.step` returned; None if it was skipped (see `was_skipped`).
+            What `optimizer.step` returned; None if it was skipped.
 
         Raises:
             CallOrderError: `step` was called already since `update`, or nothing was scaled.
@@ -304,8 +254,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             self._last[optimizer] = (0, False)
             return optimizer.step(*args, **kwargs)
-        state = self._per_optimizer_states[id(optimizer)]
-        self._check_not_stepped(state, "step")
+        state = self._state_of(optimizer, "step")
         closure = kwargs.pop("closure", None)
         if closure is None and args and callable(args[0]):
             closure, *args = args  # type: ignore[assignment]
@@ -326,7 +275,7 @@ class GradScaler(torch.amp.GradScaler):
             self._check_scaled(optimizer, "step")
         if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
             raise UsageError(
-                "no parameter of this optimizer has a gradient. Call scaler.scale(loss).backward() before step()."
+                "no parameter of this optimizer has a gradient. Call scaler.scale(loss).backward() first."
             )
         if not engine.can_skip_on_device(optimizer):
             if ready:
@@ -374,16 +323,14 @@ class GradScaler(torch.amp.GradScaler):
             self._advance(self._found(state))
             return True
 
-        run = engine.ClosureStep(optimizer, evaluate, back_off)
-        result, state["skipped"] = run.take(lambda runner: optimizer.step(runner, *args, **kwargs))
-        return result
+        result, skipped = engine.step_with_closure(
+            optimizer, lambda runner: optimizer.step(runner, *args, **kwargs), evaluate, back_off
+        )
+        state["skipped"] = skipped
+        return None if skipped else result
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer's last `step` was skipped. May wait for the device.
-
-        Raises:
-            CallOrderError: it has not stepped yet.
-        """
+        """Whether this optimizer's last `step` was skipped; CallOrderError before one. May wait for the device."""
         _, skipped = self._last.get(optimizer, (0, None))
         if skipped is None:
             raise CallOrderError("was_skipped(optimizer): this optimizer has not stepped yet")
@@ -393,8 +340,8 @@ class GradScaler(torch.amp.GradScaler):
         """Update the scale from the checks since the last `update`, or set it. Call it once per iteration, at its end.
 
         Args:
-            new_scale: a number within the bounds, or a tensor of one element without gradient, which is clamped to the
-                bounds on its device (NaN to the floor).
+            new_scale: a number within the bounds, or a tensor of one element without gradient, which is clamped to
+                the bounds (NaN to the floor).
 
         Raises:
             LossScaleCollapseError: `patience` steps in a row were skipped at the floor. At once on a CPU and where the
@@ -420,12 +367,11 @@ class GradScaler(torch.amp.GradScaler):
         self._unchecked += 1
         if engine.host_knows(self._scale, saw_skip) or self._unchecked >= self._pure.patience:
             self._unchecked = 0
-            if int(self._stuck) >= self._pure.patience:
-                try:
-                    check(self._pure, self._state())
-                except LossScaleCollapseError as collapse:
-                    again = f"scaler.update({self._pure.init:.17g}) sets the scale with which it began"
-                    raise collapse.going_on(again) from collapse
+            try:
+                check(self._pure, ScaleArrays(1.0, 0, 0, self._stuck))
+            except LossScaleCollapseError as collapse:
+                again = f"scaler.update({self._pure.init:.17g}) sets the scale with which it began"
+                raise collapse.going_on(again) from collapse
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
         pure = self._fixed()
@@ -435,33 +381,23 @@ class GradScaler(torch.amp.GradScaler):
             if self._scale is not None:
                 self._scale = torch.full_like(self._scale, self._init_scale)
             return
-        elsewhere = self._device and new_scale.device.type != self._device
-        if new_scale.numel() != 1 or new_scale.requires_grad or elsewhere:
-            where = f" on a {self._device} device" if self._device else ""
-            raise UsageError(
-                f"update(new_scale): give a number, or a tensor of one element{where} with requires_grad=False"
-            )
+        if new_scale.numel() != 1 or new_scale.requires_grad:
+            raise UsageError("update(new_scale): give a number, or a tensor of one element without gradient")
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(new_scale.device)
         scale, _ = self._check_scale_growth_tracker("update")
-        given = new_scale.detach().reshape(()).to(scale, copy=True)
+        given = new_scale.reshape(()).to(scale, copy=True)
         self._scale = given.nan_to_num(pure.floor).clamp(pure.floor, pure.ceiling)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain numbers; waits for the device. Save it after `update`.
-
-        It has torch's five keys and six of Mezzo's, which torch's scaler ignores: it loads the state too.
-        """
+        """The state as plain numbers: torch's five keys and six that torch's scaler ignores. Waits for the device."""
         return to_scaler_state(on_host(self._fixed(), self._state()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of `torch.amp.GradScaler`, also into a disabled scaler.
 
-        The empty state of a disabled torch scaler changes nothing. A scale outside the bounds (torch's can be 0 or
-        infinite) is clamped to them, with a warning.
-
-        Raises:
-            UsageError: a state that lacks one of torch's five keys.
+        The empty state of a disabled torch scaler changes nothing. A scale outside the bounds is clamped to them,
+        with a warning. Raises UsageError for a state that lacks one of torch's five keys.
         """
         if state_dict:
             self._hold(from_scaler_state(state_dict, self._fixed()))

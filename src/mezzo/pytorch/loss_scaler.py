@@ -1,8 +1,7 @@
 """LossScaler: the loss scale of a training, kept on its device.
 
-On an accelerator, reading a number waits for all queued work. There the state is 0-dim tensors, updated by
-`core.loss_scale.advance` over `torch`. On a CPU it is Python's numbers, ten times as fast, and only the scale is a
-tensor.
+On an accelerator the state is 0-dim tensors, since reading a number waits for all queued work. On a CPU it is Python's
+numbers, ten times as fast, and only the scale is a tensor.
 """
 
 from __future__ import annotations
@@ -33,16 +32,7 @@ from mezzo.core.loss_scale import (
 
 
 class LossScaler:
-    """A loss scale in use: `scale` multiplies losses, `update` moves it.
-
-    Args:
-        pure: its settings and first state.
-        device: where the scale lives.
-
-    Attributes:
-        pure: the settings; its moving parts are stale.
-        scale: 0-dim FP32, finite. A new tensor each time it moves: a step may keep the one that it was scaled with.
-    """
+    """A loss scale in use: `scale` (0-dim FP32) multiplies losses, `update` replaces it; `pure` has its settings."""
 
     def __init__(self, pure: DynamicLossScale | StaticLossScale, device: torch.device) -> None:
         self.pure = pure
@@ -52,7 +42,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, pure: LossScale, device: torch.device) -> LossScaler | None:
-        """The scaler of a loss scale; None for `NoLossScale`, which has nothing to multiply or check."""
+        """The scaler of a loss scale; None for `NoLossScale`."""
         return None if isinstance(pure, NoLossScale) else cls(pure, device)
 
     def load(self, pure: DynamicLossScale | StaticLossScale) -> None:
@@ -61,18 +51,13 @@ class LossScaler:
         self.scale, self._state = begun(pure, self._device)
 
     def update(self, found_inf: Tensor) -> None:
-        """Move to the state after one step. Neither waits nor raises.
-
-        Args:
-            found_inf: 0-dim FP32 on the scale's device; 0 where every gradient was finite, above 0 otherwise.
-        """
+        """Move to the state after one step, without waiting; `found_inf` is 0-dim FP32, above 0 after an overflow."""
         self.scale, self._state = moved(self.pure, self.scale, self._state, found_inf)
 
     def check(self, skipped: Tensor | bool = True) -> None:
-        """Raise if the patience ran out. Asks at once where the host knows of a skip, else every `patience` calls.
+        """Raise LossScaleCollapseError if `patience` steps in a row were skipped where the scale can't fall.
 
-        Raises:
-            LossScaleCollapseError: `patience` steps in a row were skipped at the floor, or under a constant scale.
+        Looks at once where the host knows of a skip, else every `patience` calls.
         """
         self._unchecked += 1
         if skipped is True or self._unchecked >= self.pure.patience:
@@ -94,16 +79,15 @@ class LossScaler:
         if not isinstance(again, DynamicLossScale):
             return "mp.reset_loss_scale() forgets the skips; without it the next skip raises this again"
         return (
-            f"mp.reset_loss_scale() lets the scale begin anew, at {power_text(again.scale)}: without it training goes "
-            f"on from {power_text(float(self.scale))}, growing by a factor of {again.growth_factor:g} after every "
-            f"{again.growth_interval} good steps"
+            f"mp.reset_loss_scale() lets the scale begin anew, at {power_text(again.scale)}; without it training goes "
+            f"on from {power_text(float(self.scale))}"
         )
 
 
 def moved(
     pure: LossScale, scale: Tensor, state: ScaleArrays, found_inf: Tensor
 ) -> tuple[Tensor, ScaleArrays]:
-    """The scale and the state after one step; the tensors given stay as they are."""
+    """The scale and the state after one step; the given tensors are not written to."""
     if isinstance(state.scale, Tensor):
         state = advance(pure, state, found_inf != 0, torch)
         return state.scale, state
@@ -125,11 +109,7 @@ def begun(pure: LossScale, device: torch.device) -> tuple[Tensor, ScaleArrays]:
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """1 / scale in FP32, exact for powers of two and never infinite for a scale within `core.loss_scale`'s bounds.
-
-    Equals `(1.0 / scale.double()).float()`: an FP32 division may be approximate under some compile options
-    (the reason `torch.amp` gives for the same detour). MPS has no FP64, and its division is taken as it is.
-    """
+    """1 / scale in FP32, by way of FP64 (which MPS lacks): an FP32 division may be approximate."""
     if scale.device.type == "mps":
         return scale.reciprocal()
     return scale.double().reciprocal().float()
@@ -166,17 +146,11 @@ def is_scaler_state(state: dict[str, Any]) -> bool:
 def from_scaler_state(state: dict[str, Any], current: DynamicLossScale) -> DynamicLossScale:
     """The loss scale in a state of ours or of torch's; what the state does not have stays as in `current`.
 
-    A scale outside the bounds (torch's own can be 0 or infinite) is clamped to them, with a warning; NaN becomes the
-    floor. A scale that had collapsed (its patience ran out) starts again as `current` did.
-
-    Raises:
-        UsageError: one of torch's five names is missing, or a number is invalid.
+    A scale outside the bounds is clamped to them, with a warning. A scale that had collapsed starts again.
     """
     if not is_scaler_state(state):
-        raise UsageError(
-            f"this is no GradScaler state: it has {', '.join(map(str, state)) or 'nothing'}, "
-            f"and must have {', '.join(_SHARED)}."
-        )
+        found = ", ".join(map(str, state)) or "nothing"
+        raise UsageError(f"not a GradScaler state: it has {found}, and must have {', '.join(_SHARED)}.")
     fixed = {key: state[key] for key in _OWN if key in state}
     floor, ceiling = float(fixed.get("floor", current.floor)), float(fixed.get("ceiling", current.ceiling))
     saved = float(state["scale"])

@@ -1,7 +1,6 @@
 """Rounding of tensors to a format, ties to even: `mezzo.core.rounding` on any device, and under autograd.
 
-Only integer operations touch the patterns of a normal number, so that a device which flushes denormals to zero gives
-the same bits. A float64 is rounded once.
+Only integer operations touch the patterns of normal numbers: a device that flushes denormals gives the same bits.
 """
 
 from __future__ import annotations
@@ -20,12 +19,9 @@ _TO_FP64 = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torc
 
 
 def round_array(x: torch.Tensor, form: Format, overflow: str) -> torch.Tensor:
-    """`mezzo.formats.round` for a tensor of any shape.
+    """`mezzo.formats.round` for a tensor of any shape; under autograd the gradient passes unchanged, as for a cast.
 
-    Under autograd it is differentiated as a cast is: the gradient passes unchanged, without being rounded.
-
-    Raises:
-        UsageError: a dtype that neither float32 nor float64 holds exactly, or a tensor that is not strided.
+    Raises UsageError for a dtype that neither float32 nor float64 holds exactly, or a tensor that is not strided.
     """
     if x.layout is not torch.strided:
         raise UsageError(f"cannot round a tensor of layout {x.layout}: round its values() instead")

@@ -2,11 +2,6 @@
 
 A restore writes into the saved tensor, so that optimizers, tied layers and captured graphs keep theirs, and does not
 raise its version counter, so that graphs which saved it can still run backward.
-
-- `Snapshot`: a whole training, on the host, for code that runs trial steps.
-- `OptimizerSnapshot`: one optimizer, on its device, for a step with a closure.
-- `BufferSnapshot`: the buffers that a step moves, on their device, for each step with a loss scale.
-- `RandomState`: which random numbers come next.
 """
 
 from __future__ import annotations
@@ -35,16 +30,9 @@ _SERIALS = itertools.count()
 
 
 class Snapshot:
-    """The state of models and of all that trains them, at the moment when it is made.
+    """A whole training now, for code that runs trial steps; `others` are optimizers, schedulers, scalers.
 
     Tensors are kept as NumPy arrays, which a count of tensor bytes does not see.
-
-    Args:
-        models: parameters, gradients, buffers (persistent or not), and training mode of every module.
-        others: optimizers, schedulers, scalers, `MixedPrecision`: all that has `state_dict` and `load_state_dict`.
-
-    Raises:
-        UsageError: an object without them.
     """
 
     def __init__(self, models: Iterable[nn.Module] = (), others: Iterable[Any] = ()) -> None:
@@ -62,7 +50,8 @@ class Snapshot:
         # torch's own load_state_dict casts states to the parameter's dtype, so its optimizers are restored by hand.
         self._plain = [(one, _state_of(one)) for one in others if _is_plain_optimizer(one)]
         self._loaded = [(one, _saved(one.state_dict())) for one in others if not _is_plain_optimizer(one)]
-        self._random = RandomState.now(_gpus())
+        gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+        self._random = RandomState.now(tuple(torch.device("cuda", index) for index in gpus))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -123,15 +112,10 @@ def _restored(tree: Any) -> Any:
     return tree_map_only(_HostCopy, _HostCopy.put_back, tree)
 
 
-def _gpus() -> tuple[torch.device, ...]:
-    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    return tuple(torch.device("cuda", index) for index in range(count))
-
-
 class OptimizerSnapshot:
-    """Parameters and state of one optimizer, copied on their device.
+    """Parameters and state of one optimizer, copied on their device, for a step with a closure.
 
-    Tensors in its state are copied, lists (LBFGS's history) only as lists: their tensors are never written to.
+    Lists in its state (LBFGS's history) are copied only as lists: their tensors are never written to.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -163,8 +147,9 @@ class BufferSlot:
     holder: dict[str, Tensor | None]  # the module's own buffers
     name: str  # key in `holder`
     norm: weakref.ref[_NormBase] | None  # the layer whose running statistic it is
-    moves: bool = True  # whether it may change in a step
-    learning: int = 0  # steps to come after which that is still to be found out
+    learning: int = 0  # steps to come after which it is compared, to find out whether it moves
+    moves: bool = True  # whether it has, or need not be compared
+    still: tuple[int, int] | None = None  # its version when that was decided, if it has not
 
     @property
     def tensor(self) -> Tensor | None:
@@ -172,10 +157,18 @@ class BufferSlot:
         return self.holder.get(self.name)
 
     @property
-    def trains(self) -> bool:
+    def version(self) -> tuple[int, int]:
+        """Which tensor is registered, and its version counter: other values after most writes."""
+        tensor = self.tensor
+        return id(tensor), -1 if tensor is None else _version(tensor)
+
+    @property
+    def is_due(self) -> bool:
         """Whether a forward pass may change it; a normalisation layer's flags say so."""
         if self.norm is None:
-            return True
+            if self.still is not None and self.still != self.version:
+                self.still = None
+            return self.still is None
         layer = self.norm()
         return layer is not None and layer.training and layer.track_running_stats
 
@@ -245,13 +238,7 @@ class _Group(NamedTuple):
 class BufferSnapshot:
     """Buffers at one moment: all of one dtype and device in one flat tensor, so that a copy costs few launches.
 
-    Args:
-        slots: where they are registered.
-        single: buffers that are to be copied one by one, so that they can be compared.
-
-    Attributes:
-        single: the copies of those, and of buffers that can't be part of a flat tensor.
-        serial: larger than that of every earlier snapshot.
+    `single` are copied one by one: those to be compared, and those that can't be part of a flat tensor.
     """
 
     def __init__(self, slots: Iterable[BufferSlot], single: Iterable[BufferSlot] = ()) -> None:
@@ -276,11 +263,7 @@ class BufferSnapshot:
             yield from group.saved()
 
     def put_back(self, found_inf: Tensor | bool = True) -> None:
-        """Make the buffers what they were, where `found_inf` is not 0.
-
-        Args:
-            found_inf: bool, or 0-dim. Waits for a tensor only where buffers were replaced or copied one by one.
-        """
+        """Restore the buffers where `found_inf` is not 0; waits for it only if some were replaced or copied singly."""
         by_device = not self.single and not any(group.was_replaced() for group in self._groups)
         if by_device and isinstance(found_inf, Tensor):
             for flat, _, tensors in self._groups:
@@ -357,7 +340,7 @@ def _parts(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class RandomState:
-    """Which random numbers come next: those of PyTorch on the CPU and on devices, of `random` and of NumPy.
+    """Which random numbers come next: PyTorch's on the CPU and on devices, `random`'s and NumPy's.
 
     As NumPy arrays: a tensor would be counted among those that a step keeps.
     """

@@ -1,9 +1,7 @@
 """The step engine: from the gradients of one optimizer to a step that is taken, or skipped without a trace.
 
-Gather the gradients, multiply them by 1 / scale, look for NaN and infinity (`found_inf`), clip, step or skip. Each part
-is a function. `step_in_place` and `step_fused` combine them for the two kinds of optimizers. `mezzo.GradScaler` and
-`mezzo run` use the parts, because there the script calls the steps. One rule (`take`) decides who knows of a skip: the
-host, where it can read `found_inf` without a wait or must know at once, else the device.
+`step_in_place` and `step_fused` unscale, look for NaN and infinity (`found_inf`), clip, and call `take`, which decides
+whether host or device knows of a skip. `mezzo.GradScaler` and `mezzo run` call the parts: there the script steps.
 """
 
 from __future__ import annotations
@@ -42,16 +40,7 @@ def step_in_place(
     clip_norm: float | None = None,
     host_must_know: bool = False,
 ) -> StepOutcome:
-    """The step of any optimizer: unscale, check and clip in `.grad`, each a pass over memory, then `optimizer.step()`.
-
-    Args:
-        optimizer: any.
-        scale: 0-dim FP32 loss scale that the gradients are multiplied with; None without one.
-        rescale: multiplies the unscaled gradients.
-        clip_value: largest magnitude of an unscaled element.
-        clip_norm: largest total 2-norm; after `clip_value`.
-        host_must_know: whether the host needs `skipped` at once, which makes it wait.
-    """
+    """The step of any optimizer: unscale, check and clip in `.grad`, then call `optimizer.step()`."""
     grads = gradients_of(parameters(optimizer))
     if not grads:
         raise no_gradient()
@@ -83,8 +72,7 @@ def step_fused(
         found_inf = not isfinite(norm)
         optimizer.step(multiplier=inv_scale * min(1, clip_norm / (norm + 1e-6)), found_inf=found_inf)
 
-    The sum of squares is FP64, so it is finite if and only if every gradient is. It is computed only where a loss scale
-    or `clip_norm` needs it. In a process group all ranks agree on it. Arguments are those of `step_in_place`.
+    The sum of squares is FP64, so it is finite if and only if every gradient is. It is computed only where needed.
     """
     params = list(parameters(optimizer))
     first = next((param.grad for param in params if param.grad is not None), None)
@@ -109,19 +97,9 @@ def step_fused(
 def decide(
     sums: Tensor, multiplier: Tensor | None, clip_norm: float | None, params: list[Tensor], *, looks: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """From sums of squares to found_inf, the multiplier that also clips, and the norm; all ranks get the same.
+    """found_inf (None unless `looks`), the multiplier that also clips, and the norm; all ranks get the same.
 
-    Naive code::
-
-        norm = multiplier * sqrt(sum(sums))
-        return not isfinite(norm), multiplier * min(1, clip_norm / (norm + 1e-6)), norm
-
-    Args:
-        sums: FP64, over the gradients before `multiplier`: 0-dim, or one for each of `params`.
-        multiplier: 0-dim FP32 that the gradients are multiplied with in any case; None for 1.
-        clip_norm: largest total 2-norm; None or infinity for any.
-        params: whose gradients they are.
-        looks: whether found_inf is needed; None is returned otherwise.
+    `sums` are FP64 sums of squares of the gradients before `multiplier`: 0-dim, or one for each of `params`.
     """
     found = 1.0 - sums.isfinite().all().float() if looks else None
     found, total = distributed.agreed(found, sums, params)
@@ -140,9 +118,7 @@ def take(
 ) -> Tensor | bool:
     """Call `optimizer.step(**kwargs)` unless `found_inf` (0-dim FP32; None steps), and return whether it was skipped.
 
-    The host decides where reading is free, where it must know, and for an optimizer that can't skip on its device. Else
-    the step is called with PyTorch's contract: a `found_inf` set on the optimizer for one call, in which it leaves
-    parameters, state and step count unchanged; this is returned.
+    The device decides only where the host need not know, reading is not free, and the optimizer can skip by itself.
     """
     if found_inf is None:
         optimizer.step(**kwargs)
@@ -164,8 +140,8 @@ def host_knows(tensor: Tensor, must: bool = False) -> bool:
 def can_skip_on_device(optimizer: Optimizer) -> bool:
     """Whether this optimizer, in its present state, leaves no trace of a step that its device skips.
 
-    The fused SGD with momentum allocates its buffers with `empty_like` at its first step, fills them only if that step
-    is not skipped, and uses them at the next (torch 2.13, `_fused_sgd`): the momentum is then uninitialized memory.
+    Not a fused SGD with momentum before its first step: torch 2.13 allocates the momentum with `empty_like` and leaves
+    it uninitialized if that step is skipped.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
@@ -184,13 +160,9 @@ def can_skip_on_device(optimizer: Optimizer) -> bool:
 def step_on_device(
     optimizer: Any, found_inf: Tensor, *args: Any, grad_scale: Tensor | None = None, **kwargs: Any
 ) -> Any:
-    """Call `optimizer.step(*args, **kwargs)`, which does nothing where `found_inf` (0-dim FP32) is not 0.
+    """Call `optimizer.step`, which does nothing where `found_inf` (0-dim FP32) is not 0, as PyTorch's protocol says.
 
-    Args:
-        optimizer: one that `can_skip_on_device`. A `grad_scale` that the user set on it is multiplied in.
-        found_inf: 0-dim FP32.
-        args, kwargs: for `optimizer.step`.
-        grad_scale: 0-dim FP32 that the gradients are still multiplied with; None if they are unscaled.
+    `grad_scale` is what gradients are still multiplied with; one that the user set on the optimizer is multiplied in.
     """
     own = getattr(optimizer, "grad_scale", None)
     if own is not None:
@@ -210,10 +182,7 @@ def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def gradients_of(params: Iterable[Tensor], *, allow_fp16: bool = False) -> list[Tensor]:
-    """The tensors that hold the gradients' numbers, to be written to: `p.grad`, or the values of a sparse one.
-
-    A sparse gradient becomes coalesced. An fp16 gradient raises UsageError unless it is allowed.
-    """
+    """The tensors that hold the gradients' numbers, to be written to; a sparse gradient is coalesced."""
     found = []
     for param in params:
         grad = param.grad
@@ -261,27 +230,14 @@ def check_finite(optimizer: Optimizer) -> bool:
 def unscale_(
     grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor | None = None
 ) -> dict[torch.device, Tensor]:
-    """Multiply gradients in place by `inv_scale`, and check them. One fused call per device and dtype; no wait.
+    """Multiply gradients in place by `inv_scale`, and check them; no wait.
 
-    Naive code::
-
-        for g in grads:
-            found_inf[g.device] = max(found_inf[g.device], float(not g.isfinite().all()))
-            g.mul_(inv_scale)
-
-    Args:
-        grads: dense tensors of any devices and floating dtypes.
-        inv_scale: 0-dim FP32; finite.
-        found_inf: 0-dim FP32, 0.0; written to for the gradients on its device. None: a new tensor.
-
-    Returns:
-        Device -> 0-dim FP32, 0.0 or 1.0, in the order in which the devices came.
+    Returns device -> 0-dim FP32, 1.0 where a gradient was not finite. `found_inf` (0.0) is written to on its device.
     """
     grouped: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         grouped.setdefault((grad.device, grad.dtype), []).append(grad)
     found: dict[torch.device, Tensor] = {}
-    inverses: dict[torch.device, Tensor] = {}
     with torch.no_grad():
         for (device, _), group in grouped.items():
             if device not in found:
@@ -289,8 +245,8 @@ def unscale_(
                     found[device] = found_inf
                 else:
                     found[device] = torch.zeros((), dtype=torch.float32, device=device)
-                inverses[device] = inv_scale.to(device, non_blocking=True)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found[device], inverses[device])
+            inverse_here = inv_scale.to(device, non_blocking=True)
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found[device], inverse_here)
     return found
 
 
@@ -304,8 +260,7 @@ def combined(found: Iterable[Tensor], device: torch.device) -> Tensor:
 def clip_(grads: list[Tensor], clip_value: float | None, clip_norm: float | None) -> Tensor | None:
     """Clip unscaled gradients in place and return their total 2-norm before, 0-dim, if `clip_norm` is given.
 
-    Value first, then norm: scaling down can't push an element past the value bound again, so both bounds hold. A
-    `clip_norm` of infinity only measures.
+    Value first, then norm: scaling down can't push an element past the value bound again.
     """
     total = None if clip_norm is None else torch.nn.utils.get_total_norm(grads)
     if clip_value is not None:
@@ -329,57 +284,46 @@ class AbandonedStepError(BaseException):
     """Leaves `optimizer.step` from within. No `except Exception` may swallow it."""
 
 
-class ClosureStep:
-    """A step with a closure: the closure runs again at a smaller scale until its gradients are finite.
+def step_with_closure(
+    optimizer: Optimizer,
+    step: Callable[[Callable[..., Any]], Any],
+    evaluate: Callable[..., tuple[Any, bool]],
+    back_off: Callable[[], bool],
+    *,
+    copies: bool = True,
+) -> tuple[Any, bool]:
+    """A step whose closure runs again at a smaller scale until its gradients are finite; else the step is undone.
 
-    An optimizer that takes a closure (LBFGS) evaluates it many times within one step and changes the parameters in
-    between. So each evaluation must be finite, and where one can't be (the loss is not finite, or the scale is at its
-    floor), the whole step is undone.
+    Returns what `step` returned and False, or the last loss and True if it was skipped. LBFGS evaluates its closure
+    many times in one step and changes the parameters in between (`copies`).
 
     Args:
         optimizer: whose step it is.
+        step: calls the optimizer's step with a closure.
         evaluate: runs the user's closure and unscales; returns its loss, and whether all gradients are finite.
         back_off: lowers the scale after an overflow; False if it is at its floor.
-        copies: whether parameters and state are copied, for an optimizer that changes them between two evaluations.
-
-    Attributes:
-        loss: of the last evaluation.
+        copies: whether to copy parameters and state, to undo the step.
     """
+    before: OptimizerSnapshot | None = None
+    loss: Any = None
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        evaluate: Callable[..., tuple[Any, bool]],
-        back_off: Callable[[], bool],
-        *,
-        copies: bool = True,
-    ) -> None:
-        self._optimizer = optimizer
-        self._evaluate = evaluate
-        self._back_off = back_off
-        self._copies = copies
-        self._before: OptimizerSnapshot | None = None
-        self.loss: Any = None
-
-    def take(self, step: Callable[[Callable[..., Any]], Any]) -> tuple[Any, bool]:
-        """Call `step(closure)`; what it returned, and whether it was skipped (then None)."""
-        try:
-            return step(self._closure), False
-        except AbandonedStepError:
-            if self._before is not None:
-                self._before.restore()
-            return None, True
-
-    def _closure(self, *args: Any, **kwargs: Any) -> Any:
-        """One evaluation, repeated while a smaller scale can help."""
-        if self._copies and self._before is None:
-            self._before = OptimizerSnapshot(self._optimizer)
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        nonlocal before, loss
+        if copies and before is None:
+            before = OptimizerSnapshot(optimizer)
         while True:
-            self.loss, finite = self._evaluate(*args, **kwargs)
+            loss, finite = evaluate(*args, **kwargs)
             if finite:
-                return self.loss
-            if not _is_finite(self.loss) or not self._back_off():
+                return loss
+            if not _is_finite(loss) or not back_off():
                 raise AbandonedStepError
+
+    try:
+        return step(closure), False
+    except AbandonedStepError:
+        if before is not None:
+            before.restore()
+        return loss, True
 
 
 def _is_finite(loss: Any) -> bool:

@@ -22,7 +22,7 @@ from mezzo.pytorch.distributed import agreed_largest
 from mezzo.pytorch.kernels.unseen import unseen
 from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.run.backward import Attempts, Flags, FoundInf
-from mezzo.pytorch.step import AbandonedStepError, ClosureStep, check_finite, parameters
+from mezzo.pytorch.step import AbandonedStepError, check_finite, parameters, step_with_closure
 
 if TYPE_CHECKING:
     from mezzo.core.records import Record
@@ -235,11 +235,11 @@ class Steps:
             return step(optimizer, closure, *args[1:], **rest)
 
         scale = session.scale.scale
-        run = ClosureStep(optimizer, evaluate, back_off, copies=_evaluates_again(optimizer))
-        result, skipped = run.take(with_closure)
+        copies = _evaluates_again(optimizer)
+        result, skipped = step_with_closure(optimizer, with_closure, evaluate, back_off, copies=copies)
         if skipped:
             self._done(optimizer, moved=False, scale=scale, reason="a gradient of the closure was not finite")
-            return run.loss
+            return result
         reason = f"closure run again {again} times at a smaller loss scale" if again else ""
         self._done(optimizer, moved=True, scale=session.scale.scale, reason=reason)
         return result

@@ -1,14 +1,7 @@
 """From losses to the gradients of one optimizer: backward, accumulation, FP32 sums of 16-bit gradients.
 
-**Backward** computes gradients for the parameters of one optimizer only. A discriminator's loss reaches the generator
-too, and gradients left there would be part of the generator's next step.
-
-**Accumulation** keeps what belongs to the losses between two optimizer steps (a window): their scale and their number.
-
-**Sums.** In bf16, the 257th of equal terms no longer changes a sum. `p.grad_dtype` (torch 2.10) makes PyTorch's engine
-keep the sum in FP32 and free each gradient once it is added: 4 bytes per parameter, and the largest gradient while it
-is added (twice for a tied weight). DistributedDataParallel averages in buckets of the parameters' own format, without
-the engine. There FP32 sums are kept apart, and each loss's averaged 16-bit gradients are added after its backward.
+In bf16 the 257th of equal terms no longer changes a sum. `p.grad_dtype` (torch 2.10) makes PyTorch's engine keep the
+sum in FP32. DistributedDataParallel averages in buckets of the parameters' format, so there FP32 sums are kept apart.
 """
 
 from __future__ import annotations
@@ -42,11 +35,7 @@ def backward_into(
 ) -> None:
     """Add d(loss)/d(p) * seed to `p.grad` of each p of `params`, and of no other leaf.
 
-    Args:
-        loss: one element.
-        seed: the gradient of the loss, of its dtype and shape; None for 1.
-        params: leaves that require gradients; those that the loss does not depend on keep what they have.
-        retain_graph: keep the graph for another backward.
+    A discriminator's loss reaches the generator too, whose next step must not see it. `seed` None stands for 1.
     """
     if (
         type(loss) is not Tensor
@@ -65,40 +54,30 @@ def backward_into(
 
 
 def has_reentrant_checkpoint(loss: Tensor) -> bool:
-    """Whether the graph of a loss has a `torch.utils.checkpoint` with `use_reentrant=True`. Walks every node."""
-    seen = set()
-    stack = [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == _REENTRANT:
-            return True
-        seen.add(node)
-        stack.extend(following for following, _ in node.next_functions)
-    return False
+    """Whether the graph of a loss has a `torch.utils.checkpoint` with `use_reentrant=True`."""
+    return any(node.name() == _REENTRANT for node in _nodes_of([loss]))
 
 
 def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
     """Every leaf tensor that a backward from these tensors or edges reaches, once each."""
-    leaves: list[Tensor] = []
+    return [node.variable for node in _nodes_of(roots) if type(node) is _AccumulateGrad]
+
+
+def _nodes_of(roots: Iterable[Any]) -> dict[Any, None]:
+    """Every node of the graph, in the order in which they are found."""
     stack: list[Any] = []
     for root in roots:
         if isinstance(root, GradientEdge):
             stack.append(root.node)
         elif isinstance(root, Tensor) and root.requires_grad:
             stack.append(torch.autograd.graph.get_gradient_edge(root).node)
-    seen = set(stack)
+    seen = dict.fromkeys(stack)
     while stack:
-        node = stack.pop()
-        if type(node) is _AccumulateGrad:
-            leaves.append(node.variable)
-            continue
-        for following, _ in node.next_functions:
+        for following, _ in stack.pop().next_functions:
             if following is not None and following not in seen:
-                seen.add(following)
+                seen[following] = None
                 stack.append(following)
-    return leaves
+    return seen
 
 
 class OptimizerBackward:
@@ -118,11 +97,7 @@ class OptimizerBackward:
     def __call__(
         self, loss: Tensor, seed: Tensor | None, others: Iterable[Tensor], *, retain_graph: bool
     ) -> None:
-        """Add d(loss)/d(p) * seed to `p.grad` of each parameter; arguments as for `backward_into`.
-
-        Where the graph has reentrant checkpoints, every gradient is computed; `others`, the parameters of other
-        optimizers, then keep theirs. The first loss decides for all.
-        """
+        """As `backward_into`; with reentrant checkpoints (the first loss decides) `others` keep their gradients."""
         params = self.params()
         if self._reentrant is None:
             self._reentrant = has_reentrant_checkpoint(loss)
@@ -141,13 +116,9 @@ class OptimizerBackward:
 
 @dataclass
 class Accumulation:
-    """The losses between two optimizer steps.
+    """The losses between two optimizer steps: `seen` of `accumulate`, each divided by that number.
 
-    Args:
-        accumulate: how many a full window has; each is divided by it.
-        seen: how many have been accumulated.
-        scale: what each was multiplied with, 0-dim FP32; None without a loss scale.
-        loss: the last of them, detached; None where it is not known.
+    `scale` (0-dim FP32, or None) is what each was multiplied with, `loss` the last of them, detached.
     """
 
     accumulate: int
@@ -184,75 +155,36 @@ class Accumulation:
 
 
 class Gradients:
-    """Gradients as PyTorch keeps them, in `.grad` and in the parameter's format."""
+    """The gradients of a window, as PyTorch keeps them, or those of 16-bit parameters in FP32.
+
+    Args:
+        fp32: whether the sums are FP32.
+        in_buckets: whether they are kept apart, next to the 16-bit gradients of DistributedDataParallel.
+    """
+
+    def __init__(self, *, fp32: bool = False, in_buckets: bool = False) -> None:
+        self._in_engine, self._apart = fp32 and not in_buckets, fp32 and in_buckets
+        self._changed: dict[int, tuple[Tensor, torch.dtype | None]] = {}
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
 
     def cover(self, optimizer: Optimizer) -> None:
-        """Prepare an optimizer's parameters for a window's first backward."""
+        """Prepare for a window's first backward: the engine's gradients become FP32, also those that are there."""
+        if self._in_engine:
+            for param in parameters(optimizer):
+                if id(param) not in self._changed and param.dtype in SIXTEEN_BITS:
+                    self._changed[id(param)] = (param, param.grad_dtype)
+                    _set_dtype(param, torch.float32)
 
     def take(self, optimizer: Optimizer) -> None:
-        """Add what one loss's backward has left in `.grad`."""
+        """Add the 16-bit gradients of one loss to sums that are kept apart, and drop them."""
+        for param in parameters(optimizer) if self._apart else ():
+            if param.grad is not None and param.dtype in SIXTEEN_BITS:
+                grad, param.grad = param.grad.detach(), None
+                total = self._sums.get(id(param))
+                self.put(param, grad if total is None else total[1].add_(grad))
 
     def give(self) -> None:
         """Put the sums into `.grad`, for the optimizer step."""
-
-    def clear(self) -> None:
-        """Drop sums that are kept apart."""
-
-    def of(self, param: Tensor) -> Tensor | None:
-        """A parameter's gradient so far."""
-        return param.grad
-
-    def put(self, param: Tensor, grad: Tensor | None) -> None:
-        """Go on from a gradient that `of` gave."""
-        param.grad = grad
-
-    def undo(self) -> None:
-        """Leave the parameters as they were before `cover`."""
-        self.clear()
-
-
-class FP32Gradients(Gradients):
-    """The engine keeps the gradients of 16-bit parameters in FP32."""
-
-    def __init__(self) -> None:
-        self._changed: dict[int, tuple[Tensor, torch.dtype | None]] = {}
-
-    def cover(self, optimizer: Optimizer) -> None:
-        """Make the gradients of 16-bit parameters FP32; those that are there already are converted."""
-        for param in parameters(optimizer):
-            if id(param) not in self._changed and param.dtype in SIXTEEN_BITS:
-                self._changed[id(param)] = (param, param.grad_dtype)
-                _set_dtype(param, torch.float32)
-
-    def undo(self) -> None:
-        """Put every parameter's `grad_dtype` back; gradients are converted with it."""
-        for param, before in self._changed.values():
-            _set_dtype(param, before)
-        self._changed.clear()
-
-
-class FP32Sums(Gradients):
-    """FP32 sums beside the 16-bit gradients of DistributedDataParallel, which need their own 2 bytes."""
-
-    def __init__(self) -> None:
-        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @torch.no_grad()
-    def take(self, optimizer: Optimizer) -> None:
-        """Add the 16-bit gradients to the sums, and drop them."""
-        for param in parameters(optimizer):
-            grad = param.grad
-            if grad is None or param.dtype not in SIXTEEN_BITS:
-                continue
-            saved = self._sums.get(id(param))
-            if saved is None:
-                self._sums[id(param)] = (param, grad.to(torch.float32))
-            else:
-                saved[1].add_(grad)
-            param.grad = None
-
-    def give(self) -> None:
-        """Make each sum its parameter's gradient."""
         for param, total in self._sums.values():
             _set_dtype(param, torch.float32)
             param.grad = total
@@ -265,15 +197,22 @@ class FP32Sums(Gradients):
         self._sums.clear()
 
     def of(self, param: Tensor) -> Tensor | None:
-        """A parameter's sum so far; the gradient itself of an FP32 one."""
+        """A parameter's gradient so far."""
         return self._sums.get(id(param), (param, param.grad))[1]
 
     def put(self, param: Tensor, grad: Tensor | None) -> None:
-        """Go on from a sum that `of` gave."""
-        if grad is None or param.dtype not in SIXTEEN_BITS:
+        """Go on from a gradient that `of` gave."""
+        if grad is None or not self._apart or param.dtype not in SIXTEEN_BITS:
             param.grad = grad
         else:
             self._sums[id(param)] = (param, grad.to(torch.float32))
+
+    def undo(self) -> None:
+        """Put every parameter's `grad_dtype` back; gradients are converted with it."""
+        self.clear()
+        for param, before in self._changed.values():
+            _set_dtype(param, before)
+        self._changed.clear()
 
 
 def _set_dtype(param: Tensor, dtype: torch.dtype | None) -> None:

@@ -1,7 +1,6 @@
 """`params=`, `masters=` and `state=` of MixedPrecision: which policy they ask for, and applying it.
 
-`chosen` touches no model, so that invalid arguments are refused before a weight is rounded. `apply` undoes itself where
-it fails halfway.
+`chosen` touches no model: invalid arguments are refused before a weight is rounded. `apply` undoes itself if it fails.
 """
 
 from __future__ import annotations
@@ -57,21 +56,9 @@ def chosen(
     device_type: str,
     optimizer: Optimizer,
 ) -> tuple[Policy, str]:
-    """The policy with the parameters, masters and optimizer state that were asked for.
+    """The policy with the storage that was asked for (None: the policy's own), and why `auto` became what it is.
 
-    Args:
-        policy: as the user gave it.
-        params, masters, state: words of `Policy` (a `torch.dtype` for a format), or None for the policy's own.
-        device_type: ``"cpu"``, ``"cuda"``, ...
-        optimizer: its parameters may be 16-bit already, which settles `auto`.
-
-    Returns:
-        The policy, and why `auto` became what it is ("" where it did not).
-
-    Raises:
-        UsageError: storage that the precision can't have or that contradicts the policy, 16-bit parameters of another
-            format or without masters.
-        UnsupportedPrecisionError: `auto` with FP32 masters, on hardware without a 16-bit format.
+    Raises UsageError or UnsupportedPrecisionError for storage that the precision or the parameters can't have.
     """
     why = ""
     if state is not None:
@@ -121,17 +108,14 @@ def _with_storage(
 
 def _with_stored_format(policy: Policy, why: str, optimizer: Optimizer) -> tuple[Policy, str]:
     """Check the policy against parameters that are 16-bit already; they settle `auto`."""
-    has_masters = (
-        isinstance(optimizer, FusedOptimizer) or has_separate_masters(optimizer) or policy.params != "fp32"
-    )
+    has_masters = isinstance(optimizer, (FusedOptimizer, WithMasters)) or policy.params != "fp32"
     for fmt in dict.fromkeys(name_of(p.dtype) for p in parameters(optimizer) if p.dtype in SIXTEEN_BITS):
         if policy.compute == "auto":
             policy, why = policy.resolved(fmt), f"{fmt}: weights are stored in it, so nothing was timed"
         if not has_masters:
             raise refused(
-                f"a parameter is {fmt}, where updates smaller than half a unit in the last place are lost. Either "
-                "keep the model FP32 (no .half(), no .bfloat16()): masters='fp32' (for bf16 also 'split', 'split8') "
-                "stores it in 16 bits and keeps FP32 values. Or give masters= or a mezzo.optim optimizer."
+                f"a parameter is {fmt}, which loses updates smaller than half a unit in the last place. Give "
+                "masters='fp32' (for bf16 also 'split', 'split8') or a mezzo.optim optimizer, or keep the model FP32."
             )
         if policy.activations != fmt:
             raise refused(
@@ -151,17 +135,9 @@ def apply(
 ) -> Optimizer:
     """Store the model's weights as the policy says, and return the optimizer whose `step` updates their masters.
 
-    Args:
-        model: FP32, or 16-bit already.
-        optimizer: a FusedOptimizer or WithMasters of the same storage, or one of torch's to be adopted.
-        policy: from `chosen`.
-        others: parameters of other optimizers; they stay as they are.
-        fused: whether it must be a FusedOptimizer.
-
-    Raises:
-        UsageError: the optimizer can't have such weights, or can't be fused. Model and optimizer are as before.
+    `others`, parameters of other optimizers, stay as they are. Model and optimizer are as before if it raises.
     """
-    separate = has_separate_masters(optimizer)
+    separate = isinstance(optimizer, WithMasters)
     if isinstance(optimizer, FusedOptimizer):
         _check_storage(optimizer, policy)
     elif separate and (policy.masters != "fp32" or policy.state != "fp32"):
@@ -200,11 +176,6 @@ def _not_fused(given: str) -> UsageError:
     )
 
 
-def has_16_bit(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has 16-bit parameters."""
-    return any(param.dtype in SIXTEEN_BITS for param in parameters(optimizer))
-
-
 def stored_as(optimizer: Optimizer) -> tuple[str, str]:
     """The format of the parameters and the kind of their masters, in a policy's words."""
     for group in optimizer.param_groups:
@@ -212,16 +183,6 @@ def stored_as(optimizer: Optimizer) -> tuple[str, str]:
             if param.dtype in SIXTEEN_BITS:
                 return name_of(param.dtype), group.get("masters", "fp32")
     return "fp32", "fp32"
-
-
-def clears_plainly(optimizer: Optimizer) -> bool:
-    """Whether `zero_grad(set_to_none=True)` only sets every parameter's gradient to None."""
-    return type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
-
-
-def has_separate_masters(optimizer: Optimizer) -> bool:
-    """Whether FP32 masters are separate tensors, as `with_masters` keeps them."""
-    return isinstance(optimizer, WithMasters)
 
 
 def _raise_weights(lowered: Iterable[Tensor]) -> None:
@@ -240,8 +201,8 @@ def _lower(model: nn.Module, policy: Policy, others: set[int]) -> list[Tensor]:
     if lowered and isinstance(model, nn.parallel.DistributedDataParallel):
         _raise_weights(lowered)
         raise refused(
-            "DistributedDataParallel has made its buckets for FP32 gradients, and these weights would become "
-            f"{policy.params}. Lower them before you wrap the model: mezzo.lower_weights(model, {policy.params!r})."
+            "DistributedDataParallel has made its buckets for FP32 gradients. Lower the weights before you wrap the "
+            f"model: mezzo.lower_weights(model, {policy.params!r})."
         )
     return lowered
 

@@ -28,30 +28,29 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
         raise refused(f"the model is a {type(model).__name__}; give a torch.nn.Module")
     if not isinstance(optimizer, Optimizer):
         raise refused(
-            f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer. Make one MixedPrecision "
-            "per optimizer."
+            f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, one per MixedPrecision"
         )
     in_model = {id(p) for p in model.parameters()}
     if not in_model:
         raise refused(
-            f"{type(model).__name__} has no parameters to train. A lazy module must have seen its first input."
+            f"{type(model).__name__} has no parameters. A lazy module must have seen its first input."
         )
     mine = {id(p) for p in parameters(optimizer)}
     if in_model.isdisjoint(mine):
         raise refused(
-            f"none of the optimizer's parameters belongs to this {type(model).__name__}. Make the optimizer from "
+            f"none of the optimizer's parameters belongs to this {type(model).__name__}. Make it from "
             "model.parameters(), after the model is on its device."
         )
     if any(id(p) in mine for other in others for p in parameters(other.optimizer)):
         raise refused(
-            "another MixedPrecision already has some of these parameters; the two would unscale and clear each "
-            "other's gradients. Give both optimizers' parameters to one, or call close() on the other first."
+            "another MixedPrecision already has some of these parameters. Give both optimizers' parameters to one, or "
+            "call close() on the other first."
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise refused(
-            f"{type(optimizer).__name__} evaluates the loss several times per step and needs a closure. Use "
-            "mezzo.GradScaler: scaler.step(optimizer, closure)."
+            f"{type(optimizer).__name__} evaluates the loss several times per step. Use mezzo.GradScaler: "
+            "scaler.step(optimizer, closure)."
         )
 
 
@@ -66,7 +65,7 @@ def arguments(
     records: Any,
     release: bool,
 ) -> None:
-    """Raise UsageError where an argument is out of range, of the wrong kind, or can't go with `release_gradients`."""
+    """Raise UsageError for an argument that is out of range, of the wrong kind, or impossible with `release`."""
     integers = isinstance(accumulate, int) and not isinstance(accumulate, bool)
     rows = (
         ("clip_norm", clip_norm, _is_bound(clip_norm) or clip_norm == math.inf, "a number above 0, or None"),
@@ -75,12 +74,7 @@ def arguments(
         ("watch", watch, isinstance(watch, int) and watch >= 0, "True, False, or an interval in updates"),
         ("trace", trace, trace is None or isinstance(trace, bool), "True, False, or None"),
         ("scheduler", scheduler, _has(scheduler, "step"), "an object with step()"),
-        (
-            "records",
-            records,
-            _has(records, "write"),
-            'a RecordWriter, such as mezzo.core.records.RecordWriter("run.jsonl"), or a mezzo.TensorBoardWriter',
-        ),
+        ("records", records, _has(records, "write"), "a RecordWriter or a mezzo.TensorBoardWriter"),
     )
     for name, value, is_allowed, allowed in rows:
         if not is_allowed:
@@ -89,8 +83,7 @@ def arguments(
         raise refused("ReduceLROnPlateau needs a metric at each step. Step it yourself, by result.stepped.")
     if release and clip_value is not None:
         raise refused(
-            "release_gradients=True frees each gradient within backward, before clip_value could change it. Use "
-            "clip_norm, or keep the gradients."
+            "release_gradients=True frees gradients before clip_value could change them. Use clip_norm."
         )
 
 
@@ -103,25 +96,19 @@ def _has(value: Any, method: str) -> bool:
 
 
 def averager(ema: Any, *, low: bool) -> Callable[[nn.Module], Any] | None:
-    """The function to call with the model after each step; UsageError for an average that can't be updated.
-
-    Args:
-        ema: as the user gave it.
-        low: whether the model's weights are, or will be, stored in 16 bits.
-    """
+    """The function to call with the model after each step; UsageError for an average that can't be updated."""
     if ema is None:
         return None
     update = getattr(ema, "update_parameters", None if isinstance(ema, nn.Module) else ema)
     if not callable(update):
         raise refused(
-            f"ema is a {type(ema).__name__}; give an object with update_parameters(model), such as "
-            "torch.optim.swa_utils.AveragedModel, or a function of the model"
+            f"ema is a {type(ema).__name__}; give a torch.optim.swa_utils.AveragedModel, another object with "
+            "update_parameters(model), or a function of the model"
         )
     for name, param in ema.named_parameters() if low and isinstance(ema, nn.Module) else ():
         if param.dtype in SIXTEEN_BITS:
             raise refused(
-                f"the average's {name} is {name_of(param.dtype)}, which loses its small updates. Make it FP32: "
-                "ema.float(), or before the model is lowered."
+                f"the average's {name} is {name_of(param.dtype)}, which loses small updates. Make it FP32: ema.float()."
             )
     chosen: Callable[[nn.Module], Any] = update
     return chosen

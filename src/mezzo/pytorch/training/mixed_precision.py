@@ -2,9 +2,6 @@
 
 The order is fixed: backward of the scaled loss, the optimizer step (`pytorch/step.py`: unscale, look for NaN and
 infinity, clip, step or skip), scheduler and average only if it stepped, next scale, clear the gradients.
-
-It does not wrap the model's call (`mp.autocast()` is the context of forward and loss) and saves neither model nor
-optimizer.
 """
 
 from __future__ import annotations
@@ -34,17 +31,11 @@ from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
 from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim.fused import FusedOptimizer
+from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.step import StepOutcome, host_knows, parameters, step_fused, step_in_place
 from mezzo.pytorch.training import cast_parameters, checks
 from mezzo.pytorch.training import state as training_state
-from mezzo.pytorch.training.backward import (
-    Accumulation,
-    FP32Gradients,
-    FP32Sums,
-    Gradients,
-    OptimizerBackward,
-    leaves_of,
-)
+from mezzo.pytorch.training.backward import Accumulation, Gradients, OptimizerBackward, leaves_of
 from mezzo.pytorch.training.networks import Networks
 from mezzo.pytorch.training.observers import Observers, observers_for
 from mezzo.pytorch.training.release import GradientRelease
@@ -95,16 +86,13 @@ class MixedPrecision:
             times the first steps against FP32, and keeps the faster; `decision` says which, and why.
         clip_norm: largest total 2-norm of the unscaled gradients; `math.inf` measures the norm only.
         clip_value: largest magnitude of an element; applied before `clip_norm`.
-        accumulate: losses per optimizer step. Each is divided by this number, so that four quarters of a batch update
-            the parameters as the batch would if the loss is a mean over the batch.
+        accumulate: losses per optimizer step, each divided by this number: four quarters of a batch update as it would.
         scheduler: stepped once each time the optimizer has stepped (not once per epoch).
-        ema: an average of the model, updated after each step: an object with `update_parameters(model)`, such as
-            `torch.optim.swa_utils.AveragedModel`, or a function of the model. It sees the FP32 masters of 16-bit
-            weights.
-        params: the format that parameters are stored in: `"fp32"`, `"bf16"`, `"fp16"`. `params`, `masters` and `state`
-            mean what they mean in a policy's text: `"bf16", masters="split"` is `"bf16,masters=split"`. Parameters of
-            normalisations, and of modules that the policy names fp32, stay FP32. The model is changed in place, and
-            torch's AdamW, Adam and SGD become Mezzo's in the same object.
+        ema: updated after each step, with the FP32 masters of 16-bit weights: an object with
+            `update_parameters(model)`, such as `torch.optim.swa_utils.AveragedModel`, or a function of the model.
+        params: the format that parameters are stored in: `"fp32"`, `"bf16"`, `"fp16"`; as `masters` and `state`, a key
+            of policies. Parameters of normalisations, and of modules that the policy names fp32, stay FP32. The model
+            is changed in place, and torch's AdamW, Adam and SGD become Mezzo's in the same object.
         masters: how the optimizer keeps the FP32 value of a 16-bit parameter: `"fp32"`, a separate copy; `"split"`,
             the 16 bits that bf16 lacks; `"split8"`, 8 of them; `"none"`. With `masters` alone, parameters are stored
             in the compute format; with `params="bf16"` alone, masters are split.
@@ -117,8 +105,7 @@ class MixedPrecision:
             updates. See `ranges` and docs/monitoring.md.
         trace: when a step is skipped, replay its model calls and find the origin of the value that is not finite:
             `result.finding`, `findings`. None: where the host learns of the skip without waiting for it.
-        records: where losses and updates are written. They are read and written every 16 updates, at `close()` and
-            where something raises, so that not every step waits for the device.
+        records: where losses and updates are written, every 16 updates, at `close()` and where something raises.
         weights: deprecated; use `params` and `masters`.
 
     Raises:
@@ -176,7 +163,7 @@ class MixedPrecision:
         self.clip_value = clip_value
         self.accumulate = accumulate
         self.scheduler = scheduler
-        low = asked.params != "fp32" or cast_parameters.has_16_bit(optimizer)
+        low = asked.params != "fp32" or cast_parameters.stored_as(optimizer)[0] != "fp32"
         self._average = checks.averager(ema, low=low)
         self._journal = Journal(records)
         self._findings: deque[OverflowReport] = deque(maxlen=100)
@@ -190,16 +177,7 @@ class MixedPrecision:
             self._resolved.end()
             raise
         self._observing = Observers(
-            model,
-            observers_for(
-                model,
-                optimizer,
-                watch=watch,
-                trace=trace,
-                scales=self._resolved.scaler is not None,
-                enter=self._resolved.context,
-                clock=self._journal.now,
-            ),
+            model, observers_for(self._resolved, model, optimizer, watch, trace, self._journal.now)
         )
         self._journal.also(self._observing.drain)
         self._stop_observing = finalize(self, self._observing.undo)
@@ -222,13 +200,12 @@ class MixedPrecision:
                 self._release = GradientRelease(self._fused)
         self._backward = OptimizerBackward(stepping)
         # torch's zero_grad also opens a profiler range, which takes longer than the rest of it.
-        self._clears_itself = cast_parameters.clears_plainly(optimizer)
-        self._gradients = Gradients()
+        own = type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)
+        self._clears_itself = not own
         # Separate masters and clipping by value rewrite gradients, which must be FP32 for it.
-        rewrites = self.clip_value is not None or cast_parameters.has_separate_masters(stepping)
-        if self.accumulate > 1 or rewrites:
-            in_buckets = isinstance(self.model, nn.parallel.DistributedDataParallel)
-            self._gradients = FP32Sums() if in_buckets else FP32Gradients()
+        rewrites = self.clip_value is not None or isinstance(stepping, WithMasters)
+        in_buckets = isinstance(self.model, nn.parallel.DistributedDataParallel)
+        self._gradients = Gradients(fp32=self.accumulate > 1 or rewrites, in_buckets=in_buckets)
         self._gradients.cover(optimizer)
         self._let_go = finalize(self, self._gradients.undo)
         self._let_go.atexit = False
@@ -272,8 +249,7 @@ class MixedPrecision:
     def reset_loss_scale(self) -> None:
         """Restart the loss scale, after a `LossScaleCollapseError` whose cause is fixed.
 
-        A dynamic scale goes on from its `init` instead of its floor; a constant one forgets its skips. An open window
-        keeps the scale that it began with.
+        A dynamic scale goes on from its `init`; a constant one forgets its skips. An open window keeps its scale.
 
         Raises:
             UsageError: this training has no loss scale.
@@ -281,8 +257,7 @@ class MixedPrecision:
         scaler = self._resolved.scaler
         if scaler is None:
             raise UsageError(
-                f"reset_loss_scale(): precision {self.policy} has no loss scale. Only fp16 has one by default; "
-                "loss_scale= gives one to any precision."
+                f"reset_loss_scale(): precision {self.policy} has no loss scale. Give loss_scale=."
             )
         scaler.reset()
 
@@ -313,10 +288,10 @@ class MixedPrecision:
         if training and self._resolved.active_scaler is not None:
             for model in {mp.model for mp in _ALIVE}:  # calls of the other networks may be part of this step
                 _NETWORKS.call(model)
-        watched: AbstractContextManager[Any] = nullcontext()
-        if self._watches_live:
-            watched = self._observing.live()
-        with self._resolved.context() as context, watched:
+        with (
+            self._resolved.context() as context,
+            self._observing.live() if self._watches_live else nullcontext(),
+        ):
             yield context
 
     @_disable_dynamo
@@ -357,8 +332,8 @@ class MixedPrecision:
             if self._release is not None:
                 if retain_graph:
                     raise UsageError(
-                        "step(retain_graph=True): with release_gradients=True backward changes the weights, so its "
-                        "graph can't run again. Step the other MixedPrecision first, or keep the gradients."
+                        "step(retain_graph=True): release_gradients=True changes the weights within backward, so its "
+                        "graph can't run again. Step the other MixedPrecision first."
                     )
                 outcome = self._release.backward(
                     loss,
@@ -393,10 +368,7 @@ class MixedPrecision:
         """Step with a window that is short of losses (the end of an epoch); without any loss nothing happens.
 
         The gradients are rescaled by `accumulate / seen`, so that the update follows the mean of the losses, as it does
-        in a full window. The result has the last loss of the window.
-
-        Raises:
-            CallOrderError: no `step` yet.
+        in a full window. Raises CallOrderError before the first `step`.
         """
         if self._window.seen == 0:
             if self._journal.losses == 0:
@@ -461,7 +433,7 @@ class MixedPrecision:
         if scaler is not None and found is not None:
             scaler.update(found)
         self._journal.update(result)
-        if self._resolved.trial is not None:
+        if self._resolved.trial is not None:  # `stepped` may wait
             self._resolved.step_ended(counts=result.stepped)
         if scaler is not None:
             try:
@@ -502,8 +474,8 @@ class MixedPrecision:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` saved, or the state of a `torch.amp.GradScaler` or `mezzo.GradScaler`.
 
-        The precision that this object was made with stays, except that `auto` takes what was decided. A loss scale is
-        loaded where both sides have one of the same kind.
+        The precision stays, except that `auto` takes what was decided. A loss scale is loaded where both sides have one
+        of the same kind.
 
         Raises:
             UsageError: another state, or an open window of another `accumulate` or number of parameters.

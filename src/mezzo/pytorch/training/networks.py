@@ -1,17 +1,10 @@
 """Buffers that forward passes in training change: copied before a step, restored if the step is skipped.
 
-An overflow makes running means infinite or NaN for good, though the step itself is skipped (PyTorch issue 90342). That
-holds for BatchNorm and for every module that keeps averages: spectral norms, VQ codebooks, counters.
+Copied are small buffers, those of BatchNorm and InstanceNorm, and large ones that changed in one of the first two steps
+or whose version counter says later that they were written (native kernels and `.data` do not raise it).
 
-**Which buffers** (`MovingBuffers`). All small ones, and those of BatchNorm and InstanceNorm. Large ones (masks, rotary
-tables, codebooks) are compared after the first two steps, and copied from then on if they have moved. The others are
-copied again once their version counter says that they were written after all. The counter alone would not do: native
-kernels and writes through `.data` do not raise it.
-Not restored: state that is not a buffer; buffers that a skipped step registers; a large one in the step that writes it
-for the first time, if that is not one of the first two.
-
-**Whose step** (`Networks`). Each step of any optimizer, taken or skipped, ends a turn. The buffers of a network are
-copied before its first call of a turn. When optimizer S ends a turn, these become of each network:
+Each step of any optimizer, taken or skipped, ends a turn. The buffers of a network are copied before its first call of
+a turn. When optimizer S ends a turn, these become of each network:
 
 | owner of its parameters              | S stepped         | S skipped                                   |
 |--------------------------------------|-------------------|---------------------------------------------|
@@ -24,11 +17,9 @@ copied before its first call of a turn. When optimizer S ends a turn, these beco
 Kept copies are for the network's own optimizer. If that one steps after the third row's skip, and the network was not
 called in between, its buffers go forward again: the two losses were one, and its own gradients were good.
 
-A call belongs to the gradients of the network's newest turn when a backward pass finds its gradients empty: older calls
-went into gradients that were used or cleared, or had no backward pass. The loss of S ran through a network if one
-backward pass of the turn reached parameters of both, or if none of its parameters requires a gradient at the moment.
-Between two calls of one network in one turn, one for a good and one for a skipped step, there is no copy: both are
-undone where the step is the network's own, and else the values that are not finite.
+A call belongs to the gradients of the network's newest turn when a backward pass finds its gradients empty. The loss of
+S ran through a network if one backward pass of the turn reached parameters of both, or if it is frozen. Of two calls
+of one network in one turn, one for a good and one for a skipped step, there is one copy: both are undone.
 """
 
 from __future__ import annotations
@@ -53,7 +44,7 @@ _NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class MovingBuffers:
-    """The buffers of a model that its forward pass changes in training.
+    """The buffers of a model (held weakly) that its forward pass changes in training.
 
     Naive code::
 
@@ -61,20 +52,12 @@ class MovingBuffers:
         for buffer, old in zip(model.buffers(), before):            # restore(found_inf)
             buffer.copy_(torch.where(found_inf != 0, old, buffer))
 
-    Args:
-        model: held weakly. Its buffers are searched at the first `remember`, in the learning steps and after skips.
-
-    Attributes:
-        parameters: the ids of the model's parameters.
-        turn: of `Networks`, in which the newest copies were taken.
+    `parameters` are ids; `turn` is that of `Networks` in which the newest copies were taken.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._slots: list[BufferSlot] = []
-        self._still: list[
-            tuple[BufferSlot, tuple[int, int]]
-        ] = []  # large ones that did not move, and their versions
         self._known: set[tuple[int, str]] = set()
         self._first: BufferSnapshot | None = None  # before the step's first forward pass
         self._last: BufferSnapshot | None = None  # before the newest turn; may outlive the step
@@ -88,7 +71,7 @@ class MovingBuffers:
 
     @property
     def watches(self) -> bool:
-        """Whether the model may have moving buffers; for a compiler only normalisations: copies break its graph."""
+        """Whether the model may have moving buffers; compiled, only normalisations count: copies break the graph."""
         return self._has_norm if torch.compiler.is_dynamo_compiling() else self._has_buffers
 
     @property
@@ -125,16 +108,13 @@ class MovingBuffers:
             return
         if self._last is not None:  # a step that is still to come may have overflowed
             self.restore_lost()
-        if self._still:
-            self._slots += [slot for slot, version in self._still if _written(slot) != version]
-            self._still = [(slot, version) for slot, version in self._still if _written(slot) == version]
         self._last = self._copied()
         self._first = self._first or self._last
 
     def _copied(self) -> BufferSnapshot:
-        training = [slot for slot in self._slots if slot.trains]
+        due = [slot for slot in self._slots if slot.is_due]
         return BufferSnapshot(
-            (slot for slot in training if not slot.learning), (slot for slot in training if slot.learning)
+            (slot for slot in due if not slot.learning), (slot for slot in due if slot.learning)
         )
 
     def begin_anew(self) -> None:
@@ -144,12 +124,9 @@ class MovingBuffers:
 
     @torch.no_grad()
     def restore(self, found_inf: Tensor | bool, *, keep: bool = False) -> None:
-        """End the step: restore the copies where `found_inf` is not 0, and drop them.
+        """End the step: restore the copies where `found_inf` is not 0, and drop them; `keep` leaves the newest.
 
-        Args:
-            found_inf: known on the host (bool: nothing is launched for False), or a 0-dim tensor, which is waited for
-                where a buffer was replaced or copied by itself.
-            keep: keep the newest copies for `restore_lost`.
+        The host waits for a 0-dim `found_inf` only where a buffer was replaced or copied by itself.
         """
         if not self.holds_copies:
             self._look |= found_inf is not False
@@ -170,11 +147,9 @@ class MovingBuffers:
         for each in learning:
             each.slot.learning -= 1
             each.slot.moves |= each.moved()
-        if learning:
-            still = [slot for slot in self._slots if not (slot.learning or slot.moves)]
-            self._still += [(slot, _written(slot)) for slot in still]
-            self._slots = [slot for slot in self._slots if slot.learning or slot.moves]
-            self._look = True
+            if not (each.slot.learning or each.slot.moves):
+                each.slot.still = each.slot.version
+        self._look |= bool(learning)
         if found_inf is not False:
             first.put_back(found_inf)
             self._look = True
@@ -206,7 +181,6 @@ class MovingBuffers:
         """Take the copies that `state` gave. Those of other buffers are dropped, and so is an older Mezzo's list."""
         self._known.clear()
         self._slots.clear()
-        self._still.clear()
         self._look = True
         self.forget()
         self.remember()
@@ -241,12 +215,6 @@ class MovingBuffers:
         self._has_buffers = bool(self._known)
 
 
-def _written(slot: BufferSlot) -> tuple[int, int]:
-    """Which tensor is registered, and its version counter: other values after most writes."""
-    tensor = slot.tensor
-    return id(tensor), -1 if tensor is None or tensor.is_inference() else tensor._version
-
-
 class Networks:
     """The moving buffers of all networks in training."""
 
@@ -258,7 +226,6 @@ class Networks:
         self.hold_copies = False  # without copies a step has nothing to restore
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._of)
 
     def of(self, model: nn.Module) -> MovingBuffers:
@@ -313,14 +280,10 @@ class Networks:
         passes: Callable[[], Iterable[frozenset[int]]] = tuple,
         alone: bool = False,
     ) -> None:
-        """An optimizer has stepped, or its step was skipped.
+        """An optimizer of these parameters has stepped, or its step was skipped; `alone`: there is no other optimizer.
 
-        Args:
-            parameters: the optimizer's.
-            found_inf: whether it was skipped; a 0-dim tensor only where one network is trained.
-            owned: gives the ids of the parameters of all optimizers.
-            passes: gives the ids of the leaves of each backward that was not announced to `backward`.
-            alone: whether there is no other optimizer.
+        `owned` gives the ids of all optimizers' parameters, `passes` those of the leaves of each backward that was not
+        announced. `found_inf` is a tensor only where one network is trained.
         """
         turn, self._turn = self._turn, self._turn + 1
         announced, self._passes = self._passes, {}

@@ -1,12 +1,9 @@
-"""Observers of a training's steps: histograms and overflow tracing.
-
-Without observers no hook is on the model, and each call below is a loop over nothing.
-"""
+"""Observers of a training's steps: histograms and overflow tracing. Without observers no hook is on the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,35 +19,24 @@ from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
 from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
 from mezzo.pytorch.monitor.replay import running_again
 from mezzo.pytorch.step import host_knows
+from mezzo.pytorch.training.resolved_precision import ResolvedPrecision
 
 
 def observers_for(
+    resolved: ResolvedPrecision,
     model: nn.Module,
     optimizer: Optimizer,
-    *,
     watch: bool | int,
     trace: bool | None,
-    scales: bool,
-    enter: Callable[[], AbstractContextManager[Any]],
     clock: Callable[[], float],
 ) -> list[StepObserver]:
-    """The observers that MixedPrecision's `watch` and `trace` ask for.
-
-    Args:
-        model: whose calls they see.
-        optimizer: the user's.
-        watch: histograms at every so many updates; True for the default interval.
-        trace: whether skipped steps are traced; None: where that costs no wait.
-        scales: whether there is a loss scale, without which no step is skipped.
-        enter: makes the context in which a call is replayed.
-        clock: seconds since the run's start, for records.
-    """
+    """The observers that `watch` and `trace` ask for; `clock` counts the seconds since the run's start."""
     observers: list[StepObserver] = []
     if watch:
         every = DEFAULT_EVERY if watch is True else watch
         observers.append(RangeWatch(model, optimizer, every=every, clock=clock))
-    if trace or (trace is None and scales and host_knows(next(model.parameters()))):
-        observers.append(OverflowTracer(enter=enter, clock=clock, waits=bool(trace), model=model))
+    if trace or (trace is None and resolved.scaler is not None and host_knows(next(model.parameters()))):
+        observers.append(OverflowTracer(enter=resolved.context, clock=clock, waits=bool(trace), model=model))
     return observers
 
 

@@ -1,14 +1,8 @@
 """Gradient release: the optimizer's step inside backward, so that only one gradient is alive at a time.
 
-As soon as a parameter's gradient is complete, a hook updates the parameter and frees the gradient (K. Lv et al., "Full
-Parameter Fine-tuning for Large Language Models with Limited Resources", 2023). Peak memory is weights, states,
-activations and the largest gradient.
-
-A global norm or an overflow is known only when the last gradient is, and by then the others are gone. Where clipping or
-a loss scale needs one, backward runs twice over one graph: first to sum squares, then to update. This costs a second
-backward, and the graph lives until the first has ended. Both compute the same gradients to the bit (dropout masks are
-saved; a checkpointed block restores its random state), except where backward itself draws random numbers or adds in no
-fixed order (atomics on a GPU).
+A hook updates a parameter as soon as its gradient is complete, and frees the gradient (K. Lv et al., "Full Parameter
+Fine-tuning for Large Language Models with Limited Resources", 2023). Clipping and loss scales need all gradients first:
+then backward runs twice over one graph, first to sum squares, then to update.
 """
 
 from __future__ import annotations
@@ -30,17 +24,10 @@ from mezzo.pytorch.training.backward import backward_into, has_reentrant_checkpo
 
 
 class GradientRelease:
-    """Backward that updates each parameter as its gradient arrives, and frees the gradient.
+    """Backward that updates each parameter as its gradient arrives, with the bits of a step after backward.
 
-    Naive code, with the same results to the bit::
-
-        torch.autograd.backward(loss, seed, inputs=params)
-        optimizer.step(multiplier=..., found_inf=...)
-        optimizer.zero_grad(set_to_none=True)
-
-    A tied weight is updated once, by its whole gradient. A parameter that another op's backward saved under `detach()`
-    changes too early; PyTorch then raises that it was modified in place. A graph of `torch.compile` delivers all
-    gradients at once, and only then are they released.
+    Except where backward draws random numbers itself or adds in no fixed order. A parameter that another op's backward
+    saved under `detach()` changes too early; PyTorch then raises.
     """
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
@@ -54,7 +41,7 @@ class GradientRelease:
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 raise UsageError(
                     f"gradient release: {name or 'the model'} is in DistributedDataParallel, which averages gradients "
-                    "after they have been released. Use fully_shard (FSDP2), or train without gradient release."
+                    "after they were released. Use fully_shard (FSDP2), or release_gradients=False."
                 )
 
     def backward(
@@ -69,22 +56,15 @@ class GradientRelease:
     ) -> StepOutcome:
         """Backward of one loss, and the optimizer's step; afterwards no parameter has a gradient.
 
-        Gradients that are there already (of earlier losses of a window) are part of the sum. Where backward raises, the
-        parameters whose gradients had come are updated; in the first of two passes, none is.
+        Gradients that are there already are part of the sum. Where backward raises, the parameters whose gradients had
+        come are updated; in the first of two passes, none is. Raises UsageError without gradients, and for reentrant
+        checkpoints.
 
         Args:
-            loss: one element, on the graph.
-            seed: the gradient of the loss, of its dtype and shape; None for 1.
-            params: leaves of the optimizer. Those without a gradient stay.
+            loss, seed, params: as for `backward_into`.
             multiplier: 0-dim FP32 that every gradient is multiplied with, 1 / loss scale; None for 1.
             clip_norm: largest total 2-norm of the multiplied gradients. Two passes.
             check: change nothing if some gradient is not finite. Two passes; on a CPU one if it isn't.
-
-        Returns:
-            What the step did, the same on all ranks; `found_inf` is None without `check`.
-
-        Raises:
-            UsageError: no parameter has a gradient; the graph has a reentrant checkpoint. Nothing has changed.
         """
         if self._reentrant is None:
             self._reentrant = has_reentrant_checkpoint(loss)

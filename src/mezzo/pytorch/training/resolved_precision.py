@@ -1,8 +1,4 @@
-"""ResolvedPrecision: the policy of a training as applied: its autocast context, loss scale and module overrides.
-
-It changes at most twice: under `auto` the first steps are timed in FP32 and in the candidate by turns, and the faster
-one stays.
-"""
+"""ResolvedPrecision: the policy of a training as applied. Under `auto` it changes at most twice."""
 
 from __future__ import annotations
 
@@ -21,21 +17,9 @@ from mezzo.pytorch.loss_scaler import LossScaler
 
 
 class ResolvedPrecision:
-    """The policy of one training, applied.
+    """The policy of one training, applied: autocast context, loss scale (`scaler`) and module overrides.
 
-    Args:
-        model: whose modules the policy may name.
-        asked: the policy, perhaps with `auto`.
-        device_type: of the context.
-        loss_scale: instead of the policy's.
-        why: the reason for a choice that was made before.
-
-    Attributes:
-        policy: without `auto`: the format that is on trial or was decided on.
-        decision: which precision and why; None while a trial runs.
-        device: of the loss scale: that of the model's first parameter.
-        trial: of `auto`, while it runs.
-        scaler: the loss scale; None without one.
+    `policy` is the one without `auto`; `decision` says why it is (`why`, if decided before), None while a `trial` runs.
     """
 
     def __init__(

@@ -114,11 +114,7 @@ _Entry = tuple[int, float, Tensor | StepResult]
 
 
 class Journal:
-    """Counts losses and updates, and keeps what is to be written until `flush`.
-
-    Args:
-        writer: of a run's records; None to count only.
-    """
+    """Counts losses and updates, and keeps what is to be written until `flush`; without a writer it only counts."""
 
     def __init__(self, writer: RecordWriter | None) -> None:
         self.losses = 0

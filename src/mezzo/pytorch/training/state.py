@@ -58,10 +58,8 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
         if scaler is not None and isinstance(scaler.pure, DynamicLossScale):
             scaler.load(from_scaler_state(state, scaler.pure))
         else:
-            warnings.warn(
-                f"precision {mp.policy} has no dynamic loss scale; the GradScaler's state is ignored",
-                stacklevel=3,
-            )
+            ignored = f"precision {mp.policy} has no dynamic loss scale; the GradScaler's state is ignored"
+            warnings.warn(ignored, stacklevel=3)
         return
     params = list(parameters(mp.optimizer))
     _check(mp, state, len(params))
@@ -92,13 +90,10 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
 def _check(mp: MixedPrecision, state: dict[str, Any], params: int) -> None:
     """Raise UsageError for a state that this training can't go on from."""
     if "schema" not in state or "loss_scale" not in state:
-        raise UsageError(
-            f"this is no state of MixedPrecision or of a GradScaler: it has {', '.join(map(str, state))}"
-        )
+        found = ", ".join(map(str, state))
+        raise UsageError(f"this is no state of MixedPrecision or of a GradScaler: it has {found}")
     if state["schema"] > SCHEMA:
-        raise UsageError(
-            f"this state has schema {state['schema']}; this Mezzo reads up to {SCHEMA}: update it"
-        )
+        raise UsageError(f"this state has schema {state['schema']}; update Mezzo, which reads up to {SCHEMA}")
     if "params" in state:
         saved_as = state["params"], state["masters"]
     else:  # version 0.1.0
