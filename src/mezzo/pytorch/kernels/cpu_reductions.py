@@ -1,8 +1,6 @@
-"""The sum of squares of gradients on a CPU, read once at the speed of memory.
+"""The sum of squares of gradients on a CPU, read once at the speed of memory, in a `jit` template.
 
-Blocks of 65,536 elements are summed each in 64 FP64 lanes, which no compiler or thread reorders, so the result is the
-same for any number of threads. The loops are a template: `jit` writes this file out with other functions in the lines
-marked as bound.
+Blocks of 65,536 elements are summed each in 64 FP64 lanes: the same result for any number of threads.
 """
 
 from __future__ import annotations

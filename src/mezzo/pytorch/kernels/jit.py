@@ -1,17 +1,7 @@
-"""Compiled loops without branches on formats: a template module, written out once for each set of functions.
+"""Numba loops without branches on formats: a template module, written to a cache folder with other bound imports.
 
-A template is an ordinary module with functions of one argument, a ``job``. Its imports marked ``# bound`` are the
-variable part:
-
-    from mezzo.pytorch.kernels.optimizer_step.cpu_elements import decode_split as decode  # bound
-
-With the binding ``"decode": "mezzo.pytorch.kernels.optimizer_step.cpu_elements:decode_split8"``, `kernel` writes the
-module with the other import into a cache folder, compiles such a function as a C function, and Numba caches the machine
-code there. The folder's name is a digest of Mezzo's kernels, Numba, LLVM and the processor, so nothing stale is loaded.
-
-The cache is `MEZZO_CACHE_DIR`, else ``mezzo`` in `XDG_CACHE_HOME` or ``~/.cache``. It holds Python sources and pickles,
-which are executed, so a folder that another user can write to is refused with a warning. Without a usable cache there
-is a temporary folder for this process.
+In a template the imports marked ``# bound`` vary. Numba caches the machine code beside the written module. The cache
+(`MEZZO_CACHE_DIR`, else ``mezzo`` in `XDG_CACHE_HOME` or ``~/.cache``) is executed, so others must not write to it.
 """
 
 from __future__ import annotations
@@ -57,13 +47,7 @@ class KernelError(MezzoError, RuntimeError):
 
 
 class Kernel(NamedTuple):
-    """A compiled loop.
-
-    Args:
-        address: of a C function ``void main(int64_t *job)``; it stays loaded as long as the process.
-        seconds: the time to compile or load it.
-        from_cache: loaded, not compiled.
-    """
+    """A C function ``void main(int64_t *job)``, the seconds to compile or load it, and whether it was loaded."""
 
     address: int
     seconds: float
@@ -80,13 +64,7 @@ _DTYPES: Mapping[torch.dtype, tuple[str, str]] = MappingProxyType(
 
 
 def elements(dtype: torch.dtype, **names: str) -> dict[str, str]:
-    """The bindings for a tensor's elements, in FP32, bf16 or fp16.
-
-    Args:
-        dtype: of the tensor.
-        names: the bound name of ``at`` (a pointer to the elements), and of functions of `CPU` for each dtype: ``load``,
-            ``store``, ``largest``.
-    """
+    """Bindings for a tensor's elements: name of the function in `CPU` without its dtype (or ``at``) -> bound name."""
     name, element = _DTYPES[dtype]
     return {
         bound: f"{CPU}:{element}_at" if verb == "at" else f"{CPU}:{verb}_{name}"
@@ -99,15 +77,8 @@ _keep_alive: list[Any] = []
 
 
 def kernel(template: ModuleType, bindings: Mapping[str, str], main: str = "main") -> Kernel:
-    """A template's function, bound and compiled; the same object for the same arguments.
-
-    Args:
-        template: a module with imports marked ``# bound``.
-        bindings: ``"package.module:function"`` for bound names; the others stay as the template has them.
-        main: the function, ``main(job)``.
-
-    Raises:
-        KernelError: Numba can't compile it here.
+    """A template's function ``main(job)`` with ``"module:function"`` for bound names; KernelError if Numba can't
+    compile it.
     """
     key = (template.__name__, main, tuple(sorted(bindings.items())))
     found = _kernels.get(key)
@@ -209,10 +180,7 @@ def _folder() -> Path:
 
 
 def _unsafe(folder: Path) -> str:
-    """Why other users could change what is executed from the folder; empty where they can't.
-
-    In a folder with mode 700 no other user can write a file. Its parent may be sticky, as /tmp is.
-    """
+    """Why other users could change what is executed from the folder, or ""; its parent may be sticky, as /tmp is."""
     if not hasattr(os, "getuid"):  # Windows: access lists, which a user's own folders inherit
         return ""
     for place, forbidden in ((folder.parent, 0o022), (folder, 0o077)):
@@ -247,10 +215,7 @@ _forked = False
 
 
 def parallel(address: int, data: int) -> None:
-    """Call a C function ``void f(void *data)`` once on each of PyTorch's threads, and wait for all.
-
-    The function shares out its work itself, by an atomic counter in its data.
-    """
+    """Call ``void f(void *data)`` once on each of PyTorch's threads; they share the work by an atomic counter in data."""
     threads = torch.get_num_threads()
     if threads == 1:
         _function(address)(data)

@@ -1,7 +1,6 @@
 """`adopt`: a `torch.optim` optimizer becomes one of Mezzo's, and stays the object that the script holds.
 
-Its class changes to a subclass of both classes, so schedulers, hooks, parameter groups and `isinstance` checks keep
-working, and its state is converted.
+Its class changes to a subclass of both, so schedulers, hooks, groups and `isinstance` keep working.
 """
 
 from __future__ import annotations

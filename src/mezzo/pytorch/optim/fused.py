@@ -1,10 +1,7 @@
 """The base class of Mezzo's optimizers: everything that a step needs besides the update rule.
 
-A step has two parts. First, in Python, for each parameter: does it have a gradient, and are its weight and its entries
-in `optimizer.state` the same tensors as before? Only if not, its `Row`, the description for the kernels, is made again.
-Then one call per device does the rest: unscale, decode, update, encode, or nothing on overflow.
-
-There are no `foreach`, `fused`, `capturable`, `differentiable` and `amsgrad`: each device has one implementation.
+A step looks in Python whether each parameter's tensors are those of its `Row` (else a new one is made), then calls one
+kernel per device: unscale, decode, update, encode, or nothing on overflow.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""FP32 masters under any optimizer: the user's own, or one of PyTorch's that Mezzo has no fused form of.
+"""FP32 masters under any optimizer, which stays the same object: its class becomes a subclass that has masters.
 
-As in `adopt`, the optimizer stays the same object and changes its class, to a subclass that has masters. While its own
-`step` runs, its parameter groups list FP32 parameters, the masters, with FP32 gradients. Before and after, they list
-the model's 16-bit weights. So hyper-parameters, schedulers, `zero_grad` and `add_param_group` work without copies. A
-weight's master is the entry ``"master"`` of its state.
-
-Cost: an FP32 master per 16-bit weight, and an FP32 gradient during a step. The fused optimizers of `mezzo.optim` need
-neither.
+While the optimizer's own `step` runs, its groups list FP32 masters with FP32 gradients; before and after, the model's
+16-bit weights. A weight's master is the entry ``"master"`` of its state. `mezzo.optim` needs less memory.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """Cast a model's parameters to 16 bits, and keep what rounding loses until an optimizer takes it over.
 
-`lower_weights` replaces a model's FP32 weights by 16-bit ones in place. The remainder of a bf16 weight is an int16
-(`mezzo.pytorch.kernels.optimizer_step.formulas`); for an fp16 weight the FP32 value itself is kept. Both are held here,
-with weak references to the `Parameter`, for the optimizer that will own it. A weight that its format holds exactly
-(from a 16-bit checkpoint) needs nothing.
-
-`Parameter` objects stay the same, because optimizers, hooks, tied weights, parametrizations and averages refer to them:
-only their `.data` is replaced. Normalisation modules stay in FP32, because they have few parameters and their gradients
-are sums over the whole batch; so does what the policy or the caller names.
+What a weight lacks is held with a weak reference to its `Parameter`: an int16 remainder for bf16, the FP32 value for
+fp16. `Parameter` objects stay the same, because optimizers, hooks and tied weights refer to them.
 """
 
 from __future__ import annotations
@@ -112,8 +106,7 @@ def lower_weights(
 def take_master(param: Tensor) -> Tensor | None:
     """Return the FP32 value that is kept for a 16-bit parameter, and forget it; None if there is none.
 
-    If the weight was edited since, the value is within one ulp of it. If its `.data` was replaced by another dtype or
-    shape, there is none.
+    If the weight was edited since, the value is within one ulp of it.
     """
     master = peek_master(param)
     _kept.pop(param, None)
@@ -290,10 +283,7 @@ def _belongs(kept: Tensor, param: Tensor) -> bool:
 
 @contextmanager
 def stored(model: torch.nn.Module, policy: Policy) -> Iterator[list[str]]:
-    """Store the weights as the policy says for a `with` block, and put the original tensors back; yields notes.
-
-    A model whose weights can't be lowered is left as it is, and the note says why.
-    """
+    """Store the weights as the policy says for a `with` block, or leave them with a note that says why; yields notes."""
     if policy.params == "fp32":
         yield [] if policy.state == "fp32" else [_sentence(model, policy)]
         return

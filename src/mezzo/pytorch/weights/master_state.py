@@ -90,11 +90,9 @@ def load_master_state_dict(
 
 @contextmanager
 def showing_masters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Show FP32 masters in place of the model's 16-bit weights for a `with` block.
+    """Show FP32 masters in place of the model's 16-bit weights, for an average of them; 4 bytes per 16-bit parameter.
 
-    For an average of the weights: over thousands of steps it moves by less than a 16-bit weight can show, and PyTorch's
-    averages need one format on both sides. Other `Parameter` objects replace the model's in the modules' tables, whose
-    hooks and DDP buckets are not touched. Costs 4 bytes for each 16-bit parameter meanwhile.
+    Other `Parameter` objects replace the model's in the modules' tables; hooks and DDP buckets are not touched.
     """
     low = {id(p): name for name, p in model.named_parameters() if _is_low(p)}
     state = master_state_dict(model, optimizers) if low else {}

@@ -1,13 +1,7 @@
-"""Losses and gradients of rows on a CPU: compiled loops on PyTorch's threads, each row by one thread.
+"""Losses and gradients of rows on a CPU, each row by one thread, in a `jit` template.
 
-A loss is one pass over the logits in blocks: the block's largest logit first, while the block is in the nearest cache.
-Exponentials relative to the largest logit so far are summed in FP32 in 64 lanes of at most 16 numbers, and the lanes in
-FP64. A gradient is one pass that reads logits and writes gradients, from the row's log-sum-exp and scale: with the
-row's own factors in FP64, an element is ``exp(x - lse) * factor + shift`` in FP32. The last bits of the log-sum-exp,
-which FP32 cannot hold, are in the factor. The target's element is computed in FP64, because near a probability of 1
-``p - 1`` cancels.
-
-The loops are a template: `jit` writes this file out with other functions in the lines marked as bound.
+A loss is one pass in blocks: exponentials relative to the largest logit so far are summed in 64 FP32 lanes, these in
+FP64. A gradient is ``exp(x - lse) * factor + shift``; the target's is FP64, because ``p - 1`` cancels near p = 1.
 """
 
 from __future__ import annotations
@@ -226,10 +220,7 @@ def fill(out: Pointer, classes: int, value: float) -> None:
 
 @loop
 def usual(logits: Pointer, out: Pointer, classes: int, lse: float, factor: float, shift: float) -> None:
-    """A row whose factors are of a usual size.
-
-    The pointers may be equal: each element is read before it is written, and no other is.
-    """
+    """A row whose factors are of a usual size. The pointers may be equal: each element is read before it is written."""
     given = biased_constants()
     for i in range(classes):
         store_number(out, i, fma(exp(f32(load_logit(logits, i) - lse), given), factor, shift))

@@ -1,16 +1,9 @@
-"""Normalisation of 16-bit rows on a CPU, on PyTorch's threads: layer_norm, and rms_norm as the same without a mean.
-
-Forward: mean, variance about it, output, a row at a time while it is in the cache. Backward: dx from two sums over a
-row, the parameters' gradients from sums over each block of rows, in one pass. With h = (x - mean) * rstd and
-g = dy * weight::
+"""Normalisation of 16-bit rows on a CPU, in a `jit` template. With h = (x - mean) * rstd and g = dy * weight::
 
     dx      = rstd * (g - mean(g) - h * mean(g * h))       (rms_norm: h = x * rstd, and no mean(g))
-    dweight = sum over rows of dy * h
-    dbias   = sum over rows of dy
+    dweight = sum over rows of dy * h;  dbias = sum over rows of dy
 
-Blocks of rows depend on the shape alone, and their sums, in FP32, are added in order and rounded once: any number of
-threads gives the same bits. The loops are a template: `jit` writes this file out with other functions in the lines
-marked as bound.
+Sums over blocks of rows are FP32, added in order and rounded once: any number of threads gives the same bits.
 """
 
 from __future__ import annotations
@@ -72,17 +65,9 @@ Statistics = tuple[Pointer, Pointer]
 
 
 def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
-    """The normalised rows, and their statistics for backward.
+    """The normalised rows of a contiguous 16-bit `x`, and their statistics: FP32 [2, rows], means and 1 / deviations.
 
-    Args:
-        x: contiguous, fp16 or bf16, with rows of `form.shape`.
-        weight: FP32, contiguous, of a row's size; None for ones.
-        bias: likewise; None for zeros.
-        form: see `Form`.
-
-    Returns:
-        of `x`'s shape and dtype; FP32 [2, rows], the means and the reciprocals of the deviations, or [1, rows] without
-        the means.
+    `weight` and `bias` are FP32 and contiguous, or None. Without means (rms_norm) the statistics are [1, rows].
     """
     _, columns, epsilon, is_centred = form
     rows = x.numel() // columns
@@ -110,14 +95,7 @@ def backward(
     wants_dx: bool,
     wants_sums: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx of `x`'s shape and dtype, dweight and dbias FP32 [columns]; None where not wanted.
-
-    Args:
-        dy: the gradient of the output, of `x`'s shape and dtype, contiguous.
-        x, weight, form: the arguments of `forward`.
-        kept: the statistics that `forward` returned.
-        wants_dx, wants_sums: whether the gradients of the input, and of the parameters, are wanted.
-    """
+    """dx like `x`, and dweight and dbias in FP32 [columns], as far as wanted; `kept` are the statistics of `forward`."""
     _, columns, _, is_centred = form
     rows = x.numel() // columns
     block_rows = min(max(-(-rows // _BLOCKS), _LEAST_ROWS), _MOST_ROWS)

@@ -1,8 +1,7 @@
 """The step on a CPU: one compiled loop over all parameters of one kind, on PyTorch's threads.
 
-A kind is a rule, the storage of masters and states, and the dtypes of weight and gradient; a bf16 model whose
-normalisation layers stay in FP32 has two. A step writes the addresses of gradients and weights into a table in Python,
-about half a microsecond per parameter; the rest of the table is cached.
+A kind is a rule, the storage of masters and states, and the gradient's dtype. A step writes the addresses of gradients
+and weights into a table in Python, about half a microsecond per parameter; the rest of the table is cached.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The compiled loops of a step, over a table of rows, in chunks that threads take by a counter.
+"""The compiled loops of a step, over a table of rows, in chunks that threads take by a counter: a `jit` template.
 
-Without groups (`step_elements`) one loop goes from memory to memory. For 8-bit states (`step_groups`) it goes group by
-group, because the largest of the new values determines a group's scale: the new states of a group wait on the stack.
-Every word of a table has 64 bits: addresses, sizes, indices. `optimizer_step.cpu` writes it.
-
-The loops are a template: `jit` writes this file with other functions in the lines marked as bound.
+With 8-bit states (`step_groups`) the new states of a group wait on the stack, because the largest determines the scale.
+Every word of a table has 64 bits.
 """
 
 from __future__ import annotations
@@ -180,10 +177,8 @@ Pointers = tuple[Pointer, ...]
 def move(
     of: Pointers, given: tuple[Any, ...], places: Pointer, start: int, count: int, new: Pointers
 ) -> tuple[int, int, int]:
-    """Update `count` weights from `start`, a group's first. Their new states and noise stay in `new`.
-
-    Returns:
-        Whether one of the weights is now infinite, and the `magnitude` of the largest new states.
+    """Update `count` weights from `start`, a group's first; their new states and noise stay in `new`. Returns whether a
+    weight is now infinite, and the `magnitude` of the largest new states.
     """
     weight, master, grad, first, first_scales, second, second_scales = of
     multiplier, l2, own, step_key, weight_key = given

@@ -1,9 +1,7 @@
-"""Tables of the tensors of one step, on their device, by which one launch serves them all.
+"""Tables of the tensors of one step in one int64 buffer on their device, by which one launch serves them all.
 
-All are in one int64 buffer. `current` is what may change at each step: the addresses of weights and gradients, and the
-groups' settings (`hypers`). It is copied only if it changed, from pinned memory, asynchronously; in a training loop,
-PyTorch's allocator mostly reuses the same addresses. `rows`, one line per parameter, and `chunks` are written once. A
-word of `chunks` is one program's work: the parameter's line in the upper half, its first block in the lower.
+`current` (addresses of weights and gradients, settings) is copied only if it changed, asynchronously from pinned
+memory. A word of `chunks` is one program's work: the parameter's line in the upper half, its first block in the lower.
 """
 
 from __future__ import annotations

@@ -1,26 +1,7 @@
 """The step in Triton: one launch for all parameters of a device, of any shapes and storage.
 
-Each program reads from tables on the device (`pointer_table`) which parameter and which blocks of 1024 elements to
-process. Storage formats and rules are compile-time constants: `KINDS` lists the combinations that occur, each is
-compiled to straight code, and a program jumps to its row's; most models have one and no jump. Learning rates and other
-settings are table entries, so that a scheduler does not recompile.
-
-**Bits**: the formulas of `formulas.py` with Triton's primitives: IEEE division and root, and no contraction
-(`enable_fp_fusion=False`) except the rules' own `fma`. A 16-bit weight is int16 in memory and its pattern, int32, here;
-a block of 8-bit states is ``(rows, 64)``, one row per group with one scale. Only the device knows how often a parameter
-was updated (an overflow skips an update without telling the host), so it computes Adam's bias corrections: powers by
-squaring, where the reference has the C library's, both in FP64 and rounded to FP32 once, so they should differ in about
-one of a million steps, by one FP32 ulp.
-
-**Steps** are counted on the device. All programs of a row read the count, so only the last one to have read it may
-write the new one. An atomic ticket per row determines it; the barrier before the ticket covers all warps of the
-program. A second launch would cost more than the ticket does.
-
-**Speed**, estimated for an H100 or H200 and not yet measured: a program of 8 warps has 4 elements per thread: FP32
-moves in vectors of 16 bytes, bf16 of 8, and every warp in whole 128-byte lines. All loads of a block come before their
-first use. 64 registers per thread allow four programs per SM. A short or unaligned block is done 256 elements at a
-time, one per thread, so that it needs no more registers than a whole one. A program takes up to 16 blocks, which
-amortises its prologue (three dependent reads, the bias correction) and its ticket.
+Each program reads from the tables which parameter and which blocks of 1024 elements to process. `KINDS` lists the
+storage formats and rules that occur, each compiled to straight code. Settings are table entries: no recompilation.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -41,7 +22,9 @@ from mezzo.pytorch.kernels import block
 from mezzo.pytorch.kernels.optimizer_step import Groups, Row, formulas, pointer_table
 from mezzo.pytorch.kernels.optimizer_step.pointer_table import PointerTable
 
-# How `step_kernel` must be compiled.
+# How `step_kernel` must be compiled: IEEE arithmetic without contraction, and four programs of 256 threads per SM.
+# (Speed is estimated for a Hopper: FP32 moves in vectors of 16 bytes, all loads of a block come before their first
+# use.)
 OPTIONS: Mapping[str, Any] = MappingProxyType({"num_warps": 8, "maxnreg": 64, "enable_fp_fusion": False})
 
 _CACHE_BYTES = 32 << 20
@@ -58,7 +41,11 @@ _STATE_BF16, _STATE_INT8 = tl.constexpr(1), tl.constexpr(2)  # the index in `STA
 
 @triton.jit
 def power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
-    """``base ** exponent`` of an FP64 scalar by squaring, the same on every device; error about `exponent` * 2**-53."""
+    """``base ** exponent`` of an FP64 scalar by squaring, the same on every device; error about `exponent` * 2**-53.
+
+    Only the device knows how often a parameter was updated. Against the C library's power, in the reference, about one
+    of a million bias corrections should differ by one FP32 ulp.
+    """
     result = base * 0.0 + 1.0
     while exponent > 0:
         result = tl.where((exponent & 1) == 1, result * base, result)
@@ -148,10 +135,8 @@ f = formulas.over(
 
 
 class DeviceStepper:
-    """The step on a CUDA device, or on a CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
-
-    The host does not wait. Tables are cached for the lists of rows used last, up to 32 MiB. A step may be captured in a
-    CUDA graph, after one of its kind has compiled the kernel.
+    """The step on a CUDA device, or in Triton's interpreter, without waiting for the device. Tables of the lists of
+    rows used last are cached. A step may be captured in a CUDA graph, after one of its kind has compiled the kernel.
     """
 
     def __init__(self) -> None:
@@ -217,13 +202,9 @@ def step_kernel(
     blocks: tl.tensor,
     KINDS: tl.constexpr,
 ) -> None:
-    """One program's blocks of one parameter.
+    """One program's `blocks` of one parameter; the tables are those of `PointerTable`, KINDS the kinds of rows in them.
 
-    Args:
-        chunks, rows, current, hypers, tickets: the tables of `PointerTable`.
-        multiplier, found_inf, overflow: FP32 scalars in memory, or None.
-        blocks: how many blocks a program takes.
-        KINDS: the kinds of rows that there are, see `pointer_table.kind`.
+    `multiplier`, `found_inf` and `overflow` are FP32 scalars in memory, or None.
     """
     is_live = True
     if found_inf is not None:
@@ -280,6 +261,8 @@ def _blocks_of_row(
                         _report(odd, overflow)
     _report(infinite, overflow)
 
+    # All programs of a row read its step count, so only the last to have read it may write the new one: a ticket per
+    # row determines it, after a barrier for all warps of the program. A second launch would cost more.
     tl.debug_barrier()
     # Loaded again, because size and count would take registers during the loop.
     blocks_of_row = tl.maximum(tl.cdiv(tl.load(row + 6), _BLOCK), 1).to(tl.int32)
@@ -427,10 +410,7 @@ def _store_master(
 def _load_state(
     at: tl.tuple, EXISTS: tl.constexpr, CODE: tl.constexpr, STATE: tl.constexpr, PLAIN: tl.constexpr
 ) -> tl.tuple:
-    """A state as it is stored, if it exists: values, bf16 patterns, or codes with their scales' patterns.
-
-    `at` has the addresses of state and scales, and which elements of each.
-    """
+    """A state as stored, if it exists: values, bf16 patterns, or codes with their scales' patterns; 0.0 otherwise."""
     address, scale, here, scales_here = at
     if not EXISTS:
         return 0.0, 0
