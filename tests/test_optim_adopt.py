@@ -24,10 +24,8 @@ from optimizer_steps import (
     weights,
 )
 
-TORCH = [rule for rule in RULES if rule.theirs]
 
-
-@pytest.mark.parametrize("rule", TORCH, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_an_adopted_optimizer_moves_as_the_one_that_was_made_so(rule: Rule) -> None:
     made, own = parameters(), parameters()
     user = rule.torch(made)
@@ -62,7 +60,7 @@ def test_groups_and_state_are_shared() -> None:
     assert repr(user).startswith("AdamW (")
 
 
-@pytest.mark.parametrize("rule", TORCH, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
 def test_what_was_learnt_before_is_converted(rule: Rule, state: str) -> None:
     made, other = parameters(torch.float32), parameters(torch.float32)

@@ -118,10 +118,7 @@ def test_a_state_finds_its_place_in_another_memory_order(state: str) -> None:
         assert torch.equal(first.master(plain), second.master(other))
 
 
-FROM_TORCH = [rule for rule in RULES if rule.theirs]
-
-
-@pytest.mark.parametrize("rule", FROM_TORCH, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("how", [{"foreach": False}, {"fused": True}], ids=["loop", "fused"])
 def test_torch_s_state_is_loaded_and_given_back(rule: Rule, how: dict[str, bool]) -> None:
     params = parameters(torch.float32)
@@ -220,7 +217,6 @@ REFUSED: dict[str, tuple[Make, list[str]]] = {
     "no masters": (of_mode("AdamW", "none"), ["no masters", 'masters="split"']),
     "states": (of_mode("AdamW", "split", "int8"), ['state="int8"', "torch_state_dict"]),
     "rule": (of_mode("SGD"), ["'betas'"]),
-    "Lion": (of_mode("Lion"), ["'eps'"]),
     "Adam": (of_mode("Adam"), ["Adam's", "AdamW's"]),
     "shape": (with_entry(5, exp_avg=torch.zeros(3)), ["'exp_avg'", "[3]", "[130, 257]"]),
     "remainder": (with_entry(2, remainder=torch.zeros(3).short()), ["'remainder'", "[3]"]),

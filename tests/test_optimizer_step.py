@@ -16,12 +16,11 @@ from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, reference
 from mezzo.pytorch.kernels.optimizer_step.formulas import STEP, WEIGHT, noise_key
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, load_state
 from mezzo.pytorch.memory import PeakTensorBytes
-from mezzo.pytorch.optim.optimizers import adam_hyper, lion_hyper, sgd_hyper
+from mezzo.pytorch.optim.optimizers import adam_hyper, sgd_hyper
 
-MAKE: dict[str, Callable[..., Hyper]] = {"adam": adam_hyper, "sgd": sgd_hyper, "lion": lion_hyper}
+MAKE: dict[str, Callable[..., Hyper]] = {"adam": adam_hyper, "sgd": sgd_hyper}
 ADAM = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "decoupled": True}
 SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
-LION = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("adam", ADAM),
     "adam": ("adam", {**ADAM, "beta1": 0.8, "weight_decay": 0.1, "decoupled": False, "maximize": True}),
@@ -29,8 +28,6 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("sgd", SGD),
     "sgd with momentum": ("sgd", {**SGD, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
     "nesterov": ("sgd", {**SGD, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True, "maximize": True}),
-    "lion": ("lion", LION),
-    "lion, maximized": ("lion", {**LION, "beta1": 0.95, "weight_decay": 0.0, "maximize": True}),
 }
 HYPERS = {name: MAKE[family](**settings) for name, (family, settings) in SETTINGS.items()}
 RULES = pytest.mark.parametrize("rule", sorted(HYPERS))
@@ -96,14 +93,7 @@ def scalar_sgd(w: float, g: float, s: list[float], t: int, h: dict[str, Any]) ->
     return patterns.fma(-f(h["lr"]), g, w), s
 
 
-def scalar_lion(w: float, g: float, s: list[float], t: int, h: dict[str, Any]) -> tuple[float, list[float]]:
-    w = f(w * f(1 - h["lr"] * h["weight_decay"]))
-    u = f(f(f(h["beta1"]) * s[0]) + f(f(1 - h["beta1"]) * g))
-    w = f(w - f(f(h["lr"]) * ((u > 0) - (u < 0))))
-    return w, [f(f(f(h["beta2"]) * s[0]) + f(f(1 - h["beta2"]) * g))]
-
-
-SCALAR = {"adam": scalar_adam, "sgd": scalar_sgd, "lion": scalar_lion}
+SCALAR = {"adam": scalar_adam, "sgd": scalar_sgd}
 
 
 @RULES
@@ -222,7 +212,7 @@ def test_what_is_not_finite_reaches_its_own_element_alone(rule: str) -> None:
         assert math.isinf(bad) or bool(ours.weight[70].isnan())
 
 
-@pytest.mark.parametrize("rule", ["adamw", "sgd with momentum", "lion"])
+@pytest.mark.parametrize("rule", ["adamw", "sgd with momentum"])
 @pytest.mark.parametrize(("state", "bound"), [("bf16", 2.0**-6), ("int8", 2.0**-2)])
 def test_small_states_follow_the_fp32_ones(rule: str, state: str, bound: float) -> None:
     hyper, count = HYPERS[rule], 4096

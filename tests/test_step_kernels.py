@@ -81,9 +81,9 @@ def test_a_step_equals_the_reference_in_every_mode(number: int, device: str) -> 
 SAMPLE = [
     ("adamw", SPLIT),
     ("adamw", ("split8", "int8", torch.bfloat16)),
-    ("lion", ("fp16", "bf16", torch.float16)),
+    ("sgd-momentum", ("fp16", "bf16", torch.float16)),
 ]
-RULES = ("adamw", "adam-l2-up", "sgd", "sgd-momentum", "sgd-nesterov-up", "lion")
+RULES = ("adamw", "adam-l2-up", "sgd", "sgd-momentum", "sgd-nesterov-up", "adam")
 # Weights and states share loops, so every two of them are together; each rule and each gradient's format is there too.
 CHOICES = [
     (RULES[(i + 2 * j) % 6], (weights, state, cases.GRADS[(i + j) % 3]))
@@ -241,7 +241,7 @@ def test_steps_are_counted_once_by_whichever_program_is_last(device: str) -> Non
 
 @ON_GPU
 def test_the_host_never_waits_for_a_norm_and_a_step(device: str) -> None:
-    hyper = cases.HYPERS["lion"]
+    hyper = cases.HYPERS["sgd-momentum"]
     ours = [cases.row(hyper, SPLIT, 5000, i, special=False, device=device) for i in range(3)]
     scalars = {name: torch.ones((), device=device) for name in ("multiplier", "overflow")}
     scalars["found_inf"] = torch.zeros((), device=device)

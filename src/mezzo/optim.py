@@ -1,6 +1,6 @@
 """Optimizers for mixed precision: `from mezzo.optim import AdamW`.
 
-`AdamW`, `Adam`, `SGD` and `Lion` move FP32, bf16 and fp16 weights in one fused pass, with the FP32 masters and the
+`AdamW`, `Adam` and `SGD` move FP32, bf16 and fp16 weights in one fused pass, with the FP32 masters and the
 states stored as ``masters=`` and ``state=`` say. `with_masters` puts FP32 masters under any other optimizer,
 `adopt` replaces a `torch.optim` one in place, `lower_weights` stores a model's weights in 16 bits.
 """
@@ -16,7 +16,6 @@ _PUBLIC = {
     "Adam": "mezzo.pytorch.optim.optimizers",
     "AdamW": "mezzo.pytorch.optim.optimizers",
     "FusedOptimizer": "mezzo.pytorch.optim.fused",
-    "Lion": "mezzo.pytorch.optim.optimizers",
     "SGD": "mezzo.pytorch.optim.optimizers",
     "adopt": "mezzo.pytorch.optim.adopt",
     "bytes_per_parameter": "mezzo.pytorch.optim.storage",
@@ -24,12 +23,16 @@ _PUBLIC = {
     "with_masters": "mezzo.pytorch.optim.with_masters",
 }
 
+# Name -> what to use in its place.
+_REMOVED = {
+    "Lion": "was removed in version 0.2: use mezzo.optim.with_masters over another library's Lion, or mezzo.optim.AdamW"
+}
+
 __all__ = [
     "SGD",
     "Adam",
     "AdamW",
     "FusedOptimizer",
-    "Lion",
     "adopt",
     "bytes_per_parameter",
     "lower_weights",
@@ -39,9 +42,9 @@ __all__ = [
 if TYPE_CHECKING:
     from mezzo.pytorch.optim.adopt import adopt
     from mezzo.pytorch.optim.fused import FusedOptimizer
-    from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW, Lion
+    from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW
     from mezzo.pytorch.optim.storage import bytes_per_parameter
     from mezzo.pytorch.optim.with_masters import with_masters
     from mezzo.pytorch.weights.lowering import lower_weights
 
-__getattr__, __dir__ = lazy("mezzo.optim", _PUBLIC)
+__getattr__, __dir__ = lazy("mezzo.optim", _PUBLIC, removed=_REMOVED)

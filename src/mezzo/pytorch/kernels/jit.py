@@ -215,7 +215,7 @@ _forked = False
 
 
 def parallel(address: int, data: int) -> None:
-    """Call ``void f(void *data)`` once on each of PyTorch's threads; they share the work by an atomic counter in data."""
+    """Call ``void f(void *data)`` on each of PyTorch's threads, which share the work by an atomic counter in data."""
     threads = torch.get_num_threads()
     if threads == 1:
         _function(address)(data)

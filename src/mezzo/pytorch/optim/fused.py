@@ -44,7 +44,7 @@ class FusedOptimizer(Optimizer):
 
     _step_supports_amp_scaling = True
 
-    TORCH: ClassVar[type[Optimizer] | None] = None
+    TORCH: ClassVar[type[Optimizer]]
     """torch's optimizer of the same name, whose states can be loaded and saved."""
 
     NUMBERS: ClassVar[tuple[str, ...]]
@@ -352,11 +352,7 @@ class FusedOptimizer(Optimizer):
         state_dicts.load(self, state_dict)
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """The state in the form of torch's optimizer of this name: FP32 states, without masters.
-
-        Raises:
-            UsageError: torch has no optimizer of this name (Lion).
-        """
+        """The state in the form of torch's optimizer of this name: FP32 states, without masters."""
         return state_dicts.to_torch(self)
 
 

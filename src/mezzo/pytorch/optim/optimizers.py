@@ -1,4 +1,4 @@
-"""The optimizers: Adam, AdamW, SGD and Lion, each fused over all parameters."""
+"""The optimizers: Adam, AdamW and SGD, each fused over all parameters."""
 
 from __future__ import annotations
 
@@ -45,14 +45,6 @@ def sgd_hyper(
     return Hyper(rule, _BUFFER if momentum else (), numbers, weight_decay, maximize)
 
 
-def lion_hyper(
-    lr: float, beta1: float, beta2: float, weight_decay: float = 0.0, maximize: bool = False
-) -> Hyper:
-    """Lion, with decoupled weight decay."""
-    numbers = (lr, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, 0.0)
-    return Hyper("lion", _MOMENTS[:1], numbers, 0.0, maximize)
-
-
 class Adam(FusedOptimizer):
     """Adam, with an L2 term in the gradient if `weight_decay` is not 0.
 
@@ -79,7 +71,7 @@ class Adam(FusedOptimizer):
         UnknownNameError: an unknown `state` or `masters`.
     """
 
-    TORCH: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
+    TORCH: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
     DECOUPLED: ClassVar[bool] = False
     NUMBERS: ClassVar[tuple[str, ...]] = ("lr", "eps", "weight_decay")
 
@@ -112,7 +104,7 @@ class AdamW(Adam):
     are those of `Adam`.
     """
 
-    TORCH: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.AdamW
+    TORCH: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
     DECOUPLED: ClassVar[bool] = True
 
     def __init__(
@@ -152,7 +144,7 @@ class SGD(FusedOptimizer):
     The other arguments and the errors are those of `Adam`; also a UsageError for `nesterov` without momentum.
     """
 
-    TORCH: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.SGD
+    TORCH: ClassVar[type[torch.optim.Optimizer]] = torch.optim.SGD
     NUMBERS: ClassVar[tuple[str, ...]] = ("lr", "momentum", "dampening", "weight_decay")
 
     def __init__(
@@ -183,44 +175,3 @@ class SGD(FusedOptimizer):
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         lr, momentum, dampening, decay = (float(group[name]) for name in self.NUMBERS)
         return sgd_hyper(lr, momentum, dampening, decay, group["nesterov"], group["maximize"])
-
-
-class Lion(FusedOptimizer):
-    """Lion, with decoupled weight decay: every element moves by `lr`, in the direction of the momentum's sign.
-
-    Naive code, for one step of one parameter, in FP32::
-
-        g = grad.float()
-        w = w * (1 - lr * weight_decay)
-        w = w - lr * (beta1 * m + (1 - beta1) * g).sign()
-        m = beta2 * m + (1 - beta2) * g
-
-    X. Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
-
-    Args:
-        lr: 3 to 10 times smaller than for AdamW.
-        betas: weight of the momentum in the direction, and decay of the momentum, each in [0, 1).
-        weight_decay: coefficient of the decay; 3 to 10 times larger than for AdamW.
-
-    The other arguments and the errors are those of `Adam`.
-    """
-
-    NUMBERS: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        state: str = "fp32",
-        masters: str = "fp32",
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, state=state, masters=masters)
-
-    def _hyper(self, group: dict[str, Any]) -> Hyper:
-        beta1, beta2 = map(float, group["betas"])
-        return lion_hyper(float(group["lr"]), beta1, beta2, float(group["weight_decay"]), group["maximize"])

@@ -171,12 +171,7 @@ def from_torch(what: str, found: Mapping[str, Any], param: Tensor, how: Storage)
 
 def to_torch(optimizer: FusedOptimizer) -> dict[str, Any]:
     """`optimizer.torch_state_dict()`."""
-    kind: type[Any] | None = optimizer.TORCH
-    if kind is None:
-        raise UsageError(
-            f"torch_state_dict: torch.optim has no {type(optimizer).__name__}. Use state_dict(), or "
-            "mezzo.master_state_dict for the weights."
-        )
+    kind: type[Any] = optimizer.TORCH
     defaults = kind([torch.zeros(1)]).defaults
     packed = torch.optim.Optimizer.state_dict(optimizer)
     groups, state = [], {}

@@ -283,7 +283,7 @@ def _belongs(kept: Tensor, param: Tensor) -> bool:
 
 @contextmanager
 def stored(model: torch.nn.Module, policy: Policy) -> Iterator[list[str]]:
-    """Store the weights as the policy says for a `with` block, or leave them with a note that says why; yields notes."""
+    """Store the weights as the policy says for a `with` block, or leave them and say why; yields notes."""
     if policy.params == "fp32":
         yield [] if policy.state == "fp32" else [_sentence(model, policy)]
         return

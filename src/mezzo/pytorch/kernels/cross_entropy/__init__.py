@@ -134,7 +134,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _matrix(logits: Tensor) -> tuple[Tensor, bool]:
-    """Logits [N, C, ...] as a matrix [n, C] whose classes are adjacent, its rows perhaps apart; whether it is a copy."""
+    """Logits [N, C, ...] as a matrix [n, C] with adjacent classes, rows perhaps apart; whether it is a copy."""
     classes = logits.shape[1]
     last = logits.movedim(1, -1)
     if logits.dim() == 2 and (classes == 1 or logits.stride(1) == 1):

@@ -95,7 +95,7 @@ def backward(
     wants_dx: bool,
     wants_sums: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx like `x`, and dweight and dbias in FP32 [columns], as far as wanted; `kept` are the statistics of `forward`."""
+    """dx like `x`, dweight and dbias in FP32 [columns], as far as wanted; `kept`: the statistics of `forward`."""
     _, columns, _, is_centred = form
     rows = x.numel() // columns
     block_rows = min(max(-(-rows // _BLOCKS), _LEAST_ROWS), _MOST_ROWS)

@@ -202,26 +202,11 @@ def nesterov(w: Value, g: Value, buffer: Value, b: Value, c: Numbers) -> tuple[V
     return fma(minus_lr, fma(decay, buffer, g), w), buffer, b
 
 
-def lion_constants(numbers: Numbers, step: Any) -> Numbers:
-    """As `adam_constants`; the same for every step."""
-    return numbers
-
-
-def lion(w: Value, g: Value, m: Value, b: Value, c: Numbers) -> tuple[Value, Value, Value]:
-    """X. Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2."""
-    lr, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, _ = c
-    w = w * decay
-    u = beta1 * m + one_minus_beta1 * g
-    sign = where(u > ZERO, ONE, where(u < ZERO, -ONE, where(u == ZERO, ZERO, u)))
-    return w - lr * sign, beta2 * m + one_minus_beta2 * g, b
-
-
 constants_of = {
     "adamw": adam_constants,
     "plain": sgd_constants,
     "momentum": sgd_constants,
     "nesterov": sgd_constants,
-    "lion": lion_constants,
 }
 RULES = tuple(constants_of)
 

@@ -34,7 +34,7 @@ _PART = tl.constexpr(256)  # elements of a short or unaligned block at a time: o
 _ROW_WORDS = tl.constexpr(pointer_table.ROW_WORDS)
 _CURRENT_WORDS = tl.constexpr(pointer_table.CURRENT_WORDS)
 _HYPER_WORDS = tl.constexpr(pointer_table.HYPER_WORDS)
-_ADAMW, _PLAIN, _MOMENTUM, _NESTEROV, _LION = (tl.constexpr(i) for i in range(len(formulas.RULES)))
+_ADAMW, _PLAIN, _MOMENTUM, _NESTEROV = (tl.constexpr(i) for i in range(len(formulas.RULES)))
 _OWN, _BF16, _FP16, _SPLIT, _SPLIT8, _NONE = (tl.constexpr(code) for code in range(len(pointer_table.FORMS)))
 _STATE_BF16, _STATE_INT8 = tl.constexpr(1), tl.constexpr(2)  # the index in `STATE_FORMATS`
 
@@ -237,7 +237,7 @@ def _blocks_of_row(
     numbers = [tl.load(hyper + i) for i in (1, 2, 3, 4, 5, 6, 7)]
     if RULE == _ADAMW:
         numbers = f.adam_constants(numbers, step)
-    elif RULE != _LION:
+    else:
         numbers = f.sgd_constants(numbers, step)
     constants = [each.to(tl.float32) for each in numbers]  # in Triton the variable outlives the brackets
     l2 = tl.load(hyper).to(tl.float32)
@@ -341,10 +341,8 @@ def _update(
         w, m, v = f.plain(w, g, m, v, constants)
     elif RULE == _MOMENTUM:
         w, m, v = f.momentum(w, g, m, v, constants)
-    elif RULE == _NESTEROV:
-        w, m, v = f.nesterov(w, g, m, v, constants)
     else:
-        w, m, v = f.lion(w, g, m, v, constants)
+        w, m, v = f.nesterov(w, g, m, v, constants)
 
     place = f.place(start.to(tl.uint32) + index.to(tl.uint32))
     word = f.noise(step_key, place)
