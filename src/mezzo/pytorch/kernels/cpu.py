@@ -222,18 +222,6 @@ def store_number_bf16(out: Pointer, i: int, value: float) -> None:
 store_number_fp16, store_number_fp32 = store_fp16, store_fp32
 
 
-@inline
-def yes() -> bool:
-    """For a choice that a template leaves open."""
-    return True
-
-
-@inline
-def no() -> bool:
-    """The other one."""
-    return False
-
-
 # The largest element. As integers, with the magnitude's bits flipped where the sign is set, patterns are ordered as
 # their numbers, and 32 of 16 bits are compared at once. NaNs are beyond the infinities on either side.
 

@@ -14,10 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels import jit
+from mezzo.pytorch.kernels import cpu, jit
 from mezzo.pytorch.kernels.cpu import Pointer, expand, f64, float64_at, float64_scratch, int64_at, loop, take
-from mezzo.pytorch.kernels.cpu import int16_at as x_at  # bound
-from mezzo.pytorch.kernels.cpu import load_bf16 as load_x  # bound
+
+x_at = cpu.int16_at  # bound
+load_x = cpu.load_bf16  # bound
 
 BLOCK = 1 << 16
 """Elements that a thread takes at once."""

@@ -1,6 +1,6 @@
-"""Numba loops without branches on formats: a template module, written to a cache folder with other bound imports.
+"""Numba loops without branches on formats: a template module, written to a cache with other bound names.
 
-In a template the imports marked ``# bound`` vary. Numba caches the machine code beside the written module. The cache
+In a template the assignments marked ``# bound`` vary; machine code is cached beside the written module. The cache
 (`MEZZO_CACHE_DIR`, else ``mezzo`` in `XDG_CACHE_HOME` or ``~/.cache``) is executed, so others must not write to it.
 """
 
@@ -39,7 +39,7 @@ CACHE = "MEZZO_CACHE_DIR"
 """Environment variable that names the cache folder."""
 
 _numba: Any = numba  # its annotations cover a part of it, and another part in each release
-_BOUND = re.compile(r"^from (\S+) import (\w+) as (\w+)  # bound$", re.MULTILINE)
+_BOUND = re.compile(r"^(\w+) = (\S+)  # bound$", re.MULTILINE)
 
 
 class KernelError(MezzoError, RuntimeError):
@@ -54,21 +54,17 @@ class Kernel(NamedTuple):
     from_cache: bool
 
 
-CPU = "mezzo.pytorch.kernels.cpu"
-"""The module that most bindings are from."""
-
-# dtype -> the suffix of its functions in `CPU`, and the type behind a pointer to its elements.
+# dtype -> the suffix of its functions in `cpu`, and the type behind a pointer to its elements.
 _DTYPES: Mapping[torch.dtype, tuple[str, str]] = MappingProxyType(
     {torch.float32: ("fp32", "float32"), torch.bfloat16: ("bf16", "int16"), torch.float16: ("fp16", "int16")}
 )
 
 
 def elements(dtype: torch.dtype, **names: str) -> dict[str, str]:
-    """Bindings for a tensor's elements: name of the function in `CPU` without its dtype (or ``at``) -> bound name."""
+    """Bindings for a tensor's elements: name of the function in `cpu` without its dtype (or ``at``) -> bound name."""
     name, element = _DTYPES[dtype]
     return {
-        bound: f"{CPU}:{element}_at" if verb == "at" else f"{CPU}:{verb}_{name}"
-        for verb, bound in names.items()
+        bound: f"cpu.{element}_at" if verb == "at" else f"cpu.{verb}_{name}" for verb, bound in names.items()
     }
 
 
@@ -77,7 +73,7 @@ _keep_alive: list[Any] = []
 
 
 def kernel(template: ModuleType, bindings: Mapping[str, str], main: str = "main") -> Kernel:
-    """A template's function ``main(job)`` with ``"module:function"`` for bound names; KernelError if Numba can't
+    """A template's function ``main(job)`` with other values of bound names; KernelError if Numba can't
     compile it.
     """
     key = (template.__name__, main, tuple(sorted(bindings.items())))
@@ -95,15 +91,14 @@ def compile_seconds() -> float:
 def _written(template: ModuleType, bindings: Mapping[str, str]) -> tuple[str, Path]:
     """The written module's name and file; an existing file is used again."""
     text = inspect.getsource(template)
-    names = {match[3] for match in _BOUND.finditer(text)}
+    names = {match[1] for match in _BOUND.finditer(text)}
     if unknown := set(bindings) - names:
         raise ValueError(
             f"{template.__name__} has no bound {', '.join(sorted(unknown))}; it has {sorted(names)}"
         )
 
     def bind(match: re.Match[str]) -> str:
-        module, function = bindings.get(match[3], f"{match[1]}:{match[2]}").split(":")
-        return f"from {module} import {function} as {match[3]}"
+        return f"{match[1]} = {bindings.get(match[1], match[2])}"
 
     text = _BOUND.sub(bind, text)
     place = "_".join(template.__name__.split(".")[-2:])

@@ -14,7 +14,7 @@ from array import array
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels import jit
+from mezzo.pytorch.kernels import cpu, jit
 from mezzo.pytorch.kernels.cpu import (
     EXP_BIAS,
     LANES,
@@ -35,13 +35,14 @@ from mezzo.pytorch.kernels.cpu import (
     loop,
     take,
 )
-from mezzo.pytorch.kernels.cpu import int16_at as logit_at  # bound
-from mezzo.pytorch.kernels.cpu import largest_bf16 as largest  # bound
-from mezzo.pytorch.kernels.cpu import load_quiet_bf16 as load_logit  # bound
-from mezzo.pytorch.kernels.cpu import no as is_smoothed  # bound
-from mezzo.pytorch.kernels.cpu import store_bf16 as store  # bound
-from mezzo.pytorch.kernels.cpu import store_number_bf16 as store_number  # bound
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows, check_targets
+
+logit_at = cpu.int16_at  # bound
+largest = cpu.largest_bf16  # bound
+load_logit = cpu.load_quiet_bf16  # bound
+IS_SMOOTHED = False  # bound
+store = cpu.store_bf16  # bound
+store_number = cpu.store_number_bf16  # bound
 
 # The words of a job. SMOOTHING: address of an FP64. WEIGHTS: address of FP32s, or 0 for ones.
 (
@@ -115,7 +116,7 @@ def _kernel(main: str, dtype: torch.dtype, is_smoothed: bool) -> int:
         store="store",
         store_number="store_number",
     )
-    bindings["is_smoothed"] = f"{jit.CPU}:{'yes' if is_smoothed else 'no'}"
+    bindings["IS_SMOOTHED"] = str(is_smoothed)
     return jit.kernel(sys.modules[__name__], bindings, main).address
 
 
@@ -127,7 +128,7 @@ def add(
     for lane in range(count):
         x = f32(load_logit(logits, start + lane) - top)
         lanes[lane] = lanes[lane] + exp(x, given)
-        if is_smoothed():
+        if IS_SMOOTHED:
             sums[lane] = sums[lane] + x
 
 
@@ -167,7 +168,7 @@ def sums_of_row(logits: Pointer, classes: int) -> tuple[float, float, float]:
             add(logits, lanes, sums, i, LANES, at, given)
         add(logits, lanes, sums, whole, stop - whole, at, given)
         exponentials += total(lanes)
-        if is_smoothed():
+        if IS_SMOOTHED:
             every += total(sums) + (stop - start) * f64(at)
     return f64(top), exponentials, every
 
@@ -192,7 +193,7 @@ def store_loss(job: Pointer, i: int, logits: Pointer, top: float, exponentials: 
         int64_at(job[IS_WRONG])[0] = 1
         return
     loss = weight_of(job, target) * (log_sum - (f64(load_logit(logits, target)) - top))
-    if is_smoothed():
+    if IS_SMOOTHED:
         smoothing = float64_at(job[SMOOTHING])[0]
         of_all = classes * log_sum - (every - classes * top)
         loss = (1 - smoothing) * loss + smoothing / classes * of_all
@@ -248,7 +249,7 @@ def gradient_of_row(job: Pointer, i: int) -> None:
         return
     smoothing = float64_at(job[SMOOTHING])[0]
     at_target = (1 - smoothing) * weight_of(job, target)
-    shift = -scale * smoothing / classes if is_smoothed() else 0.0
+    shift = -scale * smoothing / classes if IS_SMOOTHED else 0.0
     factor = scale * (at_target + smoothing)
     x = f64(load_logit(logits, target))  # before it may be written
     correct = f32(math.exp(x - lse) * factor - scale * at_target + shift)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels import jit
+from mezzo.pytorch.kernels import cpu, jit
 from mezzo.pytorch.kernels.cpu import (
     LANES,
     Pointer,
@@ -36,13 +36,14 @@ from mezzo.pytorch.kernels.cpu import (
     take,
     total,
 )
-from mezzo.pytorch.kernels.cpu import load_bf16 as load_x  # bound
-from mezzo.pytorch.kernels.cpu import store_bf16 as store_x  # bound
-from mezzo.pytorch.kernels.cpu import yes as has_sums  # bound
-from mezzo.pytorch.kernels.cpu import yes as is_centred  # bound
 
 if TYPE_CHECKING:
     from mezzo.pytorch.kernels.norms import Form
+
+load_x = cpu.load_bf16  # bound
+store_x = cpu.store_bf16  # bound
+HAS_SUMS = True  # bound
+IS_CENTRED = True  # bound
 
 # The words of a job; 0 for a tensor that is not wanted. SUMS: FP32 [2, blocks, columns], of weight and bias (rms_norm
 # has none). EPSILON is an FP32's pattern.
@@ -151,8 +152,8 @@ def _pattern(value: float) -> int:
 def _kernel(main: str, x: torch.dtype, has_sums: bool, is_centred: bool) -> int:
     bindings = {
         **jit.elements(x, load="load_x", store="store_x"),
-        "has_sums": f"{jit.CPU}:{'yes' if has_sums else 'no'}",
-        "is_centred": f"{jit.CPU}:{'yes' if is_centred else 'no'}",
+        "HAS_SUMS": str(has_sums),
+        "IS_CENTRED": str(is_centred),
     }
     return jit.kernel(sys.modules[__name__], bindings, main).address
 
@@ -185,7 +186,7 @@ def normalise_rows(
     for row in range(start, stop):
         first = row * columns
         mean = f32(0.0)
-        if is_centred():
+        if IS_CENTRED:
             clear(lanes)
             for i in range(0, whole, LANES):
                 add(x, first + i, LANES, lanes)
@@ -227,12 +228,12 @@ def add_products(
         gradient = load_x(dy, first + i)
         h = (load_x(x, first + i) - mean) * rstd
         g = gradient * f32(weight[i])
-        if is_centred():
+        if IS_CENTRED:
             g_lanes[lane] = g_lanes[lane] + g
         gh_lanes[lane] = fma(g, h, gh_lanes[lane])
-        if has_sums():
+        if HAS_SUMS:
             weight_sums[i] = fma(gradient, h, weight_sums[i])
-            if is_centred():
+            if IS_CENTRED:
                 bias_sums[i] = bias_sums[i] + gradient
 
 
@@ -254,15 +255,15 @@ def differentiate_rows(
     into = g_lanes, gh_lanes, weight_sums, bias_sums
     whole = columns - columns % LANES
     count = f32(columns)
-    if has_sums():
+    if HAS_SUMS:
         for i in range(columns):
             weight_sums[i] = f32(0.0)
-            if is_centred():
+            if IS_CENTRED:
                 bias_sums[i] = f32(0.0)
     for row in range(start, stop):
         first = row * columns
         mean, rstd = f32(0.0), rstds[row]
-        if is_centred():
+        if IS_CENTRED:
             mean = means[row]
             clear(g_lanes)
         clear(gh_lanes)
@@ -270,7 +271,7 @@ def differentiate_rows(
             add_products(tensors, into, first, i, LANES, mean, rstd)
         add_products(tensors, into, first, whole, columns - whole, mean, rstd)
         if wants_dx:
-            g_mean = total(g_lanes) / count if is_centred() else f32(0.0)
+            g_mean = total(g_lanes) / count if IS_CENTRED else f32(0.0)
             gh_mean = total(gh_lanes) / count
             for i in range(columns):
                 g = load_x(dy, first + i) * f32(weight[i])

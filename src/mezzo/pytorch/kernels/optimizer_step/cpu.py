@@ -18,7 +18,6 @@ from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, form
 from mezzo.pytorch.kernels.optimizer_step import cpu_loops as words
 from mezzo.pytorch.kernels.optimizer_step.formulas import constants_of
 
-_ELEMENTS = "mezzo.pytorch.kernels.optimizer_step.cpu_elements"
 _PLANS = 4096  # cached by one stepper: with gradient release every parameter has its own
 
 # Storage of weight and master (`form`) -> their types in memory.
@@ -31,17 +30,17 @@ _MEMORY = {
     "none": ("int16", "absent"),
 }
 # Type in memory -> the functions that load and store an element, and the type of the pointer.
-_ABSENT = (f"{_ELEMENTS}:nothing", f"{_ELEMENTS}:nothing", f"{jit.CPU}:int16_at")
+_ABSENT = ("nothing", "nothing", "cpu.int16_at")
 _ACCESS = {
-    "float32": (f"{jit.CPU}:load_fp32", f"{jit.CPU}:store_fp32", f"{jit.CPU}:float32_at"),
-    "int16": (f"{_ELEMENTS}:load_pattern", f"{_ELEMENTS}:store_16", f"{jit.CPU}:int16_at"),
-    "int8": (f"{_ELEMENTS}:load_pattern", f"{_ELEMENTS}:store_8", f"{jit.CPU}:int8_at"),
+    "float32": ("cpu.load_fp32", "cpu.store_fp32", "cpu.float32_at"),
+    "int16": ("load_pattern", "store_16", "cpu.int16_at"),
+    "int8": ("load_pattern", "store_8", "cpu.int8_at"),
     "absent": _ABSENT,
 }
 # Format of a state -> the same.
 _STATES = {
-    "fp32": (f"{jit.CPU}:load_fp32", f"{_ELEMENTS}:store_moment_fp32", f"{jit.CPU}:float32_at"),
-    "bf16": (f"{jit.CPU}:load_bf16", f"{_ELEMENTS}:store_moment_bf16", f"{jit.CPU}:int16_at"),
+    "fp32": ("cpu.load_fp32", "store_moment_fp32", "cpu.float32_at"),
+    "bf16": ("cpu.load_bf16", "store_moment_bf16", "cpu.int16_at"),
     "absent": _ABSENT,
 }
 
@@ -186,12 +185,12 @@ def _kernel(kind: Kind) -> jit.Kernel:
     rule, l2, states, state, weight, grad_dtype = kind
     infinite = {"own": "nothing", "fp16": "infinite_fp16"}.get(weight, "infinite_bf16")
     bindings = {
-        "rule": f"{_ELEMENTS}:{rule}",
-        "coupled": f"{_ELEMENTS}:{'coupled' if l2 else 'uncoupled'}",
-        "decode": f"{_ELEMENTS}:decode_{weight}",
-        "encode": f"{_ELEMENTS}:encode_{weight}",
-        "infinite": f"{_ELEMENTS}:{infinite}",
-        "weight_noise": f"{_ELEMENTS}:{'noise_apart' if weight == 'none' else 'noise_same'}",
+        "rule": f"f.{rule}",
+        "coupled": "f.coupled" if l2 else "f.uncoupled",
+        "decode": f"f.decode_{weight}",
+        "encode": f"f.encode_{weight}",
+        "infinite": infinite,
+        "weight_noise": "noise_apart" if weight == "none" else "noise_same",
         **jit.elements(grad_dtype, load="load_grad", at="grad_at"),
     }
     for name, memory in zip(("weight", "master"), _MEMORY[weight]):
@@ -202,7 +201,7 @@ def _kernel(kind: Kind) -> jit.Kernel:
         return jit.kernel(words, bindings, "step_elements")
     if states == 1:
         absent = ("load_second_code", "store_second_code", "load_second_scale", "store_second_scale")
-        bindings |= dict.fromkeys(absent, f"{_ELEMENTS}:nothing")
+        bindings |= dict.fromkeys(absent, "nothing")
     return jit.kernel(words, bindings, "step_groups")
 
 

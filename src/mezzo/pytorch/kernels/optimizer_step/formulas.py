@@ -131,6 +131,8 @@ def over(
     """Make module `name` of these formulas with other primitives (`words`), compiled by `inline`; `number` converts
     constants. Numba looks for the module under its name when it loads compiled code.
     """
+    if name in sys.modules:
+        return sys.modules[name]
     made = sys.modules[name] = ModuleType(name)
     space = vars(made)
     for key, value in globals().items():
@@ -209,6 +211,30 @@ constants_of = {
     "nesterov": sgd_constants,
 }
 RULES = tuple(constants_of)
+ADAMW, PLAIN, MOMENTUM, NESTEROV = range(len(RULES))
+
+
+# Triton can't look a function up by its name: `moved`, `constants_by`, `decoded` and `encoded` choose one by a number.
+
+
+def constants_by(rule: int, numbers: Numbers, step: Any) -> Numbers:
+    """The constants of the rule with this index in `RULES`."""
+    if rule == ADAMW:
+        return adam_constants(numbers, step)
+    else:  # Triton compiles what follows an `if`
+        return sgd_constants(numbers, step)
+
+
+def moved(rule: int, w: Value, g: Value, m: Value, v: Value, c: Numbers) -> tuple[Value, Value, Value]:
+    """One step of the rule with this index in `RULES`."""
+    if rule == ADAMW:
+        return adamw(w, g, m, v, c)
+    elif rule == PLAIN:
+        return plain(w, g, m, v, c)
+    elif rule == MOMENTUM:
+        return momentum(w, g, m, v, c)
+    else:
+        return nesterov(w, g, m, v, c)
 
 
 # Masters: a weight's pattern and what is kept with it, decoded to FP32, and encoded with noise below the last bit.
@@ -293,6 +319,40 @@ def encode_none(value: Value, noise: Pattern) -> tuple[Pattern, Pattern]:
     """A bf16 weight alone, rounded with noise from 0 to 65,535."""
     pattern = i32(i32(canonical(value) + noise) >> 16)
     return pattern, pattern
+
+
+FORMS = ("own", "bf16", "fp16", "split", "split8", "none")
+OWN, BF16, FP16, SPLIT, SPLIT8, NONE = range(len(FORMS))
+
+
+def decoded(form: int, weight: Any, kept: Any) -> Value:
+    """The master in the storage with this index in `FORMS`."""
+    if form == OWN:
+        return weight
+    elif form == BF16:
+        return decode_bf16(i32(weight), kept)
+    elif form == FP16:
+        return decode_fp16(i32(weight), kept)
+    elif form == SPLIT:
+        return decode_split(i32(weight), i32(kept))
+    elif form == SPLIT8:
+        return decode_split8(i32(weight), i32(kept))
+    else:
+        return decode_none(i32(weight), 0)
+
+
+def encoded(form: int, value: Value, noise: Pattern) -> tuple[Any, Any]:
+    """A weight's pattern and what is kept with it, in the 16-bit storage with this index in `FORMS`."""
+    if form == BF16:
+        return encode_bf16(value, noise)
+    elif form == FP16:
+        return encode_fp16(value, noise)
+    elif form == SPLIT:
+        return encode_split(value, noise)
+    elif form == SPLIT8:
+        return encode_split8(value, noise)
+    else:
+        return encode_none(value, noise)
 
 
 # Moments, with noise from 0 to 2**20 - 1: FP32, bf16, or 8-bit floats with one scale (a power of two) per 64 elements.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels.optimizer_step import STATE_FORMATS, Groups, Hyper, Row, form
-from mezzo.pytorch.kernels.optimizer_step.formulas import RULES
+from mezzo.pytorch.kernels.optimizer_step.formulas import FORMS, RULES
 
 BLOCK = 1024  # elements that a program processes at a time: 16 groups of 64
 ROW_WORDS = 10
@@ -21,7 +21,6 @@ CURRENT_WORDS = 3
 HYPER_WORDS = 8
 _MOST_BLOCKS = 16  # per program
 
-FORMS = ("own", "bf16", "fp16", "split", "split8", "none")
 _GRADS = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -34,8 +34,8 @@ _PART = tl.constexpr(256)  # elements of a short or unaligned block at a time: o
 _ROW_WORDS = tl.constexpr(pointer_table.ROW_WORDS)
 _CURRENT_WORDS = tl.constexpr(pointer_table.CURRENT_WORDS)
 _HYPER_WORDS = tl.constexpr(pointer_table.HYPER_WORDS)
-_ADAMW, _PLAIN, _MOMENTUM, _NESTEROV = (tl.constexpr(i) for i in range(len(formulas.RULES)))
-_OWN, _BF16, _FP16, _SPLIT, _SPLIT8, _NONE = (tl.constexpr(code) for code in range(len(pointer_table.FORMS)))
+_ADAMW, _PLAIN = tl.constexpr(formulas.ADAMW), tl.constexpr(formulas.PLAIN)
+_OWN, _BF16, _FP16, _SPLIT, _SPLIT8, _NONE = (tl.constexpr(code) for code in range(len(formulas.FORMS)))
 _STATE_BF16, _STATE_INT8 = tl.constexpr(1), tl.constexpr(2)  # the index in `STATE_FORMATS`
 
 
@@ -100,19 +100,6 @@ def _multiply_add(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
     return a * b + c
 
 
-def _fma_of_the_interpreter(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
-    # Some versions of Triton's interpreter round twice: the lines of `formulas.fma`.
-    product, addend = a.to(tl.float64) * b.to(tl.float64), c.to(tl.float64)
-    total = product + addend
-    part = total - product
-    error = (product - (total - part)) + (addend - part)
-    pattern = total.to(tl.int64, bitcast=True)
-    away = (error > 0) == (total > 0)
-    is_even = ((pattern & 1) == 0) & (tl.abs(error) > 0)
-    odd = pattern + tl.where(is_even, tl.where(away, 1, -1), 0)
-    return odd.to(tl.float64, bitcast=True).to(tl.float32)
-
-
 _OWN_PRIMITIVES = (_bits, _float_of, _half_bits, _float_of_half, _i32, _u32, _shifted, _multiply_add)
 _BUILTINS = {"where": "where", "least": "minimum", "most": "maximum", "sqrt": "sqrt_rn", "divide": "div_rn"}
 f = formulas.over(
@@ -121,7 +108,7 @@ f = formulas.over(
         **{name: _builtin(of_triton) for name, of_triton in _BUILTINS.items()},
         "root": _builtin("sqrt"),
         # tl.fma is the GPU's own instruction, also where the compiler may contract nothing.
-        "fma": _fma_of_the_interpreter if _IS_INTERPRETED else tl.fma,
+        "fma": _builtin("fma"),
         "power": power,
         # Triton looks up annotations, and its interpreter the module.
         **dict.fromkeys(("Any", "Bits", "Pattern", "Value"), tl.tensor),
@@ -235,10 +222,7 @@ def _blocks_of_row(
     step = (tl.load(tl.load(row + 5).to(tl.pointer_type(tl.float32))) + 1.0).to(tl.int32)
     RULE: tl.constexpr = KINDS[0] // 128 % 8  # all are of one optimizer
     numbers = [tl.load(hyper + i) for i in (1, 2, 3, 4, 5, 6, 7)]
-    if RULE == _ADAMW:
-        numbers = f.adam_constants(numbers, step)
-    else:
-        numbers = f.sgd_constants(numbers, step)
+    numbers = f.constants_by(RULE, numbers, step)
     constants = [each.to(tl.float32) for each in numbers]  # in Triton the variable outlives the brackets
     l2 = tl.load(hyper).to(tl.float32)
     step_key = f.noise_key(step, ordinal, 0)
@@ -320,7 +304,7 @@ def _update(
     m = _load_state(first, HAS_FIRST, tl.int8, STATE, PLAIN)
     v = _load_state(second, HAS_SECOND, tl.uint8, STATE, PLAIN)
 
-    w = _decode_master(w, kept, MASTERS)
+    w = f.decoded(MASTERS, w, kept)
     g = block.decode_float(g, GRAD) * scale
     if MAXIMIZES:
         g = g * -1.0
@@ -335,14 +319,7 @@ def _update(
     else:
         v = g
 
-    if RULE == _ADAMW:
-        w, m, v = f.adamw(w, g, m, v, constants)
-    elif RULE == _PLAIN:
-        w, m, v = f.plain(w, g, m, v, constants)
-    elif RULE == _MOMENTUM:
-        w, m, v = f.momentum(w, g, m, v, constants)
-    else:
-        w, m, v = f.nesterov(w, g, m, v, constants)
+    w, m, v = f.moved(RULE, w, g, m, v, constants)
 
     place = f.place(start.to(tl.uint32) + index.to(tl.uint32))
     word = f.noise(step_key, place)
@@ -358,22 +335,6 @@ def _update(
 
 
 @triton.jit
-def _decode_master(weight: tl.tensor, kept: tl.tensor, MASTERS: tl.constexpr) -> tl.tensor:
-    if MASTERS == _OWN:
-        return weight
-    elif MASTERS == _BF16:
-        return f.decode_bf16(weight.to(tl.int32), kept)
-    elif MASTERS == _FP16:
-        return f.decode_fp16(weight.to(tl.int32), kept)
-    elif MASTERS == _SPLIT:
-        return f.decode_split(weight.to(tl.int32), kept.to(tl.int32))
-    elif MASTERS == _SPLIT8:
-        return f.decode_split8(weight.to(tl.int32), kept.to(tl.int32))
-    else:
-        return f.decode_none(weight.to(tl.int32), 0)
-
-
-@triton.jit
 def _store_master(
     w: tl.tensor, noise: tl.tensor, to: tl.tuple, here: tl.tuple, MASTERS: tl.constexpr, PLAIN: tl.constexpr
 ) -> tl.tensor:
@@ -383,20 +344,13 @@ def _store_master(
         block.store(weight, w, here, tl.float32, PLAIN)
         return tl.zeros(w.shape, tl.int1)
     else:
-        if MASTERS == _BF16:
-            high, kept = f.encode_bf16(w, noise)
-            block.store(master, kept, here, tl.float32, PLAIN)
-        elif MASTERS == _FP16:
-            high, kept = f.encode_fp16(w, noise)
+        high, kept = f.encoded(MASTERS, w, noise)
+        if MASTERS == _BF16 or MASTERS == _FP16:  # noqa: SIM109, there is no `in` in Triton
             block.store(master, kept, here, tl.float32, PLAIN)
         elif MASTERS == _SPLIT:
-            high, kept = f.encode_split(w, noise)
             block.store(master, kept, here, tl.int16, PLAIN)
         elif MASTERS == _SPLIT8:
-            high, kept = f.encode_split8(w, noise)
             block.store(master, kept, here, tl.int8, PLAIN)
-        else:
-            high, kept = f.encode_none(w, noise)
         block.store(weight, high, here, tl.int16, PLAIN)
         if not PLAIN:
             _, _, mask = here
