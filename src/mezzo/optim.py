@@ -18,14 +18,14 @@ _PUBLIC = {
     "FusedOptimizer": "mezzo.pytorch.optim.fused",
     "SGD": "mezzo.pytorch.optim.optimizers",
     "adopt": "mezzo.pytorch.optim.adopt",
-    "bytes_per_parameter": "mezzo.pytorch.optim.storage",
     "lower_weights": "mezzo.pytorch.weights.lowering",
     "with_masters": "mezzo.pytorch.optim.with_masters",
 }
 
 # Name -> what to use in its place.
 _REMOVED = {
-    "Lion": "was removed in version 0.2: use mezzo.optim.with_masters over another library's Lion, or mezzo.optim.AdamW"
+    "bytes_per_parameter": "was removed in version 0.2: docs/optimizers.md has the bytes of every mode",
+    "Lion": "was removed in version 0.2: use mezzo.optim.AdamW, or with_masters over another library's Lion",
 }
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "AdamW",
     "FusedOptimizer",
     "adopt",
-    "bytes_per_parameter",
     "lower_weights",
     "with_masters",
 ]
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from mezzo.pytorch.optim.adopt import adopt
     from mezzo.pytorch.optim.fused import FusedOptimizer
     from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW
-    from mezzo.pytorch.optim.storage import bytes_per_parameter
     from mezzo.pytorch.optim.with_masters import with_masters
     from mezzo.pytorch.weights.lowering import lower_weights
 

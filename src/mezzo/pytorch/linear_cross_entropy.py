@@ -77,18 +77,15 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of a linear layer's output, without holding the whole output.
 
-    Naive code::
+    Naive code, which runs itself under `torch.compile` and `torch.func`, for tensor subclasses, in FP64, for targets
+    that are probabilities, and class weights that require gradients::
 
         logits = F.linear(input, weight, bias).flatten(0, -2)
         F.cross_entropy(logits.float(), target.flatten(), class_weight, ignore_index=ignore_index,
                         reduction=reduction, label_smoothing=label_smoothing)
 
     Products are computed in autocast's format, or outside of it in the tensors' own; the loss in FP32 (FP64 for FP64).
-    NaN and infinities propagate as in the naive code; a mean over no rows, or only ignored ones, is NaN with zero
-    gradients.
-
-    The naive code itself runs, with whole logits, under `torch.compile`, in `torch.func` transforms, for tensor
-    subclasses, in FP64, for targets that are probabilities, and class weights that require gradients.
+    NaN and infinities propagate; a mean over no rows, or only ignored ones, is NaN with zero gradients.
 
     Args:
         input: [..., in].
@@ -101,8 +98,7 @@ def linear_cross_entropy(
         label_smoothing: the share of each target that is spread evenly over all classes, from 0 to 1.
 
     Returns:
-        FP32 (FP64 for FP64): a number, or for ``"none"`` the losses [...]. The weight's gradient, in its dtype, is
-        summed over chunks in FP32 and rounded once.
+        A number, or for ``"none"`` the losses [...]. The weight's gradient is summed in FP32 and rounded once.
 
     Raises:
         UsageError: shapes or dtypes that don't fit; a label smoothing outside [0, 1]; in backward, a second derivative
@@ -130,16 +126,14 @@ class LinearCrossEntropy(nn.Linear):
         loss = nn.CrossEntropyLoss(weight, ignore_index=..., reduction=..., label_smoothing=...)
         loss(head(hidden).flatten(0, -2).float(), target.flatten())
 
-    It is an `nn.Linear`, with the same parameters, names and initial values, so a checkpoint of the linear layer loads.
-    `weight` may be tied to an embedding's. See `linear_cross_entropy` for formats, memory and errors.
+    An `nn.Linear` with the same parameters, names and initial values: a checkpoint of the linear layer loads, and
+    `weight` may be tied to an embedding's. See `linear_cross_entropy` for formats, memory, errors and options.
 
     Args:
         in_features: size of the input's last dimension.
         num_classes: size of the vocabulary.
         bias: whether the logits have one.
         weight: [num_classes], the classes' weights in the loss; becomes the buffer `class_weight`, which is not saved.
-        ignore_index, reduction, label_smoothing: as for `linear_cross_entropy`.
-        device, dtype: of the parameters.
     """
 
     class_weight: Tensor | None
@@ -293,7 +287,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = [records and needed for needed in ctx.needs_input_grad[:3]]
         with torch.autocast(weight.device.type, enabled=False):
             head = _head((input, weight, bias), target, class_weight, *ctx.rest)
-            divisor = _divisor(head[-1], options.reduction)
+            is_mean = options.reduction == "mean"
+            divisor = (
+                cross_entropy.divisor_of_mean(head[-1])
+                if is_mean
+                else weight.new_ones((), dtype=torch.float32)
+            )
             scale = factor = None
             if any(needs) and options.reduction != "none":
                 scale, factor = _scale(head, divisor.reciprocal().expand(target.numel()))
@@ -343,18 +342,6 @@ def _head(
     classes = None if class_weight is None else class_weight.detach().float().contiguous()
     given = Rows(x, target.reshape(-1).long(), classes, options.ignore_index, options.label_smoothing)
     return x, w, b, given
-
-
-def _divisor(given: Rows, reduction: str) -> Tensor:
-    """What the sum of the rows' losses is divided by, FP32: known from the targets alone."""
-    target, weight = given.target, given.weight
-    if reduction != "mean":
-        return torch.ones((), device=target.device)
-    counts = target != given.ignore_index
-    if weight is None:
-        return counts.sum(dtype=torch.float32)
-    index = target.clamp(0, len(weight) - 1)  # _walk raises for what is out of bounds
-    return weight[index].masked_fill(~counts, 0.0).sum()
 
 
 def _scale(head: _Head, shares: Tensor) -> tuple[Tensor, Tensor | None]:

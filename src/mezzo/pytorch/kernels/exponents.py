@@ -11,8 +11,6 @@ from torch import Tensor
 from mezzo.core.ranges import BINS, INFINITE, NAN, ZERO
 from mezzo.pytorch.kernels.plain import is_dense
 
-__all__ = ["LARGEST", "WORDS", "count"]
-
 LARGEST = BINS
 """Index of the FP32 pattern of the largest finite magnitude. Patterns are ordered as their numbers."""
 

@@ -11,8 +11,6 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.plain import is_dense
 
-__all__ = ["sum_of_squares"]
-
 BLOCK = 1 << 14
 """Elements per FP64 sum of the reference: below the size from which PyTorch splits a sum between threads."""
 

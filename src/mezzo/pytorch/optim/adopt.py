@@ -34,10 +34,9 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
         fused.load_state_dict(optimizer.state_dict())
 
     Args:
-        optimizer: `torch.optim.AdamW`, `Adam` or `SGD`, not a subclass. Its `foreach`, `fused` and `capturable` stay in
-            the groups and are ignored.
-        masters: see `FusedOptimizer`.
-        state: see `FusedOptimizer`. The existing state is converted.
+        optimizer: `torch.optim.AdamW`, `Adam` or `SGD`, not a subclass. Its `foreach`, `fused` and `capturable` are
+            ignored.
+        masters, state: see `FusedOptimizer`. The existing state is converted.
 
     Returns:
         The same object; also for an optimizer that was adopted before, in the same modes.

@@ -57,14 +57,12 @@ class Adam(FusedOptimizer):
 
     Args:
         params: FP32, bf16 or fp16 parameters, named parameters or groups, as for `torch.optim.Adam`.
-        lr: learning rate; a number, or a tensor of one element, which is read at each step. Keep it on the CPU: the
-            host waits for a tensor on a GPU.
+        lr: learning rate; a number, or a tensor of one element, which is read at each step (keep it on the CPU).
         betas: decays of the first and the second moment, each in [0, 1).
         eps: added to the denominator.
         weight_decay: coefficient of the L2 term.
         maximize: ascend.
-        state: format of the moments; see `FusedOptimizer`.
-        masters: kind of the FP32 masters of 16-bit weights; see `FusedOptimizer`.
+        state, masters: see `FusedOptimizer`.
 
     Raises:
         UsageError: a number out of range, a parameter that these masters don't support.
@@ -138,10 +136,9 @@ class SGD(FusedOptimizer):
     Args:
         momentum: decay of the buffer; there is no buffer if it is 0. If it is set later, the buffer starts then.
         dampening: the part of the gradient that doesn't enter the buffer.
-        weight_decay: coefficient of the L2 term.
-        nesterov: Nesterov momentum; needs momentum and no dampening.
+        nesterov: Nesterov momentum; a UsageError without momentum or with dampening.
 
-    The other arguments and the errors are those of `Adam`; also a UsageError for `nesterov` without momentum.
+    The other arguments and the errors are those of `Adam`.
     """
 
     TORCH: ClassVar[type[torch.optim.Optimizer]] = torch.optim.SGD

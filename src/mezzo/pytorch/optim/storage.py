@@ -269,30 +269,3 @@ class ParameterState:
             and len(self.tensors) == len(self.entries)
             and all(map(is_, self.entries.values(), self.tensors))
         )
-
-
-def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Count the bytes per parameter of a training's live tensors, without step counts.
-
-    Args:
-        optimizer: any of `torch.optim` or Mezzo's, after a step, so that its states exist.
-
-    Returns:
-        Bytes per parameter of ``"params"``, ``"gradients"`` (if present), ``"masters"`` (or remainders), ``"state"``,
-        ``"scales"`` and their ``"total"``.
-    """
-    params = list(dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]))
-    found = {"params": 0, "gradients": 0, "masters": 0, "state": 0, "scales": 0}
-    for param in params:
-        found["params"] += param.nbytes
-        found["gradients"] += 0 if param.grad is None else param.grad.nbytes
-        for name, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, Tensor) and name != "step":
-                is_master = name in ("master", "remainder")
-                kind = "masters" if is_master else "scales" if name.endswith("_scale") else "state"
-                found[kind] += value.nbytes
-    numel = sum(param.numel() for param in params)
-    if numel == 0:
-        raise UsageError("bytes_per_parameter: the optimizer has no elements.")
-    each = {name: count / numel for name, count in found.items()}
-    return each | {"total": sum(each.values())}

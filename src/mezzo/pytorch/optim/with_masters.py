@@ -37,12 +37,11 @@ def with_masters(optimizer: Any) -> WithMasters:
     (pruned, clamped, loaded) replaces its master. Existing state is kept, in FP32. Hooks of a step see the masters.
 
     Args:
-        optimizer: any instance of `torch.optim.Optimizer`, also with closures (LBFGS) and sparse gradients. One that
-            keeps its own list of parameters besides `param_groups` does not see the masters.
+        optimizer: any `torch.optim.Optimizer`, also with closures (LBFGS) and sparse gradients, that keeps no list of
+            parameters besides `param_groups`.
 
     Raises:
-        UsageError: not an optimizer; one that has masters; ``differentiable=True``; a weight whose master another
-            optimizer holds.
+        UsageError: not an optimizer; one that has masters, or ``differentiable=True``; a weight with another's master.
     """
     _refuse_unfit(optimizer)
     for param in (param for group in optimizer.param_groups for param in group["params"]):
@@ -105,14 +104,9 @@ class WithMasters(Optimizer):
             self.state[param][MASTER] = master
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One step of the optimizer's own class on the masters, then update the weights.
+        """One step of the optimizer's own class on the masters, then update the weights; None for a skipped one.
 
-        Args:
-            closure: called any number of times; each time the weights equal the masters.
-            kwargs: for the optimizer's own `step`.
-
-        Returns:
-            The result of that step; None for a skipped one.
+        `closure` may be called any number of times; each time the weights equal the masters.
         """
         self._opt_called = True  # read by schedulers
         found_inf: Tensor | None = getattr(self, "found_inf", None)
@@ -177,11 +171,8 @@ class WithMasters(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of `state_dict`, or of the optimizer without masters, which leaves the masters as they are.
 
-        The weights are not changed: load the model's state too. A weight that differs from its rounded master counts as
-        edited.
-
-        Raises:
-            UsageError: groups or masters that do not fit this optimizer's; nothing was changed.
+        Load the model's state too: a weight that differs from its rounded master counts as edited. A UsageError for
+        groups or masters that do not fit; nothing was changed.
         """
         state = dict(state_dict)
         masters = masters_in(state, self.param_groups, self.state)

@@ -56,31 +56,27 @@ def lower_weights(
                 param.data = half_away16(param.data)        # bf16; fp16: ties to even
 
     Peak memory is the model and one more parameter. Frozen parameters are cast too, and existing gradients with their
-    weights; other formats and buffers are not. These parameters stay in FP32:
+    weights; other formats and buffers are not. These parameters stay in FP32 (a tied one if one of its owners does):
 
-    - of normalisation modules: PyTorch's, and classes named ``...Norm``, ``...Norm1d`` to ``...Norm3d``, as far as they
-      are registered in the module itself and have at most one dimension longer than 1 (so ``PreNorm`` around a layer
-      is not meant);
+    - of normalisation modules: PyTorch's, and the parameters with at most one dimension longer than 1 that are
+      registered in classes named ``...Norm``, ``...Norm1d`` to ``...Norm3d`` themselves;
     - of modules that the policy gives another format than the weights', with their submodules;
     - of modules and parameters that `keep` names.
-
-    A tied parameter stays in FP32 if one of its owners does.
 
     Args:
         model: any module, with its checkpoint loaded. Compile it and wrap it in DDP afterwards. A copy of the model
             starts from the rounded weights. A later FP32 checkpoint sets masters by `mezzo.load_master_state_dict`.
         precision: ``"bf16"``, ``"fp16"``, or any policy (string, file or `Policy`): its ``params`` format, or, if that
             is fp32, its ``compute`` format.
-        keep: patterns, as for a policy's modules, of module paths or parameter names: ``"head"``, ``"blocks.*.mlp"``,
+        keep: patterns, as for a policy's modules, of module paths or parameter names, such as ``"head"`` or
             ``"**.bias"``.
 
     Returns:
         The names of the cast parameters, each under its first name in `named_parameters`.
 
     Raises:
-        UsageError: not a module; a precision without 16-bit format; a parameter without values (lazy, or on the meta
-            device), of a tensor subclass (DTensor, quantised), or with a finite value beyond the format's range. The
-            message names it, and nothing was changed.
+        UsageError: not a module; a precision without 16-bit format; a parameter (it is named) without values, of a
+            tensor subclass, or with a finite value beyond the format's range. Nothing was changed.
         UnknownNameError: a pattern that matches nothing.
     """
     if not isinstance(model, nn.Module):

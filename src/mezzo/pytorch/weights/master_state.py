@@ -25,14 +25,13 @@ def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimize
             if param.dtype in (torch.bfloat16, torch.float16):
                 state[name] = optimizer.master(param)
 
-    An FP32 model of the same class can load it, for evaluation or export. A 16-bit weight that no optimizer here owns
-    gives the value that `lower_weights` kept for it, or else its own in FP32. Tied weights share one tensor. Masters
-    are copies; FP32 and FP64 weights and all buffers are the model's own storage, as in `state_dict`.
+    An FP32 model of the same class can load it. A 16-bit weight that no optimizer here owns gives the value that
+    `lower_weights` kept for it, or else its own in FP32. Tied weights share one tensor. Masters are copies; other
+    weights and all buffers are the model's own storage.
 
     Args:
         model: the model; its parameters are the objects that the optimizer holds.
-        optimizer: one of `mezzo.optim`, the result of `with_masters`, or several. Any other optimizer has no masters,
-            which is right if its weights are FP32.
+        optimizer: one of `mezzo.optim`, the result of `with_masters`, several, or any other over FP32 weights.
     """
     owners = _owners(optimizer)
     state: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -55,12 +54,11 @@ def load_master_state_dict(
     """Set weights and masters from a state in FP32: the inverse of `master_state_dict`, to the bit.
 
     The `state_dict` of an FP32 or a 16-bit model is accepted too. The optimizer's moments stay; it need not have
-    stepped yet.
+    stepped.
 
     Args:
-        model: as for `master_state_dict`.
-        optimizer: as for `master_state_dict`. For a 16-bit weight that no optimizer here owns, what rounding loses is
-            kept as by `lower_weights`.
+        model, optimizer: as for `master_state_dict`. For a 16-bit weight that no optimizer here owns, what rounding
+            loses is kept as by `lower_weights`.
         state: name -> tensor, with the model's names and shapes.
 
     Raises:

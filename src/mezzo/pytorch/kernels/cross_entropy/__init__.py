@@ -17,8 +17,6 @@ from mezzo.pytorch.kernels.cross_entropy import reference
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows
 from mezzo.pytorch.kernels.plain import is_plain
 
-__all__ = ["cross_entropy_loss"]
-
 _HALVES = (torch.float16, torch.bfloat16)
 _CLASSES, _WEIGHTS = (torch.int64, torch.uint8), (*_HALVES, torch.float32)
 _DEVICES = ("cpu", "cuda")
@@ -111,7 +109,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.kernel = kernel_for(logits.device.type, given)
         loss: Tensor
         loss, lse = ctx.kernel.rows_loss(given)
-        divisor = _weight_of(given) if reduction == MEAN else None
+        divisor = divisor_of_mean(given) if reduction == MEAN else None
         ctx.save_for_backward(logits, target, weight, lse, divisor)
         ctx.settings = settings
         if reduction == NONE:
@@ -144,12 +142,12 @@ def _matrix(logits: Tensor) -> tuple[Tensor, bool]:
     return last.contiguous().view(-1, classes), True
 
 
-def _weight_of(given: Rows) -> Tensor:
-    """The divisor of the mean: the number of rows that are not ignored, or the sum of their classes' weights."""
+def divisor_of_mean(given: Rows) -> Tensor:
+    """The number of rows that are not ignored, or the sum of their classes' weights; targets may be out of bounds."""
     counts = given.target != given.ignore_index
     if given.weight is None:
         return counts.sum(dtype=torch.float32)
-    return torch.where(counts, given.weight[given.target.masked_fill(~counts, 0)], 0.0).sum()
+    return torch.where(counts, given.weight[given.target.clamp(0, len(given.weight) - 1)], 0.0).sum()
 
 
 def _twice(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings, grad: Tensor) -> Tensor:

@@ -16,24 +16,16 @@ from torch import Tensor
 
 from mezzo.pytorch.kernels import cpu, jit
 from mezzo.pytorch.kernels.cpu import (
-    EXP_BIAS,
     LANES,
     Constants,
     Pointer,
-    biased_constants,
-    constants,
-    exp,
     expand,
     f32,
     f64,
     float32_at,
-    float32_scratch,
-    float64_at,
-    fma,
     inline,
     int64_at,
     loop,
-    take,
 )
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows, check_targets
 
@@ -55,7 +47,7 @@ BLOCK = 1024
 _AT_ONCE = 1 << 13  # elements of the rows that a thread takes
 _ALONE = 1 << 14  # elements below which one thread is as fast
 _LARGEST, _SMALLEST = 2.0**40, 2.0**-60  # of the factors that `exp`'s bias leaves exact
-_UNBIAS = 2.0**-EXP_BIAS
+_UNBIAS = 2.0**-cpu.EXP_BIAS
 _LEAST = f32(-math.inf)
 _ZERO = f32(0.0)
 _NAN = f32(math.nan)
@@ -127,7 +119,7 @@ def add(
     """Add `count` exponentials to as many lanes, and for smoothing the logits to other lanes."""
     for lane in range(count):
         x = f32(load_logit(logits, start + lane) - top)
-        lanes[lane] = lanes[lane] + exp(x, given)
+        lanes[lane] = lanes[lane] + cpu.exp(x, given)
         if IS_SMOOTHED:
             sums[lane] = sums[lane] + x
 
@@ -150,10 +142,10 @@ def total(lanes: Pointer) -> float:
 @loop
 def sums_of_row(logits: Pointer, classes: int) -> tuple[float, float, float]:
     """The largest logit, the sum of the exponentials relative to it, and for smoothing the sum of the logits."""
-    lanes, sums = float32_scratch(LANES), float32_scratch(LANES)
+    lanes, sums = cpu.float32_scratch(LANES), cpu.float32_scratch(LANES)
     for lane in range(LANES):
         lanes[lane], sums[lane] = _ZERO, _ZERO
-    given = constants()
+    given = cpu.constants()
     top, exponentials, every = _LEAST, f64(0), f64(0)
     for start in range(0, classes, BLOCK):
         stop = min(start + BLOCK, classes)
@@ -183,7 +175,7 @@ def weight_of(job: Pointer, target: int) -> float:
 def store_loss(job: Pointer, i: int, logits: Pointer, top: float, exponentials: float, every: float) -> None:
     """Store one row's loss and log-sum-exp."""
     target, classes = int64_at(job[TARGETS])[i], job[CLASSES]
-    out, lses = float32_at(job[LOSSES]), float64_at(job[LSES])
+    out, lses = float32_at(job[LOSSES]), cpu.float64_at(job[LSES])
     log_sum = math.log(exponentials) + (top - top)  # the infinite is a NaN
     lses[i] = top + log_sum
     out[i] = _ZERO
@@ -194,7 +186,7 @@ def store_loss(job: Pointer, i: int, logits: Pointer, top: float, exponentials: 
         return
     loss = weight_of(job, target) * (log_sum - (f64(load_logit(logits, target)) - top))
     if IS_SMOOTHED:
-        smoothing = float64_at(job[SMOOTHING])[0]
+        smoothing = cpu.float64_at(job[SMOOTHING])[0]
         of_all = classes * log_sum - (every - classes * top)
         loss = (1 - smoothing) * loss + smoothing / classes * of_all
     out[i] = f32(loss)
@@ -203,7 +195,7 @@ def store_loss(job: Pointer, i: int, logits: Pointer, top: float, exponentials: 
 def losses(job: Pointer) -> None:
     """Take rows until none is left."""
     while True:
-        start = take(job) * job[ROWS_AT_ONCE]
+        start = cpu.take(job) * job[ROWS_AT_ONCE]
         if start >= job[ROWS]:
             break
         for i in range(start, min(start + job[ROWS_AT_ONCE], job[ROWS])):
@@ -222,9 +214,9 @@ def fill(out: Pointer, classes: int, value: float) -> None:
 @loop
 def usual(logits: Pointer, out: Pointer, classes: int, lse: float, factor: float, shift: float) -> None:
     """A row whose factors are of a usual size. The pointers may be equal: each element is read before it is written."""
-    given = biased_constants()
+    given = cpu.biased_constants()
     for i in range(classes):
-        store_number(out, i, fma(exp(f32(load_logit(logits, i) - lse), given), factor, shift))
+        store_number(out, i, cpu.fma(cpu.exp(f32(load_logit(logits, i) - lse), given), factor, shift))
 
 
 @inline
@@ -243,11 +235,11 @@ def gradient_of_row(job: Pointer, i: int) -> None:
     if target == job[IGNORED] or target < 0 or target >= classes:
         fill(out, classes, _ZERO)
         return
-    lse, scale = float64_at(job[LSES])[i], f64(float32_at(job[SCALES])[i * job[SCALE_STRIDE]])
+    lse, scale = cpu.float64_at(job[LSES])[i], f64(float32_at(job[SCALES])[i * job[SCALE_STRIDE]])
     if not math.isfinite(lse):
         fill(out, classes, _NAN)
         return
-    smoothing = float64_at(job[SMOOTHING])[0]
+    smoothing = cpu.float64_at(job[SMOOTHING])[0]
     at_target = (1 - smoothing) * weight_of(job, target)
     shift = -scale * smoothing / classes if IS_SMOOTHED else 0.0
     factor = scale * (at_target + smoothing)
@@ -266,7 +258,7 @@ def gradient_of_row(job: Pointer, i: int) -> None:
 def gradients(job: Pointer) -> None:
     """Take rows until none is left."""
     while True:
-        start = take(job) * job[ROWS_AT_ONCE]
+        start = cpu.take(job) * job[ROWS_AT_ONCE]
         if start >= job[ROWS]:
             break
         for i in range(start, min(start + job[ROWS_AT_ONCE], job[ROWS])):

@@ -20,8 +20,6 @@ from torch import Tensor
 from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.plain import is_plain
 
-__all__ = ["layer_norm", "rms_norm"]
-
 _HALVES = (torch.float16, torch.bfloat16)
 _PARAMETERS = (torch.float32, torch.float16, torch.bfloat16)
 _EPSILON = torch.finfo(torch.float32).eps

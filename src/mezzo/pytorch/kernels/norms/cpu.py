@@ -20,22 +20,7 @@ import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels import cpu, jit
-from mezzo.pytorch.kernels.cpu import (
-    LANES,
-    Pointer,
-    clear,
-    expand,
-    f32,
-    float32_at,
-    float_of,
-    fma,
-    i32,
-    int16_at,
-    lanes_scratch,
-    loop,
-    take,
-    total,
-)
+from mezzo.pytorch.kernels.cpu import LANES, Pointer, expand, f32, float32_at, fma, i32, int16_at, loop
 
 if TYPE_CHECKING:
     from mezzo.pytorch.kernels.norms import Form
@@ -180,24 +165,24 @@ def normalise_rows(
     """Normalise some rows."""
     x, weight, bias, out = tensors
     means, rstds = statistics
-    lanes = lanes_scratch()
+    lanes = cpu.lanes_scratch()
     whole = columns - columns % LANES
     count = f32(columns)
     for row in range(start, stop):
         first = row * columns
         mean = f32(0.0)
         if IS_CENTRED:
-            clear(lanes)
+            cpu.clear(lanes)
             for i in range(0, whole, LANES):
                 add(x, first + i, LANES, lanes)
             add(x, first + whole, columns - whole, lanes)
-            mean = total(lanes) / count
+            mean = cpu.total(lanes) / count
             means[row] = mean
-        clear(lanes)
+        cpu.clear(lanes)
         for i in range(0, whole, LANES):
             add_squares(x, first + i, LANES, mean, lanes)
         add_squares(x, first + whole, columns - whole, mean, lanes)
-        rstd = f32(1.0) / f32(sqrt(total(lanes) / count + epsilon))
+        rstd = f32(1.0) / f32(sqrt(cpu.total(lanes) / count + epsilon))
         rstds[row] = rstd
         for i in range(columns):
             normal = (load_x(x, first + i) - mean) * rstd
@@ -209,11 +194,11 @@ def normalise(job: Pointer) -> None:
     tensors = int16_at(job[X]), float32_at(job[WEIGHT]), float32_at(job[BIAS]), int16_at(job[OUT])
     statistics = float32_at(job[MEANS]), float32_at(job[RSTDS])
     while True:
-        start = take(job) * job[TAKEN]
+        start = cpu.take(job) * job[TAKEN]
         if start >= job[ROWS]:
             break
         stop = min(start + job[TAKEN], job[ROWS])
-        normalise_rows(tensors, statistics, start, stop, job[COLUMNS], float_of(i32(job[EPSILON])))
+        normalise_rows(tensors, statistics, start, stop, job[COLUMNS], cpu.float_of(i32(job[EPSILON])))
 
 
 @expand
@@ -250,7 +235,7 @@ def differentiate_rows(
     """The gradients of some rows; their parts of the parameters' gradients are added to a block's sums."""
     dy, x, weight, dx = tensors
     means, rstds = statistics
-    g_lanes, gh_lanes = lanes_scratch(), lanes_scratch()
+    g_lanes, gh_lanes = cpu.lanes_scratch(), cpu.lanes_scratch()
     weight_sums, bias_sums = sums
     into = g_lanes, gh_lanes, weight_sums, bias_sums
     whole = columns - columns % LANES
@@ -265,14 +250,14 @@ def differentiate_rows(
         mean, rstd = f32(0.0), rstds[row]
         if IS_CENTRED:
             mean = means[row]
-            clear(g_lanes)
-        clear(gh_lanes)
+            cpu.clear(g_lanes)
+        cpu.clear(gh_lanes)
         for i in range(0, whole, LANES):
             add_products(tensors, into, first, i, LANES, mean, rstd)
         add_products(tensors, into, first, whole, columns - whole, mean, rstd)
         if wants_dx:
-            g_mean = total(g_lanes) / count if IS_CENTRED else f32(0.0)
-            gh_mean = total(gh_lanes) / count
+            g_mean = cpu.total(g_lanes) / count if IS_CENTRED else f32(0.0)
+            gh_mean = cpu.total(gh_lanes) / count
             for i in range(columns):
                 g = load_x(dy, first + i) * f32(weight[i])
                 h = (load_x(x, first + i) - mean) * rstd
@@ -285,7 +270,7 @@ def differentiate(job: Pointer) -> None:
     tensors = int16_at(job[DY]), int16_at(job[X]), float32_at(job[WEIGHT]), int16_at(job[DX])
     statistics = float32_at(job[MEANS]), float32_at(job[RSTDS])
     while True:
-        first = take(job) * job[TAKEN]
+        first = cpu.take(job) * job[TAKEN]
         if first >= job[BLOCKS]:
             break
         for number in range(first, min(first + job[TAKEN], job[BLOCKS])):

@@ -12,20 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mezzo.core.masters import MASTERS, STATE_FORMATS
 from mezzo.pytorch.kernels import backend
-
-__all__ = [
-    "MASTERS",
-    "STATE_FORMATS",
-    "Groups",
-    "Hyper",
-    "Row",
-    "StateSpec",
-    "Stepper",
-    "form",
-    "stepper",
-]
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ and weights into a table in Python, about half a microsecond per parameter; the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,7 @@ _STATES = {
 }
 
 Words = npt.NDArray[np.int64]
+Call = Callable[[int, int], None]
 Kind = tuple[str, bool, int, str, str, torch.dtype]  # rule, L2, states, state, form of the weight, gradient
 
 
@@ -100,11 +101,18 @@ class _Plan:
         self.constants = np.zeros((0, words.CONSTANT_WORDS), np.float32)
         self.moves = np.zeros(len(rows), np.float32)
         self.no_overflow = np.zeros(1, np.float32)
-        self.launches: list[_Launch] = []
+        self.launches: list[tuple[Call, int, Words, Words]] = []  # how, the loop, its job and its chunks
         start = 0
         for kind, indices in by_kind.items():
             sizes = [rows[index].weight.numel() for index in indices]
-            self.launches.append(_Launch(kind, start, sizes))
+            pieces = [
+                (row, at) for row, size in enumerate(sizes, start) for at in range(0, size, words.CHUNK)
+            ]
+            chunks: Words = np.array(pieces, np.int64).reshape(-1, 2)
+            job: Words = np.zeros(words.JOB_WORDS, np.int64)
+            job[words.CHUNKS], job[words.CHUNK_LIST] = len(pieces), chunks.ctypes.data
+            call = jit.alone if sum(sizes) <= words.CHUNK else jit.parallel
+            self.launches.append((call, _kernel(kind).address, job, chunks))
             start += len(indices)
         self.counting = jit.kernel(words, {}, "count_moves").address
         self.counting_job = np.array([len(rows), self.table.ctypes.data, self.moves.ctypes.data], np.int64)
@@ -120,8 +128,11 @@ class _Plan:
         jit.alone(self.counting, self.counting_job.ctypes.data)
         self._write_constants(hypers, factor)
         flag = self.no_overflow.ctypes.data if overflow is None else overflow.data_ptr()
-        for launch in self.launches:
-            launch.run(self.table, self.constants, flag)
+        for call, address, job, _ in self.launches:
+            job[words.COUNTER] = 0
+            job[words.TABLE], job[words.CONSTANT_TABLE] = self.table.ctypes.data, self.constants.ctypes.data
+            job[words.OVERFLOW] = flag
+            call(address, job.ctypes.data)
 
     def _write_constants(self, hypers: Sequence[Hyper], factor: float) -> None:
         """A row of constants for each pair of a group and a step count."""
@@ -140,28 +151,6 @@ class _Plan:
             hyper = hypers[group]
             own = constants_of[hyper.rule](hyper.numbers, int(move))
             constants[:] = (-factor if hyper.maximize else factor, move, hyper.l2, *own)
-
-
-class _Launch:
-    """One compiled loop over the table's rows of one kind, from row `start` on, of these sizes, cut into chunks."""
-
-    def __init__(self, kind: Kind, start: int, sizes: list[int]) -> None:
-        self.kernel = _kernel(kind)
-        pieces = [(row, at) for row, size in enumerate(sizes, start) for at in range(0, size, words.CHUNK)]
-        self.chunks: Words = np.array(pieces, np.int64).reshape(-1, 2)
-        self.job: Words = np.zeros(words.JOB_WORDS, np.int64)
-        self.job[words.CHUNKS] = len(pieces)
-        self.job[words.CHUNK_LIST] = self.chunks.ctypes.data
-        self.is_small = sum(sizes) <= words.CHUNK
-
-    def run(self, table: Words, constants: npt.NDArray[np.float32], flag: int) -> None:
-        """Update the rows; `flag` is the address of the FP32 that an overflow sets."""
-        self.job[words.COUNTER] = 0
-        self.job[words.TABLE] = table.ctypes.data
-        self.job[words.CONSTANT_TABLE] = constants.ctypes.data
-        self.job[words.OVERFLOW] = flag
-        call = jit.alone if self.is_small else jit.parallel
-        call(self.kernel.address, self.job.ctypes.data)
 
 
 def _row_words(row: Row) -> list[int]:

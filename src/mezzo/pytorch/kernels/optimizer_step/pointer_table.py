@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels.optimizer_step import STATE_FORMATS, Groups, Hyper, Row, form
+from mezzo.core.masters import STATE_FORMATS
+from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, form
 from mezzo.pytorch.kernels.optimizer_step.formulas import FORMS, RULES
 
 BLOCK = 1024  # elements that a program processes at a time: 16 groups of 64
@@ -61,11 +62,6 @@ class PointerTable:
         self.hypers = self.current[CURRENT_WORDS * len(self.owner) :].view(torch.float64)
         self.programs = len(chunks)
         self.tickets = torch.zeros(len(self.owner), dtype=torch.int32, device=self.device)
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory of the tables."""
-        return self._buffer.numel() * 8 + self.tickets.numel() * 4
 
     def refresh(self, groups: Groups) -> None:
         """Bring `current` up to date, in stream order, without waiting for the device."""

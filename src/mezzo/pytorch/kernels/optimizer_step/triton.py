@@ -8,7 +8,6 @@ storage formats and rules that occur, each compiled to straight code. Settings a
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo.pytorch.kernels import block
-from mezzo.pytorch.kernels.optimizer_step import Groups, Row, formulas, pointer_table
+from mezzo.pytorch.kernels.optimizer_step import Groups, formulas, pointer_table
 from mezzo.pytorch.kernels.optimizer_step.pointer_table import PointerTable
 
 # How `step_kernel` must be compiled: IEEE arithmetic without contraction, and four programs of 256 threads per SM.
@@ -27,7 +26,7 @@ from mezzo.pytorch.kernels.optimizer_step.pointer_table import PointerTable
 # use.)
 OPTIONS: Mapping[str, Any] = MappingProxyType({"num_warps": 8, "maxnreg": 64, "enable_fp_fusion": False})
 
-_CACHE_BYTES = 32 << 20
+_TABLES = 1024  # cached by one stepper: with gradient release every parameter has its own
 
 _BLOCK = tl.constexpr(pointer_table.BLOCK)
 _PART = tl.constexpr(256)  # elements of a short or unaligned block at a time: one per thread
@@ -127,7 +126,7 @@ class DeviceStepper:
     """
 
     def __init__(self) -> None:
-        self._tables: OrderedDict[tuple[object, ...], PointerTable] = OrderedDict()
+        self._tables: dict[tuple[object, ...], PointerTable] = {}
 
     @torch.no_grad()
     def __call__(
@@ -155,22 +154,15 @@ class DeviceStepper:
             return PointerTable(groups)  # in the graph's memory, written again by each replay
         table = self._tables.get(key)
         if table is None:
-            self._forget_replaced(rows)
+            # Rows that were replaced would keep the old states alive.
+            now = {row.ordinal: row for row in rows}
+            known = [row for table in self._tables.values() for row in table.owner]
+            if len(self._tables) >= _TABLES or any(now.get(row.ordinal, row) is not row for row in known):
+                self._tables.clear()
             table = self._tables[key] = PointerTable(groups)
-            used = sum(one.nbytes for one in self._tables.values())
-            while used > _CACHE_BYTES and len(self._tables) > 1:
-                used -= self._tables.popitem(last=False)[1].nbytes
         else:
-            self._tables.move_to_end(key)
             table.refresh(groups)
         return table
-
-    def _forget_replaced(self, rows: list[Row]) -> None:
-        """Drop tables of rows that were replaced, which would keep the old states alive."""
-        now = {row.ordinal: row for row in rows}
-        for key, table in list(self._tables.items()):
-            if any(now.get(row.ordinal, row) is not row for row in table.owner):
-                del self._tables[key]
 
 
 _POINTERS = ["chunks", "rows", "current", "hypers", "tickets", "multiplier", "found_inf", "overflow"]
