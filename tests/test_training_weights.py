@@ -18,7 +18,7 @@ from mezzo.core.errors import UnknownNameError, UnsupportedPrecisionError, Usage
 from mezzo.pytorch import auto
 from mezzo.pytorch.optim.optimizers import SGD, AdamW
 from mezzo.pytorch.optim.with_masters import with_masters
-from mezzo.pytorch.weights.lowering import lower_weights
+from mezzo.pytorch.weights.stored_parameters import lower_weights
 from training_steps import (  # noqa: F401
     INF,
     NAN,

@@ -14,7 +14,7 @@ import mezzo
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.optimizer_step.reference import encode_master
 from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
-from mezzo.pytorch.weights.lowering import lower_weights
+from mezzo.pytorch.weights.stored_parameters import lower_weights
 from optimizer_steps import saved_and_loaded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -34,7 +34,7 @@ _PUBLIC = {
     "tensorflow": "mezzo.tensorflow",
     "optim": "mezzo.optim",
     "keep_memory": "mezzo.pytorch.keep_memory",
-    "lower_weights": "mezzo.pytorch.weights.lowering",
+    "lower_weights": "mezzo.pytorch.weights.stored_parameters",
     "master_state_dict": "mezzo.pytorch.weights.master_state",
     "load_master_state_dict": "mezzo.pytorch.weights.master_state",
 }
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from mezzo.pytorch.monitor.explain import explain
     from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
     from mezzo.pytorch.training.mixed_precision import MixedPrecision
-    from mezzo.pytorch.weights.lowering import lower_weights
     from mezzo.pytorch.weights.master_state import load_master_state_dict, master_state_dict
+    from mezzo.pytorch.weights.stored_parameters import lower_weights
 
 __getattr__, __dir__ = lazy("mezzo", _PUBLIC, removed=_REMOVED)

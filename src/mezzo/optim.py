@@ -18,7 +18,7 @@ _PUBLIC = {
     "FusedOptimizer": "mezzo.pytorch.optim.fused",
     "SGD": "mezzo.pytorch.optim.optimizers",
     "adopt": "mezzo.pytorch.optim.adopt",
-    "lower_weights": "mezzo.pytorch.weights.lowering",
+    "lower_weights": "mezzo.pytorch.weights.stored_parameters",
     "with_masters": "mezzo.pytorch.optim.with_masters",
 }
 
@@ -43,6 +43,6 @@ if TYPE_CHECKING:
     from mezzo.pytorch.optim.fused import FusedOptimizer
     from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW
     from mezzo.pytorch.optim.with_masters import with_masters
-    from mezzo.pytorch.weights.lowering import lower_weights
+    from mezzo.pytorch.weights.stored_parameters import lower_weights
 
 __getattr__, __dir__ = lazy("mezzo.optim", _PUBLIC, removed=_REMOVED)

@@ -16,7 +16,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.optim import checks, state_dicts, storage
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW
-from mezzo.pytorch.weights.lowering import take_master
+from mezzo.pytorch.weights.stored_parameters import take_master
 
 _FUSED: dict[type[Optimizer], type[FusedOptimizer]] = {
     torch.optim.AdamW: AdamW,

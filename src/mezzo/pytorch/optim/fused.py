@@ -22,7 +22,7 @@ from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, StateSpec, Stepper,
 from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim import checks, state_dicts, storage
 from mezzo.pytorch.optim.storage import ParameterState
-from mezzo.pytorch.weights.lowering import has_master, take_master
+from mezzo.pytorch.weights.stored_parameters import has_master, take_master
 
 Work = dict[torch.device, list[tuple[Hyper, list[Row]]]]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.optim import storage
 from mezzo.pytorch.optim.storage import Entries, Storage
-from mezzo.pytorch.weights.lowering import LOWERED, take_master
+from mezzo.pytorch.weights.stored_parameters import LOWERED, take_master
 
 if TYPE_CHECKING:
     from mezzo.pytorch.optim.fused import FusedOptimizer

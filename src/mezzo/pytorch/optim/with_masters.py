@@ -21,7 +21,7 @@ from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.adopt import class_of, empty
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import MASTER, masters_in, without_master
-from mezzo.pytorch.weights import lowering
+from mezzo.pytorch.weights.stored_parameters import LOWERED, pieces, take_master
 
 
 def with_masters(optimizer: Any) -> WithMasters:
@@ -45,7 +45,7 @@ def with_masters(optimizer: Any) -> WithMasters:
     """
     _refuse_unfit(optimizer)
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if param.dtype in lowering.LOWERED:
+        if param.dtype in LOWERED:
             checks.claim(optimizer, param)
     own_step = vars(optimizer).pop("step", None)
     optimizer.__class__ = class_of(WithMasters, optimizer.__class__)
@@ -143,7 +143,7 @@ class WithMasters(Optimizer):
     def master(self, param: Tensor) -> Tensor:
         """A copy of a parameter's FP32 master; of an FP32 parameter itself. A UsageError for another's parameter."""
         self._check_own(param)
-        if param.dtype not in lowering.LOWERED:
+        if param.dtype not in LOWERED:
             return param.detach().clone()
         return decode_master("fp32", param.detach(), self._ensure_master(param))
 
@@ -155,7 +155,7 @@ class WithMasters(Optimizer):
             raise UsageError(
                 f"set_master: the value is {tuple(value.shape)} and the parameter {tuple(param.shape)}"
             )
-        if param.dtype in lowering.LOWERED:
+        if param.dtype in LOWERED:
             master = self._ensure_master(param)
             master.copy_(value)
             _write(master, param)
@@ -191,7 +191,7 @@ class WithMasters(Optimizer):
             yield from group["params"]
 
     def _lowered(self) -> list[Tensor]:
-        return [param for param in self._parameters() if param.dtype in lowering.LOWERED]
+        return [param for param in self._parameters() if param.dtype in LOWERED]
 
     def _check_own(self, param: Tensor) -> None:
         if not any(param is one for one in self._parameters()):
@@ -203,7 +203,7 @@ class WithMasters(Optimizer):
         master: Tensor | None = entry.get(MASTER)
         if master is None:
             checks.claim(self, param)
-            kept = lowering.take_master(param)
+            kept = take_master(param)
             master = param.detach().to(torch.float32) if kept is None else kept
         elif master.shape != param.shape:
             raise UsageError(
@@ -219,14 +219,14 @@ class WithMasters(Optimizer):
         """Put the masters in the groups, updated from edited weights, and give them gradients."""
         for param in self._parameters():
             grad = param.grad
-            if param.dtype not in lowering.LOWERED:
+            if param.dtype not in LOWERED:
                 if self.state.get(param):
                     self.state[param].pop(MASTER, None)  # the model was brought back to FP32
                 if grad is not None and scale is not None:
                     grad.div_(scale.to(grad.device))
                 continue
             tensor = self._ensure_master(param)
-            for part, weight in lowering.pieces(tensor, param.detach()):
+            for part, weight in pieces(tensor, param.detach()):
                 part.copy_(decode_master("fp32", weight, part))
             if grad is not None:
                 wide = grad.to(torch.float32)
@@ -294,10 +294,10 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
 
 
 def _write(master: Tensor, weight: Tensor) -> None:
-    for part, out in lowering.pieces(master, weight.detach()):
+    for part, out in pieces(master, weight.detach()):
         out.copy_(encode_master("fp32", part, weight.dtype)[0])
 
 
 def _widened(value: Any) -> Any:
-    is_low = isinstance(value, Tensor) and value.dtype in lowering.LOWERED
+    is_low = isinstance(value, Tensor) and value.dtype in LOWERED
     return value.to(torch.float32) if is_low else value

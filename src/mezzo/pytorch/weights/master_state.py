@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.weights import lowering
+from mezzo.pytorch.weights.stored_parameters import LOWERED, keep_master, overflows, peek_master
 
 
 def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def load_master_state_dict(
     masters = {name: value for name, value in own.items() if isinstance(value, Tensor) and _is_low(value)}
     wide = {name: state[name].detach().to(torch.float32) for name in masters}
     for name, value in wide.items():
-        if lowering.overflows(value, own[name].dtype):
+        if overflows(value, own[name].dtype):
             raise UsageError(
                 f"load_master_state_dict: {name!r} holds a finite value that overflows its "
                 f"{str(own[name].dtype).removeprefix('torch.')} weight. Nothing was changed."
@@ -81,7 +81,7 @@ def load_master_state_dict(
     for name, param in masters.items():
         owner = owners.get(id(param))
         if owner is None:
-            lowering.keep_master(param, wide[name])
+            keep_master(param, wide[name])
         else:
             owner.set_master(param, wide[name])
 
@@ -123,7 +123,7 @@ def _owners(optimizer: Optimizer | Sequence[Optimizer]) -> dict[int, Any]:
 
 
 def _is_low(value: Tensor) -> bool:
-    return isinstance(value, nn.Parameter) and value.dtype in lowering.LOWERED
+    return isinstance(value, nn.Parameter) and value.dtype in LOWERED
 
 
 def _master(param: Tensor, owners: Mapping[int, Any]) -> Tensor:
@@ -131,7 +131,7 @@ def _master(param: Tensor, owners: Mapping[int, Any]) -> Tensor:
     if owner is not None:
         master: Tensor = owner.master(param)
         return master
-    kept = lowering.peek_master(param)
+    kept = peek_master(param)
     return param.detach().to(torch.float32) if kept is None else kept
 
 
