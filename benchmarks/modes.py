@@ -20,7 +20,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam": {},
     "SGD": {"lr": 1e-3},
     "SGD, momentum": {"lr": 1e-3, "momentum": 0.9},
-    "Lion": {},
 }
 
 

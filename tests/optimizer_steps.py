@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mezzo
-from mezzo.optim import SGD, Adam, AdamW, FusedOptimizer, Lion
+from mezzo.optim import SGD, Adam, AdamW, FusedOptimizer
 
 STATES = ("fp32", "bf16", "int8")
 MASTERS = ("fp32", "split", "split8", "none")
@@ -25,18 +25,17 @@ SHAPES = ((), (1,), (5, 13), (64,), (3, 65), (130, 257))
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer and its settings; torch's own of the same name, where there is one."""
+    """An optimizer and its settings; torch's own of the same name."""
 
     name: str
     ours: type[FusedOptimizer]
-    theirs: type[Optimizer] | None
+    theirs: type[Optimizer]
     settings: dict[str, Any] = field(default_factory=dict)
 
     def make(self, params: Iterable[Any], **modes: str) -> FusedOptimizer:
         return self.ours(params, **self.settings, **modes)  # type: ignore[call-arg]
 
     def torch(self, params: Iterable[Any], **how: bool) -> Optimizer:
-        assert self.theirs is not None
         return self.theirs(params, **self.settings, **how)  # type: ignore[call-arg]
 
 
@@ -53,7 +52,6 @@ RULES = [
         torch.optim.SGD,
         {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     ),
-    Rule("Lion", Lion, None, {"lr": 1e-3, "weight_decay": 0.1}),
 ]
 BY_NAME = {rule.name: rule for rule in RULES}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, Stepper, reference
 from mezzo.pytorch.kernels.optimizer_step.reference import groups
-from mezzo.pytorch.optim.optimizers import adam_hyper, lion_hyper, sgd_hyper
+from mezzo.pytorch.optim.optimizers import adam_hyper, sgd_hyper
 
 HYPERS: dict[str, Hyper] = {
     "adamw": adam_hyper(3e-3, 0.9, 0.999, 1e-8, 1e-2, decoupled=True),
@@ -19,8 +19,6 @@ HYPERS: dict[str, Hyper] = {
     "sgd": sgd_hyper(0.1),
     "sgd-momentum": sgd_hyper(0.1, momentum=0.9, dampening=0.3, weight_decay=0.01),
     "sgd-nesterov-up": sgd_hyper(0.05, momentum=0.8, weight_decay=0.1, nesterov=True, maximize=True),
-    "lion": lion_hyper(1e-3, 0.9, 0.99, 0.1),
-    "lion-up": lion_hyper(1e-2, 0.95, 0.98, maximize=True),
 }
 STATES = ("fp32", "bf16", "int8")
 GRADS = (torch.float32, torch.bfloat16, torch.float16)

@@ -7,7 +7,6 @@ special numbers once more on Triton's interpreter.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -170,13 +169,10 @@ LAYOUTS = {
     "[C]": lambda: values(40),
     "[N, C, d]": lambda: values(3, 20, 11),
     "[N, C, d, d], channels last": lambda: values(2, 6, 5, 4).to(memory_format=torch.channels_last),
-    "[N, C, d, d, d]": lambda: values(2, 3, 2, 3, 2),
     "permuted [N, C, d]": lambda: values(11, 3, 20).permute(1, 2, 0),
     "[C, N] transposed": lambda: values(20, 9).t(),
     "columns of a wider matrix": lambda: values(5, 100)[:, :70],
-    "every other column": lambda: values(5, 100)[:, ::2],
     "one row for all": lambda: values(1, 50).expand(4, 50),
-    "[N, 1]": lambda: values(4, 1),
     "[N, 1, d]": lambda: values(4, 1, 3),
     "[N, C, 1]": lambda: values(4, 3, 1),
 }
@@ -336,25 +332,6 @@ def test_the_peak_is_logits_gradient_and_a_few_numbers_a_row(
 
 
 @COMPILED
-def test_the_exponential_is_within_two_ulp_where_it_counts() -> None:
-    """A gradient where the log-sum-exp is 0 and the scale 1 is exp itself, but for the target."""
-    rows, one = backend.load(kernel.__name__, "cpu"), torch.ones(1)
-    edges = [0.0, -16.0, -87.0, -131.0]
-    for high, low, most in zip(edges, edges[1:], (1.5, 5, 5)):
-        x = torch.linspace(high, low, 200_001, dtype=torch.float64).float()[None]
-        out = torch.empty_like(x)
-        rows.rows_gradient(Rows(x, torch.tensor([0])), one.double() * 0, one, out)
-        exact = x[0, 1:].double().exp()
-        ulp = torch.ldexp(torch.ones_like(exact), (torch.frexp(exact)[1] - 24).clamp(min=-149))
-        assert float(((out[0, 1:] - exact).abs() / ulp).max()) <= most
-    least = torch.tensor([[0.0, -math.inf, -104.0, -1e30, -88.0]])
-    out = torch.empty_like(least)
-    rows.rows_gradient(Rows(least, torch.tensor([0])), one.double() * 0, one, out)
-    assert out[0, :4].tolist() == [0, 0, 0, 0]
-    assert out[0, 4] == pytest.approx(math.exp(-88), rel=1e-5)
-
-
-@COMPILED
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 7), (torch.float16, 10)])
 def test_ties_go_to_even_and_what_is_too_large_to_infinity(dtype: torch.dtype, bits: int) -> None:
     """Where logit and log-sum-exp are 0, the gradient is the scale."""
@@ -413,15 +390,12 @@ LOGITS = values(3, 6)
 WRONG = {
     "a class too high": (LOGITS, torch.tensor([1, 6, 9]), {}),
     "a class below": (LOGITS, torch.tensor([1, 2, -1]), {}),
-    "too few": (LOGITS, torch.tensor([1, 2]), {}),
     "another shape": (LOGITS[:, :, None], torch.tensor([[1, 2]]), {}),
     "integers of 32 bits": (LOGITS, TARGET.int(), {}),
-    "classes as numbers": (LOGITS, TARGET.float(), {}),
     "classes in the logits' shape": (LOGITS, torch.ones(3, 6, dtype=torch.int64), {}),
     "probabilities and an ignored class": (LOGITS, torch.ones(3, 6), {"ignore_index": 2}),
     "weights of too few classes": (LOGITS, TARGET, {"weight": torch.ones(5)}),
     "smoothing above 1": (LOGITS, TARGET, {"label_smoothing": 1.5}),
-    "no classes": (LOGITS[:, :0], TARGET, {}),
 }
 
 

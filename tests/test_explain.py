@@ -17,7 +17,7 @@ import mezzo
 from mezzo.core.errors import UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.core.policy import Policy
 from mezzo.pytorch.monitor.formats import OpObserver
-from mezzo.pytorch.weights.lowering import has_master, lower_weights
+from mezzo.pytorch.weights.stored_parameters import has_master, lower_weights
 
 
 @pytest.fixture(autouse=True)

@@ -107,11 +107,6 @@ KERNELS: dict[str, Kernel] = {
         in_fp32(lambda x: F.cross_entropy(x, TARGET, reduction="none")),
         (((6, 7), BF16),),
     ),
-    "cross_entropy, smoothed mean": Kernel(
-        lambda x: cross_entropy_loss(x, TARGET, None, 1, -100, 0.1),
-        in_fp32(lambda x: F.cross_entropy(x, TARGET, label_smoothing=0.1)),
-        (((6, 7), BF16),),
-    ),
     "embedding": Kernel(embedded, in_fp32(embedded), (((5, 8), BF16),), saved=None, policy="bf16"),
     "embedding_bag": Kernel(
         bags,
@@ -130,12 +125,6 @@ KERNELS: dict[str, Kernel] = {
         policy="tf32",
     ),
     "emulated linear": Kernel(F.linear, in_fp32(F.linear), LOW_AND_FP32, policy="fp16"),
-    "emulated matmul": Kernel(
-        torch.matmul,
-        in_fp32(torch.matmul),
-        (((6, 4), FP16), ((4, 3), FP16)),
-        policy="fp16",
-    ),
     "emulated conv2d": Kernel(F.conv2d, in_fp32(F.conv2d), IMAGES, policy="fp16"),
     "emulated attention": Kernel(
         F.scaled_dot_product_attention,

@@ -234,23 +234,17 @@ Change = Callable[[Path, pytest.MonkeyPatch], object]
 REFUSED: dict[str, tuple[str, Change]] = {
     "cache writable by group": ("cache", lambda place, _: place.chmod(0o770)),
     "folder writable by all": ("folder", lambda place, _: place.chmod(0o707)),
-    "folder readable by all": ("folder", lambda place, _: place.chmod(0o755)),
-    "folder sticky and writable by all": ("folder", lambda place, _: place.chmod(0o1777)),
-    "cache of another user": ("cache", owned_by_another),
     "folder of another user": ("folder", owned_by_another),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-@pytest.mark.parametrize("linked", [False, True])
 def test_a_cache_that_others_can_change_is_not_used(
-    tmp_path: Path, what: str, linked: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = tmp_path / "real"
-    cache = tmp_path / "link" if linked else real
+    real, cache = tmp_path / "real", tmp_path / "link"
     folder = folder_of(real, monkeypatch)
-    if linked:
-        cache.symlink_to(real)
+    cache.symlink_to(real)
     which, change = REFUSED[what]
     named = real if which == "cache" else folder
     change(named, monkeypatch)
@@ -266,9 +260,7 @@ def test_a_cache_that_others_can_change_is_not_used(
 USED: dict[str, Callable[[Path], Path]] = {
     "fresh": lambda place: place / "new" / "cache",
     "private": lambda place: place,
-    "readable by all": lambda place: place / "readable",
     "in a sticky folder, as /tmp": lambda place: place / "tmp" / "mine",
-    "a sticky folder itself": lambda place: place / "tmp",
     "a link of one's own": lambda place: place / "link",
 }
 

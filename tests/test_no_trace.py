@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 import mezzo
 from bad_steps import CLOSURES, OPTIMIZERS, RUNS, Make, batches, is_finite, network, same
 from mezzo.core.masters import MASTERS
-from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW, Lion
+from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW
 from moving_buffers import NORMS, OWN
 from training_steps import nobody_owns_anything, who_decides  # noqa: F401
 
@@ -93,10 +93,8 @@ OURS: dict[str, tuple[Make, str, dict[str, Any]]] = {
     "Adam": (lambda p: Adam(p, lr=0.05), "fp16", {}),
     "SGD": (lambda p: SGD(p, lr=0.1), "fp16", {}),
     "SGD momentum": (lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True), "fp16", {}),
-    "Lion": (lambda p: Lion(p, lr=0.01), "fp16", {}),
     "AdamW bf16 state": (lambda p: AdamW(p, lr=0.05, state="bf16"), "bf16", {}),
     "AdamW int8 state": (lambda p: AdamW(p, lr=0.05, state="int8"), "bf16", {}),
-    "Lion int8 state": (lambda p: Lion(p, lr=0.01, state="int8"), "fp16", {}),
     "split": (lambda p: torch.optim.AdamW(p, lr=0.05), "bf16", {"masters": "split"}),
     "split8": (lambda p: torch.optim.AdamW(p, lr=0.05), "bf16", {"masters": "split8"}),
     "split8 int8": (lambda p: torch.optim.Adam(p, lr=0.05), "bf16", {"masters": "split8", "state": "int8"}),

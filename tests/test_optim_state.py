@@ -1,4 +1,4 @@
-"""State dicts, copies and pickles: training goes on to the bit; what doesn't fit is refused and changes nothing."""
+"""States saved and copied: training goes on to the bit. Weights of any layout, edited, lowered; and their bytes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import mezzo
 from mezzo.core.errors import UsageError
 from mezzo.optim import SGD, AdamW, FusedOptimizer, adopt, with_masters
 from optimizer_steps import (
     BY_NAME,
+    MASTERS,
     MODES,
     RULES,
-    SHAPES,
+    STATES,
     Rule,
     assert_same,
+    bits,
     everything,
+    gradients,
+    one,
     parameters,
     run,
     saved_and_loaded,
@@ -85,43 +89,15 @@ def test_copies_pickles_and_saved_states_go_on_to_the_bit(made: str, steps: int,
         copied = copy.deepcopy if way == "copy" else lambda both: pickle.loads(pickle.dumps(both))
         twin, other = copied((model, optimizer))
     assert type(other) is type(optimizer)
-    assert all(one is param for one, param in zip(weights(other), twin.parameters(), strict=True))
+    assert all(own is param for own, param in zip(weights(other), twin.parameters(), strict=True))
     before = everything(optimizer)
     run(other, weights(other), range(2, 5))
     assert_same(before, everything(optimizer))  # the copy shares nothing
     run(optimizer, weights(optimizer), range(2, 5))
     assert_same(everything(optimizer), everything(other))
-    schedule = torch.optim.lr_scheduler.StepLR(other, 1)
-    run(other, weights(other), range(1))
-    schedule.step()
 
 
-@pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
-def test_a_state_finds_its_place_in_another_memory_order(state: str) -> None:
-    (plain,), (other,) = parameters(shapes=[(4, 3, 5, 7)]), parameters(shapes=[(4, 3, 5, 7)])
-    first = AdamW([plain], lr=0.1, masters="split", state=state)
-    run(first, [plain], range(3))
-    other.data = plain.data.to(memory_format=torch.channels_last, copy=True)
-    second = AdamW([other], lr=0.1, masters="split", state=state)
-    second.load_state_dict(saved_and_loaded(first.state_dict()))
-    assert torch.equal(first.master(plain), second.master(other))
-    left, right = (optimizer.torch_state_dict()["state"][0] for optimizer in (first, second))
-    for name in ("exp_avg", "exp_avg_sq"):
-        tolerance = 0.07 if state == "int8" else 0.0
-        largest = float(left[name].abs().max()) * 2.0**-16
-        torch.testing.assert_close(
-            left[name], right[name], rtol=tolerance, atol=largest if tolerance else 0.0
-        )
-    run(first, [plain], range(3, 4))
-    run(second, [other], range(3, 4))
-    if state == "fp32":
-        assert torch.equal(first.master(plain), second.master(other))
-
-
-FROM_TORCH = [rule for rule in RULES if rule.theirs]
-
-
-@pytest.mark.parametrize("rule", FROM_TORCH, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("how", [{"foreach": False}, {"fused": True}], ids=["loop", "fused"])
 def test_torch_s_state_is_loaded_and_given_back(rule: Rule, how: dict[str, bool]) -> None:
     params = parameters(torch.float32)
@@ -139,29 +115,9 @@ def test_torch_s_state_is_loaded_and_given_back(rule: Rule, how: dict[str, bool]
                 assert torch.equal(torch.as_tensor(value), torch.as_tensor(back.state[other][name]))
     for optimizer in (theirs, ours, back):
         run(optimizer, weights(optimizer), range(3, 4))
-    for one, two, three in zip(params, weights(ours), weights(back)):
-        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(one, three, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("masters", "state"), [("fp32", "fp32"), ("split", "bf16"), ("none", "int8")])
-def test_torch_s_state_is_loaded_in_every_format(masters: str, state: str) -> None:
-    rule = BY_NAME["AdamW"]
-    params = parameters(torch.float32)
-    theirs = rule.torch(params)
-    run(theirs, params, range(3))
-    ours = rule.make([nn.Parameter(p.detach().bfloat16()) for p in params], masters=masters, state=state)
-    ours.load_state_dict(theirs.state_dict())
-    assert [entries["step"].item() for entries in ours.state.values()] == [3.0] * len(SHAPES)
-    back = ours.torch_state_dict()["state"]
-    for index, param in enumerate(params):
-        for name in ("exp_avg", "exp_avg_sq"):
-            wanted = theirs.state[param][name]
-            tolerance = {"fp32": 0.0, "bf16": 2.0**-8, "int8": 2.0**-4}[state]
-            smallest = float(wanted.abs().max()) * 2.0**-17
-            torch.testing.assert_close(back[index][name], wanted, rtol=tolerance, atol=tolerance and smallest)
-        assert torch.equal(ours.master(weights(ours)[index]), param.detach().bfloat16().float())
-    run(ours, weights(ours), range(3, 5))
+    for others in zip(params, weights(ours), weights(back)):
+        for other in others[1:]:
+            torch.testing.assert_close(others[0], other, rtol=1e-6, atol=1e-6)
 
 
 def test_torch_s_sgd_before_its_first_step_and_without_momentum() -> None:
@@ -216,23 +172,16 @@ def with_entry(key: int, **entries: Any) -> Make:
 # A state for AdamW with split masters -> words of the error: what, as it was saved, what to do.
 REFUSED: dict[str, tuple[Make, list[str]]] = {
     "masters": (of_mode("AdamW", "fp32"), ['masters="fp32"', 'masters="split"', "master_state_dict"]),
-    "8-bit masters": (of_mode("AdamW", "split8"), ['masters="split8"']),
     "no masters": (of_mode("AdamW", "none"), ["no masters", 'masters="split"']),
     "states": (of_mode("AdamW", "split", "int8"), ['state="int8"', "torch_state_dict"]),
-    "rule": (of_mode("SGD"), ["'betas'"]),
-    "Lion": (of_mode("Lion"), ["'eps'"]),
     "Adam": (of_mode("Adam"), ["Adam's", "AdamW's"]),
     "shape": (with_entry(5, exp_avg=torch.zeros(3)), ["'exp_avg'", "[3]", "[130, 257]"]),
-    "remainder": (with_entry(2, remainder=torch.zeros(3).short()), ["'remainder'", "[3]"]),
     "format": (with_entry(2, exp_avg=torch.zeros(5, 13).half()), ["torch.float16", "torch.float32"]),
     "missing": (altered(lambda s: s["state"][2].pop("exp_avg_sq")), ["'exp_avg_sq'"]),
-    "no remainder": (altered(lambda s: s["state"][2].pop("remainder")), ["no masters"]),
-    "count": (altered(lambda s: s["param_groups"][0]["params"].pop()), ["[5]", "[6]"]),
     "groups": (altered(lambda s: s["param_groups"].append(s["param_groups"][0])), ["[6, 6]"]),
     "setting": (altered(lambda s: s["param_groups"][0].update(lr=-1.0)), ["lr=-1.0"]),
     "no state": (lambda _: {"model": {}}, ["model", "param_groups"]),
     "torch's SGD": (of_torch(torch.optim.SGD, lr=0.1, momentum=0.9), ["another optimizer"]),
-    "torch's Adam": (of_torch(torch.optim.Adam), ["Adam's", "AdamW's"]),
     "amsgrad": (of_torch(torch.optim.AdamW, amsgrad=True), ["amsgrad=True", "with_masters"]),
 }
 
@@ -302,3 +251,130 @@ def test_masters_that_lowering_kept_give_way_to_those_of_a_checkpoint() -> None:
     run(first, list(model.parameters()), range(2, 3))
     run(second, list(other.parameters()), range(2, 3))
     assert_same(everything(first), everything(second))
+
+
+# Weights: their layouts and formats, edits, masters, and bytes.
+
+EXACT = {"fp32": 0.0, "split": 0.0, "split8": 2.0**-15, "none": 2.0**-8}  # a master's relative error
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split"])
+@pytest.mark.parametrize(("order", "shape"), [("channels", (4, 3, 5, 7)), ("transposed", (9, 65))])
+def test_layouts_move_as_contiguous_weights_do(order: str, shape: tuple[int, ...], masters: str) -> None:
+    def laid(value: Tensor) -> Tensor:
+        if order == "channels":
+            return value.to(memory_format=torch.channels_last)
+        return value.t().contiguous().t()
+
+    plain, other = (parameters(shapes=[shape])[0] for _ in range(2))
+    other.data = laid(other.data)
+    assert not other.is_contiguous()
+    left, right = (AdamW([param], lr=0.1, masters=masters) for param in (plain, other))
+    for step in range(3):
+        (grad,) = gradients(step, [shape])
+        plain.grad = grad
+        other.grad = grad if step else laid(grad)
+        left.step()
+        right.step()
+    assert torch.equal(bits(plain), bits(other))
+    assert torch.equal(bits(left.master(plain)), bits(right.master(other)))
+    assert right.state[other]["exp_avg"].stride() == other.stride()
+
+
+def test_a_gradient_that_is_expanded_or_strided_is_read_right() -> None:
+    optimizer = SGD([param := one(3, 4, dtype=torch.float32)], lr=1.0)
+    param.grad = torch.arange(3.0)[:, None].expand(3, 4)
+    optimizer.step()
+    assert torch.equal(param, 1 - torch.arange(3.0)[:, None].expand(3, 4))
+    param.grad = torch.arange(24.0).view(3, 8)[:, ::2]
+    optimizer.step()
+    assert torch.equal(param[1], 0 - torch.arange(8.0, 16.0, 2.0))
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("masters", MASTERS)
+def test_a_weight_s_layout_and_format_may_change_on_the_way(masters: str, state: str) -> None:
+    param = parameters(shapes=[(4, 3, 5, 7)])[0]
+    optimizer = AdamW([param], lr=0.01, masters=masters, state=state)
+    run(optimizer, [param], range(2))
+    before = optimizer.master(param)
+    moment = optimizer.state[param]["exp_avg"].clone()
+    param.data = param.data.to(memory_format=torch.channels_last)
+    assert torch.equal(optimizer.master(param), before)
+    if state != "int8":
+        assert torch.equal(optimizer.state[param]["exp_avg"], moment)
+    run(optimizer, [param], range(2, 4))
+    assert float(optimizer.state[param]["step"]) == 4
+    param.data = param.data.float()
+    run(optimizer, [param], range(4, 5))
+    assert "remainder" not in optimizer.state[param]
+    assert "master" not in optimizer.state[param]
+    param.data = param.data.bfloat16()
+    run(optimizer, [param], range(5, 6))
+    assert float(optimizer.state[param]["step"]) == 6
+    assert ("remainder" in optimizer.state[param]) is masters.startswith("split")
+
+
+@pytest.mark.parametrize(
+    ("masters", "dtype"), [(m, torch.bfloat16) for m in MASTERS] + [("fp32", torch.float16)]
+)
+def test_a_master_that_is_set_is_what_is_read(masters: str, dtype: torch.dtype) -> None:
+    (param,) = parameters(dtype, [(7, 13)])
+    optimizer = AdamW([param], masters=masters)
+    value = torch.randn(7, 13)
+    optimizer.set_master(param, value)
+    assert ((optimizer.master(param) - value).abs() <= value.abs() * EXACT[masters]).all()
+    assert ((param.float() - value).abs() <= value.abs() * 2.0**-8).all()
+    with pytest.raises(UsageError, match=r"shape \[3\]"):
+        optimizer.set_master(param, torch.zeros(3))
+    with pytest.raises(UsageError, match="none of its groups"):
+        optimizer.master(one(2))
+
+
+@pytest.mark.parametrize("masters", MASTERS)
+def test_what_lowering_kept_aside_becomes_the_master(masters: str) -> None:
+    model = nn.Linear(33, 7, bias=False)
+    # Of 32 bits, its bf16 is 1; rounded to 24 bits first, it would be the next one.
+    model.weight.data[0] = torch.tensor(0x3F807FFF, dtype=torch.int32).view(torch.float32)
+    wanted = model.weight.detach().clone()
+    mezzo.lower_weights(model)
+    lowered = model.weight.detach().clone()
+    optimizer = AdamW(model.parameters(), masters=masters)
+    assert len(optimizer.state_dict()["state"]) == 1
+    assert torch.equal(bits(model.weight), bits(lowered))
+    assert ((optimizer.master(model.weight) - wanted).abs() <= wanted.abs() * EXACT[masters]).all()
+
+
+def test_saved_tensors_notice_that_a_step_moved_the_weight() -> None:
+    weight = one(3, dtype=torch.float32)
+    optimizer = SGD([weight], lr=0.1)
+    loss = (weight * weight).sum()
+    version = weight._version
+    optimizer.step()
+    assert weight._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    version = weight._version
+    optimizer._steppers = {key: lambda *_, **__: None for key in optimizer._steppers}
+    optimizer.step()
+    assert weight._version > version  # whatever a kernel writes through
+
+
+BYTES = [
+    ("split", "fp32", 12.0),
+    ("split", "bf16", 8.0),
+    ("split", "int8", 6.0 + 4 / 64),
+    ("split8", "int8", 5.0 + 4 / 64),
+    ("fp32", "fp32", 14.0),
+    ("none", "fp32", 10.0),
+    ("none", "int8", 4.0 + 4 / 64),
+]
+
+
+@pytest.mark.parametrize(("masters", "state", "expected"), BYTES)
+def test_bytes_a_parameter_are_what_the_table_says(masters: str, state: str, expected: float) -> None:
+    params = parameters(shapes=[(256, 128), (1024,)])
+    optimizer = AdamW(params, masters=masters, state=state)
+    run(optimizer, params, range(1))
+    tensors = [t for p in params for t in (p, *optimizer.state[p].values()) if t.dim()]  # the step has none
+    assert sum(tensor.nbytes for tensor in tensors) / sum(param.numel() for param in params) == expected

@@ -108,6 +108,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(mezzo, "_no_such_thing")
     with pytest.raises(AttributeError, match=r"StatisticalLossScale .*DynamicLossScale"):
         mezzo.StatisticalLossScale
+    with pytest.raises(AttributeError, match=r"Lion .*with_masters"):
+        mezzo.optim.Lion
 
 
 @pytest.mark.parametrize(

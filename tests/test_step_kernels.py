@@ -18,7 +18,6 @@ from torch import Tensor
 
 import stepper_cases as cases
 from mezzo.pytorch.kernels.exponents import WORDS, count
-from mezzo.pytorch.kernels.gradient_norm import reference as norm_reference
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.kernels.optimizer_step import Row, Stepper, reference, stepper
 
@@ -81,9 +80,9 @@ def test_a_step_equals_the_reference_in_every_mode(number: int, device: str) -> 
 SAMPLE = [
     ("adamw", SPLIT),
     ("adamw", ("split8", "int8", torch.bfloat16)),
-    ("lion", ("fp16", "bf16", torch.float16)),
+    ("sgd-momentum", ("fp16", "bf16", torch.float16)),
 ]
-RULES = ("adamw", "adam-l2-up", "sgd", "sgd-momentum", "sgd-nesterov-up", "lion")
+RULES = ("adamw", "adam-l2-up", "sgd", "sgd-momentum", "sgd-nesterov-up", "adam")
 # Weights and states share loops, so every two of them are together; each rule and each gradient's format is there too.
 CHOICES = [
     (RULES[(i + 2 * j) % 6], (weights, state, cases.GRADS[(i + j) % 3]))
@@ -210,38 +209,12 @@ def test_a_stepper_lets_go_of_replaced_rows() -> None:
     assert [ref() is None for ref in seen] == [True, True, True, True, False, True]
 
 
-def test_flushed_subnormals_do_not_reach_what_is_stored_in_integers() -> None:
-    of = cases.row(cases.HYPERS["sgd"], SPLIT, 1000, 0)
-    of.weight.copy_(torch.full((1000,), 0x0001, dtype=torch.int16).view(torch.bfloat16))
-    assert of.master is not None
-    of.master.zero_()
-    of.grad = torch.zeros(1000, dtype=torch.bfloat16)
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this CPU can't flush subnormals")
-    try:
-        torch.set_num_threads(1)
-        cases.move(stepper("cpu"), cases.HYPERS["sgd"], [of])
-    finally:
-        torch.set_flush_denormal(False)
-    assert not of.weight.isnan().any()
-    assert torch.equal(of.master, torch.zeros_like(of.master))
-
-
 # On a GPU alone.
 
 
 @ON_GPU
-def test_steps_are_counted_once_by_whichever_program_is_last(device: str) -> None:
-    ours = [cases.row(ADAMW, SPLIT, 1_000_000, i, device=device) for i in range(8)]
-    step = stepper(device)
-    for _ in range(100):
-        cases.move(step, ADAMW, ours)
-    assert [int(each.step) for each in ours] == [100] * 8
-
-
-@ON_GPU
 def test_the_host_never_waits_for_a_norm_and_a_step(device: str) -> None:
-    hyper = cases.HYPERS["lion"]
+    hyper = cases.HYPERS["sgd-momentum"]
     ours = [cases.row(hyper, SPLIT, 5000, i, special=False, device=device) for i in range(3)]
     scalars = {name: torch.ones((), device=device) for name in ("multiplier", "overflow")}
     scalars["found_inf"] = torch.zeros((), device=device)
@@ -297,16 +270,3 @@ def test_a_step_in_a_cuda_graph_repeats_and_does_not_disturb_others(device: str)
         cases.reference_move(ADAMW, expected)
     torch.cuda.synchronize()
     cases.assert_same(ours, expected)
-
-
-@ON_GPU
-def test_the_norm_on_a_gpu_equals_the_reference_and_itself(device: str) -> None:
-    rows = cases.rows(ADAMW, special=False, device=device)
-    grads = [each.grad for each in rows if each.grad is not None]
-    grads.append(torch.randn(1_000_003, device=device))
-    ours = sum_of_squares(grads)
-    expected = norm_reference([grad.cpu() for grad in grads])
-    assert abs(ours.item() / expected.item() - 1) < 1e-12
-    assert all(torch.equal(sum_of_squares(grads), ours) for _ in range(5))
-    grads[3][0] = float("nan")
-    assert sum_of_squares(grads).isnan().item()

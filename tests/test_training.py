@@ -15,7 +15,7 @@ import mezzo
 from alive import bytes_alive
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.optim.optimizers import SGD, AdamW
-from mezzo.pytorch.weights.lowering import lower_weights
+from mezzo.pytorch.weights.stored_parameters import lower_weights
 from training_steps import (  # noqa: F401
     INF,
     NAN,

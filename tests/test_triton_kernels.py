@@ -54,12 +54,12 @@ COMPILED = [
     ("adamw", [("none", "bf16", "bfloat16")]),
     ("adam-l2-up", [("own", "fp32", "float32")]),
     ("sgd-nesterov-up", [("split", "fp32", "bfloat16")]),
-    ("lion", [("split8", "int8", "bfloat16")]),
+    ("sgd-momentum", [("split8", "int8", "bfloat16")]),
 ]
 
 
 # Fused multiply-adds of an element, where a rule names them.
-FUSED = {"adamw": 0, "adam-l2-up": 1, "sgd-nesterov-up": 4, "lion": 0}
+FUSED = {"adamw": 0, "adam-l2-up": 1, "sgd-nesterov-up": 4, "sgd-momentum": 3}
 
 
 @pytest.mark.heavy

@@ -14,7 +14,7 @@ import mezzo
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.optimizer_step.reference import encode_master
 from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
-from mezzo.pytorch.weights.lowering import lower_weights
+from mezzo.pytorch.weights.stored_parameters import lower_weights
 from optimizer_steps import saved_and_loaded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,15 +42,11 @@ class SignOfMomentum(torch.optim.Optimizer):
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-3),
     "custom": SignOfMomentum,
 }
 
@@ -280,7 +276,7 @@ def test_what_is_refused() -> None:
         (mezzo.optim.AdamW(model_of().parameters()), "AdamW has masters"),
         (adopted, "AdamW has masters"),
         ([1], "received list"),
-        (OPTIMIZERS["sgd"](model.parameters()), "AdamW before, and now this SGD"),
+        (torch.optim.SGD(model.parameters()), "AdamW before, and now this SGD"),
         (differentiable, "differentiable=True"),
     ]
     for wrong, message in refused:

@@ -34,7 +34,7 @@ _PUBLIC = {
     "tensorflow": "mezzo.tensorflow",
     "optim": "mezzo.optim",
     "keep_memory": "mezzo.pytorch.keep_memory",
-    "lower_weights": "mezzo.pytorch.weights.lowering",
+    "lower_weights": "mezzo.pytorch.weights.stored_parameters",
     "master_state_dict": "mezzo.pytorch.weights.master_state",
     "load_master_state_dict": "mezzo.pytorch.weights.master_state",
 }
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from mezzo.pytorch.monitor.explain import explain as explain
     from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter as TensorBoardWriter
     from mezzo.pytorch.training.mixed_precision import MixedPrecision as MixedPrecision
-    from mezzo.pytorch.weights.lowering import lower_weights as lower_weights
+    from mezzo.pytorch.weights.stored_parameters import lower_weights as lower_weights
     from mezzo.pytorch.weights.master_state import load_master_state_dict as load_master_state_dict
     from mezzo.pytorch.weights.master_state import master_state_dict as master_state_dict
 

@@ -1,6 +1,6 @@
 """Optimizers for mixed precision: `from mezzo.optim import AdamW`.
 
-`AdamW`, `Adam`, `SGD` and `Lion` move FP32, bf16 and fp16 weights in one fused pass, with the FP32 masters and the
+`AdamW`, `Adam` and `SGD` move FP32, bf16 and fp16 weights in one fused pass, with the FP32 masters and the
 states stored as ``masters=`` and ``state=`` say. `with_masters` puts FP32 masters under any other optimizer,
 `adopt` replaces a `torch.optim` one in place, `lower_weights` stores a model's weights in 16 bits.
 """
@@ -16,12 +16,16 @@ _PUBLIC = {
     "Adam": "mezzo.pytorch.optim.optimizers",
     "AdamW": "mezzo.pytorch.optim.optimizers",
     "FusedOptimizer": "mezzo.pytorch.optim.fused",
-    "Lion": "mezzo.pytorch.optim.optimizers",
     "SGD": "mezzo.pytorch.optim.optimizers",
     "adopt": "mezzo.pytorch.optim.adopt",
-    "bytes_per_parameter": "mezzo.pytorch.optim.storage",
-    "lower_weights": "mezzo.pytorch.weights.lowering",
+    "lower_weights": "mezzo.pytorch.weights.stored_parameters",
     "with_masters": "mezzo.pytorch.optim.with_masters",
+}
+
+# Name -> what to use in its place.
+_REMOVED = {
+    "bytes_per_parameter": "was removed in version 0.2: docs/optimizers.md has the bytes of every mode",
+    "Lion": "was removed in version 0.2: use mezzo.optim.AdamW, or with_masters over another library's Lion",
 }
 __all__ = list(_PUBLIC)
 
@@ -31,9 +35,7 @@ if TYPE_CHECKING:
     from mezzo.pytorch.optim.optimizers import SGD as SGD
     from mezzo.pytorch.optim.optimizers import Adam as Adam
     from mezzo.pytorch.optim.optimizers import AdamW as AdamW
-    from mezzo.pytorch.optim.optimizers import Lion as Lion
-    from mezzo.pytorch.optim.storage import bytes_per_parameter as bytes_per_parameter
     from mezzo.pytorch.optim.with_masters import with_masters as with_masters
-    from mezzo.pytorch.weights.lowering import lower_weights as lower_weights
+    from mezzo.pytorch.weights.stored_parameters import lower_weights as lower_weights
 
-__getattr__, __dir__ = lazy("mezzo.optim", _PUBLIC)
+__getattr__, __dir__ = lazy("mezzo.optim", _PUBLIC, removed=_REMOVED)

@@ -44,24 +44,20 @@ def test_step_whose_programs_take_several_blocks(monkeypatch: pytest.MonkeyPatch
     assert [table.programs for table in stepper._tables.values()] == [6]
 
 
-def test_step_edge_tables_of_the_rows_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mezzo.pytorch.kernels.optimizer_step.triton._CACHE_BYTES", 600)
-    stepper = DeviceStepper()
-    ours = [cases.row(ADAMW, SPLIT, 10, i) for i in range(8)]
-    for each in ours:
-        cases.move(stepper, ADAMW, [each])
-    assert 1 < len(stepper._tables) < 5
-    assert [key[1] for key in stepper._tables][-1] == (id(ours[-1]),)
-
-
-def test_step_edge_tables_of_replaced_rows_are_let_go() -> None:
+def test_tables_of_replaced_rows_are_let_go_and_so_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mezzo.pytorch.kernels.optimizer_step.triton._TABLES", 3)
     stepper = DeviceStepper()
     ours = [cases.row(ADAMW, SPLIT, 10, i) for i in range(2)]
     for of in (ours, ours[:1], ours[1:]):
         cases.move(stepper, ADAMW, of)
+    assert len(stepper._tables) == 3
     replaced = cases.copied(ours[:1])
-    cases.move(stepper, ADAMW, replaced)
-    assert [key[1] for key in stepper._tables] == [(id(ours[1]),), (id(replaced[0]),)]
+    for of in (replaced, ours[1:]):
+        cases.move(stepper, ADAMW, of)
+    assert [key[1] for key in stepper._tables] == [(id(replaced[0]),), (id(ours[1]),)]
+    for of in ([cases.row(ADAMW, SPLIT, 10, 2 + i)] for i in range(3)):
+        cases.move(stepper, ADAMW, of)
+    assert len(stepper._tables) == 2
 
 
 # Two formulas that depend on the interpreter's or the device's own arithmetic.

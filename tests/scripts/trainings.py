@@ -64,7 +64,7 @@ class ByHand(Plain):
 
     def store(self, model):
         if self.policy.params != "fp32" and any(p.dtype is torch.float32 for p in model.parameters()):
-            from mezzo.pytorch.weights.lowering import lower_weights
+            from mezzo.pytorch.weights.stored_parameters import lower_weights
 
             lower_weights(model, self.policy)
 

@@ -1,18 +1,7 @@
 """A linear layer and the cross entropy of its output, computed in chunks of rows, so that the logits never exist whole.
 
-The logits of a language model are its largest tensor: 2,048 tokens x 131,072 classes are 0.5 GB in bf16, and autocast
-adds an FP32 copy, its log-softmax and a gradient of each. Here all chunks share one buffer: a chunk's logits become its
-loss, then its gradient, and then what that adds to the gradients of input and weight.
-
-Gradients are computed in the forward pass, while the logits exist, so there are three products in all, as without
-chunks. For a mean or a sum this is possible because each row's share is known from the targets, and what arrives in
-backward (a loss scale, 1 / accumulation) is one number that multiplies the gradients. For ``reduction="none"`` each row
-has its own number, so backward computes the logits again: four products. So does a second backward through a retained
-graph.
-
-In fp16, before the loss scale arrives, a gradient of 1/n times a probability is below the smallest number. So a chunk's
-gradients are scaled by the power of two that brings the largest possible one to 2^8, products are summed and kept in
-FP32, and the power is divided out in FP32 at the end.
+All chunks share one buffer: a chunk's logits become its loss, then its gradient, and then what that adds to the
+gradients of input and weight, in the forward pass: three products, as without chunks.
 """
 
 from __future__ import annotations
@@ -39,17 +28,12 @@ BUFFER = 32 << 20
 """Bytes of logits in a chunk, if that gives it `FEWEST` rows or more."""
 
 FEWEST = 256
-"""Least number of rows in a chunk.
-
-A chunk reads the weight twice and adds to its gradient once: 14 bytes per element of the weight (bf16) for 6 operations
-per element and row. On a core with AVX512-BF16, 131,072 classes and width 384 took as long with 512 rows as with 256,
-and 9 % longer with 128. Not measured on a GPU.
-"""
+"""Least rows in a chunk. On a core with AVX512-BF16 512 rows took as long, 128 took 9 % longer. No GPU was measured."""
 
 _BLOCK = 1 << 20
 """Elements of the weight's gradient in 16 bits before they are added to its FP32 sum: they stay in a CPU's cache."""
 
-_TOP = 8
+_TOP = 8  # before a loss scale arrives, a gradient of 1/n times a probability is below fp16's smallest number
 """fp16 gradients of logits are at most two to this power before FP32 products sum them."""
 
 _PIECE = 1 << 20
@@ -63,11 +47,8 @@ _Formats = tuple[torch.dtype, torch.dtype]  # what operands are rounded to, and 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `torch.nn.functional.cross_entropy`, except for the class weights, which are a tensor.
-
-    Raises:
-        UnknownNameError: an unknown reduction.
-        UsageError: a label smoothing outside [0, 1].
+    """The options of `F.cross_entropy` but for the class weights; refuses unknown reductions and smoothing outside [0,
+    1].
     """
 
     reduction: str = "mean"
@@ -96,18 +77,15 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of a linear layer's output, without holding the whole output.
 
-    Naive code::
+    Naive code, which runs itself under `torch.compile` and `torch.func`, for tensor subclasses, in FP64, for targets
+    that are probabilities, and class weights that require gradients::
 
         logits = F.linear(input, weight, bias).flatten(0, -2)
         F.cross_entropy(logits.float(), target.flatten(), class_weight, ignore_index=ignore_index,
                         reduction=reduction, label_smoothing=label_smoothing)
 
     Products are computed in autocast's format, or outside of it in the tensors' own; the loss in FP32 (FP64 for FP64).
-    NaN and infinities propagate as in the naive code; a mean over no rows, or only ignored ones, is NaN with zero
-    gradients.
-
-    The naive code itself runs, with whole logits, under `torch.compile`, in `torch.func` transforms, for tensor
-    subclasses, in FP64, for targets that are probabilities, and class weights that require gradients.
+    NaN and infinities propagate; a mean over no rows, or only ignored ones, is NaN with zero gradients.
 
     Args:
         input: [..., in].
@@ -120,8 +98,7 @@ def linear_cross_entropy(
         label_smoothing: the share of each target that is spread evenly over all classes, from 0 to 1.
 
     Returns:
-        FP32 (FP64 for FP64): a number, or for ``"none"`` the losses [...]. The weight's gradient, in its dtype, is
-        summed over chunks in FP32 and rounded once.
+        A number, or for ``"none"`` the losses [...]. The weight's gradient is summed in FP32 and rounded once.
 
     Raises:
         UsageError: shapes or dtypes that don't fit; a label smoothing outside [0, 1]; in backward, a second derivative
@@ -149,16 +126,14 @@ class LinearCrossEntropy(nn.Linear):
         loss = nn.CrossEntropyLoss(weight, ignore_index=..., reduction=..., label_smoothing=...)
         loss(head(hidden).flatten(0, -2).float(), target.flatten())
 
-    It is an `nn.Linear`, with the same parameters, names and initial values, so a checkpoint of the linear layer loads.
-    `weight` may be tied to an embedding's. See `linear_cross_entropy` for formats, memory and errors.
+    An `nn.Linear` with the same parameters, names and initial values: a checkpoint of the linear layer loads, and
+    `weight` may be tied to an embedding's. See `linear_cross_entropy` for formats, memory, errors and options.
 
     Args:
         in_features: size of the input's last dimension.
         num_classes: size of the vocabulary.
         bias: whether the logits have one.
         weight: [num_classes], the classes' weights in the loss; becomes the buffer `class_weight`, which is not saved.
-        ignore_index, reduction, label_smoothing: as for `linear_cross_entropy`.
-        device, dtype: of the parameters.
     """
 
     class_weight: Tensor | None
@@ -243,13 +218,9 @@ def _is_ours(
 
 
 def _formats(input: Tensor, weight: Tensor, bias: Tensor | None) -> _Formats:
-    """The format that operands are rounded to, and the format of the products.
-
-    The first is autocast's, FP32 if the policy's rule for `linear` says so, or outside of autocast the tensors' own. If
-    this hardware has no fast products in it, FP32 products are used.
-
-    Raises:
-        UsageError: dtypes differ outside of autocast.
+    """The format that operands are rounded to, and the format of the products (FP32 where hardware has no fast products
+    in the first). It is autocast's, FP32 if the policy's rule for `linear` says so, or outside of autocast the tensors'
+    own.
     """
     tensors = [tensor for tensor in (input, weight, bias) if tensor is not None]
     device, low = weight.device.type, weight.dtype
@@ -316,7 +287,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = [records and needed for needed in ctx.needs_input_grad[:3]]
         with torch.autocast(weight.device.type, enabled=False):
             head = _head((input, weight, bias), target, class_weight, *ctx.rest)
-            divisor = _divisor(head[-1], options.reduction)
+            is_mean = options.reduction == "mean"
+            divisor = (
+                cross_entropy.divisor_of_mean(head[-1])
+                if is_mean
+                else weight.new_ones((), dtype=torch.float32)
+            )
             scale = factor = None
             if any(needs) and options.reduction != "none":
                 scale, factor = _scale(head, divisor.reciprocal().expand(target.numel()))
@@ -368,18 +344,6 @@ def _head(
     return x, w, b, given
 
 
-def _divisor(given: Rows, reduction: str) -> Tensor:
-    """What the sum of the rows' losses is divided by, FP32: known from the targets alone."""
-    target, weight = given.target, given.weight
-    if reduction != "mean":
-        return torch.ones((), device=target.device)
-    counts = target != given.ignore_index
-    if weight is None:
-        return counts.sum(dtype=torch.float32)
-    index = target.clamp(0, len(weight) - 1)  # _walk raises for what is out of bounds
-    return weight[index].masked_fill(~counts, 0.0).sum()
-
-
 def _scale(head: _Head, shares: Tensor) -> tuple[Tensor, Tensor | None]:
     """What `_walk` multiplies the rows' gradients by, and the power of two to divide out afterwards, if any."""
     x, _, _, given = head
@@ -395,22 +359,13 @@ def _scale(head: _Head, shares: Tensor) -> tuple[Tensor, Tensor | None]:
 def _walk(
     head: _Head, *, lse: Tensor | None = None, scale: Tensor | None = None, needs: list[bool]
 ) -> tuple[Tensor, Tensor, _Three]:
-    """The loss and log-sum-exp of each row, and, if there is a scale, gradients.
+    """FP32 losses [n], FP64 log-sum-exps [n] (found unless given), and, with a `scale`, the gradients that `needs` asks
+    for.
 
     Naive code::
 
-        input, weight, bias, given = head
         losses = F.cross_entropy(F.linear(input, weight, bias).float(), given.target, reduction="none", ...)
         gradients = torch.autograd.grad(losses, (input, weight, bias), scale)
-
-    Args:
-        head: operands and options.
-        lse: from an earlier call with the same operands; the losses are then left at zero.
-        scale: FP32 [n]: what each row's gradient is multiplied by before it is rounded.
-        needs: whether the gradients of input, weight and bias are needed.
-
-    Returns:
-        FP32 [n]; FP64 [n]; gradients: the input's in the products' format (FP32 for fp16), the others in FP32.
     """
     x, weight, bias, given = head
     (count, width), classes = x.shape, len(weight)
@@ -475,7 +430,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _again(ctx: Any, grad: Tensor) -> tuple[_Three, Tensor | None]:
-    """The gradients from logits that are computed again, with a factor for each row's loss."""
+    """The gradients from logits that are computed again: for ``reduction="none"``, and a second backward."""
     *leaves, target, class_weight, lse, divisor = ctx.saved_tensors
     head = _head(tuple(leaves), target, class_weight, *ctx.rest)
     shares = grad.reshape(-1) if grad.dim() else grad.expand(target.numel())

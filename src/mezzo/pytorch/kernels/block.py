@@ -1,7 +1,6 @@
 """A block of a tensor's memory in Triton, by an address from a table.
 
-`here` says which elements: ``(start, index, mask)``, the block's first position (int64), the positions from there
-(int32, any shape), and which of them exist.
+`here` is ``(start, index, mask)``: the block's first position (int64), the positions from there, which of them exist.
 """
 
 # mypy: disable-error-code="untyped-decorator"

@@ -1,8 +1,7 @@
 """Primitives of the kernels that Numba compiles: words and pointers, elements in memory, sums in lanes, exp.
 
-Numba computes with 64-bit integers by default, which halves a vector twice. `i32` and `u32` cut an expression back, and
-LLVM then computes all of it in 32 bits. These names are for compiled functions; none can be called from Python. FP32
-arithmetic is IEEE and in the order written: no fast math, no contraction except `fma`.
+Numba computes with 64-bit integers by default: `i32` and `u32` cut each result, and LLVM then computes in 32 bits.
+FP32 arithmetic is IEEE, in the order written, with no contraction except `fma`. None can be called from Python.
 """
 
 from __future__ import annotations
@@ -221,18 +220,6 @@ def store_number_bf16(out: Pointer, i: int, value: float) -> None:
 
 
 store_number_fp16, store_number_fp32 = store_fp16, store_fp32
-
-
-@inline
-def yes() -> bool:
-    """For a choice that a template leaves open."""
-    return True
-
-
-@inline
-def no() -> bool:
-    """The other one."""
-    return False
 
 
 # The largest element. As integers, with the magnitude's bits flipped where the sign is set, patterns are ordered as

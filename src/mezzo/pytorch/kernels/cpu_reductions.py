@@ -1,8 +1,6 @@
-"""The sum of squares of gradients on a CPU, read once at the speed of memory.
+"""The sum of squares of gradients on a CPU, read once at the speed of memory, in a `jit` template.
 
-Blocks of 65,536 elements are summed each in 64 FP64 lanes, which no compiler or thread reorders, so the result is the
-same for any number of threads. The loops are a template: `jit` writes this file out with other functions in the lines
-marked as bound.
+Blocks of 65,536 elements are summed each in 64 FP64 lanes: the same result for any number of threads.
 """
 
 from __future__ import annotations
@@ -16,10 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels import jit
+from mezzo.pytorch.kernels import cpu, jit
 from mezzo.pytorch.kernels.cpu import Pointer, expand, f64, float64_at, float64_scratch, int64_at, loop, take
-from mezzo.pytorch.kernels.cpu import int16_at as x_at  # bound
-from mezzo.pytorch.kernels.cpu import load_bf16 as load_x  # bound
+
+x_at = cpu.int16_at  # bound
+load_x = cpu.load_bf16  # bound
 
 BLOCK = 1 << 16
 """Elements that a thread takes at once."""

@@ -1,7 +1,6 @@
-"""Exponent histograms of tensors, counted on the tensors' device: how often each FP32 exponent occurs.
+"""Exponent histograms of tensors, counted on their device: how often each FP32 exponent occurs.
 
-A histogram is a row of `WORDS` 64-bit integers, to which any number of tensors are added. Nothing waits for the device
-until the row is read.
+Nothing waits for the device until the row of `WORDS` 64-bit integers is read.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from torch import Tensor
 
 from mezzo.core.ranges import BINS, INFINITE, NAN, ZERO
 from mezzo.pytorch.kernels.plain import is_dense
-
-__all__ = ["LARGEST", "WORDS", "count"]
 
 LARGEST = BINS
 """Index of the FP32 pattern of the largest finite magnitude. Patterns are ordered as their numbers."""
@@ -27,19 +24,14 @@ _INFINITY = 0xFF << 23  # its FP32 pattern
 
 
 def count(tensor: Tensor, row: Tensor) -> None:
-    """Add a tensor's exponents to a row.
+    """Add the exponents of a floating tensor of any strides to a row, int64 [WORDS] on its device.
 
-    Naive code::
+    FP64 is rounded to FP32 first. Naive code::
 
         for x in tensor.flatten().float():
             pattern = abs(x).view(torch.int32)
             row[ZERO if x == 0 else NAN if x.isnan() else pattern >> 23] += 1
             row[LARGEST] = max(row[LARGEST], pattern if x.isfinite() else 0)
-
-    Args:
-        tensor: of a floating format, any shape and strides, without autograd history. FP64 is rounded to FP32 first,
-            ties to even; beyond FP32's range it counts as infinite or zero.
-        row: int64 [WORDS], contiguous, on the tensor's device.
     """
     if not tensor.numel():
         return

@@ -11,27 +11,14 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.plain import is_dense
 
-__all__ = ["sum_of_squares"]
-
 BLOCK = 1 << 14
 """Elements per FP64 sum of the reference: below the size from which PyTorch splits a sum between threads."""
 
 
 def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all elements of all gradients, in FP64, without a host sync.
+    """The FP64 sum of squares of all gradients of one device, without a host sync; in a fixed order on a CPU.
 
-    Equals ``sum(g.double().square().sum() for g in grads)`` but for the order of the sum. On a CPU the order is fixed,
-    so the result does not depend on the number of threads. It is NaN or infinite if and only if some element is,
-    because the square of a finite FP32 fits FP64: one pass gives the norm and the finite check.
-
-    Args:
-        grads: FP32, bf16 or fp16 tensors of any shape and strides, on one device.
-
-    Returns:
-        0-dim FP64 on their device; 0 on the CPU without gradients.
-
-    Raises:
-        UsageError: gradients on more than one device.
+    NaN or infinite if and only if some element is: the square of a finite FP32 fits FP64. 0 without gradients.
     """
     if not grads:
         return torch.zeros((), dtype=torch.float64)

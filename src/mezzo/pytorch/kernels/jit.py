@@ -1,17 +1,7 @@
-"""Compiled loops without branches on formats: a template module, written out once for each set of functions.
+"""Numba loops without branches on formats: a template module, written to a cache with other bound names.
 
-A template is an ordinary module with functions of one argument, a ``job``. Its imports marked ``# bound`` are the
-variable part:
-
-    from mezzo.pytorch.kernels.optimizer_step.cpu_elements import decode_split as decode  # bound
-
-With the binding ``"decode": "mezzo.pytorch.kernels.optimizer_step.cpu_elements:decode_split8"``, `kernel` writes the
-module with the other import into a cache folder, compiles such a function as a C function, and Numba caches the machine
-code there. The folder's name is a digest of Mezzo's kernels, Numba, LLVM and the processor, so nothing stale is loaded.
-
-The cache is `MEZZO_CACHE_DIR`, else ``mezzo`` in `XDG_CACHE_HOME` or ``~/.cache``. It holds Python sources and pickles,
-which are executed, so a folder that another user can write to is refused with a warning. Without a usable cache there
-is a temporary folder for this process.
+In a template the assignments marked ``# bound`` vary; machine code is cached beside the written module. The cache
+(`MEZZO_CACHE_DIR`, else ``mezzo`` in `XDG_CACHE_HOME` or ``~/.cache``) is executed, so others must not write to it.
 """
 
 from __future__ import annotations
@@ -49,7 +39,7 @@ CACHE = "MEZZO_CACHE_DIR"
 """Environment variable that names the cache folder."""
 
 _numba: Any = numba  # its annotations cover a part of it, and another part in each release
-_BOUND = re.compile(r"^from (\S+) import (\w+) as (\w+)  # bound$", re.MULTILINE)
+_BOUND = re.compile(r"^(\w+) = (\S+)  # bound$", re.MULTILINE)
 
 
 class KernelError(MezzoError, RuntimeError):
@@ -57,40 +47,24 @@ class KernelError(MezzoError, RuntimeError):
 
 
 class Kernel(NamedTuple):
-    """A compiled loop.
-
-    Args:
-        address: of a C function ``void main(int64_t *job)``; it stays loaded as long as the process.
-        seconds: the time to compile or load it.
-        from_cache: loaded, not compiled.
-    """
+    """A C function ``void main(int64_t *job)``, the seconds to compile or load it, and whether it was loaded."""
 
     address: int
     seconds: float
     from_cache: bool
 
 
-CPU = "mezzo.pytorch.kernels.cpu"
-"""The module that most bindings are from."""
-
-# dtype -> the suffix of its functions in `CPU`, and the type behind a pointer to its elements.
+# dtype -> the suffix of its functions in `cpu`, and the type behind a pointer to its elements.
 _DTYPES: Mapping[torch.dtype, tuple[str, str]] = MappingProxyType(
     {torch.float32: ("fp32", "float32"), torch.bfloat16: ("bf16", "int16"), torch.float16: ("fp16", "int16")}
 )
 
 
 def elements(dtype: torch.dtype, **names: str) -> dict[str, str]:
-    """The bindings for a tensor's elements, in FP32, bf16 or fp16.
-
-    Args:
-        dtype: of the tensor.
-        names: the bound name of ``at`` (a pointer to the elements), and of functions of `CPU` for each dtype: ``load``,
-            ``store``, ``largest``.
-    """
+    """Bindings for a tensor's elements: name of the function in `cpu` without its dtype (or ``at``) -> bound name."""
     name, element = _DTYPES[dtype]
     return {
-        bound: f"{CPU}:{element}_at" if verb == "at" else f"{CPU}:{verb}_{name}"
-        for verb, bound in names.items()
+        bound: f"cpu.{element}_at" if verb == "at" else f"cpu.{verb}_{name}" for verb, bound in names.items()
     }
 
 
@@ -99,15 +73,8 @@ _keep_alive: list[Any] = []
 
 
 def kernel(template: ModuleType, bindings: Mapping[str, str], main: str = "main") -> Kernel:
-    """A template's function, bound and compiled; the same object for the same arguments.
-
-    Args:
-        template: a module with imports marked ``# bound``.
-        bindings: ``"package.module:function"`` for bound names; the others stay as the template has them.
-        main: the function, ``main(job)``.
-
-    Raises:
-        KernelError: Numba can't compile it here.
+    """A template's function ``main(job)`` with other values of bound names; KernelError if Numba can't
+    compile it.
     """
     key = (template.__name__, main, tuple(sorted(bindings.items())))
     found = _kernels.get(key)
@@ -124,15 +91,14 @@ def compile_seconds() -> float:
 def _written(template: ModuleType, bindings: Mapping[str, str]) -> tuple[str, Path]:
     """The written module's name and file; an existing file is used again."""
     text = inspect.getsource(template)
-    names = {match[3] for match in _BOUND.finditer(text)}
+    names = {match[1] for match in _BOUND.finditer(text)}
     if unknown := set(bindings) - names:
         raise ValueError(
             f"{template.__name__} has no bound {', '.join(sorted(unknown))}; it has {sorted(names)}"
         )
 
     def bind(match: re.Match[str]) -> str:
-        module, function = bindings.get(match[3], f"{match[1]}:{match[2]}").split(":")
-        return f"from {module} import {function} as {match[3]}"
+        return f"{match[1]} = {bindings.get(match[1], match[2])}"
 
     text = _BOUND.sub(bind, text)
     place = "_".join(template.__name__.split(".")[-2:])
@@ -209,10 +175,7 @@ def _folder() -> Path:
 
 
 def _unsafe(folder: Path) -> str:
-    """Why other users could change what is executed from the folder; empty where they can't.
-
-    In a folder with mode 700 no other user can write a file. Its parent may be sticky, as /tmp is.
-    """
+    """Why other users could change what is executed from the folder, or ""; its parent may be sticky, as /tmp is."""
     if not hasattr(os, "getuid"):  # Windows: access lists, which a user's own folders inherit
         return ""
     for place, forbidden in ((folder.parent, 0o022), (folder, 0o077)):
@@ -247,10 +210,7 @@ _forked = False
 
 
 def parallel(address: int, data: int) -> None:
-    """Call a C function ``void f(void *data)`` once on each of PyTorch's threads, and wait for all.
-
-    The function shares out its work itself, by an atomic counter in its data.
-    """
+    """Call ``void f(void *data)`` on each of PyTorch's threads, which share the work by an atomic counter in data."""
     threads = torch.get_num_threads()
     if threads == 1:
         _function(address)(data)

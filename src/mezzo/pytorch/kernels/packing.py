@@ -1,15 +1,7 @@
 """What an emulated op keeps for its backward: 16-bit values instead of the FP32 copies that it computed with.
 
-The FP32 op inside an emulation saves FP32 tensors, twice the bytes that 16-bit hardware would save. Saved-tensor hooks
-keep them in 16 bits and widen them when backward asks:
-
-- an input was rounded before the op, so its 16-bit form loses nothing. If the caller's tensor has 16 bits, that tensor
-  is kept and not a copy;
-- a parameter is alive anyway: it is kept itself and rounded again in backward;
-- other saved tensors (an attention's output, a recurrent cell's gates) are rounded where the op's row says so, as
-  16-bit hardware would have stored them. A result is kept as the 16-bit tensor that the caller gets.
-
-Hooks around the op (activation checkpointing, offload to the host) still see every tensor kept.
+Saved-tensor hooks keep inputs as their 16-bit form or the caller's own tensor, parameters as themselves, and other
+tensors rounded where the op's row says so. Hooks around the op (checkpointing, offload) still see every tensor kept.
 """
 
 from __future__ import annotations
@@ -26,10 +18,7 @@ _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Rounded:
-    """A floating input of an emulated op: the caller's `source`, its 16-bit form `low`, and that in FP32, `wide`.
-
-    Rounding is torch's cast to `compute`: ties to even, overflow to infinity.
-    """
+    """A floating input of an emulated op: the caller's `source`, its 16-bit form `low`, and that in FP32, `wide`."""
 
     __slots__ = ("low", "reuse", "source", "wide")
 
@@ -41,15 +30,8 @@ class Rounded:
 
 
 class Packing:
-    """The pair of saved-tensor hooks of one emulated call.
-
-    Args:
-        inputs: the op's floating inputs.
-        compute: the 16-bit format.
-        keep_rank: a saved FP32 tensor that is no input is rounded if it has at least this many dimensions and
-            is no statistic of an input's rows (its shape without the last dimension: a log-sum-exp); ``None``
-            keeps all such tensors in FP32.
-        outer: the hooks in force around the call, or ``None``.
+    """The saved-tensor hooks of one emulated call; `outer` are those around it. Saved FP32 tensors that are no inputs
+    are rounded from `keep_rank` dimensions on, but for statistics of rows (a log-sum-exp); with None they stay FP32.
     """
 
     def __init__(
@@ -82,12 +64,7 @@ class Packing:
         return _Kept(self._through(saved.to(self._compute)), self._outer, widen=True)
 
     def settle(self, wide: Any, low: Any) -> None:
-        """Keep what is lossy in 16 bits; a saved result as the tensor that the caller gets.
-
-        Args:
-            wide: what the op returned: a tensor, or a list or tuple of anything.
-            low: the same, rounded to the 16-bit format.
-        """
+        """Keep what is lossy in 16 bits; a saved result of `wide` as the tensor of `low` that the caller gets."""
         if not self._waiting:
             return
         pairs = [(wide, low)] if isinstance(wide, Tensor) else zip(wide, low)
@@ -170,9 +147,8 @@ class _Kept:
 
 
 class Reuse:
-    """The FP32 form of an input that one call saved many times, such as a recurrent weight at each step.
-
-    It is made by `again` at the first use in backward and dropped after the last.
+    """The FP32 form of an input that a call saved many times: made at the first use in backward, dropped after the
+    last.
     """
 
     __slots__ = ("again", "left", "saved", "wide")

@@ -23,7 +23,7 @@ from mezzo.pytorch.monitor.module_paths import Paths, joined
 from mezzo.pytorch.monitor.operations import tensors, version_of
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.weights import master_state
-from mezzo.pytorch.weights.lowering import LOWERED, peek_master
+from mezzo.pytorch.weights.stored_parameters import LOWERED, peek_master
 
 WEIGHT, ACTIVATION = "weight", "activation"
 ACTIVATION_GRADIENT, WEIGHT_GRADIENT, RATIO = "activation gradient", "weight gradient", "update ratio"

@@ -24,7 +24,7 @@ from mezzo.pytorch.autocast.plan import plan
 from mezzo.pytorch.monitor.formats import MODULE_MARK, OpObserver, summed
 from mezzo.pytorch.monitor.module_paths import is_opaque, walk
 from mezzo.pytorch.monitor.replay import nothing_left
-from mezzo.pytorch.weights.lowering import stored
+from mezzo.pytorch.weights.stored_parameters import stored
 
 __all__ = ["Explanation", "explain"]
 

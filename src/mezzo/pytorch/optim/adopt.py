@@ -1,7 +1,6 @@
 """`adopt`: a `torch.optim` optimizer becomes one of Mezzo's, and stays the object that the script holds.
 
-Its class changes to a subclass of both classes, so schedulers, hooks, parameter groups and `isinstance` checks keep
-working, and its state is converted.
+Its class changes to a subclass of both, so schedulers, hooks, groups and `isinstance` keep working.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.optim import checks, state_dicts, storage
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW
-from mezzo.pytorch.weights.lowering import take_master
+from mezzo.pytorch.weights.stored_parameters import take_master
 
 _FUSED: dict[type[Optimizer], type[FusedOptimizer]] = {
     torch.optim.AdamW: AdamW,
@@ -35,10 +34,9 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
         fused.load_state_dict(optimizer.state_dict())
 
     Args:
-        optimizer: `torch.optim.AdamW`, `Adam` or `SGD`, not a subclass. Its `foreach`, `fused` and `capturable` stay in
-            the groups and are ignored.
-        masters: see `FusedOptimizer`.
-        state: see `FusedOptimizer`. The existing state is converted.
+        optimizer: `torch.optim.AdamW`, `Adam` or `SGD`, not a subclass. Its `foreach`, `fused` and `capturable` are
+            ignored.
+        masters, state: see `FusedOptimizer`. The existing state is converted.
 
     Returns:
         The same object; also for an optimizer that was adopted before, in the same modes.

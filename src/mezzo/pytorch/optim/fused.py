@@ -1,10 +1,7 @@
 """The base class of Mezzo's optimizers: everything that a step needs besides the update rule.
 
-A step has two parts. First, in Python, for each parameter: does it have a gradient, and are its weight and its entries
-in `optimizer.state` the same tensors as before? Only if not, its `Row`, the description for the kernels, is made again.
-Then one call per device does the rest: unscale, decode, update, encode, or nothing on overflow.
-
-There are no `foreach`, `fused`, `capturable`, `differentiable` and `amsgrad`: each device has one implementation.
+A step looks in Python whether each parameter's tensors are those of its `Row` (else a new one is made), then calls one
+kernel per device: unscale, decode, update, encode, or nothing on overflow.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, StateSpec, Stepper,
 from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim import checks, state_dicts, storage
 from mezzo.pytorch.optim.storage import ParameterState
-from mezzo.pytorch.weights.lowering import has_master, take_master
+from mezzo.pytorch.weights.stored_parameters import has_master, take_master
 
 Work = dict[torch.device, list[tuple[Hyper, list[Row]]]]
 
@@ -47,7 +44,7 @@ class FusedOptimizer(Optimizer):
 
     _step_supports_amp_scaling = True
 
-    TORCH: ClassVar[type[Optimizer] | None] = None
+    TORCH: ClassVar[type[Optimizer]]
     """torch's optimizer of the same name, whose states can be loaded and saved."""
 
     NUMBERS: ClassVar[tuple[str, ...]]
@@ -83,10 +80,8 @@ class FusedOptimizer(Optimizer):
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own settings; the defaults are those of the constructor.
-
-        Raises:
-            UsageError: a setting out of range, an unsupported parameter. The optimizer is unchanged.
+        """Add parameters with their own settings; a UsageError for what is out of range leaves the optimizer
+        unchanged.
         """
         count = len(self.param_groups)
         super().add_param_group(param_group)
@@ -133,10 +128,8 @@ class FusedOptimizer(Optimizer):
     def step_parameters(
         self, params: Sequence[Tensor], *, multiplier: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
-        """Update only these of the optimizer's parameters, as `step` would, without hooks.
-
-        Raises:
-            UsageError: a parameter of another optimizer; see also `step`.
+        """Update only these of the optimizer's parameters, as `step` would, without hooks; a UsageError for
+        another's.
         """
         by_group: dict[int, list[Tensor]] = defaultdict(list)
         for param in params:
@@ -286,9 +279,8 @@ class FusedOptimizer(Optimizer):
 
     @property
     def weight_overflow(self) -> Tensor:
-        """0-dim FP32 on the first parameter's device: 1.0 once a 16-bit weight there was written as infinite.
-
-        A bf16 weight is infinite from a master of 0x7F7F8000 (3.39e38) up, an fp16 weight from 65520.
+        """0-dim FP32 on the first parameter's device: 1.0 once a 16-bit weight there was written as infinite (a bf16
+        weight from a master of 0x7F7F8000 (3.39e38) up, an fp16 weight from 65520).
         """
         for group in self.param_groups:
             for param in group["params"]:
@@ -313,12 +305,8 @@ class FusedOptimizer(Optimizer):
     def set_master(self, param: Tensor, value: Tensor) -> None:
         """Set a parameter's FP32 master, and its weight to the rounded value.
 
-        Args:
-            param: of this optimizer.
-            value: of its shape; rounded to nearest if the master has fewer bits than FP32.
-
-        Raises:
-            UsageError: another shape, a parameter of another optimizer.
+        `value` has the parameter's shape, and is rounded to nearest if the master has fewer bits than FP32. A
+        UsageError for another shape, or a parameter of another optimizer.
         """
         known = self._held(param)
         if value.shape != param.shape:
@@ -329,10 +317,8 @@ class FusedOptimizer(Optimizer):
 
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """The state for `load_state_dict`, in torch's form; its tensors are not copies.
-
-        Masters that `lower_weights` keeps are taken over first, so that a checkpoint made before the first step has
-        them.
+        """The state for `load_state_dict`, in torch's form; its tensors are not copies. Masters that `lower_weights`
+        keeps are taken over first, so that a checkpoint made before the first step has them.
         """
         for group in self.param_groups:
             states = self._hyper(group).states
@@ -355,11 +341,7 @@ class FusedOptimizer(Optimizer):
         state_dicts.load(self, state_dict)
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """The state in the form of torch's optimizer of this name: FP32 states, without masters.
-
-        Raises:
-            UsageError: torch has no optimizer of this name (Lion).
-        """
+        """The state in the form of torch's optimizer of this name: FP32 states, without masters."""
         return state_dicts.to_torch(self)
 
 

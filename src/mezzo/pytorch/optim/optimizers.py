@@ -1,4 +1,4 @@
-"""The optimizers: Adam, AdamW, SGD and Lion, each fused over all parameters."""
+"""The optimizers: Adam, AdamW and SGD, each fused over all parameters."""
 
 from __future__ import annotations
 
@@ -45,14 +45,6 @@ def sgd_hyper(
     return Hyper(rule, _BUFFER if momentum else (), numbers, weight_decay, maximize)
 
 
-def lion_hyper(
-    lr: float, beta1: float, beta2: float, weight_decay: float = 0.0, maximize: bool = False
-) -> Hyper:
-    """Lion, with decoupled weight decay."""
-    numbers = (lr, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, 0.0)
-    return Hyper("lion", _MOMENTS[:1], numbers, 0.0, maximize)
-
-
 class Adam(FusedOptimizer):
     """Adam, with an L2 term in the gradient if `weight_decay` is not 0.
 
@@ -65,21 +57,19 @@ class Adam(FusedOptimizer):
 
     Args:
         params: FP32, bf16 or fp16 parameters, named parameters or groups, as for `torch.optim.Adam`.
-        lr: learning rate; a number, or a tensor of one element, which is read at each step. Keep it on the CPU: the
-            host waits for a tensor on a GPU.
+        lr: learning rate; a number, or a tensor of one element, which is read at each step (keep it on the CPU).
         betas: decays of the first and the second moment, each in [0, 1).
         eps: added to the denominator.
         weight_decay: coefficient of the L2 term.
         maximize: ascend.
-        state: format of the moments; see `FusedOptimizer`.
-        masters: kind of the FP32 masters of 16-bit weights; see `FusedOptimizer`.
+        state, masters: see `FusedOptimizer`.
 
     Raises:
         UsageError: a number out of range, a parameter that these masters don't support.
         UnknownNameError: an unknown `state` or `masters`.
     """
 
-    TORCH: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
+    TORCH: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
     DECOUPLED: ClassVar[bool] = False
     NUMBERS: ClassVar[tuple[str, ...]] = ("lr", "eps", "weight_decay")
 
@@ -112,7 +102,7 @@ class AdamW(Adam):
     are those of `Adam`.
     """
 
-    TORCH: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.AdamW
+    TORCH: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
     DECOUPLED: ClassVar[bool] = True
 
     def __init__(
@@ -146,13 +136,12 @@ class SGD(FusedOptimizer):
     Args:
         momentum: decay of the buffer; there is no buffer if it is 0. If it is set later, the buffer starts then.
         dampening: the part of the gradient that doesn't enter the buffer.
-        weight_decay: coefficient of the L2 term.
-        nesterov: Nesterov momentum; needs momentum and no dampening.
+        nesterov: Nesterov momentum; a UsageError without momentum or with dampening.
 
-    The other arguments and the errors are those of `Adam`; also a UsageError for `nesterov` without momentum.
+    The other arguments and the errors are those of `Adam`.
     """
 
-    TORCH: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.SGD
+    TORCH: ClassVar[type[torch.optim.Optimizer]] = torch.optim.SGD
     NUMBERS: ClassVar[tuple[str, ...]] = ("lr", "momentum", "dampening", "weight_decay")
 
     def __init__(
@@ -183,44 +172,3 @@ class SGD(FusedOptimizer):
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         lr, momentum, dampening, decay = (float(group[name]) for name in self.NUMBERS)
         return sgd_hyper(lr, momentum, dampening, decay, group["nesterov"], group["maximize"])
-
-
-class Lion(FusedOptimizer):
-    """Lion, with decoupled weight decay: every element moves by `lr`, in the direction of the momentum's sign.
-
-    Naive code, for one step of one parameter, in FP32::
-
-        g = grad.float()
-        w = w * (1 - lr * weight_decay)
-        w = w - lr * (beta1 * m + (1 - beta1) * g).sign()
-        m = beta2 * m + (1 - beta2) * g
-
-    X. Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
-
-    Args:
-        lr: 3 to 10 times smaller than for AdamW.
-        betas: weight of the momentum in the direction, and decay of the momentum, each in [0, 1).
-        weight_decay: coefficient of the decay; 3 to 10 times larger than for AdamW.
-
-    The other arguments and the errors are those of `Adam`.
-    """
-
-    NUMBERS: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        state: str = "fp32",
-        masters: str = "fp32",
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, state=state, masters=masters)
-
-    def _hyper(self, group: dict[str, Any]) -> Hyper:
-        beta1, beta2 = map(float, group["betas"])
-        return lion_hyper(float(group["lr"]), beta1, beta2, float(group["weight_decay"]), group["maximize"])

@@ -1,10 +1,7 @@
 """State dicts of Mezzo's form and of torch's, loaded completely or not at all.
 
-torch's `Optimizer.load_state_dict` casts every state to the parameter's format, which would turn FP32 moments of a bf16
-weight into bf16 and corrupt codes, and checks no shapes. So everything is checked and converted into new tensors first,
-and then replaced in one go that cannot fail.
-
-`masters_in` finds the masters in a state for an optimizer inside `with_masters`.
+torch's `load_state_dict` casts every state to the parameter's format, and checks no shapes. Here everything is checked
+and converted into new tensors first, and then replaced in one go that cannot fail.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from torch import Tensor
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.optim import storage
 from mezzo.pytorch.optim.storage import Entries, Storage
-from mezzo.pytorch.weights.lowering import LOWERED, take_master
+from mezzo.pytorch.weights.stored_parameters import LOWERED, take_master
 
 if TYPE_CHECKING:
     from mezzo.pytorch.optim.fused import FusedOptimizer
@@ -154,11 +151,7 @@ def _masters(how: str) -> str:
 
 
 def from_torch(what: str, found: Mapping[str, Any], param: Tensor, how: Storage) -> Entries:
-    """Convert the entries of torch's optimizer of the same name; the master is the weight's own value.
-
-    Raises:
-        UsageError: names or shapes of another optimizer; `what` names the parameter.
-    """
+    """Convert the entries of torch's optimizer of the same name; a UsageError names `what` if they are another's."""
     names = {spec.name for spec in how.specs}
     there = {name for name in found if name not in ("step", "momentum_buffer") or name in names}
     if how.specs and found.get(how.specs[0].name, 0) is None:
@@ -178,12 +171,7 @@ def from_torch(what: str, found: Mapping[str, Any], param: Tensor, how: Storage)
 
 def to_torch(optimizer: FusedOptimizer) -> dict[str, Any]:
     """`optimizer.torch_state_dict()`."""
-    kind: type[Any] | None = optimizer.TORCH
-    if kind is None:
-        raise UsageError(
-            f"torch_state_dict: torch.optim has no {type(optimizer).__name__}. Use state_dict(), or "
-            "mezzo.master_state_dict for the weights."
-        )
+    kind: type[Any] = optimizer.TORCH
     defaults = kind([torch.zeros(1)]).defaults
     packed = torch.optim.Optimizer.state_dict(optimizer)
     groups, state = [], {}
@@ -206,15 +194,8 @@ def to_torch(optimizer: FusedOptimizer) -> dict[str, Any]:
 def masters_in(
     state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], now: Mapping[Tensor, Any]
 ) -> dict[Tensor, Tensor]:
-    """The master of each parameter in a state that is to be loaded; {} for an optimizer without masters.
-
-    Args:
-        state: as `Optimizer.state_dict` gives it.
-        groups: the parameter groups that it is for.
-        now: the state that it is to replace.
-
-    Raises:
-        UsageError: it does not fit the groups, the parameters' formats or shapes.
+    """The master of each parameter in a state for `groups`, to replace `now`; {} without masters; a UsageError if
+    unfit.
     """
     saved_groups = _matching_groups("with_masters", state, groups)
     params = [param for group in groups for param in group["params"]]

@@ -1,9 +1,7 @@
 """How an optimizer stores one weight's master and states: created, converted, read out as FP32, counted.
 
-A 16-bit weight has a master: ``entries["master"]`` (FP32), ``entries["remainder"]`` (int16 or int8, for a bf16
-weight), or none. A state such as `exp_avg` is FP32, bf16, or 8-bit codes with ``entries["exp_avg_scale"]``. Tensors of
-the weight's shape have its strides too, because kernels go through all of them in memory order. Conversions here round
-to nearest, not stochastically as a step does, because they happen once.
+Entries are ``master`` (FP32) or ``remainder`` (int16, int8), and states such as ``exp_avg``, as codes with
+``exp_avg_scale``. They have the weight's strides. Conversions round to nearest, because they happen once.
 """
 
 from __future__ import annotations
@@ -164,20 +162,10 @@ def fits(entries: Entries, weight: Tensor, how: Storage) -> bool:
 def converted(
     entries: Mapping[str, Any], weight: Tensor, how: Storage, master: Tensor | None = None
 ) -> Entries:
-    """New entries for a weight, from those of any other storage, device, memory order, or none.
+    """New entries for a dense weight, from those of any other storage, device, memory order, or none.
 
     Bits are kept where the format stays, except for 8-bit states in another memory order, whose groups change. A
-    missing state starts at zero. The master is made from the weight if the entries have none that belongs to its
-    format.
-
-    Args:
-        entries: old ones; {} for a weight that has not been stepped.
-        weight: dense.
-        how: the new storage.
-        master: FP32, in place of the entries' master.
-
-    Raises:
-        UsageError: a state of another shape than the weight's.
+    missing state starts at zero. The master is `master` in FP32, else the entries', else the weight's own value.
     """
     step = torch.as_tensor(entries.get("step", 0.0), dtype=torch.float32, device=weight.device)
     made: Entries = {"step": step.detach().clone().reshape(())}
@@ -281,30 +269,3 @@ class ParameterState:
             and len(self.tensors) == len(self.entries)
             and all(map(is_, self.entries.values(), self.tensors))
         )
-
-
-def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Count the bytes per parameter of a training's live tensors, without step counts.
-
-    Args:
-        optimizer: any of `torch.optim` or Mezzo's, after a step, so that its states exist.
-
-    Returns:
-        Bytes per parameter of ``"params"``, ``"gradients"`` (if present), ``"masters"`` (or remainders), ``"state"``,
-        ``"scales"`` and their ``"total"``.
-    """
-    params = list(dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]))
-    found = {"params": 0, "gradients": 0, "masters": 0, "state": 0, "scales": 0}
-    for param in params:
-        found["params"] += param.nbytes
-        found["gradients"] += 0 if param.grad is None else param.grad.nbytes
-        for name, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, Tensor) and name != "step":
-                is_master = name in ("master", "remainder")
-                kind = "masters" if is_master else "scales" if name.endswith("_scale") else "state"
-                found[kind] += value.nbytes
-    numel = sum(param.numel() for param in params)
-    if numel == 0:
-        raise UsageError("bytes_per_parameter: the optimizer has no elements.")
-    each = {name: count / numel for name, count in found.items()}
-    return each | {"total": sum(each.values())}

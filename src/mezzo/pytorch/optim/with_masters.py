@@ -1,12 +1,7 @@
-"""FP32 masters under any optimizer: the user's own, or one of PyTorch's that Mezzo has no fused form of.
+"""FP32 masters under any optimizer, which stays the same object: its class becomes a subclass that has masters.
 
-As in `adopt`, the optimizer stays the same object and changes its class, to a subclass that has masters. While its own
-`step` runs, its parameter groups list FP32 parameters, the masters, with FP32 gradients. Before and after, they list
-the model's 16-bit weights. So hyper-parameters, schedulers, `zero_grad` and `add_param_group` work without copies. A
-weight's master is the entry ``"master"`` of its state.
-
-Cost: an FP32 master per 16-bit weight, and an FP32 gradient during a step. The fused optimizers of `mezzo.optim` need
-neither.
+While the optimizer's own `step` runs, its groups list FP32 masters with FP32 gradients; before and after, the model's
+16-bit weights. A weight's master is the entry ``"master"`` of its state. `mezzo.optim` needs less memory.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.adopt import class_of, empty
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import MASTER, masters_in, without_master
-from mezzo.pytorch.weights import lowering
+from mezzo.pytorch.weights.stored_parameters import LOWERED, pieces, take_master
 
 
 def with_masters(optimizer: Any) -> WithMasters:
@@ -42,16 +37,15 @@ def with_masters(optimizer: Any) -> WithMasters:
     (pruned, clamped, loaded) replaces its master. Existing state is kept, in FP32. Hooks of a step see the masters.
 
     Args:
-        optimizer: any instance of `torch.optim.Optimizer`, also with closures (LBFGS) and sparse gradients. One that
-            keeps its own list of parameters besides `param_groups` does not see the masters.
+        optimizer: any `torch.optim.Optimizer`, also with closures (LBFGS) and sparse gradients, that keeps no list of
+            parameters besides `param_groups`.
 
     Raises:
-        UsageError: not an optimizer; one that has masters; ``differentiable=True``; a weight whose master another
-            optimizer holds.
+        UsageError: not an optimizer; one that has masters, or ``differentiable=True``; a weight with another's master.
     """
     _refuse_unfit(optimizer)
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if param.dtype in lowering.LOWERED:
+        if param.dtype in LOWERED:
             checks.claim(optimizer, param)
     own_step = vars(optimizer).pop("step", None)
     optimizer.__class__ = class_of(WithMasters, optimizer.__class__)
@@ -110,14 +104,9 @@ class WithMasters(Optimizer):
             self.state[param][MASTER] = master
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One step of the optimizer's own class on the masters, then update the weights.
+        """One step of the optimizer's own class on the masters, then update the weights; None for a skipped one.
 
-        Args:
-            closure: called any number of times; each time the weights equal the masters.
-            kwargs: for the optimizer's own `step`.
-
-        Returns:
-            The result of that step; None for a skipped one.
+        `closure` may be called any number of times; each time the weights equal the masters.
         """
         self._opt_called = True  # read by schedulers
         found_inf: Tensor | None = getattr(self, "found_inf", None)
@@ -154,7 +143,7 @@ class WithMasters(Optimizer):
     def master(self, param: Tensor) -> Tensor:
         """A copy of a parameter's FP32 master; of an FP32 parameter itself. A UsageError for another's parameter."""
         self._check_own(param)
-        if param.dtype not in lowering.LOWERED:
+        if param.dtype not in LOWERED:
             return param.detach().clone()
         return decode_master("fp32", param.detach(), self._ensure_master(param))
 
@@ -166,7 +155,7 @@ class WithMasters(Optimizer):
             raise UsageError(
                 f"set_master: the value is {tuple(value.shape)} and the parameter {tuple(param.shape)}"
             )
-        if param.dtype in lowering.LOWERED:
+        if param.dtype in LOWERED:
             master = self._ensure_master(param)
             master.copy_(value)
             _write(master, param)
@@ -182,11 +171,8 @@ class WithMasters(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of `state_dict`, or of the optimizer without masters, which leaves the masters as they are.
 
-        The weights are not changed: load the model's state too. A weight that differs from its rounded master counts as
-        edited.
-
-        Raises:
-            UsageError: groups or masters that do not fit this optimizer's; nothing was changed.
+        Load the model's state too: a weight that differs from its rounded master counts as edited. A UsageError for
+        groups or masters that do not fit; nothing was changed.
         """
         state = dict(state_dict)
         masters = masters_in(state, self.param_groups, self.state)
@@ -205,7 +191,7 @@ class WithMasters(Optimizer):
             yield from group["params"]
 
     def _lowered(self) -> list[Tensor]:
-        return [param for param in self._parameters() if param.dtype in lowering.LOWERED]
+        return [param for param in self._parameters() if param.dtype in LOWERED]
 
     def _check_own(self, param: Tensor) -> None:
         if not any(param is one for one in self._parameters()):
@@ -217,7 +203,7 @@ class WithMasters(Optimizer):
         master: Tensor | None = entry.get(MASTER)
         if master is None:
             checks.claim(self, param)
-            kept = lowering.take_master(param)
+            kept = take_master(param)
             master = param.detach().to(torch.float32) if kept is None else kept
         elif master.shape != param.shape:
             raise UsageError(
@@ -233,14 +219,14 @@ class WithMasters(Optimizer):
         """Put the masters in the groups, updated from edited weights, and give them gradients."""
         for param in self._parameters():
             grad = param.grad
-            if param.dtype not in lowering.LOWERED:
+            if param.dtype not in LOWERED:
                 if self.state.get(param):
                     self.state[param].pop(MASTER, None)  # the model was brought back to FP32
                 if grad is not None and scale is not None:
                     grad.div_(scale.to(grad.device))
                 continue
             tensor = self._ensure_master(param)
-            for part, weight in lowering.pieces(tensor, param.detach()):
+            for part, weight in pieces(tensor, param.detach()):
                 part.copy_(decode_master("fp32", weight, part))
             if grad is not None:
                 wide = grad.to(torch.float32)
@@ -308,10 +294,10 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
 
 
 def _write(master: Tensor, weight: Tensor) -> None:
-    for part, out in lowering.pieces(master, weight.detach()):
+    for part, out in pieces(master, weight.detach()):
         out.copy_(encode_master("fp32", part, weight.dtype)[0])
 
 
 def _widened(value: Any) -> Any:
-    is_low = isinstance(value, Tensor) and value.dtype in lowering.LOWERED
+    is_low = isinstance(value, Tensor) and value.dtype in LOWERED
     return value.to(torch.float32) if is_low else value

@@ -22,7 +22,7 @@ from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.optim.adopt import adopt
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.step import parameters
-from mezzo.pytorch.weights.lowering import lower_weights
+from mezzo.pytorch.weights.stored_parameters import lower_weights
 
 if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session

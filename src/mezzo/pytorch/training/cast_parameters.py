@@ -23,7 +23,7 @@ from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
 from mezzo.pytorch.step import parameters
 from mezzo.pytorch.training.backward import SIXTEEN_BITS
 from mezzo.pytorch.training.checks import refused
-from mezzo.pytorch.weights.lowering import lower_weights, take_master
+from mezzo.pytorch.weights.stored_parameters import lower_weights, take_master
 
 # The words of `weights=`, as it was up to version 0.1 -> the keyword that replaces it.
 _FORMER = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.weights import lowering
+from mezzo.pytorch.weights.stored_parameters import LOWERED, keep_master, overflows, peek_master
 
 
 def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> dict[str, Any]:
@@ -25,14 +25,13 @@ def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimize
             if param.dtype in (torch.bfloat16, torch.float16):
                 state[name] = optimizer.master(param)
 
-    An FP32 model of the same class can load it, for evaluation or export. A 16-bit weight that no optimizer here owns
-    gives the value that `lower_weights` kept for it, or else its own in FP32. Tied weights share one tensor. Masters
-    are copies; FP32 and FP64 weights and all buffers are the model's own storage, as in `state_dict`.
+    An FP32 model of the same class can load it. A 16-bit weight that no optimizer here owns gives the value that
+    `lower_weights` kept for it, or else its own in FP32. Tied weights share one tensor. Masters are copies; other
+    weights and all buffers are the model's own storage.
 
     Args:
         model: the model; its parameters are the objects that the optimizer holds.
-        optimizer: one of `mezzo.optim`, the result of `with_masters`, or several. Any other optimizer has no masters,
-            which is right if its weights are FP32.
+        optimizer: one of `mezzo.optim`, the result of `with_masters`, several, or any other over FP32 weights.
     """
     owners = _owners(optimizer)
     state: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -55,12 +54,11 @@ def load_master_state_dict(
     """Set weights and masters from a state in FP32: the inverse of `master_state_dict`, to the bit.
 
     The `state_dict` of an FP32 or a 16-bit model is accepted too. The optimizer's moments stay; it need not have
-    stepped yet.
+    stepped.
 
     Args:
-        model: as for `master_state_dict`.
-        optimizer: as for `master_state_dict`. For a 16-bit weight that no optimizer here owns, what rounding loses is
-            kept as by `lower_weights`.
+        model, optimizer: as for `master_state_dict`. For a 16-bit weight that no optimizer here owns, what rounding
+            loses is kept as by `lower_weights`.
         state: name -> tensor, with the model's names and shapes.
 
     Raises:
@@ -73,7 +71,7 @@ def load_master_state_dict(
     masters = {name: value for name, value in own.items() if isinstance(value, Tensor) and _is_low(value)}
     wide = {name: state[name].detach().to(torch.float32) for name in masters}
     for name, value in wide.items():
-        if lowering.overflows(value, own[name].dtype):
+        if overflows(value, own[name].dtype):
             raise UsageError(
                 f"load_master_state_dict: {name!r} holds a finite value that overflows its "
                 f"{str(own[name].dtype).removeprefix('torch.')} weight. Nothing was changed."
@@ -83,18 +81,16 @@ def load_master_state_dict(
     for name, param in masters.items():
         owner = owners.get(id(param))
         if owner is None:
-            lowering.keep_master(param, wide[name])
+            keep_master(param, wide[name])
         else:
             owner.set_master(param, wide[name])
 
 
 @contextmanager
 def showing_masters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Show FP32 masters in place of the model's 16-bit weights for a `with` block.
+    """Show FP32 masters in place of the model's 16-bit weights, for an average of them; 4 bytes per 16-bit parameter.
 
-    For an average of the weights: over thousands of steps it moves by less than a 16-bit weight can show, and PyTorch's
-    averages need one format on both sides. Other `Parameter` objects replace the model's in the modules' tables, whose
-    hooks and DDP buckets are not touched. Costs 4 bytes for each 16-bit parameter meanwhile.
+    Other `Parameter` objects replace the model's in the modules' tables; hooks and DDP buckets are not touched.
     """
     low = {id(p): name for name, p in model.named_parameters() if _is_low(p)}
     state = master_state_dict(model, optimizers) if low else {}
@@ -127,7 +123,7 @@ def _owners(optimizer: Optimizer | Sequence[Optimizer]) -> dict[int, Any]:
 
 
 def _is_low(value: Tensor) -> bool:
-    return isinstance(value, nn.Parameter) and value.dtype in lowering.LOWERED
+    return isinstance(value, nn.Parameter) and value.dtype in LOWERED
 
 
 def _master(param: Tensor, owners: Mapping[int, Any]) -> Tensor:
@@ -135,7 +131,7 @@ def _master(param: Tensor, owners: Mapping[int, Any]) -> Tensor:
     if owner is not None:
         master: Tensor = owner.master(param)
         return master
-    kept = lowering.peek_master(param)
+    kept = peek_master(param)
     return param.detach().to(torch.float32) if kept is None else kept
 
 

@@ -1,12 +1,7 @@
 """`cross_entropy_loss` on 16-bit logits, with ATen's signature: FP32 inside, and no FP32 copy of the logits.
 
-Autocast makes an FP32 copy of the logits, an FP32 log-softmax that is saved for backward, its FP32 gradient, and that
-gradient's 16-bit copy: 14 bytes per logit at the peak. Here the 16-bit logits are saved with one number per row, their
-log-sum-exp. Backward computes the gradient from both in FP32 and rounds it once into a new 16-bit tensor: 4 bytes per
-logit, logits included.
-
-PyTorch operations in FP32 serve targets that are probabilities, up to `SMALL` logits, `torch.func`, forward-mode
-differentiation, compilers, tensor subclasses, a target or weight that needs a gradient, and second derivatives.
+Autocast needs 14 bytes per logit at its peak. Here 16-bit logits and one log-sum-exp per row are saved, and backward
+rounds the FP32 gradient once: 4 bytes per logit. PyTorch's FP32 op serves what `_is_ours` and `SMALL` leave to it.
 """
 
 from __future__ import annotations
@@ -21,8 +16,6 @@ from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.cross_entropy import reference
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows
 from mezzo.pytorch.kernels.plain import is_plain
-
-__all__ = ["cross_entropy_loss"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CLASSES, _WEIGHTS = (torch.int64, torch.uint8), (*_HALVES, torch.float32)
@@ -43,28 +36,14 @@ def cross_entropy_loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Cross entropy of logits with classes or class probabilities; ATen's names and numbers.
+    """Cross entropy of logits with classes or class probabilities; ATen's names, numbers and errors.
 
     Naive code, which FP32 and FP64 logits get::
 
         aten.cross_entropy_loss(self.float(), target, weight.float(), reduction, ignore_index, label_smoothing)
 
-    Args:
-        self: logits, [C], [N, C] or [N, C, d1, ...].
-        target: classes (int64 or uint8; [], [N] or [N, d1, ...]), or probabilities of the logits' shape.
-        weight: of each class, [C], FP32 or 16 bits.
-        reduction: 0 for none, 1 for the mean weighted by class over rows that are not ignored, 2 for the sum.
-        ignore_index: rows with this target are ignored.
-        label_smoothing: from 0 to 1, the part of each target that is spread over all classes.
-
-    Returns:
-        FP32, a number or one per row, within FP32's rounding of PyTorch's FP32 loss. A row with a NaN, +inf, or only
-        -inf has loss and gradient NaN, a class at -inf has probability 0; the mean over no row is NaN, its gradient 0.
-        The gradient has the logits' dtype; beyond its range it is infinite.
-
-    Raises:
-        IndexError: a class out of range (on a GPU a device-side assertion, as PyTorch's).
-        RuntimeError: PyTorch's own, for shapes, dtypes and settings that it refuses.
+    The loss is FP32. A row with a NaN, +inf, or only -inf has loss and gradient NaN; the mean over no row is NaN with
+    gradient 0. The gradient has the logits' dtype; beyond its range it is infinite.
     """
     settings = (reduction, ignore_index, label_smoothing)
     if self.dtype not in _HALVES:
@@ -114,10 +93,7 @@ def _is_ours(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Se
 
 
 def kernel_for(device_type: str, given: Rows) -> ModuleType:
-    """The module whose `rows_loss` and `rows_gradient` serve these rows.
-
-    Class weights together with label smoothing are rare: the reference serves them on every device.
-    """
+    """The module that serves these rows: the reference for class weights with label smoothing, which are rare."""
     if given.weight is not None and given.label_smoothing > 0:
         return reference
     return backend.load(__name__, device_type)
@@ -133,7 +109,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.kernel = kernel_for(logits.device.type, given)
         loss: Tensor
         loss, lse = ctx.kernel.rows_loss(given)
-        divisor = _weight_of(given) if reduction == MEAN else None
+        divisor = divisor_of_mean(given) if reduction == MEAN else None
         ctx.save_for_backward(logits, target, weight, lse, divisor)
         ctx.settings = settings
         if reduction == NONE:
@@ -156,10 +132,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _matrix(logits: Tensor) -> tuple[Tensor, bool]:
-    """Logits ``[N, C, ...]`` as a matrix [n, C] whose classes are adjacent, and whether it is a copy.
-
-    The rows of a view may lie apart, as in ``logits[:, :vocabulary]``.
-    """
+    """Logits [N, C, ...] as a matrix [n, C] with adjacent classes, rows perhaps apart; whether it is a copy."""
     classes = logits.shape[1]
     last = logits.movedim(1, -1)
     if logits.dim() == 2 and (classes == 1 or logits.stride(1) == 1):
@@ -169,12 +142,12 @@ def _matrix(logits: Tensor) -> tuple[Tensor, bool]:
     return last.contiguous().view(-1, classes), True
 
 
-def _weight_of(given: Rows) -> Tensor:
-    """The divisor of the mean: the number of rows that are not ignored, or the sum of their classes' weights."""
+def divisor_of_mean(given: Rows) -> Tensor:
+    """The number of rows that are not ignored, or the sum of their classes' weights; targets may be out of bounds."""
     counts = given.target != given.ignore_index
     if given.weight is None:
         return counts.sum(dtype=torch.float32)
-    return torch.where(counts, given.weight[given.target.masked_fill(~counts, 0)], 0.0).sum()
+    return torch.where(counts, given.weight[given.target.clamp(0, len(given.weight) - 1)], 0.0).sum()
 
 
 def _twice(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings, grad: Tensor) -> Tensor:

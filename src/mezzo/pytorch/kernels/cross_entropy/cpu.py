@@ -1,13 +1,7 @@
-"""Losses and gradients of rows on a CPU: compiled loops on PyTorch's threads, each row by one thread.
+"""Losses and gradients of rows on a CPU, each row by one thread, in a `jit` template.
 
-A loss is one pass over the logits in blocks: the block's largest logit first, while the block is in the nearest cache.
-Exponentials relative to the largest logit so far are summed in FP32 in 64 lanes of at most 16 numbers, and the lanes in
-FP64. A gradient is one pass that reads logits and writes gradients, from the row's log-sum-exp and scale: with the
-row's own factors in FP64, an element is ``exp(x - lse) * factor + shift`` in FP32. The last bits of the log-sum-exp,
-which FP32 cannot hold, are in the factor. The target's element is computed in FP64, because near a probability of 1
-``p - 1`` cancels.
-
-The loops are a template: `jit` writes this file out with other functions in the lines marked as bound.
+A loss is one pass in blocks: exponentials relative to the largest logit so far are summed in 64 FP32 lanes, these in
+FP64. A gradient is ``exp(x - lse) * factor + shift``; the target's is FP64, because ``p - 1`` cancels near p = 1.
 """
 
 from __future__ import annotations
@@ -20,34 +14,27 @@ from array import array
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels import jit
+from mezzo.pytorch.kernels import cpu, jit
 from mezzo.pytorch.kernels.cpu import (
-    EXP_BIAS,
     LANES,
     Constants,
     Pointer,
-    biased_constants,
-    constants,
-    exp,
     expand,
     f32,
     f64,
     float32_at,
-    float32_scratch,
-    float64_at,
-    fma,
     inline,
     int64_at,
     loop,
-    take,
 )
-from mezzo.pytorch.kernels.cpu import int16_at as logit_at  # bound
-from mezzo.pytorch.kernels.cpu import largest_bf16 as largest  # bound
-from mezzo.pytorch.kernels.cpu import load_quiet_bf16 as load_logit  # bound
-from mezzo.pytorch.kernels.cpu import no as is_smoothed  # bound
-from mezzo.pytorch.kernels.cpu import store_bf16 as store  # bound
-from mezzo.pytorch.kernels.cpu import store_number_bf16 as store_number  # bound
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows, check_targets
+
+logit_at = cpu.int16_at  # bound
+largest = cpu.largest_bf16  # bound
+load_logit = cpu.load_quiet_bf16  # bound
+IS_SMOOTHED = False  # bound
+store = cpu.store_bf16  # bound
+store_number = cpu.store_number_bf16  # bound
 
 # The words of a job. SMOOTHING: address of an FP64. WEIGHTS: address of FP32s, or 0 for ones.
 (
@@ -60,7 +47,7 @@ BLOCK = 1024
 _AT_ONCE = 1 << 13  # elements of the rows that a thread takes
 _ALONE = 1 << 14  # elements below which one thread is as fast
 _LARGEST, _SMALLEST = 2.0**40, 2.0**-60  # of the factors that `exp`'s bias leaves exact
-_UNBIAS = 2.0**-EXP_BIAS
+_UNBIAS = 2.0**-cpu.EXP_BIAS
 _LEAST = f32(-math.inf)
 _ZERO = f32(0.0)
 _NAN = f32(math.nan)
@@ -121,7 +108,7 @@ def _kernel(main: str, dtype: torch.dtype, is_smoothed: bool) -> int:
         store="store",
         store_number="store_number",
     )
-    bindings["is_smoothed"] = f"{jit.CPU}:{'yes' if is_smoothed else 'no'}"
+    bindings["IS_SMOOTHED"] = str(is_smoothed)
     return jit.kernel(sys.modules[__name__], bindings, main).address
 
 
@@ -132,8 +119,8 @@ def add(
     """Add `count` exponentials to as many lanes, and for smoothing the logits to other lanes."""
     for lane in range(count):
         x = f32(load_logit(logits, start + lane) - top)
-        lanes[lane] = lanes[lane] + exp(x, given)
-        if is_smoothed():
+        lanes[lane] = lanes[lane] + cpu.exp(x, given)
+        if IS_SMOOTHED:
             sums[lane] = sums[lane] + x
 
 
@@ -155,10 +142,10 @@ def total(lanes: Pointer) -> float:
 @loop
 def sums_of_row(logits: Pointer, classes: int) -> tuple[float, float, float]:
     """The largest logit, the sum of the exponentials relative to it, and for smoothing the sum of the logits."""
-    lanes, sums = float32_scratch(LANES), float32_scratch(LANES)
+    lanes, sums = cpu.float32_scratch(LANES), cpu.float32_scratch(LANES)
     for lane in range(LANES):
         lanes[lane], sums[lane] = _ZERO, _ZERO
-    given = constants()
+    given = cpu.constants()
     top, exponentials, every = _LEAST, f64(0), f64(0)
     for start in range(0, classes, BLOCK):
         stop = min(start + BLOCK, classes)
@@ -173,7 +160,7 @@ def sums_of_row(logits: Pointer, classes: int) -> tuple[float, float, float]:
             add(logits, lanes, sums, i, LANES, at, given)
         add(logits, lanes, sums, whole, stop - whole, at, given)
         exponentials += total(lanes)
-        if is_smoothed():
+        if IS_SMOOTHED:
             every += total(sums) + (stop - start) * f64(at)
     return f64(top), exponentials, every
 
@@ -188,7 +175,7 @@ def weight_of(job: Pointer, target: int) -> float:
 def store_loss(job: Pointer, i: int, logits: Pointer, top: float, exponentials: float, every: float) -> None:
     """Store one row's loss and log-sum-exp."""
     target, classes = int64_at(job[TARGETS])[i], job[CLASSES]
-    out, lses = float32_at(job[LOSSES]), float64_at(job[LSES])
+    out, lses = float32_at(job[LOSSES]), cpu.float64_at(job[LSES])
     log_sum = math.log(exponentials) + (top - top)  # the infinite is a NaN
     lses[i] = top + log_sum
     out[i] = _ZERO
@@ -198,8 +185,8 @@ def store_loss(job: Pointer, i: int, logits: Pointer, top: float, exponentials: 
         int64_at(job[IS_WRONG])[0] = 1
         return
     loss = weight_of(job, target) * (log_sum - (f64(load_logit(logits, target)) - top))
-    if is_smoothed():
-        smoothing = float64_at(job[SMOOTHING])[0]
+    if IS_SMOOTHED:
+        smoothing = cpu.float64_at(job[SMOOTHING])[0]
         of_all = classes * log_sum - (every - classes * top)
         loss = (1 - smoothing) * loss + smoothing / classes * of_all
     out[i] = f32(loss)
@@ -208,7 +195,7 @@ def store_loss(job: Pointer, i: int, logits: Pointer, top: float, exponentials: 
 def losses(job: Pointer) -> None:
     """Take rows until none is left."""
     while True:
-        start = take(job) * job[ROWS_AT_ONCE]
+        start = cpu.take(job) * job[ROWS_AT_ONCE]
         if start >= job[ROWS]:
             break
         for i in range(start, min(start + job[ROWS_AT_ONCE], job[ROWS])):
@@ -226,13 +213,10 @@ def fill(out: Pointer, classes: int, value: float) -> None:
 
 @loop
 def usual(logits: Pointer, out: Pointer, classes: int, lse: float, factor: float, shift: float) -> None:
-    """A row whose factors are of a usual size.
-
-    The pointers may be equal: each element is read before it is written, and no other is.
-    """
-    given = biased_constants()
+    """A row whose factors are of a usual size. The pointers may be equal: each element is read before it is written."""
+    given = cpu.biased_constants()
     for i in range(classes):
-        store_number(out, i, fma(exp(f32(load_logit(logits, i) - lse), given), factor, shift))
+        store_number(out, i, cpu.fma(cpu.exp(f32(load_logit(logits, i) - lse), given), factor, shift))
 
 
 @inline
@@ -251,13 +235,13 @@ def gradient_of_row(job: Pointer, i: int) -> None:
     if target == job[IGNORED] or target < 0 or target >= classes:
         fill(out, classes, _ZERO)
         return
-    lse, scale = float64_at(job[LSES])[i], f64(float32_at(job[SCALES])[i * job[SCALE_STRIDE]])
+    lse, scale = cpu.float64_at(job[LSES])[i], f64(float32_at(job[SCALES])[i * job[SCALE_STRIDE]])
     if not math.isfinite(lse):
         fill(out, classes, _NAN)
         return
-    smoothing = float64_at(job[SMOOTHING])[0]
+    smoothing = cpu.float64_at(job[SMOOTHING])[0]
     at_target = (1 - smoothing) * weight_of(job, target)
-    shift = -scale * smoothing / classes if is_smoothed() else 0.0
+    shift = -scale * smoothing / classes if IS_SMOOTHED else 0.0
     factor = scale * (at_target + smoothing)
     x = f64(load_logit(logits, target))  # before it may be written
     correct = f32(math.exp(x - lse) * factor - scale * at_target + shift)
@@ -274,7 +258,7 @@ def gradient_of_row(job: Pointer, i: int) -> None:
 def gradients(job: Pointer) -> None:
     """Take rows until none is left."""
     while True:
-        start = take(job) * job[ROWS_AT_ONCE]
+        start = cpu.take(job) * job[ROWS_AT_ONCE]
         if start >= job[ROWS]:
             break
         for i in range(start, min(start + job[ROWS_AT_ONCE], job[ROWS])):

@@ -23,14 +23,9 @@ CHUNK = 1 << 20
 
 
 class Rows(NamedTuple):
-    """Logits and the arguments of their loss.
+    """Logits [n, classes] with adjacent classes, int64 targets [n], FP32 class weights [classes] or None for ones.
 
-    Args:
-        logits: [n, classes], bf16, fp16 or FP32; classes adjacent in memory.
-        target: int64 [n], each a class or `ignore_index`.
-        weight: FP32 [classes], contiguous, or None for ones.
-        ignore_index: rows with this target have a loss and a gradient of 0.
-        label_smoothing: from 0 to 1.
+    Rows whose target is `ignore_index` have a loss and a gradient of 0; `label_smoothing` is from 0 to 1.
     """
 
     logits: Tensor
@@ -42,13 +37,7 @@ class Rows(NamedTuple):
 
 @torch.no_grad()
 def rows_loss(given: Rows) -> tuple[Tensor, Tensor]:
-    """The loss of each row, FP32 [n], and its log-sum-exp, FP64 [n].
-
-    A row with a NaN, with +inf or with only -inf has a NaN loss; a single -inf is a class of probability 0.
-
-    Raises:
-        IndexError: a target is neither a class nor ignored (on a CPU; elsewhere the device's own assertion).
-    """
+    """The loss of each row, FP32 [n], and its log-sum-exp, FP64 [n]; IndexError for a target that is not a class."""
     check_targets(given)
     logits = given.logits
     loss = logits.new_empty(len(logits), dtype=torch.float32)
@@ -63,14 +52,9 @@ def rows_loss(given: Rows) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def rows_gradient(given: Rows, lse: Tensor, scale: Tensor, out: Tensor) -> None:
-    """Write ``scale[i] * d loss[i] / d logits[i]`` into row i of `out`: FP32 arithmetic, rounded once.
+    """Write ``scale[i] * d loss[i] / d logits[i]`` into row i of `out`, which may be the logits: FP32, rounded once.
 
-    Args:
-        given: as `rows_loss` had it.
-        lse: the result of `rows_loss`, FP64 [n]; compiled kernels start from it.
-        scale: FP32 [n], of any stride.
-        out: [n, classes] in the logits' dtype; it may be the logits themselves. Values beyond the format become
-            infinite.
+    `lse` is the result of `rows_loss`, from which compiled kernels start; `scale` is FP32 [n], of any stride.
     """
     for rows in _chunks(given.logits):
         with torch.enable_grad():

@@ -1,7 +1,6 @@
 """Losses and gradients of rows in Triton: one program per row for the loss, one per block for the gradient.
 
-Both read the logits once. Exponentials are FP32, relative to the largest logit so far. Numbers of a row are FP64: the
-sum of exponentials, its logarithm, and the target's gradient, where ``p - 1`` cancels.
+Exponentials are FP32; a row's sum, its logarithm and the target's gradient, where ``p - 1`` cancels, are FP64.
 """
 
 # mypy: disable-error-code="untyped-decorator"

@@ -1,9 +1,7 @@
 """`layer_norm` and `rms_norm` with 16-bit input and output, FP32 inside, and parameters of FP32 or 16 bits.
 
-PyTorch's `layer_norm` on a CPU sums the parameters' gradients in 16 bits (7 % off at 4,096 rows), and its `rms_norm`
-saves FP32 copies of a 16-bit input. Here the statistics, the arithmetic and all sums are FP32. For backward the 16-bit
-input itself is saved, and one FP32 number per row (`rms_norm`) or two. Casts around PyTorch's own FP32 op serve where
-Numba is missing, and under `torch.func`, compilers, forward-mode differentiation, and for tensor subclasses.
+PyTorch's `layer_norm` on a CPU sums the parameters' gradients in 16 bits (7 % off at 4,096 rows); its `rms_norm` saves
+FP32 copies. Here sums are FP32, and the 16-bit input is saved. PyTorch's FP32 op between casts serves other calls.
 """
 
 from __future__ import annotations
@@ -22,22 +20,13 @@ from torch import Tensor
 from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.plain import is_plain
 
-__all__ = ["layer_norm", "rms_norm"]
-
 _HALVES = (torch.float16, torch.bfloat16)
 _PARAMETERS = (torch.float32, torch.float16, torch.bfloat16)
 _EPSILON = torch.finfo(torch.float32).eps
 
 
 class Form(NamedTuple):
-    """How rows are normalised.
-
-    Args:
-        shape: the sizes of the last dimensions, which form a row.
-        columns: their product.
-        epsilon: added to the variance, or to the mean square.
-        is_centred: subtract the mean: layer_norm. Otherwise it is rms_norm, without a bias.
-    """
+    """The `shape` of a row, its number of `columns`, the `epsilon`, and whether the mean is subtracted (layer_norm)."""
 
     shape: tuple[int, ...]
     columns: int
@@ -53,25 +42,14 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    """Rows with mean 0 and variance 1, scaled and shifted, as `torch.layer_norm` gives them.
+    """Rows with mean 0 and variance 1, scaled and shifted; the signature and the errors of `torch.layer_norm`.
 
     Naive code::
 
         torch.layer_norm(input.float(), normalized_shape, weight.float(), bias.float(), eps).to(input.dtype)
 
-    The gradients are the naive code's, those of the parameters in the parameters' dtypes; sums do not depend on the
-    number of threads. A row with a NaN or an infinity is NaN. Second derivatives are PyTorch operations in FP32.
-
-    Args:
-        input: [..., \\*normalized_shape], fp16 or bf16; FP32 and FP64 go to PyTorch's own op.
-        normalized_shape: the sizes of the last dimensions, which form a row.
-        weight: of that shape, FP32, fp16 or bf16; None for ones.
-        bias: likewise; None for zeros.
-        eps: added to the variance.
-        cudnn_enable: as in PyTorch's schema, without effect.
-
-    Raises:
-        RuntimeError: PyTorch's own, if the shapes don't fit.
+    The parameters' gradients have their dtypes, and sums do not depend on the number of threads. FP32 and FP64 input
+    goes to PyTorch's own op.
     """
     if input.dtype not in _HALVES:
         return torch.layer_norm(input, normalized_shape, weight, bias, eps, cudnn_enable)
@@ -81,14 +59,11 @@ def layer_norm(
 def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Rows with mean square 1, scaled, as `torch.rms_norm` gives them.
+    """Rows with mean square 1, scaled, as `torch.rms_norm`; see `layer_norm`. `eps` is FP32's, also for 16-bit input.
 
     Naive code::
 
         torch.rms_norm(input.float(), normalized_shape, weight.float(), eps).to(input.dtype)
-
-    See `layer_norm` for the arguments and gradients. A row with a NaN is NaN; one with an infinity is 0, but NaN where
-    it is infinite. `eps` is added to the mean square; None for FP32's, 2^-23, as PyTorch has it for 16-bit input too.
     """
     if input.dtype not in _HALVES:
         return torch.rms_norm(input, normalized_shape, weight, eps)

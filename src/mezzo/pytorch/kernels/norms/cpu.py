@@ -1,16 +1,9 @@
-"""Normalisation of 16-bit rows on a CPU, on PyTorch's threads: layer_norm, and rms_norm as the same without a mean.
-
-Forward: mean, variance about it, output, a row at a time while it is in the cache. Backward: dx from two sums over a
-row, the parameters' gradients from sums over each block of rows, in one pass. With h = (x - mean) * rstd and
-g = dy * weight::
+"""Normalisation of 16-bit rows on a CPU, in a `jit` template. With h = (x - mean) * rstd and g = dy * weight::
 
     dx      = rstd * (g - mean(g) - h * mean(g * h))       (rms_norm: h = x * rstd, and no mean(g))
-    dweight = sum over rows of dy * h
-    dbias   = sum over rows of dy
+    dweight = sum over rows of dy * h;  dbias = sum over rows of dy
 
-Blocks of rows depend on the shape alone, and their sums, in FP32, are added in order and rounded once: any number of
-threads gives the same bits. The loops are a template: `jit` writes this file out with other functions in the lines
-marked as bound.
+Sums over blocks of rows are FP32, added in order and rounded once: any number of threads gives the same bits.
 """
 
 from __future__ import annotations
@@ -26,30 +19,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels import jit
-from mezzo.pytorch.kernels.cpu import (
-    LANES,
-    Pointer,
-    clear,
-    expand,
-    f32,
-    float32_at,
-    float_of,
-    fma,
-    i32,
-    int16_at,
-    lanes_scratch,
-    loop,
-    take,
-    total,
-)
-from mezzo.pytorch.kernels.cpu import load_bf16 as load_x  # bound
-from mezzo.pytorch.kernels.cpu import store_bf16 as store_x  # bound
-from mezzo.pytorch.kernels.cpu import yes as has_sums  # bound
-from mezzo.pytorch.kernels.cpu import yes as is_centred  # bound
+from mezzo.pytorch.kernels import cpu, jit
+from mezzo.pytorch.kernels.cpu import LANES, Pointer, expand, f32, float32_at, fma, i32, int16_at, loop
 
 if TYPE_CHECKING:
     from mezzo.pytorch.kernels.norms import Form
+
+load_x = cpu.load_bf16  # bound
+store_x = cpu.store_bf16  # bound
+HAS_SUMS = True  # bound
+IS_CENTRED = True  # bound
 
 # The words of a job; 0 for a tensor that is not wanted. SUMS: FP32 [2, blocks, columns], of weight and bias (rms_norm
 # has none). EPSILON is an FP32's pattern.
@@ -72,17 +51,9 @@ Statistics = tuple[Pointer, Pointer]
 
 
 def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
-    """The normalised rows, and their statistics for backward.
+    """The normalised rows of a contiguous 16-bit `x`, and their statistics: FP32 [2, rows], means and 1 / deviations.
 
-    Args:
-        x: contiguous, fp16 or bf16, with rows of `form.shape`.
-        weight: FP32, contiguous, of a row's size; None for ones.
-        bias: likewise; None for zeros.
-        form: see `Form`.
-
-    Returns:
-        of `x`'s shape and dtype; FP32 [2, rows], the means and the reciprocals of the deviations, or [1, rows] without
-        the means.
+    `weight` and `bias` are FP32 and contiguous, or None. Without means (rms_norm) the statistics are [1, rows].
     """
     _, columns, epsilon, is_centred = form
     rows = x.numel() // columns
@@ -110,14 +81,7 @@ def backward(
     wants_dx: bool,
     wants_sums: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx of `x`'s shape and dtype, dweight and dbias FP32 [columns]; None where not wanted.
-
-    Args:
-        dy: the gradient of the output, of `x`'s shape and dtype, contiguous.
-        x, weight, form: the arguments of `forward`.
-        kept: the statistics that `forward` returned.
-        wants_dx, wants_sums: whether the gradients of the input, and of the parameters, are wanted.
-    """
+    """dx like `x`, dweight and dbias in FP32 [columns], as far as wanted; `kept`: the statistics of `forward`."""
     _, columns, _, is_centred = form
     rows = x.numel() // columns
     block_rows = min(max(-(-rows // _BLOCKS), _LEAST_ROWS), _MOST_ROWS)
@@ -173,8 +137,8 @@ def _pattern(value: float) -> int:
 def _kernel(main: str, x: torch.dtype, has_sums: bool, is_centred: bool) -> int:
     bindings = {
         **jit.elements(x, load="load_x", store="store_x"),
-        "has_sums": f"{jit.CPU}:{'yes' if has_sums else 'no'}",
-        "is_centred": f"{jit.CPU}:{'yes' if is_centred else 'no'}",
+        "HAS_SUMS": str(has_sums),
+        "IS_CENTRED": str(is_centred),
     }
     return jit.kernel(sys.modules[__name__], bindings, main).address
 
@@ -201,24 +165,24 @@ def normalise_rows(
     """Normalise some rows."""
     x, weight, bias, out = tensors
     means, rstds = statistics
-    lanes = lanes_scratch()
+    lanes = cpu.lanes_scratch()
     whole = columns - columns % LANES
     count = f32(columns)
     for row in range(start, stop):
         first = row * columns
         mean = f32(0.0)
-        if is_centred():
-            clear(lanes)
+        if IS_CENTRED:
+            cpu.clear(lanes)
             for i in range(0, whole, LANES):
                 add(x, first + i, LANES, lanes)
             add(x, first + whole, columns - whole, lanes)
-            mean = total(lanes) / count
+            mean = cpu.total(lanes) / count
             means[row] = mean
-        clear(lanes)
+        cpu.clear(lanes)
         for i in range(0, whole, LANES):
             add_squares(x, first + i, LANES, mean, lanes)
         add_squares(x, first + whole, columns - whole, mean, lanes)
-        rstd = f32(1.0) / f32(sqrt(total(lanes) / count + epsilon))
+        rstd = f32(1.0) / f32(sqrt(cpu.total(lanes) / count + epsilon))
         rstds[row] = rstd
         for i in range(columns):
             normal = (load_x(x, first + i) - mean) * rstd
@@ -230,11 +194,11 @@ def normalise(job: Pointer) -> None:
     tensors = int16_at(job[X]), float32_at(job[WEIGHT]), float32_at(job[BIAS]), int16_at(job[OUT])
     statistics = float32_at(job[MEANS]), float32_at(job[RSTDS])
     while True:
-        start = take(job) * job[TAKEN]
+        start = cpu.take(job) * job[TAKEN]
         if start >= job[ROWS]:
             break
         stop = min(start + job[TAKEN], job[ROWS])
-        normalise_rows(tensors, statistics, start, stop, job[COLUMNS], float_of(i32(job[EPSILON])))
+        normalise_rows(tensors, statistics, start, stop, job[COLUMNS], cpu.float_of(i32(job[EPSILON])))
 
 
 @expand
@@ -249,12 +213,12 @@ def add_products(
         gradient = load_x(dy, first + i)
         h = (load_x(x, first + i) - mean) * rstd
         g = gradient * f32(weight[i])
-        if is_centred():
+        if IS_CENTRED:
             g_lanes[lane] = g_lanes[lane] + g
         gh_lanes[lane] = fma(g, h, gh_lanes[lane])
-        if has_sums():
+        if HAS_SUMS:
             weight_sums[i] = fma(gradient, h, weight_sums[i])
-            if is_centred():
+            if IS_CENTRED:
                 bias_sums[i] = bias_sums[i] + gradient
 
 
@@ -271,29 +235,29 @@ def differentiate_rows(
     """The gradients of some rows; their parts of the parameters' gradients are added to a block's sums."""
     dy, x, weight, dx = tensors
     means, rstds = statistics
-    g_lanes, gh_lanes = lanes_scratch(), lanes_scratch()
+    g_lanes, gh_lanes = cpu.lanes_scratch(), cpu.lanes_scratch()
     weight_sums, bias_sums = sums
     into = g_lanes, gh_lanes, weight_sums, bias_sums
     whole = columns - columns % LANES
     count = f32(columns)
-    if has_sums():
+    if HAS_SUMS:
         for i in range(columns):
             weight_sums[i] = f32(0.0)
-            if is_centred():
+            if IS_CENTRED:
                 bias_sums[i] = f32(0.0)
     for row in range(start, stop):
         first = row * columns
         mean, rstd = f32(0.0), rstds[row]
-        if is_centred():
+        if IS_CENTRED:
             mean = means[row]
-            clear(g_lanes)
-        clear(gh_lanes)
+            cpu.clear(g_lanes)
+        cpu.clear(gh_lanes)
         for i in range(0, whole, LANES):
             add_products(tensors, into, first, i, LANES, mean, rstd)
         add_products(tensors, into, first, whole, columns - whole, mean, rstd)
         if wants_dx:
-            g_mean = total(g_lanes) / count if is_centred() else f32(0.0)
-            gh_mean = total(gh_lanes) / count
+            g_mean = cpu.total(g_lanes) / count if IS_CENTRED else f32(0.0)
+            gh_mean = cpu.total(gh_lanes) / count
             for i in range(columns):
                 g = load_x(dy, first + i) * f32(weight[i])
                 h = (load_x(x, first + i) - mean) * rstd
@@ -306,7 +270,7 @@ def differentiate(job: Pointer) -> None:
     tensors = int16_at(job[DY]), int16_at(job[X]), float32_at(job[WEIGHT]), int16_at(job[DX])
     statistics = float32_at(job[MEANS]), float32_at(job[RSTDS])
     while True:
-        first = take(job) * job[TAKEN]
+        first = cpu.take(job) * job[TAKEN]
         if first >= job[BLOCKS]:
             break
         for number in range(first, min(first + job[TAKEN], job[BLOCKS])):

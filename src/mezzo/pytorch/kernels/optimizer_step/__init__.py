@@ -1,7 +1,6 @@
 """One optimizer step over all parameters: unscale, decode, update, encode; or nothing, on overflow.
 
-The optimizer describes each parameter once by a `Row` of tensors, and sets its gradient before a step. All tensors of a
-row are dense and have the same memory order, in which elements are processed independently, by `formulas`.
+The optimizer describes each parameter once by a `Row` of dense tensors in one memory order, and sets its gradient.
 """
 
 from __future__ import annotations
@@ -13,20 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mezzo.core.masters import MASTERS, STATE_FORMATS
 from mezzo.pytorch.kernels import backend
-
-__all__ = [
-    "MASTERS",
-    "STATE_FORMATS",
-    "Groups",
-    "Hyper",
-    "Row",
-    "StateSpec",
-    "Stepper",
-    "form",
-    "stepper",
-]
 
 
 @dataclass(slots=True, eq=False)

@@ -1,13 +1,12 @@
 """The step on a CPU: one compiled loop over all parameters of one kind, on PyTorch's threads.
 
-A kind is a rule, the storage of masters and states, and the dtypes of weight and gradient; a bf16 model whose
-normalisation layers stay in FP32 has two. A step writes the addresses of gradients and weights into a table in Python,
-about half a microsecond per parameter; the rest of the table is cached.
+A kind is a rule, the storage of masters and states, and the gradient's dtype. A step writes the addresses of gradients
+and weights into a table in Python, about half a microsecond per parameter; the rest of the table is cached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,6 @@ from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, form
 from mezzo.pytorch.kernels.optimizer_step import cpu_loops as words
 from mezzo.pytorch.kernels.optimizer_step.formulas import constants_of
 
-_ELEMENTS = "mezzo.pytorch.kernels.optimizer_step.cpu_elements"
 _PLANS = 4096  # cached by one stepper: with gradient release every parameter has its own
 
 # Storage of weight and master (`form`) -> their types in memory.
@@ -32,21 +30,22 @@ _MEMORY = {
     "none": ("int16", "absent"),
 }
 # Type in memory -> the functions that load and store an element, and the type of the pointer.
-_ABSENT = (f"{_ELEMENTS}:nothing", f"{_ELEMENTS}:nothing", f"{jit.CPU}:int16_at")
+_ABSENT = ("nothing", "nothing", "cpu.int16_at")
 _ACCESS = {
-    "float32": (f"{jit.CPU}:load_fp32", f"{jit.CPU}:store_fp32", f"{jit.CPU}:float32_at"),
-    "int16": (f"{_ELEMENTS}:load_pattern", f"{_ELEMENTS}:store_16", f"{jit.CPU}:int16_at"),
-    "int8": (f"{_ELEMENTS}:load_pattern", f"{_ELEMENTS}:store_8", f"{jit.CPU}:int8_at"),
+    "float32": ("cpu.load_fp32", "cpu.store_fp32", "cpu.float32_at"),
+    "int16": ("load_pattern", "store_16", "cpu.int16_at"),
+    "int8": ("load_pattern", "store_8", "cpu.int8_at"),
     "absent": _ABSENT,
 }
 # Format of a state -> the same.
 _STATES = {
-    "fp32": (f"{jit.CPU}:load_fp32", f"{_ELEMENTS}:store_moment_fp32", f"{jit.CPU}:float32_at"),
-    "bf16": (f"{jit.CPU}:load_bf16", f"{_ELEMENTS}:store_moment_bf16", f"{jit.CPU}:int16_at"),
+    "fp32": ("cpu.load_fp32", "store_moment_fp32", "cpu.float32_at"),
+    "bf16": ("cpu.load_bf16", "store_moment_bf16", "cpu.int16_at"),
     "absent": _ABSENT,
 }
 
 Words = npt.NDArray[np.int64]
+Call = Callable[[int, int], None]
 Kind = tuple[str, bool, int, str, str, torch.dtype]  # rule, L2, states, state, form of the weight, gradient
 
 
@@ -102,11 +101,18 @@ class _Plan:
         self.constants = np.zeros((0, words.CONSTANT_WORDS), np.float32)
         self.moves = np.zeros(len(rows), np.float32)
         self.no_overflow = np.zeros(1, np.float32)
-        self.launches: list[_Launch] = []
+        self.launches: list[tuple[Call, int, Words, Words]] = []  # how, the loop, its job and its chunks
         start = 0
         for kind, indices in by_kind.items():
             sizes = [rows[index].weight.numel() for index in indices]
-            self.launches.append(_Launch(kind, start, sizes))
+            pieces = [
+                (row, at) for row, size in enumerate(sizes, start) for at in range(0, size, words.CHUNK)
+            ]
+            chunks: Words = np.array(pieces, np.int64).reshape(-1, 2)
+            job: Words = np.zeros(words.JOB_WORDS, np.int64)
+            job[words.CHUNKS], job[words.CHUNK_LIST] = len(pieces), chunks.ctypes.data
+            call = jit.alone if sum(sizes) <= words.CHUNK else jit.parallel
+            self.launches.append((call, _kernel(kind).address, job, chunks))
             start += len(indices)
         self.counting = jit.kernel(words, {}, "count_moves").address
         self.counting_job = np.array([len(rows), self.table.ctypes.data, self.moves.ctypes.data], np.int64)
@@ -122,8 +128,11 @@ class _Plan:
         jit.alone(self.counting, self.counting_job.ctypes.data)
         self._write_constants(hypers, factor)
         flag = self.no_overflow.ctypes.data if overflow is None else overflow.data_ptr()
-        for launch in self.launches:
-            launch.run(self.table, self.constants, flag)
+        for call, address, job, _ in self.launches:
+            job[words.COUNTER] = 0
+            job[words.TABLE], job[words.CONSTANT_TABLE] = self.table.ctypes.data, self.constants.ctypes.data
+            job[words.OVERFLOW] = flag
+            call(address, job.ctypes.data)
 
     def _write_constants(self, hypers: Sequence[Hyper], factor: float) -> None:
         """A row of constants for each pair of a group and a step count."""
@@ -142,28 +151,6 @@ class _Plan:
             hyper = hypers[group]
             own = constants_of[hyper.rule](hyper.numbers, int(move))
             constants[:] = (-factor if hyper.maximize else factor, move, hyper.l2, *own)
-
-
-class _Launch:
-    """One compiled loop over the table's rows of one kind, from row `start` on, of these sizes, cut into chunks."""
-
-    def __init__(self, kind: Kind, start: int, sizes: list[int]) -> None:
-        self.kernel = _kernel(kind)
-        pieces = [(row, at) for row, size in enumerate(sizes, start) for at in range(0, size, words.CHUNK)]
-        self.chunks: Words = np.array(pieces, np.int64).reshape(-1, 2)
-        self.job: Words = np.zeros(words.JOB_WORDS, np.int64)
-        self.job[words.CHUNKS] = len(pieces)
-        self.job[words.CHUNK_LIST] = self.chunks.ctypes.data
-        self.is_small = sum(sizes) <= words.CHUNK
-
-    def run(self, table: Words, constants: npt.NDArray[np.float32], flag: int) -> None:
-        """Update the rows; `flag` is the address of the FP32 that an overflow sets."""
-        self.job[words.COUNTER] = 0
-        self.job[words.TABLE] = table.ctypes.data
-        self.job[words.CONSTANT_TABLE] = constants.ctypes.data
-        self.job[words.OVERFLOW] = flag
-        call = jit.alone if self.is_small else jit.parallel
-        call(self.kernel.address, self.job.ctypes.data)
 
 
 def _row_words(row: Row) -> list[int]:
@@ -187,12 +174,12 @@ def _kernel(kind: Kind) -> jit.Kernel:
     rule, l2, states, state, weight, grad_dtype = kind
     infinite = {"own": "nothing", "fp16": "infinite_fp16"}.get(weight, "infinite_bf16")
     bindings = {
-        "rule": f"{_ELEMENTS}:{rule}",
-        "coupled": f"{_ELEMENTS}:{'coupled' if l2 else 'uncoupled'}",
-        "decode": f"{_ELEMENTS}:decode_{weight}",
-        "encode": f"{_ELEMENTS}:encode_{weight}",
-        "infinite": f"{_ELEMENTS}:{infinite}",
-        "weight_noise": f"{_ELEMENTS}:{'noise_apart' if weight == 'none' else 'noise_same'}",
+        "rule": f"f.{rule}",
+        "coupled": "f.coupled" if l2 else "f.uncoupled",
+        "decode": f"f.decode_{weight}",
+        "encode": f"f.encode_{weight}",
+        "infinite": infinite,
+        "weight_noise": "noise_apart" if weight == "none" else "noise_same",
         **jit.elements(grad_dtype, load="load_grad", at="grad_at"),
     }
     for name, memory in zip(("weight", "master"), _MEMORY[weight]):
@@ -203,7 +190,7 @@ def _kernel(kind: Kind) -> jit.Kernel:
         return jit.kernel(words, bindings, "step_elements")
     if states == 1:
         absent = ("load_second_code", "store_second_code", "load_second_scale", "store_second_scale")
-        bindings |= dict.fromkeys(absent, f"{_ELEMENTS}:nothing")
+        bindings |= dict.fromkeys(absent, "nothing")
     return jit.kernel(words, bindings, "step_groups")
 
 

@@ -1,78 +1,33 @@
-"""The compiled loops of a step, over a table of rows, in chunks that threads take by a counter.
+"""The compiled loops of a step, over a table of rows, in chunks that threads take by a counter: a `jit` template.
 
-Without groups (`step_elements`) one loop goes from memory to memory. For 8-bit states (`step_groups`) it goes group by
-group, because the largest of the new values determines a group's scale: the new states of a group wait on the stack.
-Every word of a table has 64 bits: addresses, sizes, indices. `optimizer_step.cpu` writes it.
-
-The loops are a template: `jit` writes this file with other functions in the lines marked as bound.
+With 8-bit states (`step_groups`) the new states of a group wait on the stack, because the largest determines the scale.
+Every word of a table has 64 bits. A 16-bit tensor's elements are loaded as bit patterns.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
+from mezzo.pytorch.kernels import cpu
 from mezzo.pytorch.kernels.cpu import (
     Pointer,
-    bits,
     expand,
     f32,
-    float32_at,
-    float32_scratch,
+    i8,
+    i16,
     i32,
     inline,
-    int16_at,
     int64_at,
     loop,
-    take,
+    types,
+    u8,
     u32,
-    uint8_at,
-    uint32_scratch,
 )
-from mezzo.pytorch.kernels.cpu import float32_at as first_at  # bound
-from mezzo.pytorch.kernels.cpu import float32_at as second_at  # bound
-from mezzo.pytorch.kernels.cpu import int16_at as grad_at  # bound
-from mezzo.pytorch.kernels.cpu import int16_at as master_at  # bound
-from mezzo.pytorch.kernels.cpu import int16_at as weight_at  # bound
-from mezzo.pytorch.kernels.cpu import load_bf16 as load_first_scale
-from mezzo.pytorch.kernels.cpu import load_bf16 as load_grad  # bound
-from mezzo.pytorch.kernels.cpu import load_bf16 as load_second_scale  # bound
-from mezzo.pytorch.kernels.cpu import load_fp32 as load_first  # bound
-from mezzo.pytorch.kernels.cpu import load_fp32 as load_second  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import adamw as rule  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import (
-    cut,
-    first_noise,
-    following,
-    group_inverse,
-    group_scale,
-    load_signed,
-    magnitude,
-    needs_cut,
-    noise,
-    noise_key,
-    place,
-    second_noise,
-    store_signed,
-)
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import decode_split as decode  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import encode_split as encode  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import infinite_bf16 as infinite  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import load_pattern as load_master  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import load_pattern as load_weight  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import load_unsigned as load_second_code  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import noise_same as weight_noise  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import store_16 as store_first_scale
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import store_16 as store_master  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import store_16 as store_second_scale  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import store_16 as store_weight  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import store_moment_fp32 as store_first  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import store_moment_fp32 as store_second  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import store_unsigned as store_second_code  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_elements import uncoupled as coupled  # bound
+from mezzo.pytorch.kernels.optimizer_step import formulas
 from mezzo.pytorch.kernels.optimizer_step.formulas import GROUP
-from mezzo.pytorch.kernels.optimizer_step.formulas import STEP as STEP_STREAM
-from mezzo.pytorch.kernels.optimizer_step.formulas import WEIGHT as WEIGHT_STREAM
 
 # A job: what the compiled function is given.
 COUNTER, CHUNKS, CHUNK_LIST, TABLE, CONSTANT_TABLE, OVERFLOW, JOB_WORDS = range(7)
@@ -87,9 +42,149 @@ MULTIPLIER, MOVE, L2, RULE, CONSTANT_WORDS = 0, 1, 2, 3, 10
 # What `count_moves` is given: how many rows, the table's address, and that of an FP32 for each row.
 MOVED_ROWS, MOVED_TABLE, MOVES = range(3)
 
-CHUNK = (
-    1 << 15
-)  # elements: whole groups; small enough to distribute evenly, large compared to the counter's cost
+# Elements: whole groups; small enough to distribute evenly, large compared to the counter's cost.
+CHUNK = 1 << 15
+
+
+def _where(typing: Any, condition: Any, a: Any, b: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(*args)
+
+    kind = typing.unify_types(types.unliteral(a), types.unliteral(b))
+    return kind(types.boolean, kind, kind), build
+
+
+@inline
+def _shifted(x: int, count: int) -> int:
+    return u32(u32(x) >> count)
+
+
+@inline
+def _float_of_half(pattern: int) -> float:
+    return cpu.float_of_half(i16(pattern))
+
+
+f = formulas.over(
+    {
+        "bits": cpu.bits,
+        "float_of": cpu.float_of,
+        "half_bits": cpu.half_bits,
+        "float_of_half": _float_of_half,
+        "i32": i32,
+        "u32": u32,
+        "shifted": _shifted,
+        "where": cpu.intrinsic(_where),
+        "least": min,
+        "most": max,
+        "sqrt": math.sqrt,
+        "divide": operator.truediv,
+        "fma": cpu.fma,
+        "multiply_add": cpu.fma,
+    },
+    inline,
+    "mezzo.pytorch.kernels.optimizer_step.cpu_formulas",
+    lambda number: f32(number) if isinstance(number, float) else number,
+)
+
+
+@inline
+def nothing(*arguments: Any) -> float:
+    """Load or store an element of an absent tensor."""
+    return f32(0)
+
+
+@inline
+def load_pattern(x: Pointer, i: int) -> int:
+    """An integer of any width."""
+    return i32(x[i])
+
+
+@inline
+def store_16(x: Pointer, i: int, pattern: int) -> None:
+    """The low 16 bits."""
+    x[i] = i16(pattern)
+
+
+@inline
+def store_8(x: Pointer, i: int, pattern: int) -> None:
+    """The low 8 bits."""
+    x[i] = i8(pattern)
+
+
+@inline
+def infinite_bf16(weight: Pointer, i: int) -> bool:
+    """Whether a bf16 weight in memory is an infinity."""
+    return i16(weight[i] & i16(0x7FFF)) == i16(0x7F80)
+
+
+@inline
+def infinite_fp16(weight: Pointer, i: int) -> bool:
+    """Whether an fp16 weight in memory is an infinity."""
+    return i16(weight[i] & i16(0x7FFF)) == i16(0x7C00)
+
+
+@inline
+def noise_same(word: int, key: int, at: int) -> Any:
+    """For a weight with an 8-bit remainder, from the states' word."""
+    return f.remainder_noise(word)
+
+
+@inline
+def noise_apart(word: int, key: int, at: int) -> Any:
+    """For a weight without a remainder, from a word of its own."""
+    return f.weight_noise(f.noise(key, at))
+
+
+@inline
+def store_moment_fp32(x: Pointer, i: int, value: float, noise: int) -> None:
+    """Unrounded."""
+    x[i] = value
+
+
+@inline
+def store_moment_bf16(x: Pointer, i: int, value: float, noise: int) -> None:
+    """Rounded stochastically."""
+    x[i] = i16(f.encode_moment(value, noise))
+
+
+@inline
+def load_unsigned(state: Pointer, i: int, scale: float) -> Any:
+    """A second moment's code, of a group with this scale."""
+    return f.decode_unsigned(i32(state[i]), scale)
+
+
+@inline
+def store_unsigned(state: Pointer, i: int, value: float, inverse: float, noise: int) -> None:
+    """A second moment's code, in a group with this scale's inverse."""
+    state[i] = u8(f.encode_unsigned(value, inverse, noise))
+
+
+rule = f.adamw  # bound
+coupled = f.uncoupled  # bound
+decode = f.decode_split  # bound
+encode = f.encode_split  # bound
+infinite = infinite_bf16  # bound
+weight_noise = noise_same  # bound
+load_weight = load_pattern  # bound
+store_weight = store_16  # bound
+weight_at = cpu.int16_at  # bound
+load_master = load_pattern  # bound
+store_master = store_16  # bound
+master_at = cpu.int16_at  # bound
+load_grad = cpu.load_bf16  # bound
+grad_at = cpu.int16_at  # bound
+load_first = cpu.load_fp32  # bound
+store_first = store_moment_fp32  # bound
+first_at = cpu.float32_at  # bound
+load_second = cpu.load_fp32  # bound
+store_second = store_moment_fp32  # bound
+second_at = cpu.float32_at  # bound
+load_second_code = load_unsigned  # bound
+store_second_code = store_unsigned  # bound
+load_second_scale = cpu.load_bf16  # bound
+store_second_scale = store_16  # bound
+
+Pointers = tuple[Pointer, ...]
 
 
 @inline
@@ -98,15 +193,15 @@ def share(job: Pointer, walk: Callable[..., Any]) -> None:
     overflow = i32(0)
     chunk_list, table, constant_table = int64_at(job[CHUNK_LIST]), job[TABLE], job[CONSTANT_TABLE]
     while True:
-        chunk = take(job)
+        chunk = cpu.take(job)
         if chunk >= job[CHUNKS]:
             break
         row = int64_at(table + chunk_list[2 * chunk] * (8 * ROW_WORDS))
         start = chunk_list[2 * chunk + 1]
-        constants = float32_at(constant_table + row[CONSTANTS] * (4 * CONSTANT_WORDS))
+        constants = cpu.float32_at(constant_table + row[CONSTANTS] * (4 * CONSTANT_WORDS))
         overflow = i32(overflow | walk(row, start, min(start + CHUNK, row[NUMEL]), constants))
     if overflow != 0:
-        float32_at(job[OVERFLOW])[0] = f32(1)
+        cpu.float32_at(job[OVERFLOW])[0] = f32(1)
 
 
 @inline
@@ -114,48 +209,39 @@ def settings(constants: Pointer, ordinal: int) -> tuple[Any, ...]:
     """From a row of constants: multiplier, L2, the rule's own seven, and the keys of the noise."""
     c, move = constants, u32(constants[MOVE])
     own = c[3], c[4], c[5], c[6], c[7], c[8], c[9]
-    keys = noise_key(move, ordinal, STEP_STREAM), noise_key(move, ordinal, WEIGHT_STREAM)
+    keys = f.noise_key(move, ordinal, f.STEP), f.noise_key(move, ordinal, f.WEIGHT)
     return c[MULTIPLIER], c[L2], own, keys[0], keys[1]
 
 
 def count_moves(job: Pointer) -> None:
     """Add 1 to the step of every row of a table, and copy the result."""
-    table, moves = job[MOVED_TABLE], float32_at(job[MOVES])
+    table, moves = job[MOVED_TABLE], cpu.float32_at(job[MOVES])
     for row in range(job[MOVED_ROWS]):
-        step = float32_at(int64_at(table + row * (8 * ROW_WORDS))[STEP])
+        step = cpu.float32_at(int64_at(table + row * (8 * ROW_WORDS))[STEP])
         move = step[0] + f32(1)
         step[0] = move
         moves[row] = move
 
 
 @loop
-def elements(
-    weight: Pointer,
-    master: Pointer,
-    grad: Pointer,
-    first_state: Pointer,
-    second_state: Pointer,
-    constants: Pointer,
-    ordinal: int,
-    start: int,
-    stop: int,
-) -> int:
+def elements(of: Pointers, constants: Pointer, ordinal: int, start: int, stop: int) -> int:
     """Update the elements from `start` to `stop`; returns whether one of the weights is now infinite."""
+    weight, master, grad, first_state, second_state = of
     multiplier, l2, own, step_key, weight_key = settings(constants, ordinal)
-    overflow, at = i32(0), place(start)
+    overflow, at = i32(0), f.place(start)
     for i in range(start, stop):
         w = decode(load_weight(weight, i), load_master(master, i))
         g = coupled(w, load_grad(grad, i) * multiplier, l2)
         w, a, b = rule(w, g, load_first(first_state, i), load_second(second_state, i), own)
-        word = noise(step_key, at)
-        store_first(first_state, i, a, first_noise(word))
-        store_second(second_state, i, b, second_noise(word))
+        word = f.noise(step_key, at)
+        store_first(first_state, i, a, f.first_noise(word))
+        store_second(second_state, i, b, f.second_noise(word))
         stored, kept = encode(w, weight_noise(word, weight_key, at))
         store_weight(weight, i, stored)
         store_master(master, i, kept)
         if infinite(weight, i):
             overflow = i32(1)
-        at = following(at)
+        at = f.following(at)
     return overflow
 
 
@@ -163,8 +249,8 @@ def elements(
 def walk_elements(row: Pointer, start: int, stop: int, constants: Pointer) -> int:
     """Update one chunk of one parameter."""
     weight, master, grad = weight_at(row[WEIGHT]), master_at(row[MASTER]), grad_at(row[GRAD])
-    first, second = first_at(row[FIRST]), second_at(row[SECOND])
-    return elements(weight, master, grad, first, second, constants, row[ORDINAL], start, stop)
+    of = weight, master, grad, first_at(row[FIRST]), second_at(row[SECOND])
+    return elements(of, constants, row[ORDINAL], start, stop)
 
 
 def step_elements(job: Pointer) -> None:
@@ -172,35 +258,35 @@ def step_elements(job: Pointer) -> None:
     share(job, walk_elements)
 
 
-Pointers = tuple[Pointer, ...]
-# Weight, master, gradient, first state and its scales, second state and its scales; a group's new states and noise.
+# Below, `of` is: weight, master, gradient, first state and its scales, second state and its scales; `new` is a group's
+# new states and noise.
 
 
 @expand
 def move(
     of: Pointers, given: tuple[Any, ...], places: Pointer, start: int, count: int, new: Pointers
 ) -> tuple[int, int, int]:
-    """Update `count` weights from `start`, a group's first. Their new states and noise stay in `new`.
-
-    Returns:
-        Whether one of the weights is now infinite, and the `magnitude` of the largest new states.
+    """Update `count` weights from `start`, a group's first; their new states and noise stay in `new`. Returns whether a
+    weight is now infinite, and the `magnitude` of the largest new states.
     """
     weight, master, grad, first, first_scales, second, second_scales = of
     multiplier, l2, own, step_key, weight_key = given
     a_new, b_new, words = new
     this = start // GROUP
-    a_scale, b_scale = load_first_scale(first_scales, this), load_second_scale(second_scales, this)
-    step_mark, weight_mark = u32(step_key + place(start)), u32(weight_key + place(start))
+    a_scale, b_scale = cpu.load_bf16(first_scales, this), load_second_scale(second_scales, this)
+    step_mark, weight_mark = u32(step_key + f.place(start)), u32(weight_key + f.place(start))
     a_largest, b_largest, overflow = i32(0), u32(0), i32(0)
     for j in range(count):
         i = start + j
         w = decode(load_weight(weight, i), load_master(master, i))
         g = coupled(w, load_grad(grad, i) * multiplier, l2)
-        w, a, b = rule(w, g, load_signed(first, i, a_scale), load_second_code(second, i, b_scale), own)
+        w, a, b = rule(
+            w, g, f.decode_signed(i32(i8(first[i])), a_scale), load_second_code(second, i, b_scale), own
+        )
         a_new[j], b_new[j] = a, b
-        a_largest = max(a_largest, magnitude(a))
-        b_largest = max(b_largest, u32(bits(b)))  # not negative, unless a NaN
-        word = noise(step_mark, places[j])
+        a_largest = max(a_largest, f.magnitude(a))
+        b_largest = max(b_largest, u32(cpu.bits(b)))  # not negative, unless a NaN
+        word = f.noise(step_mark, places[j])
         words[j] = word
         stored, kept = encode(w, weight_noise(word, weight_mark, places[j]))
         store_weight(weight, i, stored)
@@ -217,39 +303,26 @@ def store(of: Pointers, start: int, count: int, new: Pointers, a_largest: int, b
     _, _, _, first, first_scales, second, second_scales = of
     a_new, b_new, words = new
     this = start // GROUP
-    a_inverse, b_inverse = group_inverse(a_largest), group_inverse(b_largest)
-    if needs_cut(a_largest) or needs_cut(b_largest):
+    a_inverse, b_inverse = f.group_inverse(a_largest), f.group_inverse(b_largest)
+    if f.needs_cut(a_largest) or f.needs_cut(b_largest):
         for j in range(count):
-            a_new[j], b_new[j] = cut(a_new[j], a_largest), cut(b_new[j], b_largest)
+            a_new[j], b_new[j] = f.cut(a_new[j], a_largest), f.cut(b_new[j], b_largest)
     for j in range(count):
         i = start + j
-        store_signed(first, i, a_new[j], a_inverse, first_noise(words[j]))
-        store_second_code(second, i, b_new[j], b_inverse, second_noise(words[j]))
-    store_first_scale(first_scales, this, group_scale(a_largest))
-    store_second_scale(second_scales, this, group_scale(b_largest))
+        first[i] = u8(f.encode_signed(a_new[j], a_inverse, f.first_noise(words[j])))
+        store_second_code(second, i, b_new[j], b_inverse, f.second_noise(words[j]))
+    store_16(first_scales, this, f.group_scale(a_largest))
+    store_second_scale(second_scales, this, f.group_scale(b_largest))
 
 
 @loop
-def groups(
-    weight: Pointer,
-    master: Pointer,
-    grad: Pointer,
-    first: Pointer,
-    first_scales: Pointer,
-    second: Pointer,
-    second_scales: Pointer,
-    constants: Pointer,
-    ordinal: int,
-    start: int,
-    stop: int,
-) -> int:
+def groups(of: Pointers, constants: Pointer, ordinal: int, start: int, stop: int) -> int:
     """Update the elements from `start`, a group's first, to `stop`; returns whether a weight is now infinite."""
-    of = weight, master, grad, first, first_scales, second, second_scales
-    given, overflow, places = settings(constants, ordinal), i32(0), uint32_scratch(GROUP)
+    given, overflow, places = settings(constants, ordinal), i32(0), cpu.uint32_scratch(GROUP)
     for j in range(GROUP):
-        places[j] = place(j)
-    new = float32_scratch(GROUP), float32_scratch(GROUP), uint32_scratch(GROUP)
-    other = float32_scratch(GROUP), float32_scratch(GROUP), uint32_scratch(GROUP)
+        places[j] = f.place(j)
+    new = cpu.float32_scratch(GROUP), cpu.float32_scratch(GROUP), cpu.uint32_scratch(GROUP)
+    other = cpu.float32_scratch(GROUP), cpu.float32_scratch(GROUP), cpu.uint32_scratch(GROUP)
     pairs = stop - (stop - start) % (2 * GROUP)
     # Two at a time, so that one's largest values are found while the other is moved; with a count that is known.
     for i in range(start, pairs, 2 * GROUP):
@@ -270,12 +343,10 @@ def groups(
 def walk_groups(row: Pointer, start: int, stop: int, constants: Pointer) -> int:
     """Update one chunk of one parameter."""
     weight, master, grad = weight_at(row[WEIGHT]), master_at(row[MASTER]), grad_at(row[GRAD])
-    first, first_scales = uint8_at(row[FIRST]), int16_at(row[FIRST_SCALES])
-    second, second_scales = uint8_at(row[SECOND]), int16_at(row[SECOND_SCALES])
-    return groups(
-        weight, master, grad, first, first_scales, second, second_scales,
-        constants, row[ORDINAL], start, stop,
-    )  # fmt: skip
+    first, first_scales = cpu.uint8_at(row[FIRST]), cpu.int16_at(row[FIRST_SCALES])
+    second, second_scales = cpu.uint8_at(row[SECOND]), cpu.int16_at(row[SECOND_SCALES])
+    of = weight, master, grad, first, first_scales, second, second_scales
+    return groups(of, constants, row[ORDINAL], start, stop)
 
 
 def step_groups(job: Pointer) -> None:

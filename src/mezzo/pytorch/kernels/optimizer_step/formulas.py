@@ -1,23 +1,7 @@
 """The arithmetic of a step, stated once: update rules, the storage of masters and moments, and noise.
 
-The functions are written in a few primitives (`where`, `bits`, `fma`, ...). Here the primitives take PyTorch tensors:
-that is the specification. `over` compiles the same functions with other primitives: Numba's, for one element, and
-Triton's, for a block. All forms give the same bits: each operation rounds once, in the order written, and `fma` is one
-operation, used where torch's own optimizers have one: in each `add` with an `alpha`.
-
-**Split masters**: a bf16 weight and a remainder. The sum of a bit pattern and a small number carries from the mantissa
-into the exponent, and so moves to the neighbouring value, up to infinity. Every NaN is stored as one pattern. Masters
-from 0x7F7F8000 (3.39e38) up become an infinite weight, and are still decoded exactly.
-
-**Moments** (states) are FP32, bf16, or 8-bit floats with one scale per 64 elements. The small formats are rounded
-stochastically: a moving average adds less than its own ulp, which rounding to nearest would always drop. Signed codes
-have 4 bits of exponent and 3 of mantissa, with subnormals, because a moving average crosses zero. Unsigned codes have 5
-and 3 without subnormals, because their root is a divisor and must not become zero. A scale is a power of two and a
-bf16, so dividing by it is exact. A group's largest value is 0.9375 to 1.875 times its scale.
-
-**Noise** is a hash of step, parameter, purpose and element, without state: a step draws the same bits on every device,
-for any number of threads, in any order. One word of 32 bits serves both states and an 8-bit remainder. The states need
-20 bits each and share 8: the last ones of the second are the first ones of the first.
+The primitives here take PyTorch tensors: the specification. `over` compiles the same functions for Numba and Triton to
+the same bits: each operation rounds once, in the order written; `fma` is where torch's own optimizers have one.
 """
 
 from __future__ import annotations
@@ -116,17 +100,12 @@ def multiply_add(a: Any, b: Any, c: Any) -> Any:
 
 
 def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """``a * b + c`` in exact arithmetic, rounded once, ties to even, on any device that has FP64.
+    """``a * b + c`` in exact arithmetic, rounded once, ties to even; NaN, infinities and signs of zero as in IEEE 754.
 
-    The product of two FP32 numbers is exact in FP64, the sum with a third need not be, and rounding it to FP64 and then
-    to FP32 can be wrong where the first result is a tie of the second. So the first rounds *to odd*: an inexact sum
-    becomes the FP64 neighbour whose last bit is 1, which is never a tie of FP32 and lies on the same side of every tie.
-    NaN, infinities and the sign of a zero are IEEE 754's: ``inf * 0`` is NaN whatever is added. A number `a` is rounded
-    to FP32 first.
-
-    S. Boldo and G. Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd",
-    IEEE Transactions on Computers 57(4), 2008. The error of a sum: D. E. Knuth, "The Art of Computer Programming",
-    volume 2, section 4.2.2, theorem B.
+    The product of two FP32 numbers is exact in FP64. Their sum with a third is rounded *to odd*: an inexact sum becomes
+    the FP64 neighbour whose last bit is 1, which is never a tie of FP32. S. Boldo and G. Melquiond, "Emulation of FMA
+    and correctly rounded sums", IEEE Transactions on Computers 57(4), 2008; the error of a sum is Knuth's, 4.2.2,
+    theorem B.
     """
     if not isinstance(a, Tensor):
         a = torch.tensor(a, dtype=torch.float32, device=b.device)
@@ -149,14 +128,11 @@ root = math.sqrt  # likewise
 def over(
     words: Mapping[str, Any], inline: Callable[[Any], Any], name: str, number: Callable[[Any], Any]
 ) -> Any:
-    """Make a module of these formulas with other primitives.
-
-    Args:
-        words: the primitives, by their names here.
-        inline: compiles a Python function.
-        name: of the new module, under which Numba finds it when it loads compiled code.
-        number: converts a constant of this module.
+    """Make module `name` of these formulas with other primitives (`words`), compiled by `inline`; `number` converts
+    constants. Numba looks for the module under its name when it loads compiled code.
     """
+    if name in sys.modules:
+        return sys.modules[name]
     made = sys.modules[name] = ModuleType(name)
     space = vars(made)
     for key, value in globals().items():
@@ -193,9 +169,7 @@ def adam_constants(numbers: Numbers, step: Any) -> Numbers:
 
 
 def adamw(w: Value, g: Value, m: Value, v: Value, c: Numbers) -> tuple[Value, Value, Value]:
-    """D. P. Kingma and J. Ba, "Adam: A Method for Stochastic Optimization", 2015; with I. Loshchilov and F. Hutter,
-    "Decoupled Weight Decay Regularization", 2019. `decay` is 1 in Adam.
-    """
+    """Adam (Kingma and Ba, 2015; `decay` is 1) and AdamW (Loshchilov and Hutter, "Decoupled Weight Decay", 2019)."""
     decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inv_bc2, eps = c
     w = w * decay
     m = m + one_minus_beta1 * (g - m)
@@ -230,31 +204,42 @@ def nesterov(w: Value, g: Value, buffer: Value, b: Value, c: Numbers) -> tuple[V
     return fma(minus_lr, fma(decay, buffer, g), w), buffer, b
 
 
-def lion_constants(numbers: Numbers, step: Any) -> Numbers:
-    """As `adam_constants`; the same for every step."""
-    return numbers
-
-
-def lion(w: Value, g: Value, m: Value, b: Value, c: Numbers) -> tuple[Value, Value, Value]:
-    """X. Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2."""
-    lr, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, _ = c
-    w = w * decay
-    u = beta1 * m + one_minus_beta1 * g
-    sign = where(u > ZERO, ONE, where(u < ZERO, -ONE, where(u == ZERO, ZERO, u)))
-    return w - lr * sign, beta2 * m + one_minus_beta2 * g, b
-
-
 constants_of = {
     "adamw": adam_constants,
     "plain": sgd_constants,
     "momentum": sgd_constants,
     "nesterov": sgd_constants,
-    "lion": lion_constants,
 }
 RULES = tuple(constants_of)
+ADAMW, PLAIN, MOMENTUM, NESTEROV = range(len(RULES))
+
+
+# Triton can't look a function up by its name: `moved`, `constants_by`, `decoded` and `encoded` choose one by a number.
+
+
+def constants_by(rule: int, numbers: Numbers, step: Any) -> Numbers:
+    """The constants of the rule with this index in `RULES`."""
+    if rule == ADAMW:
+        return adam_constants(numbers, step)
+    else:  # Triton compiles what follows an `if`
+        return sgd_constants(numbers, step)
+
+
+def moved(rule: int, w: Value, g: Value, m: Value, v: Value, c: Numbers) -> tuple[Value, Value, Value]:
+    """One step of the rule with this index in `RULES`."""
+    if rule == ADAMW:
+        return adamw(w, g, m, v, c)
+    elif rule == PLAIN:
+        return plain(w, g, m, v, c)
+    elif rule == MOMENTUM:
+        return momentum(w, g, m, v, c)
+    else:
+        return nesterov(w, g, m, v, c)
 
 
 # Masters: a weight's pattern and what is kept with it, decoded to FP32, and encoded with noise below the last bit.
+# The sum of a bit pattern and a small remainder carries from the mantissa into the exponent, and so moves to the
+# neighbouring value, up to infinity. Masters from 0x7F7F8000 (3.39e38) up are infinite weights, still decoded exactly.
 
 
 def canonical(x: Value) -> Pattern:
@@ -336,7 +321,43 @@ def encode_none(value: Value, noise: Pattern) -> tuple[Pattern, Pattern]:
     return pattern, pattern
 
 
-# Moments, with noise from 0 to 2**20 - 1.
+FORMS = ("own", "bf16", "fp16", "split", "split8", "none")
+OWN, BF16, FP16, SPLIT, SPLIT8, NONE = range(len(FORMS))
+
+
+def decoded(form: int, weight: Any, kept: Any) -> Value:
+    """The master in the storage with this index in `FORMS`."""
+    if form == OWN:
+        return weight
+    elif form == BF16:
+        return decode_bf16(i32(weight), kept)
+    elif form == FP16:
+        return decode_fp16(i32(weight), kept)
+    elif form == SPLIT:
+        return decode_split(i32(weight), i32(kept))
+    elif form == SPLIT8:
+        return decode_split8(i32(weight), i32(kept))
+    else:
+        return decode_none(i32(weight), 0)
+
+
+def encoded(form: int, value: Value, noise: Pattern) -> tuple[Any, Any]:
+    """A weight's pattern and what is kept with it, in the 16-bit storage with this index in `FORMS`."""
+    if form == BF16:
+        return encode_bf16(value, noise)
+    elif form == FP16:
+        return encode_fp16(value, noise)
+    elif form == SPLIT:
+        return encode_split(value, noise)
+    elif form == SPLIT8:
+        return encode_split8(value, noise)
+    else:
+        return encode_none(value, noise)
+
+
+# Moments, with noise from 0 to 2**20 - 1: FP32, bf16, or 8-bit floats with one scale (a power of two) per 64 elements.
+# The small formats are rounded stochastically, because a moving average adds less than its own ulp. Signed codes have
+# subnormals, because an average crosses zero; unsigned ones have none, because their root is a divisor.
 
 
 def encode_moment(value: Value, noise: Pattern) -> Pattern:
@@ -379,9 +400,8 @@ def cut(value: Value, largest: Pattern) -> Value:
 
 
 def decode_signed(code: Pattern, scale: Value) -> Value:
-    """A code of 1 sign, 4 exponent and 3 mantissa bits with subnormals, times its group's scale.
-
-    Of a pattern read as a normal number and as a subnormal, the smaller one is right.
+    """A code of 1 sign, 4 exponent and 3 mantissa bits with subnormals, times its group's scale. Of a pattern read as a
+    normal number and as a subnormal, the smaller one is right.
     """
     shifted_code = i32(code << 20)
     normal = i32(i32(shifted_code & 0x07F00000) | i32(SIGNED_BIAS << 20))
@@ -391,9 +411,8 @@ def decode_signed(code: Pattern, scale: Value) -> Value:
 
 
 def encode_signed(value: Value, inverse: Value, noise: Pattern) -> Pattern:
-    """The code of a value that is within the range, rounded stochastically; its low 8 bits count.
-
-    From 2**-14 up the number itself is the larger one. Below, the sum's mantissa has the subnormals' steps.
+    """The code of a value within the range, rounded stochastically; its low 8 bits count. From 2**-14 up the number
+    itself is the larger one; below, the sum's mantissa has the subnormals' steps.
     """
     y = float_of(magnitude(value)) * inverse
     even = i32(most(bits(y), bits(multiply_add(y, HALF, HALF_SMALLEST))))
@@ -412,13 +431,12 @@ def encode_unsigned(value: Value, inverse: Value, noise: Pattern) -> Pattern:
     return i32(where(bits(value) != 0, i32(most(biased, i32(UNSIGNED_BIAS + 1))), i32(0)))
 
 
-# Noise.
+# Noise: a hash of step, parameter, purpose and element, the same on every device and for any number of threads. One
+# word of 32 bits serves both states and an 8-bit remainder; the states need 20 bits each and share 8.
 
 
 def scrambled(x: Bits) -> Bits:
-    """C. Wellons, "hash-prospector", lowbias32 without its last line: so the lowest bits correlate over some distances,
-    and decide nothing by themselves.
-    """
+    """C. Wellons' lowbias32 without its last line: the lowest bits correlate, and decide nothing by themselves."""
     x = u32(x ^ shifted(x, 16))
     x = u32(x * u32(0x7FEB352D))
     x = u32(x ^ shifted(x, 15))

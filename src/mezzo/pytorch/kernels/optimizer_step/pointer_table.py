@@ -1,9 +1,7 @@
-"""Tables of the tensors of one step, on their device, by which one launch serves them all.
+"""Tables of the tensors of one step in one int64 buffer on their device, by which one launch serves them all.
 
-All are in one int64 buffer. `current` is what may change at each step: the addresses of weights and gradients, and the
-groups' settings (`hypers`). It is copied only if it changed, from pinned memory, asynchronously; in a training loop,
-PyTorch's allocator mostly reuses the same addresses. `rows`, one line per parameter, and `chunks` are written once. A
-word of `chunks` is one program's work: the parameter's line in the upper half, its first block in the lower.
+`current` (addresses of weights and gradients, settings) is copied only if it changed, asynchronously from pinned
+memory. A word of `chunks` is one program's work: the parameter's line in the upper half, its first block in the lower.
 """
 
 from __future__ import annotations
@@ -14,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels.optimizer_step import STATE_FORMATS, Groups, Hyper, Row, form
-from mezzo.pytorch.kernels.optimizer_step.formulas import RULES
+from mezzo.core.masters import STATE_FORMATS
+from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, form
+from mezzo.pytorch.kernels.optimizer_step.formulas import FORMS, RULES
 
 BLOCK = 1024  # elements that a program processes at a time: 16 groups of 64
 ROW_WORDS = 10
@@ -23,7 +22,6 @@ CURRENT_WORDS = 3
 HYPER_WORDS = 8
 _MOST_BLOCKS = 16  # per program
 
-FORMS = ("own", "bf16", "fp16", "split", "split8", "none")
 _GRADS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -64,11 +62,6 @@ class PointerTable:
         self.hypers = self.current[CURRENT_WORDS * len(self.owner) :].view(torch.float64)
         self.programs = len(chunks)
         self.tickets = torch.zeros(len(self.owner), dtype=torch.int32, device=self.device)
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory of the tables."""
-        return self._buffer.numel() * 8 + self.tickets.numel() * 4
 
     def refresh(self, groups: Groups) -> None:
         """Bring `current` up to date, in stream order, without waiting for the device."""

@@ -1,7 +1,6 @@
 """The step in PyTorch operations, one parameter after another in blocks: the specification of every other form.
 
-With equal settings, gradients and step counts, weights, masters and states are equal to the bit. The storage of masters
-and moments is also available as functions of tensors, for optimizers.
+Every other form gives the same bits. Optimizers also use the storage of masters and moments as functions of tensors.
 """
 
 from __future__ import annotations
@@ -85,13 +84,7 @@ _DRAWS = (formulas.first_noise, formulas.second_noise)
 
 
 def decode_master(masters: str, weight: Tensor, kept: Tensor | None) -> Tensor:
-    """The FP32 values of weights and what is kept with them; for an edited weight, a value within one ulp of it.
-
-    Args:
-        masters: as in `Row`.
-        weight: FP32 for ``"own"``, else bf16, or fp16 for ``"fp32"``.
-        kept: the FP32 master, or the int16 or int8 remainder, of the weight's shape.
-    """
+    """The FP32 values of weights and what is kept with them; for an edited weight, a value within one ulp of it."""
     decode = getattr(formulas, f"decode_{form(masters, weight.dtype)}")
     if masters != "own":
         weight = weight.view(torch.int16).to(torch.int32)
@@ -104,13 +97,8 @@ def decode_master(masters: str, weight: Tensor, kept: Tensor | None) -> Tensor:
 def encode_master(
     masters: str, value: Tensor, dtype: torch.dtype = torch.bfloat16, noise: Tensor | int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The weights of FP32 values, and what is kept with them: the value, or an int16 or int8 remainder.
-
-    Args:
-        masters: as in `Row`.
-        value: FP32.
-        dtype: of the weight.
-        noise: int32, from 0 to 255 for ``"split8"`` and to 65,535 for ``"none"``; 0 truncates.
+    """The weights of FP32 values, and what is kept with them; `noise` is up to 255 for ``"split8"`` and 65,535 for
+    ``"none"``, and 0 truncates.
     """
     weight, kept = getattr(formulas, f"encode_{form(masters, dtype)}")(value, noise)
     if masters != "own":
@@ -134,14 +122,9 @@ def load_state(stored: Tensor, scales: Tensor | None, *, signed: bool) -> Tensor
 def store_state(
     value: Tensor, stored: Tensor, scales: Tensor | None, noise: Tensor | int, *, signed: bool
 ) -> None:
-    """Write ``(n,)`` FP32 values into a state, FP32, bf16, or uint8 with ``(groups(n),)`` bf16 scales.
+    """Write ``(n,)`` FP32 values into a state: FP32, bf16, or uint8 codes with ``(groups(n),)`` bf16 scales.
 
-    Args:
-        value: not negative unless `signed`.
-        stored: ``(n,)``.
-        scales: for uint8, else None.
-        noise: int32, from 0 to ``2**20 - 1``, unused for FP32.
-        signed: which of the two code tables.
+    `noise` is int32, from 0 to ``2**20 - 1``; unsigned values are not negative.
     """
     if scales is not None:
         largest = formulas.magnitude(value)
@@ -158,11 +141,7 @@ def store_state(
 
 
 def groups(numel: int) -> int:
-    """How many scales a state of that many elements has; the last group may be short.
-
-    >>> groups(0), groups(64), groups(65)
-    (0, 1, 2)
-    """
+    """How many scales a state of that many elements has; the last group may be short."""
     return -(-numel // GROUP)
 
 

@@ -1,33 +1,13 @@
 """The step in Triton: one launch for all parameters of a device, of any shapes and storage.
 
-Each program reads from tables on the device (`pointer_table`) which parameter and which blocks of 1024 elements to
-process. Storage formats and rules are compile-time constants: `KINDS` lists the combinations that occur, each is
-compiled to straight code, and a program jumps to its row's; most models have one and no jump. Learning rates and other
-settings are table entries, so that a scheduler does not recompile.
-
-**Bits**: the formulas of `formulas.py` with Triton's primitives: IEEE division and root, and no contraction
-(`enable_fp_fusion=False`) except the rules' own `fma`. A 16-bit weight is int16 in memory and its pattern, int32, here;
-a block of 8-bit states is ``(rows, 64)``, one row per group with one scale. Only the device knows how often a parameter
-was updated (an overflow skips an update without telling the host), so it computes Adam's bias corrections: powers by
-squaring, where the reference has the C library's, both in FP64 and rounded to FP32 once, so they should differ in about
-one of a million steps, by one FP32 ulp.
-
-**Steps** are counted on the device. All programs of a row read the count, so only the last one to have read it may
-write the new one. An atomic ticket per row determines it; the barrier before the ticket covers all warps of the
-program. A second launch would cost more than the ticket does.
-
-**Speed**, estimated for an H100 or H200 and not yet measured: a program of 8 warps has 4 elements per thread: FP32
-moves in vectors of 16 bytes, bf16 of 8, and every warp in whole 128-byte lines. All loads of a block come before their
-first use. 64 registers per thread allow four programs per SM. A short or unaligned block is done 256 elements at a
-time, one per thread, so that it needs no more registers than a whole one. A program takes up to 16 blocks, which
-amortises its prologue (three dependent reads, the bias correction) and its ticket.
+Each program reads from the tables which parameter and which blocks of 1024 elements to process. `KINDS` lists the
+storage formats and rules that occur, each compiled to straight code. Settings are table entries: no recompilation.
 """
 
 # mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -38,27 +18,33 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo.pytorch.kernels import block
-from mezzo.pytorch.kernels.optimizer_step import Groups, Row, formulas, pointer_table
+from mezzo.pytorch.kernels.optimizer_step import Groups, formulas, pointer_table
 from mezzo.pytorch.kernels.optimizer_step.pointer_table import PointerTable
 
-# How `step_kernel` must be compiled.
+# How `step_kernel` must be compiled: IEEE arithmetic without contraction, and four programs of 256 threads per SM.
+# (Speed is estimated for a Hopper: FP32 moves in vectors of 16 bytes, all loads of a block come before their first
+# use.)
 OPTIONS: Mapping[str, Any] = MappingProxyType({"num_warps": 8, "maxnreg": 64, "enable_fp_fusion": False})
 
-_CACHE_BYTES = 32 << 20
+_TABLES = 1024  # cached by one stepper: with gradient release every parameter has its own
 
 _BLOCK = tl.constexpr(pointer_table.BLOCK)
 _PART = tl.constexpr(256)  # elements of a short or unaligned block at a time: one per thread
 _ROW_WORDS = tl.constexpr(pointer_table.ROW_WORDS)
 _CURRENT_WORDS = tl.constexpr(pointer_table.CURRENT_WORDS)
 _HYPER_WORDS = tl.constexpr(pointer_table.HYPER_WORDS)
-_ADAMW, _PLAIN, _MOMENTUM, _NESTEROV, _LION = (tl.constexpr(i) for i in range(len(formulas.RULES)))
-_OWN, _BF16, _FP16, _SPLIT, _SPLIT8, _NONE = (tl.constexpr(code) for code in range(len(pointer_table.FORMS)))
+_ADAMW, _PLAIN = tl.constexpr(formulas.ADAMW), tl.constexpr(formulas.PLAIN)
+_OWN, _BF16, _FP16, _SPLIT, _SPLIT8, _NONE = (tl.constexpr(code) for code in range(len(formulas.FORMS)))
 _STATE_BF16, _STATE_INT8 = tl.constexpr(1), tl.constexpr(2)  # the index in `STATE_FORMATS`
 
 
 @triton.jit
 def power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
-    """``base ** exponent`` of an FP64 scalar by squaring, the same on every device; error about `exponent` * 2**-53."""
+    """``base ** exponent`` of an FP64 scalar by squaring, the same on every device; error about `exponent` * 2**-53.
+
+    Only the device knows how often a parameter was updated. Against the C library's power, in the reference, about one
+    of a million bias corrections should differ by one FP32 ulp.
+    """
     result = base * 0.0 + 1.0
     while exponent > 0:
         result = tl.where((exponent & 1) == 1, result * base, result)
@@ -113,19 +99,6 @@ def _multiply_add(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
     return a * b + c
 
 
-def _fma_of_the_interpreter(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
-    # Some versions of Triton's interpreter round twice: the lines of `formulas.fma`.
-    product, addend = a.to(tl.float64) * b.to(tl.float64), c.to(tl.float64)
-    total = product + addend
-    part = total - product
-    error = (product - (total - part)) + (addend - part)
-    pattern = total.to(tl.int64, bitcast=True)
-    away = (error > 0) == (total > 0)
-    is_even = ((pattern & 1) == 0) & (tl.abs(error) > 0)
-    odd = pattern + tl.where(is_even, tl.where(away, 1, -1), 0)
-    return odd.to(tl.float64, bitcast=True).to(tl.float32)
-
-
 _OWN_PRIMITIVES = (_bits, _float_of, _half_bits, _float_of_half, _i32, _u32, _shifted, _multiply_add)
 _BUILTINS = {"where": "where", "least": "minimum", "most": "maximum", "sqrt": "sqrt_rn", "divide": "div_rn"}
 f = formulas.over(
@@ -134,7 +107,7 @@ f = formulas.over(
         **{name: _builtin(of_triton) for name, of_triton in _BUILTINS.items()},
         "root": _builtin("sqrt"),
         # tl.fma is the GPU's own instruction, also where the compiler may contract nothing.
-        "fma": _fma_of_the_interpreter if _IS_INTERPRETED else tl.fma,
+        "fma": _builtin("fma"),
         "power": power,
         # Triton looks up annotations, and its interpreter the module.
         **dict.fromkeys(("Any", "Bits", "Pattern", "Value"), tl.tensor),
@@ -148,14 +121,12 @@ f = formulas.over(
 
 
 class DeviceStepper:
-    """The step on a CUDA device, or on a CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
-
-    The host does not wait. Tables are cached for the lists of rows used last, up to 32 MiB. A step may be captured in a
-    CUDA graph, after one of its kind has compiled the kernel.
+    """The step on a CUDA device, or in Triton's interpreter, without waiting for the device. Tables of the lists of
+    rows used last are cached. A step may be captured in a CUDA graph, after one of its kind has compiled the kernel.
     """
 
     def __init__(self) -> None:
-        self._tables: OrderedDict[tuple[object, ...], PointerTable] = OrderedDict()
+        self._tables: dict[tuple[object, ...], PointerTable] = {}
 
     @torch.no_grad()
     def __call__(
@@ -183,22 +154,15 @@ class DeviceStepper:
             return PointerTable(groups)  # in the graph's memory, written again by each replay
         table = self._tables.get(key)
         if table is None:
-            self._forget_replaced(rows)
+            # Rows that were replaced would keep the old states alive.
+            now = {row.ordinal: row for row in rows}
+            known = [row for table in self._tables.values() for row in table.owner]
+            if len(self._tables) >= _TABLES or any(now.get(row.ordinal, row) is not row for row in known):
+                self._tables.clear()
             table = self._tables[key] = PointerTable(groups)
-            used = sum(one.nbytes for one in self._tables.values())
-            while used > _CACHE_BYTES and len(self._tables) > 1:
-                used -= self._tables.popitem(last=False)[1].nbytes
         else:
-            self._tables.move_to_end(key)
             table.refresh(groups)
         return table
-
-    def _forget_replaced(self, rows: list[Row]) -> None:
-        """Drop tables of rows that were replaced, which would keep the old states alive."""
-        now = {row.ordinal: row for row in rows}
-        for key, table in list(self._tables.items()):
-            if any(now.get(row.ordinal, row) is not row for row in table.owner):
-                del self._tables[key]
 
 
 _POINTERS = ["chunks", "rows", "current", "hypers", "tickets", "multiplier", "found_inf", "overflow"]
@@ -217,13 +181,9 @@ def step_kernel(
     blocks: tl.tensor,
     KINDS: tl.constexpr,
 ) -> None:
-    """One program's blocks of one parameter.
+    """One program's `blocks` of one parameter; the tables are those of `PointerTable`, KINDS the kinds of rows in them.
 
-    Args:
-        chunks, rows, current, hypers, tickets: the tables of `PointerTable`.
-        multiplier, found_inf, overflow: FP32 scalars in memory, or None.
-        blocks: how many blocks a program takes.
-        KINDS: the kinds of rows that there are, see `pointer_table.kind`.
+    `multiplier`, `found_inf` and `overflow` are FP32 scalars in memory, or None.
     """
     is_live = True
     if found_inf is not None:
@@ -254,10 +214,7 @@ def _blocks_of_row(
     step = (tl.load(tl.load(row + 5).to(tl.pointer_type(tl.float32))) + 1.0).to(tl.int32)
     RULE: tl.constexpr = KINDS[0] // 128 % 8  # all are of one optimizer
     numbers = [tl.load(hyper + i) for i in (1, 2, 3, 4, 5, 6, 7)]
-    if RULE == _ADAMW:
-        numbers = f.adam_constants(numbers, step)
-    elif RULE != _LION:
-        numbers = f.sgd_constants(numbers, step)
+    numbers = f.constants_by(RULE, numbers, step)
     constants = [each.to(tl.float32) for each in numbers]  # in Triton the variable outlives the brackets
     l2 = tl.load(hyper).to(tl.float32)
     step_key = f.noise_key(step, ordinal, 0)
@@ -280,6 +237,8 @@ def _blocks_of_row(
                         _report(odd, overflow)
     _report(infinite, overflow)
 
+    # All programs of a row read its step count, so only the last to have read it may write the new one: a ticket per
+    # row determines it, after a barrier for all warps of the program. A second launch would cost more.
     tl.debug_barrier()
     # Loaded again, because size and count would take registers during the loop.
     blocks_of_row = tl.maximum(tl.cdiv(tl.load(row + 6), _BLOCK), 1).to(tl.int32)
@@ -337,7 +296,7 @@ def _update(
     m = _load_state(first, HAS_FIRST, tl.int8, STATE, PLAIN)
     v = _load_state(second, HAS_SECOND, tl.uint8, STATE, PLAIN)
 
-    w = _decode_master(w, kept, MASTERS)
+    w = f.decoded(MASTERS, w, kept)
     g = block.decode_float(g, GRAD) * scale
     if MAXIMIZES:
         g = g * -1.0
@@ -352,16 +311,7 @@ def _update(
     else:
         v = g
 
-    if RULE == _ADAMW:
-        w, m, v = f.adamw(w, g, m, v, constants)
-    elif RULE == _PLAIN:
-        w, m, v = f.plain(w, g, m, v, constants)
-    elif RULE == _MOMENTUM:
-        w, m, v = f.momentum(w, g, m, v, constants)
-    elif RULE == _NESTEROV:
-        w, m, v = f.nesterov(w, g, m, v, constants)
-    else:
-        w, m, v = f.lion(w, g, m, v, constants)
+    w, m, v = f.moved(RULE, w, g, m, v, constants)
 
     place = f.place(start.to(tl.uint32) + index.to(tl.uint32))
     word = f.noise(step_key, place)
@@ -377,22 +327,6 @@ def _update(
 
 
 @triton.jit
-def _decode_master(weight: tl.tensor, kept: tl.tensor, MASTERS: tl.constexpr) -> tl.tensor:
-    if MASTERS == _OWN:
-        return weight
-    elif MASTERS == _BF16:
-        return f.decode_bf16(weight.to(tl.int32), kept)
-    elif MASTERS == _FP16:
-        return f.decode_fp16(weight.to(tl.int32), kept)
-    elif MASTERS == _SPLIT:
-        return f.decode_split(weight.to(tl.int32), kept.to(tl.int32))
-    elif MASTERS == _SPLIT8:
-        return f.decode_split8(weight.to(tl.int32), kept.to(tl.int32))
-    else:
-        return f.decode_none(weight.to(tl.int32), 0)
-
-
-@triton.jit
 def _store_master(
     w: tl.tensor, noise: tl.tensor, to: tl.tuple, here: tl.tuple, MASTERS: tl.constexpr, PLAIN: tl.constexpr
 ) -> tl.tensor:
@@ -402,20 +336,13 @@ def _store_master(
         block.store(weight, w, here, tl.float32, PLAIN)
         return tl.zeros(w.shape, tl.int1)
     else:
-        if MASTERS == _BF16:
-            high, kept = f.encode_bf16(w, noise)
-            block.store(master, kept, here, tl.float32, PLAIN)
-        elif MASTERS == _FP16:
-            high, kept = f.encode_fp16(w, noise)
+        high, kept = f.encoded(MASTERS, w, noise)
+        if MASTERS == _BF16 or MASTERS == _FP16:  # noqa: SIM109, there is no `in` in Triton
             block.store(master, kept, here, tl.float32, PLAIN)
         elif MASTERS == _SPLIT:
-            high, kept = f.encode_split(w, noise)
             block.store(master, kept, here, tl.int16, PLAIN)
         elif MASTERS == _SPLIT8:
-            high, kept = f.encode_split8(w, noise)
             block.store(master, kept, here, tl.int8, PLAIN)
-        else:
-            high, kept = f.encode_none(w, noise)
         block.store(weight, high, here, tl.int16, PLAIN)
         if not PLAIN:
             _, _, mask = here
@@ -427,10 +354,7 @@ def _store_master(
 def _load_state(
     at: tl.tuple, EXISTS: tl.constexpr, CODE: tl.constexpr, STATE: tl.constexpr, PLAIN: tl.constexpr
 ) -> tl.tuple:
-    """A state as it is stored, if it exists: values, bf16 patterns, or codes with their scales' patterns.
-
-    `at` has the addresses of state and scales, and which elements of each.
-    """
+    """A state as stored, if it exists: values, bf16 patterns, or codes with their scales' patterns; 0.0 otherwise."""
     address, scale, here, scales_here = at
     if not EXISTS:
         return 0.0, 0

@@ -1,13 +1,7 @@
 """Cast a model's parameters to 16 bits, and keep what rounding loses until an optimizer takes it over.
 
-`lower_weights` replaces a model's FP32 weights by 16-bit ones in place. The remainder of a bf16 weight is an int16
-(`mezzo.pytorch.kernels.optimizer_step.formulas`); for an fp16 weight the FP32 value itself is kept. Both are held here,
-with weak references to the `Parameter`, for the optimizer that will own it. A weight that its format holds exactly
-(from a 16-bit checkpoint) needs nothing.
-
-`Parameter` objects stay the same, because optimizers, hooks, tied weights, parametrizations and averages refer to them:
-only their `.data` is replaced. Normalisation modules stay in FP32, because they have few parameters and their gradients
-are sums over the whole batch; so does what the policy or the caller names.
+What a weight lacks is held with a weak reference to its `Parameter`: an int16 remainder for bf16, the FP32 value for
+fp16. `Parameter` objects stay the same, because optimizers, hooks and tied weights refer to them.
 """
 
 from __future__ import annotations
@@ -62,31 +56,27 @@ def lower_weights(
                 param.data = half_away16(param.data)        # bf16; fp16: ties to even
 
     Peak memory is the model and one more parameter. Frozen parameters are cast too, and existing gradients with their
-    weights; other formats and buffers are not. These parameters stay in FP32:
+    weights; other formats and buffers are not. These parameters stay in FP32 (a tied one if one of its owners does):
 
-    - of normalisation modules: PyTorch's, and classes named ``...Norm``, ``...Norm1d`` to ``...Norm3d``, as far as they
-      are registered in the module itself and have at most one dimension longer than 1 (so ``PreNorm`` around a layer
-      is not meant);
+    - of normalisation modules: PyTorch's, and the parameters with at most one dimension longer than 1 that are
+      registered in classes named ``...Norm``, ``...Norm1d`` to ``...Norm3d`` themselves;
     - of modules that the policy gives another format than the weights', with their submodules;
     - of modules and parameters that `keep` names.
-
-    A tied parameter stays in FP32 if one of its owners does.
 
     Args:
         model: any module, with its checkpoint loaded. Compile it and wrap it in DDP afterwards. A copy of the model
             starts from the rounded weights. A later FP32 checkpoint sets masters by `mezzo.load_master_state_dict`.
         precision: ``"bf16"``, ``"fp16"``, or any policy (string, file or `Policy`): its ``params`` format, or, if that
             is fp32, its ``compute`` format.
-        keep: patterns, as for a policy's modules, of module paths or parameter names: ``"head"``, ``"blocks.*.mlp"``,
+        keep: patterns, as for a policy's modules, of module paths or parameter names, such as ``"head"`` or
             ``"**.bias"``.
 
     Returns:
         The names of the cast parameters, each under its first name in `named_parameters`.
 
     Raises:
-        UsageError: not a module; a precision without 16-bit format; a parameter without values (lazy, or on the meta
-            device), of a tensor subclass (DTensor, quantised), or with a finite value beyond the format's range. The
-            message names it, and nothing was changed.
+        UsageError: not a module; a precision without 16-bit format; a parameter (it is named) without values, of a
+            tensor subclass, or with a finite value beyond the format's range. Nothing was changed.
         UnknownNameError: a pattern that matches nothing.
     """
     if not isinstance(model, nn.Module):
@@ -112,8 +102,7 @@ def lower_weights(
 def take_master(param: Tensor) -> Tensor | None:
     """Return the FP32 value that is kept for a 16-bit parameter, and forget it; None if there is none.
 
-    If the weight was edited since, the value is within one ulp of it. If its `.data` was replaced by another dtype or
-    shape, there is none.
+    If the weight was edited since, the value is within one ulp of it.
     """
     master = peek_master(param)
     _kept.pop(param, None)
@@ -290,10 +279,7 @@ def _belongs(kept: Tensor, param: Tensor) -> bool:
 
 @contextmanager
 def stored(model: torch.nn.Module, policy: Policy) -> Iterator[list[str]]:
-    """Store the weights as the policy says for a `with` block, and put the original tensors back; yields notes.
-
-    A model whose weights can't be lowered is left as it is, and the note says why.
-    """
+    """Store the weights as the policy says for a `with` block, or leave them and say why; yields notes."""
     if policy.params == "fp32":
         yield [] if policy.state == "fp32" else [_sentence(model, policy)]
         return
