@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from mezzo.core.errors import BannedOpError, UsageError
 from mezzo.core.policy import policy
 from mezzo.core.rules import RULES
 from mezzo.pytorch.autocast import active_policy, dispatch
-from mezzo.pytorch.autocast.plan import TORCH_TABLE, plan
+from mezzo.pytorch.autocast.plan import own_table, plan
 from mezzo.pytorch.dtypes import dtype_of, name_of
 
 # Each warns once per process, so in whichever test calls it first.
@@ -29,8 +30,6 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta:UserWarning"),
 ]
 
-# In a CUDA build the list has kernels of libraries that a CPU build lacks.
-CUDA_BUILD_ONLY = {"_cudnn_rnn", "miopen_convolution", "miopen_convolution_transpose"}
 MIXES = {"cpu": ["fp32", "low", "fp32 with low", "low with fp32"], "cuda": ["low", "fp32 with low"]}
 
 
@@ -50,9 +49,27 @@ def fresh() -> dict:
 
 
 @pytest.mark.heavy
-def test_the_data_are_pytorchs_own_lists(fresh):
+def test_pytorchs_own_autocast_does_what_the_plan_says_of_it(fresh):
+    """Formats of each sample in a plain `torch.autocast`, in a process in which Mezzo was never imported."""
+    formats = {
+        "cpu lower": "bfloat16",
+        "cpu fp32": "float32",
+        "cuda lower": "bfloat16",
+        "cuda fp32": "float32",
+    }
+    checked = Counter()
     for device in ("cpu", "cuda"):
-        assert set(fresh["lists"][device]) - CUDA_BUILD_ONLY == set(TORCH_TABLE[device]), device
+        for name, rule in own_table(device).items():
+            for dtype in ("float32", "bfloat16"):
+                told = fresh["outcomes"].get(f"{device} {name} torch.{dtype} None", "").partition(" ")[0]
+                if told and (expected := formats.get(f"{device} {rule}")):
+                    first = told.partition(",")[0].replace("complex64", "float32")
+                    assert first == expected, (device, name, dtype, told)
+                    checked[device, rule.value] += 1
+    assert checked["cpu", "lower"] > 30
+    assert checked["cpu", "fp32"] > 100
+    assert checked["cuda", "lower"] > 15
+    assert checked["cuda", "fp32"] > 30
 
 
 @pytest.mark.heavy

@@ -1,14 +1,8 @@
 """Emulation of a module's operations in any format, on FP32 tensors that are rounded as the op table says.
 
-`Rounding` is a dispatch mode. It follows which tensors would be in the format if the whole model were
-(`mezzo.core.rules`), and rounds those of the operations that run outside of inner modules:
-
-- In a format of 16 bits or more, the inputs of products and all results, as autocast does.
-- In a narrower one, the matrices that products read, each scaled by a power of two that brings its largest number just
-  under the format's; everything else is bf16, as in ``mezzo.autocast("fp8")``.
-- A number beyond the format's largest, less the headroom, becomes infinite.
-
-Sums inside one operation are FP32. `.float()` does nothing to an FP32 tensor, so it is not seen.
+In a format of 16 bits or more, the inputs of products and all results are rounded, as autocast does. In a narrower one,
+the matrices that products read, each scaled by a power of two that brings its largest number just under the format's;
+everything else is bf16. Sums inside one operation are FP32.
 """
 
 from __future__ import annotations
@@ -35,8 +29,7 @@ _COPY_NAMES = """
     replication_pad1d replication_pad2d replication_pad3d repeat repeat_interleave flip roll tril triu native_dropout
     bernoulli zero fill neg abs maximum minimum sort topk lift_fresh detach slice_scatter select_scatter
 """
-COPIES = frozenset(_COPY_NAMES.split())
-"""Operations that return numbers that were there before, or constants."""
+COPIES = frozenset(_COPY_NAMES.split())  # operations that return numbers that were there before, or constants
 # Below autograd an op of the table may have a longer name: these parts are cut off.
 _BEFORE = ("native_", "_native_", "cudnn_", "miopen_", "mkldnn_", "_")
 _AFTER = ("_legit", "_backend", "_forward", "_for_cpu", "_")

@@ -11,10 +11,9 @@ _aten = torch.ops.aten
 
 
 def instance_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Tensor:
-    """`aten.instance_norm` of a 16-bit input [N, C, ...]; its kernel reads FP32 parameters [C] correctly only.
+    """``aten.instance_norm(input.float(), weight.float(), bias.float(), *rest).to(input.dtype)``.
 
-    Equals ``aten.instance_norm(input.float(), weight.float(), bias.float(), *rest).to(input.dtype)``. Running
-    statistics are updated in place, in their own format. NaN and infinities propagate as in that code.
+    PyTorch's kernel for 16-bit inputs [N, C, ...] reads only FP32 parameters [C] correctly.
     """
     wide = [None if t is None else t.float() for t in (weight, bias)]
     out: Tensor = _aten.instance_norm(input, *wide, *rest)
@@ -22,11 +21,9 @@ def instance_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, *re
 
 
 def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """`aten.softmax` of a 16-bit input, computed in FP32 along any dimension and rounded once.
+    """``aten.softmax(input.float(), dim).to(input.dtype)``; backward keeps the rounded output.
 
-    Equals ``aten.softmax(input.float(), dim).to(input.dtype)``; backward keeps the rounded output. A `dtype` from the
-    caller is respected. The kernel rounds its exponentials along every dimension but the last, so `dim` becomes the
-    last one.
+    PyTorch's 16-bit kernel rounds its exponentials along every dimension but the last, so `dim` becomes the last one.
     """
     if dtype is not None or input.dim() == 0 or dim % input.dim() == input.dim() - 1:
         out: Tensor = _aten.softmax(input, dim, dtype)

@@ -11,32 +11,22 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from mezzo.pytorch.kernels.emulated import Emulated
+from mezzo.pytorch.kernels.emulated import emulated
 
 __all__ = ["with_fp32_state"]
 
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def with_fp32_state(overload: torch._ops.OpOverload, compute: torch.dtype) -> Callable[..., Any]:
+def with_fp32_state(overload: Any, compute: torch.dtype) -> Callable[..., Any]:
     """A recurrent aten operation whose hidden and cell state are FP32 on the way in, between steps and on the way out.
 
-    Naive code, where ``q(x) = x.to(compute).float()``::
+    Naive code, where ``q(x) = x.to(compute).float()``; a cell returns its FP32 state, as it has no other output::
 
         output, *states = op(q(input), hx.float(), [q(weight) for weight in params], ...)
         return output.to(compute), *states
 
-    A cell returns its FP32 state, as it has no other output. Inside the operation the factors of products between
-    steps are FP32. For backward PyTorch keeps FP32 tensors, except inputs and weights, which are kept in 16 bits.
-    NaN and infinities propagate as in the FP32 operation.
-
-    Args:
-        overload: ``aten.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu`` (``.input`` or ``.data``), or one of their cells.
-        compute: ``torch.bfloat16`` or ``torch.float16``: the format of inputs, weights and output.
-
-    Returns:
-        a function of the overload's positional arguments. Tensors may be FP32, bf16 or fp16; with a tensor of another
-        floating format, or a complex one, it is the overload itself.
+    Factors of products between steps are FP32. With an FP64 or complex tensor it is the operation itself.
     """
     place = [argument.name for argument in overload._schema.arguments].index("hx")
     outputs = 0 if "_cell" in overload.name() else 1  # results before the final states
@@ -58,7 +48,7 @@ def with_fp32_state(overload: torch._ops.OpOverload, compute: torch.dtype) -> Ca
         with warnings.catch_warnings() if args[0].is_cuda else contextlib.nullcontext():
             if args[0].is_cuda:  # cuDNN asks for contiguous weights; these are new copies at each call
                 warnings.filterwarnings("ignore", message="RNN module weights are not part of single contig")
-            out = Emulated(without_states)(*args[:place], *args[place + 1 :], compute=compute)
+            out = emulated(without_states, compute)(*args[:place], *args[place + 1 :])
         results = (*out, *ends)
         return results if len(results) > 1 else results[0]
 

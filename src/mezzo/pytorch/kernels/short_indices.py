@@ -1,8 +1,6 @@
-"""Max-pooling that keeps its indices in 16 or 32 bits.
+"""Max-pooling that keeps its indices in 16 or 32 bits: for backward PyTorch keeps an int64 per output element.
 
-For backward PyTorch keeps one int64 per output element, four times the bytes of the 16-bit output: the place of the
-maximum in its plane. int16 holds it in planes of up to 2^15 elements (181 x 181), int32 in all others that fit memory.
-Indices are widened again in backward, one layer at a time. Values and all derivatives are PyTorch's own.
+int16 holds the place of a maximum in planes of up to 2^15 elements (181 x 181), int32 in all others that fit memory.
 """
 
 from __future__ import annotations
@@ -17,16 +15,13 @@ from torch import Tensor
 from mezzo.pytorch.kernels.packing import Versioned, hooks_are_allowed
 from mezzo.pytorch.kernels.plain import is_plain
 
-_WORTH_IT = 1 << 14
-"""Elements from which the bytes are worth hooks of some 10 us per call."""
-
-SPATIAL = {"max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3}
-"""Op -> the number of trailing dimensions that its indices span."""
+_WORTH_IT = 1 << 14  # elements from which the bytes are worth hooks of some 10 us per call
+_SPATIAL = {"max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3}  # trailing dimensions that indices span
 
 
 def keeping_short_indices(op: str, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """PyTorch's max-pooling op `call`, named in `SPATIAL`, with short indices kept for backward."""
-    spatial = SPATIAL[op]
+    """PyTorch's max-pooling op `call` with short indices kept for backward."""
+    spatial = _SPATIAL[op]
 
     def pooled(x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
         is_large = x.requires_grad and x.numel() >= _WORTH_IT and torch.is_grad_enabled()
