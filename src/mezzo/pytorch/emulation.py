@@ -36,13 +36,7 @@ _AFTER = ("_legit", "_backend", "_forward", "_for_cpu", "_")
 
 
 class Rounding(TorchDispatchMode):
-    """Follows which tensors would be in a format, and rounds what one module computes (if `rounds`).
-
-    Attributes:
-        inside: the calls of inner modules that are running, the innermost last. Their operations are not rounded.
-        computed: innermost call -> whether it has a product, of the calls with operations of their own.
-        cause: the operation that made the first number beyond the format's largest; ``""``.
-    """
+    """Follows which tensors would be in a format, and rounds what one module computes (if `rounds`)."""
 
     def __init__(self, form: Format, *, rounds: bool = False, headroom_bits: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,9 +45,11 @@ class Rounding(TorchDispatchMode):
         self._rounds = rounds
         self._most = math.ldexp(float(self._form.max), -headroom_bits)
         self._low: dict[int, bool] = {}
-        self.inside: list[Any] = []
-        self.computed: dict[Any, bool] = {}
-        self.cause = ""
+        self.inside: list[Any] = []  # running calls of inner modules, whose operations are not rounded
+        self.computed: dict[
+            Any, bool
+        ] = {}  # innermost call with operations of its own -> whether it has a product
+        self.cause = ""  # what made the first number beyond the format's largest
 
     def low(self, tensor: Tensor) -> bool:
         """Whether this tensor would be in the format."""
