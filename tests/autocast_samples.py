@@ -189,11 +189,10 @@ _GROUPS = {
 SAMPLES = {op: arguments for arguments, ops in _GROUPS.items() for op in ops.split()}
 
 
-def call(
+def sample(
     name: str, dtype: torch.dtype, device: str = "cpu", other: torch.dtype | None = None
-) -> Callable[[], Any]:
-    """A function of no arguments that calls `torch.ops.aten.<name>` on its sample, floating inputs in
-    `dtype`.
+) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+    """`torch.ops.aten.<name>` and the arguments of its sample, floating inputs in `dtype`.
 
     With `other`, the second tensor of each kind (`y`, `v`, every other `t`) has that dtype instead.
     """
@@ -213,95 +212,48 @@ def call(
         return place(torch.randint(0, 3, shape, generator=generator))
 
     m = torch.rand(4, 4, generator=generator) * 0.1 + torch.eye(4) * 0.5
-    names: dict[str, Any] = {
-        "torch": torch,
-        "device": device,
-        "dtype": dtype,
-        "i": i,
-        "f": lambda *shape: t(*shape, of=torch.float32),
-        "t": t,
-        "sizes": torch.tensor([2, 2, 2]),
-        "x": t(3, 4),
-        "y": t(3, 4),
-        "v": t(4, of=other),
-        "m": place((m @ m.T).to(dtype)),
-        "b": t(2, 3, 4),
-        "c": t(2, 4, 3, of=other),
-        "img": t(2, 4, 8, 8, of=dtype),
-        "vol": t(1, 4, 4, 4, 4, of=dtype),
-        "seq": t(2, 4, 8, of=dtype),
-    }
+    names: dict[str, Any] = {"torch": torch, "device": device, "dtype": dtype, "i": i, "t": t}
+    names |= {"sizes": torch.tensor([2, 2, 2]), "f": lambda *shape: t(*shape, of=torch.float32)}
+    names |= {"x": t(3, 4), "y": t(3, 4), "v": t(4, of=other), "m": place((m @ m.T).to(dtype))}
+    names |= {"b": t(2, 3, 4), "c": t(2, 4, 3, of=other), "img": t(2, 4, 8, 8, of=dtype)}
+    names |= {"vol": t(1, 4, 4, 4, 4, of=dtype), "seq": t(2, 4, 8, of=dtype)}
     op, _, overload = name.partition(".")
     function = getattr(torch.ops.aten, op)
     if overload:
         function = getattr(function, overload)
-    args, kwargs = eval(f"(lambda *a, **k: (a, k))({SAMPLES[name]})", names)
-    return lambda: function(*args, **kwargs)
+    args, kwargs = eval(f"(lambda *a, **k: (list(a), k))({SAMPLES[name]})", names)
+    return function, args, kwargs
 
 
 def formats_of(result: Any) -> list[torch.dtype]:
     """The dtypes of the floating tensors in a result, in order."""
-    if isinstance(result, torch.Tensor):
-        return [result.dtype] if result.is_floating_point() or result.is_complex() else []
-    if isinstance(result, (tuple, list)):
-        return [dtype for item in result for dtype in formats_of(item)]
-    return []
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return [tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
 
-# Random ops are seeded before each call; these can't be asked on a FakeTensor of a build without CUDA, with the
-# reason that PyTorch gives there.
+# These can't be asked on a FakeTensor of a build without CUDA: they look for CUDA or cuDNN, or read values.
+_NAMES = """
+    lstm.data gru gru.data gru_cell batch_norm ctc_loss _ctc_loss grid_sampler grid_sampler_2d linalg_lstsq istft geqrf
+    cov corrcoef sspaddmm fake_quantize_per_tensor_affine fake_quantize_per_channel_affine"""
 NOT_FAKEABLE = {
-    "lstm.data": "reads the batch sizes from memory",
-    "gru": "looks for cuDNN or a CUDA kernel",
-    "gru.data": "reads the batch sizes from memory",
-    "gru_cell": "looks for a CUDA kernel",
-    "batch_norm": "looks for cuDNN",
-    "ctc_loss": "looks for cuDNN",
-    "_ctc_loss": "its output's size depends on values",
-    "grid_sampler": "looks for cuDNN",
-    "grid_sampler_2d": "looks for cuDNN",
-    "linalg_lstsq": "its output's size depends on values",
-    "istft": "reads the window",
-    "geqrf": "looks for a CUDA kernel",
-    "cov": "compares values on its way",
-    "corrcoef": "compares values on its way",
-    "fake_quantize_per_tensor_affine": "looks for CUDA",
-    "fake_quantize_per_channel_affine": "looks for CUDA",
-    **{
-        name: "looks for CUDA"
-        for name in SAMPLES
-        if "sparse" in name or "histogram" in name or "spmm" in name
-    },
-    "sspaddmm": "looks for CUDA",
+    *_NAMES.split(),
+    *(name for name in SAMPLES if "sparse" in name or "histogram" in name or "spmm" in name),
 }
-
 
 # LAPACK's last bits depend on how its work space happens to be aligned: formats only.
 LAPACK = {
     *_GROUPS["m"].split(),
-    *(
-        name
-        for name in SAMPLES
-        if name.startswith("linalg_") or name.endswith(("solve", "svd", "qr", "geqrf"))
-    ),
-    *("pinverse", "nuclear_norm", "svd"),
+    *(name for name in SAMPLES if name.startswith("linalg_") or name.endswith(("solve", "svd", "qr"))),
+    *("geqrf", "pinverse", "nuclear_norm"),
 }
-
-
-def inputs_of(run: Callable[[], Any]) -> list[torch.dtype]:
-    """The dtypes of the floating tensors among a call's arguments, in order."""
-    args, kwargs = (
-        run.__closure__[run.__code__.co_freevars.index(name)].cell_contents for name in ("args", "kwargs")
-    )
-    return [dtype for dtype in formats_of([*args, *kwargs.values()]) if not dtype.is_complex]
 
 
 def outcome(name: str, dtype: torch.dtype, device: str, other: torch.dtype | None) -> str:
     """What one call returns, as a string: formats, and on the CPU a hash of the bits; an error's type if it raises."""
-    run = call(name, dtype, device, other)
-    torch.manual_seed(0)
+    function, args, kwargs = sample(name, dtype, device, other)
+    torch.manual_seed(0)  # some ops are random
     try:
-        result = run()
+        result = function(*args, **kwargs)
     except Exception as error:
         return type(error).__name__
     text = ",".join(str(dtype).removeprefix("torch.") for dtype in formats_of(result))
@@ -323,7 +275,7 @@ def under_torch_autocast() -> dict[str, str]:
         for dtype, other in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 found[f"cpu {name} {dtype} {other}"] = outcome(name, dtype, "cpu", other)
-            if name not in NOT_FAKEABLE and other is None and dtype is torch.bfloat16:
+            if name not in NOT_FAKEABLE and other is None:
                 with FakeTensorMode(), cuda_autocast(torch.bfloat16):
                     found[f"cuda {name} {dtype} {other}"] = outcome(name, dtype, "cuda", other)
     return found
@@ -344,23 +296,6 @@ def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
         torch.set_autocast_dtype("cuda", torch.float16)
 
 
-def dispatcher_lists() -> dict[str, list[str]]:
-    """Every ATen overload that has a kernel at an Autocast key, as the dispatcher tells."""
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    return {
-        device: sorted(
-            name.removeprefix("aten::")
-            for name in names
-            if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-        )
-        for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA"))
-    }
-
-
 if __name__ == "__main__":  # a process in which Mezzo was never imported
     torch.set_num_threads(1)
-    print(
-        json.dumps(
-            {"lists": dispatcher_lists(), "outcomes": under_torch_autocast(), "modules": [*sys.modules]}
-        )
-    )
+    print(json.dumps({"outcomes": under_torch_autocast(), "modules": [*sys.modules]}))

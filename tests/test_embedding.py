@@ -18,33 +18,22 @@ FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROWS, COLUMNS = 5, 8
 
 
-def looked_up(table: Tensor, fmt: str, call: Any, *args: Any, **kwargs: Any) -> Tensor:
-    with mezzo.autocast(fmt, "cpu"):
-        out: Tensor = call(*args, table, **kwargs)
-    return out
-
-
-def gradient_and_truth(
-    fmt: str, call: Any, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output and gradient of a 16-bit table in a region, PyTorch's gradient, and the FP64 truth."""
+def gradient_and_truth(fmt: str, call: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
+    """The gradient of a 16-bit table in a context, PyTorch's gradient, and the FP64 truth."""
     torch.manual_seed(0)
     table = torch.randn(ROWS, COLUMNS).to(FORMATS[fmt])
     low, plain, wide = (t.clone().requires_grad_() for t in (table, table, table.double()))
-    out = looked_up(low, fmt, call, *args, **kwargs)
-    native = call(*args, plain, **kwargs)
-    truth = call(*args, wide, **kwargs)
+    with mezzo.autocast(fmt, "cpu"):
+        out = call(*args, low, **kwargs)
     assert out.dtype is FORMATS[fmt]
     assert torch.equal(out, call(*args, table.float(), **kwargs).to(out.dtype))
     seed = (torch.randn(out.shape) + 0.5).to(out.dtype)
     out.backward(seed)
-    native.backward(seed)
-    truth.backward(seed.double())
+    call(*args, plain, **kwargs).backward(seed)
+    call(*args, wide, **kwargs).backward(seed.double())
     assert low.grad is not None
-    assert plain.grad is not None
-    assert wide.grad is not None
     assert low.grad.dtype is FORMATS[fmt]
-    return low.grad, plain.grad, wide.grad, out
+    return [t.grad for t in (low, plain, wide) if t.grad is not None]
 
 
 def off(grad: Tensor, truth: Tensor) -> float:
@@ -70,12 +59,10 @@ def test_a_token_that_is_seen_a_thousand_times_still_learns() -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(
-    "kwargs", [{}, {"padding_idx": 2}, {"padding_idx": -1}, {"scale_grad_by_freq": True}], ids=str
-)
+@pytest.mark.parametrize("kwargs", [{}, {"padding_idx": -1}, {"scale_grad_by_freq": True}], ids=str)
 def test_an_embedding_s_gradient_is_rounded_once(fmt: str, kwargs: dict[str, Any]) -> None:
     tokens = torch.randint(0, ROWS, (16, 128), generator=torch.Generator().manual_seed(1))
-    grad, native, truth, _ = gradient_and_truth(fmt, F.embedding, tokens, **kwargs)
+    grad, native, truth = gradient_and_truth(fmt, F.embedding, tokens, **kwargs)
     assert once_rounded(grad, truth)
     assert off(native, truth) > 5 * off(grad, truth), "PyTorch sums in FP32 now: the kernel may go"
     if "padding_idx" in kwargs:
@@ -87,8 +74,6 @@ def test_an_embedding_s_gradient_is_rounded_once(fmt: str, kwargs: dict[str, Any
     "kwargs",
     [
         {"mode": "sum"},
-        {"mode": "mean"},
-        {"mode": "max"},
         {"mode": "mean", "padding_idx": -1},
         {"mode": "max", "padding_idx": 3},
         {"mode": "sum", "scale_grad_by_freq": True},
@@ -99,7 +84,7 @@ def test_an_embedding_s_gradient_is_rounded_once(fmt: str, kwargs: dict[str, Any
 def test_a_bag_s_gradient_is_rounded_once(fmt: str, kwargs: dict[str, Any]) -> None:
     shape = (2048,) if "offsets" in kwargs else (256, 8)
     tokens = torch.randint(0, ROWS, shape, generator=torch.Generator().manual_seed(1))
-    grad, native, truth, _ = gradient_and_truth(fmt, F.embedding_bag, tokens, **kwargs)
+    grad, native, truth = gradient_and_truth(fmt, F.embedding_bag, tokens, **kwargs)
     assert off(grad, truth) < 1.05 * off(truth.to(FORMATS[fmt]), truth) + 1e-6
     assert off(native, truth) > 1.5 * off(grad, truth)
 
@@ -166,23 +151,13 @@ def test_what_is_left_to_pytorch() -> None:
     assert plan(mezzo.policy("bf16"), "cuda")["embedding"].how == "pytorch"
 
 
-class Table(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.token = nn.Embedding(ROWS, COLUMNS, dtype=torch.bfloat16)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        with mezzo.autocast("bf16", "cpu"):
-            out: Tensor = self.token(tokens).float()
-        return out
-
-
-TOKENS = torch.arange(2000) % 3
-
-
 def test_recomputation_gives_the_same_gradient() -> None:
-    plain, again = Table(), Table()
-    (plain(TOKENS) ** 2).sum().backward()
-    (checkpoint(again, TOKENS, use_reentrant=False) ** 2).sum().backward()
-    assert torch.equal(plain.token.weight.grad, again.token.weight.grad)
+    table, tokens = nn.Embedding(ROWS, COLUMNS, dtype=torch.bfloat16), torch.arange(2000) % 3
+
+    def looked_up(tokens: Tensor) -> Tensor:
+        with mezzo.autocast("bf16", "cpu"):
+            return table(tokens).float()
+
+    outs = looked_up(tokens), checkpoint(looked_up, tokens, use_reentrant=False)
+    plain, again = (torch.autograd.grad((out**2).sum(), table.weight)[0] for out in outs)
+    assert torch.equal(plain, again)

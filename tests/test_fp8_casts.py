@@ -33,21 +33,19 @@ Array = npt.NDArray[Any]
 
 @functools.cache
 def inputs(dtype: torch.dtype) -> Tensor:
-    """Every bf16 or fp16. FP32s of both signs: each exponent with each start of a mantissa that 8 bits keep, its tie,
-    and the neighbours of both; and patterns at random."""
+    """Every bf16 or fp16; FP32s of each exponent with each mantissa that 8 bits keep, its tie, and their neighbours."""
     if dtype is not FP32:
         return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     exponents = np.arange(256)[:, None, None] << 23
     kept = np.arange(8)[None, :, None] << 20
     ends = np.array([0, 1, 0x7FFFF, 0x80000, 0x80001, 0xFFFFF])[None, None, :]
-    chance = np.random.default_rng(5).integers(0, 1 << 31, 20_000)
-    magnitudes = np.concatenate([(exponents | kept | ends).ravel(), chance])
+    magnitudes = (exponents | kept | ends).ravel()
     both = np.concatenate([magnitudes, magnitudes | 1 << 31]).astype(np.uint32)
     return torch.from_numpy(both.view(np.float32))
 
 
-def matrix(shape: tuple[int, ...], dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+def matrix(shape: tuple[int, ...], dtype: torch.dtype = FP32) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator) * 2 ** torch.randint(-12, 9, shape, generator=generator)
     return x.to(dtype)
 

@@ -7,6 +7,7 @@ FP32's, plus one rounding. Whose kernel it is (the device's, Mezzo's own, FP32's
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from mezzo.core.policy import policy
 from mezzo.core.rules import RULES, Rule
 from mezzo.pytorch.autocast.plan import plan
 from mezzo.pytorch.dtypes import dtype_of
-from mezzo.pytorch.memory import PeakTensorBytes
 
 BITS = {"bf16": 7, "fp16": 10}
 FORMATS = list(BITS)
@@ -31,28 +31,22 @@ FORMATS = list(BITS)
 
 @dataclass(frozen=True)
 class Row:
-    """How an op is called, on x and its two parameters, and on which shapes.
-
-    Args:
-        call: of x, weight and bias.
-        shapes: of x; a minus sign in front of the last size stands for a tensor that is not contiguous.
-        width: which dimension of x has the parameters' length; None for an op without.
-        low: whether it also takes 16-bit parameters.
-        factor: what x is multiplied by, so that no sum leaves fp16's range.
-    """
+    """How an op is called on x, weight and bias, and on which shapes of x; a negative last size is not contiguous."""
 
     call: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...] = ((65_536, 8), (7, 1), (33, -64), (3, 0))
-    width: int | None = None
-    low: bool = False
-    factor: float = 1.0
+    width: int | None = None  # which dimension of x has the parameters' length
+    low: bool = False  # whether it also takes 16-bit parameters
+    factor: float = 1.0  # of x, so that no sum leaves fp16's range
 
 
 NOT_EMPTY = ((65_536, 8), (7, 1), (33, -64))
 CHANNELS = ((65_536, 2, 3), (64, 32, 64), (3, 4, -33))
-IMAGES = {1: ((1, 1, 1), (4096, 16, 3), (3, 5, -8))}
-IMAGES[2] = ((1, 1, 6, 1), (64, 8, 9, 7), (3, 5, 6, -8))
-IMAGES[3] = ((1, 1, 2, 3, 1), (8, 4, 5, 3, 3), (3, 5, 2, 3, -8))
+IMAGES = {
+    1: ((1, 1, 1), (4096, 16, 3), (3, 5, -8)),
+    2: ((1, 1, 6, 1), (64, 8, 9, 7), (3, 5, 6, -8)),
+    3: ((1, 1, 2, 3, 1), (8, 4, 5, 3, 3), (3, 5, 2, 3, -8)),
+}
 
 
 def batch_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -90,19 +84,11 @@ ROWS: dict[str, Row] = {
     "mean, a column": Row(lambda x, *_: torch.mean(x, 0)),
     "gelu": Row(lambda x, *_: F.gelu(x)),
     "gelu, tanh": Row(lambda x, *_: F.gelu(x, approximate="tanh")),
-    "silu": Row(lambda x, *_: F.silu(x)),
-    "mish": Row(lambda x, *_: F.mish(x)),
+    **{op: Row(lambda x, *_, op=op: getattr(F, op)(x)) for op in ("silu", "mish", "elu", "selu", "celu")},
     "tanh": Row(lambda x, *_: torch.tanh(x)),
-    "elu": Row(lambda x, *_: F.elu(x)),
-    "selu": Row(lambda x, *_: F.selu(x)),
-    "celu": Row(lambda x, *_: F.celu(x)),
     "glu": Row(lambda x, *_: F.glu(x), ((65_536, 8), (7, 2), (33, -64), (3, 0))),
-    "upsample_nearest1d": resizing(1, "nearest"),
-    "upsample_nearest2d": resizing(2, "nearest"),
-    "upsample_nearest3d": resizing(3, "nearest"),
-    "_upsample_nearest_exact1d": resizing(1, "nearest-exact"),
-    "_upsample_nearest_exact2d": resizing(2, "nearest-exact"),
-    "_upsample_nearest_exact3d": resizing(3, "nearest-exact"),
+    **{f"upsample_nearest{n}d": resizing(n, "nearest") for n in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{n}d": resizing(n, "nearest-exact") for n in (1, 2, 3)},
     "upsample_linear1d": resizing(1, "linear"),
     "upsample_bilinear2d": resizing(2, "bilinear"),
     "_upsample_bilinear2d_aa": resizing(2, "bilinear", antialias=True),
@@ -116,31 +102,18 @@ ROWS: dict[str, Row] = {
 ASKED_FOR = {"softmax"}
 
 
-def test_every_op_under_the_rule_has_a_row() -> None:
-    rows = {name.partition(",")[0] for name in ROWS}
-    for fmt in FORMATS:
-        plans = plan(policy(fmt), "cpu").values()
-        inside = {p.op for p in plans if p.rule == Rule.INTERNAL_FP32.value and p.how != "absent"}
-        assert inside - rows == set()
-        assert {p.format_out for p in plans if p.op in inside} == {"first input's"}
-        ours = {op for op, row in RULES.items() if row.kernel and row.kernel.kind == "inside"}
-        assert ours - rows == set()
-    assert rows - ASKED_FOR <= {op for op, row in RULES.items() if row.rule is Rule.INTERNAL_FP32}
-
-
-def test_on_every_device_the_rule_gives_sixteen_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever evidence or kernel there is."""
+def test_every_op_under_the_rule_has_a_row_and_gives_sixteen_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every device, whatever evidence or kernel there is."""
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16,fp16")
-    for fmt in FORMATS:
-        for device in ("cpu", "cuda", "mps", "xpu"):
-            wide = [
-                p.op
-                for p in plan(policy(fmt), device).values()
-                if p.rule == Rule.INTERNAL_FP32.value
-                and p.how != "absent"
-                and p.format_out != "first input's"
-            ]
-            assert wide == []
+    rows = {name.partition(",")[0] for name in ROWS}
+    ours = {op for op, row in RULES.items() if row.kernel and row.kernel.kind == "inside"}
+    assert ours - rows == set()
+    assert rows - ASKED_FOR <= {op for op, row in RULES.items() if row.rule is Rule.INTERNAL_FP32}
+    for fmt, device in itertools.product(FORMATS, ("cpu", "cuda", "mps", "xpu")):
+        plans = [p for p in plan(policy(fmt), device).values() if p.rule == "internal_fp32"]
+        inside = {p.op: p.format_out for p in plans if p.how != "absent"}
+        assert set(inside.values()) == {"first input's"}
+        assert device != "cpu" or inside.keys() - rows == set()
 
 
 def made(shape: tuple[int, ...], row: Row, dtype: torch.dtype, parameters: torch.dtype) -> list[Tensor]:
@@ -197,37 +170,20 @@ def in_region(name: str, row: Row, fmt: str, device: str = "cpu") -> Callable[..
 
 
 CASES = [
-    pytest.param(
-        name,
-        shape,
-        low,
-        id=f"{name}-{'x'.join(map(str, shape))}{'-low parameters' if low else ''}".replace(", ", " "),
-    )
+    pytest.param(name, shape, low, id=f"{name}-{'x'.join(map(str, shape))}{'-low parameters' * low}")
     for name, row in ROWS.items()
     for shape in row.shapes
     for low in ((False, True) if row.low else (False,))
     if not (shape[-1] == 0 and row.width is not None)
 ]
+HAS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("name", "shape", "low"), CASES)
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=(
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=(pytest.mark.gpu, HAS_CUDA))])
 def test_fp32_inside(name: str, shape: tuple[int, ...], low: bool, fmt: str, device: str) -> None:
-    row, dtype = ROWS[name], dtype_of(fmt)
-    op = name.partition(",")[0]
+    row, dtype, op = ROWS[name], dtype_of(fmt), name.partition(",")[0]
     rule = "internal_fp32" if op in ASKED_FOR else plan(policy(fmt), device)[op].rule
     inputs = [t.to(device) for t in made(shape, row, dtype, dtype if low else torch.float32)]
     wide = row.call(*[t.float() for t in inputs], *[torch.empty(0)] * (3 - len(inputs)))
@@ -276,31 +232,24 @@ def test_fp32_input_is_left_in_fp32(name: str) -> None:
     assert torch.equal(out, wide)
 
 
-LOWERED = ("layer_norm", "rms_norm", "instance_norm")
-
-
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("op", LOWERED)
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "instance_norm"])
 def test_lower_takes_the_own_kernel_with_fp32_parameters(op: str, fmt: str) -> None:
     """`op.layer_norm=lower`: an FP32 residual stream is read in 16 bits, the gradients are summed in FP32."""
     row, dtype = ROWS[op], dtype_of(fmt)
-    shape = row.shapes[0]
-    inputs = made(shape, row, torch.float32, torch.float32)
-    rounded = [inputs[0].to(dtype), *inputs[1:]]
+    inputs = made(row.shapes[0], row, torch.float32, torch.float32)
 
     def lowered(*args: Tensor) -> Tensor:
         with mezzo.autocast(f"{fmt},op.{op}=lower", "cpu"):
             return row.call(*args)
 
-    upstream = torch.randn(shape).to(dtype)
+    upstream = torch.randn(row.shapes[0]).to(dtype)
     out, ours = gradients(lowered, inputs, upstream)
-    expected, theirs = gradients(in_region(op, row, fmt), rounded, upstream)
+    expected, theirs = gradients(in_region(op, row, fmt), [inputs[0].to(dtype), *inputs[1:]], upstream)
     assert torch.equal(out, expected)
     assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(ours, theirs, strict=True))
     assert {g.dtype for g in ours} == {torch.float32}
 
-
-# What FP32 ops keep of 16-bit inputs: those inputs, not the FP32 copies that were made of them.
 
 KEEPS_ITS_INPUT: dict[str, Callable[[Tensor], Tensor]] = {
     "logsumexp": lambda x: torch.logsumexp(x, -1),
@@ -308,28 +257,19 @@ KEEPS_ITS_INPUT: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", KEEPS_ITS_INPUT)
-def test_an_fp32_op_keeps_its_16_bit_input_and_no_fp32_copy(name: str) -> None:
-    call = KEEPS_ITS_INPUT[name]
+@pytest.mark.parametrize("call", KEEPS_ITS_INPUT.values(), ids=KEEPS_ITS_INPUT)
+def test_an_fp32_op_keeps_its_16_bit_input_and_no_fp32_copy(call: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     leaf = (torch.rand(512, 256) + 0.1).bfloat16().requires_grad_()
-
-    def peak_of(calls: int) -> tuple[int, Tensor]:
-        peak = PeakTensorBytes()
-        with mezzo.autocast("bf16", "cpu"):
-            call(leaf)  # what is made once is made
-            others = bytes_alive()
-            peak.start()
-            outs = [call(leaf) for _ in range(calls)]
-        return peak.stop().peak_bytes - others, outs[0]
-
-    (few, out), (many, _) = peak_of(1), peak_of(5)
-    kept = (many - few) / 4 - out.nbytes  # what five calls keep beyond one, of which each has its output
-    assert kept < leaf.numel()
+    with mezzo.autocast("bf16", "cpu"):
+        call(leaf)  # what is made once is made
+        before = bytes_alive()
+        outs = [call(leaf) for _ in range(4)]
+    assert (bytes_alive() - before) / 4 - outs[0].nbytes < leaf.numel()
     wide = leaf.detach().float().requires_grad_()
-    upstream = torch.randn(out.shape)
-    out.backward(upstream.to(out.dtype))
-    call(wide).backward(upstream.to(out.dtype).float())
+    upstream = torch.randn(outs[0].shape)
+    outs[0].backward(upstream.to(outs[0].dtype))
+    call(wide).backward(upstream.to(outs[0].dtype).float())
     assert leaf.grad is not None
     assert wide.grad is not None
     assert torch.equal(leaf.grad, wide.grad.bfloat16())

@@ -60,52 +60,24 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda x: x[:1].expand(x.shape) if x.dim() else x,
     "quantized": lambda x: torch.quantize_per_tensor(x.float(), 0.01, 0, torch.qint8),
 }
-
-NO_FP16_ONEDNN = "oneDNN has no fp16 on a CPU without fp16 instructions"
-ONEDNN_CAST = (
-    "PyTorch's own autocast can't cast a oneDNN tensor, in a run either: it has no kernel to wrap for a cast"
-)
-SPARSE_CAST = (
-    "PyTorch's own cast of a sparse tensor that needs a gradient takes no dense gradient; nothing to wrap"
-)
-NESTED_CAST = "PyTorch's own cast of a nested tensor takes no gradient with gaps, as attention's is"
+CONVERSIONS = LAYOUTS | KINDS
 
 # Ops that read oneDNN memory as if it were dense, in FP32 without Mezzo: random numbers, or the process ends.
-UNSOUND = {
-    "batch_norm",
-    *("index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "index_reduce"),
-    *(
-        "index_reduce_",
-        "put",
-        "put_",
-        "masked_scatter",
-        "masked_scatter_",
-        "scatter",
-        "scatter_",
-        "scatter_add",
-    ),
-    *("scatter_add_", "scatter_reduce", "scatter_reduce_"),
-}
+UNSOUND = """
+    batch_norm index_add index_add_ index_copy index_copy_ index_put index_put_ index_reduce index_reduce_ put put_
+    masked_scatter masked_scatter_ scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_"""
 
 # What raises in a run although FP32 works (torch.autocast raises, too): part of the error -> why.
 LIMITS: dict[str, str] = {
-    "could not create": NO_FP16_ONEDNN,
-    "fp16 path needs": NO_FP16_ONEDNN,
-    "empty_strided": ONEDNN_CAST,
-    "should be the same or input should be a MKLDNN": ONEDNN_CAST,
-    "support converting to a different layout": SPARSE_CAST,
-    "must be contiguous to get buffer": NESTED_CAST,
+    "could not create": "oneDNN has no fp16 on a CPU without fp16 instructions",
+    "fp16 path needs": "the same",
+    "empty_strided": "PyTorch's own autocast can't cast a oneDNN tensor: it has no kernel to wrap for a cast",
+    "should be the same or input should be a MKLDNN": "the same",
+    "support converting to a different layout": "its cast of a sparse tensor takes no dense gradient",
+    "must be contiguous to get buffer": "its cast of a nested tensor takes no gradient with gaps, as attention's is",
     "addmm_out_sparse_csr_impl_mkl": "conv_tbc of a CSR weight multiplies in place, which has no kernel to wrap",
     "addmv_out_sparse_csr_impl_mkl": "addmv_ of a CSR matrix, in place: the kernel writes into its argument",
 }
-
-
-@functools.cache
-def parts(name: str) -> tuple[Any, list[Any], dict[str, Any]]:
-    """An op's function, and its sample's arguments in FP32."""
-    run = samples.call(name, torch.float32)
-    cells = dict(zip(run.__code__.co_freevars, (cell.cell_contents for cell in run.__closure__)))
-    return cells["function"], list(cells["args"]), cells["kwargs"]
 
 
 def places(args: list[Any]) -> list[tuple[int, ...]]:
@@ -124,32 +96,25 @@ def attempt(
     where: tuple[tuple[int, ...], ...],
     rounded: torch.dtype | None,
     inputs: torch.dtype,
-    region: AbstractContextManager[Any],
+    context: AbstractContextManager[Any],
     backward: bool,
 ) -> list[Tensor]:
     """The results of one call and, with `backward`, the gradients of its inputs.
 
-    Args:
-        where: the arguments to convert.
-        rounded: the inputs' values are rounded to this format first.
-        inputs: the inputs' format.
+    The arguments in `where` are converted. Values are rounded to `rounded` first, and given in the format `inputs`.
     """
-    function, args, kwargs = parts(name)
-    call: list[Any] = [list(value) if isinstance(value, list) else value for value in args]
+    function, args, kwargs = samples.sample(name, torch.float32)
     leaves: list[Tensor] = []
     for place in places(args):
-        value = args[place[0]] if len(place) == 1 else args[place[0]][place[1]]
-        value = (value.to(rounded) if rounded else value.clone()).to(inputs)
+        holder, index = (args, place[0]) if len(place) == 1 else (args[place[0]], place[1])
+        value = holder[index].to(rounded or torch.float32).to(inputs)
         value = convert(value) if place in where else value
         leaves.append(value.detach().requires_grad_(backward))
-        given = leaves[-1] * 1 if backward and name.partition(".")[0].endswith("_") else leaves[-1]
-        if len(place) == 1:
-            call[place[0]] = given
-        else:
-            call[place[0]][place[1]] = given
+        writes = name.partition(".")[0].endswith("_")
+        holder[index] = leaves[-1] * 1 if backward and writes else leaves[-1]
     torch.manual_seed(0)
-    with region, nullcontext() if backward else torch.no_grad():
-        out = function(*call, **kwargs)
+    with context, nullcontext() if backward else torch.no_grad():
+        out = function(*args, **kwargs)
     results = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
     if not backward:
         return results
@@ -157,9 +122,8 @@ def attempt(
     if not targets:
         raise NotImplementedError("no gradient in FP32")
     ones = [torch.ones_like(value) for value in targets]
-    return results + [
-        g for g in torch.autograd.grad(targets, leaves, ones, allow_unused=True) if g is not None
-    ]
+    grads = torch.autograd.grad(targets, leaves, ones, allow_unused=True)
+    return results + [grad for grad in grads if grad is not None]
 
 
 def dense(value: Tensor) -> Tensor:
@@ -197,27 +161,22 @@ def cases(kind: str) -> list[tuple[str, tuple[tuple[int, ...], ...], bool]]:
     for name in samples.SAMPLES:
         if kind in LAYOUTS and name in samples.LAPACK:
             continue
-        if kind == "mkldnn" and name.partition(".")[0] in UNSOUND:
+        if kind == "mkldnn" and name.partition(".")[0] in UNSOUND.split():
             continue
-        every = tuple(places(parts(name)[1]))
+        every = tuple(places(samples.sample(name, torch.float32)[1]))
         single = [(place,) for place in every] if kind in LAYOUTS else []
         for where in dict.fromkeys([*single, every]):
-            works = []
-            for backward in (False, True):
-                try:
-                    attempt(
-                        name, (LAYOUTS | KINDS)[kind], where, None, torch.float32, nullcontext(), backward
-                    )
-                except Exception:
-                    break
-                works.append((name, where, backward))
-            found += works[-1:]
+            with suppress(Exception):
+                for backward in (False, True):
+                    attempt(name, CONVERSIONS[kind], where, None, torch.float32, nullcontext(), backward)
+                    works = (name, where, backward)
+                    found = [*found[:-1], works] if backward else [*found, works]
     return found
 
 
 def outcomes(kind: str, spec: str) -> list[tuple[str, str, bool]]:
     """Each case that reaches Mezzo: what it is, Mezzo's error or difference, whether torch.autocast works."""
-    dtype, convert, found = FORMATS[spec], (LAYOUTS | KINDS)[kind], []
+    dtype, convert, found = FORMATS[spec], CONVERSIONS[kind], []
     eps = torch.finfo(dtype).eps
     for (name, where, backward), low in itertools.product(cases(kind), (False, True)):
         inputs = dtype if low else torch.float32
@@ -262,15 +221,13 @@ def lent():
     end()
 
 
+BF16 = [(kind, "bf16") for kind in CONVERSIONS]
+FP16 = [(kind, "fp16") for kind in ("coo", "jagged", "mkldnn")]
+
+
 @pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("kind", "spec"),
-    [
-        *((kind, "bf16") for kind in (*LAYOUTS, *KINDS)),
-        *((kind, "fp16") for kind in ("coo", "jagged", "mkldnn")),
-    ],
-)
-def test_where_torch_autocast_works_a_region_does(kind: str, spec: str) -> None:
+@pytest.mark.parametrize(("kind", "spec"), [*BF16, *FP16])
+def test_where_torch_autocast_works_a_context_does(kind: str, spec: str) -> None:
     found = outcomes(kind, spec)
     assert len(found) > 10
     assert [(told, error) for told, error, torchs in found if error and torchs] == []

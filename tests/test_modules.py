@@ -55,7 +55,6 @@ X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
 ROWS = [
     ("bf16,module.head=fp32", [BF16, BF16, FP32]),
-    ("bf16,module.blocks.*=fp32", [FP32, FP32, BF16]),
     ("bf16,module.blocks=fp32,module.blocks.1=bf16", [FP32, BF16, BF16]),
     ("fp16,module.blocks.0=bf16,module.head=fp32", [BF16, FP16, FP32]),
     ("fp32,module.blocks=bf16", [BF16, BF16, FP32]),
@@ -95,16 +94,13 @@ def test_fp32_modules_get_fp32_inputs_and_others_their_own(net):
     assert extra["b"].dtype is torch.int64
 
 
-def test_gradients_equal_those_of_the_region_written_by_hand(net):
-    other = copy.deepcopy(net)
-    chosen = policy("bf16,module.head=fp32")
-    apply_module_overrides(net, chosen, "cpu")
-    with mezzo.autocast(chosen, "cpu"):
+def test_gradients_equal_those_of_the_context_written_by_hand(net):
+    other, chosen = copy.deepcopy(net), policy("bf16,module.head=fp32")
+    with apply_module_overrides(net, chosen, "cpu"), mezzo.autocast(chosen, "cpu"):
         mine = net(X)
     with mezzo.autocast("bf16", "cpu"):
         hidden = other.blocks(X)
-        with mezzo.autocast("bf16", "cpu", enabled=False):
-            theirs = other.head(hidden.float())
+    theirs = other.head(hidden.float())
     mine.sum().backward()
     theirs.sum().backward()
     for mine, theirs in zip(net.parameters(), other.parameters()):
@@ -112,9 +108,7 @@ def test_gradients_equal_those_of_the_region_written_by_hand(net):
 
 
 def test_a_pattern_that_matches_nothing(net):
-    with pytest.raises(
-        UnknownNameError, match=r"'heads' matches no module of the model\. The nearest is 'head'"
-    ):
+    with pytest.raises(UnknownNameError, match=r"'heads'.*'head'"):
         apply_module_overrides(net, policy("bf16,module.blocks.0=fp32,module.heads=fp32"), "cpu")
     assert not any("forward" in module.__dict__ for module in net.modules())
 

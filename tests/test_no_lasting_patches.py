@@ -25,11 +25,10 @@ SETUP = """
         torch.utils.checkpoint, torch._C, torch._C._autograd, F, graph, grad_mode, nn_module, optim_module,
     ]
     CLASSES = [
-        torch.Tensor, torch._C.TensorBase, nn.Parameter, nn.Module, nn.Linear, nn.Sequential, nn.BatchNorm1d,
-        torch.amp.autocast, torch.amp.GradScaler, torch.autograd.Function, torch.optim.Optimizer, torch.optim.SGD,
-        torch.optim.AdamW, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.set_grad_enabled,
+        torch.Tensor, torch._C.TensorBase, nn.Parameter, nn.Module, nn.Linear, nn.BatchNorm1d, torch.amp.autocast,
+        torch.amp.GradScaler, torch.autograd.Function, torch.optim.Optimizer, torch.optim.SGD, torch.optim.AdamW,
+        torch.no_grad, torch.enable_grad, torch.inference_mode, torch.set_grad_enabled, graph.saved_tensors_hooks,
         torch.utils.checkpoint.CheckpointFunction, torch.utils.checkpoint._CheckpointFrame,
-        graph.saved_tensors_hooks,
     ]
     CONFIGS = [torch.compiler.config, torch._functorch.config, torch._inductor.config, torch._dynamo.config]
     CODE = (type, property, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod)
@@ -97,16 +96,11 @@ USES = {
             net[0].weight.detach()
         assert any("set_grad_enabled" in name for name in during), during
     """,
-    "autocast with a module in FP32, recomputation and all formats": """
+    "autocast with a module in FP32, recomputation, all formats, and one that raises": """
         for policy in ("fp32", "bf16,module.0=fp32", "fp16", "bf16,recompute=gelu", "fp8", "tf32"):
             with mezzo.autocast(policy, "cpu"), mezzo.autocast("bf16", "cpu"):
                 net(x).sum().backward()
-        @mezzo.autocast("bf16", "cpu")
-        def f(x):
-            return net(x)
-        f(x)
-    """,
-    "autocast that raises": """
+        mezzo.autocast("bf16", "cpu")(net)(x)
         try:
             with mezzo.autocast("fp16", "cpu"):
                 raise KeyError

@@ -55,7 +55,7 @@ def _inside(path: str, *devices: str) -> Kernel:
 
 
 def _state(kind: str) -> Kernel:
-    return Kernel(kind, "hidden and cell state stay FP32 between steps", "recurrent:with_fp32_state")
+    return Kernel(kind, "hidden and cell state stay FP32 between steps", "composed:with_fp32_state")
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ _ROWS: list[OpRule] = [
             Kernel(
                 "indices",
                 "backward keeps its indices in 16 or 32 bits, not 64",
-                "short_indices:keeping_short_indices",
+                "composed:keeping_short_indices",
             ),
         ),
     ),

@@ -23,11 +23,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype that stores a format, for instance ``"bf16"`` -> ``torch.bfloat16``.
-
-    Raises:
-        UnknownNameError: torch has no dtype for it (tf32 is a way of computing, not of storing).
-    """
+    """The torch dtype that stores a format, for instance ``"bf16"`` -> ``torch.bfloat16``."""
     if name not in DTYPES:
         raise unknown_name("storage format", name, DTYPES)
     return DTYPES[name]

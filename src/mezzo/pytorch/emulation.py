@@ -1,14 +1,8 @@
 """Emulation of a module's operations in any format, on FP32 tensors that are rounded as the op table says.
 
-`Rounding` is a dispatch mode. It follows which tensors would be in the format if the whole model were
-(`mezzo.core.rules`), and rounds those of the operations that run outside of inner modules:
-
-- In a format of 16 bits or more, the inputs of products and all results, as autocast does.
-- In a narrower one, the matrices that products read, each scaled by a power of two that brings its largest number just
-  under the format's; everything else is bf16, as in ``mezzo.autocast("fp8")``.
-- A number beyond the format's largest, less the headroom, becomes infinite.
-
-Sums inside one operation are FP32. `.float()` does nothing to an FP32 tensor, so it is not seen.
+In a format of 16 bits or more, the inputs of products and all results are rounded, as autocast does. In a narrower one,
+the matrices that products read, each scaled by a power of two that brings its largest number just under the format's;
+everything else is bf16. Sums inside one operation are FP32.
 """
 
 from __future__ import annotations
@@ -36,21 +30,14 @@ _COPY_NAMES = """
     replication_pad1d replication_pad2d replication_pad3d repeat repeat_interleave flip roll tril triu native_dropout
     bernoulli zero fill neg abs maximum minimum sort topk lift_fresh detach slice_scatter select_scatter
 """
-COPIES = frozenset(_COPY_NAMES.split())
-"""Operations that return numbers that were there before, or constants."""
+COPIES = frozenset(_COPY_NAMES.split())  # operations that return numbers that were there before, or constants
 # Below autograd an op of the table may have a longer name: these parts are cut off.
 _BEFORE = ("native_", "_native_", "cudnn_", "miopen_", "mkldnn_", "_")
 _AFTER = ("_legit", "_backend", "_forward", "_for_cpu", "_")
 
 
 class Rounding(TorchDispatchMode):
-    """Follows which tensors would be in a format, and rounds what one module computes (if `rounds`).
-
-    Attributes:
-        inside: the calls of inner modules that are running, the innermost last. Their operations are not rounded.
-        computed: innermost call -> whether it has a product, of the calls with operations of their own.
-        cause: the operation that made the first number beyond the format's largest; ``""``.
-    """
+    """Follows which tensors would be in a format, and rounds what one module computes (if `rounds`)."""
 
     def __init__(self, form: Format, *, rounds: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,9 +46,11 @@ class Rounding(TorchDispatchMode):
         self._rounds = rounds
         self._most = math.ldexp(float(self._form.max), -HEADROOM)
         self._low: dict[int, bool] = {}
-        self.inside: list[Any] = []
-        self.computed: dict[Any, bool] = {}
-        self.cause = ""
+        self.inside: list[Any] = []  # running calls of inner modules, whose operations are not rounded
+        self.computed: dict[
+            Any, bool
+        ] = {}  # innermost call with operations of its own -> whether it has a product
+        self.cause = ""  # what made the first number beyond the format's largest
 
     def low(self, tensor: Tensor) -> bool:
         """Whether this tensor would be in the format."""

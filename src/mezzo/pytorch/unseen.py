@@ -12,9 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 def unseen(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Writes inside raise no version counter of these tensors, so graphs that saved one still run backward.
 
-    BatchNorm saves its running statistics for backward. In training mode it does not use them, and its own update does
-    not raise their counters either. In evaluation mode backward uses the values that are there by then, after a
-    write-back as after a later forward pass in training mode.
+    BatchNorm saves its running statistics, but its backward uses them only in evaluation mode.
     """
     counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
     return _unsafe_preserve_version_counter(counted)

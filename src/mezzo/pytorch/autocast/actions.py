@@ -1,11 +1,7 @@
 """What a registered kernel does with a call: one function per overload, format and device type.
 
-An action receives the arguments as the dispatcher passes them (keyword-only ones by name) while the Autocast key is
-excluded. It runs at every call, so what can be known beforehand (where the tensors stand, whether there is one or
-several) is determined when it is built.
-
-An FP32 op may save its FP32 inputs for backward: twice the bytes of the 16-bit tensors that they were widened from.
-Where a pair of saved-tensor hooks costs less than that, the 16-bit tensor is saved (`mezzo.pytorch.kernels.packing`).
+An action receives the arguments as the dispatcher passes them, while the Autocast key is excluded. It runs at every
+call, so what can be known beforehand is determined when it is built.
 """
 
 from __future__ import annotations
@@ -23,21 +19,23 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mezzo.core.errors import BannedOpError
 from mezzo.core.policy import Policy
 from mezzo.pytorch.autocast.fallback import noted, widen
-from mezzo.pytorch.autocast.plan import TORCH_TABLE, OpPlan, overload_named, takes_one_tensor
+from mezzo.pytorch.autocast.plan import OpPlan, Overload, overload_named, takes_one_tensor
 from mezzo.pytorch.dtypes import dtype_of, name_of
 from mezzo.pytorch.kernels import backend
-from mezzo.pytorch.kernels.packing import Packing, Rounded
+from mezzo.pytorch.kernels.emulated import KEEP_RANK, emulated, saving_low
+from mezzo.pytorch.kernels.packing import Rounded, hooks_are_allowed
 from mezzo.pytorch.kernels.plain import is_plain
 
 __all__ = ["Action", "action", "for_other_layouts"]
 
 Action = Callable[..., Any]
 
-# Ops whose output dtype can be set instead of casting their inputs: those for which PyTorch's CUDA table does so.
-# (Others take the argument too, but `_safe_softmax` in fp16, for one, can't run backward then.)
+# Ops whose output dtype can be set instead of casting their inputs, as PyTorch's CUDA autocast does.
+# (Others take the argument too, but `_safe_softmax` in fp16, for one, can't run backward then, and the nuclear norm of
+# `linalg_matrix_norm` refuses 16-bit inputs with any dtype.)
 _DTYPE_SETTABLE = frozenset(
-    name.partition(".")[0] for name, category in TORCH_TABLE["cuda"].items() if category == "fp32_dtype"
-) - {"linalg_matrix_norm"}  # its nuclear norm refuses 16-bit inputs with any dtype
+    {"cumprod", "cumsum", "linalg_vector_norm", "log_softmax", "prod", "softmax", "sum"}
+)
 
 # Ops that `torch` binds with the arguments of the overload: the binding parses them faster than `torch.ops`.
 # (Where one tensor is the only argument that holds for every op.)
@@ -70,10 +68,7 @@ def action(op_plan: OpPlan, name: str, device_type: str, policy: Policy) -> Acti
     return _cast_to(overload, device_type, compute) if op_plan.rule == "lower" else _fastest(overload)
 
 
-def _custom_kernel(
-    op_plan: OpPlan, overload: torch._ops.OpOverload, device_type: str, policy: Policy
-) -> Action:
-    """The action of Mezzo's own kernel. By its kind, the kernel is called with the op's arguments or builds a call."""
+def _custom_kernel(op_plan: OpPlan, overload: Overload, device_type: str, policy: Policy) -> Action:
     assert op_plan.kernel is not None
     kind, compute = op_plan.kernel.kind, dtype_of(policy.activations)
     if kind == "number":
@@ -96,9 +91,7 @@ def _custom_kernel(
 def for_other_layouts(op_plan: OpPlan, name: str, device_type: str) -> Action | None:
     """The action of one overload where an input is sparse, nested, negated or oneDNN's; None: as with dense ones.
 
-    PyTorch has few 16-bit kernels for such tensors, and not all can be cast. So 16-bit inputs are widened, others stay,
-    and the result is FP32, or for `internal_fp32` in the first input's format. Nested tensors have 16-bit kernels: they
-    run as they are if no input is FP32.
+    PyTorch has few 16-bit kernels for such tensors, and not all can be cast, so 16-bit inputs are widened.
     """
     overload = overload_named(name)
     if op_plan.how == "banned":
@@ -112,14 +105,14 @@ def for_other_layouts(op_plan: OpPlan, name: str, device_type: str) -> Action | 
     def widened(*args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if lowers and any(t.is_nested for t in tensors) and not any(t.dtype is _FP32 for t in tensors):
-            return overload(*args, **kwargs)
+            return overload(*args, **kwargs)  # nested tensors have 16-bit kernels
         wide_args, wide_kwargs = tree_map_only(Tensor, widen, (args, kwargs))
         return overload(*wide_args, **wide_kwargs)
 
     return noted(op_plan.op, widened) if lowers else widened
 
 
-def _fastest(overload: torch._ops.OpOverload) -> Action:
+def _fastest(overload: Overload) -> Action:
     """What calls an overload with the least overhead."""
     schema = overload._schema
     namespace, _, name = schema.name.partition("::")
@@ -157,7 +150,7 @@ def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -
                 yield item
 
 
-def _cast_to(overload: torch._ops.OpOverload, device_type: str, dtype: torch.dtype) -> Action:
+def _cast_to(overload: Overload, device_type: str, dtype: torch.dtype) -> Action:
     op = _fastest(overload)
 
     def one(x: Tensor, /, *rest: Any, **kwargs: Any) -> Any:
@@ -172,7 +165,7 @@ def _cast_to(overload: torch._ops.OpOverload, device_type: str, dtype: torch.dty
     return one if takes_one_tensor(overload) else several
 
 
-def _in_fp32(op_plan: OpPlan, overload: torch._ops.OpOverload, device_type: str) -> Action:
+def _in_fp32(op_plan: OpPlan, overload: Overload, device_type: str) -> Action:
     if op_plan.op in _DTYPE_SETTABLE:
         return _with_dtype(overload, device_type)
     call, cast_all = _fastest(overload), _cast_to(overload, device_type, _FP32)
@@ -198,12 +191,7 @@ def _in_fp32(op_plan: OpPlan, overload: torch._ops.OpOverload, device_type: str)
 
 def _is_worth_packing(x: Tensor) -> bool:
     """Whether a 16-bit input is large enough, and an eager backward may ask for it."""
-    return (
-        x.numel() >= _WORTH_PACKING
-        and torch.is_grad_enabled()
-        and is_plain(x)
-        and bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
-    )
+    return x.numel() >= _WORTH_PACKING and torch.is_grad_enabled() and is_plain(x) and hooks_are_allowed()
 
 
 def _saving_halves(op: Action, args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -> Any:
@@ -217,17 +205,11 @@ def _saving_halves(op: Action, args: Sequence[Any], kwargs: Mapping[str, Any], d
             return halves[-1].wide
         return _cast(value, _FP32, device_type)
 
-    wide_args = [wide(value) for value in args]
     wide_kwargs = {key: _cast(value, _FP32, device_type) for key, value in kwargs.items()}
-    packing = Packing(halves, dtype, None, torch._C._autograd._top_saved_tensors_default_hooks(False))
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(packing.pack, Packing.unpack):
-            return op(*wide_args, **wide_kwargs)
-    finally:
-        packing.forget()
+    return saving_low(op, [wide(value) for value in args], wide_kwargs, halves, dtype)
 
 
-def _with_dtype(overload: torch._ops.OpOverload, device_type: str) -> Action:
+def _with_dtype(overload: Overload, device_type: str) -> Action:
     """A reduction with an output dtype converts as it reads, without an FP32 copy of its input."""
     position = [argument.name for argument in overload._schema.arguments].index("dtype")
     op = _fastest(overload)
@@ -248,7 +230,7 @@ def _with_dtype(overload: torch._ops.OpOverload, device_type: str) -> Action:
     return with_dtype
 
 
-def _rounded(op_plan: OpPlan, overload: torch._ops.OpOverload, device_type: str) -> Action:
+def _rounded(op_plan: OpPlan, overload: Overload, device_type: str) -> Action:
     """`internal_fp32` with the FP32 kernel: results are rounded to the first floating input's format."""
     in_fp32 = _in_fp32(op_plan, overload, device_type)
     gives_statistics = op_plan.op in _GIVES_STATISTICS
@@ -274,7 +256,7 @@ def _narrowed(result: Any, dtype: torch.dtype) -> Any:
 
 
 def _sixteen_bits(
-    op_plan: OpPlan, kernel: Action, overload: torch._ops.OpOverload, device_type: str, compute: torch.dtype
+    op_plan: OpPlan, kernel: Action, overload: Overload, device_type: str, compute: torch.dtype
 ) -> Action:
     """A kernel for a 16-bit first tensor. An FP32 one goes to PyTorch's, or is lowered where the rule says so."""
     otherwise = _in_fp32(op_plan, overload, device_type)
@@ -292,9 +274,7 @@ def _sixteen_bits(
     return lowered if op_plan.rule == "lower" else as_it_comes
 
 
-def _if_floats(
-    kernel: Action, overload: torch._ops.OpOverload, device_type: str, first: int | None = None
-) -> Action:
+def _if_floats(kernel: Action, overload: Overload, device_type: str, first: int | None = None) -> Action:
     """The kernel where the first so many arguments are floating tensors (None: any of all), else the op itself."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -305,7 +285,7 @@ def _if_floats(
     return run
 
 
-def _promoted(overload: torch._ops.OpOverload, device_type: str) -> Action:
+def _promoted(overload: Overload, device_type: str) -> Action:
     """The widest input's dtype; fp16 and bf16 together make FP32, where PyTorch's own `promote` raises."""
     op, in_place = _fastest(overload), overload._schema.is_mutable
     if takes_one_tensor(overload):
@@ -324,7 +304,7 @@ def _promoted(overload: torch._ops.OpOverload, device_type: str) -> Action:
     return promoted
 
 
-def _writing_number(op_plan: OpPlan, overload: torch._ops.OpOverload) -> Action:
+def _writing_number(op_plan: OpPlan, overload: Overload) -> Action:
     """`masked_fill` with a number beyond a 16-bit range: FP32, or in place the format's largest number."""
     op = _fastest(overload)
     widened = noted(op_plan.op, lambda x, mask, value: op(x.float(), mask, value))
@@ -340,21 +320,18 @@ def _writing_number(op_plan: OpPlan, overload: torch._ops.OpOverload) -> Action:
     return writing
 
 
-def _emulated(op: str, overload: torch._ops.OpOverload, device_type: str, compute: torch.dtype) -> Action:
-    from mezzo.pytorch.kernels.emulated import EMULATED, Emulated
+def _emulated(op: str, overload: Overload, device_type: str, compute: torch.dtype) -> Action:
+    kernel = emulated(overload, compute, KEEP_RANK.get(op))
 
-    name = overload.name().removeprefix("aten::").removesuffix(".default")
-    kernel = EMULATED.get(name) or EMULATED.get(op) or Emulated(overload)
-
-    def emulated(*args: Any, **kwargs: Any) -> Any:
+    def if_floats(*args: Any, **kwargs: Any) -> Any:
         if not _eligible(args[0], device_type) and next(_tensors(args, kwargs, device_type), None) is None:
             return overload(*args, **kwargs)
-        return kernel(*args, compute=compute, **kwargs)
+        return kernel(*args, **kwargs)
 
-    return emulated
+    return if_floats
 
 
-def _banned(op_plan: OpPlan, overload: torch._ops.OpOverload, device_type: str) -> Action:
+def _banned(op_plan: OpPlan, overload: Overload, device_type: str) -> Action:
     in_fp32 = _cast_to(overload, device_type, _FP32)
 
     def banned(*args: Any, **kwargs: Any) -> Any:

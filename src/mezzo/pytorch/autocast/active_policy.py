@@ -1,18 +1,8 @@
-"""Which policy is active: a label that travels with autocast's own thread state.
+"""Which policy is active: a number in base 3 that travels with autocast's own thread state (docs/architecture.md).
 
-A thread-local of ours would be lost in the recomputation of a checkpoint, would not be part of the guards of a compiled
-function, and would not enter the key of a compile cache. Autocast's state does all three, so the label is written
-there: as the autocast switch and dtype of backends that this computer does not have. No tensor lives on such a backend,
-so no op is affected. Dynamo compares the switch and the dtype of *every* device type before it reuses a graph, and
-AOTAutograd puts them into its cache key.
-
-A label is a number written in base 3, one digit per device: off, bfloat16, float16 (the dtypes that `torch.autocast`
-takes without complaint, which matters where Dynamo replays it). The first device's digit is never zero, so "no label"
-costs one query. Most processes use one or two policies, hence one digit. A label stands for one *binding*: the policy
-of each device type. It is never given to another binding, since a compiled graph may still be guarded by it.
-
-Nothing else in Mezzo reads or writes the label. Where it can't be carried (a thread that enters `torch.autocast`
-itself, `torch.amp.custom_bwd`, DataParallel's replicas), no policy is active and PyTorch's own table applies.
+Each digit is the autocast switch and dtype of a backend that this computer lacks: off, bfloat16, float16 (the dtypes
+that `torch.autocast` takes without complaint). The first is never off, so "no label" costs one query. A label stands
+for one binding, the policy of each device type, and is never reused, since a compiled graph may be guarded by it.
 """
 
 from __future__ import annotations
@@ -50,8 +40,7 @@ _devices: tuple[str, ...] = ()
 _resting: dict[str, torch.dtype] = {}  # the dtype of each device's autocast while it is off
 _digits = 1
 
-# Reads `MEZZO_ASSUME_NATIVE` at each context, from `os.environ`'s own table of bytes where there is one (POSIX):
-# `os.environ.get` would be a third of the context's time.
+# `MEZZO_ASSUME_NATIVE` is read at each context: `os.environ.get` would be a third of the context's time.
 _raw_environment: dict[bytes, bytes] | None = (
     getattr(os.environ, "_data", None) if os.name == "posix" else None
 )
@@ -150,13 +139,7 @@ def successor(code: int, device_type: str, policy: Policy | None) -> int:
 
 
 class Transition(NamedTuple):
-    """From one label to another and back, with the fewest autocast settings.
-
-    Args:
-        enter: writes the label inside into this thread's autocast state, which holds the one outside.
-        leave: writes the one outside again.
-        is_outermost: whether there is no label outside.
-    """
+    """Functions that write one label and then the one outside; `is_outermost` if there is none outside."""
 
     enter: Callable[[], None]
     leave: Callable[[], None]
@@ -184,10 +167,8 @@ def transition(before: int, device_type: str, policy: Policy | None) -> Transiti
 def _writer(
     changes: list[tuple[str, torch.dtype | None, torch.dtype | None]], also: Callable[[], None] | None
 ) -> Callable[[], None]:
-    """A function that changes each device from one dtype to another (None for off) in this thread's autocast state.
-
-    A switch that is off keeps the dtype that every thread begins with. So turning it on often needs no dtype.
-    """
+    """A function that changes each device from one dtype to another (None for off) in this thread's autocast state."""
+    # A switch that is off keeps the dtype that every thread begins with, so turning it on often needs no dtype.
     settings: list[tuple[str, bool, torch.dtype | None]] = []
     for device, old, new in changes:
         resting = _resting[device]
@@ -238,7 +219,7 @@ def _label_for(binding: Binding) -> int:
 
 
 def fingerprint() -> str:
-    """A hash of what each label of this process means, for the tag of compile caches: see `compiling`."""
+    """A hash of what each label of this process means, for the tag of compile caches."""
     labels = "|".join(
         f"{code}:{assumed!r}:" + ",".join(f"{device}={policy.fingerprint()}" for device, policy in binding)
         for (binding, assumed), code in sorted(_labels.items(), key=lambda item: item[1])

@@ -1,14 +1,8 @@
-"""What contexts set in PyTorch's compiler while it compiles: two settings, and the names that `patches` replaces.
+"""Two settings of PyTorch's compiler while it compiles: the tag of its caches, and no autocast in backward passes.
 
-**The tag of its caches** tells which policy each label stands for in this process. A graph's cache key has the label
-(AOTAutograd's has every device's autocast dtype), but not its meaning, which depends on the order in which labels were
-made. So the tag is a hash of all of them in order. Two processes share compiled code only if each label that either
-knows means the same policy, under the same table of operations.
-
-**The backward pass of a compiled function** is compiled as an eager one runs: outside of every context. `torch.compile`
-compiles both passes while the function is called, and by default the backward pass under the autocast state of that
-call. The two differ where an op's backward calls other ops: the products of an FP32 `linear` inside a 16-bit context
-would be computed in 16 bits, and values beyond fp16 overflow. (`torch.amp` has this bug.)
+A cache key has the label but not its meaning, so the tag is a hash of what each label of this process stands for. By
+default a backward pass is compiled under the forward's autocast, and the products of an FP32 `linear` in a 16-bit
+context would be computed in 16 bits, unlike in eager mode. (`torch.amp` has this bug.)
 """
 
 from __future__ import annotations

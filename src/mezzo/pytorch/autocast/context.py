@@ -1,12 +1,7 @@
-"""`mezzo.autocast`: a context in which a policy is active.
+"""`mezzo.autocast`: a `torch.autocast` with a label for its policy and the kernels of the policy's plan.
 
-A context is `torch.autocast`, plus a label for the policy (`active_policy.py`), plus the kernels of the policy's plan
-(`dispatch.py`, registered once per policy). So the weight-cast cache, `custom_fwd`, checkpointing and
-`torch.is_autocast_enabled()` work as they do under `torch.autocast`.
-
-Inside `torch.compile` a context is replayed as `torch.autocast` objects, the only ones that Dynamo puts into a graph:
-one for the device and one for each digit of the label. In eager mode the thread's autocast state is written directly,
-by the functions and in the order of `torch.autocast`; its checks are made once, when a context is created.
+In eager mode the thread's autocast state is written directly, in the order of `torch.autocast`; its checks are made
+once, when a context is created. In `torch.compile` a context is replayed as nested `torch.autocast` objects.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Resolved(NamedTuple):
-    """A policy on a device type: the policy in force (None for none), and autocast's switch and dtype."""
+    """The policy in force on a device type, or None, and autocast's switch and dtype."""
 
     policy: Policy | None
     enabled: bool
@@ -107,8 +102,7 @@ def autocast(
 class Context:
     """What `autocast` returns: enter it with ``with``, or put it above a function with ``@``.
 
-    Create it inside a function that is compiled, not outside: Dynamo can't enter an object whose creation it did not
-    trace, and breaks the graph there.
+    Create it inside a function that is compiled, not outside: there Dynamo breaks the graph.
 
     Attributes:
         device_type: whose ops follow the policy.
@@ -252,12 +246,6 @@ def _resolve(policy: str | os.PathLike[str] | Policy, device_type: str, enabled:
     return _Resolved(resolved, True, dtype_of(resolved.activations))
 
 
-# ------------------------------------------------------------------------------------------ while Dynamo traces
-#
-# Marked functions are constants while tracing, as by `torch.compiler.assume_constant_result`, without importing the
-# compiler. Dynamo guards their arguments, and the autocast state from which the label is read.
-
-
 _FIELDS = tuple(field.name for field in fields(Policy))
 
 
@@ -265,11 +253,8 @@ _FIELDS = tuple(field.name for field in fields(Policy))
 def _traced(
     policy: Any, device_type: str | None, enabled: bool, cache_enabled: bool | None
 ) -> Iterator[None]:
-    """The context as Dynamo traces it: nested `torch.autocast` objects.
-
-    A `Policy` is passed to the constant function field by field, so that the graph is guarded by its content.
-    """
-    if isinstance(policy, Policy):
+    """The context as Dynamo traces it: nested `torch.autocast` objects."""
+    if isinstance(policy, Policy):  # field by field, so that the graph is guarded by its content
         policy = tuple([getattr(policy, name) for name in _FIELDS])
     with _nested(_settings(policy, device_type, enabled, cache_enabled, _label_now())):
         yield
@@ -311,6 +296,8 @@ def _settings(
     return ((context.device_type, dtype, context._enabled, cache_enabled), *label)
 
 
+# Constants while tracing, as by `torch.compiler.assume_constant_result`, without importing the compiler. Dynamo guards
+# their arguments, and the autocast state from which the label is read.
 _constants: tuple[Any, ...] = (_label_now, _is_eager_only, _settings)
 for _constant in _constants:
     _constant._dynamo_marked_constant = True

@@ -1,20 +1,13 @@
-"""A policy's plan as kernels at the dispatcher's Autocast keys.
+"""A policy's plan as Python kernels at the dispatcher's Autocast keys, where PyTorch's own autocast has its kernels.
 
-PyTorch's autocast is a table: for each op on its lists, a kernel at the key `AutocastCPU` or `AutocastCUDA` that casts
-the arguments, excludes the key, and calls the op again. A policy edits that table: for each op that its plan does not
-leave to PyTorch, a Python kernel replaces PyTorch's, process-wide, from the first context that needs it on. Each kernel
-reads the label of the active policy (`active_policy.py`) and runs that policy's action. Without an active policy, or
-under one that leaves the op to PyTorch, it calls the kernel that it replaced. So a plain `torch.autocast` computes what
-it always did.
-
-A Python kernel costs some microseconds per call. Ops on the hot path (linear, matmul, conv) are never replaced where
-the device has the format.
+They are registered process-wide from the first context that needs them. Each reads the label of the active policy and
+runs that policy's action; without one it calls the kernel that it replaced. It costs some microseconds per call, so
+products on the hot path are never replaced where the device has the format.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,13 +16,7 @@ from mezzo.core.policy import Policy
 from mezzo.pytorch.autocast import active_policy, recompute
 from mezzo.pytorch.autocast.actions import Action, action, for_other_layouts
 from mezzo.pytorch.autocast.fallback import OTHER_LAYOUTS, Kernels
-from mezzo.pytorch.autocast.plan import (
-    AUTOCAST_KEYS,
-    has_kernel,
-    overload_named,
-    own_table,
-    plan,
-)
+from mezzo.pytorch.autocast.plan import AUTOCAST_KEYS, Overload, has_kernel, overload_named, own_table, plan
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.hardware import leaves_autocast_off
 from mezzo.pytorch.kernels.unseen import unseen
@@ -38,29 +25,20 @@ __all__ = ["install", "registered"]
 
 _lock = threading.RLock()
 _registrations = Kernels()
-_kernels: dict[tuple[str, str], _Kernel] = {}
 
 _get_dtype = torch.get_autocast_dtype
 _label = active_policy.label
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
-@dataclass
-class _Kernel:
-    """The kernel of one overload on one device type.
-
-    Args:
-        actions: by label, autocast's dtype and the actions for dense tensors and for those of another layout.
-    """
-
-    overload: str
-    device_type: str
-    actions: dict[int, tuple[torch.dtype, Action, Action]] = field(default_factory=dict)
+# Of one overload: by label, autocast's dtype and the actions for dense tensors and for those of another layout.
+_Actions = dict[int, tuple[torch.dtype, Action, Action]]
+_actions: dict[tuple[str, str], _Actions] = {}  # by device type and overload
 
 
 def registered(device_type: str | None = None) -> tuple[str, ...]:
     """The overloads for which this process has registered kernels so far, on one device type or on all."""
-    return tuple(sorted(op for device, op in _kernels if device_type in (None, device)))
+    return tuple(sorted(op for device, op in _actions if device_type in (None, device)))
 
 
 def install(code: int, device_type: str, policy: Policy) -> None:
@@ -75,20 +53,14 @@ def install(code: int, device_type: str, policy: Policy) -> None:
                 if op_plan.op in policy.recomputed:
                     found = recompute.remembering(found)
                 other = for_other_layouts(op_plan, name, device_type) or found
-                _kernel(name, device_type).actions[code] = compute, found, other
+                if (device_type, name) not in _actions:
+                    _actions[device_type, name] = {}
+                    _register(name, device_type)
+                _actions[device_type, name][code] = compute, found, other
 
 
-def _kernel(name: str, device_type: str) -> _Kernel:
-    found = _kernels.get((device_type, name))
-    if found is None:
-        found = _kernels[device_type, name] = _Kernel(name, device_type)
-        _register(found)
-    return found
-
-
-def _register(kernel: _Kernel) -> None:
-    overload = overload_named(kernel.overload)
-    device_type = kernel.device_type
+def _register(name: str, device_type: str) -> None:
+    overload = overload_named(name)
     key_name = AUTOCAST_KEYS[device_type]
     key = torch._C._dispatch_key_parse(key_name)
     below = torch._C._dispatch_keyset_full_after(key)
@@ -98,7 +70,7 @@ def _register(kernel: _Kernel) -> None:
     )
     number_places = _number_places(overload)
 
-    find = kernel.actions.get
+    find = _actions[device_type, name].get
 
     @unseen  # else Dynamo compiles it, once a compiled function has broken its graph
     def run(keyset: torch._C.DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
@@ -124,10 +96,10 @@ def _register(kernel: _Kernel) -> None:
             return original.call_boxed(keyset, *args, **kwargs)
         return overload.redispatch(keyset & below, *args, **kwargs)
 
-    _registrations.register(kernel.overload, run, key_name, with_keyset=True)
+    _registrations.register(name, run, key_name, with_keyset=True)
 
 
-def _number_places(overload: torch._ops.OpOverload) -> tuple[int, ...]:
+def _number_places(overload: Overload) -> tuple[int, ...]:
     """Tensor arguments that may be numbers: `x * 0.1` calls `mul.Tensor` with a wrapped number."""
     tensors = [i for i, argument in enumerate(overload._schema.arguments) if str(argument.type) == "Tensor"]
     return tuple(tensors) if len(tensors) > 1 and torch.Tag.pointwise in overload.tags else ()

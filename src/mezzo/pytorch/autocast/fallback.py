@@ -1,10 +1,7 @@
 """Registering kernels, and FP32 where PyTorch has no 16-bit kernel for a call.
 
-Mezzo's kernels at the Autocast key widen inputs of other layouts themselves
-(`mezzo.pytorch.autocast.actions.for_other_layouts`). What PyTorch's autocast casts (a product in bf16) arrives in 16
-bits at the kernel for the tensor's layout. `mezzo run` wraps those kernels, so that a script that runs in FP32 runs in
-each format. Dense tensors never reach them. Outside of a run nothing is wrapped, and a plain `torch.autocast` fails
-where it failed.
+What PyTorch's autocast casts (a product in bf16) arrives in 16 bits at the kernel for the tensor's layout. `mezzo run`
+wraps those kernels, so that a script that runs in FP32 runs in each format. Dense tensors never reach them.
 """
 
 from __future__ import annotations
@@ -97,7 +94,7 @@ def noted(op: str, action: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def lend_kernels() -> Callable[[], None]:
-    """Wrap the kernels in `LACKING`, so that they compute 16-bit tensors in FP32; returns a function that undoes it."""
+    """Have the kernels in `LACKING` compute 16-bit tensors in FP32; returns a function that undoes it."""
     CALLS.clear()
     kernels = Kernels()
     for key, names in LACKING.items():

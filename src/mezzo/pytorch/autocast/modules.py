@@ -1,12 +1,7 @@
-"""Per-module overrides: the modules that a policy's patterns name run in a format of their own.
+"""Per-module overrides: modules that a policy's patterns name run in a format of their own.
 
-A matching module's `forward` becomes a small object that opens a context of the module's own format around the class's
-`forward`. It is an attribute of the module and refers to it, so `copy.deepcopy` and `pickle` copy it too. The module's
-class, its hooks and its `state_dict` stay as they are, and Dynamo traces through it.
-
-An fp8 policy keeps some linear layers in bf16, by patterns that it then shows (`with_heads`). The last layer of a model
-computes logits, or a value that a loss reads: factors with 3 bits of mantissa would cost most there and save little. So
-it stays in bf16, and so does each layer that shares an embedding's weight.
+A module's `forward` becomes a small object with a context around the class's `forward`: an attribute that refers to the
+module, so `copy.deepcopy` and `pickle` copy it too, and Dynamo traces through it.
 """
 
 from __future__ import annotations
@@ -35,10 +30,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class ModuleOverrides:
-    """The overrides that `apply_module_overrides` set: ``formats`` by module path, until `remove`.
-
-    Also a context manager: leaving it removes them.
-    """
+    """The overrides that `apply_module_overrides` set: ``formats`` by module path. Leaving it removes them."""
 
     def __init__(self, model: nn.Module, formats: Mapping[str, str]) -> None:
         self.formats = dict(formats)
@@ -62,17 +54,8 @@ def apply_module_overrides(
 ) -> ModuleOverrides:
     """Inside the policy's contexts, run each module that one of its patterns matches in that pattern's format.
 
-    For such a module it equals ``with mezzo.autocast(replace(policy, compute=format)): module(...)``; for ``fp32``,
-    autocast off and every 16-bit argument (in tuples, lists and dicts too) cast to FP32. A 16-bit module where the
-    policy around it computes in FP32 returns its results in FP32. Where no policy is active, and where autocast is
-    disabled, nothing changes. A module inside an overridden one that no pattern matches runs in that one's format. Ops
-    that use a submodule's weights without calling it (`nn.MultiheadAttention` with its ``out_proj``) are not reached.
-    Parameters stay as they are: an ``fp32`` module needs FP32 parameters.
-
-    Args:
-        model: the model whose `named_modules` the patterns are matched against.
-        policy: its ``modules`` are (pattern, format) pairs; the last pattern that matches a path decides.
-        device_type: as for `mezzo.autocast`.
+    An ``fp32`` module, which needs FP32 parameters, gets its 16-bit arguments in FP32. A 16-bit module where the policy
+    around it computes in FP32 returns FP32. Ops that use a submodule's weights without calling it are not reached.
 
     Raises:
         UnknownNameError: a pattern matches no module; the message names the nearest. Nothing was changed.
@@ -135,9 +118,7 @@ _is_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def to_fp32(value: Any) -> Any:
     """`value` with each bf16 or fp16 tensor in it replaced by `tensor.float()`; the value itself if there is none.
 
-    Looks into dicts (and their subclasses, such as a library's `ModelOutput`), lists, tuples, named tuples,
-    dataclasses, `types.SimpleNamespace` and `torch.distributions`. A container is copied, shallowly, if a tensor in
-    it changes. Other tensors and objects are returned as they are.
+    Looks into dicts, lists, tuples, dataclasses, `types.SimpleNamespace` and `torch.distributions`, which are copied.
     """
     if isinstance(value, Tensor):
         return value.float() if value.dtype in _HALVES else value
@@ -182,10 +163,9 @@ def no_such_module(pattern: str, paths: Iterable[str], of: str = "the model") ->
 
 
 def heads_of(model: nn.Module) -> tuple[str, ...]:
-    """The paths of a model's heads: its last `nn.Linear` in the order of definition, and those with tied embeddings.
+    """The paths of a model's last `nn.Linear` in the order of definition, and of those with tied embeddings.
 
-    A model that is a single linear layer has none. The projection inside an `nn.MultiheadAttention`, which is not
-    called as a module, does not count.
+    A model that is a single linear layer has none, and an `nn.MultiheadAttention` does not call its projection.
     """
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = list(_linear_layers(model))
@@ -194,10 +174,7 @@ def heads_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def with_heads(policy: Policy, model: nn.Module) -> Policy:
-    """The policy for this model: under fp8 with a pattern ``module.PATH=bf16`` for each head.
-
-    A pattern of the policy for the head, or for a module around it, has precedence.
-    """
+    """The policy for this model: under fp8 with a pattern ``module.PATH=bf16`` for each head without a pattern."""
     if policy.compute != "fp8":
         return policy
     heads = [path for path in heads_of(model) if is_pattern(path) and policy.format_inside(path) is None]

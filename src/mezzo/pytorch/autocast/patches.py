@@ -1,22 +1,11 @@
 """What an autocast context replaces in PyTorch while it is open, in any thread, and restores when the last one ends.
 
-| replaced                                                               | for                                  |
-|------------------------------------------------------------------------|--------------------------------------|
-| `torch._C._set_grad_enabled`, `torch._C._InferenceMode`                | clearing the cache of 16-bit weights |
-| `torch.utils.checkpoint._CheckpointFrame` and its `CheckpointFunction` | recomputing under the same policy    |
+- `torch._C._set_grad_enabled` and `torch._C._InferenceMode` clear the cache of 16-bit weights: autocast finds a copy by
+  the tensor's address alone, and weights are written while gradients are not recorded.
+- `_CheckpointFrame` and `CheckpointFunction` of `torch.utils.checkpoint` recompute under the label of the forward pass.
 
-These are four names in two modules, not attributes of classes: assigning those costs microseconds, since CPython then
-drops its caches for the class.
-
-Weights: `torch.autocast` keeps the 16-bit copy of an FP32 leaf until the outermost context ends, and finds it by the
-tensor's address alone. A weight that is written in between would be used at its old value, and a copy made under
-`no_grad` would be used later without a gradient. Weights are written while gradients are not recorded: by an
-optimizer's step, or in a block under `no_grad`. So each switch of the recording clears the copies. A write through
-``p.data`` or ``p.detach()`` switches nothing and is not noticed, as by `torch.autocast`.
-
-Checkpoints: `torch.utils.checkpoint` restores autocast's switch and dtype for the device and the CPU before it
-recomputes, and not those of the backends that carry the label. So the function to recompute is wrapped when the
-forward pass is checkpointed, with the label of that moment.
+They are names in modules, not attributes of classes: assigning those costs microseconds, since CPython then drops its
+caches for the class.
 """
 
 from __future__ import annotations
@@ -178,9 +167,7 @@ _ours: tuple[Any, ...] = tuple(wrap(found) for wrap, found in zip(_WRAPPERS, _th
 def _under_this_label(function: Any) -> Any:
     """The function, each call of which runs under the present label.
 
-    Raises:
-        UnsupportedPrecisionError: `torch.utils.checkpoint` recomputes inside `torch.autocast` objects, which refuse the
-            dtype of emulated TF32.
+    Emulated TF32 is refused: `torch.utils.checkpoint` recomputes inside `torch.autocast` objects, which have no FP32.
     """
     code = active_policy.label()
     for device_type, policy in active_policy.binding_of(code):

@@ -1,8 +1,7 @@
-"""The plan: what a policy does for each op on a device type, decided before anything runs.
+"""The plan: what a policy does for each op on a device type, as a value that can be printed, before anything runs.
 
-`plan(policy, device_type)` is a value that can be printed. It compares, op by op, the policy's rule and the row of the
-table (`mezzo.core.rules`) with PyTorch's own autocast lists and with the device's native formats. `dispatch.py`
-registers a kernel only where PyTorch does not do the same already; every other op keeps its C++ path.
+It compares the policy's rules (`mezzo.core.rules`) with PyTorch's own autocast and with the device's native formats.
+`dispatch.py` registers a kernel only where PyTorch does not do the same already; every other op keeps its C++ path.
 """
 
 from __future__ import annotations
@@ -21,66 +20,6 @@ from mezzo.core.policy import Decision, Policy
 from mezzo.core.rules import IN_PLACE, RULES, Kernel, OpRule, Rule
 from mezzo.pytorch.hardware import leaves_autocast_off, native_formats
 from mezzo.pytorch.kernels import backend
-
-# PyTorch's own autocast lists, from ATen/autocast_mode.h and autocast_mode.cpp of torch 2.13. A test compares them with
-# the dispatcher. Where another release lacks one of these kernels the dispatcher has the last word (`own_table`).
-# Categories: ``lower`` (inputs to autocast's dtype), ``fp32`` (inputs to FP32), ``fp32_dtype`` (output dtype set to
-# FP32, input left as it is), ``promote`` (widest input), ``banned``.
-_CPU = {
-    "lower": """conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding bmm mm linalg_vecdot baddbmm
-    addmm
-        _addmm_activation addbmm linear _convolution.deprecated matmul conv_tbc mkldnn_rnn_layer
-        conv_transpose1d conv_transpose2d.input conv_transpose3d.input prelu scaled_dot_product_attention
-        _native_multi_head_attention""",
-    "fp32": """avg_pool3d binary_cross_entropy grid_sampler polar prod prod.dim_int quantile
-        quantile.scalar nanquantile nanquantile.scalar stft stft.center cdist grid_sampler_2d
-        _grid_sampler_2d_cpu_fallback grid_sampler_3d trace view_as_complex cholesky cholesky_inverse
-        cholesky_solve inverse lu_solve orgqr ormqr pinverse max_pool3d max_unpool2d max_unpool3d
-        adaptive_avg_pool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
-        replication_pad3d mse_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
-        poisson_nll_loss smooth_l1_loss cross_entropy_loss l1_loss huber_loss margin_ranking_loss
-        soft_margin_loss triplet_margin_loss multi_margin_loss ctc_loss.IntList ctc_loss.Tensor kl_div
-        multilabel_margin_loss binary_cross_entropy_with_logits fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn
-        fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft linalg_cond
-        linalg_cond.p_str linalg_matrix_rank linalg_matrix_rank.tol_tensor linalg_matrix_rank.atol_rtol_tensor
-        linalg_matrix_rank.atol_rtol_float linalg_solve linalg_cholesky linalg_svdvals linalg_eigvals
-        linalg_eigvalsh linalg_inv linalg_householder_product linalg_tensorinv linalg_tensorsolve
-        fake_quantize_per_tensor_affine geqrf _lu_with_info qr svd triangular_solve fractional_max_pool2d
-        fractional_max_pool3d adaptive_max_pool3d multilabel_margin_loss_forward linalg_qr linalg_cholesky_ex
-        linalg_svd linalg_eig linalg_eigh linalg_lstsq linalg_inv_ex""",
-    "promote": "stack cat index_copy",
-}
-
-_CUDA = {
-    "lower": """_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
-        conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv
-        linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
-        _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-        _scaled_dot_product_flash_attention scaled_dot_product_attention cudnn_convolution
-        cudnn_convolution_transpose""",
-    "fp32": """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
-    pow.Tensor_Scalar
-        pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm
-        frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss
-        cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss
-        huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
-        multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
-        upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
-        upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
-        _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm.Scalar
-        norm.ScalarOpt_dim""",
-    "fp32_dtype": """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
-        linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList""",
-    "promote": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
-    "banned": "binary_cross_entropy",
-}
-
-
-def _by_op(lists: Mapping[str, str]) -> dict[str, str]:
-    return {op: category for category, ops in lists.items() for op in ops.split()}
-
-
-TORCH_TABLE: Mapping[str, Mapping[str, str]] = {"cpu": _by_op(_CPU), "cuda": _by_op(_CUDA)}
 
 # The dispatcher's key for a device type, as `torch.library` spells it.
 AUTOCAST_KEYS: Mapping[str, str] = {
@@ -103,12 +42,8 @@ _BY_PARTS: Mapping[str, frozenset[str]] = {
 _FOREIGN: Mapping[str, frozenset[str]] = {
     "cpu": frozenset({"_cudnn_rnn", "_mps_convolution"}),
     "cuda": frozenset(
-        {
-            "mkldnn_rnn_layer",
-            "_mps_convolution",
-            "_grid_sampler_2d_cpu_fallback",
-            "_native_multi_head_attention",
-        }
+        {"mkldnn_rnn_layer", "_mps_convolution", "_grid_sampler_2d_cpu_fallback"}
+        | {"_native_multi_head_attention"}
     ),
 }
 
@@ -120,45 +55,33 @@ _ALWAYS_FP64 = frozenset({"float_power"})
 _PROMOTE_BY_THEMSELVES = frozenset({"cat", "stack", "where", "embedding", "rsub"})
 _DO_NOT_PROMOTE = frozenset({"heaviside", "heaviside_", "lerp", "lerp_"})
 
+Overload = Any  # of an op, as `torch.ops` has it
+
 WIDEST = "widest input"
 FIRST = "first input's"
 
 
 @dataclass(frozen=True)
 class OpPlan:
-    """What one op does under a policy on a device type.
+    """What one op does under a policy on a device type. Formats are names, ``widest input`` or ``first input's``.
 
-    Args:
-        op: the op's name as in the table.
-        rule: the policy's rule.
-        formats_in: format of the floating inputs when the kernel runs: a format's name, ``widest input``, or
-            ``first input's`` (as they come).
-        format_out: format of the floating outputs, in the same words.
-        how: the implementation: ``pytorch`` (its own table or kernel does this already; nothing is registered),
-            ``native`` (a registered kernel casts, the device's own computes), ``kernel`` (Mezzo's own, see `kernel`),
-            ``emulated`` (stored in the format, computed in FP32), ``rounded`` (the FP32 kernel between casts: 16 bits
-            in and out), ``fp32``, ``promote``, ``banned``, ``absent`` (this build has no such op on the device).
-        reason: the rule's reason, then the reason for the implementation.
-        overloads: the ATen overloads for which a kernel is registered; () for ``pytorch``.
-        remedy: for a banned op, what to use instead.
-        kernel: the kernel of the table's row, or that for the factors of fp8 or TF32.
+    `how`: ``pytorch`` (nothing is registered), ``native`` (a registered kernel casts, the device's own computes),
+    ``kernel`` (Mezzo's own), ``emulated`` (stored in the format, computed in FP32), ``rounded`` (the FP32 kernel
+    between casts: 16 bits in and out), ``fp32``, ``promote``, ``banned``, ``absent`` (no such op on the device).
     """
 
     op: str
     rule: str
-    formats_in: str
+    formats_in: str  # of the floating inputs when the kernel runs
     format_out: str
     how: str
-    reason: str
-    overloads: tuple[str, ...] = ()
-    remedy: str = ""
+    reason: str  # the rule's, then the implementation's
+    overloads: tuple[str, ...] = ()  # for which a kernel is registered
+    remedy: str = ""  # for a banned op, what to use instead
     kernel: Kernel | None = None
 
     def output(self, inputs: Sequence[str]) -> str:
-        """The planned output format when the floating inputs arrive in these formats (names, in order).
-
-        Empty where nothing floating came in; FP64 among the inputs is left alone, and stays.
-        """
+        """The planned output format for floating inputs in these formats, in order; FP64 is left alone."""
         if not inputs or "fp64" in inputs:
             return "fp64" if inputs else ""
         if self.format_out == FIRST:
@@ -173,12 +96,7 @@ class OpPlan:
 
 
 def plan(policy: Policy, device_type: str = "cpu") -> Mapping[str, OpPlan]:
-    """The plan of every op that the table or the policy names, keyed by op.
-
-    Raises:
-        UsageError: the policy's compute format is still ``auto``, autocast does not know the device type, or the
-            policy gives a rule to another library's op that is not loaded.
-    """
+    """The plan of every op that the table or the policy names, keyed by op; the policy's compute format is resolved."""
     if policy.compute == "auto":
         raise UsageError("plan: compute=auto has no plan. Resolve it first: policy.resolved('bf16').")
     if device_type not in AUTOCAST_KEYS:
@@ -232,14 +150,16 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
         return planned("kernel", formats, why + kernel.why, names, kernel)
 
     def unlike_torch(
-        how: str, formats: tuple[str, str], wanted: Sequence[str], why: str = "", same: str = ""
+        how: str, formats: tuple[str, str], wanted: Rule | None, why: str = "", same: str = ""
     ) -> OpPlan:
-        """``pytorch`` where its own table treats every overload in a wanted way, or its parts do; else `how`."""
-        rest = [n for n in names if theirs.get(n, "") not in wanted and n not in by_parts]
+        """``pytorch`` where its own autocast treats every overload as wanted, or its parts do; else `how`."""
         if decision.source == "table" and op in by_parts:
             rest = []
-        if rule is Rule.PROMOTE:
-            rest = [n for n in rest if n in theirs or not _promotes_by_itself(op, n)]
+        elif wanted is Rule.PROMOTE:
+            rest = [n for n in names if n in theirs or not _promotes_by_itself(op, n)]
+        else:
+            rest = [n for n in names if theirs.get(n) is not wanted]
+        rest = [n for n in rest if n not in by_parts]
         return planned(how, formats, why, rest) if rest else planned("pytorch", formats, same or why)
 
     foreign = _FOREIGN.get(device_type, frozenset())
@@ -270,7 +190,7 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
         formats = (FIRST, FIRST) if op in IN_PLACE or kind == "number" else (WIDEST, WIDEST)
         if kernel and kind in ("gradient", "indices", "number"):
             return by_kernel(kernel, formats)
-        return unlike_torch("promote", formats, (), same="it does so by itself")
+        return unlike_torch("promote", formats, Rule.PROMOTE, same="it does so by itself")
     if rule is Rule.LOWER:
         if policy.compute == "fp8" and op in FP8_OPS:
             return OpPlan(op, rule.value, FIRST, compute, "kernel", _FP8.why, names, kernel=_FP8)
@@ -282,7 +202,7 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
             why = "computed in FP32 between casts on this device"
             return planned("emulated", (compute, compute), why, names)
         why, same = "not on PyTorch's list for this device", "as PyTorch's own table has it"
-        return unlike_torch("native", (compute, compute), ("lower",), why, same)
+        return unlike_torch("native", (compute, compute), Rule.LOWER, why, same)
     if kernel and kind == "result":
         return by_kernel(kernel, (FIRST, "fp32"))
     gives_fp32 = op in _ALWAYS_FP64 or (row and row.kernel and row.kernel.kind == "result")
@@ -290,11 +210,11 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
         if kernel and kind == "inside":
             return by_kernel(kernel, (FIRST, FIRST))
         if evidence:
-            return unlike_torch("native", (FIRST, FIRST), ("",), evidence)
+            return unlike_torch("native", (FIRST, FIRST), None, evidence)
         why = "no evidence that the 16-bit kernel here accumulates in FP32, so FP32's between casts"
         return planned("rounded", (FIRST, FIRST), why, names)
     out = "fp64" if op in _ALWAYS_FP64 else "fp32"
-    return unlike_torch("fp32", ("fp32", out), ("fp32", "fp32_dtype"))
+    return unlike_torch("fp32", ("fp32", out), Rule.FP32)
 
 
 def _kernel_on(row: OpRule | None, device_type: str, policy: Policy) -> Kernel | None:
@@ -314,7 +234,7 @@ def _promotes_by_itself(op: str, name: str) -> bool:
     return takes_one_tensor(overload) or torch.Tag.pointwise in overload.tags
 
 
-def takes_one_tensor(overload: torch._ops.OpOverload) -> bool:
+def takes_one_tensor(overload: Overload) -> bool:
     """Whether the first argument is a tensor and none of the others is, or could be."""
     types = [str(argument.type) for argument in overload._schema.arguments]
     return types[0] == "Tensor" and sum("Tensor" in kind for kind in types) == 1
@@ -327,29 +247,26 @@ def has_kernel(op: str, device_type: str) -> bool:
 
 
 @functools.cache
-def own_table(device_type: str) -> Mapping[str, str]:
-    """PyTorch's own autocast table on a device type, as before any registration: overload -> category.
+def own_table(device_type: str) -> Mapping[str, Rule]:
+    """What PyTorch's own autocast does with each overload that it has a kernel for, before any registration.
 
-    XPU has CUDA's lists. Where the lists and the dispatcher disagree, the dispatcher is right: an op without a kernel
-    there is not on the list, and a kernel that the lists do not name has the category ``unknown``.
+    It follows `RULES`, but computes in FP32 where a row says `internal_fp32`, and on GPUs promotes `grid_sampler`.
+    `tests/test_dispatch.py` compares this with what a plain `torch.autocast` returns.
     """
-    lists = TORCH_TABLE.get(device_type, TORCH_TABLE["cuda"])
-    names = [name for op in RULES for name in overloads_of(op, device_type)]
-    return MappingProxyType(
-        {name: lists.get(name, "unknown") for name in names if has_kernel(name, device_type)}
-    )
+
+    def theirs(op: str) -> Rule:
+        if op == "grid_sampler" and device_type != "cpu":
+            return Rule.PROMOTE
+        rule = RULES[op].rule
+        return Rule.FP32 if rule is Rule.INTERNAL_FP32 else rule
+
+    names = {name: op for op in RULES for name in overloads_of(op, device_type)}
+    return MappingProxyType({name: theirs(op) for name, op in names.items() if has_kernel(name, device_type)})
 
 
 @functools.cache
 def overloads_of(op: str, device_type: str) -> tuple[str, ...]:
-    """The overloads that a rule can serve: functional ones (no `out=`; in place only `IN_PLACE`) that take tensors.
-
-    Overloads with a required dtype (`norm.ScalarOpt_dtype`) return that dtype, those called `vec` only compute sizes
-    and call the op's own, and quantised ones take scaled integers or FP8.
-
-    Raises:
-        UsageError: an op of another library that is not loaded.
-    """
+    """The overloads that a rule can serve: functional ones (no `out=`; in place only `IN_PLACE`) that take tensors."""
     namespace, _, name = op.rpartition("::")
     packet = getattr(getattr(torch.ops, namespace or "aten"), name, None)
     if packet is None:
@@ -363,6 +280,8 @@ def overloads_of(op: str, device_type: str) -> tuple[str, ...]:
 
 
 def _served_overloads(packet: Any, device_type: str, in_place: bool) -> Iterator[str]:
+    # A required dtype (`norm.ScalarOpt_dtype`) is what the overload returns; `vec` only computes sizes and calls the
+    # op's own; quantised ones take scaled integers or FP8.
     for overload in (getattr(packet, name) for name in packet.overloads()):
         schema = overload._schema
         types = [str(argument.type) for argument in schema.arguments]
@@ -378,8 +297,7 @@ def _served_overloads(packet: Any, device_type: str, in_place: bool) -> Iterator
             or not _implemented(overload.name(), device_type)
         ):
             continue
-        full = overload.name().removeprefix("aten::")
-        yield full.removesuffix(".default")
+        yield overload.name().removeprefix("aten::").removesuffix(".default")
 
 
 # What an op must have one of to run on a CPU.
@@ -395,11 +313,8 @@ def _implemented(name: str, device_type: str) -> bool:
     return has_any and (device_type != "cpu" or any(_dispatcher_has(name, key) for key in _CPU_KEYS))
 
 
-def overload_named(name: str) -> torch._ops.OpOverload:
+def overload_named(name: str) -> Overload:
     """The overload by the name that `overloads_of` gives it: ``softmax.int``, ``exp``, ``mylib::fused``."""
     namespace, _, rest = name.rpartition("::")
     op, _, overload = rest.partition(".")
-    found: torch._ops.OpOverload = getattr(
-        getattr(getattr(torch.ops, namespace or "aten"), op), overload or "default"
-    )
-    return found
+    return getattr(getattr(getattr(torch.ops, namespace or "aten"), op), overload or "default")

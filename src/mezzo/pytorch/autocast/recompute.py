@@ -1,12 +1,7 @@
-"""Outputs of cheap ops that backward recomputes from the op's input, which the op itself saves in any case.
+"""Outputs of cheap ops that backward recomputes from the op's input (``recompute=gelu``), which the op saves anyway.
 
-`gelu` saves its input for backward and the product after it saves gelu's output: two tensors of one size, of which the
-second is one pass over the first. In a context whose policy has ``recompute=gelu`` the second is not saved. What
-autograd saves passes the hooks below: a tensor in the memory that a remembered op has written is replaced by that op's
-call. The recomputed values have the same bits, since kernel, input and formats are the same.
-
-Only what autograd saves is affected, and only in eager mode: a compiler decides by itself what it saves. An op inside
-`torch.utils.checkpoint` is recomputed by that anyway.
+What autograd saves passes the hooks below: a tensor in the memory that a remembered op has written is replaced by that
+op's call, which gives the same bits. Only in eager mode: a compiler decides by itself what it saves.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mezzo.pytorch.kernels.packing import Versioned
+from mezzo.pytorch.kernels.packing import Versioned, hooks_are_allowed
 from mezzo.pytorch.kernels.plain import is_plain
 
 __all__ = ["pop", "push", "remembering"]
@@ -31,14 +26,7 @@ Action = Callable[..., Any]
 
 @dataclass(slots=True)
 class _Made:
-    """How an op's output was made.
-
-    Args:
-        storage: of the output, weakly: its address is unique only while it lives.
-        call: makes the output again.
-        inputs: the tensors that `call` reads.
-        version: of the output when it was made.
-    """
+    """How an op's output was made: `call` makes it again from `inputs`. Its address is unique only while it lives."""
 
     storage: weakref.ref[torch.UntypedStorage]
     call: Callable[[], Tensor]
@@ -69,12 +57,9 @@ _thread = _Thread()
 
 
 def push() -> None:
-    """From now on, this thread does not save what can be recomputed.
-
-    Inside a transform of `torch.func`, which takes no hooks, everything is saved.
-    """
+    """From now on, this thread does not save what can be recomputed."""
     hooks = None
-    if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+    if hooks_are_allowed():
         hooks = saved_tensors_hooks(_pack, _unpack)
         hooks.__enter__()
     _thread.hooks.append(hooks)

@@ -17,8 +17,7 @@ from typing import Any
 
 from mezzo.core.errors import UsageError, unknown_name
 
-KERNELS = "MEZZO_KERNELS"
-"""Environment variable that forces one implementation for every device."""
+KERNELS = "MEZZO_KERNELS"  # environment variable that forces one implementation for every device
 
 # Implementation -> its file in a kernel's folder.
 _FILES = {"reference": "reference", "numba": "cpu", "triton": "triton"}
@@ -30,14 +29,8 @@ _COMPILED = {"cpu": ("numba", 'pip install "mezzo[cpu]"'), "cuda": ("triton", "p
 def implementation(device_type: str) -> str:
     """``"triton"``, ``"numba"`` or ``"reference"``, for a device type such as ``"cpu"`` or ``"cuda"``.
 
-    Kernels are compiled by Numba on a CPU and by Triton on CUDA, if installed. Otherwise, with one warning per process,
-    and on other devices the reference serves: PyTorch operations, many times slower. ``MEZZO_KERNELS`` overrides this.
-    Neither compiler is imported here.
-
-    Raises:
-        UnknownNameError: ``MEZZO_KERNELS`` is not one of the three.
-        UsageError: it names a compiler that cannot run on this device. Triton's interpreter (``TRITON_INTERPRET=1``)
-            runs on a CPU.
+    Without a device's compiler, with one warning per process, and on other devices the reference serves.
+    ``MEZZO_KERNELS`` overrides this. Neither compiler is imported here.
     """
     forced = os.environ.get(KERNELS)
     if forced:
@@ -61,13 +54,10 @@ def implementation(device_type: str) -> str:
 
 
 def load(package: str, device_type: str) -> ModuleType:
-    """The module of a kernel's package that serves a device type: its reference.py, cpu.py or triton.py.
-
-    A kernel without a triton.py runs its reference on CUDA.
-    """
+    """The module of a kernel's package that serves a device type: its reference.py, cpu.py or triton.py."""
     module = f"{package}.{_FILES[implementation(device_type)]}"
     if module.endswith(".triton") and not is_installed(module):
-        module = f"{package}.reference"
+        module = f"{package}.reference"  # not every kernel has a triton.py
     return importlib.import_module(module)
 
 

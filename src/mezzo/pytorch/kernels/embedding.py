@@ -1,10 +1,7 @@
 """`embedding` and `embedding_bag` over a 16-bit table, with a gradient that is summed in FP32 and rounded once.
 
 On a CPU PyTorch sums the gradients of a token's occurrences in the table's format, and a bf16 sum stops growing at 256
-times the addend (`benchmarks/weight_gradients.py` has figures); it also rounds a bag's sum before it divides by the
-count. Here only the rows that occur are FP32, never the table or its gradient. PyTorch's own op serves FP32 and FP64
-tables, sparse gradients and tables without a gradient; casts around the op serve `torch.func`, compilers and tensor
-subclasses, with an FP32 copy of the table.
+times the addend; it also rounds a bag's sum before it divides by the count. Here only the rows that occur are FP32.
 """
 
 from __future__ import annotations
@@ -28,10 +25,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """The rows of a table [rows, columns], as `aten.embedding` gives them.
-
-    Equals ``aten.embedding(weight.float(), indices, ...).to(weight.dtype)``, with ATen's arguments.
-    """
+    """``aten.embedding(weight.float(), indices, ...).to(weight.dtype)``, with ATen's arguments."""
     if not _sums_rows(weight, sparse):
         rows: Tensor = _aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)
     elif is_plain(weight):
@@ -51,10 +45,9 @@ def embedding_bag(
     per_sample_weights: Tensor | None = None,
     *rest: Any,
 ) -> Any:
-    """Sums, means or maxima of bags of rows, as `aten.embedding_bag` gives them of an FP32 table, rounded once.
+    """``aten.embedding_bag(weight.float(), indices, ...)`` with its output in the format of `weight`.
 
-    Equals ``aten.embedding_bag(weight.float(), indices, ...)``, with ATen's arguments and its output in the format of
-    `weight`. The op sees a small FP32 table of the distinct rows, and the places of `indices` in it.
+    The op sees a small FP32 table of the distinct rows, and the places of `indices` in it.
     """
     dtype, samples = weight.dtype, per_sample_weights
     if samples is not None and samples.dtype is not dtype:

@@ -5,20 +5,9 @@
     TN   dw [N, K] = g [M, N]^T x [M, K]
          db [N]    = sum of g                   of g itself, in FP32
 
-*Quantize*: a tensor is divided by a power of two, from its largest finite magnitude, and rounded once. *Tensorwise* has
-one scale and one set of codes for both products of a tensor. *Rowwise* scales must be constant along the dimension that
-a product sums over, so each product quantizes its factors anew. `encode` treats both formats alike, unlike PyTorch's
-casts: finite values saturate, NaN stays NaN, infinity stays in e5m2 and becomes NaN in e4m3fn, which has none.
-
-*GEMM*, native: `torch._scaled_mm`, with the shared dimension innermost in both factors and sizes in multiples of 16.
-`use_fast_accum` stays off: with it the sums keep about 14 bits (DeepSeek-V3 technical report, arXiv 2412.19437, 3.3.2).
-Emulated: an ordinary product of the decoded values. An 8-bit value times a power of two is exact in bf16, so a bf16
-product with FP32 sums, where the device is fast in it, gives the hardware's result up to the order of the sum;
-elsewhere the product is FP32's.
-
-For backward the layer keeps x in 8 bits and the weight itself, which is quantized again. All but the native product is
-PyTorch operations, for any device, compilers and `torch.func`. See Micikevicius et al., "FP8 Formats for Deep Learning"
-(arXiv 2209.05433).
+Scales are powers of two. Tensorwise, both products of a tensor share one scale and one set of codes. Rowwise scales
+are constant along the dimension that a product sums over, so each product quantizes anew. For backward the layer keeps
+x in 8 bits and the weight itself. See Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433).
 """
 
 from __future__ import annotations
@@ -35,7 +24,7 @@ from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.hardware import native_formats
-from mezzo.pytorch.kernels.emulated import EMULATED
+from mezzo.pytorch.kernels.emulated import emulated
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.kernels.unseen import unseen
 
@@ -52,27 +41,18 @@ __all__ = [
 ]
 
 FORWARD, BACKWARD = dtype_of(COMPUTE["fp8"].forward), dtype_of(COMPUTE["fp8"].backward)
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MANTISSA = (1 << 23) - 1  # of an FP32 pattern
 
 PATH = "MEZZO_FP8"
 """Environment variable that forces ``native`` or ``emulated`` for every device."""
 
 PATHS = ("emulated", "native")
-NATIVE_FROM = (8, 9)
-"""First compute capability whose tensor cores multiply fp8: CUDA C++ Programming Guide, Ada Lovelace."""
-
-MULTIPLE = 16
-"""What K and N must be multiples of: 16 bytes is what the hardware's loads are aligned to."""
+NATIVE_FROM = (8, 9)  # first compute capability whose tensor cores multiply fp8: CUDA C++ Programming Guide
+MULTIPLE = 16  # of K and N: hardware's loads are aligned to 16 bytes
 
 
 class Quantized:
-    """One factor of a product: 8-bit codes, and the scale that they were multiplied by.
-
-    Args:
-        codes: [R, C] `torch.float8_e4m3fn` or `torch.float8_e5m2`, contiguous.
-        inv_scale: FP32 powers of two that broadcast to [R, C]: [], [R, 1] or [1, C].
-    """
+    """One factor of a product: its codes [R, C], and FP32 powers of two, [], [R, 1] or [1, C], to multiply them by."""
 
     __slots__ = ("_values", "codes", "inv_scale")
 
@@ -88,18 +68,12 @@ class Quantized:
 
 
 def quantize(x: Tensor, dtype: torch.dtype, granularity: str = "tensorwise", dim: int = 1) -> Quantized:
-    """Codes of a tensor, and their inverse scale.
+    """Codes and inverse scales of a tensor [R, C]; rowwise one scale for each line along `dim`, the summed dimension.
 
     Naive code::
 
         inv_scale = 2.0 ** ceil(log2(amax(x, granularity, dim) / finfo(dtype).max))
         return (x.float() / inv_scale).to(dtype), inv_scale
-
-    Args:
-        x: [R, C], FP32, bf16 or fp16, not empty.
-        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        granularity: ``tensorwise``, one scale; ``rowwise``, one for each line along `dim`.
-        dim: the dimension that the product sums over: 1 gives [R, 1] scales, 0 gives [1, C]. Tensorwise ignores it.
     """
     wide = x.detach().to(torch.float32)
     if x.device.type == "cpu" and is_plain(x):
@@ -126,16 +100,14 @@ def _magnitude(x: Tensor, granularity: str, dim: int) -> Tensor:
 
 
 def inv_scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The smallest powers of two with ``amax / inv_scale <= finfo(dtype).max``, from 2**-126 to 2**126.
-
-    ``2 ** ceil(log2(amax / max))``: the exponent is the quotient's biased one, plus 1 if its mantissa is not 0.
-    """
+    """``2 ** ceil(log2(amax / finfo(dtype).max))``, from 2**-126 to 2**126."""
+    # The exponent is the quotient's biased one, plus 1 if its mantissa is not 0.
     quotient = (amax / torch.finfo(dtype).max).view(torch.int32)
     return (((quotient + _MANTISSA) >> 23).clamp(1, 253) << 23).view(torch.float32)
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes of FP32 values, rounded once to nearest even; special values as described above."""
+    """Codes of FP32 values, rounded to nearest even: finite ones saturate, infinity in e4m3fn is NaN."""
     largest = torch.finfo(dtype).max
     if dtype is torch.float8_e4m3fn:
         return x.nan_to_num(math.nan, math.nan, math.nan).clamp(-largest, largest).to(dtype)
@@ -145,37 +117,27 @@ def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decode(codes: Tensor) -> Tensor:
-    """The FP32 values of codes: ``codes.float()``, exactly.
-
-    PyTorch's conversion from e4m3fn takes 3 ms per million elements on a CPU. fp16 has the same layout with one
-    more exponent bit and takes 0.1 ms, so codes are moved to fp16's bits. (Inductor cannot mix bf16 and fp16.)
-    """
+    """The FP32 values of codes: ``codes.float()``, exactly."""
+    # PyTorch's conversion from e4m3fn takes 3 ms per million elements on a CPU. fp16 has the same layout with one more
+    # exponent bit and takes 0.1 ms, so codes are moved to fp16's bits. (Inductor cannot mix bf16 and fp16.)
     if codes.device.type != "cpu" or torch.compiler.is_compiling():
         return codes.to(torch.float32)
     if codes.dtype is not torch.float8_e4m3fn:
         return (codes.view(torch.int8).to(torch.int16) << 8).view(torch.float16).to(torch.float32)
     bits = codes.view(torch.int8).to(torch.int16).mul_(1 << 7).bitwise_and_(~0x4000)  # drop the sign's copy
     bits.bitwise_or_((bits + 0x80).bitwise_and_(0x4000))  # only NaN, 0x7F, carries into this bit
-    return (
-        bits.view(torch.float16).to(torch.float32).mul_(256.0)
-    )  # 2 ** (15 - 7), the difference of the biases
+    return bits.view(torch.float16).to(torch.float32).mul_(256.0)  # 2 ** (15 - 7): the biases' difference
 
 
 def product(
     form: str, a: Quantized, b: Quantized, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """One of the three products.
+    """One of the three products, ``"NT"``, ``"NN"`` or ``"TN"``, of factors as stored; a bias only with bf16 results.
 
     Naive code, for NT::
 
         a, b = (f.codes.double() * f.inv_scale for f in (a, b))
         return (a @ b.T + bias.bfloat16()).to(out_dtype)
-
-    Args:
-        form: ``"NT"``, ``"NN"`` or ``"TN"``.
-        a, b: the factors as stored; scales either [] on both, or one for each row and column of the result.
-        bias: [N], rounded to bf16 and added before the result is rounded; only with bf16 results.
-        out_dtype: of the result. FP32 results of a bf16 GEMM or a rowwise native product were rounded to bf16 once.
     """
     if is_native(a.codes.device):
         return _native(form, a, b, bias, out_dtype)
@@ -190,6 +152,7 @@ def product(
 
 
 def _native(form: str, a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """`torch._scaled_mm`, with the shared dimension innermost in both factors and sizes in multiples of 16."""
     left, right = a.codes, b.codes
     inv_left, inv_right = a.inv_scale, b.inv_scale
     if form == "TN":
@@ -209,7 +172,7 @@ def _native(form: str, a: Quantized, b: Quantized, bias: Tensor | None, out_dtyp
         inv_right,
         bias=None if bias is None else bias.to(torch.bfloat16),
         out_dtype=produced,
-        use_fast_accum=False,
+        use_fast_accum=False,  # with it sums keep about 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)
     )
     return result.to(out_dtype)
 
@@ -224,11 +187,7 @@ def _with_rows(codes: Tensor, count: int) -> Tensor:
 
 
 def misfit(in_features: int, out_features: int) -> str:
-    """Why a linear layer cannot multiply in fp8, as a clause without a full stop; empty if it can.
-
-    >>> misfit(64, 10), misfit(64, 64)
-    ('bf16: 10 outputs are not a multiple of 16, which fp8 products need', '')
-    """
+    """Why a linear layer cannot multiply in fp8, as a clause without a full stop; empty if it can."""
     for count, noun in ((in_features, "inputs"), (out_features, "outputs")):
         if count % MULTIPLE or not count:
             return f"bf16: {count} {noun} are not a multiple of {MULTIPLE}, which fp8 products need"
@@ -237,11 +196,7 @@ def misfit(in_features: int, out_features: int) -> str:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
 def is_native(device: torch.device) -> bool:
-    """Whether fp8 products on a device are `torch._scaled_mm`: CUDA from compute capability 8.9, or as MEZZO_FP8 says.
-
-    Raises:
-        UnknownNameError: MEZZO_FP8 is neither ``native`` nor ``emulated``.
-    """
+    """Whether fp8 products on a device are `torch._scaled_mm`: on CUDA from 8.9 on, or as MEZZO_FP8 says."""
     forced = os.environ.get(PATH)
     if forced:
         if forced not in PATHS:
@@ -255,14 +210,14 @@ def is_native(device: torch.device) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
 def gemm_dtype(device_type: str) -> torch.dtype:
-    """The format in which emulated fp8 factors are multiplied: bf16 where the device is fast in it, else FP32."""
+    """The format of emulated products, exact in both: bf16 where the device is fast in it, else FP32."""
     return torch.bfloat16 if "bf16" in native_formats(device_type) else torch.float32
 
 
 def fp8_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: str = "tensorwise"
 ) -> Tensor:
-    """``F.linear`` with 8-bit factors and FP32 sums, forward and backward.
+    """``F.linear`` of input [..., K], weight [N, K] and bias [N] with 8-bit factors and FP32 sums; returns bf16.
 
     Naive code, tensorwise::
 
@@ -276,41 +231,26 @@ def fp8_linear(
         g = values(grad, e5m2)
         dinput, dweight, dbias = (g @ w).bfloat16(), g.T @ x, grad.float().sum(0)
 
-    Gradients have the dtype of their tensor. An FP32 weight's gradient is the FP32 sum natively with tensorwise scales
-    and where emulation multiplies in FP32; otherwise it was rounded to bf16 once. If K or N is not a multiple of 16, or
-    the input is empty, this is ``F.linear`` of bf16 values.
-
-    Args:
-        input: [..., K], FP32, bf16, fp16 or FP64 (converted to FP32).
-        weight: [N, K], of any of these; FP32 values are rounded to 8 bits directly.
-        bias: [N] or None; added as bf16, before the result is rounded, as fp8 hardware does.
-        scaling: ``tensorwise`` or ``rowwise``.
-
-    Returns:
-        [..., N], bf16. A NaN or infinity in a row of the input makes the row NaN, one in the weight its column; in
-        gradients infinities stay infinities. Scales ignore them.
+    Gradients have the dtype of their tensor. If K or N is not a multiple of 16, or the input is empty, this is
+    ``F.linear`` of bf16 values. A NaN or infinity in a row of the input makes the row NaN, one in the weight its
+    column; in gradients infinities stay infinities. Scales ignore them.
 
     Raises:
-        UsageError: a dtype that is not a floating format; a second derivative, which would need the input's values.
+        UsageError: a second derivative, which would need the input's values.
         RuntimeError: the weight was changed in place between forward and backward.
     """
-    for name, given in (("input", input), ("weight", weight), ("bias", bias)):
-        if given is not None and given.dtype not in _FLOATING:
-            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATING)
-            raise UsageError(f"fp8_linear(): {name} is {given.dtype}. Give it one of {allowed}.")
     is_matrix = weight.dim() == 2 and input.dim() > 0 and input.shape[-1] == weight.shape[1]
     if not is_matrix or not input.numel() or misfit(*weight.shape[::-1]):
         return _in_bf16(input, weight, bias)
     # A tensor of torch.func does not show whether it needs a gradient.
     for_weight = (weight.requires_grad and torch.is_grad_enabled()) or not is_plain(input, weight, bias)
-    x, w = (factor.float() if factor.dtype is torch.float64 else factor for factor in (input, weight))
-    result: Tensor = _Fp8Linear.apply(x, w, bias, scaling, for_weight)[0]  # type: ignore[no-untyped-call]
+    result: Tensor = _Fp8Linear.apply(input, weight, bias, scaling, for_weight)[0]  # type: ignore[no-untyped-call]
     return result
 
 
 def _in_bf16(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if gemm_dtype(input.device.type) is not torch.bfloat16:
-        result: Tensor = EMULATED["linear"](input, weight, bias, compute=torch.bfloat16)
+        result: Tensor = emulated(torch.ops.aten.linear.default, torch.bfloat16)(input, weight, bias)
         return result
     low = None if bias is None else bias.to(torch.bfloat16)
     return F.linear(input.to(torch.bfloat16), weight.to(torch.bfloat16), low)
@@ -321,9 +261,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """Made of operations that vmap and compilers take apart."""
-
-    generate_vmap_rule = True
+    generate_vmap_rule = True  # made of operations that vmap and compilers take apart
 
     @staticmethod
     def forward(
@@ -374,8 +312,7 @@ def _gradients(
     ctx: Any, grad: Tensor, weight: Tensor | None, held: Quantized | None
 ) -> tuple[Tensor | None, ...]:
     """The gradients of input, weight and bias, each if wanted."""
-    input_dtype, weight_dtype, bias_dtype = ctx.dtypes
-    scaling = ctx.scaling
+    (input_dtype, weight_dtype, bias_dtype), scaling = ctx.dtypes, ctx.scaling
     g = _rows(grad)
     dx = dw = db = by_row = None
     if weight is not None:

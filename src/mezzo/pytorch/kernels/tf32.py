@@ -1,11 +1,7 @@
 """TF32 on hardware that has none: factors of products are rounded to 10 bits of mantissa, the rest is FP32.
 
-    def product(x, w):
-        return op(round_tf32(x), round_tf32(w))  # in backward the gradient is rounded before it is multiplied
-
-A tensor core reads 19 bits of each FP32 operand, multiplies exactly and sums in FP32. Rounding here is to nearest, ties
-to even; GPUs differ in it by at most one unit in the last of the 10 places. Where a device has TF32, PyTorch's own
-switch is used (`mezzo.pytorch.hardware`). For backward the sources are kept and rounded again, not the rounded factors.
+A tensor core reads 19 bits of each FP32 operand, multiplies exactly and sums in FP32. GPUs differ in the rounding by at
+most one unit in the last of the 10 places. For backward the sources are kept and rounded again.
 """
 
 from __future__ import annotations
@@ -16,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.packing import Packing, Reuse, Rounded, may_pack
+from mezzo.pytorch.kernels.emulated import saving_low
+from mezzo.pytorch.kernels.packing import Reuse, Rounded, may_pack
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.kernels.unseen import unseen
 
@@ -27,19 +23,12 @@ _CUT = 13  # bits of FP32's mantissa that TF32 lacks
 
 
 def round_tf32(x: Tensor) -> Tensor:
-    """FP32 values rounded to TF32's 10 bits of mantissa, ties to even, in a new FP32 tensor.
+    """FP32, bf16 or fp16 values as new FP32 ones with 10 bits of mantissa, as ``mezzo.formats.round(x, "tf32")``.
 
-    Equals ``mezzo.formats.round(x, "tf32")``: -0 keeps its sign, subnormals are multiples of 2**-136, values from
-    2**128 - 2**116 up become infinite, infinities and NaN stay. The gradient passes unchanged. bf16 and fp16 values are
-    TF32 values already, and come back as FP32.
-
-    Raises:
-        UsageError: other dtypes.
+    The gradient passes unchanged.
     """
     if x.dtype in (torch.bfloat16, torch.float16):
         return x.to(torch.float32)
-    if x.dtype is not torch.float32:
-        raise UsageError(f"round_tf32(): a {x.dtype} tensor. Use FP32, bf16 or fp16.")
     if torch.is_grad_enabled() and x.requires_grad:
         rounded: Tensor = _Factor.apply(x)  # type: ignore[no-untyped-call,unused-ignore]
         return rounded
@@ -98,12 +87,10 @@ class _InTF32(Rounded):
         self.reuse = Reuse(_round)
 
 
-def product(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The op on TF32 factors: FP32 and 16-bit tensors among its arguments.
+def product(op: Any) -> Callable[..., Any]:
+    """The op on TF32 factors; addends (a bias, a mask, a recurrent layer's first state) keep their 24 bits.
 
-    Addends (a bias, a mask, the hidden state that a recurrent layer begins with) keep their 24 bits. The incoming
-    gradient is rounded before it is multiplied; outgoing ones are FP32 sums. NaN, infinities and signed zeros pass; a
-    value that rounds beyond FP32's largest is infinite. Inside one kernel (a recurrent layer's steps, attention's
+    The incoming gradient is rounded before it is multiplied. Inside one kernel (a recurrent layer's steps, attention's
     second product) intermediate factors stay FP32.
     """
     names = [argument.name for argument in op._schema.arguments]
@@ -117,13 +104,7 @@ def product(op: torch._ops.OpOverload) -> Callable[..., Any]:
         named = {name: _rounded(value, factors, name in addends) for name, value in kwargs.items()}
         if not may_pack(factors):
             return _handed_on(op(*rounded, **named))
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        packing = Packing(factors, torch.float32, None, outer)
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(packing.pack, Packing.unpack):
-                return _handed_on(op(*rounded, **named))
-        finally:
-            packing.forget()
+        return _handed_on(saving_low(op, rounded, named, factors, torch.float32))
 
     return in_tf32
 

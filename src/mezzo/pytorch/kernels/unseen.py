@@ -1,7 +1,7 @@
 """Python that PyTorch calls from C++ in the middle of an op, which Dynamo must run and not compile.
 
 After a graph break Dynamo compiles every Python frame until the function ends, also those that the dispatcher, autograd
-and saved-tensor hooks call. Such a frame would be another graph for every shape, and would keep copies for backward.
+and saved-tensor hooks call: another graph for every shape, and copies for backward.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def unseen(function: _Function) -> _Function:
     """`function` itself; Dynamo skips its frames and those that begin while one runs.
 
-    A compiled function that calls it by name still traces it. Does what `torch.compiler.disable` does at each call once
-    to the code object, without a wrapper and without importing a compiler.
+    Does to the code object, once, what `torch.compiler.disable` does at each call, and imports no compiler.
     """
     pieces: Any = eval_frame
     skip = pieces._FrameAction.SKIP
