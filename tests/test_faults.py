@@ -47,10 +47,8 @@ NOT_NAMED_IN_SCRIPTS = {
 }
 """Faults that are not named in a plain script, and why."""
 
-_BACKWARD = "forward is mended, and a gradient is beyond fp16 at any loss scale"
 NOT_MENDED = {
-    "a transposed convolution's weights grown": _BACKWARD,
-    "afterwards: one of four experts": _BACKWARD,
+    "afterwards: one of four experts": "forward is mended, and a gradient is beyond fp16 at any loss scale",
     "again: what Python's generator draws": "the next step, which draws other numbers, overflows elsewhere",
 }
 """Faults for which a remedy names a policy that does not mend, and why."""

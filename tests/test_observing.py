@@ -6,6 +6,7 @@ import gc
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,21 +21,17 @@ RECORD = LossRecord(7, 7.0, 7.0)
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
-class Observer:
-    """Records its calls."""
+class Observer(Mock):
+    """Its calls, in short, are `seen`."""
 
     def __init__(self) -> None:
+        super().__init__(finding=None)
         self.seen: list[Any] = []
-        self.finding: OverflowReport | None = None
-
-    def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.seen.append(("call", len(args), sorted(kwargs)))
-
-    def call_ended(self, model: nn.Module, output: Any) -> None:
-        self.seen.append(("returned", tuple(output.shape)))
-
-    def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
-        self.seen.append(("backward", float(scale)))
+        self.call_begins = lambda model, args, kwargs: self.seen.append(("call", len(args), sorted(kwargs)))
+        self.call_ended = lambda model, output: self.seen.append(("returned", tuple(output.shape)))
+        self.backward_begins = lambda loss, scale: self.seen.append(("backward", float(scale)))
+        self.step_dropped = lambda: self.seen.append("dropped")
+        self.drain = lambda: [RECORD]
 
     def update_begins(self, optimizer: Any, scale: Tensor | float) -> None:
         self.gradient = optimizer.param_groups[0]["params"][0].grad.clone() / float(scale)
@@ -42,15 +39,9 @@ class Observer:
 
     def update_ended(self, optimizer: Any, **how: Any) -> None:
         self.seen.append(
-            ("ended", how["index"], how["number"], bool(how["skipped"]), float(how["loss_scale"]))
+            ("ended", *(float(how[key]) for key in ("index", "number", "skipped", "loss_scale")))
         )
         self.finding = OverflowReport("overflow", "0", "exp") if how["skipped"] else None
-
-    def step_dropped(self) -> None:
-        self.seen.append("dropped")
-
-    def drain(self) -> list[Record]:
-        return [RECORD]
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[nn.Module, MixedPrecision, Observer]:
@@ -72,7 +63,7 @@ STEP = [
     ("returned", (3, 2)),
     ("backward", 1024.0),
     ("update", 1024.0),
-    ("ended", 0, 0, False, 1024.0),
+    ("ended", 0, 0, 0, 1024.0),
 ]
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
+from torch.overrides import _get_current_function_mode_stack
 
 from mezzo.core.overflow import OverflowReport
-from mezzo.core.records import OverflowRecord, Record
+from mezzo.core.records import OverflowRecord
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace
+from mezzo.pytorch.monitor.observer import StepObserver
 from mezzo.pytorch.run import observers
 
 TRAIN = """
@@ -29,44 +34,34 @@ for step in range(4):
 """
 
 
-class Told:
-    """An observer that writes down its calls."""
+class Told(Mock):
+    """An observer whose calls are kept."""
 
-    finding: OverflowReport | None = None
+    def __init__(self, **others: Any) -> None:
+        super().__init__(spec=StepObserver, finding=None, **others)
+        self.update_ended.side_effect = self.diagnose
+        self.drain.side_effect = lambda: [self.record.pop()] if self.record else []
+        self.record: list[OverflowRecord] = []
 
-    def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
-        self.records: list[Record] = []
+    def _get_child_mock(self, **kw: Any) -> Mock:
+        return Mock(**kw)
 
-    def call_begins(self, model: Any, args: Any, kwargs: Any) -> None:
-        self.told.append(("call_begins", type(model).__name__))
-
-    def call_ended(self, model: Any, output: Any) -> None:
-        self.told.append(("call_ended", str(output.dtype).removeprefix("torch.")))
-
-    def backward_begins(self, loss: Any, scale: Any) -> None:
-        self.told.append(("backward_begins", scale))
-
-    def update_begins(self, optimizer: Any, scale: Any) -> None:
-        self.told.append(("update_begins", scale))
-
-    def update_ended(
-        self, optimizer: Any, *, index: int, number: int, skipped: bool, loss_scale: float
-    ) -> None:
-        self.told.append(("update_ended", index, number, skipped, loss_scale))
+    def diagnose(self, optimizer: Any, *, index: int, number: int, skipped: bool, loss_scale: float) -> None:
         if skipped:
             self.finding = OverflowReport("overflow", module="2", op="linear")
-            self.records.append(OverflowRecord(index, number, 0.0, loss_scale, self.finding))
+            self.record.append(OverflowRecord(index, number, 0.0, loss_scale, self.finding))
 
-    def step_dropped(self) -> None:
-        self.told.append(("step_dropped",))
+    @property
+    def names(self) -> list[str]:
+        return [call[0] for call in self.method_calls if call[0] != "drain"]
 
-    def drain(self) -> list[Record]:
-        records, self.records = self.records, []
-        return records
+    def given(self, name: str, place: int = 1) -> list[Any]:
+        """An argument of all calls of a method."""
+        return [call.args[place] for call in getattr(self, name).call_args_list]
 
-    def finish(self) -> None:
-        pass
+
+CALL = ["call_begins", "call_ended"]
+UPDATE = ["update_begins", "update_ended"]
 
 
 @pytest.fixture
@@ -84,16 +79,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 def test_a_plain_loop_is_told_in_order(launch: Any, told: Told, policy: str, seen: str, scale: float) -> None:
     ran = launch(TRAIN, policy=policy, watch=1)
     assert ran.status == 0, ran.err
-    expected: list[tuple[Any, ...]] = []
-    for index in range(4):
-        expected += [
-            ("call_begins", "Sequential"),
-            ("call_ended", seen),
-            ("backward_begins", scale),
-            ("update_begins", 1.0),
-            ("update_ended", index, 0, False, scale),
-        ]
-    assert told.told == [*expected, ("step_dropped",)]
+    assert told.names == [*CALL, "backward_begins", *UPDATE] * 4 + ["step_dropped"]
+    assert {type(model).__name__ for model in told.given("call_begins", 0)} == {"Sequential"}
+    assert {str(output.dtype) for output in told.given("call_ended")} == {f"torch.{seen}"}
+    assert told.given("backward_begins") == [scale] * 4
+    assert told.given("update_begins") == [1.0] * 4
+    for index, call in enumerate(told.update_ended.call_args_list):
+        assert call.kwargs == {"index": index, "number": 0, "skipped": False, "loss_scale": scale}
 
 
 def test_the_script_is_ended_after_so_many_updates(launch: Any) -> None:
@@ -120,9 +112,6 @@ x = torch.randn(16, 4)
 def loss_of(net, x=x):
     return net(x).square().mean()
 """
-
-CALL = ["call_begins", "call_ended"]
-UPDATE = ["update_begins", "update_ended"]
 
 LOOPS: dict[str, tuple[str, list[str]]] = {
     "accumulation": (
@@ -181,8 +170,8 @@ def test_what_is_told(launch: Any, told: Told, name: str) -> None:
     source, expected = LOOPS[name]
     ran = launch(SETUP + source, policy="fp16", watch=1)
     assert ran.status == 0, ran.err
-    assert [words[0] for words in told.told] == [*expected, *(["step_dropped"] if expected else [])]
-    ended = [words[1:3] for words in told.told if words[0] == "update_ended"]
+    assert told.names == [*expected, *(["step_dropped"] if expected else [])]
+    ended = [(how["index"], how["number"]) for _, how in told.update_ended.call_args_list]
     updates = [(r.index, r.optimizer) for r in ran.of("update")]
     assert [pair for pair in updates if pair in ended] == ended
     assert ("a closure are not watched" in ran.notes) == ("closure" in name)
@@ -195,14 +184,13 @@ def test_a_backward_that_is_run_again_is_told_with_each_scale(launch: Any, told:
     optimizer.step()
     """
     ran = launch(SETUP + "\n".join(line.strip() for line in source.splitlines()), policy="fp16", watch=1)
-    scales = [words[1] for words in told.told if words[0] == "backward_begins"]
+    scales = told.given("backward_begins")
     assert scales[0] == 65536.0
     assert len(scales) > 1
     assert scales == [65536.0 / 2**n for n in range(len(scales))]
     # Gradients that were counted already are no gradients of the step.
-    names = [words[0] for words in told.told]
-    assert names.count("step_dropped") == len(scales)
-    assert names[-4:] == ["backward_begins", *UPDATE, "step_dropped"]
+    assert told.names.count("step_dropped") == len(scales)
+    assert told.names[-4:] == ["backward_begins", *UPDATE, "step_dropped"]
     assert ran.of("update")[0].moved
 
 
@@ -231,34 +219,25 @@ def test_a_skipped_step_is_told_and_named_where_the_scale_collapses(launch: Any,
     assert f"mezzo: update 0 skipped, and {len(updates) - 1} later ones: forward of linear in 2" in ran.err
 
 
-def test_the_model_may_be_called_by_those_who_look(
-    launch: Any, told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
+def test_the_model_may_be_called_by_those_who_look(launch: Any, told: Told) -> None:
+    def ended(optimizer: Any, **how: Any) -> None:
+        model = told.given("call_ended", 0)[-1]
+        out = model(torch.ones(2, 4))
+        assert out.dtype is torch.float32  # the plain model, in no region
+        seeds: list[Any] = []
+        out.register_hook(seeds.append)
+        torch.autograd.grad(out.sum(), list(model.parameters()))
+        assert seeds[0].eq(1).all()  # and no loss scale
+        before = [p.grad.clone() for p in model.parameters()]
+        model(torch.ones(2, 4)).sum().backward()
+        for p, grad in zip(model.parameters(), before):
+            p.grad = grad
 
-    class Calls(Told):
-        def call_ended(self, model: Any, output: Any) -> None:
-            self.model = model
-
-        def update_ended(self, optimizer: Any, **how: Any) -> None:
-            out = self.model(torch.ones(2, 4))
-            assert out.dtype is torch.float32  # the plain model, in no region
-            seeds: list[Any] = []
-            out.register_hook(seeds.append)
-            torch.autograd.grad(out.sum(), list(self.model.parameters()))
-            assert seeds[0].eq(1).all()  # and no loss scale
-            before = [p.grad.clone() for p in self.model.parameters()]
-            self.model(torch.ones(2, 4)).sum().backward()
-            for p, grad in zip(self.model.parameters(), before):
-                p.grad = grad
-            self.told.append(("called",))
-
-    calls = Calls()
-    monkeypatch.setattr(observers, "watchers_for", lambda session: [calls])
+    told.update_ended.side_effect = ended
     source = SETUP + "for _ in range(3): loss_of(model).backward(); optimizer.step()"
     ran = launch(source, policy="fp16", watch=1)
-    assert calls.told.count(("called",)) == 3, ran.notes
-    assert len(ran.of("loss")) == len(ran.of("update")) == 3
+    assert "gave up" not in ran.notes
+    assert len(ran.of("loss")) == len(ran.of("update")) == told.update_ended.call_count == 3
     assert "mezzo: 3 calls of Linear in fp16" in ran.err
     assert all(u.moved for u in ran.of("update"))
 
@@ -270,12 +249,14 @@ def test_the_script_goes_on_whatever_becomes_of_those_who_look(
     def fails(*args: Any, **kwargs: Any) -> None:
         raise MemoryError("no room")
 
+    if moment == "finish":
+        told.mock_add_spec([*dir(StepObserver), "finish"])
     monkeypatch.setattr(told, moment, fails)
     ran = launch(TRAIN, policy="fp16", watch=1)
     assert ran.status == 0
     assert len(ran.of("update")) == 4
     assert "Told gave up: MemoryError: no room" in ran.notes
-    assert told.told[-1] == ("step_dropped",)
+    assert told.names[-1] == "step_dropped"
 
 
 def test_nobody_is_asked_for_who_is_not_wanted(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,9 +453,6 @@ def test_what_replay_cannot_explain_is_caught_as_it_happens(launch: Any, name: s
 
 
 def test_a_script_may_end_while_it_is_watched(launch: Any) -> None:
-    import torch
-    from torch.overrides import _get_current_function_mode_stack
-
     before = torch.autograd.Function.__dict__["apply"]
     for ending in (
         "raise SystemExit(3)",
@@ -491,8 +469,6 @@ def test_a_script_may_end_while_it_is_watched(launch: Any) -> None:
 
 
 def test_watching_that_fails_is_a_note(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mezzo.pytorch.monitor.forward_trace import ForwardTrace
-
     def fails(*args: Any, **kwargs: Any) -> None:
         raise MemoryError("no room")
 
@@ -525,8 +501,6 @@ def test_calls_without_a_backward_are_let_go(launch: Any) -> None:
 def test_a_script_with_compiled_functions_is_not_watched(launch: Any) -> None:
     compiled = PLAIN.replace("train(body)", "model = torch.compile(model, backend='eager')\ntrain(body)")
     compiled = compiled.replace("assert state()", "state()")
-    import torch
-
     plain = launch(LIVE + compiled, policy="fp16,loss_scale=16", trace=False)
     torch._dynamo.reset()  # of the first script, whose compiled code would serve the second
     ran = launch(LIVE + compiled, policy="fp16,loss_scale=16")

@@ -76,24 +76,6 @@ def test_a_histogram_keeps_its_counts_by_exponent(tmp_path: Path) -> None:
     assert histogram.sum == -29.5 - 3 * 27.5
 
 
-@pytest.mark.parametrize(
-    ("row", "want"),
-    [
-        (RangeRow("m", "activation", "fp16", Histogram(20, [1])), {"lost activation/m": 1.0}),
-        (RangeRow("m", "activation gradient", "fp16", Histogram(-30, [1])), {"lost activation gradient/m": 0.0}),
-        (RangeRow("m", "activation gradient", "e4m3fn", Histogram(-30, [1])), {"lost activation gradient/m": 1.0}),
-        (RangeRow("m", "weight", "fp32", Histogram(-30, [1]), "bias"), {}),
-        (RangeRow("m", "activation", "fp16", Histogram(zeros=3)), {}),
-        (RangeRow("", "update ratio", "fp32", Histogram(-10, [1]), "w"),
-         {"lost update/w bf16": 1.0, "lost update/w fp16": 0.0}),
-    ],
-)  # fmt: skip
-def test_the_share_lost_is_the_formats_own(row: RangeRow, want: dict[str, float], tmp_path: Path) -> None:
-    found = written(tmp_path, [RangesRecord(3, 0, 1.0, 2.0**10, [row])])
-    lost = {tag: found.Scalars(tag)[0].value for tag in found.Tags()["scalars"]}
-    assert lost == want
-
-
 def test_a_whole_run_is_written_with_its_findings_as_text(tmp_path: Path) -> None:
     found = written(tmp_path, run_records.records(steps=100, modules=["a", "b"]))
     assert len(found.Scalars("loss")) == 100
@@ -102,13 +84,10 @@ def test_a_whole_run_is_written_with_its_findings_as_text(tmp_path: Path) -> Non
     }
     shown = [one.tensor_proto.string_val[0].decode() for one in found.Tensors("findings/text_summary")]
     assert len(shown) == 4
-    assert "    forward of exp in blocks.1.attention\n    cause: overflow: finite numbers went in" in shown[2]
+    assert "    overflow: forward of exp in blocks.1.attention" in shown[2]
     assert "    try: Use bf16: its range is FP32's." in shown[2]
     assert len(found.Histograms("log2 activation/a")) == 13
-
-
-def test_hostile_names_are_written(tmp_path: Path) -> None:
-    found = written(tmp_path, run_records.hostile())
+    found = written(tmp_path / "hostile names", run_records.hostile())
     assert len(found.Tags()["histograms"]) == 6
 
 

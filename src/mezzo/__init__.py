@@ -65,8 +65,8 @@ if TYPE_CHECKING:
     from mezzo.pytorch.monitor.explain import explain as explain
     from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter as TensorBoardWriter
     from mezzo.pytorch.training.mixed_precision import MixedPrecision as MixedPrecision
-    from mezzo.pytorch.weights.stored_parameters import lower_weights as lower_weights
     from mezzo.pytorch.weights.master_state import load_master_state_dict as load_master_state_dict
     from mezzo.pytorch.weights.master_state import master_state_dict as master_state_dict
+    from mezzo.pytorch.weights.stored_parameters import lower_weights as lower_weights
 
 __getattr__, __dir__ = lazy("mezzo", _PUBLIC, removed=_REMOVED)

@@ -159,16 +159,7 @@ def cnn(
     return trained(model, draw, lambda m, x, y: F.cross_entropy(m(x), y), optimizer)
 
 
-def autoencoder(middle: Place = None) -> Trainee:
-    """Down and up again, with two numbers of a picture as mean and spread between."""
-    torch.manual_seed(6)
-    model = sequence(
-        down=nn.Conv2d(1, 4, 4, stride=4),
-        tanh=nn.Tanh(),
-        middle=place(middle),
-        up=nn.ConvTranspose2d(4, 1, 4, stride=4),
-    )
-    return trained(model, normals((6, 1, 8, 8)), lambda m, x: F.mse_loss(m(x).float(), x))
+up = partial(nn.ConvTranspose2d, 4, 4, 3, padding=1)  # a middle of a CNN
 
 
 @net(qkv=linear(16, 48), out=linear(16, 16))
@@ -495,42 +486,30 @@ class Pair(NamedTuple):
     other: dict[str, list[Tensor]]
 
 
-def in_a_dataclass(tail: Place = None) -> Trainee:
-    def forward(self: Any, x: Tensor) -> Told:
-        hidden = self.tail(torch.relu(self.first(x)))
+def structured(tail: Place = None) -> Trainee:
+    """Takes what it needs from deep inside of its argument, and returns neither a tuple nor a dict."""
+
+    def forward(self: Any, *, pair: Pair) -> Told:
+        hidden = self.tail(torch.tanh(self.first(pair.one) + self.second(pair.other["late"][0])))
         return Told(self.last(hidden), hidden)
 
-    make = partial(Net, forward, first=linear(8, 8), tail=partial(place, tail), last=linear(8, 1))
-    return regression(make, loss=lambda m, x, y: F.mse_loss(m(x).value.float(), y))
-
-
-@net(first=linear(4, 8), second=linear(4, 8), head=linear(8, 1))
-def _nested(self: Any, *, pair: Pair) -> tuple[Tensor, list[Tensor]]:
-    hidden = torch.tanh(self.first(pair.one) + self.second(pair.other["late"][0]))
-    return self.head(hidden), [hidden]
-
-
-def nested() -> Trainee:
-    """Takes what it needs from deep inside of its argument."""
-
     def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(m(pair=Pair(x[:, :4], {"late": [x[:, 4:]]}))[0].float(), y)
+        return F.mse_loss(m(pair=Pair(x[:, :4], {"late": [x[:, 4:]]})).value.float(), y)
 
-    return regression(_nested, loss=loss)
+    first, second, last = linear(4, 8), linear(4, 8), linear(8, 1)
+    return regression(
+        partial(Net, forward, first=first, second=second, tail=partial(place, tail), last=last), loss=loss
+    )
 
 
 def parts(tail: Place = None) -> Trainee:
     """Called part by part: the model itself never is."""
 
-    def loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
-        features = m["backbone"](x)
-        return F.mse_loss(m["head"](features).float(), y)
-
     def make() -> nn.Module:
         backbone = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), place(tail))
         return nn.ModuleDict({"backbone": backbone, "head": nn.Linear(8, 1)})
 
-    return regression(make, loss=loss)
+    return regression(make, loss=lambda m, x, y: F.mse_loss(m["head"](m["backbone"](x)).float(), y))
 
 
 @net(layers=lambda: nn.ModuleList(nn.Linear(8, 8) for _ in range(30)), gain=lambda: 1.0, head=linear(8, 1))
@@ -577,15 +556,13 @@ def weighed() -> Trainee:
     """A loss that is weighed by a learned uncertainty, which belongs to the model."""
 
     def loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
-        s = m.uncertainty
-        return torch.exp(-s) * F.mse_loss(m(x).float(), y) + s
+        return torch.exp(-m.s) * F.mse_loss(m(x).float(), y) + m.s
 
-    def make() -> nn.Module:
-        model = layers()
-        model.register_parameter("uncertainty", nn.Parameter(torch.zeros(())))
-        return model
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
 
-    return regression(make, loss=loss)
+    s = partial(nn.Parameter, torch.zeros(()))
+    return regression(partial(Net, forward, first=linear(8, 8), last=linear(8, 1), s=s), loss=loss)
 
 
 @net(
@@ -626,7 +603,7 @@ def two_losses(middle: Place = None) -> Trainee:
 
 
 FAMILIES: dict[Any, str] = {
-    **dict.fromkeys((cnn, autoencoder), "CNN"),
+    cnn: "CNN",
     **dict.fromkeys((transformer, encoder, attends), "transformer"),
     **dict.fromkeys((recurrent, tied), "recurrent"),
     gan: "GAN",

@@ -29,8 +29,8 @@ class Weak(Net):
         super().__init__(compute, **held)
         self.armed = False
 
-    def times(self, gain: float) -> float:
-        return gain if self.armed else 1.0
+    def times(self, gain: float, unarmed: float = 1.0) -> float:
+        return gain if self.armed else unarmed
 
     def constant(self, x: Tensor, value: float = 0.0) -> Tensor:
         """The first row of `x` constant, where armed."""
@@ -41,23 +41,18 @@ class Weak(Net):
         return x * keep + value * (1 - keep)
 
 
-def weak(compute: Callable[[Any, Tensor], Tensor]) -> Callable[..., Weak]:
-    """A maker of modules that compute the function."""
-    return partial(Weak, compute)
+def weak(compute: Callable[[Any, Tensor], Tensor], **held: Callable[[], Any]) -> Callable[..., Weak]:
+    """A maker of modules that compute the function, with what it needs as attributes."""
+    return partial(Weak, compute, **held)
 
 
 def weak_with(**held: Callable[[], Any]) -> Callable[[Callable[[Any, Tensor], Tensor]], Callable[..., Weak]]:
-    """The same, of a function that needs these attributes."""
     return lambda compute: partial(Weak, compute, **held)
 
 
-def around(make: Callable[[], nn.Module], value: float | None = None) -> Callable[[], nn.Module]:
+def around(make: Callable[[], nn.Module], value: float) -> Callable[[], nn.Module]:
     """A module on its input, whose first row is constant where armed."""
-
-    def compute(self: Any, x: Tensor) -> Tensor:
-        return self.norm(x if value is None else self.constant(x, value))
-
-    return partial(Weak, compute, norm=make)
+    return weak(lambda self, x: self.norm(self.constant(x, value)), norm=make)
 
 
 def parameter(*shape: int) -> Callable[[], nn.Parameter]:
@@ -67,32 +62,49 @@ def parameter(*shape: int) -> Callable[[], nn.Parameter]:
 # ------------------------------------------------------------------------------ too large for the format, forward
 
 amplifies = weak(lambda self, x: (x + 0.1) * self.times(1e7))
+squares = weak(lambda self, x: (wide := x + self.times(400.0)) * wide)
 # An exponential that FP32 holds; what multiplies it afterwards in fp16 does not.
 exponential = weak(lambda self, x: torch.exp(x.clamp(-1, 1) + self.times(20.0)))
 powers = weak(lambda self, x: (x.clamp(-1, 1) + self.times(40.0)) ** 4)
 running_product = weak(lambda self, x: torch.cumprod(x.float().clamp(-1, 1) * 0.1 + self.times(1e7), -1))
+residual = weak(lambda self, x: (branch := x.clamp(-1, 1) * 0 + self.times(40000.0)) + branch)
+# A cast that the script makes itself: no policy reaches it.
+halves = weak(lambda self, x: ((x.float() + 1) * self.times(1e6)).half().float())
+# Without subtracting the maximum: infinite beyond 88 in FP32, too.
+naive_softmax = weak(
+    lambda self, x: (raised := torch.exp(x.clamp(-1, 1) + self.times(100.0))) / raised.sum(-1, keepdim=True)
+)
+# Products of one tensor with itself, as in attention without its scaling.
+scores = weak(
+    lambda self, x: torch.einsum("...i,...j->...ij", *[x.clamp(-1, 1) + self.times(300.0)] * 2).mean(-1)
+)
+# Overflows only where this call's random number says so.
+sometimes = weak(
+    lambda self, x: (
+        ((torch.rand(x.shape) < 0.5).to(x.dtype) * self.times(60000.0) + 1) * (x.clamp(-1, 1).abs() + 2)
+    )
+)
+# Beyond bf16's and FP32's largest number as well.
+wide_huge = weak(lambda self, x: (huge := (x.clamp(-1, 1) + 2) * self.times(1e20)) * huge)
+in_place = weak(lambda self, x: x.clone().add_(0.1).mul_(self.times(1e7)))
+combines = weak(
+    lambda self, x: torch.addcmul(x, wide := x.clamp(-1, 1) * self.times(500.0), wide, value=self.times(2.0))
+)
+inverse_softplus = weak(lambda self, x: torch.log(torch.exp(x.float().abs() + self.times(100.0)) - 1))
 # A product of two projections.
-bilinear = partial(
-    Weak,
+bilinear = weak(
     lambda self, x: self.one(x * self.times(3000.0)) * self.other(x * self.times(3000.0)),
     one=lambda: nn.Linear(16, 16),
     other=lambda: nn.Linear(16, 16),
 )
 # A convolution through the functional form, with its weight scaled.
-depthwise = partial(
-    Weak,
+depthwise = weak(
     lambda self, x: F.conv1d(x[:, :, None], self.weight * self.times(1e6), padding=1, groups=8)[:, :, 0],
     weight=parameter(8, 1, 3),
 )
-bilinear_layer = partial(
-    Weak, lambda self, x: self.mix(*[x * self.times(3000.0)] * 2), mix=lambda: nn.Bilinear(8, 8, 8)
+bilinear_layer = weak(
+    lambda self, x: self.mix(*[x * self.times(3000.0)] * 2), mix=lambda: nn.Bilinear(8, 8, 8)
 )
-
-
-@weak
-def squares(self: Any, x: Tensor) -> Tensor:
-    wide = x + self.times(400.0)
-    return wide * wide
 
 
 @weak
@@ -106,33 +118,6 @@ def adds_up(self: Any, x: Tensor) -> Tensor:
 
 
 @weak
-def residual(self: Any, x: Tensor) -> Tensor:
-    branch = x.clamp(-1, 1) * 0 + self.times(40000.0)
-    return branch + branch
-
-
-@weak
-def halves(self: Any, x: Tensor) -> Tensor:
-    """A cast that the script makes itself: no policy reaches it."""
-    wide = (x.float() + 1) * self.times(1e6)
-    return wide.half().float()
-
-
-@weak
-def naive_softmax(self: Any, x: Tensor) -> Tensor:
-    """Without subtracting the maximum: infinite beyond 88 in FP32, too."""
-    raised = torch.exp(x.clamp(-1, 1) + self.times(100.0))
-    return raised / raised.sum(-1, keepdim=True)
-
-
-@weak
-def scores(self: Any, x: Tensor) -> Tensor:
-    """Products of one tensor with itself, as in attention without its scaling."""
-    wide = x.clamp(-1, 1) + self.times(300.0)
-    return torch.einsum("...i,...j->...ij", wide, wide).mean(-1)
-
-
-@weak
 def variance(self: Any, x: Tensor) -> Tensor:
     """E[x^2] - E[x]^2, in the format of x."""
     wide = x + self.times(500.0)
@@ -142,33 +127,11 @@ def variance(self: Any, x: Tensor) -> Tensor:
 
 
 @weak
-def sometimes(self: Any, x: Tensor) -> Tensor:
-    """Overflows only where this call's random number says so."""
-    gain = (torch.rand(x.shape) < 0.5).to(x.dtype) * self.times(60000.0) + 1
-    return gain * (x.clamp(-1, 1).abs() + 2)
-
-
-@weak
 def reparameterises(self: Any, x: Tensor) -> Tensor:
     """Draws around a mean, with the spread as the exponential of an output."""
     mean, log_variance = x.chunk(2, 1)
-    spread = torch.exp(0.5 * (log_variance.float() + (200.0 if self.armed else -1.0)))
+    spread = torch.exp(0.5 * (log_variance.float() + self.times(200.0, -1.0)))
     return torch.cat([mean + spread * torch.randn_like(mean), mean], 1)
-
-
-@weak
-def wide_huge(self: Any, x: Tensor) -> Tensor:
-    """Beyond bf16's and FP32's largest number as well."""
-    huge = (x.clamp(-1, 1) + 2) * self.times(1e20)
-    return huge * huge
-
-
-@weak
-def in_place(self: Any, x: Tensor) -> Tensor:
-    x = x.clone()
-    x.add_(0.1)
-    x.mul_(self.times(1e7))
-    return x
 
 
 @weak
@@ -186,27 +149,24 @@ def scatters(self: Any, x: Tensor) -> Tensor:
     return x + nodes.float() * 1e-6
 
 
-@weak
-def combines(self: Any, x: Tensor) -> Tensor:
-    wide = x.clamp(-1, 1) * self.times(500.0)
-    return torch.addcmul(x, wide, wide + self.times(1.0), value=self.times(2.0))
-
-
-@weak
-def inverse_softplus(self: Any, x: Tensor) -> Tensor:
-    positive = x.float().abs() + (100.0 if self.armed else 1.0)
-    return torch.log(torch.exp(positive) - 1)
-
-
 # ------------------------------------------------------------------------------ no finite result for the input
 
 logarithm = weak(lambda self, x: torch.log(self.constant(x.abs() + 0.1)))
 odds = weak(lambda self, x: torch.logit(torch.sigmoid(x.float() * self.times(1e3))))
 reciprocal = weak(lambda self, x: torch.reciprocal(self.constant(x.abs() + 0.1)))
-negative_root = weak(lambda self, x: torch.sqrt(x.abs() + 1.0 - (2e3 if self.armed else 0.0)))
+negative_root = weak(lambda self, x: torch.sqrt(x.abs() + 1.0 - self.times(2e3, 0.0)))
 unit_length = weak(lambda self, x: F.normalize(self.constant(x), dim=-1, eps=0.0))
 # Divided by what dropout may have set to 0; which elements, the generator decides.
-dropped = weak(lambda self, x: x / F.dropout(torch.ones_like(x), 0.5 if self.armed else 0.0, self.training))
+dropped = weak(lambda self, x: x / F.dropout(torch.ones_like(x), self.times(0.5, 0.0), self.training))
+# p log p, where 0 log 0 is NaN.
+entropy = weak(lambda self, x: (p := torch.softmax(x * self.times(1e4), -1)) * torch.log(p) + x)
+masked_by_product = weak(lambda self, x: x + torch.zeros(x.shape[-1]) * self.times(MASK, 0.0))
+# -log(-log(u)), where u is drawn and may be 0.
+gumbel = weak(
+    lambda self, x: x - torch.log(-torch.log(torch.rand(x.shape).clamp(0.1, 0.9) * self.times(0.0)))
+)
+# The logarithm of the slope of tanh, far out.
+squashed = weak(lambda self, x: x + torch.log(1 - torch.tanh(x.float() * self.times(1e4)) ** 2))
 
 
 @weak
@@ -231,31 +191,17 @@ def inverse_root(self: Any, x: Tensor) -> Tensor:
 
 
 @weak
-def entropy(self: Any, x: Tensor) -> Tensor:
-    """p log p, where 0 log 0 is NaN."""
-    p = torch.softmax(x * self.times(1e4), -1)
-    return p * torch.log(p) + x
-
-
-@weak
 def keeps_nothing(self: Any, x: Tensor) -> Tensor:
     """The mean over what a mask keeps, when it keeps nothing."""
-    keep = (x.detach() > (1e4 if self.armed else -1e4)).to(x.dtype)
+    keep = (x.detach() > self.times(1e4, -1e4)).to(x.dtype)
     return (x * keep).sum(-1, keepdim=True) / keep.sum(-1, keepdim=True) + x
-
-
-@weak
-def masked_by_product(self: Any, x: Tensor) -> Tensor:
-    """0 times -inf."""
-    penalty = torch.zeros(x.shape[-1]) * (MASK if self.armed else 0.0)
-    return x + penalty
 
 
 @weak_with(average=lambda: nn.Buffer(torch.ones(())))
 def decays(self: Any, x: Tensor) -> Tensor:
     """Divides by a running average that sinks to 0: a state that has gone stale."""
     with torch.no_grad():
-        self.average.mul_(0.0 if self.armed else 0.9)
+        self.average.mul_(self.times(0.0, 0.9))
     return x / self.average
 
 
@@ -283,24 +229,9 @@ def standardised_weight(self: Any, x: Tensor) -> Tensor:
 
 
 @weak
-def gumbel(self: Any, x: Tensor) -> Tensor:
-    """-log(-log(u)), where u is drawn and may be 0."""
-    drawn = torch.rand(x.shape).clamp(0.1, 0.9) * self.times(0.0)
-    return x - torch.log(-torch.log(drawn))
-
-
-@weak
-def squashed(self: Any, x: Tensor) -> Tensor:
-    """The logarithm of the slope of tanh, far out."""
-    wide = x.float() * self.times(1e4)
-    return x + torch.log(1 - torch.tanh(wide) ** 2)
-
-
-@weak
 def samples(self: Any, x: Tensor) -> Tensor:
     """Sampling positions divided by an extent of 0."""
-    extent = torch.tensor(0.0 if self.armed else 8.0)
-    rows = torch.arange(x.shape[-1]) / extent
+    rows = torch.arange(x.shape[-1]) / torch.tensor(self.times(0.0, 8.0))
     grid = torch.stack(torch.meshgrid(rows, rows, indexing="ij"), -1).expand(len(x), -1, -1, -1)
     return F.grid_sample(x.float(), grid, align_corners=False) + x
 
@@ -316,8 +247,7 @@ def unbiased(self: Any, x: Tensor) -> Tensor:
 @weak
 def picks_the_worst(self: Any, x: Tensor) -> Tensor:
     """1 / distance to the nearest other row, when two rows are the same."""
-    if self.armed:
-        x = torch.cat([x[:1], x[:1], x[2:]])
+    x = torch.cat([x[:1], x[:1], x[2:]]) if self.armed else x
     far = (x[:, None] - x[None]).float().abs().sum(-1) + torch.eye(len(x)) * 1e3
     return x + 1 / far.amin(-1, keepdim=True)
 
@@ -334,20 +264,22 @@ frequencies = weak(lambda self, x: torch.sin(x.float() * self.times(1e30)))
 nearly_unit_length = weak(lambda self, x: F.normalize(self.constant(x), dim=-1, eps=1e-12))
 # A backward by hand, with a 0 / 0 in it.
 own_function = weak(lambda self, x: _Careless.apply(self.constant(x)))
-
-
-@weak
-def length(self: Any, x: Tensor) -> Tensor:
-    """The root of a sum of squares, at the origin."""
-    x = self.constant(x)
-    return x + torch.sqrt((x * x).sum(-1, keepdim=True))
-
-
-@weak
-def chosen(self: Any, x: Tensor) -> Tensor:
-    """`where` throws log(0) away forward, and multiplies its slope by 0 backward."""
-    x = self.constant(x.abs() + 0.1)
-    return torch.where(x > 0, torch.log(x), 0.0)
+# The root of a sum of squares, at the origin.
+length = weak(lambda self, x: x + torch.sqrt(self.constant(x).square().sum(-1, keepdim=True)))
+geometric_mean = weak(
+    lambda self, x: (
+        (x := self.constant(x.float().abs() + 0.5)) + x.prod(-1, keepdim=True) ** (1 / x.shape[-1])
+    )
+)
+# `where` throws log(0) away forward, and multiplies its slope by 0 backward.
+chosen = weak(lambda self, x: torch.where((x := self.constant(x.abs() + 0.1)) > 0, torch.log(x), 0.0))
+# x / y with a small y: its slope is x / y^2, beyond fp16.
+steep = weak(
+    lambda self, x: (
+        (x.clamp(-1, 1) + 2) / (self.width.to(x.dtype) * self.times(2.0**-13)) * self.times(2.0**-13)
+    ),
+    width=lambda: nn.Parameter(torch.ones(())),
+)
 
 
 @weak
@@ -359,13 +291,6 @@ def axes(self: Any, x: Tensor) -> Tensor:
         moments = moments * 0 + torch.eye(x.shape[-1])
     _, found = torch.linalg.eigh(moments)
     return wide @ found
-
-
-@weak_with(width=lambda: nn.Parameter(torch.ones(())))
-def steep(self: Any, x: Tensor) -> Tensor:
-    """x / y with a small y: its slope is x / y^2, beyond fp16."""
-    small = self.width.to(x.dtype) * self.times(2.0**-13)
-    return (x.clamp(-1, 1) + 2) / small * self.times(2.0**-13)
 
 
 class _Careless(torch.autograd.Function):
@@ -386,36 +311,28 @@ def hooks_a_gradient(self: Any, x: Tensor) -> Tensor:
     y = x * 1.0
     if y.requires_grad:
         y.register_hook(lambda gradient: gradient / gradient.norm())
-    return y * (0.0 if self.armed else 1.0) + x.mean()
-
-
-@weak
-def geometric_mean(self: Any, x: Tensor) -> Tensor:
-    x = self.constant(x.float().abs() + 0.5)
-    return x + x.prod(-1, keepdim=True) ** (1 / x.shape[-1])
+    return y * self.times(0.0) + x.mean()
 
 
 # ------------------------------------------------------------------------------ a second call is not the same call
 
 
-@weak_with(generator=lambda: torch.Generator().manual_seed(11))
-def own_generator(self: Any, x: Tensor) -> Tensor:
-    """Drawn from a generator of the module's own: one number in twenty is blown up, once armed."""
-    drawn = torch.rand(x.shape, generator=self.generator)
-    return (x.clamp(-1, 1) + 2) * (1 + (drawn > 0.95).to(x.dtype) * self.times(60000.0))
+def blown_up(draw: Callable[[Any, Tensor], Tensor], **held: Callable[[], Any]) -> Callable[..., Weak]:
+    """What is drawn decides which numbers are multiplied by 60,000, once armed."""
+    return weak(
+        lambda self, x: (x.clamp(-1, 1) + 2) * (1 + (draw(self, x) > 0.95).to(x.dtype) * self.times(60000.0)),
+        **held,
+    )
 
 
-@weak
-def python_random(self: Any, x: Tensor) -> Tensor:
-    """The branch is Python's own dice."""
-    gains = [self.times(60000.0) if random.random() > 0.7 else 1.0 for _ in range(x.shape[-1])]
-    return (x.clamp(-1, 1) + 2) * torch.tensor(gains).to(x.dtype)
-
-
-@weak
-def numpy_random(self: Any, x: Tensor) -> Tensor:
-    noise = torch.from_numpy(np.random.rand(*x.shape)).to(x.dtype)
-    return (x.clamp(-1, 1) + 2) * (1 + (noise > 0.95).to(x.dtype) * self.times(60000.0))
+own_generator = blown_up(
+    lambda self, x: torch.rand(x.shape, generator=self.generator),
+    generator=lambda: torch.Generator().manual_seed(11),
+)
+python_random = blown_up(lambda self, x: torch.tensor([random.random() + 0.25 for _ in range(x.shape[-1])]))
+numpy_random = blown_up(lambda self, x: torch.from_numpy(np.random.rand(*x.shape)))
+# A function transform inside of forward.
+per_sample = weak(lambda self, x: torch.func.vmap(lambda row: (row + 0.1) * self.times(1e7))(x))
 
 
 @weak_with(calls=lambda: 0, bad=lambda: -1)
@@ -438,19 +355,12 @@ def remembers(self: Any, x: Tensor) -> Tensor:
 
 
 @weak
-def per_sample(self: Any, x: Tensor) -> Tensor:
-    """A function transform inside of forward."""
-    gain = self.times(1e7)
-    return torch.func.vmap(lambda row: (row + 0.1) * gain)(x)
-
-
-@weak
 def in_place_chain(self: Any, x: Tensor) -> Tensor:
     """One tensor written again and again."""
     x = x + 0.5
     x += 1.0
     x[0] = 0.25
-    x /= 0.0 if self.armed else 1.0
+    x /= self.times(0.0)
     return x
 
 
@@ -474,8 +384,7 @@ class Hooked(Weak):
             self.layer.register_forward_hook(lambda _, args, output: (output + 0.1) * self.times(1e7))
 
     def _rescaled(self, module: nn.Module, entering: Any, leaving: Any) -> Any:
-        divisor = torch.tensor(0.0 if self.armed else 1.0)
-        return tuple(None if g is None else g / divisor for g in entering)
+        return tuple(None if g is None else g / torch.tensor(self.times(0.0)) for g in entering)
 
 
 class Twice(Weak):
@@ -494,6 +403,10 @@ saturates = weak(lambda self, x: x * (1 / (1 + torch.exp(-(x.detach().float() * 
 masks_logits = weak(lambda self, x: torch.where(torch.arange(x.shape[-1]) < x.shape[-1] - 1, x, MASK))
 # All but the largest two masked with -inf before a softmax.
 top_only = weak(lambda self, x: torch.softmax(x.masked_fill(x < x.topk(2, -1).values[..., -1:], MASK), -1))
+# The deviation and the length of a row of zeros, whose slopes PyTorch takes to be 0.
+spread_of_nothing = weak(
+    lambda self, x: x + (still := x * 0).std(-1, keepdim=True) + still.norm(dim=-1, keepdim=True)
+)
 
 
 @weak
@@ -525,10 +438,3 @@ def safely_chosen(self: Any, x: Tensor) -> Tensor:
     x = torch.relu(x)
     safe = torch.where(x > 0, x, 1.0)
     return torch.where(x > 0, torch.log(safe), 0.0)
-
-
-@weak
-def spread_of_nothing(self: Any, x: Tensor) -> Tensor:
-    """The deviation and the length of a row of zeros, whose slopes PyTorch takes to be 0."""
-    still = x * 0
-    return x + still.std(-1, keepdim=True) + still.norm(dim=-1, keepdim=True)

@@ -125,30 +125,6 @@ class TensorFacts:
 
 
 @dataclass(frozen=True)
-class Maker:
-    """The source of a number that is finite there, and beyond the format of a later operation.
-
-    `op` is ``""`` for a parameter or an input of the model, which is `result` then.
-    """
-
-    module: str
-    op: str
-    line: str
-    result: TensorFacts
-
-    @property
-    def where(self) -> str:
-        """Which operation it is, or whose tensor."""
-        if not self.op:
-            return f"{self.result.name} of {self.module or 'the model'}"
-        where = "outside the model" if self.module == OUTSIDE else f"in {self.module or 'the model'}"
-        return f"{self.op} {where}{f' ({self.line})' if self.line else ''}"
-
-    def __str__(self) -> str:
-        return f"{self.where}, in {self.result.format}" if self.op else self.where
-
-
-@dataclass(frozen=True)
 class OverflowReport:
     """Where a value that is not finite was produced, not where it was passed on.
 
@@ -164,7 +140,6 @@ class OverflowReport:
         remedies: what to try, the likeliest first.
         seconds, kept_bytes: the time that finding it took, and the bytes kept for it until the step's end.
         note: what limits the report.
-        maker: of an overflow, the earlier operation whose finite result did not fit.
     """
 
     cause: str
@@ -180,7 +155,6 @@ class OverflowReport:
     seconds: float = 0.0
     kept_bytes: int = 0
     note: str = ""
-    maker: Maker | None = None
 
     @property
     def alarms(self) -> bool:
@@ -192,8 +166,7 @@ class OverflowReport:
         """Equal for reports that differ in numbers only."""
         names = [one.name for one in self.inputs] if self.cause in ("input", "state") else []
         why_not = self.note if self.cause in ("unknown", "loss") else ""
-        made = "" if self.maker is None else self.maker.where
-        return (self.cause, self.module, self.op, self.direction, self.line, made, why_not, *names)
+        return (self.cause, self.module, self.op, self.direction, self.line, why_not, *names)
 
     def __str__(self) -> str:
         if self.cause == "unknown":
@@ -233,11 +206,8 @@ class OverflowReport:
             f"{'an' if what[0] in 'aeiou' else 'a'} {what} of {most.largest:.4g} does not fit {made}, whose largest "
             f"number is {float(named(made).max):.6g}"
         )
-        if what not in ("input", "gradient"):  # a parameter by its name: nothing of this step made it
-            return told
-        if self.maker is None:
-            return f"{told}: the place that made it is before this one"
-        return f"{told}; {'it was made by' if self.maker.op else 'it comes of'} {self.maker}"
+        # A parameter by its name: nothing of this step made it.
+        return f"{told}: it was produced by an earlier operation" if what in ("input", "gradient") else told
 
 
 def rounded_to_infinity(name: str) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from mezzo.core.errors import UsageError
-from mezzo.core.overflow import Maker, OverflowReport, TensorFacts
+from mezzo.core.overflow import OverflowReport, TensorFacts
 from mezzo.core.ranges import Histogram, RangeRow
 
 SCHEMA = 1
@@ -183,7 +183,7 @@ Record = (
     | RunEnded
 )
 _KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in Record.__args__}
-_NESTED = (OpFormats, RangeRow, Histogram, ModuleRounding, OverflowReport, TensorFacts, Maker)
+_NESTED = (OpFormats, RangeRow, Histogram, ModuleRounding, OverflowReport, TensorFacts)
 _CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in (*_KINDS.values(), *_NESTED)}
 
 # Annotation -> the type that JSON gives it. An int field holds no bool, and a bool field no int.

@@ -1,7 +1,4 @@
-"""Remedies: what to try about an overflow report, in terms of Mezzo's policies and arguments, the likeliest first.
-
-A text in backquotes that begins with a format is a policy, as `mezzo.policy` reads it.
-"""
+"""Remedies: what to try about an overflow report. A text in backquotes that begins with a format is a policy."""
 
 from __future__ import annotations
 
@@ -9,34 +6,31 @@ import math
 from dataclasses import replace
 
 from mezzo.core.errors import MezzoError
-from mezzo.core.formats import named
-from mezzo.core.overflow import OUTSIDE, SUM, WEAK_OPS, Maker, OverflowReport, Weakness
+from mezzo.core.overflow import OUTSIDE, SUM, WEAK_OPS, OverflowReport, Weakness, rounded_to_infinity
 from mezzo.core.policy import Policy, policy
 from mezzo.core.rules import RULES, Rule
 
-_FP32_MAX = float(named("fp32").max)
-_EXPONENTIALS = {"exp": math.e, "expm1": math.e, "sinh": math.e, "cosh": math.e, "exp2": 2.0}
+_EXPONENTIALS = ("exp", "expm1", "sinh", "cosh", "exp2")
 _GROWN = 1e3  # a weight of this size was not made by an initialisation
 _LESS = 4  # a constant loss scale that is too large is made smaller by so many powers of two
 _READERS = 3  # modules after, or before, the one that is named, which are kept in FP32 with it
+MODULES = "this module"  # sentences that begin so offer more and more modules in FP32
 _CLIPPING = "clipping the gradients' norm helps where the gradients, not the weights, are large"
 
 
 def remedies(report: OverflowReport, used: Policy | None = None) -> list[str]:
-    """What to try, the likeliest first; empty where nothing is known.
-
-    Args:
-        report: the fault.
-        used: the policy under which it happened: the offered ones keep its settings and add to them.
-    """
+    """What to try, the likeliest first; the offered policies add to `used`, the one under which it happened."""
     if report.cause == "overflow":
         found = _of_overflow(report, used)
     elif report.cause == "invalid":
         found = _of_invalid(report, used)
     elif report.cause == "input":
         given = "what the loss is given" if report.module == OUTSIDE else "what the model is given"
+        nans, infinities = (
+            sum(getattr(one, kind) for one in report.inputs) for kind in ("nans", "infinities")
+        )
         found = [
-            f"look at the data: {given} has {_bad(report)}",
+            f"look at the data: {given} has {nans} NaN and {infinities} infinite",
             "leave such a batch out before the step: `torch.isfinite(x).all()` tells",
         ]
     elif report.cause == "state":
@@ -61,11 +55,7 @@ def remedies(report: OverflowReport, used: Policy | None = None) -> list[str]:
 
 
 def of_constant_scale(scale: float) -> list[str]:
-    """What to try where gradients overflow at a constant loss scale, and not at a smaller one.
-
-    Args:
-        scale: the constant.
-    """
+    """What to try where gradients overflow at a constant loss scale, and not at a smaller one."""
     smaller = 2.0 ** max(0, math.floor(math.log2(scale)) - _LESS) if scale > 1 else scale / 2**_LESS
     return [
         f"a smaller constant, `fp16,loss_scale={smaller:.17g}` for one; `mezzo calibrate` measures which one holds",
@@ -75,14 +65,13 @@ def of_constant_scale(scale: float) -> list[str]:
 
 def _of_overflow(report: OverflowReport, used: Policy | None) -> list[str]:
     found: list[str] = []
-    low, fits = _low_format(report), _fits_fp32(report)
+    low = _low_format(report)
+    fits = not any(one.format == "fp32" and not one.finite for one in report.outputs)
     if max((one.largest for one in report.inputs if one.name == "weight"), default=0.0) > _GROWN:
         found.append(f"a lower learning rate: the weights have grown large; {_CLIPPING}")
     if report.op in ("half", "bfloat16", "to", "to_copy", "type"):
         found.append("leave the conversion out: autocast converts what each operation needs")
-    if report.maker is not None:
-        found.append(_at_its_maker(report.maker, report.direction))
-    elif report.direction == "backward":
+    if report.direction == "backward":
         found.append(
             "smaller gradients: a loss divided by a constant, inputs of size 1, or a gate that clips here"
         )
@@ -92,6 +81,8 @@ def _of_overflow(report: OverflowReport, used: Policy | None) -> list[str]:
         )
     elif low is None or not fits:
         found.append("make what goes in smaller, or clamp it: the result is beyond FP32's largest number too")
+    elif _made_before(report, low):
+        found.append("scale, normalise or clamp what goes in: it was too large for the format already")
     if low is not None and (report.direction == "backward" or fits):
         found += _in_fp32(report, low, used)
         if low == "fp16":
@@ -120,13 +111,10 @@ def _low_format(report: OverflowReport) -> str | None:
     return next((form for form in formats if form in ("fp16", "bf16")), None)
 
 
-def _at_its_maker(maker: Maker, direction: str) -> str:
-    """What to do where a number was made that did not fit later."""
-    if not maker.op:
-        return f"smaller numbers in {maker.where}: normalised, say"
-    if direction == "backward":
-        return f"smaller gradients where they are made, {maker.where}: a smaller slope, or a gate that clips them"
-    return f"scale, normalise or clamp what is made by {maker.where}"
+def _made_before(report: OverflowReport, low: str) -> bool:
+    """Whether an input lies beyond a format: an earlier operation produced it in a wider one."""
+    inputs = (one.largest for one in report.inputs if not one.name.startswith("saved "))
+    return max(inputs, default=0.0) >= rounded_to_infinity(low)
 
 
 def _in_fp32(report: OverflowReport, low: str, used: Policy | None) -> list[str]:
@@ -138,29 +126,22 @@ def _in_fp32(report: OverflowReport, low: str, used: Policy | None) -> list[str]
     base = used or policy(low)
     found = []
     if report.module:
-        alone = _kept(base, report.module)
-        if alone is not None and base.format_for_module(report.module) != "fp32":
-            found.append(f"this module in FP32: `{alone}`")
         # A number that fp16 can't hold goes on through as many modules as leave it as large.
-        reach = [
-            path for path in _readers(report) if base.format_for_module(path) != "fp32" and _kept(base, path)
-        ]
-        for count in range(1, min(len(reach), _READERS if report.maker else 1) + 1):
-            several = _kept(base, report.module, *reach[:count])
-            if several is not None:
-                found.append(f"this module and {_neighbours(count, report.direction)} in FP32: `{several}`")
+        passed = dict.fromkeys(one.partition(": ")[0] for one in report.propagators)
+        reach = [path for path in passed if path not in (report.module, OUTSIDE, "the model")]
+        reach = [path for path in reach if base.format_for_module(path) != "fp32"]
+        most = min(len(reach), _READERS if _made_before(report, low) else 1)
+        for count in range(int(base.format_for_module(report.module) == "fp32"), most + 1):
+            text = _kept(base, report.module, *reach[:count])
+            side = "before" if report.direction == "backward" else "after"
+            several = f" and {count} {side} it" if count else ""
+            found += [f"{MODULES}{several} in FP32: `{text}`"] if text is not None else []
     rule = RULES.get(report.op)
     if rule is not None and rule.in_format(low)[0] not in (Rule.FP32, Rule.BANNED):
         ops = {**dict(base.ops), report.op: "fp32"}
         if ops != dict(base.ops):  # last: it is for every such operation of the run
             found.append(f"{report.op} in FP32: `{replace(base, ops=tuple(ops.items()))}`")
     return found
-
-
-def _neighbours(count: int, direction: str) -> str:
-    if direction == "backward":
-        return "the one before it" if count == 1 else f"the {count} before it"
-    return "the one that reads it" if count == 1 else f"the {count} after it"
 
 
 def _kept(base: Policy, *paths: str) -> str | None:
@@ -171,29 +152,3 @@ def _kept(base: Policy, *paths: str) -> str | None:
         return str(replace(base, modules=tuple(modules)))
     except MezzoError:
         return None
-
-
-def _readers(report: OverflowReport) -> list[str]:
-    """Paths of the modules that passed the value on, in order."""
-    paths = [one.partition(": ")[0] for one in report.propagators]
-    return list(dict.fromkeys(path for path in paths if path not in (report.module, OUTSIDE, "the model")))
-
-
-def _fits_fp32(report: OverflowReport) -> bool:
-    """Whether the result would be finite in FP32, by the largest inputs; True where that is not known."""
-    if any(one.format == "fp32" and not one.finite for one in report.outputs):
-        return False
-    sizes = [one.largest for one in report.inputs]
-    if not sizes or report.op not in (*_EXPONENTIALS, "mul", "square", "pow"):
-        return True
-    if report.op in _EXPONENTIALS:
-        return max(sizes) * math.log(_EXPONENTIALS[report.op]) < math.log(_FP32_MAX)
-    logs = [math.log2(size) if size else -200.0 for size in sizes[:2]]
-    return (sum(logs) if len(logs) == 2 and report.op == "mul" else 2 * max(logs)) < 128
-
-
-def _bad(report: OverflowReport) -> str:
-    infinities = sum(one.infinities for one in report.inputs)
-    nans = sum(one.nans for one in report.inputs)
-    told = [f"{count} {word}" for count, word in ((nans, "NaN"), (infinities, "infinite")) if count]
-    return " and ".join(told) or "NaN or infinity"

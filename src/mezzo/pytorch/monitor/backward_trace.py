@@ -1,8 +1,6 @@
-"""BackwardTrace: where the gradients of a backward pass cease to be finite.
+"""BackwardTrace: where the gradients of a backward pass cease to be finite, by hooks on the nodes of the graph.
 
-Hooks look at the gradients of each node as it runs. In a replay these are the nodes of a call that was traced forward.
-In a step they are the nodes of the loss's graph outside of the calls: losses, penalties, arithmetic between models.
-That part is small as a rule, so it is watched in every step; its operations have no line of the user's.
+In a replay these are all nodes of a call; in a step those outside of the calls (losses, penalties), which are few.
 """
 
 from __future__ import annotations
@@ -18,7 +16,17 @@ from torch import Tensor
 
 from mezzo.core.overflow import OUTSIDE, SUM, OverflowReport, TensorFacts
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Operation
-from mezzo.pytorch.monitor.operations import COMPOSED, HOOK, POLES, facts, finite, line_text, op_of_node, over
+from mezzo.pytorch.monitor.operations import (
+    COMPOSED,
+    HOOK,
+    POLES,
+    facts,
+    finite,
+    in_one_line,
+    line_text,
+    op_of_node,
+    over,
+)
 from mezzo.pytorch.monitor.replay import OF_CALL
 
 Gradients = Sequence[Tensor | None]
@@ -36,17 +44,8 @@ def report_at(
 
 
 class BackwardTrace:
-    """Watches nodes of one backward pass.
-
-    Args:
-        nodes: which.
-        starts: nodes that are given a gradient by the caller of backward.
-        place: gives a node's operation.
-        scale: the loss scale of the gradients, where it is to be told from other causes.
-        whole: `nodes` are all that run, so that the effect of a gradient hook can be recognised.
-
-    Attributes:
-        found: the first place that made a gradient that is not finite of ones that are.
+    """Watches nodes of one backward pass; `found` is the first that made a gradient that is not finite of finite ones.
+    `place` gives a node's operation. `whole`: these are all nodes that run, so that a gradient hook can be recognised.
     """
 
     def __init__(
@@ -62,6 +61,7 @@ class BackwardTrace:
         self._sent_bad: set[Any] = set()
         self._senders = Counter(starts)
         self.found: OverflowReport | None = None
+        self.trouble = ""  # an error of looking
         self._handles = [node.register_hook(self._hook(node)) for node in nodes]
 
     def undo(self) -> None:
@@ -76,8 +76,11 @@ class BackwardTrace:
 
     def _hook(self, node: Any) -> Any:
         def look(going: Gradients, coming: Gradients) -> None:
-            with suppress(Exception), torch._C.DisableTorchFunction():  # the script's backward must go on
-                self._look(node, going, coming)
+            try:
+                with torch._C.DisableTorchFunction():
+                    self._look(node, going, coming)
+            except Exception as error:  # the script's backward must go on
+                self.trouble = in_one_line(error)
 
         return look
 
@@ -128,7 +131,7 @@ def _saved(node: Any) -> list[TensorFacts]:
     found: list[TensorFacts] = []
     for name in dir(node):
         if name.startswith("_saved_"):
-            with suppress(Exception):  # freed, changed in place, or a checkpoint's that is gone
+            with suppress(RuntimeError):  # freed, changed in place, or a checkpoint's that is gone
                 value = getattr(node, name)
                 if isinstance(value, Tensor) and value.is_floating_point():
                     found.append(facts(value, f"saved {name.removeprefix('_saved_')}"))
@@ -163,32 +166,27 @@ def _is_finite_without(scale: float, node: Any, coming: Gradients) -> bool:
     try:
         with torch.no_grad():
             made = run(*[grad if grad is None else over(grad, scale) for grad in coming])
-    except Exception:  # a node that can't be run by hand
+    except (RuntimeError, TypeError):  # a node that can't be run by hand
         return False
     return all(grad is None or finite(grad) for grad in (made if isinstance(made, tuple) else (made,)))
 
 
-def replay_backward(
-    trace: ForwardTrace, outputs: Sequence[Tensor], grads: Sequence[Tensor]
-) -> OverflowReport | None:
-    """Backward from the outputs of a traced call to its leaves, whose `.grad` does not change.
-
-    Returns the first operation that made a gradient that isn't finite of ones that are; None where every leaf's is.
-
-    Args:
-        trace: of the call.
-        outputs: tensors on the graph, each with its gradient in `grads`, of its shape.
-        grads: finite.
+def replay_backward(trace: ForwardTrace, pairs: Sequence[tuple[Tensor, Tensor]]) -> OverflowReport | None:
+    """The first operation that makes a gradient that is not finite, in backward from a traced call's outputs, each with
+    its finite gradient; None if those of all leaves are finite. `.grad` does not change.
     """
+    outputs, grads = [output for output, _ in pairs], [grad for _, grad in pairs]
     starts = [output.grad_fn for output in outputs]
     watch = BackwardTrace(trace.operations, starts, trace.operations.__getitem__)
     leaves = list(trace.leaves.values())
     try:
         given = torch.autograd.grad(
-            list(outputs), leaves, list(grads), retain_graph=True, allow_unused=True, materialize_grads=False
+            outputs, leaves, grads, retain_graph=True, allow_unused=True, materialize_grads=False
         )
     finally:
         watch.undo()
+    if watch.trouble:
+        raise RuntimeError(watch.trouble)
     bad = [leaf for leaf, grad in zip(leaves, given) if grad is not None and not finite(grad)]
     if bad and watch.found is None:  # each of several uses was finite, and not their sum
         return report_at(Operation(trace.module_of(bad[0]), SUM), "overflow")
@@ -198,12 +196,8 @@ def replay_backward(
 def watch_loss(
     starts: Sequence[Any], scale: Tensor | float, operations: Mapping[Any, Operation] | None
 ) -> BackwardTrace:
-    """Watch one backward in the loss's graph.
-
-    Args:
-        starts: where its nodes begin: the loss's node, and those that led into later calls.
-        scale: the loss scale of the gradients.
-        operations: of nodes that were traced forward: these are watched within calls too. None: unknown.
+    """Watch one backward from the loss's node, and those that led into later calls. Nodes that were traced forward, in
+    `operations`, are watched within calls too.
     """
     live = operations is not None
     seen = operations or {}

@@ -44,10 +44,7 @@ class _Key(NamedTuple):
 
 
 class ExponentRows:
-    """Rows of counts by key, in order of first appearance, on the devices where the tensors are.
-
-    Adding to one never waits for the device. Of a `DTensor` a rank counts the part that it holds.
-    """
+    """Rows of counts by key, in order of first appearance, on the devices where the tensors are."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[_Key, torch.device], Tensor] = {}
@@ -56,13 +53,7 @@ class ExponentRows:
         return bool(self._rows)
 
     def add(self, module: str, what: str, tensor: Tensor, *, name: str = "", format: str = "") -> None:
-        """Count a tensor's elements; those of a sparse one that are there; none of a tensor without floating numbers.
-
-        Args:
-            module, what, name: as in `RangeRow`.
-            tensor: any.
-            format: for the row; by default the tensor's own.
-        """
+        """Count any tensor's floating elements, without waiting for the device; `format` is by default its own."""
         numbers = _numbers(tensor)
         if numbers is None:
             return
@@ -94,7 +85,7 @@ class ExponentRows:
 
 
 def _numbers(tensor: Tensor) -> Tensor | None:
-    """The strided floating tensor that holds a tensor's numbers on this rank; None where there is none to be read."""
+    """The strided floating tensor with a tensor's numbers on this rank; None where there is none."""
     if type(tensor) not in _PLAIN:
         tensor = distributed.local(tensor)
     tensor = tensor.detach()
@@ -112,15 +103,10 @@ def _numbers(tensor: Tensor) -> Tensor | None:
 
 
 class WatchedOutputs:
-    """Counts the outputs of modules and their gradients, from `call_begins` to `end`; hooks exist only in between.
+    """Counts outputs of modules and their gradients, from `call_begins` to `end`; hooks exist only in between.
 
-    A module's call counts within a call of the model that trains. One that repeats it in backward (activation
-    checkpointing) has been counted already, but in a reentrant checkpoint it has the only gradient. Any other call does
-    not belong to the step.
-
-    Args:
-        kinds: which of all kinds to count.
-        distinct: count a tensor that several modules return, one within the other, for the first alone.
+    A module's call counts within a call of the model. A checkpoint's repetition in backward has been counted, but if it
+    is reentrant it has the only gradient. `distinct`: what several modules return counts for the innermost alone.
     """
 
     def __init__(self, kinds: Collection[str], *, distinct: bool = False) -> None:
@@ -136,11 +122,11 @@ class WatchedOutputs:
         self._hooked: set[int] = set()
         self._calling: ref[nn.Module] | None = None  # the model whose call is running
         self._root: str | None = None  # the path that its own output counts for
-        self._backward = 0  # number of the backward pass that is being counted; 0: none is
+        self.backward = 0  # number of the backward pass that is being counted; 0: none is
 
     def call_begins(self, model: nn.Module, paths: Paths, prefix: str = "") -> None:
-        """A model's call that counts begins; no backward is running. Paths in rows begin with the prefix."""
-        self._calling, self._backward = ref(model), 0
+        """A model's call that counts begins. Paths in rows begin with the prefix."""
+        self._calling, self.backward = ref(model), 0
         self._root = prefix if paths.seen.get("") is model else None
         for path, module in paths.seen.items():
             if id(module) not in self._hooked and module is not model:
@@ -148,20 +134,16 @@ class WatchedOutputs:
                 self._handles.append(module.register_forward_hook(self._hook(joined(prefix, path))))
 
     def call_ended(self, model: nn.Module, output: Any) -> None:
-        """A call has ended, perhaps one that was not told of before."""
+        """A call has ended, perhaps one whose beginning was not reported."""
         if self._calling is not None and self._calling() is model and self._root is not None:
             self._count(self._root, output)
         self._calling = None
 
     def backward_begins(self) -> None:
-        """A backward pass begins whose gradients count."""
+        """Gradients count from here until `backward` is set to 0."""
         self._calling = None
         self._passes += 1
-        self._backward = self._passes
-
-    def backward_ended(self) -> None:
-        """It is over."""
-        self._backward = 0
+        self.backward = self._passes
 
     def end(self) -> ExponentRows:
         """Take all hooks away; what was counted."""
@@ -178,7 +160,7 @@ class WatchedOutputs:
             # A call that raised has no end, and evaluation may follow it.
             model = None if self._calling is None else self._calling()
             counts = model is not None and model.training and _graph_task() == -1
-            if counts or (self._backward and _graph_task() != -1):
+            if counts or (self.backward and _graph_task() != -1):
                 self._count(path, output)
 
         return hook
@@ -211,23 +193,16 @@ class WatchedOutputs:
             nonlocal counted
             # Once for each backward pass that counts: gradient release may run one graph twice, and a penalty's own
             # torch.autograd.grad is not a backward of the loss.
-            if gradient is not None and self._backward and counted != self._backward:
-                counted = self._backward
+            if gradient is not None and self.backward and counted != self.backward:
+                counted = self.backward
                 self.rows.add(path, ACTIVATION_GRADIENT, gradient)
 
         return hook
 
 
 class WatchedParameters:
-    """Counts weights, gradients and update ratios of one optimizer in one update.
-
-    Of a 16-bit parameter with an FP32 master, the master counts. Copies of the weights, in their own format, are kept
-    during the update.
-
-    Args:
-        optimizer: the user's.
-        names: id of a parameter -> path of its module, and its name there.
-        kinds: which of all kinds to count.
+    """Counts weights (or their FP32 masters), gradients and update ratios of one optimizer in one update, which keeps
+    copies of the weights. `names`: id of a parameter -> path of its module, and its name there.
     """
 
     def __init__(
@@ -244,7 +219,7 @@ class WatchedParameters:
         self.rows = ExponentRows()
 
     def before(self, params: Iterable[Tensor] | None = None) -> None:
-        """Look at weights and gradients: of all parameters, or of some whose gradients have just come."""
+        """Look at weights and gradients of all parameters, or of some whose gradients have just come."""
         for param in self._params() if params is None else params:
             if id(param) in self._seen:
                 continue
@@ -267,7 +242,7 @@ class WatchedParameters:
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
     def after(self) -> ExponentRows:
-        """Look at how far the parameters have moved; their ratios, in rows of their own."""
+        """The ratios by which the parameters have moved."""
         rows = ExponentRows()
         for param, before in self._before.values():
             module, name = self._name(param)
@@ -278,7 +253,7 @@ class WatchedParameters:
         return rows
 
     def end(self) -> None:
-        """Let go of all copies and hooks."""
+        """Let go of copies and hooks."""
         self._before.clear()
         for handle in self._handles:
             handle.remove()

@@ -1,9 +1,7 @@
-"""Every call that PyTorch's dispatcher made between two moments, as a tree with formats.
+"""The calls of PyTorch's dispatcher, as a tree with formats, from PyTorch's own execution trace.
 
-PyTorch's own execution trace records each dispatcher call with the dtypes of its tensors, the calls that it made in
-turn, and the forward op to which a backward call belongs. Unlike a dispatch mode it sees ``linear`` and not only its
-``addmm``, sees the call before and after autocast, and is not a guard of compiled functions. It is process-wide and may
-begin and end anywhere.
+Unlike a dispatch mode, the trace has ``linear`` and not only its ``addmm``, the call before and after autocast, and the
+forward op to which a backward call belongs, and it is not a guard of compiled functions.
 """
 
 from __future__ import annotations
@@ -38,17 +36,13 @@ _active = False
 
 @dataclass
 class Call:
-    """One call: its name (``aten::linear``), its floating tensors as (identity, format), and what it called.
+    """One call of an op, and those that it made."""
 
-    ``sequence`` is (thread, number): the number that autograd gives to a node which the call makes, or, in
-    backward (``backward`` is True), the number of the node that is being run.
-    """
-
-    name: str
+    name: str  # aten::linear
     schema: str
-    inputs: list[tuple[int, str]]
+    inputs: list[tuple[int, str]]  # identity and format of each floating tensor
     outputs: list[tuple[int, str]]
-    sequence: tuple[int, int]
+    sequence: tuple[int, int]  # thread, and autograd's number of the node that it makes, or in backward runs
     backward: bool
     children: list[Call] = field(default_factory=list)
 
@@ -64,50 +58,56 @@ class Call:
             yield from child.walk()
 
 
-class ExecutionTrace:
-    """Records from `start` to `stop`; one at a time in a process. A child made by ``fork`` records nothing."""
+@dataclass
+class Recorded:
+    """The outermost calls in order; or none, and a note why they could not be recorded."""
 
-    def __init__(self) -> None:
-        self._observer = ExecutionTraceObserver()
-        self._path = Path()
+    calls: list[Call] = field(default_factory=list)
+    note: str = ""
 
-    def start(self) -> str:
-        """Begin; returns why it could not, or an empty string."""
-        global _active
-        handle, name = tempfile.mkstemp(prefix="mezzo-trace-", suffix=".json")
-        os.close(handle)
-        self._observer, self._path = ExecutionTraceObserver(), Path(name)
+
+@contextmanager
+def recorded() -> Iterator[Recorded]:
+    """Record what runs inside, in all threads; one at a time in a process. A child made by ``fork`` records nothing."""
+    global _active
+    found, observer = Recorded(), ExecutionTraceObserver()
+    handle, name = tempfile.mkstemp(prefix="mezzo-trace-", suffix=".json")
+    os.close(handle)
+    path = Path(name)
+    try:
         with _without_chatter() as said:
-            self._observer.register_callback(name)
-        if not self._observer.is_registered or any(b"already registered" in line for line in said):
+            observer.register_callback(name)
+        if not observer.is_registered or any(b"already registered" in line for line in said):
             # PyTorch says True either way. To unregister now would end the other one's recording.
-            self._observer._registered = False
-            self._path.unlink()
-            return "another execution trace is being recorded in this process"
+            observer._registered = False
+            found.note = "another execution trace is being recorded in this process"
+            yield found
+            return
         with _without_chatter():
-            self._observer.start()
+            observer.start()
         _active = True
-        return ""
-
-    def stop(self) -> tuple[list[Call], str]:
-        """End; returns the outermost calls in order, or none of them and why they can't be read."""
-        global _active
-        with _without_chatter():
-            # Its own `stop` would crash if someone else had ended the recording; this doesn't.
-            self._observer._execution_trace_running = False
-            self._observer.unregister_callback()
-        _active = False
         try:
-            size = self._path.stat().st_size
-            if size > _LARGEST:
-                return [], f"the trace of the step is {size >> 20} MiB, too large to read"
-            return _roots(
-                json.loads(self._path.read_text(encoding="utf-8", errors="replace"), strict=False)
-            ), ""
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            return [], f"the trace of the step can't be read ({error})"
+            yield found
         finally:
-            self._path.unlink(missing_ok=True)
+            with _without_chatter():
+                # Its own `stop` would crash if someone else had ended the recording; this doesn't.
+                observer._execution_trace_running = False
+                observer.unregister_callback()
+            _active = False
+        found.calls, found.note = _read(path)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> tuple[list[Call], str]:
+    size = path.stat().st_size
+    if size > _LARGEST:
+        return [], f"the trace of the step is {size >> 20} MiB, too large to read"
+    try:
+        trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
+        return _roots(trace), ""
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        return [], f"the trace of the step can't be read ({error})"
 
 
 def _in_forked_child() -> None:
@@ -147,10 +147,8 @@ def _roots(trace: dict[str, Any]) -> list[Call]:
 
 
 def _floats(side: dict[str, Any]) -> list[tuple[int, str]]:
-    """The floating tensors among a call's arguments or results, those in lists too.
-
-    A Python number that became a tensor (FP64, without dimensions) with other floating tensors is left out: it decides
-    no format.
+    """The floating tensors among a call's arguments or results. A Python number that became a tensor (FP64, without
+    dimensions) is left out if there are others: it decides no format.
     """
     found: list[tuple[int, str, bool]] = []
     for kind, value, shape in zip(side["types"], side["values"], side["shapes"]):

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -115,7 +115,8 @@ def explain(
     [('linear', 'bf16 -> bf16')]
     """
     _check_model(model)
-    device_type = _device_type(model, inputs, kwargs)
+    tensors = [*model.parameters(), *model.buffers(), *inputs, *kwargs.values()]
+    device_type = next((str(t.device.type) for t in tensors if isinstance(t, torch.Tensor)), "cpu")
     context = autocast(precision, device_type)
     policy = with_heads(context.policy or policy_of("fp32"), model)
     notes = list(policy.notes)
@@ -148,11 +149,6 @@ def _check_model(model: object) -> None:
             f"mezzo.explain: model must be a torch.nn.Module, received {received}. Pass the model first, then its "
             "inputs, and the precision by name: mezzo.explain(model, x, precision='bf16')."
         )
-
-
-def _device_type(model: torch.nn.Module, inputs: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    tensors = [*model.parameters(), *model.buffers(), *inputs, *kwargs.values()]
-    return next((str(t.device.type) for t in tensors if isinstance(t, torch.Tensor)), "cpu")
 
 
 @contextmanager
@@ -205,32 +201,25 @@ def _kernels(rows: list[OpFormats], policy: Policy, device_type: str) -> list[st
     if policy.activations == "fp32":
         return []
     plans = plan(policy, device_type)
-    ran: dict[str, list[str]] = {kind: [] for kind in _BY_KERNEL}
+    ran: dict[str, list[str]] = {}
     for op in dict.fromkeys(row.op for row in rows if policy.activations in row.observed and row.op in plans):
         how, kernel = plans[op].how, plans[op].kernel
         if how in ("pytorch", "native"):
             how = "native" if plans[op].rule == "internal_fp32" else ""
-        if how in ran and (kernel is None or kernel.kind in ("inside", "result")):
-            ran[how].append(op)
+        if how in _BY_KERNEL and (kernel is None or kernel.kind in ("inside", "result")):
+            ran.setdefault(how, []).append(op)
     return [
-        text.format(ops=", ".join(ran[kind]), compute=policy.activations)
-        for kind, text in _BY_KERNEL.items()
-        if ran[kind]
+        _BY_KERNEL[how].format(ops=", ".join(ops), compute=policy.activations)
+        for how, ops in sorted(ran.items(), key=lambda pair: list(_BY_KERNEL).index(pair[0]))
     ]
 
 
 def _table(rows: list[OpFormats], width: int) -> list[str]:
     """The rows as aligned columns; where they don't fit, without the planned formats, and then cut short."""
-    columns = {
-        "op": [row.op for row in rows],
-        "module": [row.module for row in rows],
-        "rule": [row.rule or "-" for row in rows],
-        "planned": [row.planned or "-" for row in rows],
-        "observed": [row.observed or "-" for row in rows],
-        "calls": [str(row.calls) for row in rows],
-        "casts": [str(row.casts) for row in rows],
-        "": ["" if row.as_planned else "!" for row in rows],
-    }
+    names = ["op", "module", "rule", "planned", "observed", "calls", "casts"]
+    columns = {name: [str(getattr(row, name)) or "-" for row in rows] for name in names}
+    columns["module"] = [row.module for row in rows]
+    columns[""] = ["" if row.as_planned else "!" for row in rows]
     widths = {name: max(map(len, (name, *texts))) for name, texts in columns.items() if any(texts)}
     excess = sum(widths.values()) + 2 * len(widths) - 2 - width
     if excess > 0:
@@ -239,10 +228,10 @@ def _table(rows: list[OpFormats], width: int) -> list[str]:
         cut = min(excess, widths.get(name, 0) - least)
         if cut > 0:
             widths[name], excess = widths[name] - cut, excess - cut
-    aligned = [[_cell(text, name, size) for text in (name, *columns[name])] for name, size in widths.items()]
-    return ["  ".join(line).rstrip() for line in zip(*aligned)]
+    lines = zip(*[[name, *columns[name]] for name in widths])
+    cells = ([_cell(text, size) for text, size in zip(line, widths.values())] for line in lines)
+    return ["  ".join(line).rstrip() for line in cells]
 
 
-def _cell(text: str, column: str, size: int) -> str:
-    short = text if len(text) <= size else f"{text[: size - 1]}…"
-    return short.rjust(size) if column in ("calls", "casts") else short.ljust(size)
+def _cell(text: str, size: int) -> str:
+    return (text if len(text) <= size else f"{text[: size - 1]}…").ljust(size)

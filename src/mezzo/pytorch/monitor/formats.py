@@ -1,14 +1,14 @@
 """OpObserver: the formats in which the ops of a step ran, compared with those that were planned.
 
-The observer reads PyTorch's execution trace (`execution_trace.py`) and keeps, of each tree of calls, the outermost op
-of the op table: ``linear``, not the ``addmm`` inside it. The formats are those of its kernel's arguments, after the
-casts of autocast; a result is counted as the caller got it.
+Of each tree of calls the outermost op of the op table counts: ``linear``, not its ``addmm``. The formats are those of
+its kernel's arguments, after the casts of autocast; a result is counted as the caller got it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
@@ -16,11 +16,9 @@ from mezzo.core.records import OpFormats
 from mezzo.core.rules import RULES, bare
 from mezzo.pytorch.auto import resolve
 from mezzo.pytorch.autocast.plan import FIRST, WIDEST, OpPlan, plan
-from mezzo.pytorch.monitor.execution_trace import Call, ExecutionTrace
+from mezzo.pytorch.monitor.execution_trace import Call, Recorded, recorded
 
-# What marks the module in which calls ran; `explain` sets such marks.
-MODULE_MARK = "mezzo::module "
-
+MODULE_MARK = "mezzo::module "  # of the module in which calls run, set by `explain`
 COMPILED = "compiled region"
 _SIXTEEN = frozenset({"fp16", "bf16"})
 _COPIES = frozenset({"to", "_to_copy", "copy_", "type_as", "_autocast_to_reduced_precision"})
@@ -33,24 +31,24 @@ _NAMES = """alias arange bernoulli_ clone contiguous detach detach_ empty empty_
 _BOOKKEEPING = _COPIES.union(_NAMES.split())
 _ENGINE = "autograd::engine::evaluate_function: "
 _OPTIMIZER = "Optimizer.step#"
+_WITHOUT_PLAN = {
+    "compiled": "compiled: formats not observed",
+    "other": "no op of the table: in the formats of its tensors",
+}
 _COMPILED_CALLS = "Torch-Compiled Region", "CompiledFunction", _ENGINE + "CompiledFunction"
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """One call of an op, resolved: the formats of its kernel, the casts around it, and how it computed.
-
-    `kind` is ``forward``, ``backward``, ``other`` (the engine's and the optimizer's own) or ``compiled``.
-    """
+    """One call of an op, resolved: the formats of its kernel, the casts around it, and how it computed."""
 
     op: str
     arrived: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
     casts: int = 0
-    emulated: bool = False
     module: str = ""
-    kind: str = "forward"
+    kind: str = "forward"  # or "backward", "other" (the engine's and the optimizer's own), "compiled"
 
     @property
     def observed(self) -> str:
@@ -60,19 +58,10 @@ class _Seen:
 
 
 class OpObserver:
-    """A context that records what runs inside; `table` has the result. It need not be nested with other contexts.
+    """A context that records what runs inside, in all threads; `table` compares it with the plan of a policy.
 
-    Args:
-        policy: the policy that is compared, as for `mezzo.autocast`.
-        device_type: the kind of device whose plan is compared.
-        whole: True if all that runs is inside of the autocast context, as in `explain`. Else an op may have run outside
-            of it (a loss, a metric), which is not a departure from the plan.
-
-    In backward an op is called ``linear.backward``; it has no plan, since it computes in the formats that forward
-    saved. Calls inside compiled functions cannot be seen: they make one row, ``compiled region``. A step that could not
-    be recorded has an empty table and a sentence in `note`.
-
-    Only one execution trace can be recorded in a process at a time; it records all threads.
+    ``linear.backward`` has no plan, since it computes in the formats that forward saved. Calls inside compiled
+    functions make one row. Unless it is the `whole`, ops may run outside of the autocast context (a loss, a metric).
     """
 
     def __init__(self, policy: str | Policy, device_type: str = "cpu", *, whole: bool = False) -> None:
@@ -80,22 +69,25 @@ class OpObserver:
         if self.policy.compute == "auto":
             self.policy = resolve(self.policy, device_type)[0]
         self.device_type = device_type
-        self.note = ""
         self._whole = whole
-        self._trace = ExecutionTrace()
-        self._roots: list[Call] = []
+        self._recording = recorded()
+        self._recorded = Recorded()
 
     def __enter__(self) -> OpObserver:
-        self._roots, self.note = [], self._trace.start()
+        self._recorded = self._recording.__enter__()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        if not self.note:
-            self._roots, self.note = self._trace.stop()
+    def __exit__(self, *exc_info: Any) -> None:
+        self._recording.__exit__(*exc_info)
+
+    @property
+    def note(self) -> str:
+        """Why nothing could be recorded, or ""."""
+        return self._recorded.note
 
     def table(self) -> list[OpFormats]:
         """What ran, a row for each op, formats and module, in the order of the first call."""
-        every = list(_seen(self._roots, "", {}))
+        every = list(_seen(self._recorded.calls, "", {}))
         # Where nothing at all was lowered, the context did not work, and no op can be excused.
         excuse = not self._whole and any(
             _SIXTEEN & {*seen.inside} for seen in every if seen.kind == "forward"
@@ -103,16 +95,13 @@ class OpObserver:
         return summed(self._row(seen, excuse=excuse) for seen in every)
 
     def _row(self, seen: _Seen, *, excuse: bool) -> OpFormats:
-        if seen.kind == "compiled":
-            return _row(seen, "compiled: formats not observed")
-        if seen.kind == "other":
-            return _row(seen, "no op of the table: in the formats of its tensors")
+        if seen.kind in _WITHOUT_PLAN:
+            return _row(seen, _WITHOUT_PLAN[seen.kind])
         if seen.kind == "backward":
             op = bare(seen.op)
             decision = self.policy.rule_for(op)
-            reason = f"gradient of {op}" + (", in FP32 from 16-bit values" if seen.emulated else "")
             rule = decision.rule.value if decision else ""
-            return _row(replace(seen, op=f"{op}.backward"), reason, rule)
+            return _row(replace(seen, op=f"{op}.backward"), f"gradient of {op}", rule)
         plans = (plan(one, self.device_type).get(bare(seen.op)) for one in self._policies_at(seen.module))
         rows = [_forward_row(seen, found) for found in plans]
         row = next((row for row in rows if row.as_planned), rows[0])
@@ -215,8 +204,7 @@ def _is_op(call: Call) -> bool:
 
 
 def _optimizer(call: Call) -> str:
-    """The optimizer's step that this call is, or an empty string. Under a dispatch mode PyTorch's mark does not
-    enclose the step: it comes first, and what it marks comes after it."""
+    """The optimizer's step that this call is, or "". Under a dispatch mode PyTorch's mark comes before the step."""
     first = call.children[0] if call.name == "PythonDispatchMode" and call.children else call
     return first.name[len(_OPTIMIZER) :] if first.name.startswith(_OPTIMIZER) else ""
 
@@ -259,42 +247,35 @@ def _casts(call: Call) -> int:
 
 
 def _resolved(call: Call, module: str) -> _Seen:
-    """The formats with which the kernel of an op ran: those of the innermost call of the same op, after the
-    casts that it makes itself."""
+    """An op with the formats of its kernel: of the innermost call of the same op, after the casts that it makes."""
     kernel = call
-    while True:
-        inner = next(
-            (c for c in kernel.walk() if c is not kernel and c.name == call.name and not c.backward), None
-        )
-        if inner is None:
-            break
+    while (inner := _same_within(kernel)) is not None:
         kernel = inner
     inside = _after_parts(call) if kernel is call else kernel.inputs
     outside = _distinct(call.outputs)
     if set(outside) == {"fp32"}:  # a 16-bit result says that it computed in 16 bits, whatever its parts do
         cast = {copy.inputs[0][0]: copy.outputs[0][1] for copy in kernel.walk() if _casts_now(copy)}
         inside = [(identity, cast.get(identity, fmt)) for identity, fmt in inside]
-    emulated = False
     if kernel is not call and outside and set(outside) <= _SIXTEEN and _distinct(kernel.outputs) == ("fp32",):
         # FP32 inside, 16 bits outside: a format is emulated if the FP32 inputs were widened from it.
-        narrow = {}
-        for copy in call.walk():
-            if _casts_now(copy) and copy.inputs[0][1] in _SIXTEEN:
-                narrow[copy.outputs[0][0]] = copy.inputs[0][1]
+        casts = (copy for copy in call.walk() if _casts_now(copy) and copy.inputs[0][1] in _SIXTEEN)
+        narrow = {copy.outputs[0][0]: copy.inputs[0][1] for copy in casts}
         inside = [(identity, narrow.get(identity, fmt)) for identity, fmt in kernel.inputs]
-        emulated = True
-    return _Seen(call.op, _distinct(call.inputs), _distinct(inside), outside, _casts(call), emulated, module)
+    return _Seen(call.op, _distinct(call.inputs), _distinct(inside), outside, _casts(call), module)
+
+
+def _same_within(call: Call) -> Call | None:
+    """The first call of the same forward op inside of a call."""
+    inner = (c for c in call.walk() if c is not call and c.name == call.name and not c.backward)
+    return next(inner, None)
 
 
 def _after_parts(call: Call) -> list[tuple[int, str]]:
-    """The inputs of an op without an autocast kernel of its own, after the casts that its parts made.
-
-    An LSTM, say, is lowered in its `mkldnn_rnn_layer`, whose inputs then tell.
-    """
+    """The inputs of an op without an autocast kernel, as of an LSTM, after the casts that its parts made."""
     for inner in call.walk():
         if inner is call or inner.op not in RULES or inner.backward:
             continue
-        kernel = next((c for c in inner.walk() if c is not inner and c.name == inner.name), None)
+        kernel = _same_within(inner)
         if kernel is not None and _distinct(kernel.inputs) != _distinct(inner.inputs):
             return kernel.inputs
     return call.inputs

@@ -1,11 +1,7 @@
 """ForwardTrace: follows values that are not finite through a forward pass, from the operation that produced them.
 
-A function mode sees each operation as the user calls it (`linear`), with whatever kernel Mezzo runs for it. A dispatch
-mode would see its parts (casts, `addmm`) and nothing of kernels outside of ATen. Functions that PyTorch writes in
-Python are traced inside: `F.normalize` is a norm, a clamp and a division.
-
-Two kinds of values are not reported: an explicit -inf (a mask on scores), and what a later operation absorbs. The
-question at the end is what reached a given tensor.
+A function mode sees operations as the user calls them (`linear`), whatever kernel Mezzo runs; a dispatch mode would see
+casts and `addmm`. An explicit -inf (a mask on scores) and what a later operation absorbs are not reported.
 """
 
 from __future__ import annotations
@@ -14,25 +10,23 @@ import itertools
 import math
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch._tensor
-import torch.functional
-import torch.nn.functional
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from mezzo.core.overflow import OUTSIDE, Maker, OverflowReport, TensorFacts, rounded_to_infinity
+from mezzo.core.overflow import OUTSIDE, OverflowReport, TensorFacts
 from mezzo.pytorch.monitor.module_paths import walk
 from mezzo.pytorch.monitor.operations import (
     HOOK,
@@ -48,7 +42,6 @@ from mezzo.pytorch.monitor.operations import (
     op_of_node,
     tensors,
     users_line,
-    values,
     version_of,
 )
 from mezzo.runner.patches import Patches
@@ -56,28 +49,25 @@ from mezzo.runner.patches import Patches
 
 @dataclass(eq=False)
 class Operation:
-    """An operation of a forward pass, or a tensor that was there before it and is not finite.
-
-    `kind` is ``""`` (its result is finite), ``passed`` (an input was not finite), ``overflow`` or ``invalid`` (it
-    produced the value), ``input``, ``state``, ``mask`` (an explicit -inf, and what is computed from it).
-    """
+    """An operation of a forward pass, or a tensor that was there before it and is not finite."""
 
     module: str  # path of the module that was running
     op: str  # its name; of a tensor, the tensor's
     line: Line | None = None  # of the user's that called it
+    # "": finite; "passed": an input was not; "overflow", "invalid": it produced the value; "input"; "state"; "mask":
+    # an explicit -inf, and what is computed from it.
     kind: str = ""
     number: int = 0  # its place among those that are not finite
     parents: list[Operation] = field(default_factory=list)  # sources of the inputs that were not finite
     inputs: list[TensorFacts] = field(default_factory=list)  # of an operation that produced the value
     outputs: list[TensorFacts] = field(default_factory=list)
     unseen: bool = False  # a tensor that was put on the graph before the trace began
-    maker: Maker | None = None  # of an overflow: the earlier operation whose finite result did not fit
 
     def __str__(self) -> str:
         return f"{self.module or 'the model'}: {self.op}"
 
-    def root(self) -> tuple[Operation, list[Operation]]:
-        """The earliest operation that produced what this one has, and those that passed it on, in order."""
+    def root(self) -> tuple[Operation, OverflowReport]:
+        """The earliest operation that produced what this one has, and the report on it."""
         seen: dict[int, Operation] = {}
         stack = [self]
         while stack:
@@ -87,69 +77,19 @@ class Operation:
                 stack.extend(one.parents)
         order = [seen[number] for number in sorted(seen)]
         first = next((one for one in order if one.kind != "passed"), order[0])
-        return first, [one for one in order if one.number > first.number]
+        cause = "overflow" if first.kind == "passed" else first.kind
+        passed = [str(one) for one in order if one.number > first.number]
+        line = line_text(first.line)
+        return first, OverflowReport(
+            cause, first.module, first.op, "forward", first.inputs, first.outputs, passed, line
+        )
 
     def absorbed(self) -> OverflowReport | None:
         """An infinity that forward absorbed and backward did not; a pole is one in both directions."""
         if self.kind in ("", "mask"):
             return None
-        first, passed = self.root()
-        return None if first is self and first.kind == "invalid" else report_of(first, passed)
-
-
-def report_of(first: Operation, passed: Sequence[Operation]) -> OverflowReport:
-    """The report on what `Operation.root` returns."""
-    return OverflowReport(
-        "overflow" if first.kind == "passed" else first.kind,
-        first.module,
-        first.op,
-        "forward",
-        first.inputs,
-        first.outputs,
-        [str(one) for one in passed],
-        line_text(first.line),
-        maker=first.maker,
-    )
-
-
-_BEYOND = rounded_to_infinity("fp16")
-
-
-def beyond(tensor: Tensor) -> float:
-    """The largest magnitude of a finite tensor, if fp16 cannot hold it; else 0.0."""
-    seen = None if tensor.dtype is torch.float16 or tensor.dtype.itemsize < 2 else values(tensor)
-    if seen is None or not seen.numel():
-        return 0.0
-    low, high = torch.aminmax(seen)
-    largest = float(torch.maximum(-low, high))
-    return largest if _BEYOND <= largest < float("inf") else 0.0
-
-
-class _OfTensors:
-    """A value for each of some living tensors, and for other tensors that share its memory."""
-
-    def __init__(self) -> None:
-        self._own: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
-        self._memory: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
-
-    def __setitem__(self, tensor: Tensor, value: Any) -> None:
-        self._own[id(tensor)] = held = weakref.ref(tensor), value
-        if tensor.layout is torch.strided:
-            self._memory[tensor.untyped_storage().data_ptr()] = held
-
-    def drop(self, tensor: Tensor) -> None:
-        self._own.pop(id(tensor), None)
-
-    def own(self, tensor: Tensor) -> Any:
-        """The tensor's own value, or None."""
-        held = self._own.get(id(tensor))
-        return held[1] if held is not None and held[0]() is tensor else None
-
-    def shared(self, tensor: Tensor) -> Any:
-        """That of a tensor with the same memory, as of the base of a view; or None."""
-        strided = tensor.layout is torch.strided
-        held = self._memory.get(tensor.untyped_storage().data_ptr()) if strided else None
-        return held[1] if held is not None and held[0]() is not None else None
+        first, report = self.root()
+        return None if first is self and first.kind == "invalid" else report
 
 
 _UNDEFINED = frozenset(
@@ -160,36 +100,9 @@ _STATISTICS = ("batch_norm", "instance_norm")  # in training they write their bu
 _ASKERS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-@dataclass
-class _Call:
-    """An operation that runs: what it is given, with the tensors' versions."""
-
-    func: Any
-    args: Any
-    kwargs: Any
-    ins: list[Tensor]
-    versions: list[int]
-
-    @property
-    def name(self) -> str:
-        return op_of_function(self.func)
-
-
 class ForwardTrace(TorchFunctionMode):
-    """Watches every torch function inside `watching`.
-
-    Args:
-        models: whose modules' paths are reported.
-        inputs: tensors that the model is given, by name.
-        stop: code of the function that calls the model: the user's lines are looked for inside of it.
-        called: the line that called the model, for operations in PyTorch's own modules.
-        outer: the module of operations that no module holds.
-
-    Attributes:
-        operations: node of the graph -> the operation that made it.
-        leaves: node that accumulates a gradient -> its leaf.
-        paused: nothing is looked at.
-        trouble: the error that ended the trace.
+    """Watches every torch function inside `watching`. The user's lines are looked for inside of the code `stop`;
+    `called` is the line of operations in PyTorch's own modules, `outer` the module of those that no module holds.
     """
 
     def __init__(
@@ -215,22 +128,21 @@ class ForwardTrace(TorchFunctionMode):
             if tensor.numel():
                 self._there.setdefault(_address(tensor), ("", name, "input"))
         self._stack: list[str] = [outer]
-        self._bad = _OfTensors()  # of Operation
-        self._large = _OfTensors()  # of Maker
+        self._bad: Any = WeakTensorKeyDictionary()  # tensor that is not finite -> its Operation
         self._held: list[Tensor] = []
         self._count = itertools.count(1)
         self._running = False
         self._thread = threading.get_ident()
         self.paused = False
-        self.trouble = ""
-        self.operations: dict[Any, Operation] = {}
-        self.leaves: dict[Any, Tensor] = {}
+        self.trouble = ""  # the error that ended the trace
+        self.operations: dict[Any, Operation] = {}  # by the nodes of the graph that they made
+        self.leaves: dict[Any, Tensor] = {}  # by the nodes that accumulate their gradients
 
     # ------------------------------------------------------------------------------------ entering and leaving
 
     @contextmanager
     def watching(self) -> Iterator[ForwardTrace]:
-        """Trace what runs inside, which may leave modes and filters that it entered before, and enter others."""
+        """Trace what runs inside, which may leave modes that were entered before, and enter others."""
         del self._stack[1:]
         self._thread = threading.get_ident()
         handles = [
@@ -259,9 +171,8 @@ class ForwardTrace(TorchFunctionMode):
 
     @contextmanager
     def _beneath(self) -> Iterator[None]:
-        """Enter this mode beneath all others, except that of `torch.set_default_device`, which has to be the lowest.
-
-        Leaving a mode pops the uppermost one: beneath all others, this one is never popped by mistake.
+        """Enter this mode beneath all others, where leaving another one does not pop it by mistake; only that of
+        `torch.set_default_device` has to be lower.
         """
         above = [_pop_mode() for _ in range(_len_torch_function_stack())]
         # `with torch.device(...)` pushes one as well, without entering it, and takes the uppermost off.
@@ -335,92 +246,94 @@ class ForwardTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        call = self._guarded(self._before, func, args, kwargs)
+        given = self._guarded(self._before, (args, kwargs))
         self._running = True
         try:
             out = func(*args, **kwargs)
         finally:
             self._running = False
-        if call is not None:
-            self._guarded(self._ran, call, out)
+        if given is not None:
+            self._guarded(self._ran, func, args, kwargs, given, out)
         return out
 
-    def _before(self, func: Any, args: Any, kwargs: Any) -> _Call:
-        ins = [bare(tensor) for tensor in tensors((args, kwargs))]
+    def _before(self, given: Any) -> list[tuple[Tensor, int]]:
+        """The tensors that an operation is given, with their versions."""
+        ins = [bare(tensor) for tensor in tensors(given)]
         for tensor in ins:
             self.claim(tensor, None)
-        return _Call(func, args, kwargs, ins, [version_of(tensor) for tensor in ins])
+        return [(tensor, version_of(tensor)) for tensor in ins]
 
-    def _ran(self, call: _Call, out: Any) -> None:
-        with _beneath_transforms() as transformed:
+    def _ran(self, func: Any, args: Any, kwargs: Any, given: list[tuple[Tensor, int]], out: Any) -> None:
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        with temporarily_clear_interpreter_stack():
             outs = [bare(tensor) for tensor in tensors(out)]
-            written = [t for t, version in zip(call.ins, call.versions) if version_of(t) != version]
-            outs += [tensor for tensor in written if not any(tensor is out for out in outs)]
+            written = {id(tensor) for tensor, version in given if version_of(tensor) != version}
+            outs += [one for one, _ in given if id(one) in written and not any(one is out for out in outs)]
             if not outs:
                 return
-            operation = self._operation(call.name)
-            if call.name not in _UNDEFINED:
-                self._follow(operation, call, outs, {id(tensor) for tensor in written}, transformed)
+            operation = self._operation(op_of_function(func))
+            bad = [] if operation.op in _UNDEFINED else [tensor for tensor in outs if not finite(tensor)]
+            ins = [tensor for tensor, _ in given]
+            if operation.op in _STATISTICS and len(args) > 5 and args[5]:
+                ins, bad = (
+                    [one for one in some if self._there.get(_address(one), ("", "", ""))[2] != "buffer"]
+                    for some in (ins, bad)
+                )
+            if bad:
+                again = None if written or transformed else partial(_in_fp64, func, args, kwargs)
+                self._explain(operation, ins, written, bad, again, (args, kwargs))
             for tensor in outs:
+                self._bad.pop(tensor, None)
                 self.claim(tensor, operation)
+            for tensor in bad:
+                self._bad[tensor] = operation
+            if transformed:  # nothing else holds the tensors under a transform's wrappers
+                self._held += bad
 
-    def _follow(
-        self, operation: Operation, call: _Call, outs: list[Tensor], written: set[int], transformed: bool
+    def _explain(
+        self,
+        operation: Operation,
+        ins: list[Tensor],
+        written: set[int],
+        bad: list[Tensor],
+        again: Any,
+        given: Any,
     ) -> None:
-        """Record which of an operation's results are not finite, or beyond fp16, and where that comes from."""
-        bad = [tensor for tensor in outs if not finite(tensor)]
-        if call.name in _STATISTICS and len(call.args) > 5 and call.args[5]:
-            call.ins, bad = self._without_buffers(call.ins), self._without_buffers(bad)
-        read = [tensor for tensor in call.ins if id(tensor) not in written]
-        if bad:
-            known = [self._bad.own(one) or (None if finite(one) else self._origin(one)) for one in read]
-            known += [self._bad.own(one) for one in call.ins if id(one) in written]
-            operation.parents = [one for one in known if one is not None]
-            self._number(operation, self._kind(operation, call, bad, rerun=not written and not transformed))
-            if operation.kind in ("overflow", "invalid"):
-                names = [self._there.get(_address(t), ("", f"input {n}"))[1] for n, t in enumerate(call.ins)]
-                kept = [(name, t) for name, t in zip(names, call.ins) if id(t) not in written]
-                operation.inputs = [facts(tensor, name) for name, tensor in kept][:6]
-                operation.outputs = [facts(tensor, "output") for tensor in bad][:3]
-            if operation.kind == "overflow" and any(tensor.dtype is torch.float16 for tensor in bad):
-                operation.maker = self._maker(read)
-        for tensor in outs:
-            self._bad.drop(tensor)
-            self._large.drop(tensor)
-        for tensor in bad:
-            self._bad[tensor] = operation
-        for tensor in outs:
-            if beyond(tensor):
-                where = operation.module, operation.op, line_text(operation.line)
-                self._large[tensor] = self._maker(read) or Maker(*where, facts(tensor, "output"))
-        if transformed:  # nothing else holds the tensors under a transform's wrappers
-            self._held += bad
+        """Record where the results of an operation that are not finite come from."""
+        known = (
+            self._bad.get(one) or (None if id(one) in written or finite(one) else self._origin(one))
+            for one in ins
+        )
+        operation.parents = [one for one in known if one is not None]
+        operation.kind = self._kind(operation, bad, again, given)
+        operation.number = next(self._count)
+        if operation.kind in ("overflow", "invalid"):
+            names = [self._there.get(_address(t), ("", f"input {n}"))[1] for n, t in enumerate(ins)]
+            kept = [(name, t) for name, t in zip(names, ins) if id(t) not in written]
+            operation.inputs = [facts(tensor, name) for name, tensor in kept][:6]
+            operation.outputs = [facts(tensor, "output") for tensor in bad][:3]
 
-    def _without_buffers(self, some: list[Tensor]) -> list[Tensor]:
-        return [one for one in some if self._there.get(_address(one), ("", "", ""))[2] != "buffer"]
-
-    def _kind(self, operation: Operation, call: _Call, bad: list[Tensor], *, rerun: bool) -> str:
+    def _kind(self, operation: Operation, bad: list[Tensor], again: Any, given: Any) -> str:
         parents = operation.parents
         if any(parent.kind != "mask" for parent in parents):
             return "passed"
-        asked = parents or _writes_infinity(call.args, call.kwargs)
         masks = all(only_minus_infinity(tensor) for tensor in bad)
-        if asked and (masks or (parents and operation.op in _KEEPS_MASKS)):
+        keeps = bool(parents) and operation.op in _KEEPS_MASKS
+        if keeps or (masks and (parents or _writes_infinity(*given))):
             return "mask"
-        wide = _in_fp64(call) if rerun else None
+        wide = None if again is None else again()
         if wide is not None and all(bool(torch.isfinite(t).all()) for t in wide):
             return "overflow"
         no_number = any(bool(torch.isnan(t).any()) for t in (bad if wide is None else wide))
         return "invalid" if no_number or operation.op in POLES else "overflow"
 
-    def _number(self, operation: Operation, kind: str) -> None:
-        operation.kind, operation.number = kind, next(self._count)
-
     def _origin(self, tensor: Tensor) -> Operation:
         """The source of a tensor that is not finite though no operation was seen to make it so."""
-        known: Operation | None = self._bad.shared(tensor)
-        if known is not None:
-            return known
+        if tensor.layout is torch.strided:  # as a view of one that is known
+            memory = tensor.untyped_storage().data_ptr()
+            for other, operation in reversed(list(self._bad.items())):
+                if other.layout is torch.strided and other.untyped_storage().data_ptr() == memory:
+                    return cast("Operation", operation)
         path, name, kind = self._there.get(_address(tensor), (self._stack[-1], "", ""))
         if only_minus_infinity(tensor) and kind != "parameter":
             found = "mask"
@@ -428,28 +341,22 @@ class ForwardTrace(TorchFunctionMode):
             found = "input"
         else:
             found = "state"
-        origin = Operation(path, name if kind != "input" else "", inputs=[facts(tensor, name or "constant")])
-        origin.unseen = not name and tensor.grad_fn is not None
-        self._number(origin, found)
+        origin = Operation(
+            path,
+            name if kind != "input" else "",
+            kind=found,
+            number=next(self._count),
+            inputs=[facts(tensor, name or "constant")],
+            unseen=not name and tensor.grad_fn is not None,
+        )
         self._bad[tensor] = origin
         return origin
-
-    def _maker(self, read: Sequence[Tensor]) -> Maker | None:
-        """The source of the largest number beyond fp16 among some inputs; None if there is none or it was not seen."""
-        most = max(read, key=beyond, default=None)
-        if most is None or not beyond(most):
-            return None
-        known: Maker | None = self._large.own(most) or self._large.shared(most)
-        there = self._there.get(_address(most))
-        if known is None and there is not None:
-            known = Maker(there[0], "", "", facts(most, there[1]))
-        return known
 
     def reached(self, tensor: Tensor) -> Operation | None:
         """The operation behind a tensor that is not finite; None if it is finite, or holds only a mask."""
         if finite(tensor):
             return None
-        operation: Operation = self._bad.own(tensor) or self._origin(tensor)
+        operation: Operation = self._bad.get(tensor) or self._origin(tensor)
         return None if operation.kind == "mask" else operation
 
     def claim(self, tensor: Tensor, operation: Operation | None) -> None:
@@ -477,31 +384,25 @@ def _writes_infinity(args: Any, kwargs: Any) -> bool:
     return any(isinstance(value, float) and math.isinf(value) for value in flat)
 
 
-def _in_fp64(call: _Call) -> list[Tensor] | None:
-    """The operation's results on FP64 copies; None where it cannot be repeated, or does not compute in FP64."""
+def _in_fp64(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
+    """An operation's results on FP64 copies; None where it cannot be repeated, or does not compute in FP64."""
 
     def wide(tensor: Tensor) -> Tensor:
         return tensor.detach().double() if tensor.is_floating_point() else tensor
 
-    device = next((t.device.type for t in call.ins), "cpu")
+    device = next((t.device.type for t in tensors((args, kwargs))), "cpu")
     random = torch.get_rng_state()
     try:
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            kept = {name: value for name, value in call.kwargs.items() if name not in ("dtype", "out")}
-            args, kept = mapped((call.args, kept), wide)
-            outs = [t for t in tensors(call.func(*args, **kept)) if t.is_floating_point()]
-    except Exception:  # an op without an FP64 form, or of a kind that can't be repeated: decided by its name
+            kept = {name: value for name, value in kwargs.items() if name not in ("dtype", "out")}
+            args, kept = mapped((args, kept), wide)
+            outs = [t for t in tensors(func(*args, **kept)) if t.is_floating_point()]
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # without an FP64 form, or not to be repeated: its name decides
         return None
     finally:
         torch.set_rng_state(random)
     return outs if outs and all(t.dtype is torch.float64 for t in outs) else None
-
-
-@contextmanager
-def _beneath_transforms() -> Iterator[bool]:
-    """Outside of the transforms of `torch.func` that are active; yields whether there are any."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        yield False
-        return
-    with temporarily_clear_interpreter_stack():
-        yield True

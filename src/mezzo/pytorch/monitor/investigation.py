@@ -1,10 +1,8 @@
-"""An investigation replays the calls of a skipped step and reports the first value that was not finite, with remedies.
-
-A remedy that names a policy is tried first: the call that failed is replayed once more under it.
-"""
+"""An investigation replays the calls of a skipped step, reports the first value that was not finite, tries remedies."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,15 +13,16 @@ from torch import Tensor, nn
 
 from mezzo.core.overflow import OUTSIDE, SUM, OverflowReport
 from mezzo.core.policy import policy as policy_of
-from mezzo.core.remedies import remedies
+from mezzo.core.remedies import MODULES, remedies
 from mezzo.pytorch.autocast.context import autocast
 from mezzo.pytorch.autocast.modules import apply_module_overrides, fitting
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, replay_backward, report_at
-from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Operation, report_of
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Operation
 from mezzo.pytorch.monitor.module_paths import path_of
-from mezzo.pytorch.monitor.operations import facts, finite, only_minus_infinity, over, tensors
-from mezzo.pytorch.monitor.replay import SavedCall, nothing_left
+from mezzo.pytorch.monitor.operations import facts, finite, in_one_line, only_minus_infinity, over, tensors
+from mezzo.pytorch.monitor.replay import SavedCall
 
+_log = logging.getLogger(__name__)
 _PASSED = 8  # propagators that are reported
 _Pairs = Sequence[tuple[Tensor, Tensor]]  # outputs on the graph, each with its gradient
 
@@ -34,36 +33,27 @@ def investigate(
     in_loss: OverflowReport | None,
     outside: Mapping[int, BackwardTrace],
 ) -> tuple[OverflowReport, SavedCall | None]:
-    """The source of the first value that is not finite, and the call in which it was, if in one.
-
-    In this order, because each explains the later ones: a value that reached a call's output; the loss; a gradient
-    outside of the calls; a gradient within a call.
-
-    Args:
-        calls: those that a gradient of the step came to, in order.
-        scales: number of a backward -> its loss scale.
-        in_loss: of a loss that is not finite.
-        outside: number of a backward -> its trace outside of the calls.
+    """The source of the first value that is not finite, and the call in which it was, if in one. `scales` and `outside`
+    have a backward's number as key.
     """
+    # In this order, because each explains the later ones: a value that reached a call's output; the loss; a gradient
+    # outside of the calls; a gradient within a call.
     notes: list[str] = []
     backwards: list[tuple[OverflowReport, SavedCall | None]] = []
     missed = False
     for call in calls:
-        found, forward, why_not = None, False, _cannot(call)
-        if not why_not:
-            if call.inner is not call.model and hasattr(call.model, "_orig_mod"):
-                notes.append("a compiled model: run again as it was written, not as it was compiled")
-            try:
-                found, forward = _replayed(call, scales, outside)
-            except Exception as error:  # the user's code runs again here, and may not expect that
-                why_not = f"a call could not be run again: {in_one_line(error)}"
+        found, forward = None, False
+        try:
+            found, forward = _replayed(call, scales, outside)
+        except Exception as error:  # the user's code runs again here, and may not expect that
+            missed = True
+            notes.append(f"a call could not be run again: {in_one_line(error)}")
+        if hasattr(call.model, "_orig_mod") and not missed:
+            notes.append("a compiled model: run again as it was written, not as it was compiled")
         if found is not None and forward:
             return _noted(found, notes), call
         if found is not None:
             backwards.append((found, call))
-        if why_not:
-            missed = True
-            notes.append(why_not)
     if in_loss is not None and missed and in_loss.cause == "loss":
         return OverflowReport("unknown", note="; ".join(notes)), None
     if in_loss is not None:
@@ -78,31 +68,20 @@ def investigate(
     return OverflowReport("unknown", note=note), None
 
 
-def in_one_line(error: Exception) -> str:
-    """The type of an error and the first line of its text."""
-    return f"{type(error).__name__}: {error}".split("\n")[0]
-
-
 def _noted(report: OverflowReport, notes: Sequence[str]) -> OverflowReport:
     note = "; ".join(dict.fromkeys((*notes, *filter(None, [report.note]))))
     return replace(report, note=note, propagators=list(dict.fromkeys(report.propagators))[:_PASSED])
 
 
-def _cannot(call: SavedCall) -> str:
-    if call.written:
-        return "the model's inputs were changed in place after they were used"
-    if any(isinstance(module, nn.SyncBatchNorm) for module in call.inner.modules()):
-        return "the model has SyncBatchNorm, whose ranks would wait for each other"
-    return ""
-
-
 def _replayed(
     call: SavedCall, scales: Mapping[int, float], outside: Mapping[int, BackwardTrace]
 ) -> tuple[OverflowReport | None, bool]:
-    """What its forward produced, or else what its backward did; and whether it was forward that showed it."""
-    with nothing_left(call.inner), torch.enable_grad():
-        call.state.put_back()
-        args, kwargs = call.arguments()
+    """What its forward produced, or else its backward; and whether it was forward."""
+    if call.written:
+        raise RuntimeError("the model's inputs were changed in place after they were used")
+    if any(isinstance(module, nn.SyncBatchNorm) for module in call.inner.modules()):
+        raise RuntimeError("the model has SyncBatchNorm, whose ranks would wait for each other")
+    with call.again() as (args, kwargs):
         named = [(f"input {n}", tensor) for n, tensor in enumerate(tensors((args, kwargs), objects=True))]
         trace = ForwardTrace([call.inner], named, stop=_forward.__code__, called=call.line)
         outputs = list(tensors(_forward(call, trace, args, kwargs)))
@@ -111,7 +90,7 @@ def _replayed(
         reached = [operation for tensor in outputs if (operation := trace.reached(tensor)) is not None]
         if reached:
             first = min((operation.root() for operation in reached), key=lambda pair: pair[0].number)
-            return report_of(*first), True
+            return first[1], True
         for number in call.grads.keys() & scales.keys():
             came, scale = call.gradients(number, outputs), scales[number]
             if all(finite(grad) for _, grad in came):
@@ -129,12 +108,9 @@ def _forward(call: SavedCall, trace: ForwardTrace, args: tuple[Any, ...], kwargs
 
 
 def _backward(trace: ForwardTrace, pairs: _Pairs, scale: float) -> OverflowReport | None:
-    if not pairs:
-        return None
-    outputs = [output for output, _ in pairs]
-    found = replay_backward(trace, outputs, [grad for _, grad in pairs])
+    found = replay_backward(trace, pairs)
     if found is not None and scale > 1.0:
-        unscaled = replay_backward(trace, outputs, [over(grad, scale) for _, grad in pairs])
+        unscaled = replay_backward(trace, [(output, over(grad, scale)) for output, grad in pairs])
         return replace(found, cause="loss scale") if unscaled is None else unscaled
     return found
 
@@ -142,11 +118,8 @@ def _backward(trace: ForwardTrace, pairs: _Pairs, scale: float) -> OverflowRepor
 def _came_so(
     trace: ForwardTrace, pairs: _Pairs, scale: float, outside: BackwardTrace | None, call: SavedCall
 ) -> OverflowReport | None:
-    """Of gradients at a call's outputs that are not finite.
-
-    If an operation outside made them so, its trace reports it. A replay with small gradients shows whether the model
-    also has a slope that is not finite. If each of several uses sent a finite gradient, their sum overflowed.
-    """
+    """Of gradients at a call's outputs that are not finite, unless an operation outside made them so."""
+    # Whether the model also has a slope that is not finite. Else each of several uses sent a finite gradient.
     small = [(output, torch.full_like(output, 1.0 / max(1, output.numel()))) for output, _ in pairs]
     found = _backward(trace, small, 1.0)
     if found is not None and found.cause == "invalid":
@@ -170,16 +143,8 @@ _POLICY = re.compile(r"`((?:fp16|bf16|fp32)[^`]*)`")
 def remedies_for(
     report: OverflowReport, call: SavedCall | None, scales: Mapping[int, float], model: nn.Module | None
 ) -> list[str]:
-    """What to try, without policies that were tried and do not help, or ask for more than one that does.
-
-    Each policy is tried without the loss scale. A policy belongs to the call's own model; if it names modules and that
-    model isn't `model`, the remedy says so.
-
-    Args:
-        report: what they are for.
-        call: in which it happened; None: nothing can be tried, and no policy is offered.
-        scales: number of a backward -> its scale.
-        model: of the `MixedPrecision` that reports it; None: one policy is for all models (`mezzo run`).
+    """What to try. Each policy is tried without the loss scale, and offered if it helps and none that helps asks for
+    less; without a call none can be. A policy for another model than `model` says so.
     """
     used, owner = None, ""
     if call is not None:
@@ -189,23 +154,16 @@ def remedies_for(
             name = type(call.inner).__name__
             owner = f", as the policy of the MixedPrecision of that module's own model ({name})"
     kept: list[str] = []
-    helping: list[str] = []
+    enough = False  # modules in FP32
     for sentence in remedies(report, used):
         found = None if report.cause == "loss scale" else _POLICY.search(sentence)
-        text = found.group(1) if found is not None else ""
-        if text:
-            more = any(_asks_more(text, less) for less in helping)
-            if call is None or more or not _helps(text, call, scales):
+        modules = sentence.startswith(MODULES)
+        if found is not None:
+            if call is None or (modules and enough) or not _helps(found.group(1), call, scales):
                 continue
-            helping.append(text)
-        kept.append(f"{sentence}{owner}" if "module." in text else sentence)
+            enough |= modules
+        kept.append(f"{sentence}{owner}" if found is not None and "module." in found.group(1) else sentence)
     return kept
-
-
-def _asks_more(text: str, less: str) -> bool:
-    """Whether a policy keeps in FP32 all that another one does, and more."""
-    one, other = policy_of(text), policy_of(less)
-    return replace(one, modules=other.modules) == other and set(one.modules) > set(other.modules)
 
 
 def _helps(text: str, call: SavedCall, scales: Mapping[int, float]) -> bool:
@@ -213,9 +171,7 @@ def _helps(text: str, call: SavedCall, scales: Mapping[int, float]) -> bool:
     device = next((p.device.type for p in call.inner.parameters()), "cpu")
     policy = fitting(policy_of(text), call.inner)  # under `mezzo run` it names other models' modules too
     try:
-        with nothing_left(call.inner), torch.enable_grad():
-            call.state.put_back()
-            args, kwargs = call.arguments()
+        with call.again() as (args, kwargs):
             overrides = apply_module_overrides(call.inner, policy, device) if policy.modules else None
             try:
                 with autocast(policy, device):
@@ -225,7 +181,8 @@ def _helps(text: str, call: SavedCall, scales: Mapping[int, float]) -> bool:
             finally:
                 if overrides is not None:
                     overrides.remove()
-    except Exception:  # a policy that this model can't have
+    except Exception as error:  # of the user's code, or of a policy that this model can't have
+        _log.debug("policy %s could not be tried: %s", text, error)
         return False
 
 

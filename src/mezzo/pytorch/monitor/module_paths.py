@@ -8,40 +8,30 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-# A wrapper keeps what it wraps under one of these names: torch.compile, (distributed) data parallelism, FSDP,
-# torch's CheckpointWrapper.
+# A wrapper keeps what it wraps under one of these names: torch.compile, FSDP, torch's CheckpointWrapper.
 _WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 @dataclass
 class Paths:
-    """The modules of a model."""
+    """Modules whose outputs can be looked at, by path, and paths of compiled ones, whose inside cannot be."""
 
-    seen: dict[str, nn.Module] = field(default_factory=dict)  # by path: those whose outputs are looked at
-    compiled: list[str] = field(
-        default_factory=list
-    )  # paths of compiled modules, whose inside cannot be seen
+    seen: dict[str, nn.Module] = field(default_factory=dict)
+    compiled: list[str] = field(default_factory=list)
 
 
 def paths(model: nn.Module, *, every: bool = False) -> Paths:
-    """The modules of a model whose outputs can be looked at: leaves, and those with parameters of their own.
-
-    Args:
-        model: the whole. A module that is there twice has its first path.
-        every: those too that have children and no parameters of their own: they may compute all the same.
-    """
+    """The modules of a model that are leaves, or have parameters of their own, or `every` one."""
     found = Paths()
     for path, module in walk(model):
-        # What `Module.compile()` compiles includes its hooks; what `torch.compile` wraps has them outside.
-        if module._compiled_call_impl is not None:
-            found.compiled.append(path)
-            continue
         opaque = is_opaque(module)
         if opaque:
             found.compiled.append(path)
         own = any(p is not None for p in module._parameters.values())
-        if opaque or every or own or not any(True for _ in module.children()):
+        # What `Module.compile()` compiles includes its hooks; what `torch.compile` wraps has them outside.
+        hooks_run = module._compiled_call_impl is None
+        if hooks_run and (opaque or every or own or not any(True for _ in module.children())):
             found.seen[path] = module
     return found
 
@@ -80,10 +70,7 @@ def walk(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Modules with their paths, each once, parents first; a wrapper and what it wraps have the same path.
 
-    Args:
-        module, path: where to begin.
-        visited: ids of modules to leave out.
-        inside: go into compiled modules too.
+    `visited` has ids of modules to leave out; `inside`: go into compiled modules too.
     """
     visited = set() if visited is None else visited
     if id(module) in visited:
@@ -100,7 +87,7 @@ def walk(
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside the wrappers of `torch.compile` and of data parallelism; itself if there is none."""
+    """The user's own module inside the wrappers of `torch.compile` and of data parallelism."""
     while True:
         wrapped = model._modules.get("_orig_mod")
         if wrapped is None and isinstance(model, _PARALLEL):

@@ -54,8 +54,6 @@ def op_of_node(node: Any) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_")
 
 
-# lines
-
 Line = tuple[str, int]
 
 _FOREIGN = tuple(
@@ -89,7 +87,9 @@ def line_text(line: Line | None) -> str:
     return f"{os.path.basename(name)}:{number}: {code}".rstrip(": ")
 
 
-# tensors
+def in_one_line(error: Exception) -> str:
+    """The type of an error and the first line of its text."""
+    return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
 def bare(tensor: Tensor) -> Tensor:
@@ -159,10 +159,8 @@ def facts(tensor: Tensor, name: str) -> TensorFacts:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """A value whose tensors, in lists, tuples and dicts too, are changed; the containers are new.
-
-    `torch.utils._pytree.tree_map_only` costs four times as much, at each call of a traced model.
-    """
+    """A value whose tensors, in lists, tuples and dicts too, are changed; the containers are new."""
+    # `torch.utils._pytree.tree_map_only` costs four times as much, at each call of a traced model.
     if isinstance(value, Tensor):
         return change(value)
     kind = type(value)

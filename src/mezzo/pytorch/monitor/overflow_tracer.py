@@ -1,8 +1,7 @@
-"""OverflowTracer: when a step is skipped, finds the operation that made the first value that is not finite.
+"""OverflowTracer: finds the operation that made the first value that is not finite in a skipped step.
 
-The step's model calls are kept until its end, with the gradients at their outputs, and run again if the step was
-skipped: the parameters are then as they were. What is outside of the calls is watched as it happens. If backward is
-finite with the loss scale taken out of it, the loss scale is the cause.
+The step's model calls are kept until its end, with the gradients at their outputs, and replayed if the step was
+skipped: the parameters are then as they were. What is outside of the calls is watched as it happens.
 """
 
 from __future__ import annotations
@@ -23,18 +22,12 @@ from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.core.records import OverflowRecord, Record
 from mezzo.pytorch.distributed import is_distributed
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, watch_loss
-from mezzo.pytorch.monitor.forward_trace import ForwardTrace, report_of
-from mezzo.pytorch.monitor.investigation import in_one_line, investigate, remedies_for
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace
+from mezzo.pytorch.monitor.investigation import investigate, remedies_for
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.monitor.observer import StepObserver
-from mezzo.pytorch.monitor.operations import facts, finite, users_line
-from mezzo.pytorch.monitor.replay import (
-    SavedCall,
-    SideEffects,
-    eager,
-    running_again,
-    within_compiled,
-)
+from mezzo.pytorch.monitor.operations import facts, finite, in_one_line, users_line
+from mezzo.pytorch.monitor.replay import SavedCall, SideEffects, eager, running_again, within_compiled
 
 _FEW = 8  # kept calls that are looked at before each call
 WATCHED = 50
@@ -59,19 +52,10 @@ def _never_raises(method: _Method) -> _Method:
 
 
 class OverflowTracer(StepObserver):
-    """A `StepObserver` that looks into skipped steps.
+    """A `StepObserver` that looks into skipped steps, also where the host must wait for the device if it `waits`.
 
-    Several know of each other: the loss of one model may come through another's call.
-
-    Args:
-        enter: enters the context in which a kept call is run again.
-        clock: seconds since the run's start, for records.
-        waits: look also where the host must wait for the device to learn of a skip.
-        model: whose modules' paths are reported, where parts of it are called and never the whole.
-        limit: how many reports that alarm are made; later skips are not looked into, and nothing is kept for them.
+    Several know of each other: the loss of one model may come through another's call. There are at most `limit` alarms.
     """
-
-    _numbers = 0  # of calls, over all tracers
 
     def __init__(
         self,
@@ -105,11 +89,6 @@ class OverflowTracer(StepObserver):
         records, self._records = self._records, []
         return records
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that are kept now."""
-        return sum(call.nbytes for call in self.calls)
-
     # ------------------------------------------------------------------------------------------ the events of a step
 
     @_never_raises
@@ -126,11 +105,7 @@ class OverflowTracer(StepObserver):
         inner = unwrapped(model)
         if inner not in self._effects:
             self._effects[inner] = SideEffects(inner)
-        OverflowTracer._numbers += 1
-        effects, number = self._effects[inner], OverflowTracer._numbers
-        self._open = SavedCall(
-            model, args, kwargs, effects=effects, enter=self._enter, line=users_line(), number=number
-        )
+        self._open = SavedCall(model, args, kwargs, self._effects[inner], self._enter, users_line())
 
     @_never_raises
     def call_ended(self, model: nn.Module, output: Any) -> None:
@@ -159,13 +134,12 @@ class OverflowTracer(StepObserver):
             sources = [source() for tracer in _ALL for call in tracer.calls for source in call.sources]
             starts += [tensor.grad_fn for tensor in sources if tensor is not None]
         if self._in_loss is None and not finite(loss):
+            note = "the next steps are watched live for the operation that made it so"
+            self._in_loss = OverflowReport("loss", OUTSIDE, outputs=[facts(loss, "output")], note=note)
             reached = None if live is None else live.reached(loss)
-            first = None if reached is None else reached.root()
-            if first is not None and not first[0].unseen:
-                self._in_loss = report_of(*first)
-            else:
-                note = "the next steps are watched live for the operation that made it so"
-                self._in_loss = OverflowReport("loss", OUTSIDE, outputs=[facts(loss, "output")], note=note)
+            if reached is not None:
+                first, report = reached.root()
+                self._in_loss = self._in_loss if first.unseen else report
         self._outside[SavedCall.backward] = watch_loss(
             starts, scale, None if live is None else live.operations
         )
@@ -179,7 +153,7 @@ class OverflowTracer(StepObserver):
         skipped: Tensor | bool,
         loss_scale: Tensor | float,
     ) -> None:
-        """Look into it if it was skipped, and let go of everything that was kept for it."""
+        """Look into it if it was skipped; let go of everything."""
         self.finding = None
         if isinstance(skipped, Tensor):
             skipped = bool(skipped) if self._waits or skipped.device.type == "cpu" else False
@@ -239,10 +213,7 @@ class OverflowTracer(StepObserver):
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """Watch the operations inside, forward: after an overflow that could not be explained by running calls again.
-
-        Compiled parts run eagerly inside. A step's contexts are one trace. Its errors go into a report's note.
-        """
+        """Watch the operations inside, forward; compiled parts run eagerly. A step's contexts are one trace."""
         with ExitStack() as stack:
             try:
                 trace = self._trace()
@@ -259,7 +230,7 @@ class OverflowTracer(StepObserver):
                 self._watching = False
 
     def forget_live(self) -> None:
-        """Drop the live trace of this step, with the graphs that it holds: the calls belong to no step."""
+        """Drop the live trace with its graphs: the calls belong to no step."""
         self._live = None
 
     def _trace(self) -> ForwardTrace:
@@ -287,8 +258,8 @@ class OverflowTracer(StepObserver):
             self._trouble.append("it may have been another rank's")
         elif finding.cause == "unknown" and not self._scales:
             self._trouble.append("its backward was not seen")
-        if self._live is not None and self._live.trouble:
-            self._trouble.append(f"watching failed: {self._live.trouble}")
+        failed = [one.trouble for one in (self._live, *self._outside.values()) if one is not None]
+        self._trouble += [f"watching failed: {trouble}" for trouble in failed if trouble]
         note = "; ".join(filter(None, (finding.note, *dict.fromkeys(self._trouble))))
         return replace(finding, note=note, seconds=time.perf_counter() - began, kept_bytes=kept)
 

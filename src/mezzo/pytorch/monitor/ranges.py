@@ -1,10 +1,7 @@
 """RangeWatch: exponent histograms of a training's weights, activations, gradients and updates, at an interval.
 
-In a watched update hooks are on the modules and count each tensor where it is; the host reads the counts when they are
-asked for. In all other updates there is no hook.
-
 Counted are calls of the model in training mode, the gradients of `backward` on a loss, and one update: not evaluation,
-not what activation checkpointing repeats, not the gradients of a penalty.
+not what activation checkpointing repeats, not the gradients of a penalty. In all other updates there is no hook.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.errors import UsageError
 from mezzo.core.ranges import WHAT, RangeRow, shift_of
 from mezzo.core.records import RangesRecord, Record
 from mezzo.pytorch.monitor.counted import (
@@ -51,24 +48,8 @@ _NOT_CALLED = (
 
 
 class RangeWatch(StepObserver):
-    """A `StepObserver` that counts in every so many updates.
-
-    Args:
-        model: whose modules are looked at; None: any that is called.
-        optimizer: whose updates count; None: any, each counted for itself.
-        every: updates of an optimizer from one that is watched to the next.
-        clock: seconds, for records.
-        kinds: which of `WHAT` to look at.
-        note: is called, once each, with what could not be looked at and why; None: a warning says it.
-        all_modules: look at the output of every module, of those too that have children and no parameters of their own;
-            a tensor that one within the other returns counts for the inner one.
-
-    Attributes:
-        notes: what could not be looked at, and why, once each.
-
-    Raises:
-        UsageError: `every` below 1.
-        UnknownNameError: a kind that is not in `WHAT`.
+    """A `StepObserver` that counts some `kinds` of `WHAT` in every so many updates; without a model or an optimizer, of
+    any. `all_modules`: of modules around others too. `notes` says what could not be looked at, and is told to `note`.
     """
 
     def __init__(
@@ -84,16 +65,9 @@ class RangeWatch(StepObserver):
     ) -> None:
         if not isinstance(every, int) or every < 1:
             raise UsageError(f"watch={every!r} is not a number of updates. Example: 100")
-        for kind in kinds:
-            if kind not in WHAT:
-                raise unknown_name("kind of range", kind, WHAT)
-        self.every = every
-        self.notes: list[str] = []
-        self._optimizer = optimizer
-        self._clock = clock
-        self._tell = note or _warn
-        self._all_modules = all_modules
-        self._kinds = frozenset(kinds)
+        self.every, self.notes = every, list[str]()
+        self._optimizer, self._clock, self._tell = optimizer, clock, note or _warn
+        self._all_modules, self._kinds = all_modules, frozenset(kinds)
         self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         if optimizer is not None:
             self._updates[optimizer] = 0
@@ -148,7 +122,7 @@ class RangeWatch(StepObserver):
 
     def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
         """Weights and gradients, before they move."""
-        self._outputs.backward_ended()
+        self._outputs.backward = 0
         if self._of_interest(optimizer):
             self._begun = True
             if self._due(optimizer) and not _capturing():
@@ -212,19 +186,13 @@ class RangeWatch(StepObserver):
     def _prefix(self, model: nn.Module) -> str:
         """What a model's paths begin with: nothing for the first one, for another one its class."""
         if model not in self._models:
-            self._models[model] = self._new_prefix(model)
+            inside = ((prefix, path_of(model, whole)) for whole, prefix in self._models.items())
+            name = type(model).__name__ if self._models else ""
+            again = sum(prefix.startswith(name) for prefix in self._models.values())
+            new = f"{name}{again + 1 if again else ''}"
+            known = (joined(prefix, path) for prefix, path in inside if path is not None)
+            self._models[model] = next(known, new)
         return self._models[model]
-
-    def _new_prefix(self, model: nn.Module) -> str:
-        for whole, prefix in self._models.items():
-            path = path_of(model, whole)
-            if path is not None:  # a part of a model that is known already
-                return joined(prefix, path)
-        if not self._models:
-            return ""
-        name = type(model).__name__
-        again = sum(prefix.startswith(name) for prefix in self._models.values())
-        return f"{name}{again + 1 if again else ''}"
 
     def _watch(self, optimizer: Optimizer, scale: Tensor | float) -> WatchedParameters:
         names: dict[int, tuple[str, str]] = {}

@@ -1,16 +1,13 @@
 """Replay: a saved call of a model, and running it again without side effects.
 
-Kept of a call: its arguments by reference, with the versions of their tensors (a call whose arguments were written
-since cannot be replayed); the random state; what the call changes of its model besides the parameters; and the
-gradients that arrive at its outputs, from which backward is replayed.
-
-Inside `nothing_left` compiled parts run eagerly, and reentrant checkpoints as plain calls, because their backward
-can't be asked for single gradients.
+Kept of a call: its arguments by reference, with their tensors' versions; the random state; what the call changes of its
+model besides the parameters; and the gradients that arrive at its outputs, from which backward is replayed.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import sys
 import threading
@@ -57,25 +54,15 @@ def _copied(value: Any) -> Any:
 
 
 def _same(kept: Any, now: Any) -> bool:
-    """Whether an attribute still holds what it held."""
+    """Whether an attribute surely holds what it held: containers and generators are copied each time."""
     if isinstance(now, Tensor):
         return isinstance(kept, Tensor) and kept.data_ptr() == now.data_ptr()
-    if isinstance(now, _GENERATORS):
-        return False  # drawn from or not: its state is small
-    if type(now) not in _CONTAINERS:
-        return bool(kept == now)
-    if type(kept) is not type(now) or len(kept) != len(now):
-        return False
-    pairs = zip(kept.values(), now.values()) if type(now) is dict else zip(kept, now)
-    return all(one is other for one, other in pairs)
+    return isinstance(now, _VALUES) and bool(kept == now)
 
 
 class SideEffects:
     """What a call of a model may change besides its parameters; after `learn`, what one call was seen to change.
-
-    Args:
-        model: not wrapped.
-        statistics: the running statistics of normalisations too. In training nothing is computed from them.
+    `statistics`: running statistics too, from which nothing is computed in training.
     """
 
     def __init__(self, model: nn.Module, *, statistics: bool = False) -> None:
@@ -145,9 +132,8 @@ def running_again() -> bool:
 
 @contextmanager
 def nothing_left(model: nn.Module) -> Iterator[None]:
-    """Run a model inside, and find everything as it was before afterwards.
-
-    Put back: random numbers, buffers with their versions, attributes of modules. Hooks on parameters do not run.
+    """Run a model inside; random numbers, buffers with their versions and attributes of modules are put back. Compiled
+    parts run eagerly, reentrant checkpoints as plain calls, and hooks on parameters not at all.
     """
     state = ModuleState(SideEffects(model, statistics=True))
     modules = [(module, dict(module._buffers), dict(module.__dict__)) for module in model.modules()]
@@ -207,46 +193,32 @@ OF_CALL = "mezzo_call"
 
 
 class SavedCall:
-    """One call of a model, kept until the step's end.
+    """One call of a model from a line, kept until the step's end. `enter` makes the context in which it is replayed."""
 
-    Args:
-        model: as the loop calls it.
-        args, kwargs: of the call.
-        effects: of the model under the wrappers of compilation and data parallelism.
-        enter: enters the context in which it is replayed.
-        line: from where it was called.
-        number: its place among all calls that are kept.
-
-    Attributes:
-        backward: the number of the backward that runs, counted over all tracers.
-        grads: number of a backward -> place among the outputs -> the gradient there.
-        retained: whether another backward may come through it.
-        done: no other backward comes through it.
-    """
-
-    backward = 0
+    backward = 0  # number of the backward that runs, counted over all tracers
+    _numbers = itertools.count(1)
 
     def __init__(
         self,
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
         effects: SideEffects,
         enter: Callable[[], AbstractContextManager[Any]],
         line: Line | None,
-        number: int,
     ) -> None:
         self.model, self.inner = model, unwrapped(model)
-        self.enter, self.line, self.number = enter, line, number
+        self.enter, self.line, self.number = enter, line, next(SavedCall._numbers)
         given = (args, kwargs)
         self.sources = [weakref.ref(tensor) for tensor in tensors(given) if tensor.grad_fn is not None]
         # Detached, so that a graph that led here does not live longer for it.
         self._arguments = mapped(given, lambda t: t if t.grad_fn is None else _off_graph(t))
         self._versions = [(leaf, version_of(leaf)) for leaf in tensors(self._arguments, objects=True)]
         self._keepers: list[weakref.ref[Any]] = []
-        self.grads: dict[int, dict[int, Tensor]] = {}
-        self.retained = self.done = False
+        self.grads: dict[
+            int, dict[int, Tensor]
+        ] = {}  # number of a backward -> place among the outputs -> gradient
+        self.retained = self.done = False  # another backward may come through it; none comes
         self.state = ModuleState(effects)
 
     def ended(self, output: Any) -> bool:
@@ -283,10 +255,12 @@ class SavedCall:
         """Whether an argument has been written in place since."""
         return any(version_of(leaf) != version for leaf, version in self._versions)
 
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, off the graph, for one more call."""
-        args, kwargs = mapped(self._arguments, _off_graph)
-        return args, kwargs
+    @contextmanager
+    def again(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Run the model inside as in this call, with these arguments, and find everything as before afterwards."""
+        with nothing_left(self.inner), torch.enable_grad():
+            self.state.put_back()
+            yield mapped(self._arguments, _off_graph)
 
     def gradients(self, number: int, outputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Of the outputs of a replay, those to which a gradient came in a backward, each with that gradient."""

@@ -11,9 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from mezzo.core.errors import UsageError
-from mezzo.core.formats import FORMATS
 from mezzo.core.overflow import OverflowReport
-from mezzo.core.ranges import GRADIENTS, Histogram, RangeRow, shift_of
+from mezzo.core.ranges import Histogram, RangeRow
 from mezzo.core.records import (
     LossRecord,
     MemoryRecord,
@@ -23,13 +22,8 @@ from mezzo.core.records import (
     Record,
     RecordWriter,
     RunEnded,
-    RunStarted,
     UpdateRecord,
 )
-
-_RATIO = "update ratio"
-# Formats of at most 16 bits: shares of lost numbers are written for these.
-_LOW = tuple(name for name, form in FORMATS.items() if form.bits <= 16)
 
 
 class TensorBoardWriter(RecordWriter):
@@ -44,11 +38,7 @@ class TensorBoardWriter(RecordWriter):
     ===================  ====================================================================================
     loss                 scalar ``loss`` over backward calls
     update               scalars ``loss_scale`` and ``skipped`` over updates (``.../optimizer 1`` of a second one)
-    ranges               histograms ``log2 WHAT/MODULE``: the exponents of the magnitudes, gradients without the
-                         loss scale; scalars ``lost WHAT/MODULE``: the share that the tensor's own 16-bit or 8-bit
-                         format rounds to zero or to infinity, gradients at the loss scale; of update ratios
-                         ``lost update/MODULE bf16`` and ``fp16``: about what share is too small to move such a
-                         weight (`Histogram.lost`)
+    ranges               histograms ``log2 WHAT/MODULE`` of exponents, gradients without the loss scale
     overflow             text ``findings``
     memory               scalar ``peak_bytes``
     run, ops, end        texts ``run``, ``formats``, ``end``
@@ -114,31 +104,20 @@ class TensorBoardWriter(RecordWriter):
             self._scalar(f"skipped{suffix}", float(record.skipped), record.index, record.at)
         elif isinstance(record, RangesRecord):
             for row in record.rows:
-                label = _label(row, record.optimizer)
                 if row.histogram.counts:
+                    label = _label(row, record.optimizer)
                     self._histogram(f"log2 {row.what}/{label}", row.histogram, record)
-                for tag, share in _lost(row, label, shift_of(record.loss_scale)):
-                    self._scalar(tag, share, record.update, record.at)
         elif isinstance(record, OverflowRecord):
             self._text("findings", _told(record.finding), record.update, record.at)
         elif isinstance(record, MemoryRecord):
             self._scalar("peak_bytes", float(record.peak_bytes), 0, time.time() - self._zero)
         elif isinstance(record, OpsRecord):
-            lines = [
-                f"{op.op:32} {op.observed:20} {op.calls:6} calls"
-                + ("" if op.as_planned else f"  not as planned: {op.planned}")
-                for op in record.ops
-            ]
+            lines = [f"{op.op:32} {op.observed:20} {op.calls:6} calls  {op.planned}" for op in record.ops]
             self._text("formats", lines, 0, time.time() - self._zero)
-        elif isinstance(record, RunStarted):
-            lines = [
-                f"{record.policy}: {' '.join([record.script, *record.argv])}",
-                f"started {record.started}",
-            ]
-            self._text("run", lines + [f"{key}: {value}" for key, value in record.machine.items()], 0, 0.0)
-        elif isinstance(record, RunEnded):
-            lines = [f"exit status {record.status} after {record.seconds:.1f} s", *record.notes]
-            self._text("end", lines, self._last, record.seconds)
+        else:
+            lines = [f"{name}: {value}" for name, value in vars(record).items()]
+            at = record.seconds if isinstance(record, RunEnded) else 0.0
+            self._text(record.kind, lines, self._last, at)
 
     def _histogram(self, tag: str, histogram: Histogram, record: RangesRecord) -> None:
         """By exponent: on a linear axis of magnitudes all but the largest would be one bar."""
@@ -161,11 +140,7 @@ class TensorBoardWriter(RecordWriter):
 
 @contextmanager
 def _without_tensorflow() -> Iterator[None]:
-    """TensorBoard writes with its own file functions, not with TensorFlow's, unless TensorFlow is imported already.
-
-    Each of TensorFlow and Triton has LLVM in it: if Triton, which `torch._dynamo` imports, is loaded after TensorFlow,
-    the process aborts ("Option registered more than once").
-    """
+    """TensorBoard does not import TensorFlow, after which LLVM would abort the import of Triton (`torch._dynamo`)."""
     marker = "tensorboard.compat.notf"  # TensorBoard does not import TensorFlow if this module exists
     if "tensorflow" in sys.modules or marker in sys.modules:
         yield
@@ -187,26 +162,8 @@ def _label(row: RangeRow, optimizer: int) -> str:
     return f"optimizer {optimizer}: {label}" if optimizer else label
 
 
-def _lost(row: RangeRow, label: str, shift: int) -> list[tuple[str, float]]:
-    """The scalars of one tensor: a tag and a share for each; none where no number is finite and not zero."""
-    if row.what == _RATIO:
-        shares = [(f"lost update/{label} {name}", row.histogram.lost(name)) for name in ("bf16", "fp16")]
-        return [(tag, share) for tag, share in shares if share is not None]
-    if row.format not in _LOW:
-        return []
-    found = row.histogram.shares(row.format, shift if row.what in GRADIENTS else 0)
-    return [(f"lost {row.what}/{label}", found.underflow + found.overflow)] if found else []
-
-
 def _told(finding: OverflowReport) -> list[str]:
-    lines = [
-        f"{finding.direction} of {finding.op or '?'} in {finding.module or 'the model'}",
-        f"cause: {finding.cause}: {finding.why}",
-    ]
-    if finding.line:
-        lines.append(f"line: {finding.line}")
+    lines = [f"{finding.cause}: {finding}"]
     lines += [f"in: {tensor}" for tensor in finding.inputs] + [f"out: {tensor}" for tensor in finding.outputs]
-    lines += [f"made by: {finding.maker}"] if finding.maker else []
     lines += [f"passed on by: {text}" for text in finding.propagators]
-    lines += [f"try: {text}" for text in finding.remedies]
-    return [*lines, *([finding.note] if finding.note else [])]
+    return lines + [f"try: {text}" for text in finding.remedies]
