@@ -179,7 +179,6 @@ BAD = [
     (lambda: enable(adam(), "dynamik"), UsageError, "'dynamik' is not a loss scale"),
     (lambda: enable(adam(), op_lists={"deny": ["Tanh"]}), UsageError, "op_lists.*DENYLIST_ADD=Tanh"),
     (lambda: enable(adam(), precision="fp15"), UnknownNameError, "Did you mean 'fp16'"),
-    (lambda: enable(adam(), precision="fp32"), UsageError, "'fp32'.*disable_mixed_precision_graph_rewrite"),
     (lambda: enable(adam(), -3), UsageError, "enable_mixed_precision_graph_rewrite: loss_scale: scale is -3"),
 ]
 
