@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,21 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import pytest
+from keras_steps import OwnStep
 from keras_steps import records_of as of
 
+import mezzo.keras
 from conftest import BACKEND
 from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import StaticLossScale
-from mezzo.core.ranges import BINS, NAN, ZERO, Histogram
 from mezzo.keras import LossScaleOptimizer, PrecisionMonitor
-from mezzo.keras.callback import histogram, ratios
 
 BATCH, BATCHES = 8, 10
 # On PyTorch Keras's dropout draws from PyTorch's own generator, from which fit's iterator draws too, and
 # train_on_batch does not: no loop by hand would have the same numbers.
 DROP = 0.0 if BACKEND == "torch" else 0.25
 Array = npt.NDArray[Any]
+layers = keras.layers
 
 
 def data(batches: int = BATCHES) -> tuple[Array, Array]:
@@ -34,20 +34,33 @@ def data(batches: int = BATCHES) -> tuple[Array, Array]:
     return x, x.sum(1, keepdims=True)
 
 
-def model(optimizer: Any = None, plain: bool = False, **compiled: Any) -> Any:
-    """Unless `plain`, everything that a look could disturb: moving statistics, seeds, a loss scale that overflows."""
-    keras.utils.clear_session(free_memory=False)
+def scaled(initial: float = 2.0**20) -> Any:
+    """Its first steps overflow FP16, and later ones do not."""
+    return LossScaleOptimizer(keras.optimizers.Adam(0.01), initial)
+
+
+def model(optimizer: Any, *between: Callable[[], Any], policy: str = "", **compiled: Any) -> Any:
+    """Under Keras's mixed_float16, or a policy of Mezzo's."""
+    keras.utils.clear_session(free_memory=False)  # forgets the policy
     keras.utils.set_random_seed(0)
-    keras.config.set_dtype_policy("mixed_float16")
-    layers = keras.layers
-    between = [] if plain else [layers.BatchNormalization(name="norm"), layers.Dropout(DROP, name="drop")]
+    if policy:
+        mezzo.keras.set_policy(policy)
+    else:
+        keras.config.set_dtype_policy("mixed_float16")
     first = layers.Dense(8, activation="relu", name="first")
     head = layers.Dense(1, dtype="float32", name="head")
-    found = keras.Sequential([layers.Input((6,)), first, *between, head], name="net")
-    if optimizer is None:
-        optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**20)
+    found = keras.Sequential([layers.Input((6,)), first, *(make() for make in between), head], name="net")
     found.compile(optimizer, "mse", metrics=["mae"], **compiled)
     return found
+
+
+def norm() -> Any:
+    return layers.BatchNormalization(name="norm")
+
+
+def disturbed(**compiled: Any) -> Any:
+    """All that a look could disturb: moving statistics, seeds, a loss scale that overflows."""
+    return model(scaled(), norm, lambda: layers.Dropout(DROP, name="drop"), **compiled)
 
 
 def fit(net: Any, callbacks: Sequence[Any], given: tuple[Array, Array] | None = None, **options: Any) -> Any:
@@ -60,22 +73,20 @@ def values(net: Any) -> list[Array]:
     return [keras.ops.convert_to_numpy(one).copy() for one in net.variables + net.optimizer.variables]
 
 
+def number(variable: Any) -> int:
+    return int(keras.ops.convert_to_numpy(variable.value))
+
+
 def same(left: Sequence[Array], right: Sequence[Array]) -> bool:
     return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(left, right, strict=True))
 
 
 class Seen(keras.callbacks.Callback):  # type: ignore[misc]
-    """The first layer's kernel before each batch, and what each batch's logs say."""
+    """What each batch's logs say."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernels: list[Array] = []
         self.logs: list[dict[str, float]] = []
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        kernel, state = self.model.layers[0].kernel, getattr(self.model, "_jax_state", None)
-        value = state["trainable_variables"][0] if state and batch else kernel.value  # JAX's trainer holds it
-        self.kernels.append(keras.ops.convert_to_numpy(value).copy())
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.logs.append(dict(logs))
@@ -86,25 +97,20 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two epochs of ten batches with a validation, in three ways: alone, watched, and batch by batch."""
     x, y = data()
     options = {"epochs": 2, "validation_data": (x[:16], y[:16])}
-    alone = model()
+    alone = disturbed()
     history = fit(alone, [], **options)
-    net, seen = model(), Seen()
-    monitor = PrecisionMonitor(tmp_path_factory.mktemp("mezzo") / "run", watch=4, every=3)
+    net, seen = disturbed(), Seen()
+    monitor = PrecisionMonitor(tmp_path_factory.mktemp("mezzo") / "run", every=3)
     watched_history = fit(net, [monitor, seen], **options)
-    by_hand, losses, kernels = model(), [], []
+    by_hand, losses, kernels = disturbed(), [], []
     for _ in range(2):
         for start in range(0, len(x), BATCH):
             kernels.append(keras.ops.convert_to_numpy(by_hand.layers[0].kernel).copy())
             given = x[start : start + BATCH], y[start : start + BATCH]
             losses.append(by_hand.train_on_batch(*given, return_dict=True)["loss"])
-    found = {"alone": values(alone), "history": history, "losses": losses, "kernels": kernels}
-    return {
-        **found,
-        "watched": values(net),
-        "watched history": watched_history,
-        "monitor": monitor,
-        "seen": seen,
-    }
+    of_alone = {"alone": values(alone), "history": history}
+    of_watched = {"watched": values(net), "watched history": watched_history, "logs": seen.logs}
+    return {**of_alone, **of_watched, "losses": losses, "kernels": kernels, "path": monitor.path}
 
 
 @pytest.mark.every_backend
@@ -115,17 +121,17 @@ def test_a_watched_training_is_the_same_to_the_bit(watched: dict[str, Any]) -> N
 
 
 def test_logs_have_the_loss_scale_and_the_skipped_steps(watched: dict[str, Any]) -> None:
-    updates = of("update", watched["monitor"].path)
+    updates = of("update", watched["path"])
     by_epoch = [sum(one.skipped for one in updates[:count]) for count in (BATCHES, 2 * BATCHES)]
     assert watched["watched history"]["skipped_steps"] == by_epoch
     assert 0 < by_epoch[0] < BATCHES
     assert watched["watched history"]["loss_scale"][-1] == 2.0**20 / 2 ** by_epoch[1]
-    assert watched["seen"].logs[6]["loss_scale"] <= updates[3].loss_scale  # not older than `every` batches
+    assert watched["logs"][6]["loss_scale"] <= updates[3].loss_scale  # not older than `every` batches
 
 
 @pytest.mark.every_backend
 def test_records_are_those_of_a_loop_by_hand(watched: dict[str, Any]) -> None:
-    path = watched["monitor"].path
+    path = watched["path"]
     assert [one.loss for one in of("loss", path)] == watched["losses"]
     updates, scale = of("update", path), 2.0**20
     assert [one.index for one in updates] == list(range(2 * BATCHES))
@@ -149,28 +155,11 @@ def test_records_are_those_of_a_loop_by_hand(watched: dict[str, Any]) -> None:
     assert (ended.status, ended.notes) == (0, [])
 
 
-@pytest.mark.every_backend
-def test_ranges_are_of_every_fourth_update(watched: dict[str, Any]) -> None:
-    path = watched["monitor"].path
-    found, updates = of("ranges", path), of("update", path)
-    assert [one.update for one in found] == [0, 4, 8, 12, 16]
-    for one in found:
-        update = updates[one.update]
-        assert one.loss_scale == update.loss_scale
-        what = Counter(row.what for row in one.rows)
-        assert dict(what) == {"weight": 6, **({} if update.skipped else {"update ratio": 6})}
-        before, after = watched["kernels"][one.update : one.update + 2]
-        expected = {"weight": histogram(before), "update ratio": histogram(ratios(before, after))}
-        for row in one.rows:
-            if (row.module, row.name) == ("net/first", "kernel"):
-                assert (row.format, row.histogram) == ("fp32", expected[row.what])
-
-
 def test_a_loss_that_is_infinite_hides_no_other(tmp_path: Path) -> None:
     x, y = data()
     y[2 * BATCH] = 1e30  # its square is beyond FP32
     monitor = PrecisionMonitor(tmp_path, verbose=False)
-    history = fit(model(keras.optimizers.SGD(0.01), plain=True), [monitor], (x, y))
+    history = fit(model(keras.optimizers.SGD(0.01)), [monitor], (x, y))
     losses = [one.loss for one in of("loss", monitor.path)]
     assert not np.isfinite(history["loss"][-1])  # what Keras has to say of the epoch
     assert [bool(np.isfinite(one)) for one in losses] == [True, True, False] + [True] * 7
@@ -185,7 +174,7 @@ def test_files_are_never_overwritten_and_breaking_off_keeps_what_was(tmp_path: P
             if batch == 5:
                 raise KeyboardInterrupt
 
-    net, monitor = model(plain=True), PrecisionMonitor(tmp_path, every=4, verbose=False)
+    net, monitor = model(scaled()), PrecisionMonitor(tmp_path, every=4, verbose=False)
     with pytest.raises(KeyboardInterrupt):
         fit(net, [monitor, Break()])
     first = monitor.path
@@ -200,25 +189,22 @@ def test_files_are_never_overwritten_and_breaking_off_keeps_what_was(tmp_path: P
 
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on PyTorch")
 def test_several_steps_in_one_execution(tmp_path: Path, watched: dict[str, Any]) -> None:
-    monitor = PrecisionMonitor(tmp_path, watch=8, every=3, verbose=False)
-    history = fit(model(steps_per_execution=4), [monitor])  # 4, 4 and 2
+    monitor = PrecisionMonitor(tmp_path, every=3, verbose=False)
+    history = fit(disturbed(steps_per_execution=4), [monitor])  # 4, 4 and 2
     losses = [one.loss for one in of("loss", monitor.path)]
     assert losses == pytest.approx(watched["losses"][:BATCHES], rel=1e-4)
-    skipped = sum(one.skipped for one in of("update", watched["monitor"].path)[:BATCHES])
+    skipped = sum(one.skipped for one in of("update", watched["path"])[:BATCHES])
     assert [one.index for one in of("update", monitor.path)] == list(range(BATCHES))
     assert sum(one.skipped for one in of("update", monitor.path)) == skipped
     assert history["skipped_steps"] == [skipped]
-    assert [one.update for one in of("ranges", monitor.path)] == [0, 8]
-    assert {row.what for one in of("ranges", monitor.path) for row in one.rows} == {"weight"}
 
 
 @pytest.mark.every_backend
 def test_keras_own_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    optimizer = keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.0), 2.0**13, dynamic_growth_steps=3
-    )
+    inner = keras.optimizers.SGD(0.0)
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, 2.0**13, dynamic_growth_steps=3)
     monitor = PrecisionMonitor(tmp_path)
-    history = fit(model(optimizer, plain=True), [monitor])
+    history = fit(model(optimizer), [monitor])
     updates = of("update", monitor.path)
     for before, after in itertools.pairwise(updates):
         change = after.loss_scale / before.loss_scale
@@ -231,14 +217,12 @@ def test_keras_own_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.every_backend
 def test_a_collapse_comes_out_of_fit(tmp_path: Path) -> None:
-    optimizer = LossScaleOptimizer(
-        keras.optimizers.SGD(0.01), loss_scale=StaticLossScale(2.0**60, patience=3)
-    )
-    monitor = PrecisionMonitor(tmp_path, every=4, verbose=False)
-    seen = Seen()
+    scale = StaticLossScale(2.0**60, patience=3)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.01), loss_scale=scale)
+    monitor, seen = PrecisionMonitor(tmp_path, every=4, verbose=False), Seen()
     with pytest.raises(Exception, match=r"(?s)loss scale|patience|not finite") as caught:
-        fit(model(optimizer, plain=True), [monitor, seen])
-    assert len(seen.kernels) < BATCHES
+        fit(model(optimizer), [monitor, seen])
+    assert len(seen.logs) < BATCHES
     if BACKEND == "jax":  # where the optimizer can't look while it trains
         assert caught.type is LossScaleCollapseError
         assert of("end", monitor.path)[0].status == 1
@@ -248,27 +232,138 @@ def test_a_collapse_comes_out_of_fit(tmp_path: Path) -> None:
     ("given", "told"),
     [
         ({"folder": ""}, "give a folder"),
-        ({"watch": 2.5}, r"watch=2\.5"),
         ({"every": 0}, "every=0"),
-        ({"probe": (1, 2)}, r"probe=.* was removed.*watch="),
+        ({"watch": True}, r"watch=.* was removed.*mezzo\.MixedPrecision"),
+        ({"probe": (1, 2)}, "probe=.* was removed"),
     ],
-    ids=str,
 )
 def test_bad_arguments(given: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         PrecisionMonitor(**given)
 
 
-def test_exponents_are_counted_by_the_definition() -> None:
-    special = np.array([0, -0.0, 1, 1.5, -3.4e38, 1e-45, math.inf, -math.inf, math.nan, 2**-126], "float32")
-    for numbers in (special, np.zeros((0, 4), "float32")):
-        sizes = [abs(number) for number in numbers.ravel().tolist()]
-        bins = [0] * BINS
-        for size in sizes:
-            exponent = max(0, math.frexp(size)[1] - 1 + 127) if 0 < size < math.inf else ZERO
-            bins[255 if math.isinf(size) else NAN if math.isnan(size) else exponent] += 1
-        largest = max([0.0, *(size for size in sizes if math.isfinite(size))])
-        assert histogram(numbers) == Histogram.from_bins(bins, largest)
+def test_what_is_done_between_two_epochs_is_not_recorded_as_a_step(tmp_path: Path) -> None:
+    net = model(scaled(16.0))
+    net.optimizer.build(net.trainable_variables)
+    (scale,) = (one for one in net.optimizer.variables if one.name == "dynamic_scale")
+    monitor = PrecisionMonitor(tmp_path, verbose=False)
+    anew = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: scale.assign(4.0))
+    fit(net, [monitor, anew], epochs=2)
+    scales = [one.loss_scale for one in of("update", monitor.path)]
+    assert scales == [16.0] * BATCHES + [4.0] * BATCHES
 
-    before, after = (np.array(one, "float32") for one in ([1, -2, 0, 0, 4], [1, -3, 0, 1, 3]))
-    assert ratios(before, after).tolist() == [0, 0.5, 0, math.inf, 0.25]
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+def test_float16_without_a_loss_scale_is_noted(tmp_path: Path, policy: str) -> None:
+    monitor = PrecisionMonitor(tmp_path, verbose=False)
+    history = fit(model(keras.optimizers.SGD(1e-3), policy=policy, auto_scale_loss=False), [monitor])
+    assert len(of("update", monitor.path)) == len(of("loss", monitor.path)) == BATCHES
+    assert "loss_scale" not in history
+    noted = any("without a loss scale" in one for one in of("end", monitor.path)[0].notes)
+    assert noted == (policy == "fp16")
+
+
+# A training step of the model's own
+
+STEPS = 5
+needs_own_step = pytest.mark.skipif(
+    BACKEND == "jax", reason="a training step of one's own is stateless on JAX"
+)
+
+
+@needs_own_step
+def test_a_step_that_leaves_the_loss_tracker_out_is_counted(tmp_path: Path) -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    net = OwnStep()
+    net.compile(scaled(), "mse")
+    x, y = data(STEPS)
+    net(x[:1])
+    net.optimizer.build(net.trainable_variables)
+    monitor, seen = PrecisionMonitor(tmp_path, every=2, verbose=False), Seen()
+    history = fit(net, [monitor, seen], (x, y), epochs=2, validation_data=(x[:8], y[:8]))
+    skipped = number(net.optimizer.skipped_steps)
+    assert 0 < skipped < 2 * STEPS
+    updates = of("update", monitor.path)
+    assert [one.index for one in updates] == list(range(2 * STEPS))
+    assert sum(one.skipped for one in updates) == skipped == history["skipped_steps"][-1]
+    assert history["loss_scale"][-1] == 2.0 ** (20 - skipped)
+    assert [one.loss for one in of("loss", monitor.path)] == [logs["loss"] for logs in seen.logs]
+    assert len(seen.logs) == 2 * STEPS
+    assert any("training step reports" in note for note in of("end", monitor.path)[0].notes)
+
+
+class Two(OwnStep):
+    def compile(self, first: Any, second: Any) -> None:
+        super().compile()
+        self.first, self.second = first, second
+        for one in (first, second):
+            one.build(self.trainable_variables)
+
+    def train_step(self, batch: Any) -> Any:
+        self.step_with(self.first, *batch, factor=math.inf)
+        return {"loss": self.step_with(self.second, *batch)}
+
+
+@needs_own_step
+def test_optimizers_beside_the_one_of_compile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    net, given = Two(), data(STEPS)
+    net(given[0][:1])
+    net.compile(scaled(2.0**16), scaled(2.0**4))
+    monitor, seen = PrecisionMonitor(tmp_path), Seen()
+    history = fit(net, [monitor, seen], given)
+    assert set(seen.logs[0]) == {"loss"}  # before the first reading it is not known which of them step
+    assert (number(net.first.skipped_steps), number(net.second.skipped_steps)) == (STEPS, 0)
+    del history["loss"]
+    assert history == {
+        "loss_scale_first": [2.0 ** (16 - STEPS)],
+        "skipped_steps_first": [STEPS],
+        "loss_scale_second": [2.0**4],
+        "skipped_steps_second": [0],
+    }
+    updates = of("update", monitor.path)
+    assert [(one.optimizer, one.skipped, one.loss_scale) for one in updates] == [
+        pair for at in range(STEPS) for pair in ((0, True, 2.0 ** (16 - at)), (1, False, 2.0**4))
+    ]
+    # The second one's kept steps say nothing of why the first one's were skipped.
+    findings = of("overflow", monitor.path)
+    assert {(one.optimizer, one.finding.note) for one in findings} == {(0, "no update after it was kept")}
+    assert "loss_scale_first 2048, loss_scale_second 16" in capsys.readouterr().out
+
+
+# Moving statistics that a skipped step has made NaN for good
+
+
+def normed(policy: str, folder: Path, **options: Any) -> tuple[Any, list[str]]:
+    """A model trained with one row beyond FP16 in the fourth batch, and what is noted of its statistics."""
+    net = model(keras.optimizers.Adam(1e-2), norm, policy=policy)
+    x, y = data()
+    x[3 * BATCH + 2] = 1e5
+    monitor = PrecisionMonitor(folder)
+    fit(net, [monitor], (x, y), epochs=3, **options)
+    return net, [note for end in of("end", monitor.path) for note in end.notes if "is NaN" in note]
+
+
+def finite(weights: list[Any]) -> bool:
+    return all(np.isfinite(keras.ops.convert_to_numpy(one)).all() for one in weights)
+
+
+def test_moving_statistics_that_are_lost_are_reported_once_with_what_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = data(2)
+    net, (note,) = normed("fp16", tmp_path, validation_data=(x, y))
+    assert number(net.optimizer.skipped_steps) > 0
+    assert finite(net.trainable_variables)
+    assert not finite(net.non_trainable_variables)
+    for words in ("net/norm/moving_", "the end of epoch 1,", "module.net/norm=fp32"):
+        assert words in note
+    assert capsys.readouterr().out.count(note) == 1
+    for policy, helps in (
+        ("fp16,module.net/first=fp32,module.net/norm=fp32", True),
+        ("bf16", True),
+        ("fp16,module.net/norm=fp32", False),  # the layer alone
+    ):
+        net, notes = normed(policy, tmp_path)
+        assert bool(notes) is not helps
+        assert finite(net.non_trainable_variables) is helps

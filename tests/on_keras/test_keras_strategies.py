@@ -9,14 +9,10 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
-from typing import Any
 
 import pytest
 
 from conftest import BACKEND
-
-pytestmark = pytest.mark.every_backend
 
 COMMON = """
 import json, math
@@ -27,46 +23,28 @@ from mezzo.core.loss_scale import StaticLossScale
 from mezzo.keras import LossScaleOptimizer
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
-Y = X.sum(axis=1, keepdims=True)
+ONE_SHARD = X.copy()
+ONE_SHARD[12] = math.nan  # of the first batch, in the second device's half
 
-def model(loss_scale="dynamic(init=1024)"):
+def fitted(x, loss_scale="dynamic(init=1024)"):
     keras.utils.set_random_seed(3)
     made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.5), loss_scale=loss_scale)
-    made.compile(optimizer, "mse", jit_compile=JIT)
-    return made
-
-def fitted(x=X, **settings):
-    made = model(**settings)
-    made.fit(x, Y, batch_size=16, epochs=2, shuffle=False, verbose=0)
-    return made
-
-def facts(made):
-    optimizer = made.optimizer
-    return {
-        "weights": np.concatenate([w.numpy().ravel() for w in made.weights]).tolist(),
-        "scale": optimizer.machine().scale,
-        "good_steps": optimizer.machine().good_steps,
-        "skipped": int(optimizer.skipped_steps.numpy()),
-        "steps": int(optimizer.iterations.numpy()),
-    }
-
-ONE_SHARD = X.copy()
-ONE_SHARD[12] = math.nan  # of the first batch, in the second device's half
+    made.compile(optimizer, "mse", jit_compile=keras.backend.backend() == "jax")
+    made.fit(x, X.sum(axis=1, keepdims=True), batch_size=16, epochs=2, shuffle=False, verbose=0)
+    machine, skipped = optimizer.machine(), int(optimizer.skipped_steps.numpy())
+    weights = np.concatenate([w.numpy().ravel() for w in made.weights]).tolist()
+    return weights, [machine.scale, machine.good_steps, skipped, int(optimizer.iterations.numpy())]
 
 told = {}
 """
 
-TENSORFLOW = """
-import tensorflow as tf
-(cpu,) = tf.config.list_physical_devices("CPU")
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-JIT = False
-"""
-
 MIRRORED = """
+import tensorflow as tf
 from mezzo.keras.gradients import step_on_all_replicas
 
+(cpu,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 # One for all: a second one in the process takes up the collective keys of the first.
 strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
@@ -95,7 +73,7 @@ def by_hand(batches):
 batches = [4.0, 4.0], [4.0, math.inf], [math.inf, 4.0], [math.inf, math.inf], [4.0, 4.0]
 told["ours"] = by_hand(batches)
 with strategy.scope():
-    told["mirrored"] = facts(fitted(ONE_SHARD))
+    told["parallel"] = fitted(ONE_SHARD)
     weight = keras.Variable([1.0, 2.0])
     outside = LossScaleOptimizer(keras.optimizers.SGD(0.5))
     outside.scale_loss(1.0)
@@ -104,7 +82,7 @@ with strategy.scope():
     except CallOrderError as error:
         told["outside"] = str(error)
 with tf.distribute.OneDeviceStrategy("CPU:1").scope():
-    told["one device strategy"] = facts(fitted(ONE_SHARD))
+    told["one device"] = fitted(ONE_SHARD)
 # How replicas decide where the strategy merges nothing (a TPU's, and that of several GPUs under XLA). The step itself
 # cannot run here: the variables of these two devices are merged, whatever the strategy says.
 strategy.extended._use_merge_call = lambda: False
@@ -121,53 +99,40 @@ def unmerged(of_replica):
     return strategy.experimental_local_results(strategy.run(replica))
 
 told["unmerged"] = [bad.numpy().tolist() for bad in unmerged(tf.constant([4.0, math.inf]))]
-print(json.dumps(told))
-"""
-
-JAX = """
-JIT = True
-import jax
-assert len(jax.devices()) == 2
 """
 
 DATA_PARALLEL = """
-told["one device"] = facts(fitted(ONE_SHARD))
-keras.distribution.set_distribution(keras.distribution.DataParallel(devices=keras.distribution.list_devices()))
-told["parallel"] = facts(fitted(ONE_SHARD))
+told["one device"] = fitted(ONE_SHARD)
+devices = keras.distribution.list_devices()
+assert len(devices) == 2
+keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
+told["parallel"] = fitted(ONE_SHARD)
 try:
-    fitted(np.full_like(X, math.nan), loss_scale=StaticLossScale(2.0, patience=4))
+    fitted(np.full_like(X, math.nan), StaticLossScale(2.0, patience=4))
 except LossScaleCollapseError as error:
     told["collapse"] = str(error)
-print(json.dumps(told))
 """
 
 
-def told_by(*parts: str) -> Any:
+@pytest.mark.skipif(BACKEND == "torch", reason="neither tf.distribute nor DataParallel is PyTorch's")
+def test_one_decision_for_all_devices() -> None:
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    script = COMMON + (MIRRORED if BACKEND == "tensorflow" else DATA_PARALLEL) + "print(json.dumps(told))"
     run = subprocess.run(
-        [sys.executable, "-c", "".join(map(textwrap.dedent, parts))],
-        env={**os.environ, "KERAS_BACKEND": BACKEND, **(flags if BACKEND == "jax" else {})},
+        [sys.executable, "-c", script],
+        env={**os.environ, "KERAS_BACKEND": BACKEND, **flags},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
-
-
-def check_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """The same decisions, and the same weights but for the order in which a batch is summed."""
-    assert {**one, "weights": None} == {**other, "weights": None}
-    assert one["weights"] == pytest.approx(other["weights"], rel=1e-4, abs=1e-5)
-
-
-AFTER = {"scale": 256.0, "good_steps": 1, "skipped": 2, "steps": 2}
-
-
-def test_tensorflows_strategies() -> None:
-    if BACKEND != "tensorflow":
-        pytest.skip("tf.distribute is TensorFlow's")
-    told = told_by(TENSORFLOW, COMMON, MIRRORED)
+    told = json.loads(run.stdout.splitlines()[-1])
+    # Scale, good steps, skipped ones, steps; the weights but for the order in which a batch is summed.
+    assert told["one device"][1] == told["parallel"][1] == [256.0, 1, 2, 2]
+    assert told["one device"][0] == pytest.approx(told["parallel"][0], rel=1e-4, abs=1e-5)
+    if BACKEND == "jax":
+        assert told["collapse"].startswith("gradients that are not finite, those of")
+        return
     # Weights on both replicas, then the scale on both, then the mark of a gradient that is not finite.
     assert told["ours"] == [
         [[[0.0, 1.0]] * 2, [4.0] * 2, [[0]] * 2],
@@ -178,14 +143,3 @@ def test_tensorflows_strategies() -> None:
     ]
     assert told["unmerged"] == [[1], [1]]
     assert "Call it in the function that you hand to strategy.run(...)." in told["outside"]
-    assert {**told["one device strategy"], "weights": None} == {**AFTER, "weights": None}
-    check_same(told["mirrored"], told["one device strategy"])
-
-
-def test_jaxs_data_parallel() -> None:
-    if BACKEND != "jax":
-        pytest.skip("keras.distribution.DataParallel is JAX's")
-    told = told_by(JAX, COMMON, DATA_PARALLEL)
-    assert {**told["one device"], "weights": None} == {**AFTER, "weights": None}
-    check_same(told["parallel"], told["one device"])
-    assert told["collapse"].startswith("gradients that are not finite, those of")

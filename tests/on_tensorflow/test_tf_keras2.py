@@ -71,36 +71,6 @@ def test_the_losses_of_fit_are_those_without_a_loss_scale_and_callbacks_set_the_
     assert (optimizer.dynamic, optimizer.initial_scale) == (False, 1024.0)
 
 
-@kinds
-def test_a_checkpoint_of_tf_keras_goes_on_here(make: Any, wrapper: Any, tmp_path: Path) -> None:
-    weight = tf.Variable([1.0])
-    theirs = tf_keras.mixed_precision.LossScaleOptimizer(make(), initial_scale=2.0**9)
-    for factor in (1.0, 1.0, np.inf, 1.0):
-        theirs.minimize(lambda factor=factor: weight * factor, [weight])
-    path = tf.train.Checkpoint(optimizer=theirs).save(str(tmp_path / "saved"))
-    ours = wrapper(make(), "dynamic")
-    ours.minimize(lambda: weight, [weight])
-    tf.train.Checkpoint(optimizer=ours).restore(path).expect_partial()
-    assert ours.machine() == DynamicLossScale(scale=2.0**8, good_steps=1)
-
-
-@kinds
-def test_a_checkpoint_of_the_plain_optimizer_goes_on_here(make: Any, wrapper: Any, tmp_path: Path) -> None:
-    weight, plain = tf.Variable([1.0]), make()
-    plain.minimize(lambda: weight * 2.0, [weight])
-    path = tf.train.Checkpoint(optimizer=plain, weight=weight).save(str(tmp_path / "saved"))
-    plain.minimize(lambda: weight * 2.0, [weight])
-    on = weight.numpy()
-    for has_slots in (False, True):
-        ours = wrapper(make(), 8)
-        if has_slots:
-            ours.minimize(lambda: weight * 4.0, [weight])
-        tf.train.Checkpoint(optimizer=ours, weight=weight).restore(path).expect_partial()
-        ours.minimize(lambda: weight * 2.0, [weight])
-        assert weight.numpy() == on
-        assert int(ours.iterations.numpy()) == 2
-
-
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file:UserWarning")
 @pytest.mark.parametrize(("kind", "name"), [("new", "model.keras"), ("legacy", "model.h5")])
 def test_a_saved_model_brings_its_optimizer(kind: str, name: str, tmp_path: Path) -> None:

@@ -18,13 +18,17 @@ from mezzo.tensorflow.v1_optimizer import LossScaleOptimizer as V1Optimizer
 
 v1 = tf.compat.v1
 
+PLAIN: dict[str, Callable[[], Any]] = {
+    "v1": lambda: v1.train.MomentumOptimizer(0.125, 0.5),
+    "keras3": lambda: keras.optimizers.SGD(0.125, 0.5),
+    "tf_keras": lambda: tf_keras.optimizers.SGD(0.125, 0.5, jit_compile=False),
+    "legacy": lambda: tf_keras.optimizers.legacy.SGD(0.125, 0.5),
+}
 FAMILIES: dict[str, Callable[[LossScale], Any]] = {
-    "v1": lambda scale: V1Optimizer(v1.train.MomentumOptimizer(0.125, 0.5), scale),
-    "keras3": lambda scale: GraphRewriteOptimizer(keras.optimizers.SGD(0.125, 0.5), loss_scale=scale),
-    "tf_keras": lambda scale: LossScaleOptimizer(
-        tf_keras.optimizers.SGD(0.125, 0.5, jit_compile=False), scale
-    ),
-    "legacy": lambda scale: LegacyLossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.125, 0.5), scale),
+    "v1": lambda scale: V1Optimizer(PLAIN["v1"](), scale),
+    "keras3": lambda scale: GraphRewriteOptimizer(PLAIN["keras3"](), loss_scale=scale),
+    "tf_keras": lambda scale: LossScaleOptimizer(PLAIN["tf_keras"](), scale),
+    "legacy": lambda scale: LegacyLossScaleOptimizer(PLAIN["legacy"](), scale),
 }
 
 UNSCALING = [family for family in FAMILIES if family != "keras3"]  # Keras 3 unscales in apply

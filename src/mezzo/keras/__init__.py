@@ -1,8 +1,4 @@
-"""Mezzo for Keras 3, on its TensorFlow, JAX and PyTorch backends.
-
-Each public name is fetched when it is first asked for: `import mezzo.keras` alone imports no Keras, whose backend is
-settled by its own first import.
-"""
+"""Mezzo for Keras 3, on its TensorFlow, JAX and PyTorch backends; `import mezzo.keras` alone imports no Keras."""
 
 from __future__ import annotations
 

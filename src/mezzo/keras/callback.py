@@ -18,24 +18,21 @@ from weakref import finalize
 
 import keras
 import numpy as np
-import numpy.typing as npt
 
 from mezzo.core.errors import LossScaleCollapseError, MezzoError, UsageError
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.policy_text import print_loss_scale
-from mezzo.core.ranges import BINS, NAN, ZERO, Histogram, RangeRow
-from mezzo.core.records import OverflowRecord, RangesRecord, RunStarted
+from mezzo.core.records import OverflowRecord
 from mezzo.core.remedies import remedies as remedies_of
 from mezzo.keras.hardware import describe
-from mezzo.keras.plan import NAMES, POLICIES, plan
+from mezzo.keras.plan import NAMES, WORDS, plan
 from mezzo.keras.steps import Step, StepOptimizer, StepRecorder, Update, keep_losses
-from mezzo.runner.journal import Journal, now_text
+from mezzo.runner.journal import Journal
+from mezzo.runner.lifecycle import RunRequest, started
 
-DEFAULT_WATCH = 100  # updates between two whose ranges are counted
 EVERY = 16  # batches whose records are read and written together: reading waits for the device
 NAMED = 12  # variables that a finding names at most
 
-_NO_RATIOS = "watch: several steps run in one execution (steps_per_execution), so there are no update ratios"
 _UNSCALED = (
     "{0} ({1}) steps without a loss scale, and layers compute in float16: gradients under 2^-24 become 0. Wrap it: "
     "mezzo.keras.LossScaleOptimizer({1}(...)), and take the gradients of its scale_loss(loss)"
@@ -49,11 +46,11 @@ _LOST = (
 
 
 class PrecisionMonitor(keras.callbacks.Callback):
-    """Progress, loss scale, skipped steps, ranges and records of each `fit`, from which ``mezzo report`` makes a page.
+    """Progress, loss scale, skipped steps and records of each `fit`, from which ``mezzo report`` makes a page.
 
     ::
 
-        model.fit(x, y, callbacks=[mezzo.keras.PrecisionMonitor("mezzo-run", watch=100)])
+        model.fit(x, y, callbacks=[mezzo.keras.PrecisionMonitor("mezzo-run")])
 
     Keras's progress bar and History show `loss_scale` and `skipped_steps` (of this `fit`) where there is a loss scale.
     Each `fit` writes a file of its own, ``FOLDER/runs/fit001.jsonl`` and so on; one that is broken off leaves what it
@@ -61,18 +58,14 @@ class PrecisionMonitor(keras.callbacks.Callback):
 
     Args:
         folder: for the records.
-        watch: the ranges of weights and of their updates are counted in the first update and then in every so manyth.
-            True is 100, 0 or False none.
         every: batches after which records are read, the loss scale's patience is checked, and the numbers in the
             progress bar are renewed.
         verbose: whether to print at the end where the records are; and at the end of an epoch, once, that moving
             statistics (or another variable that is not trained) have become NaN.
-
-    Attributes:
-        path: of the current, or last, file of records; None before the first `fit`.
+        watch, probe: removed.
 
     Raises:
-        UsageError: an invalid argument.
+        UsageError: an invalid argument, or a removed one.
         LossScaleCollapseError: out of `fit`, where `mezzo.keras.LossScaleOptimizer.check` raises it.
     """
 
@@ -83,26 +76,25 @@ class PrecisionMonitor(keras.callbacks.Callback):
         self,
         folder: str | os.PathLike[str] = "mezzo-run",
         *,
-        watch: bool | int = False,
         every: int = EVERY,
         verbose: bool = True,
+        watch: Any = None,
         probe: Any = None,
     ) -> None:
         super().__init__()
-        if probe is not None:
+        if watch or probe is not None:
             raise UsageError(
-                "PrecisionMonitor(probe=...) was removed in version 0.2. watch=100 counts the ranges of weights and "
-                "updates; for activations and gradients give mezzo.MixedPrecision(watch=...) a PyTorch model."
+                f"PrecisionMonitor({'watch' if watch else 'probe'}=...) was removed in version 0.2: Keras's mixed "
+                "policies keep weights in FP32. For the ranges of weights, activations and gradients give "
+                "mezzo.MixedPrecision(watch=...) a PyTorch model."
             )
-        watch = DEFAULT_WATCH if watch is True else watch
-        if not os.fspath(folder) or int(watch) != watch or watch < 0 or int(every) != every or every < 1:
+        if not os.fspath(folder) or int(every) != every or every < 1:
             raise UsageError(
-                f"PrecisionMonitor({folder!r}, watch={watch!r}, every={every!r}): give a folder for the records; watch "
-                f"as True (every {DEFAULT_WATCH}th update), a whole number of updates, or 0 for none; every as a whole "
+                f"PrecisionMonitor({folder!r}, every={every!r}): give a folder for the records, and every as a whole "
                 "number of batches, 1 or more."
             )
         self.folder = Path(folder)
-        self._watch, self._every, self._verbose = int(watch), int(every), verbose
+        self._every, self._verbose = int(every), verbose
         self._recorder: _Recorder | None = None
         self._lost = False
 
@@ -121,8 +113,8 @@ class PrecisionMonitor(keras.callbacks.Callback):
             # Functions that were traced before hold the old tracker.
             model.train_function = model.test_function = None
             model.make_train_function()
-        self._recorder = recorder = _Recorder(model, _new_file(self.folder), self._watch, self._every)
-        finalize(self, recorder.close)
+        self._recorder = _Recorder(model, _new_file(self.folder), self._every)
+        finalize(self, self._recorder.close)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Read the optimizers' state again: other callbacks may have changed it."""
@@ -171,25 +163,21 @@ class PrecisionMonitor(keras.callbacks.Callback):
 class _Recorder(StepRecorder):
     """Records one `fit`. A model's train function holds it, and it does not hold the callback."""
 
-    def __init__(self, model: Any, path: Path, watch: int, every: int) -> None:
+    def __init__(self, model: Any, path: Path, every: int) -> None:
         self.path = path
-        self.journal = Journal(path, lambda: _started(model))
+        request = RunRequest(sys.argv[0] or "(interactive)", tuple(sys.argv[1:]))
+        machine = describe(keras.backend.backend())
+        self.journal = Journal(path, lambda: started(request, _precision_of(model), machine))
         self.journal.begin()
         super().__init__(model, every)
-        self._watch = watch
         self._steps = 0  # written
-        # Of the call that runs, if its ranges are counted: its first step, the weights before it, their rows.
-        self._counted: tuple[int, list[tuple[Any, npt.NDArray[Any]]], list[RangeRow]] | None = None
-        self._ranges: dict[
-            int, tuple[float, list[RangeRow], list[RangeRow]]
-        ] = {}  # by step, until it is written
         self._numbers: dict[str, int] = {}  # optimizer's name -> its number, in the order of first steps
         self._skipped: dict[str, int] = {}
         self._unsettled: list[Skipped] = []
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What the logs show: loss scale and skipped steps; with the optimizer's name where several step."""
+        """Loss scale and skipped steps for the logs; with the optimizer's name where several step."""
         found: dict[str, float] = {}
         for one, scale in zip(self.optimizers, self.scales()):
             alone = not self._steps and len(self.optimizers) == 1
@@ -199,35 +187,8 @@ class _Recorder(StepRecorder):
                 found[f"skipped_steps{end}"] = self._skipped.get(one.name, 0)
         return found
 
-    def before(self, state: Any) -> None:
-        """A call begins: copy the weights, if the ranges of its first step are counted."""
-        super().before(state)
-        step = self._steps + self.waiting
-        if self._watch and -step % self._watch < self.each:
-            variables = self.model.trainable_variables
-            held = variables if state is None else state[0]
-            weights = [(one, _array(value)) for one, value in zip(variables, held) if _is_floating(one)]
-            rows = [_row(one, "weight", numbers) for one, numbers in weights]
-            if self.each > 1:
-                self.journal.note(_NO_RATIOS)
-            self._counted = (step, weights if self.each == 1 else [], rows)
-
-    def after(self, logs: Any, state: Any) -> None:
-        """A call is over: count how far it moved the weights."""
-        if self._counted is not None:
-            (step, weights, rows), self._counted = self._counted, None
-            variables = self.model.trainable_variables
-            now = {id(one): value for one, value in zip(variables, variables if state is None else state[0])}
-            moved = [_row(one, "update ratio", ratios(old, _array(now[id(one)]))) for one, old in weights]
-            self._ranges[step] = (self.journal.now(), rows, moved)
-        super().after(logs, state)
-
     def read(self, state: Any = None) -> bool:
-        """Write what waits, and check the patience of each optimizer; waits for the device.
-
-        Raises:
-            LossScaleCollapseError: as `LossScaleOptimizer.check`.
-        """
+        """Write what waits, and check the patience of each optimizer; waits for the device."""
         if not super().read(state) or self.ended:
             return False
         optimizers = [one for one in self.optimizers if one.name in self._numbers and one.is_mezzos]
@@ -263,19 +224,12 @@ class _Recorder(StepRecorder):
             self.journal.close()
 
     def write(self, step: Step) -> None:
-        """Write its updates, its loss and its ranges."""
+        """Write its updates and its loss."""
         at = step.at + self.journal.now() - time.perf_counter()
-        first = self.journal.updates
         for update in step.updates:
             self._update(step, update, at)
         if step.loss is not None:
             self.journal.loss(step.loss, at)
-        if self._steps in self._ranges:
-            counted_at, rows, moved = self._ranges.pop(self._steps)
-            skipped = bool(step.updates) and all(one.skipped for one in step.updates)
-            scale = step.updates[0].scale if step.updates else 1.0
-            rows = rows if skipped else [*rows, *moved]
-            self.journal.seen([RangesRecord(first, 0, counted_at, scale, rows)])
         self._steps += 1
 
     def _update(self, step: Step, update: Update, at: float) -> None:
@@ -291,33 +245,27 @@ class _Recorder(StepRecorder):
 
     def _note_optimizers(self) -> None:
         layers = self.model._flatten_layers(include_self=False)
-        has_float16 = any(one.compute_dtype == "float16" and one.trainable_variables for one in layers)
+        if not any(one.compute_dtype == "float16" and one.trainable_variables for one in layers):
+            return
         for one in self.optimizers:
-            steps_unscaled = one.name in self._numbers and not one.scales and one.optimizer is not None
-            if steps_unscaled and has_float16:
+            if one.name in self._numbers and not one.scales and one.optimizer is not None:
                 self.journal.note(_UNSCALED.format(one.name, type(one.optimizer).__name__))
-
-
-# Why a step was skipped
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A skipped update whose cause is not known yet. Its batch is gone, so it can't be run again.
-
-    Backward carries NaN and infinities from the last layer to the first. So the last layer with such a gradient (`bad`
-    has the variables' paths in the model's order) is the nearest to their origin.
-    """
+    """A skipped update whose cause is not known yet. Its batch is gone, so it can't be run again."""
 
     update: int
     at: float
     loss_scale: float
     loss: float | None
-    bad: Sequence[str] = ()
-    optimizer: int = 0
+    bad: Sequence[str]
+    optimizer: int
 
     def explained(self, kept_at: float | None) -> OverflowRecord:
         """With a cause; `kept_at` is the loss scale of the next update that was not skipped, None if there was none."""
+        # Backward carries NaN from the last layer to the first, so the last layer with a bad gradient is the origin's.
         backward = [path.rpartition("/") for path in reversed(self.bad)]
         module = backward[0][0] if backward else ""
         named = [f"{layer}: gradient of {name}" for layer, _, name in backward[:NAMED]]
@@ -363,66 +311,21 @@ _OF_UNKNOWN = (
 )
 
 
-# Ranges and lost statistics
-
-
-def _is_floating(variable: Any) -> bool:
-    return str(keras.backend.standardize_dtype(variable.dtype)) in NAMES
-
-
-def _array(value: Any) -> npt.NDArray[Any]:
-    """A copy on the host: JAX gives the buffer away with the next step."""
-    with np.errstate(over="ignore"):
-        return np.array(keras.ops.convert_to_numpy(value), dtype=np.float32, copy=True)
-
-
-def histogram(numbers: npt.NDArray[Any]) -> Histogram:
-    """How often each FP32 exponent occurs; FP64 numbers are counted as FP32."""
-    pattern = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32).ravel() & 0x7FFFFFFF
-    infinity = 0xFF << 23
-    index = np.where(pattern == 0, ZERO, np.where(pattern > infinity, NAN, pattern >> 23))
-    largest = np.max(pattern, initial=0, where=pattern < infinity)
-    bins = np.bincount(index, minlength=BINS).tolist()
-    return Histogram.from_bins(bins, float(np.uint32(largest).view(np.float32)))
-
-
-def ratios(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """``abs(after - before) / abs(before)``; 0 where nothing moved, infinite where something did from 0."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        moved = np.abs(after - before)
-        return np.where(moved == 0, np.float32(0), moved / np.abs(before))
-
-
-def _row(variable: Any, what: str, numbers: npt.NDArray[Any]) -> RangeRow:
-    module, _, name = variable.path.rpartition("/")
-    form = NAMES[str(keras.backend.standardize_dtype(variable.dtype))]
-    return RangeRow(module, what, "fp32" if what == "update ratio" else form, histogram(numbers), name)
-
-
 def lost_statistics(model: Any) -> list[str]:
-    """The paths of variables that are not trained and hold NaN; waits for the device.
-
-    A step that the loss scale skips has run forward: infinite activations make the moving variance of a
-    `BatchNormalization` NaN, which no later batch changes. Infinities alone may be meant (a mask).
-    """
+    """The paths of variables that are not trained and hold NaN (infinities may be meant); waits for the device."""
     found = []
-    for one in filter(_is_floating, model.non_trainable_variables):
+    for one in model.non_trainable_variables:
+        if str(keras.backend.standardize_dtype(one.dtype)) not in NAMES:
+            continue
         held = getattr(one.value, "values", None)  # under a TensorFlow strategy: one per replica
         parts = held if isinstance(held, tuple) else (one.value,)
-        if any(np.isnan(_array(part)).any() for part in parts):
+        if any(np.isnan(np.asarray(keras.ops.convert_to_numpy(part), np.float32)).any() for part in parts):
             found.append(one.path)
     return found
 
 
-# The file
-
-
 def _new_file(folder: Path) -> Path:
-    """An empty file ``FOLDER/runs/fit001.jsonl``, or the next number that is free.
-
-    Raises:
-        UsageError: it can't be made.
-    """
+    """An empty file ``FOLDER/runs/fit001.jsonl``, or the next number that is free."""
     runs = folder / "runs"
     try:
         runs.mkdir(parents=True, exist_ok=True)
@@ -435,26 +338,13 @@ def _new_file(folder: Path) -> Path:
     return path
 
 
-def _started(model: Any) -> RunStarted:
-    return RunStarted(
-        script=sys.argv[0] or "(interactive)",
-        argv=sys.argv[1:],
-        policy=_precision_of(model),
-        seed_offset=0,
-        nudged=False,
-        machine=describe(keras.backend.backend()),
-        started=now_text(),
-    )
-
-
 def _precision_of(model: Any) -> str:
     """A compiled model's precision in Mezzo's words: of most of its layers, of the others, the loss scale."""
-    words = {name: word for word, name in POLICIES.items()}
     layers = [layer for layer in model._flatten_layers() if layer._trainable_variables] or [model]
     policies = {layer.path or layer.name: layer.dtype_policy.name for layer in layers}
     default = Counter(policies.values()).most_common(1)[0][0]
-    parts = [words.get(default, default)]
-    parts += [f"module.{path}={words.get(name, name)}" for path, name in policies.items() if name != default]
+    parts = [WORDS.get(default, default)]
+    parts += [f"module.{path}={WORDS.get(name, name)}" for path, name in policies.items() if name != default]
     optimizer = StepOptimizer(model.optimizer, "optimizer")
     if optimizer.is_mezzos:
         parts.append(f"loss_scale={print_loss_scale(model.optimizer._loss_scale)}")  # as it was given

@@ -1,23 +1,7 @@
 """One step with scaled gradients on any backend of Keras: unscale them, look for overflow, take the step or skip it.
 
-The naive code it equals, with S the loss scale::
-
-    unscaled  = [float32(gradient) / S for gradient in gradients]
-    found_inf = not all(isfinite(as_the_variable_stores_it(gradient)) for gradient in unscaled)
-    if not found_inf:
-        inner.apply(unscaled, variables)
-
-The overflow check reads the unscaled gradients, because a scale below 1 makes numbers larger; for a 16-bit variable in
-that format, because the inner optimizer casts them. How the branch is taken:
-
-=========== ==================================== ====================================================================
-TensorFlow  eager, graph, XLA                    `tf.cond`
-JAX         a value that can be read             a Python branch
-JAX         traced (`jit`)                       `lax.cond` over the values, with the inner step in a `StatelessScope`
-PyTorch     on a CPU                             a Python branch: reading is free
-PyTorch     on an accelerator, under `compile`   apply, then restore with `where`, so that the host does not wait. It
-                                                 holds a second copy of the variables during the step
-=========== ==================================== ====================================================================
+The check reads the unscaled gradients, because a scale below 1 makes numbers larger; those of a 16-bit variable in its
+format, to which the inner optimizer casts them.
 """
 
 from __future__ import annotations
@@ -36,20 +20,21 @@ def unscale(
 ) -> tuple[list[Any], list[Any]]:
     """The unscaled gradients, in FP32 where they were narrower; and for each a boolean of shape (): is it not finite?
 
-    `tf.IndexedSlices` stay such, None stays None for both, and a gradient that overwrites its variable stays as it is.
-    `in_variables_format` casts the others back to the format of a 16-bit variable, as a gradient accumulator needs.
+    None stays None. `in_variables_format` casts back to the format of a 16-bit variable, for gradient accumulators.
     """
     unscaled: list[Any] = list(gradients)
     bad: list[Any] = [None] * len(unscaled)
     here = [at for at, gradient in enumerate(gradients) if gradient is not None]
     # The "gradient" of an overwritten variable is its next value (FP8 scales), which the loss scale does not touch.
     scaled = [at for at in here if not getattr(variables[at], "overwrite_with_gradient", False)]
-    values = {at: keras.ops.convert_to_tensor(_values(gradients[at])) for at in here}
+    dense = {at: gradients[at].values if _is_slices(gradients[at]) else gradients[at] for at in here}
+    values = {at: keras.ops.convert_to_tensor(gradient) for at, gradient in dense.items()}
     wide = [keras.ops.cast(values[at], "float32") if _is_narrow(values[at]) else values[at] for at in scaled]
     for at, divided in zip(scaled, _divided(wide, scale)):
-        # What the inner optimizer casts to a 16-bit variable's format must be finite in that format.
-        values[at] = stored = _as_stored(divided, variables[at])
-        made = stored if in_variables_format else divided
+        values[at] = divided
+        if _is_narrow(variables[at]):
+            values[at] = keras.ops.cast(divided, keras.backend.standardize_dtype(variables[at].dtype))
+        made = values[at] if in_variables_format else divided
         given = gradients[at]
         unscaled[at] = type(given)(made, given.indices, given.dense_shape) if _is_slices(given) else made
     for at, flag in zip(here, _not_finite([values[at] for at in here])):
@@ -61,20 +46,9 @@ def _is_narrow(thing: Any) -> bool:
     return keras.backend.standardize_dtype(thing.dtype) in NARROW
 
 
-def _as_stored(values: Any, variable: Any) -> Any:
-    """Values in the format of their variable, if that is a narrow one."""
-    if not _is_narrow(variable):
-        return values
-    return keras.ops.cast(values, keras.backend.standardize_dtype(variable.dtype))
-
-
 def _is_slices(gradient: Any) -> bool:
     """Whether it is a `tf.IndexedSlices`."""
     return hasattr(gradient, "dense_shape") and hasattr(gradient, "values")
-
-
-def _values(gradient: Any) -> Any:
-    return gradient.values if _is_slices(gradient) else gradient
 
 
 # PyTorch does either in a few kernels, whatever the number of gradients: a GPU step is bound by launches.
@@ -111,12 +85,8 @@ def step_on_all_replicas(
 ) -> None:
     """One step on TensorFlow, with one decision for all replicas of a `tf.distribute` strategy.
 
-    Keras 3 hands `apply` each replica's own gradients, which the inner optimizer sums later. An infinity on one replica
-    would reach every weight through the sum. So `examine` gives the unscaled gradients and the number of bad ones per
-    variable (int32 [n]), and `conclude` is given the step and that number summed over the replicas.
-
-    Raises:
-        CallOrderError: called outside `strategy.run`.
+    Keras 3 hands `apply` each replica's own gradients, which the inner optimizer sums later: an infinity on one replica
+    would reach every weight. So `conclude` is given `examine`'s bad gradients (int32 [n]) summed over the replicas.
     """
     import tensorflow as tf
 
@@ -144,7 +114,10 @@ def step_on_all_replicas(
 
 
 def apply_or_keep(inner: Any, step: Callable[[], None], found_inf: Any) -> None:
-    """Take the step, unless `found_inf`: then the weights and all of `inner`'s variables stay as they were."""
+    """Take the step, unless `found_inf`: then the weights and all of `inner`'s variables stay as they were.
+
+    On PyTorch's accelerators it is taken and put back, so that the host does not wait: at the cost of a second copy.
+    """
     backend = keras.backend.backend()
     # All that a step may write to: every trainable variable (averages may overwrite them), and the optimizer's.
     written = [*inner._trainable_variables, *inner.variables]

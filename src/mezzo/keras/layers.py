@@ -1,10 +1,7 @@
 """The layers of a model: their paths, the policy that a plan gives each, and `mezzo.keras.layer_policies(model)`.
 
 A layer takes its policy when it is first built or called, because Keras knows no path before. Layers without a build
-(Activation, Softmax, Dropout, Add) never get one from Keras, so that a `keras.DTypePolicyMap` cannot name them. Here a
-path is made of the names of the scopes in which the layer is first used, as Keras does for the others.
-
-A layer that was given a `dtype`, or made before the plan, keeps its policy, whose name is not a `PlannedName`.
+(Activation, Dropout, Add) never get one from Keras: here it is made of the scopes in which they are first used.
 """
 
 from __future__ import annotations
@@ -49,15 +46,12 @@ def _first_taking_policy(method: Any) -> Any:
 
 
 def paths_under(plan: KerasPlan) -> list[str]:
-    """The paths of all layers of any model that took their policy from this plan."""
+    """The paths of the layers of all models under this plan."""
     return [path for layer, path in list(_PATHS.items()) if plan_behind(layer.dtype_policy) is plan]
 
 
 def walk(model: Any) -> Iterator[tuple[str, Any]]:
-    """(path, layer) of everything in a model that computes: all layers within it, without its inputs, at any depth.
-
-    A layer that was not used yet has the path that it will probably get.
-    """
+    """(path, layer) of all layers in a model at any depth, without its inputs; the likely path of one not used yet."""
     seen = {id(model)}
 
     def inside(layer: Any, around: str) -> Iterator[tuple[str, Any]]:
@@ -65,32 +59,25 @@ def walk(model: Any) -> Iterator[tuple[str, Any]]:
             if id(each) in seen or isinstance(each, keras.layers.InputLayer):
                 continue
             seen.add(id(each))
-            path = path_of(each) or (f"{around}/{each.name}" if around else each.name)
+            path = _path_of(each) or (f"{around}/{each.name}" if around else each.name)
             yield path, each
             yield from inside(each, path)
 
     # The layers of a Functional model were called before there was a model whose name could stand before theirs.
     functional = isinstance(model, keras.Model) and hasattr(model, "_inputs_struct")
-    yield from inside(model, "" if functional else path_of(model) or model.name)
+    yield from inside(model, "" if functional else _path_of(model) or model.name)
 
 
-def path_of(layer: Any) -> str | None:
-    """A layer's path; None for one that was never built, and for one of Keras's own that has no build."""
+def _path_of(layer: Any) -> str | None:
     return _PATHS.get(layer) or layer.path
 
 
 @dataclass(frozen=True)
 class LayerPolicy:
-    """One layer's policy.
+    """One layer's path, class and policy by Keras's name, the dtype that it computes in and returns, its variables'.
 
-    Args:
-        path: where it is in the model.
-        kind: its class.
-        policy: Keras's name of its policy.
-        compute: the dtype that it computes in and returns.
-        variables: the dtype of its variables.
-        why: ``plan``, the pattern of the plan that named it or a layer around it, or ``its own`` for a `dtype` that it
-            was given, made before the plan, or saved with.
+    `why` is ``plan``, ``module.PATTERN`` of the plan that named it or a layer around it, or ``its own`` for a `dtype`
+    that it was given, made before the plan, or saved with.
     """
 
     path: str
@@ -102,11 +89,7 @@ class LayerPolicy:
 
 
 class LayerPolicies(tuple[LayerPolicy, ...]):
-    """The rows of a model in the order of its layers. Printed, a table.
-
-    Attributes:
-        unmatched: the patterns of its plan that name no layer of this model.
-    """
+    """The rows of a model in the order of its layers; `unmatched`: patterns that name none. Printed, a table."""
 
     unmatched: tuple[str, ...] = ()
 
@@ -126,18 +109,17 @@ def layer_policies(model: Any) -> LayerPolicies:
     """
     if not isinstance(model, keras.layers.Layer):
         raise UsageError(f"layer_policies: model is {model!r}; give a keras.Model.")
-    layers = list(walk(model))
-    found = LayerPolicies(_row(path, layer) for path, layer in layers)
-    plans = dict.fromkeys(filter(None, (plan_behind(layer.dtype_policy) for _, layer in layers)))
-    found.unmatched = tuple(
-        dict.fromkeys(pattern for plan in plans for pattern in plan.unmatched(path for path, _ in layers))
-    )
+    rows: list[LayerPolicy] = []
+    plans: dict[KerasPlan, None] = {}
+    for path, layer in walk(model):
+        why, plan = "its own", plan_behind(layer.dtype_policy)
+        if plan is not None:
+            plans[plan] = None
+            pattern = plan.decision(path)[0]
+            why = f"module.{pattern}" if pattern else "plan"
+        dtypes = str(layer.dtype_policy.name), layer.compute_dtype, layer.variable_dtype
+        rows.append(LayerPolicy(path, type(layer).__name__, *dtypes, why))
+    found = LayerPolicies(rows)
+    paths = [row.path for row in rows]
+    found.unmatched = tuple(dict.fromkeys(pattern for plan in plans for pattern in plan.unmatched(paths)))
     return found
-
-
-def _row(path: str, layer: Any) -> LayerPolicy:
-    plan = plan_behind(layer.dtype_policy)
-    pattern = None if plan is None else plan.decision(path)[0]
-    why = "its own" if plan is None else f"module.{pattern}" if pattern else "plan"
-    policy = str(layer.dtype_policy.name)
-    return LayerPolicy(path, type(layer).__name__, policy, layer.compute_dtype, layer.variable_dtype, why)

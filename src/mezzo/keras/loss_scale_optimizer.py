@@ -7,8 +7,6 @@ One step, with S the scale that the loss was multiplied by::
     if not found_inf:
         inner_optimizer.apply(gradients)        # clipping, weight decay, averages, accumulation: all unscaled
     loss_scale = loss_scale.next(found_inf)     # core.loss_scale is the specification
-
-It is a `keras.optimizers.LossScaleOptimizer`, so that `compile` and Keras's callbacks recognise it.
 """
 
 from __future__ import annotations
@@ -36,8 +34,9 @@ from mezzo.keras.gradients import apply_or_keep, is_traced, reading_is_free, ste
 # Bound now: a script or a plugin may put another class in this attribute.
 _Keras: Any = keras.optimizers.LossScaleOptimizer
 
-LOOK_EVERY = 50
-"""Steps between two checks of the patience on PyTorch's accelerators, where a check makes the host wait."""
+LOOK_EVERY = (
+    50  # steps between two checks of the patience on PyTorch's accelerators, where one makes the host wait
+)
 
 _ON_UNSCALED = ("raise", "warn", "ignore")
 # Variables of Keras's wrapper, and the first of ours: iteration, learning_rate, step_counter, dynamic_scale.
@@ -48,6 +47,8 @@ _NAMES_SHOWN = 100
 @keras.saving.register_keras_serializable(package="mezzo")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """Wraps an optimizer: scales the loss, unscales the gradients, skips steps whose gradients are not finite.
+
+    `compile` and Keras's callbacks recognise it as Keras's own, from which it inherits.
 
     Args:
         inner_optimizer: the `keras.optimizers.Optimizer` that takes the steps. Clipping, weight decay, averages (EMA)
@@ -82,7 +83,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_inner(inner_optimizer)
+        if isinstance(inner_optimizer, _Keras) or not isinstance(inner_optimizer, keras.optimizers.Optimizer):
+            raise UsageError(
+                f"inner_optimizer is {inner_optimizer!r}. Give one without a loss scale, such as "
+                "keras.optimizers.Adam(1e-3)."
+            )
+        constant = inner_optimizer.loss_scale_factor
+        if constant is not None:
+            warnings.warn(
+                f"LossScaleOptimizer switches loss_scale_factor={constant!r} of the inner optimizer off. For that "
+                f"constant, give loss_scale={constant!r} here.",
+                stacklevel=2,
+            )
         first = _loss_scale_of(loss_scale, initial_scale, dynamic_growth_steps)
         if on_unscaled not in _ON_UNSCALED:
             raise UsageError(
@@ -92,6 +104,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             inner_optimizer, initial_scale, getattr(first, "growth_interval", None), name=name, **kwargs
         )
         self._loss_scale = first
+        self._patience: int | None = getattr(first, "patience", None)
         self._on_unscaled = on_unscaled
         self._scale_was_read = on_unscaled == "ignore"
         begin = transition.start(first)
@@ -134,7 +147,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def dynamic_scale(self) -> Any:
-        """Keras's name for `scale`."""
+        """As `scale`."""
         return self.scale
 
     @property
@@ -145,7 +158,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @initial_scale.setter
     def initial_scale(self, value: float | None) -> None:
-        """Keras's constructor sets it; the loss scale has it already."""
+        """Nothing: Keras's constructor sets it, and the loss scale has it already."""
 
     def scale_loss(self, loss: Any) -> Any:
         """The loss times S, in FP32 if it was narrower; raises as `scale` does."""
@@ -234,10 +247,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return unscaled, keras.ops.cast(stacked, self.bad_gradients.dtype)
 
     def _conclude(self, step: Callable[[], None], bad: Any) -> None:
-        """Take or skip the step, and advance the loss scale.
-
-        `bad` is int [trainable variables], above 0 where a gradient is not finite, on any replica.
-        """
+        """Take the step, or skip it if `bad`, int [trainable variables], is above 0 anywhere; advance the scale."""
         found_inf = keras.ops.any(bad > 0)
         apply_or_keep(self.inner_optimizer, step, found_inf)
         one = keras.ops.cast(found_inf, self.skipped_steps.dtype)
@@ -253,21 +263,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self._patience is not None:
             self._check_if_due(found_inf)
 
-    @property
-    def _patience(self) -> int | None:
-        return getattr(self._loss_scale, "patience", None)
-
     def check(self) -> None:
         """Raise `LossScaleCollapseError` if `patience` steps in a row were skipped at the floor, or under a constant
         scale. It names the variables whose gradients are not finite. Synchronizes with the device.
         """
         if self._patience is None or _number(self._stuck) < self._patience:
             return
-        flags = [] if self.bad_gradients is None else self.bad_gradients.numpy()
-        bad = [_path(variable) for variable, flag in zip(self._trainable_variables, flags) if flag]
         try:
             transition.check(self._loss_scale, self._arrays(_number))
         except LossScaleCollapseError as error:
+            flags = [] if self.bad_gradients is None else self.bad_gradients.numpy()
+            bad = [_path(variable) for variable, flag in zip(self._trainable_variables, flags) if flag]
             whose = ", ".join(bad) or "no variable, as it was loaded"
             collapse = LossScaleCollapseError(f"gradients that are not finite, those of {whose}: {error}")
             raise collapse.going_on("call optimizer.reset_loss_scale()") from None
@@ -279,7 +285,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             import tensorflow as tf
 
             if tf.inside_function():
-                self._assert_in_graph()
+                names = [_path(variable) for variable in self._trainable_variables]
+                shown = ", ".join(names[:_NAMES_SHOWN] + ["..."] * (len(names) > _NAMES_SHOWN))
+                text = (
+                    f"LossScaleCollapseError: {self._patience} steps in a row were skipped, and the loss scale gets no "
+                    "smaller. optimizer.check() says more. A 1 marks a gradient that is not finite; the variables are "
+                    f"{shown}:"
+                )
+                fine, data = self._stuck.value < self._patience, [text, self.bad_gradients.value]
+                tf.debugging.Assert(fine, data, summarize=_NAMES_SHOWN)  # XLA drops it
                 return
         elif backend == "jax":
             if is_traced(found_inf):
@@ -293,23 +307,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             if self._until_check:
                 return
         self.check()
-
-    def _assert_in_graph(self) -> None:
-        """In a `tf.function`, assert that the patience has not run out (XLA drops assertions)."""
-        import tensorflow as tf
-
-        names = [_path(variable) for variable in self._trainable_variables]
-        shown = ", ".join(names[:_NAMES_SHOWN] + ["..."] * (len(names) > _NAMES_SHOWN))
-        tf.debugging.Assert(
-            self._stuck.value < self._patience,
-            [
-                f"LossScaleCollapseError: {self._patience} steps in a row were skipped, and the loss scale gets no "
-                "smaller. optimizer.check() says more. A 1 marks a gradient that is not finite; the variables are "
-                f"{shown}:",
-                self.bad_gradients.value,
-            ],
-            summarize=_NAMES_SHOWN,
-        )
 
     def machine(self) -> LossScale:
         """The loss scale as a value of `mezzo`, with its current state. Synchronizes with the device."""
@@ -325,21 +322,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _state(self, held: ScaleArrays) -> list[tuple[Any, Any]]:
         """Each variable of the loss scale, and its value in these arrays."""
-        return [
-            (self._scale, held.scale),
-            (self.step_counter, held.good_steps),
-            (self._overflows, held.overflows),
-            (self._stuck, held.stuck),
-        ]
+        ours, theirs = self._arrays(lambda variable: variable), held
+        return [(getattr(ours, name), getattr(theirs, name)) for name in vars(ours)]
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """The end of `fit`: the inner optimizer's averages become the weights, and the patience is checked.
-
-        On JAX Keras calls this when a step fails, too: then the variables hold no values, and nothing is done.
-        """
+        """The end of `fit`: the inner optimizer's averages become the weights, and the patience is checked."""
         on_jax = keras.backend.backend() == "jax"
         if on_jax and not all(map(_has_value, [*var_list, *self.variables])):
-            return
+            return  # Keras calls this also when a step failed
         self.inner_optimizer.finalize_variable_values(var_list)
         if on_jax and self.inner_optimizer.use_ema:
             _give_own_buffers(var_list, self.inner_optimizer.variables)
@@ -389,19 +379,6 @@ def _path(variable: Any) -> str:
     return str(getattr(variable, "path", None) or variable.name)  # a tf.Variable has no path
 
 
-def _check_inner(inner: Any) -> None:
-    if isinstance(inner, _Keras) or not isinstance(inner, keras.optimizers.Optimizer):
-        raise UsageError(
-            f"inner_optimizer is {inner!r}. Give one without a loss scale, such as keras.optimizers.Adam(1e-3)."
-        )
-    if inner.loss_scale_factor is not None:
-        warnings.warn(
-            f"LossScaleOptimizer switches loss_scale_factor={inner.loss_scale_factor!r} of the inner optimizer off. "
-            f"For that constant, give loss_scale={inner.loss_scale_factor!r} here.",
-            stacklevel=3,
-        )
-
-
 def _check_not_baked_in(variable: Any, instead: str) -> None:
     """Raise `CallOrderError` if JAX is compiling a function in which this variable is read as a constant."""
     if keras.backend.backend() != "jax" or is_traced(variable.value):
@@ -421,7 +398,6 @@ def _loss_scale_of(
     initial_scale: float | None,
     dynamic_growth_steps: int | None,
 ) -> LossScale:
-    """The loss scale that the constructor's arguments ask for."""
     given: dict[str, Any] = {"init": initial_scale, "growth_interval": dynamic_growth_steps}
     given = {name: value for name, value in given.items() if value is not None}
     if loss_scale is None or (given and loss_scale != "dynamic"):
@@ -439,9 +415,9 @@ def _loss_scale_of(
 def _setting_of(loss_scale: LossScale) -> dict[str, Any]:
     """The constructor's arguments for this loss scale: Keras's two where they suffice."""
     if isinstance(loss_scale, DynamicLossScale):
-        plain = DynamicLossScale(init=loss_scale.init, growth_interval=loss_scale.growth_interval)
-        if loss_scale == plain:
-            return {"initial_scale": loss_scale.init, "dynamic_growth_steps": loss_scale.growth_interval}
+        init, interval = loss_scale.init, loss_scale.growth_interval
+        if loss_scale == DynamicLossScale(init=init, growth_interval=interval):
+            return {"initial_scale": init, "dynamic_growth_steps": interval}
     return {"loss_scale": loss_scale.state_dict()}
 
 

@@ -1,13 +1,5 @@
 """What `mezzo run` changes in Keras: it records the steps of Keras's trainers, and notices what the script sets itself.
 
-| patched                        | for                                                                       |
-|--------------------------------|---------------------------------------------------------------------------|
-| `Trainer.make_train_function`  | what it makes is wrapped: the loss and the result of each step are read   |
-| `policy.check_plan`              | a policy that does not fit the model is the user's mistake: the run ends  |
-| `policy.warn`                  | warnings of the policy become notes: no line of the script could fix them |
-| `set_dtype_policy`             | a policy of the script's own                                              |
-| `Layer.__new__`                | whether the script makes a layer: TensorFlow imports Keras for itself     |
-
 Reading the loss waits for the step, so that its time is its own: JAX returns long before a step is done.
 """
 
@@ -16,7 +8,6 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +19,7 @@ from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.records import OpFormats
 from mezzo.keras import policy as keras_policy
 from mezzo.keras.layers import walk
-from mezzo.keras.plan import NAMES, NARROW, POLICIES, SIXTEEN_BITS, KerasPlan
+from mezzo.keras.plan import NAMES, NARROW, SIXTEEN_BITS, WORDS, KerasPlan
 from mezzo.keras.steps import Step, StepRecorder, keep_losses
 
 if TYPE_CHECKING:
@@ -51,13 +42,14 @@ def patch(session: Session, patches: Patches) -> None:
             session.stop(error)
 
     patches.set(keras_policy, "check_plan", checked)
+    # No line of the script could fix what is warned of.
     patches.set(keras_policy, "warn", lambda text, kind: session.journal.note(text))
 
     new: Any = keras.layers.Layer.__new__
 
     @functools.wraps(new)
     def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        session.used = True
+        session.used = True  # TensorFlow imports Keras for itself
         return new(cls, *args, **kwargs)
 
     patches.set(keras.layers.Layer, "__new__", staticmethod(made))
@@ -83,10 +75,7 @@ def patch(session: Session, patches: Patches) -> None:
 
 
 class _RunRecorder(StepRecorder):
-    """Records the steps of one model in the run's journal.
-
-    A call with several steps (steps_per_execution) has all losses, and one update, since its time is that of all steps.
-    """
+    """Records the steps of one model in the run's journal; a call with several steps is one update, timed as one."""
 
     def __init__(self, model: Any, session: Session) -> None:
         super().__init__(model, every=1)
@@ -113,25 +102,17 @@ class _RunRecorder(StepRecorder):
             self._session.stepped(self.model, update)
 
     def _nudge(self) -> None:
-        nudged = self._session.nudged
-        if self._session.request.nudge and self.model not in nudged and self.model.trainable_variables:
-            nudged.add(self.model)
-            nudge(self.model.trainable_variables)
-
-
-def nudge(variables: Iterable[Any]) -> int:
-    """Move each element of each FP32 variable to the next FP32 number up or down; how many variables were moved.
-
-    A fair coin of an own generator with a fixed seed decides for each element, so two nudged runs are the same run.
-    Zero goes to the smallest subnormal, which some backends flush back to zero; NaN stays NaN.
-    """
-    coins = np.random.Generator(np.random.PCG64(np.random.SeedSequence(_SEED)))
-    moved = {id(variable): variable for variable in variables if variable.dtype == "float32"}
-    for variable in moved.values():
-        value = np.asarray(keras.ops.convert_to_numpy(variable), dtype=np.float32)
-        towards = np.where(coins.random(value.shape) < 0.5, np.float32(np.inf), np.float32(-np.inf))
-        variable.assign(np.nextafter(value, towards, dtype=np.float32))
-    return len(moved)
+        """Once, move each element of each FP32 variable to the next FP32 number up or down, by coins of our own."""
+        variables, nudged = self.model.trainable_variables, self._session.nudged
+        if not self._session.request.nudge or self.model in nudged or not variables:
+            return
+        nudged.add(self.model)
+        coins = np.random.Generator(np.random.PCG64(np.random.SeedSequence(_SEED)))
+        for variable in variables:
+            if variable.dtype == "float32":
+                value = np.asarray(keras.ops.convert_to_numpy(variable), dtype=np.float32)
+                towards = np.where(coins.random(value.shape) < 0.5, np.float32(np.inf), np.float32(-np.inf))
+                variable.assign(np.nextafter(value, towards, dtype=np.float32))
 
 
 def _own_policy(what: str) -> ScriptError:
@@ -146,19 +127,12 @@ def _check_model(session: Session, model: Any) -> None:
     layers = model._flatten_layers()
     narrow = [layer for layer in layers if session.plan.is_fp32 and layer.compute_dtype in NARROW]
     if narrow:
-        name = narrow[0].dtype_policy.name
-        session.stop(
-            _own_policy(
-                f"gives the layer {narrow[0].path or narrow[0].name} the dtype policy {name!r} itself"
-            )
-        )
+        path, name = narrow[0].path or narrow[0].name, narrow[0].dtype_policy.name
+        session.stop(_own_policy(f"gives the layer {path} the dtype policy {name!r} itself"))
     if session.backend != "tensorflow" or session.request.seed_offset is None:
         return
-    drawn = [
-        layer.path
-        for layer in layers
-        if getattr(layer, "seed_generator", None) is not None and layer.compute_dtype in SIXTEEN_BITS
-    ]
+    drawing = [layer for layer in layers if getattr(layer, "seed_generator", None) is not None]
+    drawn = [layer.path for layer in drawing if layer.compute_dtype in SIXTEEN_BITS]
     if drawn:
         session.journal.note(
             f"{', '.join(drawn[:3])}{' and others' if drawn[3:] else ''}: TensorFlow draws random masks in the "
@@ -193,12 +167,11 @@ def _script_policy(session: Session, patches: Patches) -> None:
 
 def formats(model: Any, plan: KerasPlan) -> list[OpFormats]:
     """The planned and the actual compute format of each layer of a model, without layers that only hold others."""
-    words = {name: word for word, name in POLICIES.items()}
     rows = []
     for path, layer in walk(model):
         if getattr(layer, "_layers", None) or not layer.built:
             continue
-        low = words[plan.policy_for(path)]
+        low = WORDS[plan.policy_for(path)]
         computed = NAMES.get(str(layer.compute_dtype), str(layer.compute_dtype))
         rows.append(
             OpFormats(

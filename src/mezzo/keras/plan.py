@@ -1,9 +1,7 @@
 """A precision for Keras, as a value: the policy of every layer by its path, and the loss scale. Imports no framework.
 
-Keras names a layer by its path, ``encoder/dense_1``. In a pattern a slash and a dot are the same. A pattern matches
-from any component on: ``head`` names ``head`` and ``my_model/head``, since Keras puts the model's name first in some
-kinds of model; ``/head`` begins at the first. Layers inside a layer follow it unless a pattern names them too; of the
-patterns that name one layer, the last decides.
+Keras names a layer by its path, ``encoder/dense_1``, which in some kinds of model begins with the model's name. So the
+pattern ``head`` names ``net/head`` too, and ``/head`` does not. Layers inside a layer follow it.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ NARROW = frozenset(dtype for dtype, name in NAMES.items() if named(name).storage
 
 # Mezzo's word -> Keras's.
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
-_WORDS = {keras: mezzo for mezzo, keras in POLICIES.items()}
+WORDS = {keras: mezzo for mezzo, keras in POLICIES.items()}
 
 # A word that names a precision: the first one of the text, or the value of a key.
 _NAMED = re.compile(r"(^|=)\s*(\w+)\s*(?=,|$)")
@@ -89,7 +87,7 @@ class KerasPlan:
         return self.decision(path)[1]
 
     def decision(self, path: str) -> tuple[str | None, str]:
-        """What decides the policy of the layer at this path (a pattern; None for the default), and that policy."""
+        """The last pattern that names the layer at this path, or else the nearest one around it; and the policy."""
         components = path.split("/")
         for length in range(len(components), 0, -1):
             around = "/".join(components[:length])
@@ -123,12 +121,9 @@ class KerasPlan:
 class PlannedName(str):
     """The name of a policy, ``"mixed_float16"``, that a plan set, with the plan.
 
-    A layer without a `dtype` takes the global policy and passes its name on: to the layers inside it, to its copies
-    (`Bidirectional`, `clone_model`), to its config. Keras compares and saves the name as a plain string. A layer with a
-    `dtype` of its own, or from a file, has a plain string.
+    A layer passes it on to the layers inside it and its copies. One with a `dtype` of its own has a plain string.
     """
 
-    __slots__ = ("plan",)
     plan: KerasPlan
 
     def __new__(cls, text: str, plan: KerasPlan) -> PlannedName:  # noqa: D102
@@ -181,12 +176,10 @@ def plan(precision: Any, loss_scale: LossScale | float | str | None = None) -> K
 
 
 def _keras_name(word: str, where: str) -> str:
-    if word in POLICIES:
-        return POLICIES[word]
-    raise UsageError(
-        f"{where}: Keras has no policy for {word}. {_NO_POLICY[word]}. "
-        f"Here a precision is one of {', '.join(POLICIES)}."
-    )
+    if word not in POLICIES:
+        known = ", ".join(POLICIES)
+        raise UsageError(f"{where}: Keras has no policy for {word}. {_NO_POLICY[word]}. Use one of {known}.")
+    return POLICIES[word]
 
 
 def _as_policy(precision: Any) -> Policy:
@@ -203,8 +196,6 @@ def _as_policy(precision: Any) -> Policy:
 
 
 def _in_mezzo_words(text: str) -> str:
-    """The same text, with Keras's names of policies replaced by Mezzo's."""
-
     def in_mezzo_words(found: re.Match[str]) -> str:
         before, word = found.groups()
         if word in _REFUSED:
@@ -212,6 +203,6 @@ def _in_mezzo_words(text: str) -> str:
                 f"policy {text!r}: Keras's {word} is not mixed precision: variables have that format too. Use "
                 f"{_REFUSED[word]}, or keras.config.set_dtype_policy."
             )
-        return before + str(_WORDS.get(word, word))
+        return before + str(WORDS.get(word, word))
 
     return _NAMED.sub(in_mezzo_words, text)

@@ -1,15 +1,7 @@
 """`mezzo.keras.set_policy`: one line puts a Keras script under a precision, before its model is made.
 
-The naive code it equals, for a precision without patterns::
-
-    keras.config.set_dtype_policy("mixed_float16")
-    ...
-    model.compile(mezzo.keras.LossScaleOptimizer(keras.optimizers.get(optimizer)), ...)
-
-With patterns each layer takes its policy at its first build or call (`mezzo.keras.layers`). `compile` checks whether
-the model follows the plan, if all its layers are known by then; otherwise the first call after it does, before anything
-is learnt. That call also checks whether the loss is given 16 bits: a Keras layer returns its compute dtype, the last
-one too. A final softmax in float16 gives probabilities of 11 bits, and 0 for one under 2^-25.
+`compile` checks whether the model follows the plan, if all its layers are known by then; otherwise the first call after
+it does, which also checks whether the loss is given 16 bits: a Keras layer returns its compute dtype, the last one too.
 """
 
 from __future__ import annotations
@@ -57,7 +49,11 @@ def set_policy(precision: Any, *, loss_scale: LossScale | float | str | None = N
     It holds for layers made after it, in this thread, until it is called again; `set_policy("fp32")` undoes all of it.
     `model.compile` then wraps its optimizer in `mezzo.keras.LossScaleOptimizer` where the plan has a loss scale (not
     with ``auto_scale_loss=False``), and reports a model that does not follow the plan: a pattern that names no layer, a
-    model made before the plan, a 16-bit output.
+    model made before the plan, a 16-bit output. The naive code it equals, for a precision without patterns::
+
+        keras.config.set_dtype_policy("mixed_float16")
+        ...
+        model.compile(mezzo.keras.LossScaleOptimizer(keras.optimizers.get(optimizer)), ...)
 
     Args:
         precision: ``bf16``, ``fp16``, ``fp32``, each with patterns (``fp16,module.head=fp32``), a `mezzo.Policy`, the
@@ -86,9 +82,6 @@ def set_policy(precision: Any, *, loss_scale: LossScale | float | str | None = N
     _PATCHES.set(Trainer, "_aggregate_additional_loss", _in_fp32(Trainer._aggregate_additional_loss))
     _PATCHES.set(keras.Model, "__call__", _looking_first(keras.Model.__call__))
     return made
-
-
-# compile
 
 
 def _compiling(compile_model: Any, active: KerasPlan) -> Any:
@@ -129,7 +122,6 @@ def _scale_for(model: Any, plan: KerasPlan) -> LossScale:
 
 
 def _scaled(optimizer: Any, plan: KerasPlan, loss_scale: LossScale) -> Any:
-    """The optimizer in Mezzo's loss scale, if there is to be one."""
     if optimizer is None or isinstance(loss_scale, NoLossScale) or isinstance(optimizer, LossScaleOptimizer):
         return optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -154,21 +146,14 @@ def _computes_in_16_bits(model: Any) -> bool:
 
 def _is_known(model: Any) -> bool:
     """Whether every layer of a model has been made and called, as far as can be told before it runs."""
-    if inputs_of(model) is not None:
+    graph = model if hasattr(model, "_inputs_struct") else getattr(model, "_functional", None)
+    if getattr(graph, "_inputs_struct", None) is not None:  # a built Sequential or Functional model
         return True
     return bool(model.built) and all(layer.built for layer in model._flatten_layers())
 
 
-# Does the model follow its plan?
-
-
 def check_plan(model: Any, plan: KerasPlan) -> None:
-    """Warn where a model whose layers are all known does not follow the plan.
-
-    Raises:
-        UnknownNameError: a pattern names no layer of this model, nor of another one made under the same plan; the
-            message has the nearest layer's path.
-    """
+    """Warn where a model whose layers are all known does not follow the plan; raise where a pattern names no layer."""
     known = list(layers.walk(model))
     if not any(plan_behind(layer.dtype_policy) is plan for _, layer in known):
         # The patterns are not about layers with policies of their own (from a file, say).
@@ -219,35 +204,31 @@ def warn_of_outputs(model: Any, outputs: Any, plan: KerasPlan) -> None:
         read = {name for name, each in zip(names, loss) if each is not None}
     # A Sequential or Functional model knows the layer that makes each output.
     symbols = keras.tree.flatten(getattr(getattr(model, "_functional", None) or model, "outputs", None) or [])
-    made_by = [symbol._keras_history.operation.name for symbol in symbols]
-    for place, (name, leaf) in enumerate(zip(names, leaves)):
-        dtype = str(getattr(leaf.dtype, "name", leaf.dtype)).rpartition(".")[2]
-        if name in read and dtype in SIXTEEN_BITS:
-            which = f"output {name!r}" if name else "the output"
-            layer = made_by[place] if len(made_by) == len(leaves) else "LAYER"
-            warn(
-                f"{which} of the model {model.name!r} is {dtype}: a loss sees values of "
-                f"{named(NAMES[dtype]).nmant + 1} significant bits. Make the layer that gives it float32: "
-                f'dtype="float32" at the layer, or set_policy("{plan.precision},module.{layer}=fp32") before the '
-                "model is made.",
-                SixteenBitOutputWarning,
-            )
-
-
-def inputs_of(model: Any) -> Any:
-    """The symbolic inputs of a built Sequential or Functional model, else None."""
-    graph = model if hasattr(model, "_inputs_struct") else getattr(model, "_functional", None)
-    return getattr(graph, "_inputs_struct", None)
-
-
-# The first call after compile
+    layers_of = [symbol._keras_history.operation.name for symbol in symbols]
+    if len(layers_of) != len(leaves):
+        layers_of = ["LAYER"] * len(leaves)
+    for name, leaf, layer in zip(names, leaves, layers_of):
+        dtype = keras.backend.standardize_dtype(leaf.dtype)
+        if name not in read or dtype not in SIXTEEN_BITS:
+            continue
+        pattern = f"module.{layer}=fp32"
+        # A layer with a dtype of its own keeps it, whatever the policy says.
+        by_policy = f', or set_policy("{plan.precision},{pattern}") before the model is made'
+        warn(
+            f"{f'output {name!r}' if name else 'the output'} of the model {model.name!r} is {dtype}: a loss sees "
+            f"values of {named(NAMES[dtype]).nmant + 1} significant bits. Make the layer that gives it float32: "
+            f'dtype="float32" at the layer{"" if pattern in plan.precision.split(",") else by_policy}.',
+            SixteenBitOutputWarning,
+        )
 
 
 def _looking_first(call: Any) -> Any:
     @functools.wraps(call)
     def looking(model: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = super(keras.Model, model).__call__(*args, **kwargs)
-        if model in _UNSEEN and not _is_on_meta(outputs):
+        # Keras traces on PyTorch's "meta" device with other dtypes than those of a step.
+        on_meta = any(getattr(leaf, "is_meta", False) for leaf in keras.tree.flatten(outputs))
+        if model in _UNSEEN and not on_meta:
             plan, known = _UNSEEN.pop(model)
             if not known:
                 check_plan(model, plan)
@@ -257,13 +238,8 @@ def _looking_first(call: Any) -> Any:
     return looking
 
 
-def _is_on_meta(made: Any) -> bool:
-    """Whether this is Keras's trace on PyTorch's "meta" device, whose dtypes are not those of a step."""
-    return any(getattr(leaf, "is_meta", False) for leaf in keras.tree.flatten(made))
-
-
 def _in_fp32(aggregate: Any) -> Any:
-    """What `add_loss` was given in 16 bits is summed in FP32; TensorFlow would not add it to a loss in FP32 at all."""
+    """Sum 16-bit values of `add_loss` in FP32; TensorFlow would not add them to a loss in FP32 at all."""
 
     @functools.wraps(aggregate)
     def summing(model: Any, loss: Any) -> Any:
@@ -274,14 +250,8 @@ def _in_fp32(aggregate: Any) -> Any:
     return summing
 
 
-# PyTorch's own modules in a Keras model
-
-
 def _in_its_format(call: Any) -> Any:
-    """A `TorchModuleWrapper` calls its module under `torch.autocast`, on FP32 parameters, in its layer's format.
-
-    Keras casts the inputs alone: under `mixed_float16` a `torch.nn.Linear` would fail on the two dtypes.
-    """
+    """Call a wrapped PyTorch module under `torch.autocast` in its layer's format: Keras casts the inputs alone."""
     import torch
     from keras.src.backend.torch.core import get_device  # Keras has no public name for it
 

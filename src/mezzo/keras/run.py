@@ -1,7 +1,6 @@
 """run: one unmodified Keras script under one policy, from the request to the exit status.
 
-`python -m mezzo.keras.run REQUEST.json` is a child process that runs one request and ends as its script ended. Nothing
-of Keras is imported here before the script does so; `mezzo.keras.patches` patches Keras then.
+Nothing of Keras is imported here before the script does so; `mezzo.keras.patches` patches Keras then.
 """
 
 from __future__ import annotations
@@ -41,15 +40,11 @@ _LOOP_SCALE = (
 
 
 def run(request: RunRequest) -> int:
-    """Run a script as `python SCRIPT ARGS...` would, under a dtype policy; its exit status (see `lifecycle.run`).
-
-    Keras's backend is the one that the script or KERAS_BACKEND chooses. All patches are undone at the end.
+    """Run a script as `python SCRIPT ARGS...` would, under a dtype policy; its exit status, as `lifecycle.run`.
 
     Raises:
-        UsageError: the script is missing, the policy is wrong, the request asks for what only PyTorch's runs do, or
-            records can't be written; nothing has run.
+        UsageError: nothing has run: no such script or policy, a request for what only PyTorch's runs do.
         ScriptError: the script sets a mixed policy of its own.
-        MezzoError: likewise, from the policy.
     """
     for name in _NOT_HERE:
         if getattr(request, name):
@@ -73,14 +68,7 @@ def run(request: RunRequest) -> int:
 
 
 class Session:
-    """The state of one run, and its patches.
-
-    Attributes:
-        plan: the policy of each layer, and the loss scale.
-        backend: Keras's backend; empty until the script has imported Keras.
-        used: whether the script has made a Keras layer (a model is one).
-        fatal: the user's mistake that only a line of the script could show.
-    """
+    """The state of one run, and its patches."""
 
     journal: Journal
 
@@ -88,8 +76,8 @@ class Session:
         self.request = request
         self.plan = plan(request.policy)
         self.imports = ImportWatch()
-        self.backend = ""
-        self.used = False
+        self.backend = ""  # until the script has imported Keras
+        self.used = False  # whether the script has made a Keras layer
         self.fatal: MezzoError | None = None
         self.nudged: weakref.WeakSet[Any] = weakref.WeakSet()  # models
         self._patches = Patches()
@@ -129,9 +117,8 @@ class Session:
         number, moved = self._numbers[optimizer], not update.skipped
         observed, self._model = self._watch.running, model
         self._watch.after_update(number, moved=moved)
-        self.journal.update(
-            number, moved=moved, loss_scale=update.scale, reason=update.reason, observed=observed
-        )
+        scale, reason = update.scale, update.reason
+        self.journal.update(number, moved=moved, loss_scale=scale, reason=reason, observed=observed)
         self.journal.stop_after(self.request.stop_after)
 
     def _observed_step(self) -> Callable[[bool], None]:
@@ -159,12 +146,8 @@ class Session:
     def _keras_imported(self, keras: ModuleType | Any) -> None:
         backend = keras.backend.backend()
         if backend not in ("tensorflow", "jax", "torch"):
-            self.stop(
-                UsageError(
-                    f"Keras's backend is {backend!r}, which does not train. Set KERAS_BACKEND to tensorflow, jax or "
-                    "torch."
-                )
-            )
+            fix = "Set KERAS_BACKEND to tensorflow, jax or torch."
+            self.stop(UsageError(f"Keras's backend is {backend!r}, which does not train. {fix}"))
         self._resident = resident()
         from mezzo.keras.patches import patch
         from mezzo.keras.policy import set_policy

@@ -1,10 +1,7 @@
 """What each training step of `fit` and `train_on_batch` did: its loss, its loss scale, whether it was skipped.
 
-Both call a model's `train_function`, which a `StepRecorder` wraps. After each call it copies a few numbers on the
-device into one FP32 vector; `read` fetches all waiting vectors at once, which waits for the device. On JAX the trainer
-holds the state of the model between two calls, so variables are looked up in what the call returned.
-
-`PrecisionMonitor` and `mezzo run` record their steps by it.
+A `StepRecorder` wraps a model's `train_function`. After each call it copies a few numbers on the device into one FP32
+vector; `read` fetches all waiting vectors at once. `PrecisionMonitor` and `mezzo run` record their steps by it.
 """
 
 from __future__ import annotations
@@ -34,18 +31,12 @@ _MODULO = 2**20  # FP32 is exact up to 2^24
 
 
 class RecentLosses(keras.metrics.Mean):
-    """`keras.metrics.Mean` that also keeps the last `size` values on the device.
-
-    Keras reports for a batch the mean of all losses of its epoch so far: one infinite loss hides all later ones.
-
-    Attributes:
-        recent: FP32 variable of shape ``(size,)``: value number i (from 0) is at ``i % size``.
-        seen: int32 variable of shape ``()``: values since `reset_state`.
-    """
+    """`keras.metrics.Mean` that also keeps the last `size` values: one infinite loss makes the mean infinite."""
 
     def __init__(self, size: int, name: str = "loss", dtype: Any = None) -> None:
         super().__init__(name=name, dtype=dtype)
         self.size = size
+        # Value number i since `reset_state` is at ``i % size``.
         self.recent = self.add_variable((size,), "zeros", dtype="float32", name="recent")
         self.seen = self.add_variable((), "zeros", dtype="int32", name="seen")
 
@@ -62,14 +53,12 @@ class RecentLosses(keras.metrics.Mean):
         super().reset_state()
         self.seen.assign(0)
 
-    # Saved as a plain mean, so that a model saved in a monitored training loads in any other.
-
     def save_own_variables(self, store: Any) -> None:
-        """Write what `keras.metrics.Mean` writes."""
+        """Save a plain mean, so that a model saved in a monitored training loads in any other."""
         store["0"], store["1"] = self.total, self.count
 
     def load_own_variables(self, store: Any) -> None:
-        """Read what `keras.metrics.Mean` wrote."""
+        """Load a plain mean."""
         self.total.assign(store["0"])
         self.count.assign(store["1"])
 
@@ -80,19 +69,15 @@ def steps_per_call(model: Any) -> int:
 
 
 def keep_losses(model: Any) -> bool:
-    """Replace a compiled model's loss tracker by `RecentLosses`; whether a traced step must be made anew.
-
-    The model keeps it: taking it out would compile the step again. Models with `metrics` of their own, and those under
-    a `tf.distribute` strategy (which wants variables made in its scope), keep Keras's tracker.
-    """
+    """Replace a compiled model's loss tracker by `RecentLosses`; whether a traced step must be made anew."""
     old: Any = getattr(model, "_loss_tracker", None)
     size = steps_per_call(model)
     if isinstance(old, RecentLosses):
         if old.size >= size:
             return False
     elif type(old) is not keras.metrics.Mean or getattr(model, "_distribute_strategy", None) is not None:
-        return False
-    if not any(one is old for one in model.metrics):
+        return False  # a strategy wants variables made in its scope
+    if not any(one is old for one in model.metrics):  # of the model's own
         return False
     # Past Keras's tracking of attributes, as Keras itself sets it.
     object.__setattr__(model, "_loss_tracker", RecentLosses(size, name=old.name, dtype=old.dtype))
@@ -120,7 +105,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Step:
-    """One training step: when its execution ended (`time.perf_counter`), its loss, the optimizers that stepped."""
+    """One training step; `at` is when its execution ended (`time.perf_counter`)."""
 
     at: float
     loss: float | None
@@ -130,8 +115,7 @@ class Step:
 class StepOptimizer:
     """One optimizer of a model: with Mezzo's loss scale, Keras's, a constant `loss_scale_factor`, or none.
 
-    Its state between two calls is read as a row of numbers: its iterations; the loss scale, if that is dynamic, and a
-    counter that every step changes (Mezzo's skipped steps, or Keras's good ones); and Mezzo's marks of bad gradients.
+    Its state is read as a row: iterations; loss scale and a counter of its steps, if dynamic; Mezzo's `bad_gradients`.
     """
 
     def __init__(self, optimizer: Any, name: str) -> None:
@@ -181,15 +165,10 @@ class StepOptimizer:
 
 
 class StepRecorder:
-    """Wraps a model's train function, and calls `write` for each step, some calls late.
-
-    Attributes:
-        notes: for the user, about how the steps could be read.
-        optimizers: the one of `compile` first, then others that are attributes of the model.
-    """
+    """Wraps a model's train function, and calls `write` for each step, some calls late."""
 
     def __init__(self, model: Any, every: int) -> None:
-        self.notes: dict[str, None] = {}
+        self.notes: dict[str, None] = {}  # for the user, about how the steps could be read
         self.optimizers = _optimizers_of(model)
         self.model, self.every = model, every
         self.each = steps_per_call(model)
@@ -207,14 +186,8 @@ class StepRecorder:
         """Record a step."""
         raise NotImplementedError
 
-    def before(self, state: Any) -> None:
-        """A call begins; `state` is what JAX's trainer holds, None on other backends."""
-        if self._rows is None:
-            rows = [self._values(one.variables(), state) for one in self.optimizers]
-            self._rows = [[number for value in row for number in _numbers(value)] for row in rows]
-
     def after(self, logs: Any, state: Any) -> None:
-        """A call is over: copy the state, and read it if enough calls wait."""
+        """A call is over: copy the state (on JAX what the trainer holds), and read it if enough calls wait."""
         loss = logs.get("loss") if isinstance(logs, dict) else None
         tracked = [] if self._tracker is None else [self._tracker.seen, self._tracker.recent]
         groups = [self._values(held, state) for held in (tracked, *(o.variables() for o in self.optimizers))]
@@ -241,7 +214,7 @@ class StepRecorder:
         self._rows = None
 
     def restore(self) -> None:
-        """Record no more."""
+        """Take the wrapper away."""
         self.ended = True
         if self.model.train_function == self._train:
             self.model.train_function = self._inner
@@ -250,7 +223,9 @@ class StepRecorder:
         if self.ended:
             return self._inner(*args, **kwargs)
         on_jax = keras.backend.backend() == "jax"
-        self.before(args[0] if on_jax else None)
+        if self._rows is None:
+            rows = [self._values(one.variables(), args[0] if on_jax else None) for one in self.optimizers]
+            self._rows = [[number for value in row for number in _numbers(value)] for row in rows]
         made = self._inner(*args, **kwargs)
         logs, state = made if on_jax else (made, None)
         try:
@@ -262,11 +237,6 @@ class StepRecorder:
                 self.model._jax_state = {f"{name}_variables": part for name, part in zip(names, state)}
             raise
         return made
-
-    @property
-    def waiting(self) -> int:
-        """Steps that were taken and not read."""
-        return len(self._waiting) * self.each
 
     def scales(self) -> list[float]:
         """The next loss scale of each optimizer, as of the last reading."""
@@ -309,8 +279,7 @@ class StepRecorder:
     def _values(self, variables: Sequence[Any], state: Any) -> list[Any]:
         """The variables' values: on JAX those in the trainer's state, if they are there."""
         if state is None:
-            found = [one.value for one in variables]
-            return [one.detach() for one in found] if keras.backend.backend() == "torch" else found
+            return [one.value for one in variables]
         if any(id(one) not in self._places for one in variables):
             optimizer = self.model.optimizer
             groups = ((2, optimizer.variables if optimizer else ()), (3, self.model.metrics_variables))
@@ -327,12 +296,11 @@ def _numbers(tensor: Any) -> list[float]:
 @functools.cache
 def _packed() -> Callable[[Any, list[Any]], Any]:
     """`_pack`, on JAX compiled: one operation rather than a dozen."""
-    backend = keras.backend.backend()
-    if backend == "jax":
+    if keras.backend.backend() == "jax":
         import jax
 
         return jax.jit(_pack)
-    if backend == "torch":
+    if keras.backend.backend() == "torch":
         import torch
 
         return torch.no_grad()(_pack)
@@ -340,7 +308,7 @@ def _packed() -> Callable[[Any, list[Any]], Any]:
 
 
 def _pack(loss: Any, values: list[Any]) -> Any:
-    """A loss's mean and variables' values as one FP32 vector; of a count its last bits."""
+    """A loss's mean and variables' values as one FP32 vector; counts modulo `_MODULO`."""
     ops = keras.ops
     flat = [] if loss is None else [ops.mean(ops.cast(ops.convert_to_tensor(loss), "float32"))]
     for value in values:

@@ -1,8 +1,7 @@
 """Keras 2 (`tf_keras`): its optimizers, new and legacy, with Mezzo's loss scale.
 
 Both classes inherit from tf_keras's own loss-scale optimizers, so `compile`, `fit`, callbacks and custom loops take
-them. The parent is constructed with a constant scale, which nothing reads: every method that does is overridden here. A
-skipped step does not count as an iteration; tf_keras's own counts it.
+them. The parent is constructed with a constant scale, which nothing reads: every method that does is overridden here.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ _STATE = "mezzo_loss_scale"
 
 
 class _Scaled(ScaleReads):
-    """The common part of the new and the legacy optimizer."""
-
     _legacy = False
 
     def __init__(self, inner_optimizer: Any, loss_scale: LossScale | float | str = "dynamic") -> None:

@@ -1,7 +1,7 @@
 """A loss scale in `tf.Variable`s: in an eager program, in a `tf.function`, and once for each graph of TF1.
 
-The transition is `mezzo.core.loss_scale.advance`. This file holds its state in variables and takes one step: apply the
-gradients or skip, advance the scale, and raise when the patience has run out.
+The transition is `mezzo.core.loss_scale.advance`. A step applies the gradients or skips, advances the scale, and raises
+when the patience has run out.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ from typing import Any
 import tensorflow as tf
 
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import LossScale, NoLossScale, ScaleArrays, advance, check, on_host, start
+from mezzo.core.loss_scale import (
+    LossScale,
+    NoLossScale,
+    ScaleArrays,
+    advance,
+    check,
+    collapsed,
+    on_host,
+    start,
+)
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.tensorflow.switch import in_xla, refuse_xla
-
-Pairs = Sequence[tuple[Any, Any]]
-"""Of a gradient (dense, `tf.IndexedSlices` or None) and its variable."""
 
 _READS = "optimizer.loss_scale, optimizer.skipped_steps"
 
@@ -46,8 +52,7 @@ _VARIABLES = {
 class LossScaleVariables(tf.__internal__.tracking.Trackable):
     """The state of a loss scale, saved with the object that tracks this one, and the steps of an optimizer with it.
 
-    There is one set of variables per graph of TF1, and one for eager programs and their `tf.function`s; `here()`
-    returns the set of the place where it is called.
+    There is one set of variables per graph of TF1, and one for eager programs and their `tf.function`s.
     """
 
     def __init__(self, pure: LossScale) -> None:
@@ -55,15 +60,9 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         self._held: dict[Any, Held] = {}
         # The graphs in which a step was built, in order; None for the eager program.
         self._used: dict[Any, None] = {}
-        self._loss_was_scaled = self._gradients_were_unscaled = False
+        self.loss_was_scaled = self.gradients_were_unscaled = False
+        self.scales = not isinstance(pure, NoLossScale)
         self.here()
-
-    # The variables
-
-    @property
-    def scales(self) -> bool:
-        """False for `NoLossScale`."""
-        return not isinstance(self.pure, NoLossScale)
 
     def here(self, for_a_step: bool = False) -> Held:
         """The variables of the graph that is being built, or of the eager program; made when first asked for."""
@@ -79,21 +78,13 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
 
     def _make(self) -> Held:
         values = {"skipped_steps": 0, "last_step_skipped": False} | vars(start(self.pure))
-        with tf.name_scope("loss_scale/"):
-            return Held(
-                **{
-                    field: tf.compat.v1.Variable(
-                        values[field],
-                        name=name,
-                        dtype=dtype,
-                        trainable=False,
-                        use_resource=True,
-                        synchronization=tf.VariableSynchronization.AUTO,
-                        aggregation=tf.VariableAggregation.NONE,  # every replica comes to the same values
-                    )
-                    for field, (name, dtype) in _VARIABLES.items()
-                }
-            )
+        settings = {"trainable": False, "use_resource": True}
+        with tf.name_scope("loss_scale/"):  # not aggregated: every replica comes to the same values
+            made = {
+                field: tf.compat.v1.Variable(values[field], name=name, dtype=dtype, **settings)
+                for field, (name, dtype) in _VARIABLES.items()
+            }
+        return Held(**made)
 
     def _by_name(self) -> dict[str, Any]:
         held = self.here()
@@ -109,14 +100,8 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
     def _lookup_dependency(self, name: str, *args: Any) -> Any:
         return self._by_name().get(name)
 
-    # Reading them
-
     def read(self, what: str) -> Held:
-        """The variables of `here()`, for reading `what`; none are made.
-
-        Raises:
-            UsageError: the steps are in another graph.
-        """
+        """The variables of `here()`, for reading `what`; a UsageError if the steps are in another graph."""
         with tf.init_scope():
             graph = _graph()
         if graph in self._held and (graph in self._used or not self._used):
@@ -129,11 +114,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         )
 
     def on_host(self, what: str) -> ScaleArrays:
-        """The state as numbers, for `what`; synchronizes with the device.
-
-        Raises:
-            UsageError: not in an eager program.
-        """
+        """The state as numbers, for `what`; a UsageError outside of an eager program. Synchronizes with the device."""
         held = self.read(what)
         if not tf.executing_eagerly():
             raise UsageError(
@@ -141,53 +122,24 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
             )
         return ScaleArrays(*(float(getattr(held, f.name).numpy()) for f in fields(ScaleArrays)))
 
-    # A loss and its gradients
-
-    def scaled_loss(self, loss: Any) -> Any:
-        """S * loss in FP32 at least; of a function without arguments, a function."""
-        self._loss_was_scaled = True
-        if not self.scales:
-            return loss
-        if callable(loss):
-            return lambda: self.scaled_loss(loss())
-        loss = tf.convert_to_tensor(loss)
-        if loss.dtype.size < tf.float32.size:  # 65536 is infinite in FP16
-            loss = tf.cast(loss, tf.float32)
-        return loss * tf.cast(tf.convert_to_tensor(self.here(for_a_step=True).scale), loss.dtype)
-
-    def unscaled(self, gradients: Sequence[Any]) -> list[Any]:
-        """gradients * (1 / S), computed in FP32 at least, in the gradient's type; None stays None."""
-        self._gradients_were_unscaled = True
-        if not self.scales:
-            return list(gradients)
-        inv_scale = 1.0 / tf.convert_to_tensor(self.here(for_a_step=True).scale)
-        return [None if gradient is None else _times(gradient, inv_scale) for gradient in gradients]
-
     def require_scaled(self) -> None:
         """Raise CallOrderError if the loss was never scaled, or the gradients never unscaled."""
-        if not self.scales or (self._loss_was_scaled and self._gradients_were_unscaled):
+        if not self.scales or (self.loss_was_scaled and self.gradients_were_unscaled):
             return
-        fault = (
-            "the gradients were unscaled, and the loss was never scaled: they are too small by the loss scale"
-        )
-        if self._loss_was_scaled:
+        fault = "the loss was never scaled, so that small gradients are lost in fp16"
+        if self.loss_was_scaled:
             fault = "the loss was scaled, and the gradients were never unscaled: they are too large by the loss scale"
-        elif not self._gradients_were_unscaled:
-            fault = "the loss was never scaled, so that small gradients are lost in fp16"
+        elif self.gradients_were_unscaled:
+            fault = "the gradients were unscaled, and the loss was never scaled: they are too small by the loss scale"
         raise CallOrderError(
             f"apply_gradients: {fault}. Use optimizer.minimize(...); or take the gradients of "
             "optimizer.get_scaled_loss(loss) and apply optimizer.get_unscaled_gradients(gradients)."
         )
 
-    # A step
-
-    def step(self, grads_and_vars: Pairs, apply: Callable[[Pairs], Any]) -> Any:
+    def step(self, grads_and_vars: Sequence[tuple[Any, Any]], apply: Callable[[Any], Any]) -> Any:
         """Apply unscaled gradients, or skip the step if any of them is not finite on any replica.
 
-        Raises:
-            UsageError: called in a cross-replica context; or the rewrite is on, and XLA compiles this function.
-            LossScaleCollapseError: eagerly, if the patience ran out; in a graph that is an `InvalidArgumentError` with
-                the same message (XLA drops assertions: call `check()`).
+        Raises LossScaleCollapseError if the patience ran out, in a graph `InvalidArgumentError` (XLA drops it).
         """
         if tf.distribute.in_cross_replica_context():
             raise UsageError(
@@ -229,39 +181,25 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
             held.skipped_steps.assign(skipped + tf.cast(found_inf, skipped.dtype)),
             held.last_step_skipped.assign(found_inf),
         ]
-        collapsed = after.stuck >= getattr(self.pure, "patience", 1)
+        pure: Any = self.pure  # which is not NoLossScale here
+        has_collapsed = after.stuck >= pure.patience
         if tf.executing_eagerly():
-            if collapsed:
-                raise self._error([name for name, flag in zip(names, bad.numpy()) if flag])
+            if has_collapsed:
+                bad_names = ", ".join(name for name, flag in zip(names, bad.numpy()) if flag)
+                said = str(collapsed(pure, pure.patience))
+                raise LossScaleCollapseError(said, f"Gradients that are not finite: {bad_names}.")
             return None
-        with tf.control_dependencies([value for value in assigned if value is not None]):
-            stopped = self._stop(collapsed, bad, names)
-        return tf.group(applied, *assigned, stopped)
 
-    def _stop(self, collapsed: Any, bad: Any, names: Sequence[str]) -> Any:
-        """The assertion that ends a run in a graph whose patience has run out."""
-        if in_xla():
-            return tf.no_op()
-
-        def raised() -> Any:
+        def stop() -> Any:
             which = tf.strings.reduce_join(tf.boolean_mask(tf.constant(list(names)), bad), separator=", ")
-            told = tf.raw_ops.Assert(
-                condition=tf.constant(False),
-                data=[str(self._error()), "Gradients that are not finite:", which],
-            )
+            data = [str(collapsed(pure, pure.patience)), "Gradients that are not finite:", which]
+            told = tf.raw_ops.Assert(condition=tf.constant(False), data=data)
             with tf.control_dependencies([told] if told is not None else []):
                 return tf.constant(True)
 
-        return tf.cond(collapsed, raised, lambda: tf.constant(False))
-
-    def _error(self, names: Sequence[str] = ()) -> LossScaleCollapseError:
-        patience = getattr(self.pure, "patience", 1)
-        try:
-            check(self.pure, ScaleArrays(self.pure.scale, 0, patience, patience))
-        except LossScaleCollapseError as error:
-            of = f"Gradients that are not finite: {', '.join(names)}." if names else ""
-            return LossScaleCollapseError(str(error), of)
-        raise AssertionError(f"{self.pure} has no patience that could run out")
+        with tf.control_dependencies([value for value in assigned if value is not None]):
+            stopped = tf.no_op() if in_xla() else tf.cond(has_collapsed, stop, lambda: tf.constant(False))
+        return tf.group(applied, *assigned, stopped)
 
 
 class ScaleReads:
@@ -301,14 +239,26 @@ class ScaleReads:
         check(self._scaled.pure, self._scaled.on_host("check()"))
 
     def get_scaled_loss(self, loss: Any) -> Any:
-        """S * loss, for `tf.GradientTape`; of a function, a function."""
-        return self._scaled.scaled_loss(loss)
+        """S * loss in FP32 at least, for `tf.GradientTape`; of a function without arguments, a function."""
+        self._scaled.loss_was_scaled = True
+        if not self._scaled.scales:
+            return loss
+        if callable(loss):
+            return lambda: self.get_scaled_loss(loss())
+        loss = tf.convert_to_tensor(loss)
+        if loss.dtype.size < tf.float32.size:  # 65536 is infinite in FP16
+            loss = tf.cast(loss, tf.float32)
+        return loss * tf.cast(tf.convert_to_tensor(self._scaled.here(for_a_step=True).scale), loss.dtype)
 
     scale_loss = get_scaled_loss
 
     def get_unscaled_gradients(self, grads: Any) -> list[Any]:
-        """The gradients of a scaled loss times 1/S; None stays None."""
-        return self._scaled.unscaled(list(grads))
+        """The gradients of a scaled loss times 1/S, computed in FP32 at least, in their types; None stays None."""
+        self._scaled.gradients_were_unscaled = True
+        if not self._scaled.scales:
+            return list(grads)
+        inv_scale = 1.0 / tf.convert_to_tensor(self._scaled.here(for_a_step=True).scale)
+        return [None if gradient is None else _times(gradient, inv_scale) for gradient in grads]
 
 
 def _graph() -> Any:
@@ -323,10 +273,6 @@ def _done(apply: Callable[[], Any]) -> Any:
         return tf.constant(True)
 
 
-def _values(given: Any) -> Any:
-    return given.values if isinstance(given, tf.IndexedSlices) else given
-
-
 def _times(gradient: Any, factor: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices, gradient.dense_shape)
@@ -336,10 +282,11 @@ def _times(gradient: Any, factor: Any) -> Any:
 
 def _bad(gradients: Sequence[Any]) -> Any:
     """bool, shape [gradients that are not None]: which have a NaN or an infinity."""
-    values = [tf.convert_to_tensor(_values(gradient)) for gradient in gradients if gradient is not None]
-    if not values:
+    given = [gradient for gradient in gradients if gradient is not None]
+    if not given:
         raise UsageError(
             "apply_gradients: no variable has a gradient. Is the loss computed from the variables?"
         )
+    values = [tf.convert_to_tensor(one.values if isinstance(one, tf.IndexedSlices) else one) for one in given]
     real = [tf.abs(value) if value.dtype.is_complex else value for value in values]
     return tf.stack([tf.logical_not(tf.reduce_all(tf.math.is_finite(value))) for value in real])

@@ -1,9 +1,7 @@
 """Mixed precision by graph rewrite: grappler's auto mixed precision, and a loss scale around the optimizer.
 
-The model stays as it is written, in FP32. When TensorFlow optimizes a graph, its pass runs the ops on its lists in 16
-bits, with casts around them. `OPTIONS` names the pass of each precision: FP16 on GPUs from compute capability 7.0, BF16
-through oneDNN on CPUs. `precision="auto"` is fp16 where there is such a GPU; else bf16, if the CPU multiplies it
-natively; else fp32, which is no rewrite.
+When TensorFlow optimizes a graph, its pass runs the ops on its lists in 16 bits, with casts around them: FP16 on GPUs
+from compute capability 7.0, BF16 through oneDNN on CPUs.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ _WHERE = "enable_mixed_precision_graph_rewrite"
 OPTIONS = {"fp16": "auto_mixed_precision", "bf16": "auto_mixed_precision_onednn_bfloat16"}
 _PRECISIONS = ("auto", *OPTIONS)
 _OTHER_NAMES = {"float16": "fp16", "mixed_float16": "fp16", "bfloat16": "bf16", "mixed_bfloat16": "bf16"}
-_FULL = ("fp32", "float32", "none", "off")
 _TENSOR_CORES = (7, 0)
 ASSUME_NATIVE = "MEZZO_ASSUME_NATIVE"
 SIMULATE_GPU = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_SIMULATE_GPU"
@@ -37,7 +34,7 @@ SIMULATE_GPU = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_SIMULATE_GPU"
 
 @dataclass(frozen=True)
 class Rewrite:
-    """The decision of one call: `fp16`, `bf16`, or `fp32` for no rewrite; why; the loss scale as a policy writes it."""
+    """What one call decided: `fp16`, `bf16`, or `fp32` for no rewrite; why; the loss scale as a policy writes it."""
 
     precision: str
     why: str
@@ -68,8 +65,8 @@ def enable_mixed_precision_graph_rewrite(
         loss_scale: "dynamic", or "dynamic(init=1024,floor=1)"; "none"; a number; a DynamicLossScale, StaticLossScale or
             NoLossScale of Mezzo's, or a loss scale of `tf.compat.v1.mixed_precision`. "dynamic" alone means none where
             the rewrite computes in BF16 or not at all: both have FP32's range.
-        precision: "fp16" on a GPU, "bf16" on a CPU, or "auto" for what this machine is fast in. "float16" and
-            "mixed_float16" are fp16 too, "bfloat16" and "mixed_bfloat16" bf16.
+        precision: "fp16" on a GPU, "bf16" on a CPU, or "auto" for what this machine is fast in, else fp32, which is no
+            rewrite. "float16" and "mixed_float16" are fp16 too, "bfloat16" and "mixed_bfloat16" bf16.
         op_lists: removed; TensorFlow's environment variables say the same.
 
     Returns:
@@ -89,9 +86,8 @@ def enable_mixed_precision_graph_rewrite(
     refuse_policy(_WHERE)
     chosen, why = choose(precision)
     scale = _loss_scale(loss_scale, chosen)
-    rewrite = Rewrite(chosen, why, print_loss_scale(scale))
     wrapped = wrap(scale)
-    wrapped.rewrite = rewrite
+    wrapped.rewrite = rewrite = Rewrite(chosen, why, print_loss_scale(scale))
     if chosen in OPTIONS:
         SWITCH.on(OPTIONS[chosen])
     else:
@@ -106,19 +102,9 @@ def disable_mixed_precision_graph_rewrite() -> None:
 
 
 def choose(precision: str) -> tuple[str, str]:
-    """The precision on this hardware, `fp16`, `bf16` or `fp32`; and why, in words.
-
-    Raises:
-        UnknownNameError: no such precision; UsageError: FP32, for which no rewrite is needed.
-        UnsupportedPrecisionError: the rewrite cannot compute in it here.
-    """
+    """The precision on this hardware, `fp16`, `bf16` or `fp32`; and why, in words."""
     given, precision = precision, str(precision).lower()
     precision = _OTHER_NAMES.get(precision, precision)
-    if precision in _FULL:
-        raise UsageError(
-            f"{_WHERE}: precision is {given!r}. For FP32 leave the call out; if a rewrite is on, "
-            "disable_mixed_precision_graph_rewrite() turns it off."
-        )
     if precision not in _PRECISIONS:
         raise unknown_name("precision", str(given), _PRECISIONS, where=f"{_WHERE}: ")
     gpu = _gpu()
@@ -176,10 +162,8 @@ def _wrapper_for(optimizer: Any) -> Callable[[LossScale], Any]:
     """What wraps this optimizer in a loss scale. If it is of Keras or tf_keras, that is imported already."""
     v1 = tf.compat.v1
     keras2, keras3 = sys.modules.get("tf_keras"), sys.modules.get("keras")
-    scaled: list[Any] = [v1.mixed_precision.MixedPrecisionLossScaleOptimizer]
-    scaled += [keras2.mixed_precision.LossScaleOptimizer] if keras2 else []
-    scaled += [keras3.optimizers.LossScaleOptimizer] if keras3 else []
-    if isinstance(optimizer, (*scaled, V1Optimizer)):
+    scaled = isinstance(optimizer, v1.mixed_precision.MixedPrecisionLossScaleOptimizer)
+    if scaled or hasattr(optimizer, "inner_optimizer"):
         raise UsageError(f"{_WHERE}: {optimizer!r} scales the loss already. Give the optimizer inside it.")
     if isinstance(optimizer, v1.train.Optimizer):
         return lambda scale: V1Optimizer(optimizer, scale)
@@ -197,9 +181,9 @@ def _wrapper_for(optimizer: Any) -> Callable[[LossScale], Any]:
     ):
         from mezzo.tensorflow import keras2 as ours
 
-        legacy = isinstance(optimizer, keras2.optimizers.legacy.Optimizer)
-        wrapper = ours.LegacyLossScaleOptimizer if legacy else ours.LossScaleOptimizer
-        return lambda scale: wrapper(optimizer, scale)
+        if isinstance(optimizer, keras2.optimizers.legacy.Optimizer):
+            return lambda scale: ours.LegacyLossScaleOptimizer(optimizer, scale)
+        return lambda scale: ours.LossScaleOptimizer(optimizer, scale)
     raise UsageError(
         f"{_WHERE}: optimizer is {optimizer!r}. Give an instance of an optimizer of tf.compat.v1.train, such as "
         "AdamOptimizer(1e-3), of Keras 3 or of tf_keras."

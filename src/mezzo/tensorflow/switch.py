@@ -1,7 +1,6 @@
-"""Grappler's rewrite, on and off: TensorFlow's option, and TF1's Sessions.
+"""Grappler's rewrite, on and off. A `tf.function` follows TensorFlow's option at its next call.
 
-A `tf.function` follows the option at its next call, also if it was traced before. A Session keeps the options that it
-was made with. One that is given a `ConfigProto` ignores TensorFlow's option, so the option is added to the config.
+A Session keeps the options of when it was made; with a `ConfigProto` it ignores them, so the option is added there.
 """
 
 from __future__ import annotations
@@ -107,10 +106,8 @@ def refuse_policy(where: str) -> None:
         ("tf_keras", "tf_keras.mixed_precision.set_global_policy('float32')"),
     ):
         module: Any = sys.modules.get(name)
-        if module is None:
-            continue
-        policy = module.config.dtype_policy() if name == "keras" else module.mixed_precision.global_policy()
-        if policy.compute_dtype != policy.variable_dtype:
+        policy = module and module.mixed_precision.global_policy()
+        if policy and policy.compute_dtype != policy.variable_dtype:
             raise UsageError(
                 f"{where}: the dtype policy of {name} is {policy.name!r}, which is mixed precision already. Use one of "
                 f"the two: leave out enable_mixed_precision_graph_rewrite, or call {reset} first."

@@ -16,13 +16,7 @@ class LossScaleOptimizer(
 ):
     """A `tf.compat.v1.train.Optimizer` that scales the loss, unscales the gradients and skips steps that overflow.
 
-    On a skipped step no variable, slot or `global_step` changes. Other attributes are the inner optimizer's. An
-    object-based checkpoint holds the inner optimizer's state and the loss scale, so checkpoints of the plain optimizer
-    load here, and these there.
-
-    Args:
-        optimizer: the inner optimizer.
-        loss_scale: the loss scale; NoLossScale passes everything through.
+    Checkpoints hold the inner optimizer's state and the loss scale: those of the plain optimizer load here, and back.
     """
 
     GATE_NONE, GATE_OP, GATE_GRAPH = (
@@ -48,8 +42,8 @@ class LossScaleOptimizer(
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """The inner optimizer's pairs of gradient and variable, for the scaled loss and unscaled."""
-        pairs = self._optimizer.compute_gradients(self._scaled.scaled_loss(loss), *args, **kwargs)
-        gradients = self._scaled.unscaled([gradient for gradient, _ in pairs])
+        pairs = self._optimizer.compute_gradients(self.get_scaled_loss(loss), *args, **kwargs)
+        gradients = self.get_unscaled_gradients([gradient for gradient, _ in pairs])
         return [(gradient, variable) for gradient, (_, variable) in zip(gradients, pairs)]
 
     def apply_gradients(
@@ -66,17 +60,14 @@ class LossScaleOptimizer(
         self._scaled.require_scaled()
         pairs = list(grads_and_vars)
         _refuse_references([variable for _, variable in pairs])
-        self._make_slots([variable for gradient, variable in pairs if gradient is not None])
+        variables = [variable for gradient, variable in pairs if gradient is not None]
+        if self._scaled.scales and variables and not tf.distribute.has_strategy():
+            # Inside the branch the names of Adam's powers would begin with the branch's, and no checkpoint would load.
+            with tf.init_scope():
+                self._optimizer._create_slots(variables)
         return self._scaled.step(
             pairs, lambda pairs: self._optimizer.apply_gradients(pairs, global_step, name, **kwargs)
         )
-
-    def _make_slots(self, variables: list[Any]) -> None:
-        """Make the inner optimizer's variables before the branch: inside it the names of Adam's powers would begin with
-        the branch's, and a checkpoint of the plain optimizer would not load by name."""
-        if self._scaled.scales and variables and not tf.distribute.has_strategy():
-            with tf.init_scope():
-                self._optimizer._create_slots(variables)
 
     def get_slot(self, var: Any, name: str) -> Any:
         """The inner optimizer's slot."""
