@@ -18,6 +18,7 @@ import mezzo.tensorflow as mt
 from mezzo.core.errors import UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from mezzo.tensorflow.rewrite import SIMULATE_GPU, choose
+from mezzo.tensorflow.switch import SWITCH
 
 v1 = tf.compat.v1
 enable = mt.enable_mixed_precision_graph_rewrite
@@ -70,6 +71,8 @@ def test_a_session_is_rewritten_with_a_config_of_its_own_too() -> None:
 
 
 def test_a_session_from_before_is_warned_of_once() -> None:
+    SWITCH.on("auto_mixed_precision")  # the rewrite to fp16, whose option TensorFlow reads in every Session
+    SWITCH.off()
     for _ in range(2):
         v1.Session(graph=tf.Graph())
         with pytest.warns(UserWarning, match=r"a .*Session was made before .* Make Sessions after") as told:

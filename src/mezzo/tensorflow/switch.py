@@ -76,7 +76,10 @@ def _with_option(init: Callable[..., None], option: str) -> Callable[..., None]:
             options = config.graph_options.rewrite_options
             if getattr(options, option) != _OFF:  # the user's own OFF stays
                 setattr(options, option, _ON)
+        created = global_state.non_mixed_precision_session_created()
         init(self, target, graph, config)
+        # TensorFlow also counts this one if `off` has set another rewrite's option to OFF.
+        global_state.set_non_mixed_precision_session_created(created)
 
     return made
 
