@@ -157,7 +157,7 @@ def scaled(run: str, make: Make, kind: str) -> dict[str, Any]:
 SCALED: dict[str, Make] = {
     **OPTIMIZERS,
     **CLOSURES,
-    **{f"Mezzo {row}": OURS[row][0] for row in ("AdamW", "SGD momentum", "Lion", "AdamW int8 state")},
+    **{f"Mezzo {row}": OURS[row][0] for row in ("AdamW", "SGD momentum", "AdamW int8 state")},
 }
 
 

@@ -46,6 +46,10 @@ def locate(target: str, *, is_module: bool) -> Target:
     if not os.access(file, os.R_OK):
         near = sorted(p.name for p in path.parent.glob("*.py"))[:5] if os.path.isdir(path.parent) else []
         there = f" Scripts there: {', '.join(near)}." if near else ""
+        if folder:
+            raise UsageError(
+                f"{target!r} is a directory without a __main__.py.{there} Give the path of a script."
+            )
         raise UsageError(
             f"no script {str(file)!r} in {os.getcwd()} that can be read.{there} Give the path of a Python script."
         )
