@@ -19,7 +19,7 @@ from torch import nn
 import mezzo
 from bad_steps import is_finite, same
 from mezzo.core.errors import LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import DynamicLossScale, Observation, collapsed, from_state_dict
+from mezzo.core.loss_scale import DynamicLossScale, Observation, ScaleArrays, check, from_state_dict
 from mezzo.core.overflow import OverflowReport
 from run_scripts import launcher
 from training_steps import NAN, nobody_owns_anything, who_decides  # noqa: F401
@@ -119,7 +119,9 @@ def test_the_error_names_where_it_comes_from() -> None:
 
 
 def test_a_collapse_offers_remedies_and_else_the_general_one() -> None:
-    raised = collapsed(DynamicLossScale(), 50)
+    with pytest.raises(LossScaleCollapseError) as caught:
+        check(DynamicLossScale(), ScaleArrays(2.0**-14, 0, 50, 50))
+    raised = caught.value
     assert "module.PATTERN=fp32" in str(raised)
     remedies = ["this module in FP32: `fp16,module.b=fp32`", "bf16: `bf16`"]
     found = OverflowReport("overflow", "b", "mul", remedies=remedies)

@@ -216,7 +216,6 @@ REFUSED = [
     ("bf16,op.softmax=fp32,op.aten::softmax=lower", "op.softmax is given twice"),
     ("bf16,module.a..b=fp32", "'a..b' is not a module pattern"),
     ("bf16,modul.x=fp32", "unknown key 'modul.x'.*'module.PATTERN'"),
-    ("bf16,encoder.head=fp32", r"unknown key 'encoder.head'.*write module\.encoder\.head=fp32"),
     ("bf16,fp16", "'fp16' is not key=value. Only the first part may be a preset's name"),
     ("params=bf16,compute=fp16", r"^policy 'params=bf16,compute=fp16': .*Use params=fp32 or params=fp16\."),
     ("fp16,loss_scale=dynamc", "'dynamc' is not a loss scale"),
