@@ -182,13 +182,6 @@ def test_validation_between_steps_is_not_timed(monkeypatch: pytest.MonkeyPatch, 
     assert mp.decision.speedup == pytest.approx(2.0)
 
 
-def test_where_nothing_is_native_fp32_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    mp, _ = make("", monkeypatch)
-    assert mp.decision.precision == "fp32"
-    assert "no fast 16-bit format" in mp.decision.reason
-    assert mp.policy.is_fp32
-
-
 @pytest.mark.parametrize("ratio", [2.0, 0.5])
 def test_a_decision_is_carried_into_the_resumed_run(
     ratio: float, monkeypatch: pytest.MonkeyPatch, clock: Clock

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from rich.console import Console
 from torch import nn
 
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
-from mezzo.core.records import UpdateRecord
 
 # PyTorch's own, while it imports Inductor.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
@@ -143,26 +142,6 @@ def test_each_part_of_the_gpu_check_fails_for_itself(load: Load, tmp_path: Path)
     assert all((BENCHMARKS.parent / word).is_file() for word in words)
 
 
-def test_optimizers_take_turns_and_a_slow_one_stops_after_three(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    optimizers, order = load("optimizers"), list[str]()
-
-    def fake_seconds(step: Any, device: str) -> float:
-        step()
-        return 10.0 if order[-1] == "slow" else 0.001
-
-    monkeypatch.setattr(optimizers, "seconds", fake_seconds)
-    b, q, s = names = [optimizers.BASELINE, "quick", "slow"]
-    contender = optimizers.CONTENDERS[optimizers.BASELINE]
-    runners = {
-        name: SimpleNamespace(contender=contender, seconds=[], step=lambda name=name: order.append(name))
-        for name in names
-    }
-    optimizers.race(runners, 5, 12.0, "cpu", QUIET, "")
-    assert order == [b, q, s, q, s, b, s, b, q, b, q, q, b]
-
-
 def test_bytes_are_counted_by_storage_and_while_they_live(load: Load) -> None:
     live, emulation = load("live"), load("emulation")
     a = torch.zeros(10)
@@ -196,26 +175,6 @@ def test_emulated_policies_are_measured_beside_fp32_and_the_unknown_are_left_out
     assert fp16["kept"] == round(fp16["kept_bytes"] / fp32["kept_bytes"], 4) != 1
     judged = emulation.judge("fp16", {"time": [1.41, 1.39, 1.5], "kept": 0.601})
     assert judged == {"time": "open", "kept": "missed"}
-
-
-def test_transfer_pairs_the_same_steps_without_the_first_and_the_watched(load: Load) -> None:
-    transfer = load("transfer")
-    at = [0.0, 9.0, 18.0, 20.0, 30.0, 40.0, 43.0]
-    first = [UpdateRecord(i, 0, True, False, 1.0, time, observed=i == 4) for i, time in enumerate(at)]
-    second = [UpdateRecord(7 + i, 1, True, False, 1.0, 100.0 + i * 0.5) for i in range(4)]
-    assert transfer.step_times([*first, *second]) == {
-        "pretraining": {3: 2.0, 6: 3.0},
-        "head": {3: 0.5},
-        "fine-tuning": {},
-    }
-
-    def run(seconds: dict[int, float]) -> Any:
-        times = {stage: dict(seconds) if stage == "pretraining" else {} for stage in transfer.STAGES}
-        return transfer.Run(times, 90.0, 5_000_000, 1, 7.0, {})
-
-    whole, cut = run({3: 0.1, 4: 0.1, 5: 0.1, 6: 99.0}), run({3: 0.4, 4: 0.4, 5: 0.4})
-    (stage,) = transfer.rows({"fp32": [whole], "fp16": [cut]})["fp16"]["stages"].values()
-    assert (stage["steps"], stage["ratio"]) == (3, pytest.approx(4.0))
 
 
 def test_loss_scales_are_walked_over_gradients(

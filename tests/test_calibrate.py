@@ -74,13 +74,11 @@ class Offset(nn.Module):
         return (x + 4096.0) - 4096.0
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_the_modules_are_ranked_by_what_low_precision_does_to_the_loss(given: bool) -> None:
+def test_the_modules_are_ranked_by_what_low_precision_does_to_the_loss() -> None:
     """A planted cancellation is the first; a planted product is out of fp16's range and not of bf16's."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), Offset(), nn.Tanh(), Times(1e6), Times(1e-6), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if given else None
-    found = mezzo.calibrate(net, loss_of, batches(8), optimizer=optimizer)
+    found = mezzo.calibrate(net, loss_of, batches(8))
     ranking = found.sensitivity
     assert ranking is not None
     assert (ranking.steps, ranking.formats) == (4, ["bf16", "fp16", "e5m2", "e4m3fn"])

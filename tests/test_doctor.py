@@ -58,7 +58,7 @@ FOUND = {
     "rtx4090": "GeForce RTX 4090",
     "L4": "L4",
     "l40": "L40",
-    "H100 SXM": "H100 80GB HBM3",
+    "H100": "H100 PCIe, H100 80GB HBM3",
 }
 
 

@@ -114,22 +114,15 @@ def _own(state: tuple[Any, ...]) -> tuple[Any, ...]:
 
 OUTSIDE: dict[str, Callable[[], Any]] = {
     "nothing": lambda: torch.autocast("cpu", enabled=False),
-    "bf16": lambda: torch.autocast("cpu", BF16),
     "fp16, no cache": lambda: torch.autocast("cpu", FP16, cache_enabled=False),
-    "off, another dtype": lambda: torch.autocast("cpu", FP16, enabled=False),
     "Mezzo's": lambda: mezzo.autocast("fp16", "cpu"),
 }
 INSIDE: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "bf16": (lambda: mezzo.autocast("bf16", "cpu"), lambda: torch.autocast("cpu", BF16)),
-    "fp16": (lambda: mezzo.autocast("fp16", "cpu"), lambda: torch.autocast("cpu", FP16)),
+    "fp32": (lambda: mezzo.autocast("fp32", "cpu"), lambda: torch.autocast("cpu", enabled=False)),
     "no cache": (
         lambda: mezzo.autocast("bf16", "cpu", cache_enabled=False),
         lambda: torch.autocast("cpu", BF16, cache_enabled=False),
-    ),
-    "fp32": (lambda: mezzo.autocast("fp32", "cpu"), lambda: torch.autocast("cpu", enabled=False)),
-    "disabled": (
-        lambda: mezzo.autocast("bf16", "cpu", enabled=False),
-        lambda: torch.autocast("cpu", enabled=False),
     ),
 }
 

@@ -38,22 +38,6 @@ def test_shares_of_every_exponent_are_what_rounding_does(name: str, shift: int) 
         assert shares == Shares(**expected), f"2**{exponent} in {name}"
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(-40, 40), st.integers(-30, 30))
-def test_shares_are_of_what_is_finite_and_not_zero(counts: list[int], lowest: int, shift: int) -> None:
-    seen = Histogram(lowest, counts, zeros=5, infinities=7, nans=1)
-    for name in FORMATS:
-        shares = seen.shares(name, shift)
-        if not sum(counts):
-            assert shares is None
-            continue
-        expected = dict.fromkeys(("underflow", "subnormal", "normal", "overflow"), 0)
-        for place, count in enumerate(counts):
-            expected[fate(1.25 * 2.0 ** (lowest + place + shift), name)] += count
-        assert shares is not None
-        for field, number in expected.items():
-            assert getattr(shares, field) == pytest.approx(number / sum(counts), abs=1e-12)
-
-
 # The number at which each format overflows, and the one below it that does not.
 EDGES = [
     ("fp16", 65520.0, 65519.99609375),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from mezzo.core.calibration import rank
 from mezzo.core.formats import Format, named
 from mezzo.core.policy import Policy
-from mezzo.core.records import SensitivityRecord, read
+from mezzo.core.records import SensitivityRecord
 from mezzo.pytorch.autocast.context import autocast
-from mezzo.pytorch.run.session import run
 from mezzo.pytorch.sensitivity import Sensitivities
 from mezzo.pytorch.training.observers import Observers
-from mezzo.runner.lifecycle import RunRequest
 
 
 class Offset(nn.Module):
@@ -144,23 +141,6 @@ def test_every_module_that_computes_is_measured_and_nothing_changes(name: str) -
     assert all(row.squares > 0.0 for record in records for row in record.rows if row.module in ("0", "2"))
     inside = {"checkpoint": "1.inside", "attention": "2.self_attn"}
     assert {"0", inside.get(name, "0")} <= {row.module for row in records[-1].rows}
-
-
-def test_a_launched_script_computes_what_it_computes_unwatched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each loss and each weight that the script prints, to the last bit; and something was measured."""
-    script = str(Path(__file__).parent / "scripts" / "trainings.py")
-    file, printed = tmp_path / "run.jsonl", {}
-    for measures in (False, True):
-        argv = ("--only", "gradient_penalty")
-        request = RunRequest(script, argv, policy="fp32", records=file, summary=False, sensitivity=measures)
-        assert run(request) == 0
-        printed[measures] = capsys.readouterr().out
-    assert printed[False] == printed[True]
-    found = [one for one in read(file) if isinstance(one, SensitivityRecord)]
-    assert found
-    assert len({row.module for row in found[0].rows}) >= 2
 
 
 def test_the_modules_are_those_that_compute_themselves() -> None:

@@ -108,10 +108,7 @@ def calibrate_script(
     progress: Watcher | None = None,
     command: Sequence[str] = LAUNCH,
 ) -> Recommendation:
-    """Run the script in a child process and recommend.
-
-    Writes `policy.toml`, `calibration.json` and `runs/` to the folder; those of an earlier calibration are deleted
-    first. `command` runs a request's file.
+    """Run the script in a child process (by `command`), recommend, and write the folder's files anew.
 
     Raises:
         ScriptError: the script fails, no update could be watched, or no gradient is finite and not 0.

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Iterable
 from typing import Any
-
-from rich.console import Console
-from rich.padding import Padding
-from rich.text import Text
 
 from mezzo.core.errors import UsageError
 from mezzo.doctor.gpus import GpuModel, Recommendation, architecture, find, formats_at, from_capability
@@ -32,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Report on this machine, or on a GPU that is named."""
-    console, lines = Console(highlight=False), list[Text]()
+    lines: list[str] = []
     if arguments.capability is not None:
         raise UsageError(
             "--capability was removed in version 0.2. Name a GPU of that generation: --gpu H100, for example."
@@ -50,12 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
         advice = {"precision": found.precision, "reasons": list(found.reasons)}
         print(json.dumps({"schema": 1, **data, "recommendation": advice}, indent=2, allow_nan=False))
         return 0
-    for line in (*lines, Text.assemble("\n", (f"Use {found.precision}", "bold"))):
-        console.print(line, soft_wrap=True)
-    for reason in found.reasons:
-        console.print(Padding(Text(reason), (0, 0, 0, 2)))
+    reasons = [textwrap.fill(one, 100, initial_indent="  ", subsequent_indent="  ") for one in found.reasons]
     candidates = "bf16,fp16" if found.precision == "fp32" else found.precision
-    console.print(f"\nTry it: mezzo compare --precision {candidates} train.py", soft_wrap=True)
+    print(*lines, f"\nUse {found.precision}", *reasons, sep="\n")
+    print(f"\nTry it: mezzo compare --precision {candidates} train.py")
     return 0
 
 
@@ -83,7 +78,7 @@ def _measured(quick: bool) -> tuple[dict[str, Any], Recommendation]:
     return data, measure.recommend(rows, native, device=named)
 
 
-def _machine_lines(data: dict[str, Any]) -> Iterable[Text]:
+def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
     described = data["machine"]
     memory, gpu = described["memory_bytes"], described["gpu"]
     lines = {
@@ -94,28 +89,25 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[Text]:
         "software": f"PyTorch {described['torch']}, Python {described['python']}, {described['os']}",
     }
     for name, line in lines.items():
-        yield Text.assemble((f"{name:<14}", "bold"), line)
+        yield f"{name:<14}{line}"
     where = "on the CPU" if data["device"] == "cpu" else "on the GPU"
-    heading = f"Measured {where}", "bold"
-    yield Text.assemble("\n", heading, ", GFLOP/s: medians (and the middle half of the repeats)")
+    yield f"\nMeasured {where}, GFLOP/s: medians (and the middle half of the repeats)"
     kinds, cells = ["matmul", "conv step"], {}
     for row in data["measured"]:
         figures = (row["median"], row["low"], row["high"]) if row["repeats"] else ()
         texts = [f"{one:.0f}" if one >= 100 else f"{one:.3g}" for one in figures]
         cells[row["what"], row["format"]] = "{} ({} to {})".format(*texts) if texts else "-"
     forms = dict.fromkeys(row["format"] for row in data["measured"])
-    yield Text("{:<8}{:<24}{}".format("format", *kinds), "bold")
+    yield "{:<8}{:<24}{}".format("format", *kinds)
     for form in forms:
         found = [cells.get((kind, form), "-") for kind in kinds]
         if found != ["-", "-"]:
-            yield Text("{:<8}{:<24}{}".format(form, *found))
-    yield Text(f"memory bandwidth, by copying: {cells['copy', 'fp32']} GB/s")
+            yield "{:<8}{:<24}{}".format(form, *found)
+    yield f"memory bandwidth, by copying: {cells['copy', 'fp32']} GB/s"
     for reason in dict.fromkeys(row["reason"] for row in data["measured"] if row["reason"]):
-        yield Text(f"not measured: {reason}")
+        yield f"not measured: {reason}"
     if data["unsteady"]:
-        yield Text(
-            "The repeats vary widely: something else is using this machine. Measure again when it is idle."
-        )
+        yield "The repeats vary widely: something else is using this machine. Measure again when it is idle."
 
 
 def _gpu_line(gpu: dict[str, Any]) -> str:
@@ -124,14 +116,13 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
     return f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.0f} GB{capability}{count}"
 
 
-def _gpu_lines(model: GpuModel) -> Iterable[Text]:
+def _gpu_lines(model: GpuModel) -> Iterable[str]:
     number = "{}.{}".format(*model.capability)
     size = f"{model.memory_gb} GB at {model.bandwidth} GB/s"
-    title = f": {architecture(model.capability)}, compute capability {number}, {size}"
-    yield Text.assemble((model.name, "bold"), title)
+    yield f"{model.name}: {architecture(model.capability)}, compute capability {number}, {size}"
     for form, peak in model.peaks.items():
-        yield Text(f"  {form:<6}{peak:>8g} TFLOP/s{'' if form == 'fp32' else '   tensor cores'}")
-    yield Text(f"  dense peaks by: {model.source}")
+        yield f"  {form:<6}{peak:>8g} TFLOP/s{'' if form == 'fp32' else '   tensor cores'}"
+    yield f"  dense peaks by: {model.source}"
 
 
 def _gpu_json(model: GpuModel) -> dict[str, Any]:

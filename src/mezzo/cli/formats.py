@@ -14,26 +14,16 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
+from itertools import chain
 from typing import Any
-
-from rich.console import Console
-from rich.text import Text
 
 from mezzo.core import formats
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import ALIASES, FORMATS, OVERFLOW, Format, magnitude, named
 from mezzo.core.records import strict
 
-_FIELDS = {"sign": "bold red", "exponent": "green", "mantissa": "cyan"}
-_WORDS = {
-    "exact": "green",
-    "rounded": "",
-    "subnormal": "yellow",
-    "underflow": "bold red",
-    "overflow": "bold red",
-}
 _IN_JSON = (
     "name title source bits nexp nmant storage_bits bias minexp maxexp max min smallest_normal smallest_subnormal eps "
     "epsneg precision resolution has_infinity"
@@ -56,7 +46,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table, or numbers' bits."""
     words: list[str] = arguments.words
-    console = Console(highlight=False, soft_wrap=True)
     if words[:1] == ["show"]:
         if not words[1:]:
             raise UsageError("nothing to show: give a number, for instance `mezzo formats show -4.2e9`")
@@ -65,7 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
             for word in words[1:]
         ]
         shown: dict[str, Any] = {"numbers": numbers}
-        lines = [line for row in numbers for line in _number_lines(row["number"], row["formats"])]
+        lines: Iterable[str] = chain.from_iterable(
+            _number_lines(row["number"], row["formats"]) for row in numbers
+        )
     else:
         asked = [_format(word, words) for word in words] or list(FORMATS.values())
         shown = {"formats": [{name: getattr(form, name) for name in _IN_JSON.split()} for form in asked]}
@@ -73,8 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(strict({"schema": 1, **shown}), indent=2, allow_nan=False))
         return 0
-    for line in lines:
-        console.print(line)
+    print("\n".join(lines))
     return 0
 
 
@@ -135,14 +125,12 @@ def stored(number: float | Fraction, format: str, overflow: str = "infinity") ->
         if error and bits.kind == "zero":
             word = "underflow"
         elif exact > largest and error > Fraction(formats.ulp(largest, bits.format)) / 2:
-            word = (
-                "overflow"  # saturated: up to half a step above the largest it is rounded down like any other
-            )
+            word = "overflow"  # up to half a step above the largest a number is rounded down like any other
         elif bits.kind == "subnormal":
             word = "subnormal"
     return {
         "name": bits.format.name,
-        **dict(zip(_FIELDS, bits.fields)),
+        **dict(zip(("sign", "exponent", "mantissa"), bits.fields)),
         "code": f"{bits.code:#0{2 + (bits.format.bits + 3) // 4}x}",
         "value": bits.value,
         "absolute_error": absolute,
@@ -167,30 +155,22 @@ def _format(word: str, words: list[str]) -> Format:
     raise unknown_name("word", word, [*FORMATS, *ALIASES, "show"], where="give NAME, or show NUMBER: ")
 
 
-def _table_lines(forms: Sequence[Format]) -> list[Text | str]:
+def _table_lines(forms: Sequence[Format]) -> Iterator[str]:
     row = "{:<8}{:>8}{:>14}{:>14}{:>17}{:>14}".format
-    lines: list[Text | str] = [
-        Text(row("format", "bits", "largest", "normal from", "subnormal from", "eps"), "bold")
-    ]
+    yield row("format", "bits", "largest", "normal from", "subnormal from", "eps")
     for form in forms:
         numbers = map(written, (form.max, form.smallest_normal, form.smallest_subnormal, form.eps))
-        lines.append(row(form.name, f"1/{form.nexp}/{form.nmant}", *numbers))
-    return [
-        *lines,
-        "\nbits: sign/exponent/mantissa; eps: the gap between 1 and the next number above."
-        "\n`mezzo formats show NUMBER` shows what becomes of a number in each.",
-    ]
+        yield row(form.name, f"1/{form.nexp}/{form.nmant}", *numbers)
+    yield "\nbits: sign/exponent/mantissa; eps: the gap between 1 and the next number above."
+    yield "`mezzo formats show NUMBER` shows what becomes of a number in each."
 
 
-def _number_lines(number: str, formats: list[dict[str, Any]]) -> list[Text | str]:
-    legend = Text(" ").join(Text(field, style) for field, style in _FIELDS.items())
-    lines: list[Text | str] = [Text.assemble((number, "bold"), " in each format (", legend, ")")]
+def _number_lines(number: str, formats: list[dict[str, Any]]) -> Iterator[str]:
+    yield f"{number} in each format (sign exponent mantissa)"
     for one in formats:
-        line = Text.assemble((f"{one['name']:<10}", "bold"), (f"{one['word']:<10}", _WORDS[one["word"]]))
-        line.append(f" {written(one['value'], 12)}")
+        error = ""
         if one["absolute_error"]:
             absolute, relative = (written(one[f"{kind}_error"], 3) for kind in ("absolute", "relative"))
-            line.append(f"   error {absolute}, relative {relative}")
-        digits = Text(" ").join(Text(one[field], style) for field, style in _FIELDS.items())
-        lines += [line, Text(" " * 10) + digits]
-    return lines
+            error = f"   error {absolute}, relative {relative}"
+        yield f"{one['name']:<10}{one['word']:<10} {written(one['value'], 12)}{error}"
+        yield f"{'':<10}{one['sign']} {one['exponent']} {one['mantissa']}"

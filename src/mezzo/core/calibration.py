@@ -68,9 +68,6 @@ class ModuleSensitivity:
 class Sensitivity:
     """A ranking of the modules that compute something of their own, the most sensitive first.
 
-    A module that can't bear a 16-bit format comes before one that only can't bear 8 bits. Among equals, the one that
-    changes the loss most in the first format comes first.
-
     Args:
         loss: mean magnitude of the losses of the measured steps.
         margin: share of the loss that all modules together may change it by.
@@ -211,19 +208,11 @@ def recommend(
     format: str | None = None,
     ranked: Sequence[str | Format] = RANKED,
 ) -> Recommendation:
-    """What to train in, from the records of a few FP32 steps without a loss scale.
+    """What to train in, from the ranges and sensitivities of a few FP32 steps without a loss scale.
 
     The scale follows the largest gradient, of activations and of weights: if the loss is a mean over a batch, each
-    activation's gradient is divided by the batch and the weights' gradients, which sum over it, are not.
-
-    Args:
-        measured: ranges and sensitivities.
-        native: formats that the hardware to train on computes in.
-        format: one of `FORMATS`; None: bf16 if it is native, else fp16 if that is, else fp32.
-        ranked: the formats in the sensitivity records.
-
-    Raises:
-        UsageError: no step, or none with a gradient that is finite and not 0.
+    activation's gradient is divided by the batch and the weights' gradients, which sum over it, are not. `native` are
+    the formats of the hardware to train on, `ranked` those of the sensitivity records.
     """
     measured = list(measured)
     records = [one for one in measured if isinstance(one, RangesRecord) and one.rows]
@@ -352,9 +341,8 @@ def _policy(format: str, start: float, kept: Sequence[Kept]) -> str:
 def expected_square(roundings: Sequence[ModuleRounding]) -> float:
     """The expected squared change of the loss, from one module and format in several steps.
 
-    The mean over the steps of the larger of ``signed**2`` and ``squares``. For random errors both have the same
-    expectation, and `squares` varies less. For errors with a common direction (cancellation, saturation) only
-    `signed` shows it. Infinite if a sum is NaN or infinite.
+    For random errors ``signed**2`` and ``squares`` have the same expectation, and `squares` varies less. Errors with a
+    common direction (cancellation, saturation) show in `signed` only. So it is the mean of the larger of the two.
     """
     if not all(math.isfinite(one.signed) and math.isfinite(one.squares) for one in roundings):
         return math.inf
@@ -364,7 +352,11 @@ def expected_square(roundings: Sequence[ModuleRounding]) -> float:
 def rank(
     records: Sequence[SensitivityRecord], formats: Sequence[Format], margin: float = MARGIN
 ) -> Sensitivity | None:
-    """The ranking of the modules, from a record per measured step; None if nothing was measured."""
+    """The ranking of the modules, from a record per measured step; None if nothing was measured.
+
+    A module that can't bear a 16-bit format comes before one that only can't bear 8 bits. Among equals, the one that
+    changes the loss most in the first format comes first.
+    """
     found: dict[str, dict[str, list[ModuleRounding]]] = {}
     for row in (row for record in records for row in record.rows):
         found.setdefault(row.module, {}).setdefault(row.format, []).append(row)

@@ -19,15 +19,14 @@ class Compute:
     forward: str
     backward: str
     activations: str
-    summary: str
 
 
 _TABLE = (
-    Compute("fp32", "fp32", "fp32", "fp32", "single precision throughout"),
-    Compute("tf32", "tf32", "tf32", "fp32", "FP32 storage; factors of products with 10 bits of mantissa"),
-    Compute("bf16", "bf16", "bf16", "bf16", "bfloat16: FP32's range, 8 significant bits"),
-    Compute("fp16", "fp16", "fp16", "fp16", "half precision: 11 significant bits, needs a loss scale"),
-    Compute("fp8", "e4m3fn", "e5m2", "bf16", "linear layers multiply scaled 8-bit factors; the rest as bf16"),
+    Compute("fp32", "fp32", "fp32", "fp32"),
+    Compute("tf32", "tf32", "tf32", "fp32"),
+    Compute("bf16", "bf16", "bf16", "bf16"),
+    Compute("fp16", "fp16", "fp16", "fp16"),
+    Compute("fp8", "e4m3fn", "e5m2", "bf16"),
 )
 
 COMPUTE: Mapping[str, Compute] = MappingProxyType({each.name: each for each in _TABLE})

@@ -271,13 +271,9 @@ def start(pure: LossScale) -> ScaleArrays:
 
 
 def advance(pure: LossScale, state: ScaleArrays, found_inf: Any, xp: Any) -> ScaleArrays:
-    """The state after one step, as in `DynamicLossScale`'s docstring.
+    """The state after one step, as in `DynamicLossScale`'s docstring; the state in `pure` is not read.
 
-    Args:
-        pure: the settings; its own state is not read.
-        state: before the step.
-        found_inf: boolean, shape (): whether any gradient was NaN or infinite.
-        xp: the framework's namespace, of which only `where` is used: `numpy`, `tensorflow`, `torch`, ... or `Numbers`.
+    `found_inf` is boolean, of shape (). `xp` is the framework's namespace, of which only `where` is used, or `Numbers`.
     """
     # In each `where` the array comes first, because TensorFlow takes the dtype from it.
     overflows = xp.where(found_inf, state.overflows + 1, 0)
@@ -310,20 +306,16 @@ def on_host(pure: LossScale, state: ScaleArrays) -> LossScale:
 
 def check(pure: LossScale, state: ScaleArrays) -> None:
     """Raise LossScaleCollapseError if the patience ran out. Synchronizes with the device."""
-    if not isinstance(pure, NoLossScale) and (stuck := int(state.stuck)) >= pure.patience:
-        raise collapsed(pure, stuck)
-
-
-def collapsed(pure: StaticLossScale | DynamicLossScale, stuck: int) -> LossScaleCollapseError:
-    """The error for a scale whose patience ran out after this many skipped steps."""
+    if isinstance(pure, NoLossScale) or (stuck := int(state.stuck)) < pure.patience:
+        return
     if isinstance(pure, StaticLossScale):
-        return LossScaleCollapseError(
+        raise LossScaleCollapseError(
             f"{stuck} steps in a row were skipped: their gradients are not finite under the constant "
             f"loss scale {power_text(pure.scale)}.",
             NOT_THE_SCALE,
             "Else use a smaller constant, StaticLossScale.from_largest(...), or loss_scale='dynamic'.",
         )
-    return LossScaleCollapseError(
+    raise LossScaleCollapseError(
         f"the loss scale is at its floor {power_text(pure.floor)} and the last {stuck} steps were skipped.",
         NOT_THE_SCALE,
         "Else train in bf16, or keep the module that overflows in FP32: fp16,module.PATTERN=fp32.",

@@ -69,31 +69,24 @@ class Policy:
     'bf16,module.head=fp32'
 
     Args:
-        compute: what ops under the rule `lower` run in: fp32, tf32, bf16, fp16, fp8 (`mezzo.core.compute`),
-            or auto until `resolved`.
-        params: what parameters are stored in: fp32, bf16, fp16, or auto, which becomes the format of
-            `activations` where `masters` are named and fp32 elsewhere. Normalisations keep FP32 parameters in
-            any case.
-        output: what floating tensors leave the model in: fp32, bf16 or fp16.
-        loss_scale: ``none``; ``dynamic``; ``dynamic(init=1024,growth_interval=100)`` with any setting of
-            `DynamicLossScale`; a number
+        compute: the format of ops under the rule `lower`: fp32, tf32, bf16, fp16, fp8, or auto until `resolved`.
+        params: the format in which parameters are stored: fp32, bf16, fp16, or auto, which becomes the format of
+            `activations` where `masters` are named and fp32 elsewhere. Normalisations keep FP32 parameters.
+        output: the format of floating tensors that leave the model: fp32, bf16 or fp16.
+        loss_scale: ``none``; ``dynamic``, with any setting of `DynamicLossScale` as in ``dynamic(init=1024)``; a number
             (``1024``, ``2**10``) for a constant; or ``auto``, which becomes ``dynamic`` where anything is computed
             in fp16 and ``none`` elsewhere, once `compute` is known.
-        ops: (op, rule) pairs that override or extend the table in `mezzo.core.rules`. An op of another
-            library is written with its namespace: ``mylib::fused``.
-        modules: (path pattern, format) pairs; the last pattern that matches a module decides. Mappings are
-            taken for both.
-        masters: how the FP32 value of a 16-bit parameter is kept: ``fp32`` beside it; ``split`` into the
-            parameter and 16 more bits; ``split8`` into it and 8 more bits; ``none``. ``auto`` becomes
-            ``split`` for bf16 parameters and ``fp32`` for others: an FP32 parameter is its own master.
-        state: what the optimizer's moments are stored in: fp32, bf16 or int8.
-        recompute: ``none``, or ops (``gelu``, ``gelu+layer_norm``) whose 16-bit output is not kept for
-            backward but made again there from their input, which is kept in any case: bytes for time.
-        scaling: how fp8 factors are scaled: ``tensorwise`` or ``rowwise``; see `mezzo.core.compute`. Read where
-            anything is computed in fp8.
-        hidden: what recurrent layers carry from one time step to the next, their hidden and cell state:
-            ``fp32``, through PyTorch's FP32 operation; ``compute``, the format of `activations`; or ``auto``: what
-            the device's 16-bit operation does.
+        ops: (op, rule) pairs, or a mapping, that override or extend the table in `mezzo.core.rules`. An op of
+            another library is written with its namespace: ``mylib::fused``.
+        modules: (path pattern, format) pairs, or a mapping; the last pattern that matches a module decides.
+        masters: how the FP32 value of a 16-bit parameter is kept: ``fp32`` as a copy; ``split`` into the parameter and
+            16 more bits; ``split8`` into it and 8 more bits; ``none``. ``auto`` becomes ``split`` for bf16
+            parameters and ``fp32`` for others: an FP32 parameter is its own master.
+        state: the format of the optimizer's moments: fp32, bf16 or int8.
+        recompute: ``none``, or ops (``gelu+layer_norm``) whose 16-bit output is made again in backward.
+        scaling: how fp8 factors are scaled: ``tensorwise`` or ``rowwise``.
+        hidden: the format of a recurrent layer's hidden and cell state between time steps: ``fp32``, ``compute``
+            (that of `activations`), or ``auto``: what the device's 16-bit operation does.
 
     Raises:
         UnknownNameError: a format, rule, op or setting that does not exist; the message has the nearest one.

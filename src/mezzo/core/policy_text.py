@@ -5,7 +5,6 @@ This file turns text into `Entry` values and back; `mezzo.core.policy` checks th
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -88,11 +87,6 @@ def _entry(key: str, value: str, where: str) -> Entry:
         return Entry(head, name, value, where)
     if key in KEYS:
         return Entry(key, "", value, where)
-    if value in FORMATS and not difflib.get_close_matches(head, [*KEYS, "module", "op"], n=1):
-        raise UnknownNameError(
-            f"{where}unknown key {key!r}. For a module, or a Keras layer, of that name write module.{key}={value}; "
-            f"for an op, op.{key}=fp32. The other keys are {', '.join(sorted(KEYS))}."
-        )
     raise unknown_name("key", key, [*KEYS, "op.NAME", "module.PATTERN"], where=where)
 
 

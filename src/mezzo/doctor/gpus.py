@@ -91,9 +91,6 @@ def _model(row: str) -> GpuModel:
 
 MODELS = tuple(map(_model, _DATASHEETS.strip().splitlines()))
 
-# How people also call them.
-ALSO = {"H100 SXM": "H100 80GB HBM3", "H100 SXM5": "H100 80GB HBM3", "A100 SXM": "A100-SXM4-80GB"}
-
 
 def formats_at(capability: Capability) -> tuple[str, ...]:
     """The formats that tensor cores multiply at a compute capability, in order of their arrival."""
@@ -105,8 +102,7 @@ def find(name: str) -> tuple[GpuModel, ...]:
 
     Case, spaces, dashes and the words NVIDIA, Tesla and GeForce do not matter.
     """
-    also = {"".join(_words(other)): model for other, model in ALSO.items()}
-    wanted = _words(also.get("".join(_words(name)), name))
+    wanted = _words(name)
     same = tuple(model for model in MODELS if "".join(_words(model.name)) == "".join(wanted))
     found = same or tuple(model for model in MODELS if wanted and _words(model.name)[: len(wanted)] == wanted)
     if not found:

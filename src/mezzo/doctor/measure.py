@@ -41,7 +41,7 @@ Row = dict[str, Any]
 def row(what: str, form: str, work: float, seconds: Sequence[float] = (), reason: str = "") -> Row:
     """The figure of 10^9 operations (or bytes read and written) per run, from the seconds of each run.
 
-    ``low`` and ``high`` are the middle half of the repeats (their range, if fewer than four).
+    ``low`` to ``high`` is the middle half of the repeats (their range, if fewer than four).
     """
     found: Row = {"what": what, "format": form, "unit": "GB/s" if what == "copy" else "GFLOP/s"}
     found |= dict.fromkeys(("median", "low", "high", "seconds"))
@@ -56,7 +56,7 @@ def row(what: str, form: str, work: float, seconds: Sequence[float] = (), reason
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the measured work is: side of the square matrices, batch and side of the images, bytes to copy."""
+    """The measured work: side of the square matrices, batch and side of the images, bytes to copy."""
 
     side: int
     batch: int

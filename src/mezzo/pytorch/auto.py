@@ -47,12 +47,7 @@ class TrialDecision:
 
 
 class TimedTrial:
-    """Times the first training steps in FP32 and in a candidate format, and decides between them.
-
-    Equals, with the first `WARMUP` times of each precision dropped::
-
-        speedup = median(fp32_seconds) / median(candidate_seconds)
-        precision = candidate if speedup >= MIN_SPEEDUP else "fp32"
+    """Times the first training steps in FP32 and in a candidate format, and decides by the ratio of their medians.
 
     A step is the sum of its pieces, each from `start` to `pause`, without the time between them (the data loader). The
     device is synchronized at both ends.
