@@ -229,36 +229,3 @@ def test_a_junit_report_is_read(load: Callable[[str], ModuleType], tmp_path: Pat
         "test_a::torn": ("failed", "teardown"),
         "tests.test_b": ("failed", "collection failure"),
     }
-
-
-SCALER = """import torch, pytest
-def test_grad_scal_ours(): assert torch.amp.GradScaler is torch.GradScaler
-def test_grad_scal_theirs(): assert torch.GradScaler.__module__.startswith("torch")
-def test_grad_scal_broken_with_theirs_too(): assert False
-def test_other(): assert False
-"""
-REGIONS = """import torch
-def test_called_as_torch_s():
-    with torch.autocast("cpu", torch.bfloat16):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
-"""
-
-
-@pytest.mark.heavy  # four processes that import torch
-def test_conformance_runs_with_mezzo_in_place(
-    load: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conformance = load("conformance")
-    monkeypatch.delitem(conformance.SUITES, "autocast")
-    assert "test_torch.py" in conformance.measure(tmp_path)["not_run"]
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "test_torch.py").write_text(SCALER)
-    (tmp_path / "test" / "test_autocast.py").write_text(REGIONS)
-    suites = conformance.measure(tmp_path)["suites"]
-    assert {name: (suite["passed"], suite["of"]) for name, suite in suites.items()} == {
-        "GradScaler": (1, 2),
-        "autocast, by policy": (1, 1),
-    }
-    failed = suites["GradScaler"]["tests"]["test_torch::test_grad_scal_theirs"]
-    assert failed["outcome"] == "failed"
-    assert "assert False" in failed["why"]

@@ -17,7 +17,7 @@ from mezzo.core.comparison import Parity, final_count, final_loss, start_loss, t
 from mezzo.core.equivalence import paired_interval, pairs_needed, tost, tost_power
 from mezzo.core.errors import UsageError
 from mezzo.core.records import RecordWriter, UpdateRecord
-from mezzo.core.verdict import Margins, RunResult, Verdict, judge
+from mezzo.core.verdict import Margins, RunResult, judge
 
 STEPS = 100
 CLEAN = 1.0 + 1.5 * np.exp(-np.arange(STEPS) / 8)  # falls from 2.5 to 1: it learns 1.3 or so
@@ -388,32 +388,22 @@ def test_equivalent_names_the_failures_that_it_cannot_exclude() -> None:
 # How often the words are wrong, for runs whose truth is known.
 
 
-def draw(
-    rng: np.random.Generator, pairs: int, noise: float, harm: float, metric_noise: float | None
-) -> Verdict:
-    """Runs as chaos makes them: a seed's level, shared by its pair, and each run's own noise by windows."""
-
-    def one(level: float, gap: float) -> RunResult:
-        own = np.repeat(rng.standard_normal(10), STEPS // 10) * noise
-        metric = None if metric_noise is None else 98.0 + metric_noise * rng.standard_normal()
-        return RunResult(CLEAN + level + gap + own, metric, STEPS)
-
-    levels = 0.02 * rng.standard_normal(pairs)
-    baseline = {k: one(level, 0.0) for k, level in enumerate(levels)}
-    candidate = {k: one(level, harm) for k, level in enumerate(levels)}
-    return judge(baseline, candidate, {0: one(levels[0], 0.0)})
-
-
 @pytest.mark.heavy
-@pytest.mark.parametrize("metric_noise", [None, 2.0])
 @pytest.mark.parametrize("pairs", [1, 2])  # three and more: the simulation below
-def test_no_harm_is_called_divergent_in_at_most_five_percent(pairs: int, metric_noise: float | None) -> None:
-    rng = np.random.default_rng(pairs)
+def test_no_harm_is_called_divergent_in_at_most_five_percent(pairs: int) -> None:
+    """Runs as chaos makes them: a seed's level, shared by its pair, and each run's own noise by windows."""
+    rng, draws = np.random.default_rng(pairs), 200
+
+    def one(level: float, noise: float) -> RunResult:
+        own = np.repeat(rng.standard_normal(10), STEPS // 10) * noise
+        return RunResult(CLEAN + level + own, 98.0 + 2.0 * rng.standard_normal(), STEPS)
+
     for noise in (0.003, 0.05, 0.3):  # margin 0.005: from below it to sixty times it
-        draws = 200
-        wrong = sum(
-            draw(rng, pairs, noise, 0.0, metric_noise).parity is Parity.DIVERGENT for _ in range(draws)
-        )
+        wrong = 0
+        for _ in range(draws):
+            levels = dict(enumerate(0.02 * rng.standard_normal(pairs)))
+            fp32, ours = ({k: one(level, noise) for k, level in levels.items()} for _ in range(2))
+            wrong += judge(fp32, ours, {0: one(levels[0], noise)}).parity is Parity.DIVERGENT
         assert rate_is_at_most(wrong, draws, 0.05), f"noise {noise}: {wrong / draws:.2%}"
 
 
