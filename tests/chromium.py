@@ -1,7 +1,4 @@
-"""A headless Chromium for tests: a page as it is after its scripts ran, or a print of it.
-
-Each call starts a process with a profile of its own in a temporary folder.
-"""
+"""A headless Chromium for tests, with a profile of its own: a page as it is after its scripts ran, or a print of it."""
 
 from __future__ import annotations
 
@@ -32,14 +29,7 @@ needs_chromium = pytest.mark.skipif(FOUND is None, reason="no Chromium (chromium
 
 
 def run(page: Path, *flags: str, width: int = 1200, height: int = 900, dark: bool = False) -> str:
-    """Open a page and return what Chromium writes to its standard output.
-
-    Args:
-        page: the HTML file.
-        flags: what to do, for instance ``--dump-dom`` or ``--screenshot=FILE``.
-        width, height: of the window, in pixels. Chromium makes no window narrower than 500.
-        dark: whether the system asks for a dark theme.
-    """
+    """Open a page with flags and return Chromium's standard output; it makes no window narrower than 500."""
     assert FOUND is not None
     window = (f"--window-size={width},{height}", f"--blink-settings=preferredColorScheme={int(not dark)}")
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:

@@ -7,6 +7,7 @@ import random
 import struct
 from fractions import Fraction
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,11 +93,8 @@ _MANTISSAS = (0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000, 0x7F0000, 0x7F8000, 0x7F
 
 def to_fp32(number: float) -> float:
     """The FP32 number nearest to an FP64 one, ties to even."""
-    try:
-        rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]
-    except OverflowError:
-        return math.copysign(math.inf, number)
-    return rounded
+    with np.errstate(over="ignore"):
+        return float(np.float32(number))
 
 
 def noise_word(index: int, key: int) -> int:

@@ -61,7 +61,6 @@ def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureF
         ("fp16,module.a=bf16", "cpu", ["bf16"], "note: fp16 is emulated"),
         ("fp8", "cpu", ["bf16"], "note: fp8 is emulated on this CPU: factors"),
         ("fp8", "cuda", ["bf16", "fp8"], None),
-        ("bf16", "", None, None),  # records of an older version
     ],
 )
 def test_a_format_that_the_machine_only_stores_is_told(
@@ -69,11 +68,10 @@ def test_a_format_that_the_machine_only_stores_is_told(
     capsys: pytest.CaptureFixture[str],
     precision: str,
     device: str,
-    native: list[str] | None,
+    native: list[str],
     told: str | None,
 ) -> None:
-    machine = {} if native is None else {"device_type": device, "native_formats": native}
-    name = script(here, {"*": {"machine": machine}})
+    name = script(here, {"*": {"machine": {"device_type": device, "native_formats": native}}})
     assert main(["compare", name, "--precision", precision, "--seeds", "1"]) == 0
     out = capsys.readouterr().out
     report = (here / "mezzo-compare-train" / "report.html").read_text()
@@ -147,20 +145,6 @@ def test_wrong_usage_is_one_line_and_status_two(
     assert says in err
     assert "Traceback" not in err
     assert [path.name for path in here.iterdir()] == ["train.py"]
-
-
-def test_the_demos_metric_is_known(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    def keep(request: Any, *_: Any, **__: Any) -> None:
-        seen.append(request)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(verb, "compare", keep)
-    main(["compare", "--demo", "text-gpt", "--", "--steps", "5"])
-    assert seen[0].metric == r"validation loss: ([0-9.]+)"
-    assert seen[0].argv == ("--steps", "5")
-    assert seen[0].how_metric.higher is False
 
 
 @pytest.fixture

@@ -11,13 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 FOLDER = Path(__file__).parent.parent / "experiments"
-NUMPY = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,42 +96,6 @@ def test_what_paired_differences_establish(differences: list[float], behind: boo
     assert (found.behind, found.equivalent) == (behind, equivalent)
 
 
-def summed_by_hand(order: str, terms: list[float], form: str) -> float:
-    """The sum, one number at a time."""
-
-    def to(value: float) -> float:
-        return float(np.float64(value).astype(NUMPY[form]))
-
-    total: Any = 0.0
-    if order == "pairwise":
-        terms = [to(term) for term in terms]
-        while len(terms) > 1:
-            terms = [to(a + b) for a, b in zip(terms[::2], terms[1::2])]
-        return terms[0]
-    if order == "blocks":
-        total = np.float32(0)
-        for start in range(0, len(terms), 128):
-            total += np.float32(summed_by_hand("sequential", terms[start : start + 128], form))
-        return float(total)
-    for term in terms:
-        total = to(total + term) if order == "sequential" else np.float32(total) + np.float32(term)
-    return float(total)
-
-
-@pytest.mark.parametrize("form", NUMPY)
-@pytest.mark.parametrize("kind", ["equal", "positive", "zero mean"])
-@pytest.mark.parametrize("order", ["sequential", "pairwise", "blocks", "fp32"])
-def test_sums_are_those_made_one_number_at_a_time(order: str, kind: str, form: str) -> None:
-    accumulation = load("accumulation")
-    lengths = [16, 128, 256, 1024]
-    terms = accumulation.dot_products(1024, form)[kind][:, :2]
-    seen = accumulation.ORDERS[order](terms, form, lengths)
-    for lane in range(terms.shape[1]):
-        column = [float(term) for term in terms[:, lane]]
-        by_hand = [summed_by_hand(order, column[:length], form) for length in lengths]
-        assert [float(value) for value in seen[:, lane]] == by_hand
-
-
 @pytest.mark.heavy
 def test_the_cheapest_experiment_shows_its_findings_and_each_can_fail(tmp_path: Path) -> None:
     accumulation = load("accumulation")
@@ -180,22 +142,6 @@ def test_the_rule_of_2048(weight: float, share: float, in_fp16: bool, in_bf16: b
     assert (int(seen.counts.sum()), seen.steps) == (1, [7])
 
 
-@pytest.mark.parametrize(("name", "scale"), [("bf16", 1), ("fp16", 1024)])
-def test_a_plain_step_rounds_the_weight_and_nothing_else(name: str, scale: int) -> None:
-    torch.manual_seed(0)
-    model, rate, x = torch.nn.Linear(8, 4), 2.0**-6, torch.randn(16, 8)
-    step, region = load("lost_updates").stepper(name, model, rate)
-    for _ in range(5):
-        before = model.weight.detach().float()
-        with region():
-            loss = model(x).float().square().mean()
-        step(loss)
-        assert model.weight.grad is not None
-        exact = before - rate / scale * model.weight.grad.float()
-        assert torch.equal(model.weight.detach(), exact.to(model.weight.dtype))
-        assert model.weight.dtype.itemsize == 2
-
-
 GOOD = (5.0, 5.4, 5.2)
 
 
@@ -218,24 +164,6 @@ def test_a_gan_is_as_good(distances: tuple[float, ...], classes: int, holds: boo
     found = load("gan").as_good("name", "as good", runs_of(), runs_of(distances, classes))
     assert found.holds is holds
     assert found.seen.startswith(f"{word}: ")
-
-
-CANDIDATE: dict[str, Any] = {
-    "parity": "equivalent", "reason": "", "seeds": 5, "final_metric": 98.95, "fp32_metric": 99.0,
-    "metric_gap": -0.05, "metric_gap_interval": [-0.2, 0.1], "metric_margin": 0.5, "loss_gap": 0.001,
-    "loss_gap_relative": 0.0021, "margin_relative": 0.01, "skipped_steps": 0, "power": 0.59, "metric_power": 0.8,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("word", ["equivalent", "consistent", "inconclusive", "divergent"])
-def test_side_by_side_asks_for_a_proof(word: str) -> None:
-    side_by_side = load("side_by_side")
-    found = side_by_side.judged("cnn", "bf16", {**CANDIDATE, "parity": word})
-    assert (found.name, found.holds) == ("cnn-bf16-as-good", word == "equivalent")
-    control = side_by_side.judged("cnn", side_by_side.CONTROL, {**CANDIDATE, "parity": word})
-    assert (control.name, control.holds) == ("cnn-control-divergent", word == "divergent")
-    broken = {**CANDIDATE, "parity": word, "metric_gap": None, "reason": "Its loss is nan."}
-    assert side_by_side.judged("cnn", "bf16", broken).seen == f"{word}: Its loss is nan."
 
 
 def test_run_all_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

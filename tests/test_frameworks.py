@@ -124,6 +124,10 @@ def test_a_demo_brings_its_framework(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(UsageError, match="--demo pretended trains with keras: leave --framework pytorch out"):
         _asked("--demo", "pretended", "--framework", "pytorch")
     assert {demo.framework for demo in DEMOS.values()} <= FRAMEWORKS.keys()
+    request, _ = _asked("--demo", "text-gpt")
+    assert request.metric == DEMOS["text-gpt"].metric
+    assert request.how_metric is not None
+    assert not request.how_metric.higher
 
 
 # Options, a script and the advice. A run that died without a record, and one that failed with records, may both come

@@ -17,7 +17,7 @@ from mezzo.core.comparison import Parity, final_count, final_loss, start_loss, t
 from mezzo.core.equivalence import paired_interval, pairs_needed, tost, tost_power
 from mezzo.core.errors import UsageError
 from mezzo.core.records import RecordWriter, UpdateRecord
-from mezzo.core.verdict import Margins, RunResult, Verdict, judge
+from mezzo.core.verdict import Margins, RunResult, judge
 
 STEPS = 100
 CLEAN = 1.0 + 1.5 * np.exp(-np.arange(STEPS) / 8)  # falls from 2.5 to 1: it learns 1.3 or so
@@ -106,15 +106,6 @@ def test_pairs_needed_is_the_fewest_with_that_power(sd: float) -> None:
     assert pairs_needed(1000 * sd / 0.01, 1.0) is None
 
 
-@pytest.mark.parametrize("sd", [0.3, 0.5, 1.0, 2.0])
-@pytest.mark.parametrize("pairs", [3, 5, 10])
-def test_the_printed_power_is_the_true_one_on_average(pairs: int, sd: float) -> None:
-    """The plug-in estimate `tost_power(std(d), ...)` prints 33 % for 13 % at three pairs and one margin."""
-    d = np.random.default_rng(3).normal(0.0, sd, (2000, pairs))
-    printed = np.mean([equivalence.estimated_power(equivalence.null_deviation(one), pairs, 1.0) for one in d])
-    assert printed == pytest.approx(tost_power(sd, pairs, 1.0), abs=0.05)
-
-
 def test_a_gap_that_is_there_counts_as_noise_only_as_far_as_chance_goes() -> None:
     d = np.array([0.1, -0.1, 0.05, -0.05, 0.0])
     assert equivalence.null_deviation(d) == pytest.approx(np.sqrt(np.mean(d * d)))
@@ -143,8 +134,6 @@ THREE, WIDE, TEN = (0.0, 0.03, -0.02), (0.0, 0.3, -0.2), tuple(0.01 * np.sin(np.
 CLOSE = (0.0001, 0.0302, -0.0199)
 NORMAL_SCORES = stats.norm.ppf((np.arange(10) + 0.5) / 10)
 FAR_OUTSIDE = [gap + 0.015 * (k == 4) + 1e-4 * (k % 3) for k, gap in enumerate(TEN)]
-TWO_OUTSIDE = [gap + 0.010 * (k in (4, 7)) + 1e-4 * (k % 3) for k, gap in enumerate(TEN)]
-BETTER = [gap - 0.015 * (k == 4) + 1e-4 * (k % 3) for k, gap in enumerate(TEN)]
 LARGEST = [gap + 0.005 * 1.2 * NORMAL_SCORES[k] for k, gap in enumerate(TEN)]
 RUINED = {**runs(0.0001, 0.0301), 2: edited(-0.02, slice(50, None), 2.4)}
 DIVE = {**runs(0.0001, 0.0301), 2: edited(-0.02, slice(-3, None), 2.0)}
@@ -169,8 +158,6 @@ ROWS: dict[str, tuple[Any, Any, float | None, Parity, str]] = {
     "harm beyond the margin in every pair": (WIDE, (0.012, 0.3122, -0.1881), 1e-4, DIV, HARM),
     "two pairs beyond the margin": ((0.0, 0.3), (0.012, 0.3121), 1e-4, INC, "two pairs are too few"),
     "one of ten far outside": (TEN, FAR_OUTSIDE, 1e-4, CON, "one pair's harm of 0.0151 lies far outside"),
-    "two of ten far outside": (TEN, TWO_OUTSIDE, 1e-4, CON, "far outside"),
-    "one of ten far better": (TEN, BETTER, 1e-4, EQ, INSIDE),
     "the worst of ten is one of its kind": (TEN, LARGEST, 1e-4, EQ, INSIDE),
     "within the pairs' spread": (THREE, (0.04, 0.03, -0.02), 1e-3, CON, "its interval holds zero"),
     "not by enough": ((0.0, 0.001, -0.001), (0.006, 0.009, 0.0045), 1e-4, INC, UNSURE),
@@ -318,8 +305,6 @@ LENGTHS: list[tuple[str, dict[int, RunResult], RunResult, dict[int, RunResult], 
      {k: counted(200, 190, 10, gap=0.01 * k) for k in range(3)}, Parity.EQUIVALENT, ""),
     ("more than its skips explain", FIXED, counted(200, 200),
      {k: counted(210, 205, 5, gap=0.01 * k) for k in range(3)}, Parity.INCONCLUSIVE, "210 losses"),
-    ("accumulation over fewer losses", lengths(*[(200, 50)] * 3), counted(200, 50), lengths(*[(100, 50)] * 3),
-     Parity.INCONCLUSIVE, "100 losses and 50 updates"),
     ("a closure run again at a smaller scale", FIXED, counted(200, 200),
      {k: counted(213, 200, 0, 13, gap=0.01 * k) for k in range(3)}, Parity.EQUIVALENT, ""),
     ("a skipped closure of several losses", lengths(*[(200, 20)] * 3), counted(200, 20),
@@ -332,8 +317,6 @@ LENGTHS: list[tuple[str, dict[int, RunResult], RunResult, dict[int, RunResult], 
      lengths((170, 170), (210, 210), (200, 200)), Parity.EQUIVALENT, ""),
     ("early stopping, a little too soon", VARIES, counted(200, 200), lengths((155, 155), (200, 200), (190, 190)),
      Parity.INCONCLUSIVE, "155 losses"),
-    ("early stopping, far too soon", VARIES, counted(200, 200), lengths((80, 80), (200, 200), (190, 190)),
-     Parity.DIVERGENT, "80 losses"),
     ("harm stays harm", FIXED, counted(200, 200),
      {k: counted(199, 199, gap=0.05 + 0.01 * k) for k in range(3)}, Parity.DIVERGENT, "harm is established"),
 ]  # fmt: skip
@@ -388,32 +371,22 @@ def test_equivalent_names_the_failures_that_it_cannot_exclude() -> None:
 # How often the words are wrong, for runs whose truth is known.
 
 
-def draw(
-    rng: np.random.Generator, pairs: int, noise: float, harm: float, metric_noise: float | None
-) -> Verdict:
-    """Runs as chaos makes them: a seed's level, shared by its pair, and each run's own noise by windows."""
-
-    def one(level: float, gap: float) -> RunResult:
-        own = np.repeat(rng.standard_normal(10), STEPS // 10) * noise
-        metric = None if metric_noise is None else 98.0 + metric_noise * rng.standard_normal()
-        return RunResult(CLEAN + level + gap + own, metric, STEPS)
-
-    levels = 0.02 * rng.standard_normal(pairs)
-    baseline = {k: one(level, 0.0) for k, level in enumerate(levels)}
-    candidate = {k: one(level, harm) for k, level in enumerate(levels)}
-    return judge(baseline, candidate, {0: one(levels[0], 0.0)})
-
-
 @pytest.mark.heavy
-@pytest.mark.parametrize("metric_noise", [None, 2.0])
 @pytest.mark.parametrize("pairs", [1, 2])  # three and more: the simulation below
-def test_no_harm_is_called_divergent_in_at_most_five_percent(pairs: int, metric_noise: float | None) -> None:
-    rng = np.random.default_rng(pairs)
+def test_no_harm_is_called_divergent_in_at_most_five_percent(pairs: int) -> None:
+    """Runs as chaos makes them: a seed's level, shared by its pair, and each run's own noise by windows."""
+    rng, draws = np.random.default_rng(pairs), 200
+
+    def one(level: float, noise: float) -> RunResult:
+        own = np.repeat(rng.standard_normal(10), STEPS // 10) * noise
+        return RunResult(CLEAN + level + own, 98.0 + 2.0 * rng.standard_normal(), STEPS)
+
     for noise in (0.003, 0.05, 0.3):  # margin 0.005: from below it to sixty times it
-        draws = 200
-        wrong = sum(
-            draw(rng, pairs, noise, 0.0, metric_noise).parity is Parity.DIVERGENT for _ in range(draws)
-        )
+        wrong = 0
+        for _ in range(draws):
+            levels = dict(enumerate(0.02 * rng.standard_normal(pairs)))
+            fp32, ours = ({k: one(level, noise) for k, level in levels.items()} for _ in range(2))
+            wrong += judge(fp32, ours, {0: one(levels[0], noise)}).parity is Parity.DIVERGENT
         assert rate_is_at_most(wrong, draws, 0.05), f"noise {noise}: {wrong / draws:.2%}"
 
 

@@ -7,7 +7,7 @@ The script is a JSON object: run name (`bf16-1`), precision (`bf16`) or `*` -> b
     losses 40     how many                       nan 7         the loss that is NaN
     status 1      the exit status                crash "text"  print a traceback that ends so, exit 1
     say "text"    print it                       signal 9      kill oneself after the losses
-    hang true     sleep for a minute instead     unmoved true  no update moves
+    hang true     sleep for a minute instead
     machine {}    what to say of the machine
     refuse "why"  end as the real one does for a request that can't be run
     pace 0.01     sleep so long before each loss, and for half a minute where the parent is gone
@@ -59,8 +59,7 @@ def main() -> int:
         loss = 1 + 1.5 * math.exp(-i / 4) + level + 1e-4 * noise.gauss(0, 1) + does.get("shift", 0.0)
         at += does.get("seconds", 0.01) * (1 + 0.02 * noise.gauss(0, 1))
         writer.write(records.LossRecord(i, float("nan") if i == does.get("nan") else float(loss), at))
-        moved = not does.get("unmoved", False)
-        writer.write(records.UpdateRecord(i, 0, moved, not moved, 1.0, at))
+        writer.write(records.UpdateRecord(i, 0, True, False, 1.0, at))
     if request["observe"]:
         writer.write(records.MemoryRecord(does.get("memory", 1000), "tensor bytes"))
     print(does.get("say", ""), flush=True)
@@ -73,7 +72,7 @@ def main() -> int:
     if "crash" in does:
         print(f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n{does["crash"]}')
     status = does.get("status", 1 if "crash" in does else 0)
-    writer.write(records.RunEnded(status, at, does.get("notes", [])))
+    writer.write(records.RunEnded(status, at, []))
     if "mistake" in does:
         print(f"mezzo: {does['mistake']}")
         return 2
