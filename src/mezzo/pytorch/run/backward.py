@@ -60,8 +60,9 @@ class FoundInf:
         return [next(values[device]) != 0 for device in self._devices]
 
 
-Flags = list[tuple[FoundInf, int]]
-"""Of one leaf's gradient: each backward pass that added to it, and the leaf's place in that pass."""
+Flags = list[
+    tuple[FoundInf, int]
+]  # each backward pass that added to a leaf's gradient, and the leaf's place in it
 
 
 class Attempts:

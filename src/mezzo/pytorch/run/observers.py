@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
     from mezzo.pytorch.run.session import Session
 
-CALLS = 4
-"""Calls of one model between two backward passes that are watched live: the watch holds their graphs."""
+CALLS = 4  # of one model between two backward passes are watched live at most: the watch holds their graphs
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 
