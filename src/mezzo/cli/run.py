@@ -99,9 +99,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _toml(text: str) -> str:
     if not text.endswith(".toml"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a TOML file (*.toml). Give one, or use --precision"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a TOML file. Give one, or use --precision")
     return text
 
 

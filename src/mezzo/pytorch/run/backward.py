@@ -60,9 +60,7 @@ class FoundInf:
         return [next(values[device]) != 0 for device in self._devices]
 
 
-Flags = list[
-    tuple[FoundInf, int]
-]  # each backward pass that added to a leaf's gradient, and the leaf's place in it
+Flags = list[tuple[FoundInf, int]]  # the backward passes that added to a gradient, its leaf's place in each
 
 
 class Attempts:
