@@ -123,7 +123,7 @@ def test_children_and_their_children_end_with_the_comparison(tmp_path: Path, num
 def test_a_child_whose_parent_was_killed_while_it_started_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     (tmp_path / "r.json").write_text(json.dumps({"target": str(tmp_path / "s.py"), "policy": "fp32"}))
-    code = "import sys; from mezzo.pytorch.run.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    code = "import runpy; runpy.run_module('mezzo.pytorch.run', run_name='__main__')"
     for parent, ran in (("1", False), (str(os.getpid()), True)):
         subprocess.run(
             [sys.executable, "-c", code, str(tmp_path / "r.json")],

@@ -17,9 +17,9 @@ from mezzo.core.errors import UsageError
 from mezzo.core.overflow import OverflowReport, TensorFacts
 from mezzo.core.records import LossRecord, OverflowRecord, RunStarted, UpdateRecord
 from mezzo.pytorch.autocast.modules import to_fp32
-from mezzo.pytorch.run.__main__ import main
+from mezzo.pytorch.run.session import run
 from mezzo.pytorch.run.summary import findings
-from mezzo.runner.lifecycle import RunRequest
+from mezzo.runner.lifecycle import RunRequest, main
 
 TRAIN = """
 import sys
@@ -173,11 +173,11 @@ def test_a_child_process_runs_a_request_file(tmp_path: Path, capsys: pytest.Capt
     script, request = tmp_path / "s.py", tmp_path / "request.json"
     script.write_text("import sys; print(sys.argv[1]); sys.exit(7)")
     request.write_text(RunRequest(str(script), ("x",), policy="bf16", summary=False).to_json())
-    assert main([str(request)]) == 7
+    assert main([str(request)], run, "") == 7
     assert capsys.readouterr().out == "x\n"
     request.write_text(RunRequest("absent.py", policy="bf16").to_json())
     for words in ([], [str(tmp_path / "no.json")], [str(request)]):
-        assert main(words) == 2
+        assert main(words, run, "") == 2
     assert "no script 'absent.py'" in capsys.readouterr().err
 
 

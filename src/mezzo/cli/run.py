@@ -46,7 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="auto (default), bf16, fp16, fp8, tf32, fp32, or a policy: bf16,op.softmax=lower or bf16,masters=split",
     )
-    which.add_argument("--policy", metavar="FILE", help="a policy in a TOML file")
+    which.add_argument(
+        "--policy", metavar="FILE", dest="precision", type=_toml, help="a policy in a TOML file"
+    )
     parser.add_argument(
         "--watch",
         metavar="N",
@@ -95,6 +97,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign,assignment]
 
 
+def _toml(text: str) -> str:
+    if not text.endswith(".toml"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a TOML file. Give one, or use --precision")
+    return text
+
+
 def _interval(text: str) -> int:
     if text == _DEFAULT:
         return -1
@@ -109,13 +117,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "no script was given. Write: mezzo run SCRIPT [ARGS...], or mezzo run -m MODULE [ARGS...]"
         )
-    policy = arguments.precision or "auto"
-    if arguments.policy is not None:
-        policy = arguments.policy
-        if not policy.endswith(".toml"):
-            raise UsageError(
-                f"--policy {policy!r}: give a TOML file (its name ends in .toml), or use --precision"
-            )
     target, *argv = arguments.command
     if arguments.watch == -1 and target.isdigit() and not (arguments.module or Path(target).exists()):
         raise UsageError(
@@ -126,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         target=target,
         argv=tuple(argv),
         is_module=arguments.module,
-        policy=policy,
+        policy=arguments.precision or "auto",
         records=arguments.records,
         observe=arguments.observe,
         summary=not arguments.quiet,

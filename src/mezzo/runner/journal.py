@@ -27,7 +27,6 @@ from mezzo.core.records import (
 )
 
 _BATCH = 50
-
 # What `torch.utils.tensorboard` writes with. It imports neither torch nor TensorFlow.
 WRITER = "tensorboard.summary.writer.event_file_writer"
 

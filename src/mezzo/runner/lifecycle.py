@@ -172,8 +172,7 @@ def started(request: RunRequest, policy: str, machine: dict[str, Any]) -> RunSta
     )
 
 
-PARENT = "MEZZO_PARENT"
-"""Environment variable: the id of the process that waits for this one."""
+PARENT = "MEZZO_PARENT"  # environment variable: the id of the process that waits for this one
 
 
 def main(words: list[str], run: Callable[[RunRequest], int], module: str) -> int:

@@ -31,7 +31,7 @@ _TRACERS = {"FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode"}
 _CHECKED = (torch.float32, torch.float64)
 
 Backward = Callable[..., Any]
-_Hook = Callable[[Tensor | None], Tensor | None]
+_Run = Callable[[float, bool | None], Any]
 leaves_of = unseen(walks.leaves_of)
 
 
@@ -60,8 +60,7 @@ class FoundInf:
         return [next(values[device]) != 0 for device in self._devices]
 
 
-Flags = list[tuple[FoundInf, int]]
-"""Of one leaf's gradient: each backward pass that added to it, and the leaf's place in that pass."""
+Flags = list[tuple[FoundInf, int]]  # the backward passes that added to a gradient, its leaf's place in each
 
 
 class Attempts:
@@ -161,7 +160,8 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
             _run_until_finite(session, overflows, leaves, run, create_graph, retain_graph)
         return None
 
-    return _unseen_by_dynamo(backward)
+    backward._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo breaks its graph there anyway
+    return backward
 
 
 def make_grad(session: Session, original: Backward) -> Backward:
@@ -207,16 +207,11 @@ def make_grad(session: Session, original: Backward) -> Backward:
         _until_finite(session, attempt, retain_graph, keeps_graph=not in_transform)
         return dict(zip(inputs, results)) if isinstance(inputs, dict) else results
 
-    return _unseen_by_dynamo(grad)
+    grad._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return grad
 
 
-def _until_finite(
-    session: Session,
-    attempt: Callable[[float, bool | None], bool],
-    retain: bool | None,
-    *,
-    keeps_graph: bool = True,
-) -> None:
+def _until_finite(session: Session, attempt: _Run, retain: bool | None, *, keeps_graph: bool = True) -> None:
     """Call `attempt(scale, retain_graph)` at smaller and smaller scales until it returns True, or the scale is 1."""
     before, scale = session.scale, session.scale.scale
     while not attempt(scale, True if keeps_graph and scale > 1.0 else retain):
@@ -227,12 +222,7 @@ def _until_finite(
 
 
 def _run_until_finite(
-    session: Session,
-    overflows: Overflows,
-    leaves: list[Tensor],
-    run: Callable[[float, bool | None], None],
-    create_graph: bool,
-    retain_graph: bool | None,
+    session: Session, overflows: Overflows, leaves: list[Tensor], run: _Run, graph: bool, retain: bool | None
 ) -> None:
     """Backward whose gradients reach `.grad` only once they are finite, or were computed unscaled."""
     attempts = overflows.attempts = Attempts(overflows, session.scale.scale)
@@ -247,10 +237,10 @@ def _run_until_finite(
         return not attempts.overflowed
 
     try:
-        _until_finite(session, attempt, retain_graph)
+        _until_finite(session, attempt, retain)
     finally:
         overflows.attempts = None
-        if not create_graph:
+        if not graph:
             attempts.write_back()
     if not session.optimizers:
         session.observe(found_inf=attempts.overflowed)
@@ -295,7 +285,9 @@ class unscaling:  # noqa: N801, a context manager is named like a function
                 leaf._backward_hooks.pop(self, None)  # type: ignore[call-overload]
 
 
-def _unscale_hook(inverse: float, inverse_on_device: Tensor, slot: Tensor) -> _Hook:
+def _unscale_hook(
+    inverse: float, inverse_on_device: Tensor, slot: Tensor
+) -> Callable[[Tensor | None], Tensor | None]:
     def unscale(grad: Tensor | None) -> Tensor | None:
         if grad is None:  # a custom function's backward has returned None for this leaf
             return None
@@ -318,7 +310,7 @@ def _not_finite(grad: Tensor) -> Tensor:
     return numbers_of(grad).isfinite().all().logical_not()
 
 
-def _register_first(leaf: Tensor, key: object, hook: _Hook) -> None:
+def _register_first(leaf: Tensor, key: object, hook: Callable[..., Any]) -> None:
     """Register a hook that runs before the leaf's other hooks. (`register_hook` puts it last, and is slower.)"""
     hooks: Any = leaf._backward_hooks
     if hooks is None:
@@ -368,9 +360,3 @@ def _as_tuple(value: Any, length: int = 1) -> tuple[Any, ...]:
 def _tracing() -> bool:
     """Whether tensors have no values here: AOTAutograd derives a compiled graph's backward by `autograd.grad`."""
     return any(type(mode).__name__ in _TRACERS for mode in _get_current_dispatch_mode_stack())
-
-
-def _unseen_by_dynamo(function: Backward) -> Backward:
-    """Dynamo breaks its graph at `backward()` anyway, and must not trace into its replacement."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function

@@ -237,9 +237,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
 
     @unseen
     def leave(
-        module: nn.Module, entered: tuple[Context | None, bool], out: Any, *, failed: bool = False
+        module: nn.Module, context: Context | None, is_observed: bool, out: Any, *, failed: bool = False
     ) -> Any:
-        context, is_observed = entered
         try:
             if is_observed and failed:
                 observers.tell("step_dropped")
@@ -264,9 +263,9 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         try:
             out = original(self, *args, **kwargs)
         except BaseException:
-            leave(self, entered, None, failed=True)
+            leave(self, *entered, None, failed=True)
             raise
-        return leave(self, entered, out)
+        return leave(self, *entered, out)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _any_autocast() or _label_on(_LABEL) or IN_FP32 in self.__dict__:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
     from mezzo.pytorch.run.session import Session
 
-CALLS = 4
-"""Calls of one model between two backward passes that are watched live: the watch holds their graphs."""
+CALLS = 4  # of one model between two backward passes are watched live at most: the watch holds their graphs
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 
@@ -37,12 +36,9 @@ def watchers_for(session: Session) -> list[StepObserver]:
     if request.watch:
         from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
 
-        every = DEFAULT_EVERY if request.watch < 0 else request.watch
-        journal = session.journal
-        watch = RangeWatch(
-            None, None, every=every, clock=journal.now, note=journal.note, all_modules=request.watch_all
-        )
-        found.append(watch)
+        every, wide = DEFAULT_EVERY if request.watch < 0 else request.watch, request.watch_all
+        clock, note = session.journal.now, session.journal.note
+        found.append(RangeWatch(None, None, every=every, clock=clock, note=note, all_modules=wide))
     if request.sensitivity:
         from mezzo.pytorch.sensitivity import STEPS, Sensitivities
 

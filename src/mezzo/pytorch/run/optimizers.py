@@ -97,8 +97,7 @@ class Steps:
         self._next = itertools.count()  # the dictionary forgets those that are gone
         self._inside: set[int] = set()
         self._wrapped: list[tuple[Any, Any]] = []
-        # Modules whose calls are part of a compiled function: no code of ours runs before their forward pass, so their
-        # running statistics are saved at the end of the step before.
+        # Modules that a compiled function calls: their running statistics are saved at the end of the step before.
         self.traced: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def make_patch_step_function(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
