@@ -86,19 +86,8 @@ def grows(module: Any, x: Tensor) -> None:
     module.mean.fill_(module.seen.sum())
 
 
-def bf16(module: Any, x: Tensor) -> None:
-    module.low.mul_(0.5).add_(x.mean(0).bfloat16())
-
-
 def eight_bits(module: Any, x: Tensor) -> None:
     module.low.copy_((x.mean(0)).to(module.low.dtype))
-
-
-def late(module: Any, x: Tensor) -> None:
-    """Warm-up: the average begins to move in the fourth forward."""
-    module.count += 1
-    if module.count > 3:
-        in_place(module, x)
 
 
 def zeros(*shape: int) -> Tensor:
@@ -119,9 +108,7 @@ OWN: dict[str, Callable[[], nn.Module]] = {
     "None at first": lambda: Averages(last_seen, last=None),
     "expanded": lambda: Averages(expanded),
     "grows": lambda: Averages(grows, seen=zeros(1)),
-    "bf16": lambda: Averages(bf16, low=torch.zeros(4, dtype=torch.bfloat16)),
     "fp8": lambda: Averages(eight_bits, low=torch.zeros(4).to(F8)),
-    "late": lambda: Averages(late, count=torch.zeros((), dtype=torch.long)),
     "with a mask of -inf": lambda: Averages(in_place, mask=torch.full((4, 4), -INF).triu(1)),
 }
 

@@ -1,13 +1,11 @@
 """One small training task for every framework, and what its losses and scales must be.
 
 A perceptron (8 -> 16, tanh -> 4) learns a fixed function, and a `fuse` of one weight v decides which steps overflow: it
-adds mean(z v) to the loss, so that v's gradient is z, the batch's own number. Scaled, it is a sum of 32 equal terms,
-exact in fp16 as long as it is finite. So whether S z overflows is the same in any order of summation.
+adds mean(z v) to the loss, so that v's gradient is z, a sum of 32 equal terms, exact in fp16 as long as it is finite.
 
 Losses are compared within what the format allows. `run` is the task in numpy with every value rounded to the format;
-`tolerances` draws it again and again with each rounding replaced by a random error up to the bound that holds for any
-way of computing it: u |x| for one operation, n u |a| @ |b| for a sum of n products in any order (N. Higham, Accuracy
-and Stability of Numerical Algorithms, 2nd ed., (3.5)).
+`tolerances` draws it again and again with random errors instead, up to the bound for any way of computing it: u |x| for
+one operation, n u |a| @ |b| for a sum of n products (N. Higham, Accuracy and Stability of Numerical Algorithms, (3.5)).
 """
 
 from __future__ import annotations

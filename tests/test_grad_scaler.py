@@ -98,22 +98,6 @@ def test_equals_torch_event_by_event(
     assert same(*sides)
 
 
-def test_fused_sgd_with_momentum_starts_from_nothing_after_a_first_step_that_was_skipped() -> None:
-    results = []
-    for fused in (False, True):
-        params = parameters()
-        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5, fused=fused)
-        scaler = mezzo.GradScaler(init_scale=2.0)
-        litter = [torch.full((3,), 1e30) for _ in range(200)]
-        del litter
-        for event in (INF, 1.0, INF, 1.0):
-            train(scaler, optimizer, params, event)
-            if event == INF and fused and not results:
-                assert not any("momentum_buffer" in entry for entry in optimizer.state.values())
-        results.append([p.detach().clone() for p in params] + [optimizer.state_dict()["state"]])
-    assert same(*results)
-
-
 def test_unscales_with_the_scale_that_the_loss_was_multiplied_with() -> None:
     scaler, optimizer, params = started(init_scale=4.0)
     scaler.update(1024.0)
@@ -258,22 +242,12 @@ def test_several_devices_have_one_scale_and_nothing_is_read() -> None:
 
 @pytest.mark.parametrize("unscaled", [True, False])
 def test_a_closure_used_wrongly_is_loud(unscaled: bool) -> None:
-    params = parameters()
-    optimizer = OPTIMIZERS["sgd"](params)
-    scaler = mezzo.GradScaler()
-
-    def closure() -> Tensor:
-        loss = loss_of(params, 1.0)
-        loss.backward()
-        return loss
-
+    scaler, optimizer, params = started()
     if unscaled:
-        scaler.scale(loss_of(params, 1.0)).backward()
         scaler.unscale_(optimizer)
-    with pytest.raises(
-        CallOrderError, match="do not call unscale_" if unscaled else "did not scale its loss"
-    ):
-        scaler.step(optimizer, closure)
+    match = "do not call unscale_" if unscaled else "did not scale its loss"
+    with pytest.raises(CallOrderError, match=match):
+        scaler.step(optimizer, lambda: loss_of(params, 1.0))
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -27,8 +28,17 @@ from training_steps import (  # noqa: F401
     peak_bytes,
     run,
     same,
+    training,
     who_decides,
 )
+
+
+def from_zero(size: int, optimizer: Any, precision: str, **arguments: Any) -> tuple[Any, nn.Parameter]:
+    """A training of a (1, size) weight of zeros, from which each step subtracts the gradient."""
+    model = nn.Linear(size, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    mp = mezzo.MixedPrecision(model, optimizer(model.parameters(), lr=1.0), precision, **arguments)
+    return mp, model.weight
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -52,19 +62,12 @@ def test_equals_the_loop_written_by_hand_with_torch_amp(name: str, decides: str)
             optimizer.zero_grad()
             scales.append(scaler.get_scale())
 
-    twin = network()
-    mp = mezzo.MixedPrecision(
-        twin,
-        OPTIMIZERS[name](twin.parameters()),
-        "fp16",
-        clip_norm=0.1,
-        accumulate=2,
-        loss_scale=mezzo.DynamicLossScale(init=2.0**10, growth_interval=2),
-    )
+    scale = mezzo.DynamicLossScale(init=2.0**10, growth_interval=2)
+    mp = training(name, "fp16", clip_norm=0.1, accumulate=2, loss_scale=scale)
     results = [run(mp, index, factor) for index, factor in enumerate(factors)]
     assert [i for i, result in enumerate(results) if result.stepped] == [1, 5, 9, 11]
     assert [i for i, result in enumerate(results) if result.skipped] == [3, 7]
-    assert same([p.detach() for p in twin.parameters()], [p.detach() for p in model.parameters()])
+    assert same(list(mp.model.parameters()), list(model.parameters()))
     assert mp.loss_scale == scales[-1]
     assert [str(result.grad_norm) for result in results[1::2]] == list(map(str, norms))
 
@@ -77,26 +80,19 @@ def test_fp32_is_the_plain_loop_to_the_last_bit() -> None:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    twin = network()
-    mp = mezzo.MixedPrecision(twin, OPTIMIZERS["adamw-fused"](twin.parameters()), "fp32")
+    mp = training("adamw-fused", "fp32")
     for index in range(3):
         assert run(mp, index).stepped
-    assert same(list(twin.parameters()), list(model.parameters()))
+    assert same(list(mp.model.parameters()), list(model.parameters()))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_without_a_loss_scale_nothing_is_looked_at(precision: str) -> None:
-    model = network()
-    mp = mezzo.MixedPrecision(model, OPTIMIZERS["sgd"](model.parameters()), precision)
-    result = run(mp, factor=NAN)
+    result = run(training("sgd", precision), factor=NAN)
     assert (result.stepped, result.skipped, result.reason) == (True, False, "")
     assert result.loss_scale == 1.0
     assert result.grad_norm is None  # measuring would read every gradient once more
-    mp.close()
-    mp = mezzo.MixedPrecision(model, OPTIMIZERS["sgd"](model.parameters()), precision, clip_norm=math.inf)
-    result = run(mp, factor=NAN)
-    assert result.grad_norm is not None
-    assert math.isnan(result.grad_norm)
+    assert math.isnan(run(training("sgd", precision, clip_norm=math.inf), factor=NAN).grad_norm)
 
 
 @pytest.mark.parametrize("params", ["fp32", "fp16"])
@@ -115,24 +111,15 @@ def test_value_is_clipped_before_norm_and_the_norm_told_is_the_gradients_own(
     clip_value: float | None, clip_norm: float | None, expected: list[float], params: str
 ) -> None:
     """In FP32 also for fp16 weights: unscaled in fp16, some gradients would be subnormal."""
-    model = nn.Linear(2, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    mp = mezzo.MixedPrecision(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        "fp16",
-        params=params,
-        clip_value=clip_value,
-        clip_norm=clip_norm,
-        loss_scale=2.0**10,
-    )
-    result = mp.step((model.weight.float() * torch.tensor([[3.0, -4.0]])).sum())
+    clips: dict[str, Any] = {"clip_value": clip_value, "clip_norm": clip_norm}
+    mp, weight = from_zero(2, torch.optim.SGD, "fp16", params=params, loss_scale=2.0**10, **clips)
+    result = mp.step((weight.float() * torch.tensor([[3.0, -4.0]])).sum())
     if clip_norm is not None:
         assert result.grad_norm == 5.0
     elif params == "fp32":
         assert result.grad_norm is None
     tolerance = 1e-5 if params == "fp32" else 1e-3
-    assert (-model.weight.detach()).flatten().tolist() == pytest.approx(expected, rel=tolerance)
+    assert (-weight.detach()).flatten().tolist() == pytest.approx(expected, rel=tolerance)
 
 
 def test_a_sparse_gradient_s_norm_is_of_the_sums_by_index() -> None:
@@ -145,14 +132,13 @@ def test_a_sparse_gradient_s_norm_is_of_the_sums_by_index() -> None:
 
 
 def test_statistics_go_back_to_before_the_first_of_several_regions(decides: str) -> None:
-    model = network()
-    mp = mezzo.MixedPrecision(model, OPTIMIZERS["adamw-fused"](model.parameters()), "fp16")
+    mp = training("adamw-fused", "fp16")
     run(mp)
     before = everything(mp)
     with mp.autocast():
-        loss = model(batch()[0] * INF).sum()
+        loss = mp.model(batch()[0] * INF).sum()
     with mp.autocast():
-        loss = loss + model(batch()[0]).sum()
+        loss = loss + mp.model(batch()[0]).sum()
     assert mp.step(loss).skipped
     assert same(everything(mp), before)
 
@@ -210,25 +196,19 @@ def test_no_gradient_is_written(precision: str, low: bool, factor: float, decide
 
 
 def test_finite_gradients_whose_squares_overflow_fp32_are_no_overflow() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    mp = mezzo.MixedPrecision(model, SGD(model.parameters(), lr=1.0), "fp32", loss_scale=1.0, clip_norm=1.0)
-    result = mp.step((model.weight * 2.0**100).sum())
+    mp, weight = from_zero(2, SGD, "fp32", loss_scale=1.0, clip_norm=1.0)
+    result = mp.step((weight * 2.0**100).sum())
     assert result.stepped
     assert result.grad_norm == pytest.approx(math.sqrt(2) * 2.0**100)
-    assert model.weight.detach().flatten().tolist() == pytest.approx([-(0.5**0.5)] * 2)
+    assert weight.detach().flatten().tolist() == pytest.approx([-(0.5**0.5)] * 2)
 
 
 def test_small_fp16_gradients_are_unscaled_in_fp32() -> None:
     """2**-30 is zero in fp16: unscaled where it lies it would be lost, and the master would not move."""
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    lower_weights(model, "fp16")
-    optimizer = SGD(model.parameters(), lr=1.0)
-    mp = mezzo.MixedPrecision(model, optimizer, "fp16", loss_scale=2.0**16)
-    result = mp.step((model.weight.float() * 2.0**-30).sum())
+    mp, weight = from_zero(1, torch.optim.SGD, "fp16", params="fp16", loss_scale=2.0**16)
+    result = mp.step((weight.float() * 2.0**-30).sum())
     assert result.grad_norm == 2.0**-30
-    assert float(optimizer.master(model.weight)) == -(2.0**-30)
+    assert float(mp.optimizer.master(weight)) == -(2.0**-30)
 
 
 def test_a_sparse_gradient_is_refused_by_name() -> None:
@@ -271,13 +251,9 @@ def test_four_quarters_move_as_their_batch_does(precision: str) -> None:
 def test_flush_moves_by_the_mean_of_the_losses_that_were_seen(precision: str, seen: int) -> None:
     weights = []
     for accumulate in (4, seen):
-        model = nn.Linear(2, 1, bias=False)
-        nn.init.zeros_(model.weight)
-        mp = mezzo.MixedPrecision(
-            model, torch.optim.SGD(model.parameters(), lr=1.0), precision, accumulate=accumulate
-        )
+        mp, weight = from_zero(2, torch.optim.SGD, precision, accumulate=accumulate)
         for index in range(seen):
-            mp.step((model.weight * float(2 * index)).sum())
+            mp.step((weight * float(2 * index)).sum())
         if accumulate == 4:
             result = mp.flush()
             assert result.stepped
@@ -285,7 +261,7 @@ def test_flush_moves_by_the_mean_of_the_losses_that_were_seen(precision: str, se
             assert nothing.reason == "nothing accumulated since the last step"
             assert (nothing.updated, nothing.loss) == (False, None)
             assert "loss=None" in repr(nothing)
-        weights.append(model.weight.detach())
+        weights.append(weight.detach())
     assert torch.allclose(*weights, rtol=1e-6)
     assert torch.allclose(weights[0], torch.full((1, 2), -float(seen - 1)), rtol=1e-6)
 
@@ -294,9 +270,7 @@ def test_flush_moves_by_the_mean_of_the_losses_that_were_seen(precision: str, se
 def test_a_gan_each_side_has_its_own_gradients_and_scale(how: str) -> None:
     generator, judge = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     mp_g, mp_d = (
-        mezzo.MixedPrecision(
-            each, OPTIMIZERS["adamw-fused"](each.parameters()), "fp16", release_gradients=how == "released"
-        )
+        training("adamw-fused", "fp16", each, release_gradients=how == "released")
         for each in (generator, judge)
     )
     noise = torch.randn(5, 3)
@@ -326,7 +300,7 @@ def test_a_gan_each_side_has_its_own_gradients_and_scale(how: str) -> None:
 
 def test_module_overrides_of_the_policy_hold_while_it_is_open() -> None:
     model = network()
-    mp = mezzo.MixedPrecision(model, OPTIMIZERS["sgd"](model.parameters()), precision="bf16,module.0=fp32")
+    mp = training("sgd", "bf16,module.0=fp32", model)
     seen: list[torch.dtype] = []
     for index in (0, 3):
         model[index].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
@@ -341,27 +315,19 @@ def test_module_overrides_of_the_policy_hold_while_it_is_open() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_accumulated_gradients_are_fp32_and_lose_nothing(precision: str) -> None:
     """300 equal gradients of 1: a bf16 sum stops at 256; fp16's would be scaled past its largest number."""
-    model = nn.Linear(1, 1, bias=False)
-    mp = mezzo.MixedPrecision(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        precision,
-        masters="fp32",
-        accumulate=300,
-        loss_scale=2.0**16,
-    )
-    mp._fused.set_master(model.weight, torch.zeros(1, 1))
+    arguments: dict[str, Any] = {"masters": "fp32", "accumulate": 300, "loss_scale": 2.0**16}
+    mp, weight = from_zero(1, torch.optim.SGD, precision, **arguments)
     for _ in range(299):
-        mp.step((model.weight * torch.ones(1, 1, dtype=model.weight.dtype)).float().sum())
-    assert model.weight.grad is not None
-    assert model.weight.grad.dtype is torch.float32
-    result = mp.step(model.weight.float().sum())
+        mp.step((weight * torch.ones(1, 1, dtype=weight.dtype)).float().sum())
+    assert weight.grad is not None
+    assert weight.grad.dtype is torch.float32
+    result = mp.step(weight.float().sum())
     assert result.stepped
     # 2**16 / 300 is rounded where a 16-bit gradient begins.
     assert result.grad_norm == pytest.approx(1.0, rel=2**-8)
-    assert float(mp._fused.master(model.weight)) == pytest.approx(-1.0, rel=2**-8)
+    assert float(mp.optimizer.master(weight)) == pytest.approx(-1.0, rel=2**-8)
     mp.close()
-    assert model.weight.grad_dtype is model.weight.dtype
+    assert weight.grad_dtype is weight.dtype
 
 
 class Tied(nn.Module):
@@ -401,20 +367,15 @@ def test_peak_of_gradient_accumulation(tied: bool) -> None:
 @pytest.mark.parametrize("bad", [None, -1], ids=["finite", "the last is bad"])
 @pytest.mark.parametrize(("accumulate", "seen"), [(1, 1), (3, 2), (3, 3)])
 def test_every_result_has_the_last_loss_of_its_window(accumulate: int, seen: int, bad: int | None) -> None:
-    def made() -> mezzo.MixedPrecision:
-        model = nn.Linear(2, 1, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return mezzo.MixedPrecision(model, optimizer, "fp16", accumulate=accumulate)
-
-    mp = made()
-    weight = next(mp.model.parameters())
+    mp, weight = from_zero(2, torch.optim.SGD, "fp16", accumulate=accumulate)
     losses = [weight.float().sum() * 0.0 + 1.5 * (index + 1) for index in range(seen)]
     if bad is not None:
         losses[bad] = losses[bad] * INF
     given = [float(loss.detach()) for loss in losses]
     results = [mp.step(loss) for loss in losses]
     if seen < accumulate:
-        state, mp = mp.state_dict(), made()
+        state = mp.state_dict()
+        mp, _ = from_zero(2, torch.optim.SGD, "fp16", accumulate=accumulate)
         mp.load_state_dict(state)
         results.append(mp.flush())
         given.append(given[-1])

@@ -9,40 +9,33 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import mezzo
 from mezzo.core import records
 from mezzo.core.errors import CallOrderError, UsageError
 from training_steps import (  # noqa: F401
     INF,
-    NAN,
-    OPTIMIZERS,
     Broken,
     batch,
-    everything,
     network,
     nobody_owns_anything,
     run,
     same,
-    who_decides,
+    training,
 )
 
 
 def test_states_of_grad_scalers_load() -> None:
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=5)
-    model = network()
-    mp = mezzo.MixedPrecision(model, OPTIMIZERS["sgd"](model.parameters()), "fp16")
+    mp = training("sgd", "fp16")
     for state in (theirs.state_dict(), mezzo.GradScaler(init_scale=2.0**9, growth_interval=5).state_dict()):
         mp.load_state_dict(state)
         assert mp.loss_scale == 2.0**9
         assert mp.state_dict()["loss_scale"]["growth_interval"] == 5
     mp.load_state_dict({})
     assert mp.loss_scale == 2.0**9
-    mp.close()
-    bf16 = mezzo.MixedPrecision(model, OPTIMIZERS["sgd"](model.parameters()), "bf16")
     with pytest.warns(UserWarning, match="no dynamic loss scale"):
-        bf16.load_state_dict(theirs.state_dict())
+        training("sgd", "bf16").load_state_dict(theirs.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -54,8 +47,7 @@ def test_states_of_grad_scalers_load() -> None:
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change: Callable[[Any], Any], message: str) -> None:
-    model = network()
-    mp = mezzo.MixedPrecision(model, OPTIMIZERS["sgd"](model.parameters()), "fp16", accumulate=3)
+    mp = training("sgd", "fp16", accumulate=3)
     run(mp)
     with pytest.raises(UsageError, match=message):
         mp.load_state_dict(change(mp.state_dict()))
@@ -65,7 +57,7 @@ def test_a_backward_that_raises_drops_its_window() -> None:
     weights = []
     for fails in (True, False):
         model = network()
-        mp = mezzo.MixedPrecision(model, OPTIMIZERS["sgd"](model.parameters()), "fp16", accumulate=2)
+        mp = training("sgd", "fp16", model, accumulate=2)
         if fails:
             run(mp, 5)
             x = torch.tanh(model[0](batch(6)[0]))
@@ -79,10 +71,7 @@ def test_a_backward_that_raises_drops_its_window() -> None:
 
 def test_records_tell_of_every_loss_and_update(tmp_path: Path) -> None:
     writer = records.RecordWriter(tmp_path / "run.jsonl")
-    model = network()
-    mp = mezzo.MixedPrecision(
-        model, OPTIMIZERS["sgd"](model.parameters()), "fp16", accumulate=2, records=writer
-    )
+    mp = training("sgd", "fp16", accumulate=2, records=writer)
     for factor in (1.0, 1.0, 1.0, INF):
         run(mp, factor=factor)
     mp.close()
@@ -98,10 +87,6 @@ def test_records_tell_of_every_loss_and_update(tmp_path: Path) -> None:
     assert "NaN or infinite" in updates[1].reason
 
 
-def made(model: nn.Module) -> Any:
-    return mezzo.MixedPrecision(model, OPTIMIZERS["sgd"](model.parameters()), "fp16")
-
-
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
@@ -113,7 +98,7 @@ def made(model: nn.Module) -> Any:
     ],
 )
 def test_losses_that_backward_can_not_start_from(loss: Any, message: str) -> None:
-    mp = made(network())
+    mp = training("sgd", "fp16")
     with pytest.raises(UsageError, match=message):
         mp.step(loss)
     assert run(mp).stepped
@@ -121,23 +106,23 @@ def test_losses_that_backward_can_not_start_from(loss: Any, message: str) -> Non
 
 def test_shared_parameters_are_refused_until_the_other_is_closed_or_gone() -> None:
     model = network()
-    first = made(model)
+    first = training("sgd", "fp16", model)
     with pytest.raises(UsageError, match="already has some of these parameters"):
-        made(model)
+        training("sgd", "fp16", model)
     first.close()
-    second = made(model)
+    second = training("sgd", "fp16", model)
     del second
-    made(model)
+    training("sgd", "fp16", model)
 
 
 def test_flush_before_any_step_is_an_error() -> None:
     with pytest.raises(CallOrderError, match=r"mp\.step\(loss\)"):
-        made(network()).flush()
+        training("sgd", "fp16").flush()
 
 
 def test_frozen_parameters_are_an_error_and_thawed_ones_train() -> None:
     model = network()
-    mp = made(model)
+    mp = training("sgd", "fp16", model)
     x = torch.ones(2, 4, requires_grad=True)
     for p in model.parameters():
         p.requires_grad_(False)
@@ -160,7 +145,4 @@ def test_frozen_parameters_are_an_error_and_thawed_ones_train() -> None:
     ],
 )
 def test_a_loss_scale_may_be_written_as_a_policy_writes_it(text: str, expected: Any) -> None:
-    net = network()
-    mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp16", loss_scale=text)
-    assert mp._resolved.scaler.on_host() == expected
-    mp.close()
+    assert training("sgd", "fp16", loss_scale=text)._resolved.scaler.on_host() == expected

@@ -86,36 +86,6 @@ def test_looking_into_the_skips_changes_nothing(order: str, launch: Launch) -> N
     assert differing(ours, LAST["state"]) == []
 
 
-PARTS = """
-import torch, sys
-from torch import nn
-from two_networks import LAST
-torch.manual_seed(0)
-encoder = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-model = nn.Sequential(encoder, nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-good = 0
-for event in sys.argv[1]:
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(good))
-    x, good = (x * float("inf"), good) if event == "b" else (x, good + 1)
-    optimizer.zero_grad()
-    (encoder(x).square().mean() + model(x).square().mean()).backward()
-    optimizer.step()
-LAST["state"] = model.state_dict()
-"""
-
-
-def test_a_network_and_a_part_of_it_called_by_itself(launch: Launch) -> None:
-    """Both have copies of the same buffers; those of the part are older."""
-    states = []
-    for run in ("gbbg", "gg"):
-        ran = launch(PARTS, run, policy="fp16,loss_scale=128", trace=False)
-        assert [update.moved for update in ran.of("update")] == [event == "g" for event in run]
-        states.append(LAST["state"])
-    assert is_finite(states[0])
-    assert differing(*states) == []
-
-
 SPOILED = """
 import sys, torch
 from torch import nn

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import mezzo
 from mezzo.pytorch import loss_scaler
 from mezzo.pytorch.memory import PeakTensorBytes
 from mezzo.pytorch.training import mixed_precision
@@ -53,6 +54,11 @@ def who_decides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def network() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def training(optimizer: str, precision: str, model: nn.Module | None = None, **arguments: Any) -> Any:
+    model = network() if model is None else model
+    return mezzo.MixedPrecision(model, OPTIMIZERS[optimizer](model.parameters()), precision, **arguments)
 
 
 def batch(seed: int = 0, size: int = 16) -> tuple[Tensor, Tensor]:

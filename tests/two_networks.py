@@ -65,12 +65,12 @@ class Training:
 
         Without `of` it stays whatever is skipped.
         """
-        with self._no_trace(name, of), self.region(region or of or name):
+        with self.no_trace(name, of), self.region(region or of or name):
             out: Tensor = self.networks[name](x).float()
         return out
 
     @contextmanager
-    def _no_trace(self, name: str, of: str) -> Iterator[None]:
+    def no_trace(self, name: str, of: str) -> Iterator[None]:
         holders = [module._buffers for module in self.networks[name].modules()]
         before = [
             {key: (b, None if b is None or is_lazy(b) else b.clone()) for key, b in h.items()}
@@ -134,13 +134,6 @@ def kept_over_the_step(t: Training) -> None:
     real = t.call("b", t.spoiled(t.batch(), "b"), of="b")
     t.update("b", loss_of(real) + loss_of(t.call("b", fake.detach(), of="b") - 1))
     t.update("a", loss_of(t.call("b", t.spoiled(fake, "a"), of="a")))
-
-
-def generator_first(t: Training) -> None:
-    fake = t.call("a", t.batch(), of="a")
-    t.update("a", loss_of(t.call("b", t.spoiled(fake, "a"), of="a")))
-    real = t.call("b", t.spoiled(t.batch(), "b"), of="b")
-    t.update("b", loss_of(real) + loss_of(t.call("b", fake.detach(), of="b") - 1))
 
 
 def retained(t: Training) -> None:
@@ -252,17 +245,27 @@ def frozen(t: Training) -> None:
     t.update("b", loss_of(t.call("frozen", t.spoiled(t.call("b", t.batch(), of="b"), "b"), of="b")))
 
 
+def part_by_itself(t: Training) -> None:
+    """Both have copies of the same buffers; those of the part are older."""
+    t.clear("a")
+    x = t.spoiled(t.batch(), "a")
+    with t.no_trace("a", "a"):
+        part = t.networks["a"][1](x)
+    t.update("a", loss_of(part) + loss_of(t.call("a", x, of="a")), clear=False)
+
+
 Order = Callable[[Training], None]
 ORDERS: dict[str, Order] = {
     order.__name__: order
     for order in (
-        kept_over_the_step, generator_first, retained, penalty, critics, critics_without_gradients,
+        kept_over_the_step, retained, penalty, critics, critics_without_gradients,
         frozen_judge, infinite_fake, unrelated, accumulating,
     )
 }  # fmt: skip
 # Here a backward, or a network, belongs to no MixedPrecision.
 OF_A_SCRIPT: dict[str, Order] = {
-    order.__name__: order for order in (both_backward, one_loss, backwards_before_steps, frozen)
+    order.__name__: order
+    for order in (both_backward, one_loss, backwards_before_steps, frozen, part_by_itself)
 }
 WINDOWS = {"accumulating": {"a": 2}}
 
