@@ -133,7 +133,6 @@ def test_a_linear_layer_to_everyone_else() -> None:
     expected = loss(head.logits(hidden).flatten(0, 1), target.flatten())
     for copied in (head, copy.deepcopy(head), pickle.loads(pickle.dumps(head)), head.eval()):
         torch.testing.assert_close(copied(hidden, target), expected)
-    assert "label_smoothing=0.1" in repr(head)
     with pytest.raises(UsageError, match=r"head.logits\(hidden\)"):
         head(hidden)
     with pytest.raises(UsageError, match=r"\[31\]"):

@@ -101,11 +101,7 @@ def test_split_equals_the_loop_written_by_hand_and_separate_masters(accumulate: 
     for masters in ("split", "fp32"):
         twin = network()
         mp = mezzo.MixedPrecision(
-            twin,
-            torch.optim.AdamW(twin.parameters(), lr=0.1),
-            "bf16",
-            masters=masters,
-            accumulate=accumulate,
+            twin, torch.optim.AdamW(twin.parameters(), lr=0.1), "bf16", masters=masters, accumulate=accumulate
         )
         for index in range(20):
             run(mp, index)

@@ -175,13 +175,6 @@ class LinearCrossEntropy(nn.Linear):
         """[..., in] -> [..., num_classes], as ``nn.Linear`` gives them: for evaluation and generation."""
         return F.linear(input, self.weight, self.bias)
 
-    def extra_repr(self) -> str:
-        """The sizes, and the options that are not PyTorch's defaults."""
-        given = [
-            f"{key}={value!r}" for key, value in vars(self.options).items() if value != getattr(Options, key)
-        ]
-        return ", ".join([super().extra_repr(), *given])
-
 
 def _check_shapes(
     input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None

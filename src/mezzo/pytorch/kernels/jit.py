@@ -199,12 +199,9 @@ def _cache() -> Path | None:
         return None
 
 
-# PyTorch's own threads, for functions that are not PyTorch's.
-#
 # A second pool of threads would contend with PyTorch's, which spin for a while after each operation. GNU's, Intel's and
-# LLVM's OpenMP libraries all have `GOMP_parallel`, the entry of GCC's `#pragma omp parallel`, and PyTorch has loaded
-# one of them: a parallel region costs microseconds. Where there is none (macOS, Windows), and in a forked process,
-# whose OpenMP threads are gone, Python's threads do it: ctypes releases the interpreter's lock for the call.
+# LLVM's OpenMP libraries all have `GOMP_parallel`, and PyTorch has loaded one of them: a parallel region costs
+# microseconds. On macOS and Windows, and in a forked process, whose OpenMP threads are gone, Python's threads serve.
 
 _forked = False
 

@@ -78,12 +78,7 @@ def check_targets(given: Rows) -> None:
 def _losses(x: Tensor, given: Rows, rows: slice) -> Tensor:
     _, target, weight, ignore_index, label_smoothing = given
     return F.cross_entropy(
-        x,
-        target[rows],
-        weight,
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=label_smoothing,
+        x, target[rows], weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
 
 

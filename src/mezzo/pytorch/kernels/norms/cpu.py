@@ -73,13 +73,7 @@ def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    kept: Tensor,
-    form: Form,
-    wants_dx: bool,
-    wants_sums: bool,
+    dy: Tensor, x: Tensor, weight: Tensor | None, kept: Tensor, form: Form, wants_dx: bool, wants_sums: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx like `x`, dweight and dbias in FP32 [columns], as far as wanted; `kept`: the statistics of `forward`."""
     _, columns, _, is_centred = form
