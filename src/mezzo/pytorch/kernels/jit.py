@@ -35,8 +35,7 @@ import torch
 from mezzo.core.errors import MezzoError
 from mezzo.core.version import VERSION
 
-CACHE = "MEZZO_CACHE_DIR"
-"""Environment variable that names the cache folder."""
+CACHE = "MEZZO_CACHE_DIR"  # environment variable that names the cache folder
 
 _numba: Any = numba  # its annotations cover a part of it, and another part in each release
 _BOUND = re.compile(r"^(\w+) = (\S+)  # bound$", re.MULTILINE)

@@ -21,8 +21,7 @@ from mezzo.pytorch.kernels.plain import differentiable_gradients, is_plain
 _HALVES = (torch.float16, torch.bfloat16)
 _CLASSES, _WEIGHTS = (torch.int64, torch.uint8), (*_HALVES, torch.float32)
 _DEVICES = ("cpu", "cuda")
-SMALL = 1 << 15
-"""Number of logits up to which PyTorch's operations are faster, and their FP32 copies small."""
+SMALL = 1 << 15  # number of logits up to which PyTorch's operations are faster, and their FP32 copies small
 
 NONE, MEAN, SUM = 0, 1, 2  # ATen's numbers of the reductions
 

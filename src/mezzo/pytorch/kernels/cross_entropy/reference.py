@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 1 << 20
-"""Elements that are FP32 at once."""
+CHUNK = 1 << 20  # elements that are FP32 at once
 
 
 class Rows(NamedTuple):
