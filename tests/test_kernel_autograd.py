@@ -118,11 +118,7 @@ KERNELS: dict[str, Kernel] = {
     ),
     "max_pool2d": Kernel(pooled, in_fp32(pooled), (((2, 2, 8, 8), BF16),), policy="bf16"),
     "tf32 linear": Kernel(
-        F.linear,
-        F.linear,
-        MATRICES,
-        refuses=(None, "Batching rule not implemented"),
-        policy="tf32",
+        F.linear, F.linear, MATRICES, refuses=(None, "Batching rule not implemented"), policy="tf32"
     ),
     "emulated linear": Kernel(F.linear, in_fp32(F.linear), LOW_AND_FP32, policy="fp16"),
     "emulated conv2d": Kernel(F.conv2d, in_fp32(F.conv2d), IMAGES, policy="fp16"),

@@ -12,15 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo.core.errors import UsageError
 from mezzo.optim import SGD, adopt
-from optimizer_steps import (
-    RULES,
-    Rule,
-    assert_same,
-    everything,
-    parameters,
-    run,
-    weights,
-)
+from optimizer_steps import RULES, Rule, assert_same, everything, parameters, run, weights
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

@@ -147,17 +147,6 @@ def test_on_overflow_no_byte_changes_and_block_sizes_make_no_difference(
     assert overflow == 0
 
 
-def test_noise_differs_by_ordinal_and_by_step() -> None:
-    hyper, ones = sgd_hyper(1e-3), torch.ones(1000)
-    rows = [row(ones, hyper, "none", ordinal=i) for i in (0, 0, 1)]
-    step(hyper, ones, *rows)
-    assert torch.equal(rows[0].weight, rows[1].weight)
-    assert not torch.equal(rows[0].weight, rows[2].weight)
-    rows[0].weight.fill_(1)
-    step(hyper, ones, rows[0])
-    assert not torch.equal(rows[0].weight, rows[1].weight)
-
-
 def test_a_row_without_a_gradient_is_unchanged_and_an_empty_one_counts_its_steps() -> None:
     hyper = HYPERS["adamw"]
     still, empty = row(start(10), hyper, "split", "int8"), row(start(0), hyper, "split", "int8")

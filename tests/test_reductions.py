@@ -188,10 +188,7 @@ def test_gradients_of_several_devices_are_refused() -> None:
 
 # On a GPU.
 
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=GPU, id=str(dtype)) for dtype in DTYPES])

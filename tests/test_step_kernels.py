@@ -238,20 +238,6 @@ def test_the_host_never_waits_for_a_norm_and_a_step(device: str) -> None:
 
 
 @ON_GPU
-def test_one_launch_updates_all(device: str) -> None:
-    ours = cases.rows(ADAMW, special=False, device=device)
-    step = stepper(device)
-    cases.move(step, ADAMW, ours)
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiled:
-        cases.move(step, ADAMW, ours)
-        torch.cuda.synchronize()
-    events = [event for event in profiled.events() if event.device_type is torch.autograd.DeviceType.CUDA]
-    assert [event.name for event in events if "Memcpy" not in event.name] == ["step_kernel"]
-
-
-@ON_GPU
 def test_a_step_in_a_cuda_graph_repeats_and_does_not_disturb_others(device: str) -> None:
     ours = cases.rows(ADAMW, device=device)
     expected = cases.copied(ours)

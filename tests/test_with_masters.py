@@ -15,7 +15,6 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.optimizer_step.reference import encode_master
 from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
 from mezzo.pytorch.weights.stored_parameters import lower_weights
-from optimizer_steps import saved_and_loaded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -82,13 +81,6 @@ def trained(name: str, steps: int = 3) -> tuple[nn.Sequential, WithMasters]:
         give_gradients(model, seed=index)
         optimizer.step()
     return model, optimizer
-
-
-def go_on(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    for index in range(3):
-        give_gradients(model, seed=10 + index)
-        optimizer.step()
-    return masters(model, optimizer)
 
 
 NAN = float("nan")
@@ -292,27 +284,6 @@ def test_what_is_refused() -> None:
 
 
 # States.
-
-
-@pytest.mark.parametrize(
-    ("name", "steps", "order"),
-    [
-        *((name, 3, "model first") for name in OPTIMIZERS),
-        ("adamw", 0, "model first"),
-        ("custom", 3, "reversed"),
-    ],
-)
-def test_a_saved_state_goes_on_to_the_bit(name: str, steps: int, order: str) -> None:
-    model, optimizer = trained(name, steps)
-    states = saved_and_loaded([model.state_dict(), optimizer.state_dict()])
-    other = model_of(seed=1)
-    lower_weights(other)
-    resumed = with_masters(OPTIMIZERS[name](other.parameters()))
-    loads = [lambda: other.load_state_dict(states[0]), lambda: resumed.load_state_dict(states[1])]
-    for load in loads if order == "model first" else loads[::-1]:
-        load()
-    assert same(masters(other, resumed), masters(model, optimizer))
-    assert same(go_on(other, resumed), go_on(model, optimizer))
 
 
 def test_a_state_of_the_plain_optimizer_is_taken() -> None:

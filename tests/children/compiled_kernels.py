@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 import triton
@@ -21,7 +18,6 @@ import stepper_cases as cases
 from mezzo.pytorch.kernels.optimizer_step import pointer_table
 from mezzo.pytorch.kernels.optimizer_step import triton as step
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SIGNATURE = {
     **dict.fromkeys(("chunks", "rows", "current"), "*i64"),
     "hypers": "*fp64",
@@ -45,15 +41,11 @@ def report(rule: str, modes: list[list[str]]) -> dict[str, object]:
     needed = {STATES[mode[1]] for mode in modes if hyper.states} | {
         width for mode in modes for width in WIDTHS[mode[0]]
     }
-    machine, registers, spilled = disassembled(made.asm["cubin"])
     return {
         "fma": len(re.findall(r"\bfma\.rn\.f32\b", assembly)),
         "inexact": sorted(
             set(re.findall(r"\b(?:fma|mad|div|sqrt|rcp|ex2)\.[\w.]*f32\b|\S+\.ftz\S*", assembly)) - EXACT
         ),
-        "machine_fma": len(re.findall(r"\bFFMA\b", machine)),
-        "registers": registers,
-        "spilled_bytes": spilled,
         "vectors": [
             (assembly.count(f"ld.global.{VECTORS[w]}"), assembly.count(f"st.global.{VECTORS[w]}"), w)
             for w in sorted(needed)
@@ -62,21 +54,6 @@ def report(rule: str, modes: list[list[str]]) -> dict[str, object]:
 
 
 EXACT = {"div.rn.f32", "sqrt.rn.f32", "fma.rn.f32"}
-
-
-def disassembled(cubin: bytes) -> tuple[str, int, int]:
-    """Machine instructions, registers a thread, and bytes of its stack."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin)
-        machine = subprocess.run(
-            [TOOLS / "nvdisasm", "-c", file], capture_output=True, text=True, check=True
-        ).stdout
-        command = [TOOLS / "cuobjdump", "-res-usage", file]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    return machine, int(found[1]), int(found[2])
 
 
 for rule, modes in json.loads(sys.argv[1]):

@@ -24,8 +24,7 @@ from mezzo.pytorch.kernels.plain import is_plain
 
 REDUCTIONS = ("mean", "none", "sum")
 
-BUFFER = 32 << 20
-"""Bytes of logits in a chunk, if that gives it `FEWEST` rows or more."""
+BUFFER = 32 << 20  # bytes of logits in a chunk, if that gives it `FEWEST` rows or more
 
 FEWEST = 256
 """Least rows in a chunk. On a core with AVX512-BF16 512 rows took as long, 128 took 9 % longer. No GPU was measured."""
@@ -36,8 +35,7 @@ _BLOCK = 1 << 20
 _TOP = 8  # before a loss scale arrives, a gradient of 1/n times a probability is below fp16's smallest number
 """fp16 gradients of logits are at most two to this power before FP32 products sum them."""
 
-_PIECE = 1 << 20
-"""Elements of a 16-bit gradient that are multiplied in FP32 at a time."""
+_PIECE = 1 << 20  # elements of a 16-bit gradient that are multiplied in FP32 at a time
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -162,10 +160,7 @@ class LinearCrossEntropy(nn.Linear):
     def forward(self, input: Tensor, target: Tensor | None = None) -> Tensor:
         """The loss of [..., in] against targets [...], reduced; without a target a UsageError names `logits`."""
         if target is None:
-            raise UsageError(
-                "LinearCrossEntropy: no target. Call head(hidden, target) for the loss, or head.logits(hidden) for "
-                "the logits."
-            )
+            raise UsageError("LinearCrossEntropy: no target. For logits call head.logits(hidden).")
         named: dict[str, Any] = vars(self.options)
         return linear_cross_entropy(
             input, self.weight, target, self.bias, class_weight=self.class_weight, **named
@@ -174,13 +169,6 @@ class LinearCrossEntropy(nn.Linear):
     def logits(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., num_classes], as ``nn.Linear`` gives them: for evaluation and generation."""
         return F.linear(input, self.weight, self.bias)
-
-    def extra_repr(self) -> str:
-        """The sizes, and the options that are not PyTorch's defaults."""
-        given = [
-            f"{key}={value!r}" for key, value in vars(self.options).items() if value != getattr(Options, key)
-        ]
-        return ", ".join([super().extra_repr(), *given])
 
 
 def _check_shapes(

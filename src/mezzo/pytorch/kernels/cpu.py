@@ -296,18 +296,12 @@ def total(builder: Any, address: Any) -> Any:
     return builder.extract_element(lanes, ir.Constant(_WORD, 0))
 
 
-# exp in FP32 without branches, 12 operations, so that 16 lanes compute at once.
-#
-# ``exp(x) = 2**n * exp(r)`` with ``n`` the nearest integer to ``x / log(2)`` and ``|r| <= log(2) / 2``. Adding
+# exp in FP32 without branches: ``exp(x) = 2**n * exp(r)`` with ``n`` the nearest integer to ``x / log(2)``. Adding
 # 1.5 * 2**23 rounds to an integer in the sum's lowest bits; shifted by 23 they are an exponent. The polynomial of
-# degree 6 starts with ``1 + r`` and has the least relative error on the interval, 3e-9 (Lawson). Measured on
-# a grid of FP32 numbers: 1.3 ulp from -16 to 0, and 4.5 at -87. Degree 5 would be 2.5 ulp.
-#
-# `constants` are passed once per row: LLVM would load visible constants again in each round of the loop, which then
-# takes half as long again.
+# degree 6 has the least relative error for ``|r| <= log(2) / 2``, 3e-9 (Lawson). Measured: 1.3 ulp from -16 to 0, 4.5
+# at -87. `constants` are passed once per row: LLVM would load visible ones again in each round, half as long again.
 
-EXP_BIAS = 64
-"""The exponential times 2**64 is far from subnormal wherever its final scaled value is not zero."""
+EXP_BIAS = 64  # the exponential times 2**64 is far from subnormal wherever its final scaled value is not zero
 
 Constants = tuple[float, ...]
 

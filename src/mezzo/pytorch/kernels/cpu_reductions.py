@@ -20,8 +20,7 @@ from mezzo.pytorch.kernels.cpu import Pointer, expand, f64, float64_at, float64_
 x_at = cpu.int16_at  # bound
 load_x = cpu.load_bf16  # bound
 
-BLOCK = 1 << 16
-"""Elements that a thread takes at once."""
+BLOCK = 1 << 16  # elements that a thread takes at once
 
 # The words of a job: blocks as pairs of a tensor's index and an element, tensors as pairs of address and size.
 _, BLOCKS, BLOCK_LIST, TENSORS, SUMS, SUM_WORDS = range(6)

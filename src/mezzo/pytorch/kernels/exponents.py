@@ -11,14 +11,13 @@ from torch import Tensor
 from mezzo.core.ranges import BINS, INFINITE, NAN, ZERO
 from mezzo.pytorch.kernels.plain import is_dense
 
-LARGEST = BINS
-"""Index of the FP32 pattern of the largest finite magnitude. Patterns are ordered as their numbers."""
+LARGEST = (
+    BINS  # index of the FP32 pattern of the largest finite magnitude. Patterns are ordered as their numbers
+)
 
-WORDS = BINS + 1
-"""Length of a row: the bins of `mezzo.core.ranges`, and `LARGEST`."""
+WORDS = BINS + 1  # length of a row: the bins of `mezzo.core.ranges`, and `LARGEST`
 
-BLOCK = 1 << 18
-"""Elements per block, which bounds the temporary memory: some 20 bytes for each."""
+BLOCK = 1 << 18  # elements per block, which bounds the temporary memory: some 20 bytes for each
 
 _INFINITY = 0xFF << 23  # its FP32 pattern
 

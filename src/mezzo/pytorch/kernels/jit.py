@@ -35,8 +35,7 @@ import torch
 from mezzo.core.errors import MezzoError
 from mezzo.core.version import VERSION
 
-CACHE = "MEZZO_CACHE_DIR"
-"""Environment variable that names the cache folder."""
+CACHE = "MEZZO_CACHE_DIR"  # environment variable that names the cache folder
 
 _numba: Any = numba  # its annotations cover a part of it, and another part in each release
 _BOUND = re.compile(r"^(\w+) = (\S+)  # bound$", re.MULTILINE)
@@ -199,12 +198,9 @@ def _cache() -> Path | None:
         return None
 
 
-# PyTorch's own threads, for functions that are not PyTorch's.
-#
 # A second pool of threads would contend with PyTorch's, which spin for a while after each operation. GNU's, Intel's and
-# LLVM's OpenMP libraries all have `GOMP_parallel`, the entry of GCC's `#pragma omp parallel`, and PyTorch has loaded
-# one of them: a parallel region costs microseconds. Where there is none (macOS, Windows), and in a forked process,
-# whose OpenMP threads are gone, Python's threads do it: ctypes releases the interpreter's lock for the call.
+# LLVM's OpenMP libraries all have `GOMP_parallel`, and PyTorch has loaded one of them: a parallel region costs
+# microseconds. On macOS and Windows, and in a forked process, whose OpenMP threads are gone, Python's threads serve.
 
 _forked = False
 

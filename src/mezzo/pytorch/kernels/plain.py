@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -21,6 +23,18 @@ def is_plain(*tensors: Tensor | None) -> bool:
         and forward_ad._current_level < 0
         and all(tensor is None or (type(tensor) in _PLAIN and not _is_batched(tensor)) for tensor in tensors)
     )
+
+
+def differentiable_gradients(
+    naive: Callable[..., Tensor], tensors: Sequence[Tensor | None], needs: Sequence[bool], grad: Tensor
+) -> list[Tensor | None]:
+    """The gradients that are needed of naive code: by PyTorch operations, so differentiable again, or batched."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        out = naive(*tensors)
+    wanted = [tensor for tensor, needed in zip(tensors, needs) if needed and tensor is not None]
+    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=again))
+    return [next(found) if needed else None for needed in needs]
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -21,11 +21,9 @@ from mezzo.pytorch.weights.stored_parameters import LOWERED, take_master
 if TYPE_CHECKING:
     from mezzo.pytorch.optim.fused import FusedOptimizer
 
-MODES = ("masters", "state")
-"""Settings of Mezzo's groups that torch's don't have."""
+MODES = ("masters", "state")  # settings of Mezzo's groups that torch's don't have
 
-MASTER = "master"
-"""The entry of a parameter's state that is its FP32 master."""
+MASTER = "master"  # the entry of a parameter's state that is its FP32 master
 
 # Choices of an implementation in torch's groups: kept if an adopted group has them, but not loaded.
 _TORCH_ONLY = frozenset({"foreach", "fused", "capturable", "differentiable", "amsgrad"})
@@ -129,16 +127,12 @@ def _own(
     what: str, found: Mapping[str, Any], param: Tensor, how: Storage, saved: Mapping[str, Any]
 ) -> Entries:
     held = storage.held_masters(found)
-    if ("own" if how.master_key is None else how.masters) != held:
+    is_another = ("own" if how.master_key is None else how.masters) != held
+    if is_another or (how.specs and how.state != saved["state"]):
         raise UsageError(
-            f"{what} of {param.dtype}: the state was saved with {_masters(held)}, and the optimizer has "
-            f'{_masters(how.masters)}. Make the optimizer with masters="{saved["masters"]}" over weights of the same '
-            "format, or carry the masters over: mezzo.master_state_dict and the states: torch_state_dict()."
-        )
-    if how.specs and how.state != saved["state"]:
-        raise UsageError(
-            f'{what}: the state was saved with state="{saved["state"]}", and the optimizer has '
-            f'state="{how.state}". Make the optimizer with the former, or load torch_state_dict() of the saved one.'
+            f'{what} of {param.dtype}: the state was saved with {_masters(held)} and state="{saved["state"]}", the '
+            f'optimizer has {_masters(how.masters)} and state="{how.state}". Make the optimizer in the former modes, '
+            "or carry over the masters by mezzo.master_state_dict and the states by torch_state_dict()."
         )
     problem = storage.wrong(found, param, how)
     if problem:

@@ -26,11 +26,9 @@ from mezzo.pytorch.kernels.optimizer_step.reference import (
     store_state,
 )
 
-Entries = dict[str, Any]
-"""`optimizer.state[param]`."""
+Entries = dict[str, Any]  # `optimizer.state[param]`
 
-Modes = tuple[str, str, tuple[StateSpec, ...]]
-"""`masters` and `state` of a group, and the states of its rule."""
+Modes = tuple[str, str, tuple[StateSpec, ...]]  # `masters` and `state` of a group, and the states of its rule
 
 _MASTER = {
     "fp32": ("master", torch.float32),

@@ -208,13 +208,11 @@ def _is_of_norm(module: nn.Module, param: nn.Parameter) -> bool:
 
 def _refuse_unfit(name: str, param: nn.Parameter, dtype: torch.dtype) -> None:
     data: object = None if is_lazy(param) else param.data
-    if data is None:
-        problem = "is lazy and has no values yet. Run the model once on a batch first."
-    elif param.is_meta:
-        problem = (
-            "is on the meta device and has no values. Load the model first (to_empty, then load_state_dict), and "
-            "lower it then."
+    if data is None or param.is_meta:
+        where, first = (
+            ("lazy", "run the model once") if data is None else ("on the meta device", "call to_empty")
         )
+        problem = f"is {where} and has no values. Before you lower the model, {first}, and load its state."
     elif is_traceable_wrapper_subclass(data) or param.layout is not torch.strided:
         kind = type(data).__name__ if param.layout is torch.strided else str(param.layout)
         problem = (
@@ -249,10 +247,8 @@ def _lower(param: nn.Parameter, dtype: torch.dtype) -> None:
 def _encode(master: Tensor, weight: Tensor) -> Tensor | None:
     """Set a 16-bit weight from its FP32 value; returns what rounding loses, or None if nothing."""
     if weight.dtype is not torch.bfloat16:
-        for part, out in pieces(master, weight):
-            out.copy_(part)
-        exact = all(torch.equal(part, low.to(torch.float32)) for part, low in pieces(master, weight))
-        return None if exact else master.clone()
+        weight.copy_(master)
+        return None if torch.equal(weight.to(torch.float32), master) else master.clone()
     remainder = torch.empty_like(weight, dtype=torch.int16)
     for part, out, low in pieces(master, weight, remainder):
         high, rest = encode_master("split", part)

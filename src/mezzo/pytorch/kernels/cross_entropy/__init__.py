@@ -6,6 +6,7 @@ rounds the FP32 gradient once: 4 bytes per logit. PyTorch's FP32 op serves what 
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -15,13 +16,12 @@ from torch import Tensor
 from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.cross_entropy import reference
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows
-from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.kernels.plain import differentiable_gradients, is_plain
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CLASSES, _WEIGHTS = (torch.int64, torch.uint8), (*_HALVES, torch.float32)
 _DEVICES = ("cpu", "cuda")
-SMALL = 1 << 15
-"""Number of logits up to which PyTorch's operations are faster, and their FP32 copies small."""
+SMALL = 1 << 15  # number of logits up to which PyTorch's operations are faster, and their FP32 copies small
 
 NONE, MEAN, SUM = 0, 1, 2  # ATen's numbers of the reductions
 
@@ -121,7 +121,8 @@ class _CrossEntropy(torch.autograd.Function):
         logits, target, weight, lse, divisor = ctx.saved_tensors
         (grad,) = grads
         if torch.is_grad_enabled() or not is_plain(grad):
-            return _twice(logits, target, weight, ctx.settings, grad), None, None, None
+            naive = functools.partial(_in_fp32, target=target, weight=weight, settings=ctx.settings)
+            return *differentiable_gradients(naive, [logits], [True], grad), None, None, None
         matrix, is_copy = _matrix(logits)
         given = Rows(matrix, target.reshape(-1).long(), _wide(weight), *ctx.settings[1:])
         # The factor of each row's gradient, perhaps one number for all.
@@ -148,15 +149,6 @@ def divisor_of_mean(given: Rows) -> Tensor:
     if given.weight is None:
         return counts.sum(dtype=torch.float32)
     return torch.where(counts, given.weight[given.target.clamp(0, len(given.weight) - 1)], 0.0).sum()
-
-
-def _twice(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings, grad: Tensor) -> Tensor:
-    """A gradient by PyTorch operations, which can be differentiated again or batched."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        loss = _in_fp32(logits, target, weight, settings)
-    (gradient,) = torch.autograd.grad(loss, logits, grad, create_graph=again)
-    return gradient
 
 
 def _wide(weight: Tensor | None) -> Tensor | None:

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 1 << 20
-"""Elements that are FP32 at once."""
+CHUNK = 1 << 20  # elements that are FP32 at once
 
 
 class Rows(NamedTuple):
@@ -78,12 +77,7 @@ def check_targets(given: Rows) -> None:
 def _losses(x: Tensor, given: Rows, rows: slice) -> Tensor:
     _, target, weight, ignore_index, label_smoothing = given
     return F.cross_entropy(
-        x,
-        target[rows],
-        weight,
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=label_smoothing,
+        x, target[rows], weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
 
 

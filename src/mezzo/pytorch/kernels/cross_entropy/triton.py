@@ -19,8 +19,7 @@ from torch import Tensor
 from mezzo.pytorch.kernels import block
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows, check_targets
 
-BLOCK = 4096
-"""Classes that a program holds at once."""
+BLOCK = 4096  # classes that a program holds at once
 
 OPTIONS: Mapping[str, Any] = MappingProxyType({"num_warps": 8, "enable_fp_fusion": True})
 """How the kernels are compiled."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels import backend
-from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.kernels.plain import differentiable_gradients, is_plain
 
 _HALVES = (torch.float16, torch.bfloat16)
 _PARAMETERS = (torch.float32, torch.float16, torch.bfloat16)
@@ -144,7 +144,8 @@ class _Normalised(torch.autograd.Function):
         x, weight, bias, statistics = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         if torch.is_grad_enabled() or not is_plain(dy, x, weight):
-            return *_twice(ctx, x, weight, bias, dy), None, None
+            naive, needs = functools.partial(_naive, form=ctx.form), ctx.needs_input_grad[:3]
+            return *differentiable_gradients(naive, [x, weight, bias], needs, dy), None, None
         dx, dweight, dbias = ctx.kernel.backward(
             dy.contiguous(),
             x.contiguous(),
@@ -161,19 +162,6 @@ class _Normalised(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _twice(
-    ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, dy: Tensor
-) -> list[Tensor | None]:
-    """Gradients by PyTorch operations, which can be differentiated again or batched."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        out = _naive(x, weight, bias, ctx.form)
-    needs = ctx.needs_input_grad
-    wanted = [tensor for tensor, needed in zip((x, weight, bias), needs) if needed and tensor is not None]
-    found = iter(torch.autograd.grad(out, wanted, dy, create_graph=again))
-    return [next(found) if needed else None for needed in needs[:3]]
 
 
 def _like(gradient: Tensor, parameter: Tensor) -> Tensor:

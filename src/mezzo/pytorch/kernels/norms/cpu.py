@@ -37,8 +37,7 @@ IS_CENTRED = True  # bound
     BLOCKS, BLOCK_ROWS, DY, DX, SUMS, JOB_WORDS,
 ) = range(17)  # fmt: skip
 
-ALONE = 1 << 15
-"""Elements up to which one thread is done before a second has begun."""
+ALONE = 1 << 15  # elements up to which one thread is done before a second has begun
 
 _LEAST = 1 << 13  # elements that a thread of the forward takes at once
 _LEAST_ROWS, _MOST_ROWS, _BLOCKS = 16, 4096, 64  # of a block of the backward, and how many blocks between
@@ -73,13 +72,7 @@ def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    kept: Tensor,
-    form: Form,
-    wants_dx: bool,
-    wants_sums: bool,
+    dy: Tensor, x: Tensor, weight: Tensor | None, kept: Tensor, form: Form, wants_dx: bool, wants_sums: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx like `x`, dweight and dbias in FP32 [columns], as far as wanted; `kept`: the statistics of `forward`."""
     _, columns, _, is_centred = form

@@ -35,6 +35,11 @@ def form(masters: str, dtype: torch.dtype) -> str:
     return masters if masters != "fp32" else "bf16" if dtype is torch.bfloat16 else "fp16"
 
 
+def address(tensor: Tensor | None) -> int:
+    """Of a tensor's memory; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 @dataclass(frozen=True, slots=True)
 class StateSpec:
     """One tensor of an optimizer's state."""
@@ -63,13 +68,9 @@ class Stepper(Protocol):
     def __call__(
         self, groups: Groups, *, multiplier: Tensor | None, found_inf: Tensor | None, overflow: Tensor | None
     ) -> None:
-        """Update every row that has a gradient, in place.
+        """Update every row that has a gradient, times `multiplier`, in place; nothing changes if `found_inf` is not 0.
 
-        Args:
-            groups: settings with their rows.
-            multiplier: 0-dim FP32 on the rows' device, by which every gradient is multiplied first; None: 1.
-            found_inf: 0-dim FP32; if it is not 0, nothing changes.
-            overflow: 0-dim FP32, set to 1 if a 16-bit weight is written as an infinity, and never reset.
+        All are 0-dim FP32 on the rows' device. `overflow` is set to 1 if a 16-bit weight is written as an infinity.
         """
 
 

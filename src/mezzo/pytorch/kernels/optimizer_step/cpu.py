@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels import jit
-from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, form
+from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, address, form
 from mezzo.pytorch.kernels.optimizer_step import cpu_loops as words
 from mezzo.pytorch.kernels.optimizer_step.formulas import constants_of
 
@@ -128,11 +128,11 @@ class _Plan:
         jit.alone(self.counting, self.counting_job.ctypes.data)
         self._write_constants(hypers, factor)
         flag = self.no_overflow.ctypes.data if overflow is None else overflow.data_ptr()
-        for call, address, job, _ in self.launches:
+        for call, loop, job, _ in self.launches:
             job[words.COUNTER] = 0
             job[words.TABLE], job[words.CONSTANT_TABLE] = self.table.ctypes.data, self.constants.ctypes.data
             job[words.OVERFLOW] = flag
-            call(address, job.ctypes.data)
+            call(loop, job.ctypes.data)
 
     def _write_constants(self, hypers: Sequence[Hyper], factor: float) -> None:
         """A row of constants for each pair of a group and a step count."""
@@ -159,14 +159,10 @@ def _row_words(row: Row) -> list[int]:
     made[words.NUMEL] = row.weight.numel()
     made[words.ORDINAL] = row.ordinal
     made[words.STEP] = row.step.data_ptr()
-    made[words.MASTER] = _address(row.master)
+    made[words.MASTER] = address(row.master)
     for at, state, scale in zip((words.FIRST, words.SECOND), row.states, row.scales):
-        made[at : at + 2] = _address(state), _address(scale)
+        made[at : at + 2] = address(state), address(scale)
     return made
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _kernel(kind: Kind) -> jit.Kernel:

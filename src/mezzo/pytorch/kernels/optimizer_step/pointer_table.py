@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mezzo.core.masters import STATE_FORMATS
-from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, form
+from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, address, form
 from mezzo.pytorch.kernels.optimizer_step.formulas import FORMS, RULES
 
 BLOCK = 1024  # elements that a program processes at a time: 16 groups of 64
@@ -98,15 +98,11 @@ def _grad(row: Row) -> Tensor:
 def _fixed(row: Row) -> tuple[int, ...]:
     states, scales = [*row.states, None, None], [*row.scales, None, None]
     tensors = (row.master, states[0], states[1], scales[0], scales[1], row.step)
-    return (*(_address(tensor) for tensor in tensors), row.weight.numel(), row.ordinal)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    return (*(address(tensor) for tensor in tensors), row.weight.numel(), row.ordinal)
 
 
 def _is_aligned(row: Row) -> bool:
-    return all(_address(tensor) % 16 == 0 for tensor in (row.master, *row.states))
+    return all(address(tensor) % 16 == 0 for tensor in (row.master, *row.states))
 
 
 def _chunks(blocks: Sequence[int], stride: int) -> np.ndarray:
