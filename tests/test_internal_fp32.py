@@ -117,15 +117,11 @@ def test_every_op_under_the_rule_has_a_row_and_gives_sixteen_bits(monkeypatch: p
 
 
 def made(shape: tuple[int, ...], row: Row, dtype: torch.dtype, parameters: torch.dtype) -> list[Tensor]:
+    """x and its parameters."""
     torch.manual_seed(0)
-    turned = shape[-1] < 0
-    sizes = tuple(map(abs, shape))
-    if turned:
-        x = (2 * torch.randn(sizes[-1], *sizes[:-1]) + 1).movedim(0, -1)
-        assert not x.is_contiguous() or min(sizes) == 1
-    else:
-        x = 2 * torch.randn(sizes) + 1
-    x = (x * row.factor).to(dtype)
+    *front, last = map(abs, shape)
+    x = torch.randn(last, *front).movedim(0, -1) if shape[-1] < 0 else torch.randn(*front, last)
+    x = ((2 * x + 1) * row.factor).to(dtype)
     if row.width is None:
         return [x]
     width = x.shape[row.width]
@@ -147,16 +143,14 @@ def distance(one: Tensor, two: Tensor) -> float:
 
 
 def gradients(
-    call: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor | None
+    call: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     leaves = [t.detach().requires_grad_() for t in inputs]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-        out = call(*leaves, *[torch.empty(0)] * (3 - len(leaves)))
-    if upstream is None:
-        upstream = torch.randn(out.shape).to(out.dtype)
+        out = call(*leaves)
     found = torch.autograd.grad(out, leaves, upstream.to(out.dtype), allow_unused=True)
-    return out.detach(), [g for g in found if g is not None]
+    return out.detach(), [grad for grad in found if grad is not None]
 
 
 def in_region(name: str, row: Row, fmt: str, device: str = "cpu") -> Callable[..., Tensor]:
@@ -186,7 +180,7 @@ def test_fp32_inside(name: str, shape: tuple[int, ...], low: bool, fmt: str, dev
     row, dtype, op = ROWS[name], dtype_of(fmt), name.partition(",")[0]
     rule = "internal_fp32" if op in ASKED_FOR else plan(policy(fmt), device)[op].rule
     inputs = [t.to(device) for t in made(shape, row, dtype, dtype if low else torch.float32)]
-    wide = row.call(*[t.float() for t in inputs], *[torch.empty(0)] * (3 - len(inputs)))
+    wide = row.call(*[t.float() for t in inputs])
     torch.manual_seed(1)
     upstream = torch.randn(wide.shape).to(device, dtype)
     out, ours = gradients(in_region(name, row, fmt, device), inputs, upstream)
@@ -210,11 +204,11 @@ def test_fp32_inside(name: str, shape: tuple[int, ...], low: bool, fmt: str, dev
 @pytest.mark.parametrize("name", ROWS)
 def test_what_is_not_finite_is_where_fp32_has_it(name: str, fmt: str) -> None:
     row, dtype = ROWS[name], dtype_of(fmt)
+    *front, last = row.shapes[-2]
     for value in (float("nan"), float("inf"), float("-inf")):
-        inputs = made((*row.shapes[-2][:-1], max(4, abs(row.shapes[-2][-1]))), row, dtype, torch.float32)
+        inputs = made((*front, max(4, abs(last))), row, dtype, torch.float32)
         inputs[0].view(-1)[1] = value
-        out = in_region(name, row, fmt)(*inputs, *[torch.empty(0)] * (3 - len(inputs)))
-        wide = row.call(*[t.float() for t in inputs], *[torch.empty(0)] * (3 - len(inputs)))
+        out, wide = in_region(name, row, fmt)(*inputs), row.call(*[t.float() for t in inputs])
         # PyTorch's FP32 gelu of +inf is NaN on some CPUs.
         assert torch.equal(out.isfinite(), wide.isfinite()), value
         assert torch.equal(out[wide.isinf()].float(), wide[wide.isinf()]), value
@@ -226,10 +220,9 @@ def test_fp32_input_is_left_in_fp32(name: str) -> None:
     row = ROWS[name]
     low = row.low and not name.endswith("group_norm")  # whose own kernel refuses that
     inputs = made(row.shapes[0], row, torch.float32, torch.bfloat16 if low else torch.float32)
-    out = in_region(name, row, "bf16")(*inputs, *[torch.empty(0)] * (3 - len(inputs)))
-    wide = row.call(*[t.float() for t in inputs], *[torch.empty(0)] * (3 - len(inputs)))
+    out = in_region(name, row, "bf16")(*inputs)
     assert out.dtype is torch.float32
-    assert torch.equal(out, wide)
+    assert torch.equal(out, row.call(*[t.float() for t in inputs]))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

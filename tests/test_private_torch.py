@@ -19,21 +19,6 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def own_names() -> set[str]:
-    """Private names that Mezzo defines itself: functions, classes, attributes and variables."""
-    found = set()
-    for path in (ROOT / "src" / "mezzo").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.add(node.name)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
-            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                found |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return found
-
-
 def private_names(tree: ast.Module) -> Iterator[str]:
     """Names in `torch` with a private part; and private attributes of other objects, as ``?._name``."""
     aliases = {"torch": "torch"}
@@ -41,10 +26,9 @@ def private_names(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             aliases |= {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
         elif isinstance(node, ast.Import):
-            aliases |= {
-                name.asname: name.name for name in node.names if name.asname and name.name[:5] == "torch"
-            }
-    yield from (full for full in aliases.values() if any(map(is_private, full.split("."))))
+            found = [name for name in node.names if name.asname and name.name.startswith("torch")]
+            aliases |= {name.asname: name.name for name in found}
+    yield from aliases.values()
     inner: set[ast.AST] = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or node in inner:
@@ -56,17 +40,21 @@ def private_names(tree: ast.Module) -> Iterator[str]:
             value = value.value
         base = aliases.get(value.id) if isinstance(value, ast.Name) else None
         if base is not None:
-            full = ".".join([base, *reversed(parts)])
-            if any(map(is_private, full.split("."))):
-                yield full
-        elif is_private(node.attr) and not (isinstance(value, ast.Name) and value.id in ("self", "cls")):
+            yield ".".join([base, *reversed(parts)])
+        elif not (isinstance(value, ast.Name) and value.id in ("self", "cls")):
             yield f"?.{node.attr}"
 
 
 def used() -> set[str]:
-    own = own_names()
+    """Less what Mezzo defines itself: functions, classes, attributes and variables."""
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "src" / "mezzo").rglob("*.py")]
+    defined = re.compile(
+        r"(?:def|class) (\w+)|^ *(?:self\.|\w+\.)?(_\w+)(?:: [^=\n]+)? = |(_\w+), ", re.MULTILINE
+    )
+    own = {name for text in texts for names in defined.findall(text) for name in names if name}
     found = {name for path in SOURCES for name in private_names(ast.parse(path.read_text(encoding="utf-8")))}
-    return {name for name in found if not (name.startswith("?.") and name[2:] in own)}
+    private = {name for name in found if any(map(is_private, name.split(".")))}
+    return {name for name in private if not (name.startswith("?.") and name[2:] in own)}
 
 
 def listed() -> set[str]:

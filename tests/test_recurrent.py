@@ -56,13 +56,10 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
 KINDS = pytest.mark.parametrize("kind", list(LAYERS))
 
 
-def compute_of(spec: str) -> torch.dtype:
-    return dtype_of(policy(spec).activations)
-
-
-def state_of(spec: str) -> torch.dtype:
-    """The format of the states that a call returns."""
-    return torch.float32 if "hidden=fp32" in spec else compute_of(spec)
+def formats_of(spec: str) -> tuple[torch.dtype, torch.dtype]:
+    """Of the outputs and the states that a call returns."""
+    compute = dtype_of(policy(spec).activations)
+    return compute, torch.float32 if "hidden=fp32" in spec else compute
 
 
 def inside(spec: str, run: Callable[..., Any], *args: Any) -> Any:
@@ -92,7 +89,7 @@ def test_modules_give_what_pytorch_gives(kind: str, built: dict[str, Any], spec:
     lengths = torch.tensor([3, 9, 1, 9])
     packed = pack_padded_sequence(x, lengths, batch_first=module.batch_first, enforce_sorted=False)
     single = x[0] if module.batch_first else x[:, 0]
-    compute = compute_of(spec)
+    compute, of_state = formats_of(spec)
     for given in (x, packed, single):
         torch.manual_seed(1)
         truth = inside("", module, given)
@@ -102,7 +99,7 @@ def test_modules_give_what_pytorch_gives(kind: str, built: dict[str, Any], spec:
         assert torch.equal(torch.get_rng_state(), after)
         true_output, *true_states = floating(truth)
         assert output.dtype is compute
-        assert [state.dtype for state in states] == [state_of(spec)] * len(states)
+        assert {state.dtype for state in states} == {of_state}
         for got, true in zip([output, *states], [true_output, *true_states], strict=True):
             torch.testing.assert_close(got.float(), true, rtol=0, atol=6 * torch.finfo(compute).eps)
 
@@ -138,7 +135,8 @@ def test_every_input_dtype(spec: str) -> None:
         weights = [weight.to(of_weights) for weight in module._flat_weights]
         given = [x.to(of_input), *states.to(of_states), *weights]
         found, truth = run(spec, given), run("", [tensor.double() for tensor in given])
-        wanted = [compute_of(spec), *[state_of(spec)] * 2, *(tensor.dtype for tensor in given)]
+        compute, of_state = formats_of(spec)
+        wanted = [compute, of_state, of_state, *(tensor.dtype for tensor in given)]
         assert [tensor.dtype for tensor in found] == wanted
         assert max(off(got, true) for got, true in zip(found, truth, strict=True)) < 0.02
 
@@ -190,9 +188,9 @@ def test_nan_and_infinity_stay_in_their_sequence(kind: str, spec: str) -> None:
     assert torch.equal(found[4:, 1].isnan(), module(x)[0][4:, 1].isnan())
 
 
-def chain(cell: nn.Module, xs: Tensor, state: Any = None) -> list[Tensor]:
+def chain(cell: nn.Module, xs: Tensor) -> list[Tensor]:
     """The states that a loop of cells goes through, h and c in turn."""
-    seen = []
+    seen, state = [], None
     for x in xs:
         state = cell(x, state)
         seen += floating(state)
@@ -213,12 +211,13 @@ def test_a_loop_of_cells_gives_what_pytorch_gives(kind: str, spec: str) -> None:
         return seen, list(torch.autograd.grad(loss, [leaf, *twin.parameters()]))
 
     (got, gradients), (truth, true_gradients) = run(spec, torch.float32), run("", torch.float64)
-    eps = torch.finfo(compute_of(spec)).eps
+    compute, of_state = formats_of(spec)
+    eps = torch.finfo(compute).eps
     for state, true in zip(got, truth, strict=True):
-        assert state.dtype is state_of(spec)
+        assert state.dtype is of_state
         assert off(state, true) < 4 * eps
         if "hidden=fp32" in spec and kind != "rnn_relu":  # whose state may be one product
-            assert not torch.equal(state, state.to(compute_of(spec)).float())
+            assert not torch.equal(state, state.to(compute).float())
     for gradient, true in zip(gradients, true_gradients, strict=True):
         assert gradient.dtype is torch.float32
         assert off(gradient, true) < 6 * eps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -21,25 +22,19 @@ SHAPE = (5, 4)
 
 
 def _unrecorded(act: Callable[[nn.Parameter], object]) -> Write:
-    def write(p: nn.Parameter) -> None:
-        with torch.no_grad():
-            act(p)
-
-    return write
+    return torch.no_grad()(act)
 
 
 def _assign(p: nn.Parameter) -> None:
     p.data = torch.ones(SHAPE)
 
 
-def _adam(p: nn.Parameter) -> None:
-    p.grad = torch.ones(SHAPE)
-    torch.optim.AdamW([p], lr=0.1, fused=True).step()
+def _by(optimizer: Callable[..., torch.optim.Optimizer]) -> Write:
+    def write(p: nn.Parameter) -> None:
+        p.grad = torch.ones(SHAPE)
+        optimizer([p], lr=0.1).step()
 
-
-def _mezzo_adam(p: nn.Parameter) -> None:
-    p.grad = torch.ones(SHAPE)
-    mezzo.optim.AdamW([p], lr=0.1).step()
+    return write
 
 
 def _load(p: nn.Parameter) -> None:
@@ -54,8 +49,8 @@ WRITES: dict[str, Write] = {
     "init": lambda p: nn.init.normal_(p),
     "set_": _unrecorded(lambda p: p.set_(torch.ones(SHAPE))),
     "load_state_dict": _load,
-    "torch's optimizer": _adam,
-    "Mezzo's optimizer": _mezzo_adam,
+    "torch's optimizer": _by(functools.partial(torch.optim.AdamW, fused=True)),
+    "Mezzo's optimizer": _by(mezzo.optim.AdamW),
     "in inference mode": lambda p: torch.inference_mode()(lambda: p.data.add_(1))(),
 }
 ALIASED: dict[str, Write] = {
