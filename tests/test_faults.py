@@ -21,6 +21,7 @@ from faults.rows import FAULTS, Row
 from faults.runs import everything, of_row
 from faults.score import (
     FaultGrade,
+    grade_of_clean,
     grade_of_clean_script,
     grades_of,
     grades_of_script,
