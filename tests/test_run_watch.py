@@ -246,12 +246,9 @@ def test_the_model_may_be_called_by_those_who_look(launch: Any, told: Told) -> N
 def test_the_script_goes_on_whatever_becomes_of_those_who_look(
     launch: Any, told: Told, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    def fails(*args: Any, **kwargs: Any) -> None:
-        raise MemoryError("no room")
-
     if moment == "finish":
         told.mock_add_spec([*dir(StepObserver), "finish"])
-    monkeypatch.setattr(told, moment, fails)
+    monkeypatch.setattr(told, moment, Mock(side_effect=MemoryError("no room")))
     ran = launch(TRAIN, policy="fp16", watch=1)
     assert ran.status == 0
     assert len(ran.of("update")) == 4
@@ -259,17 +256,15 @@ def test_the_script_goes_on_whatever_becomes_of_those_who_look(
     assert told.names[-1] == "step_dropped"
 
 
-def test_nobody_is_asked_for_who_is_not_wanted(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(*args: Any) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(observers, "watchers_for", asked)
-    monkeypatch.setattr(observers, "tracer_for", asked)
-    for keywords in ({"policy": "bf16"}, {"policy": "fp32"}, {"policy": "fp16", "trace": False}):
-        ran = launch(TRAIN, **keywords)
-        assert ran.status == 0
-        assert [r.kind for r in ran.records] == ["run", *["loss", "update"] * 4, "end"]
-        assert ran.notes == ""
+@pytest.mark.parametrize("options", [{"policy": "bf16"}, {"policy": "fp16", "trace": False}])
+def test_nobody_is_asked_for_who_is_not_wanted(
+    launch: Any, monkeypatch: pytest.MonkeyPatch, options: Any
+) -> None:
+    for name in ("watchers_for", "tracer_for"):
+        monkeypatch.setattr(observers, name, Mock(side_effect=AssertionError))
+    ran = launch(TRAIN, **options)
+    assert (ran.status, ran.notes) == (0, "")
+    assert [r.kind for r in ran.records] == ["run", *["loss", "update"] * 4, "end"]
 
 
 @pytest.mark.usefixtures("tensors_only")
@@ -316,32 +311,27 @@ for step in range(8):
 
 
 def test_a_skipped_step_is_looked_into_and_nothing_is_changed(launch: Any) -> None:
-    plain = launch(OVERFLOWS, policy="fp16,loss_scale=dynamic(init=2**22)", trace=False)
-    ran = launch(OVERFLOWS, policy="fp16,loss_scale=dynamic(init=2**22)", watch=1)
+    policy = "fp16,loss_scale=dynamic(init=2**22)"
+    plain, ran = launch(OVERFLOWS, policy=policy, trace=False), launch(OVERFLOWS, policy=policy, watch=1)
     assert ran.lines == plain.lines
     assert len(set(ran.lines)) == 8
     skipped = [u.index for u in ran.of("update") if u.skipped]
     assert skipped == [u.index for u in plain.of("update") if u.skipped]
     found = {record.update: record.finding for record in ran.of("overflow")}
     assert list(found) == skipped
-    assert found.pop(6).cause == "overflow"
+    culprit, line = found.pop(6), "script.py:15: x = x.mul(self.gain)"
     assert {finding.cause for finding in found.values()} == {"loss scale"}
-    (culprit,) = [r.finding for r in ran.of("overflow") if r.update == 6]
-    assert (culprit.op, culprit.direction, culprit.how) == ("mul", "forward", "replay")
-    assert culprit.line == "script.py:15: x = x.mul(self.gain)"
-    assert (
-        "mezzo: update 6 skipped: forward of mul in the model (script.py:15: x = x.mul(self.gain)): "
-        in ran.err
-    )
+    assert (culprit.cause, culprit.op, culprit.direction) == ("overflow", "mul", "forward")
+    assert (culprit.how, culprit.line) == ("replay", line)
+    assert f"mezzo: update 6 skipped: forward of mul in the model ({line}): " in ran.err
     assert plain.of("overflow") == plain.of("ranges") == []
     assert [r.update for r in ran.of("ranges")] == list(range(8))
     rows = {(row.module, row.what, row.name): row for row in ran.of("ranges")[-1].rows}
     assert rows["first", "activation", ""].format == "fp16"
     assert rows["first", "weight", "weight"].histogram.elements == 32
     # What the loss scale multiplied is divided by it again, exponent by exponent.
-    true = rows["last", "weight gradient", "bias"].histogram.largest
-    assert true <= 64
-    assert rows["last", "activation gradient", ""].histogram.largest <= 64
+    for what, name in (("weight gradient", "bias"), ("activation gradient", "")):
+        assert rows["last", what, name].histogram.largest <= 64
 
 
 # ---------------------------------------------------------------------------------------------- live
@@ -408,19 +398,9 @@ IN_A_STEP: dict[str, str] = {
         "    with Counts() as counts:\n        out = model(x)\n    seen = counts.seen; out + 1\n"
         "    assert counts.seen == seen > 0\n",
     ),
-    "two models and two optimizers": """
-def body(step, bad):
-    out = other(model(x))
-    loss = F.cross_entropy(out, y)
-    if bad:
-        loss = loss + faulty(out)
-    loss.backward()
-    second.step()
-train(body)
-""",
-    "a teacher": PLAIN.replace(
-        "    out = model(x)\n", "    with torch.no_grad(): aim = other(model(x))\n    out = model(x)\n"
-    ).replace("y)\n", "y) + F.mse_loss(out, aim)\n", 1),
+    "two models and two optimizers": PLAIN.replace("= model(x)", "= other(model(x))").replace(
+        "backward()\n", "backward(); second.step()\n"
+    ),
     "a loss that raises": PLAIN.replace(
         "    loss.backward()\n",
         "    try:\n        if step == 4: F.cross_entropy(model(x), y[:3])\n    except ValueError: print('raised')\n"
@@ -468,19 +448,14 @@ def test_a_script_may_end_while_it_is_watched(launch: Any) -> None:
         assert not torch.nn.modules.module._global_forward_hooks
 
 
-def test_watching_that_fails_is_a_note(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: Any, **kwargs: Any) -> None:
-        raise MemoryError("no room")
-
-    plain = launch(LIVE + PLAIN, policy="fp16,loss_scale=16", trace=False)
-    for broken in ("__init__", "_ran", "claim"):
-        with monkeypatch.context() as patch:
-            patch.setattr(ForwardTrace, broken, fails)
-            ran = launch(LIVE + PLAIN, policy="fp16,loss_scale=16")
-        assert ran.lines == plain.lines, ran.err
-        found = [r.finding for r in ran.of("overflow")]
-        assert len(found) == 2
-        assert "MemoryError: no room" in found[1].note, broken
+@pytest.mark.parametrize("broken", ["__init__", "_ran", "claim"])
+def test_watching_that_fails_is_a_note(launch: Any, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    monkeypatch.setattr(ForwardTrace, broken, Mock(side_effect=MemoryError("no room")))
+    ran = launch(LIVE + PLAIN, policy="fp16,loss_scale=16")
+    assert ran.status == 0, ran.err
+    found = [r.finding for r in ran.of("overflow")]
+    assert len(found) == 2
+    assert "MemoryError: no room" in found[1].note
 
 
 def test_calls_without_a_backward_are_let_go(launch: Any) -> None:

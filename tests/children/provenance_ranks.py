@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
 
+PLANTED = {"forward": lambda x: x * 300 * 300, "backward": lambda x: x + torch.sqrt(x * 0)}
+
 
 class Planted(nn.Module):
     """The identity, until a fault is planted."""
@@ -23,11 +25,7 @@ class Planted(nn.Module):
     fault = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fault == "forward":
-            return x * 300 * 300
-        if self.fault == "backward":
-            return x + torch.sqrt(x * 0)
-        return x
+        return PLANTED.get(self.fault, lambda x: x)(x)
 
 
 def case(rank: int, fault: str, trace: bool) -> dict[str, Any]:
@@ -37,24 +35,18 @@ def case(rank: int, fault: str, trace: bool) -> dict[str, Any]:
     wrapped = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     mp = mezzo.MixedPrecision(wrapped, optimizer, "fp16", loss_scale=64, trace=trace)
-    skips = []
+    told: dict[str, Any] = {"skips": []}
     for step in range(3):
-        net[1].fault = fault if (rank, step) == (1, 1) else ""
+        net[1].fault = now = fault if (rank, step) == (1, 1) else ""
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * rank + step))
         with mp.autocast():
             out = wrapped(x).float()
-            loss = out.square().mean()
-            if (fault, rank, step) == ("loss", 1, 1):
-                loss = loss + torch.log(out * 0).mean()
-        skips.append(mp.step(loss).skipped)
-    told: dict[str, Any] = {
-        "skips": skips,
-        "weights": [float(v).hex() for p in net.parameters() for v in p.detach().flatten()],
-    }
+            loss = out.square().mean() + (torch.log(out * 0).mean() if now == "loss" else 0.0)
+        told["skips"].append(mp.step(loss).skipped)
     for finding in mp.findings:
         told |= {"module": finding.module, "op": finding.op, "note": finding.note}
     mp.close()
-    return told
+    return told | {"weights": [float(v).hex() for p in net.parameters() for v in p.detach().flatten()]}
 
 
 def main() -> None:

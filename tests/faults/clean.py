@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,28 +12,8 @@ from torch import Tensor, nn
 from faults import models as m
 from faults import planting as p
 from faults import plants
+from faults.rows import Row, clean
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
-
-
-@dataclass(frozen=True)
-class Clean:
-    """One run without a fault."""
-
-    name: str  # what could be mistaken for one
-    make: Callable[[], m.Trainee]
-    family: str  # CNN, transformer, recurrent, GAN or perceptron
-    scale: Any = 2.0**24  # first value of a dynamic loss scale, or a loss scale
-    steps: int = 12
-    plant: p.Plant = lambda trainee: None  # done before the first step
-    options: dict[str, Any] = field(default_factory=dict)  # of `MixedPrecision`
-
-
-def clean(name: str, make: Callable[..., m.Trainee], *args: Any, **options: Any) -> Clean:
-    """A row; options that are no field of `Clean` are those of `make`."""
-    row = {name: options.pop(name) for name in ("scale", "steps", "plant", "options") if name in options}
-    family = next((m.FAMILIES[one] for one in (make, *args[:1]) if one in m.FAMILIES), "perceptron")
-    return Clean(name, partial(make, *args, **options), family, **row)
-
 
 # Inputs near fp16's largest number, and a first layer that takes them.
 _LARGE = p.both(p.grown("conv1", 1e-4), p.batch(lambda x, y: (x.clamp(-1, 1) * 60000.0, y)))
@@ -77,12 +55,12 @@ _QUICK = DynamicLossScale(init=2.0**14, growth_interval=1)
 _AFTER_TWO = DynamicLossScale(init=2.0**15, growth_interval=2)
 
 # fmt: off
-CLEAN: list[Clean] = [
+CLEAN: list[Row] = [
     clean("a CNN from 2^24", m.cnn),
-    clean("a CNN whose scale doubles every step", m.cnn, scale=_QUICK, steps=24),
-    clean("a scale that grows after two good steps", m.transformer, scale=_AFTER_TWO, steps=30),
+    clean("a CNN whose scale doubles every step", m.cnn, scale=_QUICK, repeats=24),
+    clean("a scale that grows after two good steps", m.transformer, scale=_AFTER_TWO, repeats=30),
     clean("inputs of 60000", m.cnn, plant=_LARGE),
-    clean("a constant scale that is too large", m.cnn, scale=StaticLossScale(2.0**24), steps=6),
+    clean("a constant scale that is too large", m.cnn, scale=StaticLossScale(2.0**24), repeats=6),
     clean("a causal mask of -inf", m.transformer),
     clean("padding masked with -inf", m.transformer, padded=True),
     clean("dropout", m.transformer, dropout=0.3),

@@ -89,11 +89,9 @@ def regression(
     make: Callable[..., nn.Module],
     *places: Place,
     loss: Callable[..., Tensor] = squared,
-    seed: int = 11,
     **kept: nn.Module,
 ) -> Trainee:
     """Eight numbers to one."""
-    torch.manual_seed(seed)
     trainee = trained(make(*places), normals((8, 8), (8, 1)), loss)
     trainee.kept |= kept
     return trainee
@@ -145,7 +143,6 @@ def cnn(
         x = self.tail(x.mean((2, 3)))
         return self.end(self.head(x))
 
-    torch.manual_seed(0)
     places = {"front": front, "middle": middle, "tail": tail, "end": end}
     model = Net(
         forward,
@@ -207,8 +204,6 @@ def transformer(
                 x = checkpoint(each, x, padding, use_reentrant=how == "reentrant")
         return self.head(self.tail(self.norm(x)))
 
-    torch.manual_seed(1)
-
     def make(g: torch.Generator) -> Batch:
         tokens, padding = torch.randint(17, (4, 9), generator=g), torch.zeros(4, 8, dtype=torch.bool)
         padding[:, 6:] = padded
@@ -239,8 +234,6 @@ def encoder(tail: Place = None) -> Trainee:
     def layers() -> nn.Module:
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
         return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    torch.manual_seed(7)
 
     def make(g: torch.Generator) -> Batch:
         padding = torch.zeros(4, 8, dtype=torch.bool)
@@ -293,7 +286,6 @@ def recurrent(
         out, _ = self.rnn(self.front(self.inner(x)))
         return self.head(self.tail(out[:, -1]))
 
-    torch.manual_seed(2)
     model = Net(
         forward,
         inner=linear(3, 8),
@@ -307,7 +299,6 @@ def recurrent(
 
 def gan(generator_middle: Place = None, critic_middle: Place = None, penalty: bool = False) -> Trainee:
     """The critic's step, then the generator's: two optimizers and two loss scales. `penalty`: on the critic's slope."""
-    torch.manual_seed(3)
 
     def player(wide: int, out: int, middle: Place) -> nn.Module:
         first, relu = nn.Linear(wide, 12), nn.LeakyReLU(0.2)
@@ -348,7 +339,6 @@ def two_heads(left: Place = None, right: Place = None, both: bool = True, split:
     def head(make: Place) -> nn.Module:
         return nn.Sequential(place(make), nn.Linear(12, 1))
 
-    torch.manual_seed(4)
     model: Any = Net(forward, trunk=linear(5, 12), left=partial(head, left), right=partial(head, right))
 
     def losses(trainee: Trainee, batch: Batch) -> Losses:
@@ -390,7 +380,6 @@ def stacked(between: Place = None, tail: Place = None) -> nn.Module:
 
 def stack(between: Place = None, tail: Place = None, accumulate: int = 1, optimizer: Make = adamw) -> Trainee:
     """Regression; with `accumulate` so many parts of a batch in each step."""
-    torch.manual_seed(5)
 
     def losses(trainee: Trainee, batch: Batch) -> Losses:
         x, y, *rest = batch
@@ -417,7 +406,6 @@ def scored() -> Trainee:
 
 def taught(tail: Place = None) -> Trainee:
     """A student that follows a teacher, which is not trained."""
-    torch.manual_seed(10)
     teacher = stacked(tail=tail)
 
     def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -454,7 +442,6 @@ def tied(tail: Place = None) -> Trainee:
             states.append(self.cell(x[:, moment], states[-1]))
         return self.head(self.tail(torch.stack(states[1:], 1)))
 
-    torch.manual_seed(12)
     model: Any = Net(
         forward,
         embed=partial(nn.Embedding, 17, 16),
@@ -506,7 +493,7 @@ def parts(tail: Place = None) -> Trainee:
     """Called part by part: the model itself never is."""
 
     def make() -> nn.Module:
-        backbone = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), place(tail))
+        backbone = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), place(tail))
         return nn.ModuleDict({"backbone": backbone, "head": nn.Linear(8, 1)})
 
     return regression(make, loss=lambda m, x, y: F.mse_loss(m["head"](m["backbone"](x)).float(), y))
@@ -542,7 +529,6 @@ def margin(self: Any, out: Tensor, y: Tensor) -> Tensor:
 
 
 def with_a_criterion() -> Trainee:
-    torch.manual_seed(18)
     criterion = margin()
     return regression(layers, loss=lambda m, x, y: criterion(m(x).float(), y), criterion=criterion)
 
@@ -590,7 +576,6 @@ def iterated() -> Trainee:
 
 def two_losses(middle: Place = None) -> Trainee:
     """Two models and two losses of both, each with an optimizer."""
-    torch.manual_seed(22)
     body, head = nn.Sequential(nn.Linear(8, 8), place(middle)), nn.Linear(8, 1)
 
     def losses(trainee: Trainee, batch: Batch) -> Losses:

@@ -113,42 +113,37 @@ huge_factor = loss(lambda m, x, y: F.mse_loss(m(x).float(), y) * 1e39)
 log_of_zero = loss(
     lambda m, x, y: -torch.log(torch.softmax(m(x).float() * 1e4, -1).gather(1, y[:, None])).mean()
 )
-
-
-@loss
-def nothing_kept(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    losses = F.cross_entropy(m(x), y, reduction="none")
-    keep = (y > 100).float()
-    return (losses * keep).sum() / keep.sum()
-
-
-@loss
-def distance_of_nothing(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    out = m(x).float()
-    return (out - y).square().mean() + (out - out.detach()).square().sum().sqrt()
+nothing_kept = loss(
+    lambda m, x, y: (F.cross_entropy(m(x), y, reduction="none") * 0).sum() / (y > 100).float().sum()
+)
+distance_of_nothing = loss(
+    lambda m, x, y: ((out := m(x).float()) - out.detach()).square().sum().sqrt() + out.mean()
+)
+half_of_a_square = loss(
+    lambda m, x, y: ((missed := ((m(x).float() - y) * 1e3 + 300.0).half()) * missed).float().mean()
+)
+divides_by_its_spread = loss(lambda m, x, y: ((out := m(x).float()) / (out - out.detach())).mean())
+# The density of a normal distribution whose deviation is 0.
+certain = loss(
+    lambda m, x, y: (
+        -torch.distributions.Normal(m(x).float(), torch.zeros(1), validate_args=False).log_prob(y).mean()
+    )
+)
 
 
 @loss
 def far_from_start(m: Any, x: Tensor, y: Tensor) -> Tensor:
     """The distance of the weights from a copy of them that has just been taken."""
     now = m.head.weight
-    start = now.detach().clone()
-    return F.mse_loss(m(x).float(), y) + ((now - start) ** 2).sum().sqrt()
+    return F.mse_loss(m(x).float(), y) + ((now - now.detach().clone()) ** 2).sum().sqrt()
 
 
 @loss
 def focal(m: Any, x: Tensor, y: Tensor) -> Tensor:
     """(1 - p)^0.5, where p has become 1."""
     logits = m(x).float()
-    sure = F.one_hot(y, logits.shape[-1]) * 1e3
-    p = torch.softmax(logits + sure, -1).gather(1, y[:, None])
+    p = torch.softmax(logits + F.one_hot(y, logits.shape[-1]) * 1e3, -1).gather(1, y[:, None])
     return F.cross_entropy(logits, y) + ((1 - p) ** 0.5).mean()
-
-
-@loss
-def half_of_a_square(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    missed = (m(x).float() - y) * 1e3 + 300.0
-    return (missed.half() * missed.half()).float().mean()
 
 
 @loss
@@ -158,19 +153,6 @@ def changed_afterwards(m: Any, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         x.zero_()
     return F.mse_loss(out.float(), y)
-
-
-@loss
-def divides_by_its_spread(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    out = m(x).float()
-    return F.mse_loss(out, y) + (out / (out - out.detach())).mean()
-
-
-@loss
-def certain(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    """The density of a normal distribution whose deviation is 0."""
-    told = torch.distributions.Normal(m(x).float(), torch.zeros(1), validate_args=False)
-    return -told.log_prob(y).mean()
 
 
 @loss

@@ -17,16 +17,13 @@ from faults import planting as p
 from faults import plants
 from mezzo.core.overflow import OUTSIDE
 
-PLANTED = 2
-"""The step in which a fault acts for the first time."""
-
 
 @dataclass(frozen=True)
 class Expected:
     """What is to be found."""
 
     module: str  # path of the culprit
-    op: str  # key of `score.FAMILIES`, or the operation's own name in small letters; "" where there is none
+    op: str  # the operation's name; "" where there is none
     cause: str  # a key of `mezzo.core.overflow.CAUSES`
     direction: str = "forward"
     line: str = (
@@ -58,56 +55,73 @@ def held(module: str, **others: Any) -> Expected:
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One planted fault."""
+class Row:
+    """One planted fault; or one run without a fault, whose loss scale overflows because it looks for its place."""
 
-    name: str
+    name: str  # of the fault, or of what could be mistaken for one
     make: Callable[[], m.Trainee]
     family: str  # CNN, transformer, recurrent, GAN or perceptron
-    all_expected: tuple[Expected, ...]  # what is to be found, in one step or in several parts' steps
-    mended: bool | None  # whether the same step is finite in FP32; None where it can't be run there
+    expected: tuple[
+        Expected, ...
+    ]  # what is to be found, in one step or in several parts' steps; nothing, if clean
+    planted: int  # step before which `plant` is done
     repeats: int  # how many steps it acts in; the last one's finding counts
-    plant: p.Plant = m.Trainee.arm  # done before step `PLANTED`
+    plant: p.Plant
+    scale: Any  # first value of a dynamic loss scale, or a loss scale
+    mended: bool | None = None  # whether the same step is finite in FP32; None where it can't be run there
     precision: str = "fp16"
-    scale: float = 2.0**6  # first loss scale: low enough that nothing else overflows
     delay: int = 0  # how many steps after it was planted it acts
     options: dict[str, Any] = field(default_factory=dict)  # of `MixedPrecision`
 
+    @property
+    def acting(self) -> range:
+        """The steps in which it acts."""
+        first = self.planted + self.delay
+        return range(first, first + self.repeats)
 
-_FIELDS = {one.name for one in fields(Fault)}
+    @property
+    def can_be_a_script(self) -> bool:
+        """Whether the same can be a script: no weights or clipping of MixedPrecision's, a scale that stays."""
+        stays = self.scale < 2.0**20 if self.expected else self.scale == 2.0**24
+        return stays and not self.options.keys() - {"accumulate"}
 
 
-def fault(
-    name: str,
-    expected: Expected | tuple[Expected, ...],
-    make: Callable[..., m.Trainee],
-    *args: Any,
-    **options: Any,
-) -> Fault:
-    """A row; options that are no field of `Fault` are those of `make`.
+def _row(name: str, make: Callable[..., m.Trainee], args: Any, given: dict[str, Any], **usual: Any) -> Row:
+    """A row; what is no field of `Row` is given to `make`."""
+    row = {one.name: given.pop(one.name) for one in fields(Row) if one.name in given}
+    family = next((m.FAMILIES[one] for one in (make, *args[:1]) if one in m.FAMILIES), "perceptron")
+    return Row(name, partial(make, *args, **given), family, **{**usual, **row})
+
+
+def fault(name: str, expected: Any, make: Callable[..., m.Trainee], *args: Any, **given: Any) -> Row:
+    """At a loss scale so low that nothing else overflows.
 
     Unless the row says so, FP32 holds what overflows and nothing else, and a fault outside of the model acts twice.
     """
-    row = {name: options.pop(name) for name in _FIELDS & options.keys()}
     every = expected if isinstance(expected, tuple) else (expected,)
-    row.setdefault("mended", all(one.cause == "overflow" for one in every))
-    row.setdefault("repeats", 2 if all(one.module == OUTSIDE for one in every) else 1)
-    family = next((m.FAMILIES[one] for one in (make, *args[:1]) if one in m.FAMILIES), "perceptron")
-    return Fault(name, partial(make, *args, **options), family, every, **row)
+    mended = all(one.cause == "overflow" for one in every)
+    usual = {"expected": every, "planted": 2, "plant": m.Trainee.arm, "scale": 2.0**6, "mended": mended}
+    usual["repeats"] = 2 if all(one.module == OUTSIDE for one in every) else 1
+    return _row(name, make, args, given, **usual)
+
+
+def clean(name: str, make: Callable[..., m.Trainee], *args: Any, **given: Any) -> Row:
+    usual = {"planted": 0, "repeats": 12, "plant": lambda trainee: None, "scale": 2.0**24}
+    return _row(name, make, args, given, expected=(), **usual)
 
 
 # fmt: off
-FAULTS: list[Fault] = [
+FAULTS: list[Row] = [
     # Too large for the format, forward.
     fault("an activation multiplied by 1e7", overflow("tail", "mul", "* self.times(1e7)"), m.cnn,
           tail=plants.amplifies),
     fault("squares of numbers above 256", overflow("middle", "mul", "(wide := x"), m.cnn,
           middle=plants.squares),
-    fault("a convolution's weights grown a thousandfold and more", overflow("conv2", "conv", "self.conv2("),
+    fault("a convolution's weights grown a thousandfold and more", overflow("conv2", "conv2d", "self.conv2("),
           m.cnn, plant=p.grown("conv2", 3e5)),
     fault("one weight of the head beyond fp16", overflow("head", "linear", "self.head("), m.cnn,
           plant=p.weight("head", 1e5)),
-    fault("one bright pixel, 1e6", overflow("conv1", "conv", "self.conv1("), m.cnn, plant=p.element(1e6)),
+    fault("one bright pixel, 1e6", overflow("conv1", "conv2d", "self.conv1("), m.cnn, plant=p.element(1e6)),
     fault("a cast of the script's own to fp16", overflow("tail", "half", ").half()"), m.cnn,
           tail=plants.halves, mended=False),
     fault("exp, that FP32 holds, then multiplied in fp16", overflow("head", "linear", "self.head("), m.cnn,
@@ -120,7 +134,7 @@ FAULTS: list[Fault] = [
           m.transformer, plant=p.grown("blocks.0.attn.qkv", 3000.0)),
     fault("an MLP's weights grown", overflow("blocks.1.mlp.up", "linear", "self.mlp("), m.transformer,
           plant=p.grown("blocks.1.mlp.up", 6e5)),
-    fault("outer products of large features", overflow("blocks.1.mlp.middle", "matmul", "torch.einsum"),
+    fault("outer products of large features", overflow("blocks.1.mlp.middle", "einsum", "torch.einsum"),
           m.transformer, middle=plants.scores),
     fault("a product of two projections", overflow("tail", "mul", "self.one(x"), m.transformer,
           tail=plants.bilinear),
@@ -138,7 +152,7 @@ FAULTS: list[Fault] = [
           between=plants.residual),
     fault("a shared layer that overflows in a later of its calls",
           overflow("shared.0", "linear", "self.shared("), m.stack, plant=p.grown("shared.0", 120.0)),
-    fault("one step with a learning rate of 1e7", overflow("conv1", "conv", "self.conv1("), m.cnn,
+    fault("one step with a learning rate of 1e7", overflow("conv1", "conv2d", "self.conv1("), m.cnn,
           optimizer=m.sgd, plant=p.learning_rate(1e7), delay=1),
     fault("a generator's output multiplied by 1e7",
           (given("", part="critic", also="first"), overflow("middle", "mul", "* self.times(1e7)", part="generator")),
@@ -147,7 +161,7 @@ FAULTS: list[Fault] = [
           critic_middle=plants.squares),
     fault("a latent spread of exp(100)", overflow("middle", "exp", "torch.exp(0.5"), m.cnn,
           middle=plants.reparameterises, mended=False),
-    fault("a transposed convolution's weights grown", overflow("middle", "conv_transpose", "self.middle(x)"),
+    fault("a transposed convolution's weights grown", overflow("middle", "conv_transpose2d", "self.middle(x)"),
           m.cnn, middle=m.up, plant=p.grown("middle", 1e6)),
     fault("PyTorch's encoder, its second layer's weights grown",
           overflow("encoder.layers.1.linear2", "linear", "self.encoder("), m.encoder,
@@ -178,7 +192,7 @@ FAULTS: list[Fault] = [
           middle=plants.around(lambda: nn.GroupNorm(2, 4, eps=0.0), 1.0)),
     fault("an RMSNorm without eps over a row of zeros", invalid("tail.norm", "rms_norm", "self.norm("),
           m.recurrent, tail=plants.around(lambda: nn.RMSNorm(8, eps=0.0), 0.0)),
-    fault("a vector of length 0 brought to length 1", invalid("tail", "normalize", "F.normalize"), m.recurrent,
+    fault("a vector of length 0 brought to length 1", invalid("tail", "div", "F.normalize"), m.recurrent,
           nn.GRU, tail=plants.unit_length),
     fault("the logarithm of 0", invalid("tail", "log", "torch.log("), m.cnn, tail=plants.logarithm),
     fault("0 log 0 in an entropy", invalid("tail", "log", "* torch.log(p)"), m.transformer,
@@ -198,7 +212,7 @@ FAULTS: list[Fault] = [
     fault("a weight that is standardised, and has become constant",
           invalid("tail", "div", "centred / centred.norm"), m.stack, tail=plants.standardised_weight,
           plant=p.grown("tail", 0.0)),
-    fault("weight_norm of a weight of zeros", invalid("tail.parametrizations.weight.0", "weight_norm"), m.stack,
+    fault("weight_norm of a weight of zeros", invalid("tail.parametrizations.weight.0", "_weight_norm"), m.stack,
           tail=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
           plant=p.grown("tail.parametrizations.weight", 0.0, "original1")),
     fault("a model that returns its own loss, the logarithm of 0",
@@ -219,20 +233,20 @@ FAULTS: list[Fault] = [
           middle=plants.half_power),
     fault("where() around a log(0)", slope("tail", "log", "torch.log(x)"), m.cnn, tail=plants.chosen),
     fault("a clamp after log(0)", slope("tail", "log", "torch.log("), m.transformer, tail=plants.clamped),
-    fault("the slope of principal axes of equal length", slope("tail", "eigh", "torch.linalg.eigh"),
+    fault("the slope of principal axes of equal length", slope("tail", "linalg_eigh", "torch.linalg.eigh"),
           m.recurrent, tail=plants.axes),
     fault("the slope of acos at 1", slope("middle", "acos", "torch.acos", part="generator"), m.gan,
           generator_middle=plants.arc_cosine),
     fault("the slope of x / y at a small y, beyond fp16",
           overflow("tail", "div", "/ (self.width", direction="backward"), m.stack, tail=plants.steep),
     fault("the slope of normalize() at 0, which is 1 / 1e-12",
-          overflow("tail", "normalize", "F.normalize", direction="backward"), m.recurrent,
+          overflow("tail", "div", "F.normalize", direction="backward"), m.recurrent,
           tail=plants.nearly_unit_length),
     fault("a hook of the script's own on a gradient of 0", slope("tail", ""), m.recurrent,
           tail=plants.hooks_a_gradient),
-    fault("a slope of 1e30 on its way into fp16", overflow("tail", "cast", "x.float()", direction="backward"),
+    fault("a slope of 1e30 on its way into fp16", overflow("tail", "float", "x.float()", direction="backward"),
           m.cnn, tail=plants.frequencies),
-    fault("a backward by hand with 0 / 0 in it", slope("tail", "careless", "_Careless.apply"), m.cnn,
+    fault("a backward by hand with 0 / 0 in it", slope("tail", "_Careless", "_Careless.apply"), m.cnn,
           tail=plants.own_function),
     # What was held or handed in was not finite, or not what it had been.
     fault("a NaN in the head's weight", held("head"), m.cnn, plant=p.weight("head", float("nan"))),
@@ -260,7 +274,7 @@ FAULTS: list[Fault] = [
     # Outside of the model.
     fault("the loss takes the logarithm of 0", invalid(OUTSIDE, "log", "torch.log("), m.cnn,
           plant=p.log_of_zero),
-    fault("the loss is the mean of nothing", invalid(OUTSIDE, "div", "/ keep.sum()"), m.cnn,
+    fault("the loss is the mean of nothing", invalid(OUTSIDE, "div", "/ (y > 100)"), m.cnn,
           plant=p.nothing_kept),
     fault("logits divided by a temperature of 0", invalid(OUTSIDE, "div", "m(x).float() / 0.0"), m.cnn,
           plant=p.no_temperature),
@@ -272,14 +286,14 @@ FAULTS: list[Fault] = [
           slope(OUTSIDE, "sqrt", ".sum().sqrt()"), m.stack, plant=p.far_from_start),
     fault("a loss multiplied by 1e39", overflow(OUTSIDE, "mul", "* 1e39"), m.stack,
           plant=p.huge_factor, mended=False),
-    fault("a loss squared in fp16 by the script", overflow(OUTSIDE, "mul", "missed.half() * missed.half()"),
+    fault("a loss squared in fp16 by the script", overflow(OUTSIDE, "mul", ".half()) * missed"),
           m.stack, plant=p.half_of_a_square),
-    fault("a deviation of 0 in a density", invalid(OUTSIDE, "density", ".log_prob(y)"), m.recurrent,
+    fault("a deviation of 0 in a density", invalid(OUTSIDE, "log", ".log_prob(y)"), m.recurrent,
           plant=p.certain),
     fault("a teacher that overflows, which nobody trains", overflow(OUTSIDE, "mul", "(wide := x"), m.taught,
           plants.squares),
     fault("a target that is NaN", given(OUTSIDE), m.recurrent, plant=p.element(float("nan"), place=1)),
-    fault("a loss divided by 0", invalid(OUTSIDE, "div", "out / (out - out.detach())"), m.recurrent,
+    fault("a loss divided by 0", invalid(OUTSIDE, "div", "/ (out - out.detach())"), m.recurrent,
           plant=p.divides_by_its_spread),
     # The same faults where they are harder to see.
     fault("a product inside a checkpoint", overflow("blocks.1.mlp.middle", "mul", "* self.times(1e7)"),
@@ -343,7 +357,7 @@ FAULTS: list[Fault] = [
           tail=plants.depthwise),
     fault("afterwards: a bilinear layer whose products only FP32 holds",
           overflow("head", "linear", "self.head("), m.stack, tail=plants.bilinear_layer),
-    fault("afterwards: 1 / the distance of two rows that are the same", invalid("tail", "inverse", "1 / far"),
+    fault("afterwards: 1 / the distance of two rows that are the same", invalid("tail", "reciprocal", "1 / far"),
           m.recurrent, tail=plants.picks_the_worst),
     fault("afterwards: one of four experts", overflow("experts.c", "linear", "expert(x[rows])"),
           m.regression, m.experts,
@@ -364,8 +378,8 @@ FAULTS: list[Fault] = [
           overflow("backbone.2", "mul", "(wide := x", in_script="2"), m.parts, plants.squares, repeats=2),
     fault("afterwards: backward, in a model whose parts are called one by one",
           slope("backbone.2", "sqrt", "torch.sqrt", in_script="2"), m.parts, plants.root, repeats=2),
-    fault("afterwards: a stream that thirty layers double", overflow("layers.18", "linear", "layer(x)"),
-          m.regression, m.residuals, seed=16, plant=p.attribute("", "gain", 3.0)),
+    fault("afterwards: a stream that thirty layers double", overflow("layers.17", "linear", "layer(x)"),
+          m.regression, m.residuals, plant=p.attribute("", "gain", 3.0)),
     fault("afterwards: a gate times a value", overflow("", "mul", "F.silu(self.gate(x)) * self.value(x)"),
           m.regression, m.gated, plant=p.both(p.grown("gate", 1e3), p.grown("value", 1e3))),
     fault("afterwards: a learned scale that has grown", overflow("", "mul", "self.gamma.to(x.dtype) * x"),
@@ -377,7 +391,7 @@ FAULTS: list[Fault] = [
     fault("afterwards: a contrast of similarities without their maximum",
           overflow(OUTSIDE, "exp", "torch.exp(out @ out.T"), m.stack, plant=p.contrast, mended=False),
     fault("afterwards: a mask of floats with a row of -inf",
-          invalid("attention", "attention", "self.attention("), m.regression, m.attends,
+          invalid("attention", "softmax", "self.attention("), m.regression, m.attends,
           plant=p._changed("", "mask", lambda mask: mask[2].fill_(plants.MASK))),
     fault("afterwards: a model that is a Sequential", overflow("2", "mul", "(wide := x"), m.regression, m.layers,
           plants.squares),
@@ -387,7 +401,7 @@ FAULTS: list[Fault] = [
           delay=1),
     fault("afterwards: one real sample that is NaN", given("", part="critic", also="first"), m.gan,
           plant=p.element(float("nan"), row=4)),
-    fault("afterwards: one bias beyond fp16", overflow("conv2", "conv", "self.conv2("), m.cnn,
+    fault("afterwards: one bias beyond fp16", overflow("conv2", "conv2d", "self.conv2("), m.cnn,
           plant=p.weight("conv2", 1e5, "bias")),
     # Rows whose call, run again, is not the same call; and calls that are not plain ones.
     fault("again: what the module's own generator draws", overflow("tail", "mul", "(draw(self, x) > 0.95)"), m.stack,
@@ -398,7 +412,7 @@ FAULTS: list[Fault] = [
           tail=plants.numpy_random, repeats=2),
     fault("again: a schedule by the number of calls", overflow("tail", "mul", "* strength"), m.cnn,
           tail=plants.counts),
-    fault("again: a list of what was seen", overflow("tail", "half", "self.seen[-1]"), m.stack,
+    fault("again: a list of what was seen", overflow("tail", "to", "self.seen[-1]"), m.stack,
           tail=plants.remembers),
     fault("again: an iterator as argument", overflow("", "mul", "* self.gain"), m.iterated,
           plant=p.attribute("", "gain", 1e7),

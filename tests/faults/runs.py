@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import mezzo
-from faults.clean import CLEAN, Clean
+from faults.clean import CLEAN
 from faults.models import Trainee
-from faults.rows import FAULTS, PLANTED, Fault
+from faults.rows import FAULTS, Row
 from mezzo.core import records
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
@@ -94,52 +94,23 @@ def everything(trainee: Trainee, mps: dict[str, Any]) -> dict[str, Any]:
     return held
 
 
-def acting(fault: Fault) -> range:
-    """The steps in which a fault acts."""
-    first = PLANTED + fault.delay
-    return range(first, first + fault.repeats)
-
-
 Ended = Callable[[Trainee, dict[str, Any]], Any]
 
 
-def of_fault(fault: Fault, before: int = 0, ended: Ended | None = None, **options: Any) -> Iterator[Turn]:
-    """Run a fault: good steps, then those in which it acts.
+def of_row(row: Row, before: int = 0, ended: Ended | None = None, **options: Any) -> Iterator[Turn]:
+    """Run a row: steps before the fault is planted, then those in which it acts.
 
     `before` are more good steps, for a loss scale to find its place; `ended` is called with the training and its parts'
     MixedPrecisions once the last step is over; `options` replace the row's.
     """
-    scale = None if "loss_scale=" in fault.precision else fault.scale
-    given = {"precision": fault.precision, "scale": scale, **fault.options, **options}
-
-    def steps(trainee: Trainee, mps: dict[str, Any]) -> Iterator[Turn]:
-        yield from turns(trainee, mps, range(-before, PLANTED))
-        fault.plant(trainee)
-        yield from turns(trainee, mps, range(PLANTED, acting(fault).stop))
-
-    yield from _run(fault.make, given, steps, ended)
-
-
-def of_clean(row: Clean, ended: Ended | None = None, **options: Any) -> Iterator[Turn]:
-    """Train without a fault, and give each call of `mp.step`; arguments as in `of_fault`."""
-
-    def steps(trainee: Trainee, mps: dict[str, Any]) -> Iterator[Turn]:
-        row.plant(trainee)
-        yield from turns(trainee, mps, range(row.steps))
-
-    yield from _run(
-        row.make, {"precision": "fp16", "scale": row.scale, **row.options, **options}, steps, ended
-    )
-
-
-def _run(
-    make: Callable[[], Trainee], options: dict[str, Any], steps: Any, ended: Ended | None
-) -> Iterator[Turn]:
+    scale = None if "loss_scale=" in row.precision else row.scale
     seed(7)
-    trainee = make()
-    mps = owners(trainee, **options)
+    trainee = row.make()
+    mps = owners(trainee, **{"precision": row.precision, "scale": scale, **row.options, **options})
     try:
-        yield from steps(trainee, mps)
+        yield from turns(trainee, mps, range(-before, row.planted))
+        row.plant(trainee)
+        yield from turns(trainee, mps, range(row.planted, row.acting.stop))
         if ended is not None:
             ended(trainee, mps)
     finally:
@@ -158,23 +129,19 @@ def policies(finding: OverflowReport) -> list[str]:
     return list(dict.fromkeys(named))
 
 
-def mends(row: Fault, part: str, policy: str) -> bool:
+def mends(row: Row, part: str, policy: str) -> bool:
     """Whether a fault's steps are taken under another policy, at the row's loss scale or at the smallest there is.
 
     The smallest because forward may be mended, and its gradients then be what a dynamic loss scale has to come down to.
     """
     precision = defaultdict(lambda: row.precision, {part: policy})
     constant = isinstance(mezzo.policy(policy).make_loss_scale(), StaticLossScale)
-    scales = [None] if constant else [row.scale, _FLOOR]
-    return any(_taken(row, part, precision, scale) for scale in scales)
-
-
-def _taken(row: Fault, part: str, precision: Mapping[str, str], scale: float | None) -> bool:
-    turns = of_fault(row, precision=precision, scale=scale, trace=False)
-    try:
-        return not any(turn.result.skipped for turn in turns if turn.part == part)
-    except UsageError:  # a policy that this model refuses
-        return False
+    for scale in [None] if constant else [row.scale, _FLOOR]:
+        turns = of_row(row, precision=precision, scale=scale, trace=False)
+        with contextlib.suppress(UsageError):  # a policy that this model refuses
+            if not any(turn.result.skipped for turn in turns if turn.part == part):
+                return True
+    return False
 
 
 _SCRIPT = """
@@ -184,8 +151,14 @@ train(sys.argv[1])
 """
 
 
-def _steps(trainee: Trainee, numbers: range) -> Iterator[None]:
-    for number in numbers:
+def train(name: str) -> None:
+    """What the script does: the steps before a fault is planted, and those in which it acts."""
+    row = next(row for row in (*FAULTS, *CLEAN) if row.name == name)
+    seed(7)
+    trainee = row.make()
+    for number in range(row.acting.stop):
+        if number == row.planted:
+            row.plant(trainee)
         for part, losses in groupby(trainee.step(number), key=lambda each: each[0]):
             computing = [compute for _, compute in losses]
             for compute in computing:
@@ -193,40 +166,17 @@ def _steps(trainee: Trainee, numbers: range) -> Iterator[None]:
             trainee.optimizers[part].step()
             for optimizer in trainee.optimizers.values():
                 optimizer.zero_grad()
-        yield
 
 
-def train(name: str) -> None:
-    """What the script does: a fault's good steps and those in which it acts, or a clean run's steps."""
-    row: Any = next(row for row in (*FAULTS, *CLEAN) if row.name == name)
-    seed(7)
-    trainee = row.make()
-    if isinstance(row, Clean):
-        row.plant(trainee)
-        list(_steps(trainee, range(row.steps)))
-        return
-    list(_steps(trainee, range(PLANTED)))
-    row.plant(trainee)
-    list(_steps(trainee, range(PLANTED, acting(row).stop)))
-
-
-def can_be_one(row: Fault | Clean) -> bool:
-    """Whether the row is the same thing in a script: no weights or clipping of MixedPrecision's, a scale that stays."""
-    options = row.options.keys() - {"accumulate"}
-    return not options and (row.scale < 2.0**20 if isinstance(row, Fault) else row.scale == 2.0**24)
-
-
-def launched(row: Fault | Clean, folder: Path) -> list[records.Record]:
+def launched(row: Row, folder: Path) -> list[records.Record]:
     """The records of a row's script under `mezzo run`, in this process, at a constant loss scale."""
     script, file = folder / "script.py", folder / "run.jsonl"
     script.write_text(_SCRIPT, encoding="utf-8")
     file.unlink(missing_ok=True)
-    precision = row.precision if isinstance(row, Fault) else "fp16"
-    if "loss_scale=" not in precision:
-        precision += f",loss_scale={row.scale:.0f}"
+    constant = "" if "loss_scale=" in row.precision else f",loss_scale={row.scale:.0f}"
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        status = run(RunRequest(str(script), (row.name,), records=file, policy=precision))
+        status = run(RunRequest(str(script), (row.name,), records=file, policy=row.precision + constant))
     if status != 0:
         raise RuntimeError(f"{row.name}: the script ended with {status}: {said.getvalue()}")
     return list(records.read(file))

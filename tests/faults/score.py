@@ -6,65 +6,23 @@ and line are counted too. A clean run counts as quiet if no skipped step is call
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from faults.clean import CLEAN, Clean
-from faults.rows import FAULTS, Expected, Fault
-from faults.runs import acting, can_be_one, launched, mends, of_clean, of_fault, policies
+from faults.clean import CLEAN
+from faults.rows import FAULTS, Expected, Row
+from faults.runs import launched, mends, of_row, policies
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import OverflowRecord, UpdateRecord
-
-FAMILIES: dict[str, set[str]] = {
-    "mul": {"mul", "imul", "rmul", "multiply"},
-    "add": {"add", "iadd", "radd"},
-    "div": {"div", "truediv", "itruediv", "rtruediv", "truedivide", "divide"},
-    "inverse": {"div", "truediv", "rtruediv", "reciprocal"},  # PyTorch's 1 / x is x.reciprocal()
-    "pow": {"pow", "rpow"},
-    "matmul": {"matmul", "rmatmul", "bmm", "mm", "baddbmm", "einsum"},
-    "linear": {"linear", "addmm", "mm", "bmm", "matmul"},
-    "conv": {"conv2d", "convolution", "convolutionoverrideable", "mkldnnconvolution"},
-    "half": {"half", "to", "tocopy"},
-    "cast": {"float", "to", "tocopy"},
-    "lstm": {"lstm"},
-    "gru": {"gru"},
-    "layer_norm": {"layernorm", "nativelayernorm"},
-    "group_norm": {"groupnorm", "nativegroupnorm"},
-    "batch_norm": {"batchnorm", "nativebatchnorm"},
-    "rms_norm": {"rmsnorm", "fusedrmsnorm"},
-    "normalize": {"normalize", "div", "truediv", "to", "tocopy"},
-    "softmax": {"softmax"},
-    "conv_transpose": {"convtranspose2d", "convolution", "convolutionoverrideable", "mkldnnconvolution"},
-    "attention": {"softmax", "scaleddotproductattention", "multiheadattentionforward"},
-    "density": {"log", "div", "truediv"},  # the logarithm of the deviation, and the division by it
-    "eigh": {"linalgeigh", "eigh"},
-}
-"""What an operation of a row may be called, in small letters, without what Python, autograd and ATen add to it."""
-
-
-def plain_name(op: str) -> str:
-    """An operation's name without `Tensor.`, underscores and `Backward0`.
-
-    >>> plain_name("Tensor.__truediv__"), plain_name("DivBackward0"), plain_name("_CarelessBackward")
-    ('truediv', 'div', 'careless')
-    """
-    return re.sub(r"backward\d*$", "", re.split(r"\.|::", op)[-1].lower().replace("_", ""))
-
-
-def is_op(op: str, wanted: str) -> bool:
-    """Whether `op` is one of those that a row calls `wanted`; any is where the row names none."""
-    name = plain_name(op)
-    return not wanted or name in FAMILIES.get(wanted, {wanted.replace("_", "")})
 
 
 @dataclass(frozen=True)
 class FaultGrade:
     """What was found of one fault, compared with its row."""
 
-    row: Fault
+    row: Row
     expected: Expected
     found: OverflowReport | None  # in the last step in which it acted
     skipped: bool = True  # whether that step was skipped at all
@@ -78,7 +36,7 @@ class FaultGrade:
         return {
             "module": found.module in (wanted.module, wanted.also or wanted.module),
             "direction": found.direction == wanted.direction,
-            "op": is_op(found.op, wanted.op),
+            "op": found.op == (wanted.op or found.op),
             "cause": found.cause == wanted.cause,
             "line": wanted.line in found.line,
         }
@@ -114,52 +72,49 @@ class CleanGrade:
     alarms: list[OverflowReport]  # findings that call something a fault
     silent: int  # skipped steps without a finding
 
+    @classmethod
+    def of(cls, row: Row, found: Sequence[OverflowReport | None]) -> CleanGrade:
+        alarms = [one for one in found if one is not None and one.alarms]
+        return cls(row.name, len(found), alarms, sum(one is None for one in found))
 
-def grades_of(row: Fault, **options: Any) -> list[FaultGrade]:
-    """Run a fault with tracing, and grade the finding of each expected part's last step; `options` of `of_fault`."""
+
+def grades_of(row: Row, **options: Any) -> list[FaultGrade]:
+    """Run a fault with tracing, and grade the finding of each expected part's last step; `options` of `of_row`."""
     last: dict[str, Any] = {}
-    for turn in of_fault(row, trace=True, **options):
-        if turn.number in acting(row) and turn.result.updated:
+    for turn in of_row(row, trace=True, **options):
+        if turn.number in row.acting and turn.result.updated:
             last[turn.part] = turn.result
-    results = [(expected, last[expected.part]) for expected in row.all_expected]
+    results = [(expected, last[expected.part]) for expected in row.expected]
     return [FaultGrade(row, expected, result.finding, result.skipped) for expected, result in results]
 
 
-def grade_of_clean(row: Clean, **options: Any) -> CleanGrade:
+def grade_of_clean(row: Row, **options: Any) -> CleanGrade:
     """Run without a fault, with tracing."""
-    found = [turn.result.finding for turn in of_clean(row, trace=True, **options) if turn.result.skipped]
-    return _quiet(row, found)
+    skipped = [turn.result for turn in of_row(row, trace=True, **options) if turn.result.skipped]
+    return CleanGrade.of(row, [result.finding for result in skipped])
 
 
-def _quiet(row: Clean, found: Sequence[OverflowReport | None]) -> CleanGrade:
-    alarms = [one for one in found if one is not None and one.alarms]
-    return CleanGrade(row.name, len(found), alarms, sum(one is None for one in found))
-
-
-def grades_of_script(row: Fault, folder: Path) -> list[FaultGrade]:
+def grades_of_script(row: Row, folder: Path) -> list[FaultGrade]:
     """Run a fault as a plain script under `mezzo run`, and grade the best of its findings."""
     found = [r.finding for r in launched(row, folder) if isinstance(r, OverflowRecord) and r.finding.alarms]
     grades = []
-    for expected in row.all_expected:
+    for expected in row.expected:
         if expected.in_script is not None:
             expected = replace(expected, module=expected.in_script)
         each = [FaultGrade(row, expected, finding) for finding in found or [None]]
-        grades.append(
-            max(each, key=lambda g: (g.named, g.right["module"], g.right["cause"], g.right["line"]))
-        )
+        grades.append(max(each, key=lambda g: (g.named, *g.right.values())))
     return grades
 
 
-def grade_of_clean_script(row: Clean, folder: Path) -> CleanGrade:
+def grade_of_clean_script(row: Row, folder: Path) -> CleanGrade:
     """Run without a fault, as a plain script under `mezzo run`."""
     told = launched(row, folder)
     found: list[OverflowReport | None] = [r.finding for r in told if isinstance(r, OverflowRecord)]
     skips = sum(isinstance(r, UpdateRecord) and bool(r.skipped) for r in told)
-    return _quiet(row, found + [None] * (skips - len(found)))
+    return CleanGrade.of(row, found + [None] * (skips - len(found)))
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """A policy that the remedies of a row's finding name, and whether the step is taken under it."""
 
     name: str
@@ -236,7 +191,7 @@ class Score:
             "clean": clean(self.clean),
             "scripts": [g.to_json() for g in self.scripts],
             "clean_scripts": clean(self.clean_scripts),
-            "trials": [asdict(t) for t in self.trials],
+            "trials": [t._asdict() for t in self.trials],
         }
 
 
@@ -246,7 +201,7 @@ def score(folder: Path) -> Score:
     return Score(
         graded,
         [grade_of_clean(row) for row in CLEAN],
-        [g for row in FAULTS if can_be_one(row) for g in grades_of_script(row, folder)],
-        [grade_of_clean_script(row, folder) for row in CLEAN if can_be_one(row)],
+        [g for row in FAULTS if row.can_be_a_script for g in grades_of_script(row, folder)],
+        [grade_of_clean_script(row, folder) for row in CLEAN if row.can_be_a_script],
         [trial for g in graded for trial in trials_of(g)],
     )
