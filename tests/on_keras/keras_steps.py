@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,27 +59,6 @@ def records_of(kind: str, path: Path | None) -> list[Any]:
     return [record for record in records.read(path) if record.kind == kind]
 
 
-def gradient_step(
-    optimizer: Any, weights: Sequence[Any], loss_of: Callable[[], Any], factor: float = 1.0
-) -> Any:
-    """One step on TensorFlow or PyTorch, with gradients multiplied by `factor`; returns the loss."""
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            loss = loss_of()
-            scaled = optimizer.scale_loss(loss) * factor
-        optimizer.apply(tape.gradient(scaled, [weight.value for weight in weights]), weights)
-        return loss
-    loss = loss_of()
-    for weight in weights:
-        weight.value.grad = None
-    (optimizer.scale_loss(loss) * factor).backward()
-    with no_gradients():
-        optimizer.apply([weight.value.grad for weight in weights], weights)
-    return loss.detach()
-
-
 class OwnStep(keras.Model):  # type: ignore[misc]
     """Takes the gradients and applies them itself, without Keras's loss tracker; on TensorFlow and PyTorch."""
 
@@ -92,10 +71,26 @@ class OwnStep(keras.Model):  # type: ignore[misc]
         return self.head(self.body(x))
 
     def step_with(self, optimizer: Any, x: Any, y: Any, factor: float = 1.0) -> Any:
-        def loss_of() -> Any:
-            return keras.ops.mean((keras.ops.cast(self(x, training=True), "float32") - y) ** 2)
+        """One step with gradients multiplied by `factor`; returns the loss."""
+        weights = self.trainable_variables
 
-        return gradient_step(optimizer, self.trainable_variables, loss_of, factor)
+        def scaled_loss() -> tuple[Any, Any]:
+            loss = keras.ops.mean((keras.ops.cast(self(x, training=True), "float32") - y) ** 2)
+            return loss, optimizer.scale_loss(loss) * factor
+
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                loss, scaled = scaled_loss()
+            optimizer.apply(tape.gradient(scaled, [weight.value for weight in weights]), weights)
+            return loss
+        self.zero_grad()
+        loss, scaled = scaled_loss()
+        scaled.backward()
+        with no_gradients():
+            optimizer.apply([weight.value.grad for weight in weights], weights)
+        return loss.detach()
 
     def train_step(self, batch: Any) -> Any:
         return {"loss": self.step_with(self.optimizer, *batch)}

@@ -123,21 +123,20 @@ def test_each_layer_has_the_policy_of_its_path(
 
 def test_it_trains_as_keras_does_with_dtypes_written_by_hand() -> None:
     """The same weights, bit for bit, as under Keras's own policy with the head's dtype at the layer."""
-    weights = []
-    for by_hand in (True, False):
-        keras.utils.set_random_seed(1)
-        if by_hand:
-            set_policy("fp32")
-            keras.config.set_dtype_policy("mixed_float16")
-            model, optimizer = sequential(dtype="float32"), LossScaleOptimizer(keras.optimizers.SGD(0.1))
-        else:
-            set_policy("fp16,module.head=fp32")
-            model, optimizer = sequential(), keras.optimizers.SGD(0.1)
+
+    def trained(model: Any, optimizer: Any) -> Any:
         model.compile(optimizer, LOSS)
         model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
-        weights.append(model.get_weights())
-    assert all(np.array_equal(one, other) for one, other in zip(*weights, strict=True))
-    assert type(model.optimizer) is LossScaleOptimizer
+        return model.get_weights()
+
+    sgd = keras.optimizers.SGD
+    keras.utils.set_random_seed(1)
+    keras.config.set_dtype_policy("mixed_float16")
+    by_hand = trained(sequential(dtype="float32"), LossScaleOptimizer(sgd(0.1)))
+    keras.utils.set_random_seed(1)
+    set_policy("fp16,module.head=fp32")
+    for one, other in zip(trained(sequential(), sgd(0.1)), by_hand, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_saved_model_has_plain_policies_and_no_word_of_mezzo(tmp_path: Path) -> None:
@@ -187,9 +186,7 @@ def test_compile_leaves_an_optimizer_that_scales() -> None:
     model.compile(own, LOSS)
     assert model.optimizer is own
     kerass = KerasScaled(keras.optimizers.SGD())
-    with pytest.warns(
-        UserWarning, match=r'mezzo.keras.LossScaleOptimizer\(optimizer, loss_scale="dynamic"\)'
-    ):
+    with pytest.warns(UserWarning, match=r'LossScaleOptimizer\(optimizer, loss_scale="dynamic"\)'):
         model.compile(kerass, LOSS)
     assert model.optimizer is kerass
 
@@ -260,34 +257,31 @@ def after_clear_session() -> keras.Model:
     return sequential()
 
 
-BEFORE = "made before"
-# What a model is made of and under which precision, and what is said.
-ODD: dict[str, tuple[Callable[[], keras.Model], str, str]] = {
-    BEFORE: (sequential, "fp16", ""),
-    "Keras forgot the policy": (after_clear_session, "fp16", "clear_session"),
-    "another thread": (in_a_thread, "fp16", "clear_session"),
-    "a layer with its own dtype, which a pattern names": (
-        *(lambda: sequential(dtype="bfloat16"), "bf16,module.head=fp32"),
-        "'net/head', which has the policy bfloat16 of its own",
-    ),
-    "no layer in 16 bits": (lambda: keras.Sequential([layers.Dense(3, dtype="float32")]), "fp16", "no layer"),
-}
+OWN = "'net/head', which has the policy bfloat16 of its own"
+# How a model is made and under which precision, and what is reported; it is made before set_policy if that is empty.
+ODD: list[tuple[Callable[[], keras.Model], str, str]] = [
+    (sequential, "fp16", ""),
+    (after_clear_session, "fp16", "clear_session"),
+    (in_a_thread, "fp16", "clear_session"),
+    (lambda: sequential(dtype="bfloat16"), "bf16,module.head=fp32", OWN),
+    (lambda: keras.Sequential([layers.Dense(3, dtype="float32")]), "fp16", "no layer"),
+]
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_a_model_that_does_not_follow_the_policy_is_warned_of_once(name: str) -> None:
-    make, precision, said = ODD[name]
-    if name != BEFORE:
+@pytest.mark.parametrize(("make", "precision", "said"), ODD)
+def test_a_model_that_does_not_follow_the_policy_is_warned_of_once(
+    make: Any, precision: str, said: str
+) -> None:
+    if said:
         set_policy(precision)
     model = make()
     model(X)
     set_policy(precision)
     with pytest.warns(PolicyWarning, match=said):
         model.compile("sgd", LOSS)
-    if name == BEFORE:
+    if not said:
         model.fit(X, Y, verbose=0)  # a warning is an error here
-    scaled = isinstance(model.optimizer, LossScaleOptimizer)
-    assert not scaled or precision == "fp16"
+    assert not isinstance(model.optimizer, LossScaleOptimizer) or precision == "fp16"
 
 
 def test_the_loss_scale_of_float16_layers_under_a_plan_without(tmp_path: Path) -> None:
@@ -304,12 +298,11 @@ def test_the_loss_scale_of_float16_layers_under_a_plan_without(tmp_path: Path) -
         assert model.optimizer.machine() == StaticLossScale(32.0)  # of the plan that it was made under
 
 
-@pytest.mark.parametrize("bad", ["fp8", "float16", "bf16,op.softmax=fp32", "fp16,module.a//b=fp32", 3])
-def test_a_refused_policy_changes_nothing(bad: Any) -> None:
+def test_a_refused_policy_changes_nothing() -> None:
     set_policy("bf16,module.head=fp32")
     compiling, policy = keras.Model.compile, keras.config.dtype_policy()
     with pytest.raises(UsageError):
-        set_policy(bad)
+        set_policy("fp8")
     assert keras.Model.compile is compiling
     assert keras.config.dtype_policy() is policy
 
