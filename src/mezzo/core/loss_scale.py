@@ -306,16 +306,20 @@ def on_host(pure: LossScale, state: ScaleArrays) -> LossScale:
 
 def check(pure: LossScale, state: ScaleArrays) -> None:
     """Raise LossScaleCollapseError if the patience ran out. Synchronizes with the device."""
-    if isinstance(pure, NoLossScale) or (stuck := int(state.stuck)) < pure.patience:
-        return
+    if not isinstance(pure, NoLossScale) and (stuck := int(state.stuck)) >= pure.patience:
+        raise collapsed(pure, stuck)
+
+
+def collapsed(pure: StaticLossScale | DynamicLossScale, stuck: int) -> LossScaleCollapseError:
+    """The error for a scale whose patience ran out after this many skipped steps."""
     if isinstance(pure, StaticLossScale):
-        raise LossScaleCollapseError(
+        return LossScaleCollapseError(
             f"{stuck} steps in a row were skipped: their gradients are not finite under the constant "
             f"loss scale {power_text(pure.scale)}.",
             NOT_THE_SCALE,
             "Else use a smaller constant, StaticLossScale.from_largest(...), or loss_scale='dynamic'.",
         )
-    raise LossScaleCollapseError(
+    return LossScaleCollapseError(
         f"the loss scale is at its floor {power_text(pure.floor)} and the last {stuck} steps were skipped.",
         NOT_THE_SCALE,
         "Else train in bf16, or keep the module that overflows in FP32: fp16,module.PATTERN=fp32.",
