@@ -77,7 +77,7 @@ def test_the_modules_are_ranked(here: Path, capsys: pytest.CaptureFixture[str]) 
     found = json.loads((here / "mezzo-calibrate-train" / "calibration.json").read_text())
     ranking = found["recommendation"]["sensitivity"]
     assert [(one["module"], one["lowest"]) for one in ranking["modules"]] == [("", "fp32"), ("a", "e4m3fn")]
-    assert ranking["modules"][0]["changes"] == {"bf16": pytest.approx(0.5), "fp16": None}
+    assert ranking["modules"][0]["changes"] == {"bf16": pytest.approx(0.5), "fp16": "inf"}
 
 
 def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +164,7 @@ def test_planted_overflows_are_kept_in_fp32_and_the_recommendation_trains(
     assert [one["module"] for one in found["kept"]] == ["2", "3", "5"]
     assert found["kept"][2]["why"] == "mul inside it overflows in fp16"
     ranking = {one["module"]: one for one in found["sensitivity"]["modules"]}
-    assert (ranking["2"]["changes"]["fp16"], ranking["2"]["causes"]["fp16"]) == (None, "mul")
+    assert (ranking["2"]["changes"]["fp16"], ranking["2"]["causes"]["fp16"]) == ("inf", "mul")
     file = str(tmp_path / "mezzo-calibrate-train" / "policy.toml")
     assert main(["run", "--policy", file, "--records", "run.jsonl", "train.py"]) == 0
     updates = [one for one in read(tmp_path / "run.jsonl") if isinstance(one, UpdateRecord)]

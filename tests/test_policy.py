@@ -307,7 +307,6 @@ def test_the_last_matching_pattern_decides() -> None:
     [
         ("fp16", []),
         ("fp16,loss_scale=none", ["fp16 without a loss scale"]),
-        ("bf16,masters=none", ["masters=none: an update under an ulp of its weight is kept on average"]),
         ("bf16,op.sigmoid=lower", ["op.sigmoid=lower in place of fp32: near 1"]),
     ],
 )

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from itertools import chain, pairwise
-from typing import Any
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import Format, named
@@ -19,7 +18,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import is_pattern
 from mezzo.core.ranges import GRADIENTS, Histogram, RangeRow, exponent_strip, percent, shift_of
-from mezzo.core.records import ModuleRounding, RangesRecord, Record, SensitivityRecord
+from mezzo.core.records import ModuleRounding, RangesRecord, Record, SensitivityRecord, strict
 
 FORMATS = ("bf16", "fp16", "fp32")
 """What can be recommended, the first that fits."""
@@ -147,13 +146,8 @@ class Recommendation:
         return 0.0 if shares is None else shares.underflow
 
     def to_json(self) -> str:
-        """All of it, histograms included; a number that is not finite is null."""
-        lost = {
-            "lost_unscaled": self.lost(),
-            "lost_with_constant": self.lost(self.constant),
-            "lost_with_start": self.lost(self.start),
-        }
-        return json.dumps(_strict(asdict(self) | lost), indent=2, allow_nan=False)
+        """All of it, histograms included; numbers that are not finite are strings."""
+        return json.dumps(strict(asdict(self)), indent=2, allow_nan=False)
 
     def to_toml(self) -> str:
         """The policy as a file that `mezzo.policy` reads, below comments with the reasons."""
@@ -388,12 +382,3 @@ def rank(
     totals = {name: math.hypot(*(one.changes.get(name, 0.0) for one in modules)) for name in bits}
     notes = list(dict.fromkeys(note for record in records for note in record.notes))
     return Sensitivity(list(bits), modules, loss, margin, limit, len(records), totals, notes)
-
-
-def _strict(value: Any) -> Any:
-    """The value for strict JSON: numbers that are not finite are None."""
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_strict(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
