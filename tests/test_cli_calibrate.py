@@ -114,7 +114,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({}, "train.py --precision fp17", "unknown format 'fp17'"),
     ({"crash": True}, "train.py", "exit status 1 in FP32. Its output ended:\nTraceback"),
-    ({"largest": 0.0}, "train.py --steps 1", "no gradient in the 1 step looked at is finite and not 0"),
+    ({"largest": 0.0}, "train.py --steps 1", "no gradient in the 1 steps looked at is finite and not 0"),
 ]
 
 

@@ -154,7 +154,7 @@ class Recommendation:
         reasons = [f"{self.format}: {self.why}", str(self.gradient)] if self.format == "fp16" else [self.why]
         if self.format == "fp16":
             reasons += [f"{kept.module or 'the model'}: {kept.why}" for kept in self.kept]
-        head = [f"Recommended by mezzo calibrate from {counted(self.steps)} in FP32.", *reasons]
+        head = [f"Recommended by mezzo calibrate from {self.steps} steps in FP32.", *reasons]
         return "".join(f"# {line}\n" for line in head) + policy_of(self.policy).to_toml()
 
     def __str__(self) -> str:
@@ -226,7 +226,7 @@ def recommend(
     ]
     if not sources:
         raise UsageError(
-            f"nothing to calibrate with: no gradient in the {counted(len(records))} looked at is finite and not 0"
+            f"nothing to calibrate with: no gradient in the {len(records)} steps looked at is finite and not 0"
         )
     source = max(sources, key=lambda one: one.histogram.largest)
     constant = StaticLossScale.from_largest(source.histogram.largest, "fp16", HEADROOM).scale
@@ -251,11 +251,6 @@ def recommend(
         notes=notes,
         sensitivity=sensitivity,
     )
-
-
-def counted(steps: int) -> str:
-    """ "1 step", "20 steps"."""
-    return f"{steps} step{'' if steps == 1 else 's'}"
 
 
 def _kept(tensors: Sequence[RangeRow], start: float, sensitivity: Sensitivity | None) -> list[Kept]:
