@@ -263,10 +263,8 @@ DECISIONS = [
     ("bf16", "linear", "lower", "table"),
     ("bf16", "aten::softmax.int", "fp32", "table"),
     ("bf16,op.softmax=lower", "softmax", "lower", "policy"),
-    ("bf16", "sum", "internal_fp32", "table"),
     ("fp16", "sum", "fp32", "table"),
     ("bf16", "binary_cross_entropy", "banned", "table"),
-    ("fp32", "binary_cross_entropy", "fp32", "table"),
     ("bf16,op.binary_cross_entropy=fp32", "binary_cross_entropy", "fp32", "policy"),
 ]
 

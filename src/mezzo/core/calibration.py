@@ -312,11 +312,7 @@ def _notes(tensors: Sequence[RangeRow], kept: Sequence[Kept]) -> list[str]:
     unnamed = ", ".join(repr(one.module) for one in kept if not is_pattern(one.module))
     if unnamed:
         notes.append(f"no policy can name {unnamed}: change the model, or train in bf16 or fp32")
-    notes.append(
-        "gradients change over a run: a dynamic scale follows them, a constant one is right for as long as they stay"
-    )
-    notes.append("the policy has not been tried: `mezzo compare` says whether it trains as well as FP32")
-    return notes
+    return [*notes, "the policy has not been tried: `mezzo compare` says whether it trains as well as FP32"]
 
 
 def _policy(format: str, start: float, kept: Sequence[Kept]) -> str:
