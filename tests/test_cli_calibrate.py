@@ -132,15 +132,19 @@ PLANTED = """
     from torch import nn
 
     class Times(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.factor = factor
+
         def forward(self, x):
-            return x * 1e6
+            return x * self.factor
 
     class Block(nn.Module):
         def forward(self, x):
             return torch.tanh(x) * 1e6 * 1e-6
 
     torch.manual_seed(0)
-    middle = nn.Tanh(), Times(), nn.LayerNorm(16), nn.Linear(16, 16), Block()
+    middle = nn.Tanh(), Times(1e6), Times(1e-6), nn.Linear(16, 16), Block()
     net = nn.Sequential(nn.Linear(8, 16), *middle, nn.Linear(16, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(100):
