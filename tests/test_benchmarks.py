@@ -160,23 +160,6 @@ def test_bytes_are_counted_by_storage_and_while_they_live(load: Load) -> None:
     assert made.alive() == []
 
 
-def test_emulated_policies_are_measured_beside_fp32_and_the_unknown_are_left_out_aloud(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    emulation = load("emulation")
-    monkeypatch.setattr(emulation, "MODELS", {"digits": _tiny(load)})
-    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "")
-    measured = emulation.measure("digits", ("fp16", "fp17"), rounds=3)
-    found = emulation.beside_fp32([measured, measured])
-    assert found["policies"].keys() == {"fp32", "fp16"}
-    assert "'fp17'" in found["raised"]["fp17"]
-    fp32, fp16 = (found["policies"][policy] for policy in ("fp32", "fp16"))
-    assert (fp32["time"], fp32["kept"]) == ([1, 1, 1], 1)
-    assert fp16["kept"] == round(fp16["kept_bytes"] / fp32["kept_bytes"], 4) != 1
-    judged = emulation.judge("fp16", {"time": [1.41, 1.39, 1.5], "kept": 0.601})
-    assert judged == {"time": "open", "kept": "missed"}
-
-
 def test_loss_scales_are_walked_over_gradients(
     load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,7 +77,7 @@ def test_the_modules_are_ranked(here: Path, capsys: pytest.CaptureFixture[str]) 
     found = json.loads((here / "mezzo-calibrate-train" / "calibration.json").read_text())
     ranking = found["recommendation"]["sensitivity"]
     assert [(one["module"], one["lowest"]) for one in ranking["modules"]] == [("", "fp32"), ("a", "e4m3fn")]
-    assert ranking["modules"][0]["changes"] == {"bf16": pytest.approx(0.5), "fp16": None}
+    assert ranking["modules"][0]["changes"] == {"bf16": pytest.approx(0.5), "fp16": "inf"}
 
 
 def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +114,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({}, "train.py --precision fp17", "unknown format 'fp17'"),
     ({"crash": True}, "train.py", "exit status 1 in FP32. Its output ended:\nTraceback"),
-    ({"largest": 0.0}, "train.py --steps 1", "no gradient in the 1 step looked at is finite and not 0"),
+    ({"largest": 0.0}, "train.py --steps 1", "no gradient in the 1 steps looked at is finite and not 0"),
 ]
 
 
@@ -132,15 +132,19 @@ PLANTED = """
     from torch import nn
 
     class Times(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.factor = factor
+
         def forward(self, x):
-            return x * 1e6
+            return x * self.factor
 
     class Block(nn.Module):
         def forward(self, x):
             return torch.tanh(x) * 1e6 * 1e-6
 
     torch.manual_seed(0)
-    middle = nn.Tanh(), Times(), nn.LayerNorm(16), nn.Linear(16, 16), Block()
+    middle = nn.Tanh(), Times(1e6), Times(1e-6), nn.Linear(16, 16), Block()
     net = nn.Sequential(nn.Linear(8, 16), *middle, nn.Linear(16, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(100):
@@ -164,7 +168,7 @@ def test_planted_overflows_are_kept_in_fp32_and_the_recommendation_trains(
     assert [one["module"] for one in found["kept"]] == ["2", "3", "5"]
     assert found["kept"][2]["why"] == "mul inside it overflows in fp16"
     ranking = {one["module"]: one for one in found["sensitivity"]["modules"]}
-    assert (ranking["2"]["changes"]["fp16"], ranking["2"]["causes"]["fp16"]) == (None, "mul")
+    assert (ranking["2"]["changes"]["fp16"], ranking["2"]["causes"]["fp16"]) == ("inf", "mul")
     file = str(tmp_path / "mezzo-calibrate-train" / "policy.toml")
     assert main(["run", "--policy", file, "--records", "run.jsonl", "train.py"]) == 0
     updates = [one for one in read(tmp_path / "run.jsonl") if isinstance(one, UpdateRecord)]

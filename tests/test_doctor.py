@@ -108,8 +108,6 @@ def test_the_spread_is_the_middle_half() -> None:
     assert (three["median"], three["low"], three["high"], three["unit"]) == (3.0, 2.0, 6.0, "GFLOP/s")
     none = row("copy", "fp32", 1.0, reason="no")
     assert none["median"] is none["low"] is none["high"] is None
-    assert measure.unsteady([three])
-    assert not measure.unsteady([row("copy", "fp32", 1.0, (1.0, 1.1)), none])
 
 
 NAN = float("nan")
@@ -121,7 +119,6 @@ RATES: list[tuple[tuple[float, float], tuple[float, float], tuple[float, float],
      ["products run 1.76 times as slow", "training step 160 times as slow", "would save memory here, but no time"]),
     ((8, 4), (3, 2), (60, 20), "fp16", "fp16", ["Mezzo scales the loss"]),
     ((60, 30), (900, 400), (900, 410), "bf16 fp16", "bf16", ["bf16 comes before fp16"]),
-    ((60, 30), (62, 31), (900, 410), "bf16 fp16", "fp16", ["bf16: the CPU has bf16, but gains too little"]),
     ((60, 30), (NAN, NAN), (NAN, NAN), "", "fp32", ["nor can PyTorch run it there"]),
     ((60, 30), (90, NAN), (NAN, NAN), "bf16", "fp32", ["training step not at all"]),
 ]  # fmt: skip
@@ -193,9 +190,6 @@ def made_up(device: str, **given: Any) -> list[measure.Row]:
 
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16")
     monkeypatch.setattr(hardware, "gpu", lambda: None)
     monkeypatch.setattr("mezzo.core.hardware.cpu", lambda: ("A [bold] CPU", frozenset()))
@@ -284,6 +278,9 @@ def test_the_json_is_strict_and_every_key_of_it_is_documented(
     assert here["measured"][1].items() >= bf16.items()
     assert here["measured"][3]["median"] is None
     assert here["recommendation"]["precision"] == "bf16"
+    wide = row("matmul", "fp32", 6.0, (1.0, 2.0, 3.0))
+    cpu.setattr(measure, "measure", lambda device, **given: [*made_up(device), wide])
+    assert shown()["unsteady"]
     cpu.setattr(hardware, "gpu", lambda: Gpu("NVIDIA T4", (7, 5), 16 * 10**9, 1))
     cpu.setattr(measure, "measure", lambda device, **given: made_up("cpu", **given))
     found = keys([shown(), shown("--gpu", "T4")]) - {"fp32", "fp16"}

@@ -146,10 +146,3 @@ def test_a_region_sets_and_restores_what_torch_autocast_does(
         assert _state() == first
     assert torch.autocast_increment_nesting() == 1
     assert torch.autocast_decrement_nesting() == 0
-
-
-def test_a_region_is_left_by_an_exception() -> None:
-    first = _state()
-    with pytest.raises(ZeroDivisionError), mezzo.autocast("bf16", "cpu"):
-        1 / 0
-    assert _state() == first

@@ -1,7 +1,7 @@
 """Stands in for `python -m mezzo.pytorch.run` in a calibration: writes what its script, a JSON object, asks for.
 
 All optional: ``largest`` 0.25 the largest gradient; ``activation`` 1.0 what module "b" returns; ``native`` ["bf16"];
-``updates`` true: whether any is made; ``crash`` true: the run fails; ``ranges`` false: none are seen; ``say`` a note;
+``crash`` true: the run fails; ``ranges`` false: none are seen; ``say`` a note;
 ``changes`` {}: module -> format -> what each change of the loss is measured to be, null for an overflow in "mul".
 """
 
@@ -27,7 +27,7 @@ def main() -> int:
     writer = records.RecordWriter(Path(request["records"]))
     machine = {"native_formats": asked.get("native", ["bf16"])}
     writer.write(records.RunStarted(request["target"], [], request["policy"], 0, False, machine, "now"))
-    for i in range(request["stop_after"] if asked.get("updates", True) else 0):
+    for i in range(request["stop_after"]):
         writer.write(records.LossRecord(i, 1.0, float(i)))
         writer.write(records.UpdateRecord(i, 0, True, False, 1.0, float(i)))
         if asked.get("ranges", True):

@@ -37,7 +37,7 @@ from mezzo.cli.report import page
 from mezzo.compare.folder import forget_run, locked, writing
 from mezzo.compare.progress import Watcher, watcher
 from mezzo.compare.request import ScriptRequest
-from mezzo.compare.runs import LAUNCH, FinishedRun, run_to_end, terminated_like_an_interrupt
+from mezzo.compare.runs import LAUNCH, run_to_end, terminated_like_an_interrupt
 from mezzo.core import records
 from mezzo.core.calibration import FORMATS, Recommendation, check_format, recommend
 from mezzo.core.errors import ScriptError, UsageError
@@ -127,8 +127,18 @@ def calibrate_script(
             raise ScriptError(
                 f"{request.target} ended with exit status {status} in FP32. Its output ended:\n{finished.failure()}"
             )
+        written = list(records.read(folder / "runs" / f"{RUN}.jsonl"))
         try:
-            found = _recommendation(request, finished, list(records.read(folder / "runs" / f"{RUN}.jsonl")))
+            if not any(isinstance(record, records.RangesRecord) and record.rows for record in written):
+                raise UsageError(
+                    f"nothing to calibrate with: {len(finished.updates)} updates were made, and none could be watched. "
+                    "Give a script that trains with a torch optimizer whose step takes no closure (SGD, Adam; not "
+                    "LBFGS), without torch.compile; or call mezzo.calibrate(model, loss_fn, batches), which needs no "
+                    "optimizer"
+                )
+            found = recommend(
+                written, native=set(finished.machine.get("native_formats", ())), format=request.format
+            )
         except UsageError as error:
             notes = " ".join(finished.ended.notes) if finished.ended else ""
             raise ScriptError(f"{request.target}: {error}. {notes}".rstrip()) from error
@@ -141,16 +151,3 @@ def calibrate_script(
         }
         write_whole(folder / RESULT, json.dumps(result, indent=2, allow_nan=False) + "\n")
     return found
-
-
-def _recommendation(
-    request: CalibrationRequest, run: FinishedRun, written: Sequence[records.Record]
-) -> Recommendation:
-    if not any(isinstance(record, records.RangesRecord) and record.rows for record in written):
-        raise UsageError(
-            f"nothing to calibrate with: {len(run.updates)} updates were made, and none could be watched. Give a "
-            "script that trains with a torch optimizer whose step takes no closure (SGD, Adam; not LBFGS), without "
-            "torch.compile; or call mezzo.calibrate(model, loss_fn, batches), which needs no optimizer"
-        )
-    native = set(run.machine.get("native_formats", ()))
-    return recommend(written, native=native, format=request.format)

@@ -1,9 +1,7 @@
 """`mezzo COMMAND ...`: find the command's file, parse, call, and turn every error into one line and an exit status.
 
-Exit status of every command: 0 pass, 1 a finding, 2 wrong usage, or a script that fails or never trains (130 after an
-interrupt); `run` ends as its script does. A command is a module of this package with `configure(parser)` and
-`run(arguments) -> int`, imported only when it is called. If it has `PASSES_ON = True`, the words after `--` are a
-script's, and it receives them as `arguments.argv`.
+A command is a module of this package with `configure(parser)` and `run(arguments) -> int`, imported only when it is
+called. If it has `PASSES_ON = True`, the words after `--` are a script's, received as `arguments.argv`.
 """
 
 from __future__ import annotations

@@ -6,12 +6,9 @@ import re
 
 from mezzo.core.errors import UsageError
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
-    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
-}
+_UNITS = {"": 1, "B": 1}
+for _power, _prefix in enumerate("KMGT", start=1):
+    _UNITS |= {f"{_prefix}B": 1000**_power, f"{_prefix}IB": 1024**_power}
 _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", re.IGNORECASE)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from itertools import chain, pairwise
-from typing import Any
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import Format, named
@@ -19,7 +18,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import is_pattern
 from mezzo.core.ranges import GRADIENTS, Histogram, RangeRow, exponent_strip, percent, shift_of
-from mezzo.core.records import ModuleRounding, RangesRecord, Record, SensitivityRecord
+from mezzo.core.records import ModuleRounding, RangesRecord, Record, SensitivityRecord, strict
 
 FORMATS = ("bf16", "fp16", "fp32")
 """What can be recommended, the first that fits."""
@@ -147,20 +146,15 @@ class Recommendation:
         return 0.0 if shares is None else shares.underflow
 
     def to_json(self) -> str:
-        """All of it, histograms included; a number that is not finite is null."""
-        lost = {
-            "lost_unscaled": self.lost(),
-            "lost_with_constant": self.lost(self.constant),
-            "lost_with_start": self.lost(self.start),
-        }
-        return json.dumps(_strict(asdict(self) | lost), indent=2, allow_nan=False)
+        """All of it, histograms included; numbers that are not finite are strings."""
+        return json.dumps(strict(asdict(self)), indent=2, allow_nan=False)
 
     def to_toml(self) -> str:
         """The policy as a file that `mezzo.policy` reads, below comments with the reasons."""
         reasons = [f"{self.format}: {self.why}", str(self.gradient)] if self.format == "fp16" else [self.why]
         if self.format == "fp16":
             reasons += [f"{kept.module or 'the model'}: {kept.why}" for kept in self.kept]
-        head = [f"Recommended by mezzo calibrate from {counted(self.steps)} in FP32.", *reasons]
+        head = [f"Recommended by mezzo calibrate from {self.steps} steps in FP32.", *reasons]
         return "".join(f"# {line}\n" for line in head) + policy_of(self.policy).to_toml()
 
     def __str__(self) -> str:
@@ -232,7 +226,7 @@ def recommend(
     ]
     if not sources:
         raise UsageError(
-            f"nothing to calibrate with: no gradient in the {counted(len(records))} looked at is finite and not 0"
+            f"nothing to calibrate with: no gradient in the {len(records)} steps looked at is finite and not 0"
         )
     source = max(sources, key=lambda one: one.histogram.largest)
     constant = StaticLossScale.from_largest(source.histogram.largest, "fp16", HEADROOM).scale
@@ -257,11 +251,6 @@ def recommend(
         notes=notes,
         sensitivity=sensitivity,
     )
-
-
-def counted(steps: int) -> str:
-    """ "1 step", "20 steps"."""
-    return f"{steps} step{'' if steps == 1 else 's'}"
 
 
 def _kept(tensors: Sequence[RangeRow], start: float, sensitivity: Sensitivity | None) -> list[Kept]:
@@ -323,11 +312,7 @@ def _notes(tensors: Sequence[RangeRow], kept: Sequence[Kept]) -> list[str]:
     unnamed = ", ".join(repr(one.module) for one in kept if not is_pattern(one.module))
     if unnamed:
         notes.append(f"no policy can name {unnamed}: change the model, or train in bf16 or fp32")
-    notes.append(
-        "gradients change over a run: a dynamic scale follows them, a constant one is right for as long as they stay"
-    )
-    notes.append("the policy has not been tried: `mezzo compare` says whether it trains as well as FP32")
-    return notes
+    return [*notes, "the policy has not been tried: `mezzo compare` says whether it trains as well as FP32"]
 
 
 def _policy(format: str, start: float, kept: Sequence[Kept]) -> str:
@@ -388,12 +373,3 @@ def rank(
     totals = {name: math.hypot(*(one.changes.get(name, 0.0) for one in modules)) for name in bits}
     notes = list(dict.fromkeys(note for record in records for note in record.notes))
     return Sensitivity(list(bits), modules, loss, margin, limit, len(records), totals, notes)
-
-
-def _strict(value: Any) -> Any:
-    """The value for strict JSON: numbers that are not finite are None."""
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_strict(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -217,9 +217,8 @@ def round(x: _Tensor, format: str | Format, *, overflow: str = ...) -> _Tensor: 
 def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
     """The nearest value of a format, ties to even (IEEE 754-2019, 4.3.1).
 
-    Naive code, for fp16 and a float32 array: ``x.astype(np.float16).astype(np.float32)``. Unlike casts,
-    float64 is rounded once: torch and ml_dtypes go by way of float32, and so round ``1 + 2**-11 + 2**-40``
-    to 1 in fp16.
+    Naive code, for fp16 and a float32 array: ``x.astype(np.float16).astype(np.float32)``. Unlike casts, float64 is
+    rounded once: torch and ml_dtypes go by way of float32.
 
     Args:
         x: a float, int or Fraction; a numpy array; a torch tensor.
@@ -228,8 +227,7 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
 
     Returns:
         For a number: a float. For an array or a tensor: a new one of its shape, in float64 for float64 and for
-        integers, else in float32. -0 keeps its sign, subnormals are exact. NaN stays NaN: quiet, without payload,
-        its sign kept.
+        integers, else in float32. -0 keeps its sign, subnormals are exact, NaN stays NaN: quiet, without payload.
 
     Raises:
         UnknownNameError: an unknown format or overflow behaviour.

@@ -127,10 +127,8 @@ class StaticLossScale(_Scale):
 
             scale = 2 ** floor(log2(finfo(format).max / largest_gradient) - headroom_bits)
 
-        Args:
-            largest_gradient: the largest finite magnitude of any unscaled gradient, of activations and of weights.
-            format: the format in which backward computes.
-            headroom_bits: how many doublings the largest gradient may still make in the rest of the run.
+        `largest_gradient` is that of activations and of weights, unscaled; `format` that of backward; `headroom_bits`
+        the doublings that the largest gradient may still make in the rest of the run.
 
         Raises:
             UsageError: a largest gradient that is zero, negative, NaN or infinite; a negative headroom.

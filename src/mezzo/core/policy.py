@@ -180,11 +180,6 @@ class Policy:
             notes.append(
                 "fp16 without a loss scale: gradients under 2^-25 become zero. loss_scale=dynamic keeps them."
             )
-        if self.masters == "none":
-            notes.append(
-                "masters=none: an update under an ulp of its weight is kept on average, by rounding "
-                "stochastically, and adds noise. masters=split8 keeps it for one byte more, split exactly for two."
-            )
         wide = (Rule.FP32, Rule.BANNED)
         for op, rule in () if self.is_fp32 else self.ops:
             row = RULES.get(op)

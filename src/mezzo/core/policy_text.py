@@ -110,13 +110,13 @@ def as_loss_scale(given: LossScale | float | str | None, where: str) -> LossScal
     """The loss scale for an argument: a loss scale, a number, a text, or None, which stays None."""
     if given is None or isinstance(given, LossScale):
         return given
-    if isinstance(given, str):
-        return loss_scale_of(given, f"{where}: loss_scale: ")
-    if is_real(given):  # NumPy's numbers too
-        try:
+    try:
+        if isinstance(given, str):
+            return loss_scale_of(given)
+        if is_real(given):  # NumPy's numbers too
             return StaticLossScale(given)
-        except UsageError as error:
-            raise type(error)(f"{where}: loss_scale: {error}") from None
+    except UsageError as error:
+        raise type(error)(f"{where}: loss_scale: {error}") from None
     raise UsageError(
         f"{where}: loss_scale is {given!r}; give a DynamicLossScale, StaticLossScale or NoLossScale, a number, "
         f'or "dynamic" or "none"'

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from mezzo.core.errors import unknown_name
 
@@ -15,23 +14,19 @@ Capability = tuple[int, int]
 
 # First compute capability whose tensor cores multiply the format. CUDA Programming Guide, compute
 # capabilities; Transformer Engine, "Datatype and hardware support matrix" (fp8 from 8.9, fp4 from 10.0).
-TENSOR_CORES_FROM: Mapping[str, Capability] = MappingProxyType(
-    {"fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9), "fp4": (10, 0)}
-)
+TENSOR_CORES_FROM = {"fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9), "fp4": (10, 0)}
 
 # The first compute capability of each architecture.
-ARCHITECTURES: Mapping[Capability, str] = MappingProxyType(
-    {
-        (5, 0): "Maxwell",
-        (6, 0): "Pascal",
-        (7, 0): "Volta",
-        (7, 5): "Turing",
-        (8, 0): "Ampere",
-        (8, 9): "Ada Lovelace",
-        (9, 0): "Hopper",
-        (10, 0): "Blackwell",
-    }
-)
+ARCHITECTURES = {
+    (5, 0): "Maxwell",
+    (6, 0): "Pascal",
+    (7, 0): "Volta",
+    (7, 5): "Turing",
+    (8, 0): "Ampere",
+    (8, 9): "Ada Lovelace",
+    (9, 0): "Hopper",
+    (10, 0): "Blackwell",
+}
 
 
 def architecture(capability: Capability) -> str:
@@ -84,9 +79,7 @@ def _model(row: str) -> GpuModel:
     major, minor = capability.split(".")
     formats = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
     found = {form: float(peak) for form, peak in zip(formats, peaks) if peak != "-"}
-    return GpuModel(
-        name, (int(major), int(minor)), int(memory), int(bandwidth), MappingProxyType(found), source
-    )
+    return GpuModel(name, (int(major), int(minor)), int(memory), int(bandwidth), found, source)
 
 
 MODELS = tuple(map(_model, _DATASHEETS.strip().splitlines()))

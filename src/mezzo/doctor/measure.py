@@ -123,11 +123,6 @@ def take_turns(
     return [tuple(seconds) for seconds in taken]
 
 
-def unsteady(rows: Iterable[Row]) -> bool:
-    """Whether the middle half of some repeats varies by more than a half, so that something else must be running."""
-    return any(one["high"] > 1.5 * one["low"] for one in rows if one["repeats"])
-
-
 def _matmul(form: str, device_type: str, sizes: Sizes) -> tuple[float, Task]:
     n = sizes.side
     a, b = (torch.randn(n, n, device=device_type) for _ in range(2))

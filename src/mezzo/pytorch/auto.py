@@ -63,11 +63,6 @@ class TimedTrial:
         self.decision: TrialDecision | None = None
 
     @property
-    def steps_left(self) -> int:
-        """How many more steps must be timed before the decision."""
-        return 2 * (WARMUP + STEPS_EACH) - sum(map(len, self._taken.values()))
-
-    @property
     def precision(self) -> str:
         """The format for the next step."""
         if self.decision is not None:
@@ -91,7 +86,7 @@ class TimedTrial:
         self.pause()
         if counts and self._seconds > 0.0 and self.decision is None:
             self._taken[self.precision].append(self._seconds)
-            if not self.steps_left:
+            if all(len(times) == WARMUP + STEPS_EACH for times in self._taken.values()):
                 self.decision = self._decide()
         self._seconds = 0.0
 
