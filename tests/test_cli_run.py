@@ -127,7 +127,6 @@ def test_records_without_a_report_and_a_policy_file(train: str, tmp_path: Path) 
     ("options", "why"),
     [
         (["--watch=0"], "'0'"),
-        (["--watch=x"], "--watch=50"),
         (["--watch", "5"], "--watch=5"),
         (["--presicion", "bf16"], "Did you mean --precision?"),
         (["--records", "."], "can't write records to '.'"),

@@ -18,7 +18,7 @@ from torch import nn
 import mezzo
 from bad_steps import is_finite, same
 from mezzo.core.errors import LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import DynamicLossScale, Observation, ScaleArrays, check, from_state_dict
+from mezzo.core.loss_scale import DynamicLossScale, ScaleArrays, check
 from mezzo.core.overflow import OverflowReport
 from training_steps import NAN, nobody_owns_anything, who_decides  # noqa: F401
 
@@ -192,19 +192,6 @@ def test_a_script_can_save_what_it_had_before_the_collapse(launch: Any, tmp_path
     assert [update.moved for update in ran.of("update")][:4] == [True] * 3 + [False]
     before, after = map(torch.load, files)
     assert same(before, after)
-
-
-def test_a_collapsed_scale_begins_anew_and_no_other() -> None:
-    for name, make in SCALES.items():
-        begun = make()
-        scale: Any = begun
-        for found in (True, True, False, True):
-            scale = scale.next(Observation(found))
-        assert not scale.has_collapsed, name
-        counter = "stuck" if "stuck" in scale.state_dict() else "skips"
-        collapsed: Any = from_state_dict({**scale.state_dict(), counter: scale.patience})
-        assert collapsed.has_collapsed, name
-        assert collapsed.begun_anew() == begun, name
 
 
 def test_a_training_whose_fault_is_mended_goes_on_in_place(decides: str) -> None:

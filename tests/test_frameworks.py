@@ -35,7 +35,6 @@ def a_run(machine: dict[str, Any], losses: int = 0, updates: int = 0) -> Finishe
 @pytest.mark.parametrize(
     ("name", "machine", "losses", "updates", "says"),
     [
-        ("pytorch", {"torch": "2"}, 5, 5, None),
         ("pytorch", {"torch": "2", "keras": "3"}, 5, 5, None),  # trains with PyTorch, and uses some of Keras
         ("pytorch", {"torch": "2"}, 0, 0, None),  # trains not at all: told elsewhere
         # Keras on torch calls backward:
@@ -46,7 +45,6 @@ def a_run(machine: dict[str, Any], losses: int = 0, updates: int = 0) -> Finishe
         ("keras", {"torch": "2"}, 0, 0, "imports torch: leave --framework keras out"),
         ("keras", {"tf_keras": "2", "tensorflow": "2"}, 0, 0, r"tf_keras.*Use Keras 3"),
         ("keras", {"tensorflow": "2"}, 0, 0, "makes no Keras model: .* not TensorFlow alone"),
-        ("keras", {}, 0, 0, "makes no Keras model"),
     ],
 )
 def test_whose_script_a_run_was(
@@ -60,7 +58,6 @@ def test_whose_script_a_run_was(
 @pytest.mark.parametrize(
     ("word", "expected", "remarks"),
     [
-        ("mixed_bfloat16,mixed_float16", ("mixed_bfloat16", "mixed_float16"), 0),
         ("mixed_float16,fp16", ("mixed_float16",), 1),
         ("float32,bf16", ("bf16",), 1),
         ("fp16,module.head*=fp32,bf16", ("fp16,module.head*=fp32", "bf16"), 0),
@@ -130,27 +127,14 @@ def test_a_demo_brings_its_framework(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not request.how_metric.higher
 
 
-# Options, a script and the advice. A run that died without a record, and one that failed with records, may both come
-# of the wrong framework.
-WRONG = {
-    "pytorch's": (["--framework", "keras"], "import torch", "leave --framework keras out"),
-    "keras's": (
-        [],
-        "import sys, types\nsys.modules['keras'] = types.ModuleType('keras')\n1 / 0",
-        "framework keras",
-    ),
-}
-
-
-@pytest.mark.parametrize("which", WRONG)
 def test_the_wrong_framework_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], which: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags, source, says = WRONG[which]
+    """Also by a run that failed."""
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(source)
-    assert main(["compare", "train.py", "--seeds", "1", *flags]) == 2
-    assert says in " ".join(capsys.readouterr().err.split())
+    Path("train.py").write_text("import sys, types\nsys.modules['keras'] = types.ModuleType('keras')\n1 / 0")
+    assert main(["compare", "train.py", "--seeds", "1"]) == 2
+    assert "framework keras" in " ".join(capsys.readouterr().err.split())
 
 
 def test_pytorchs_machine_is_not_described_where_keras_alone_was_used(

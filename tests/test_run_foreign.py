@@ -73,12 +73,10 @@ NOT_OWN = {
     "a context that is off": "with mezzo.autocast('bf16', enabled=False):\n    loss_of(x)",
     "a context in FP32": "with mezzo.autocast('fp32'):\n    loss_of(x)",
     "a scaler that is off": "mezzo.GradScaler(enabled=False).scale(loss_of(x))",
-    "only imported": "from mezzo import MixedPrecision, autocast, calibrate\nscaler = mezzo.GradScaler()",
+    "only imported": "from mezzo import MixedPrecision, autocast, calibrate\nscaler = mezzo.GradScaler()\n"
+    "from torch.amp import autocast, GradScaler\nGradScaler('cpu')",
     "torch's off": "with torch.autocast('cpu', enabled=False):\n    loss_of(x)\n"
     "torch.amp.GradScaler('cpu', enabled=False).scale(loss_of(x))",
-    "torch's only imported": "from torch.amp import autocast, GradScaler\nGradScaler('cpu')",
-    "a checkpoint": "from torch.utils.checkpoint import checkpoint\nx.requires_grad_()\n"
-    "checkpoint(model, x, use_reentrant=False).sum().backward()",
 }
 
 

@@ -80,11 +80,6 @@ TRUE = {
         torch.autograd.backward([out.mean(), out], [None, torch.full_like(out, 0.1)], inputs=[x, model[2].weight])
         show(x.grad, *[p.grad for p in model.parameters()])
     """,
-    "sparse": """
-        table = nn.Embedding(10, 6, sparse=True)
-        model(table(torch.tensor([1, 1, 7]))).square().mean().backward()
-        show(table.weight.grad.to_dense())
-    """,
     "fp64": """
         model.double()
         model(x.double()).square().mean().backward()
@@ -364,11 +359,6 @@ WAYS: dict[str, tuple[str, str]] = {
         "optimizer = Reduced(params, lr=0.01)",
         "optimizer.zero_grad(); loss_of(y.repeat(1, 2) if bad else x, y).backward(); optimizer.step()",
     ),
-    "nan_to_num_": (
-        "",
-        "optimizer.zero_grad(); loss_of(x, y).backward()\n"
-        "for p in params: p.grad.nan_to_num_(0.0, 1.0, -1.0)\noptimizer.step()",
-    ),
     "clipped, and read by two optimizers": (
         "optimizer = SGD(params, lr=0.01); second = Adam(params, lr=0.01)",
         "optimizer.zero_grad(); loss_of(x, y).backward()\n"
@@ -446,8 +436,3 @@ def test_a_gradient_that_is_large_but_finite_is_stepped_with(launch: Any) -> Non
         f"{LOOP}optimizer = Adam(params)\nfor bad, x, y in steps():\n    {step}\n{END}", "gg", policy=POLICY
     )
     assert [update.skipped for update in ran.of("update")] == [False, False], ran.err
-
-
-def test_without_a_loss_scale_nothing_is_looked_at(launch: Any) -> None:
-    ran: Any = launch(script("all_reduce by hand"), "gb", policy="bf16")
-    assert [update.skipped for update in ran.of("update")] == [False, False]

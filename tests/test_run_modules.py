@@ -51,7 +51,6 @@ print(seen[0] if seen else "unseen", repr(loss.item()))
 INSIDE = {
     "fp16": "(torch.float16, torch.float16)",
     "fp16,module.1=fp32": "(torch.float32, torch.float32)",
-    "fp16,module.*=fp32": "(torch.float32, torch.float32)",
 }
 
 

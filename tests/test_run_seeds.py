@@ -44,7 +44,6 @@ UNSEEDED = {
     "np.random.seed()": "np.random.seed(); print(np.random.rand())",
     "default_rng": "print(np.random.default_rng().random(), np.random.default_rng().random())",
     "torch": "print(torch.rand(1).item())",
-    "loader": "print([b.tolist() for b in torch.utils.data.DataLoader(range(8), 4, shuffle=True)])",
 }
 IMPORTS = "import random\nimport numpy as np\nimport torch\n"
 

@@ -19,26 +19,19 @@ from scale_cases import TABLE
 from training_steps import nobody_owns_anything, who_decides  # noqa: F401
 
 
-def scales_of(settings: dict[str, Any], events: str) -> list[float]:
-    """The scale after every event, of the pure machine."""
-    pure, scales = DynamicLossScale(**settings), []
-    for event in events:
-        pure = pure.next(Observation(event == "x"))
-        scales.append(pure.scale)
-    return scales
-
-
 @pytest.mark.parametrize(("settings", "events"), [row[:2] for row in TABLE if row[1]], ids=str)
 @pytest.mark.parametrize("make", ["GradScaler", "MixedPrecision"])
 def test_the_table(make: str, settings: dict[str, Any], events: str, decides: str) -> None:
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pure = DynamicLossScale(**settings)
+    pure: Any = DynamicLossScale(**settings)
     names = ("growth_factor", "backoff_factor", "growth_interval", "floor", "ceiling", "hysteresis")
     scaler = mezzo.GradScaler(init_scale=pure.init, **{name: getattr(pure, name) for name in names})
     mp = None if make == "GradScaler" else mezzo.MixedPrecision(model, optimizer, "fp16", loss_scale=pure)
-    seen = []
+    seen, expected = [], []
     for event in events:
+        pure = pure.next(Observation(event == "x"))
+        expected.append(pure.scale)
         loss = (model.weight * torch.tensor([[1.0, float("inf") if event == "x" else -3.0]])).sum()
         if mp is None:
             optimizer.zero_grad()
@@ -48,7 +41,7 @@ def test_the_table(make: str, settings: dict[str, Any], events: str, decides: st
         else:
             mp.step(loss)
         seen.append(scaler.get_scale() if mp is None else mp.loss_scale)
-    assert seen == scales_of(settings, events)
+    assert seen == expected
 
 
 class Task(nn.Module):

@@ -21,8 +21,6 @@ from torch.utils.checkpoint import checkpoint
 class Plain:
     """What a script without mixed precision does."""
 
-    scale = 1.0
-
     def call(self, model, *args):
         return model(*args)
 
