@@ -450,6 +450,20 @@ def test_a_closure_that_overflows_runs_again_at_a_smaller_scale(finite_up_to: fl
             scaler.update()
 
 
+def test_a_step_is_undone_whose_second_evaluation_can_not_be_finite() -> None:
+    params, scaler = parameters(), mezzo.GradScaler()
+    optimizer, events = torch.optim.LBFGS(params, lr=0.1), iter([1.0, NAN])
+
+    def closure() -> Tensor:
+        loss = loss_of(params, next(events))
+        scaler.scale(loss).backward()
+        return loss
+
+    assert scaler.step(optimizer, closure) is None
+    assert same(params, parameters())
+    assert list(optimizer.state.values()) == [{"func_evals": 0, "n_iter": 0}]
+
+
 def test_a_disabled_scaler_passes_through_and_keeps_its_numbers() -> None:
     numbers = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7}
     scaler, optimizer, params = started(enabled=False, **numbers)

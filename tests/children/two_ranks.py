@@ -186,21 +186,26 @@ def alone(rank: int, *, release: bool) -> dict[str, Any]:
 
 
 def averaged(rank: int, *, accumulate: int) -> dict[str, Any]:
-    """bf16 weights under DDP, lowered before they are wrapped."""
-    net = normed()
+    """bf16 weights under DDP, lowered before they are wrapped, and what both ranks' data give in one process."""
+    net, both = normed(), normed()
     mezzo.lower_weights(net, "bf16")
     wrapped = DistributedDataParallel(net)
     optimizer = mezzo.optim.AdamW(net.parameters(), lr=0.01, masters="split")
     mp = mezzo.MixedPrecision(wrapped, optimizer, "bf16", accumulate=accumulate, clip_norm=1.0)
+    whole = mezzo.MixedPrecision(
+        both, torch.optim.AdamW(both.parameters(), lr=0.01), "fp32", accumulate=accumulate, clip_norm=1.0
+    )
     dtypes = set()
     for step in range(2 * accumulate):
         with mp.autocast():
             loss = wrapped(data(10 * rank + step)).float().square().mean()
         result = mp.step(loss)
+        expected = whole.step(both(torch.cat([data(step), data(10 + step)])).square().mean())
         if not result.updated:
             dtypes.add(str(mp._gradients.of(net[0].weight).dtype))
             assert net[0].weight.grad is None
     assert net[0].weight.grad_dtype is torch.bfloat16
+    assert math.isclose(result.grad_norm or 0.0, expected.grad_norm or 1.0, rel_tol=0.02)
     return {"weights": hexed(net), "norm": str(result.grad_norm), "dtypes": sorted(dtypes)}
 
 
