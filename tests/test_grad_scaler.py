@@ -320,14 +320,12 @@ def test_it_is_a_scaler_of_torch_with_its_private_names() -> None:
 
 
 def test_a_subclass_may_check_gradients_its_own_way() -> None:
-    """`ShardedGradScaler` of FSDP does."""
+    """As `ShardedGradScaler` of FSDP does, for another rank's overflow."""
 
     class Agreeing(mezzo.GradScaler):
         def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
             found = super()._unscale_grads_(*args)
-            return {
-                device: torch.ones_like(flag) for device, flag in found.items()
-            }  # another rank's overflow
+            return {device: torch.ones_like(flag) for device, flag in found.items()}
 
     for name in ("sgd", "adamw-fused"):
         scaler, params = Agreeing(init_scale=8.0), parameters()
@@ -347,10 +345,8 @@ def test_a_subclass_may_check_gradients_its_own_way() -> None:
         (("step", "unscale_"), "being called after step"),
         (("step", "step"), "being called after step"),
         (("update",), "no gradients were checked"),
-        (("step", "update", "update"), "no gradients were checked"),
         (("was_skipped",), "has not stepped yet"),
         (("step", "update", "step"), "has not been called since"),
-        (("step", "update", "unscale_"), "has not been called since"),
     ],
 )
 def test_wrong_orders_are_errors(calls: tuple[str, ...], message: str) -> None:

@@ -67,9 +67,9 @@ def sharded(rank: int) -> dict[str, Any]:
     return bits(*agreed(None, own, params)) | {"whole": whole(), "own": float(own)}
 
 
-def hybrid(rank: int, shape: tuple[int, int]) -> dict[str, Any]:
+def copies(rank: int) -> dict[str, Any]:
     net = model()
-    fully_shard(net, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")))
+    fully_shard(net, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards")))
     params = trained(net, rank)
     return bits(*agreed(None, own_sum_of_squares(params), params)) | {"whole": whole()}
 
@@ -106,9 +106,6 @@ def mesh_of_one(rank: int) -> dict[str, Any]:
 class Descent:
     """Stands in for an optimizer over shards: plain descent, in or after backward."""
 
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params = params
-
     @torch.no_grad()
     def step_parameters(
         self, params: list[Tensor], *, multiplier: Tensor | None = None, found_inf: Tensor | None = None
@@ -127,7 +124,7 @@ def released(rank: int, **how: Any) -> dict[str, Any]:
         fully_shard(net[0])
         fully_shard(net)
         params = list(net.parameters())
-        optimizer: Any = Descent(params)
+        optimizer: Any = Descent()
         for i in range(3):
             loss = net(data(10 * i + rank)).square().mean()
             if release:
@@ -224,8 +221,7 @@ def refused(rank: int) -> dict[str, Any]:
 CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "replicated": replicated,
     "sharded": sharded,
-    "copies": lambda rank: hybrid(rank, (2, 1)),
-    "copies of one": lambda rank: hybrid(rank, (1, 2)),
+    "copies": copies,
     "mixed": mixed,
     "parts to add": parts_to_add,
     "mesh of one": mesh_of_one,
