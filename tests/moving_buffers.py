@@ -115,7 +115,6 @@ OWN: dict[str, Callable[[], nn.Module]] = {
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm1d": lambda: nn.BatchNorm1d(4),
-    "BatchNorm1d, cumulative": lambda: nn.BatchNorm1d(4, momentum=None),
     "BatchNorm1d, no statistics": lambda: nn.BatchNorm1d(4, track_running_stats=False),
     "SyncBatchNorm": lambda: nn.Sequential(nn.Unflatten(1, (4, 1, 1)), nn.SyncBatchNorm(4), nn.Flatten()),
     "LazyBatchNorm1d": lambda: nn.LazyBatchNorm1d(affine=False),

@@ -139,7 +139,6 @@ def test_frozen_parameters_are_an_error_and_thawed_ones_train() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("dynamic", mezzo.DynamicLossScale()),
         ("dynamic(init=1024)", mezzo.DynamicLossScale(init=1024.0)),
         ("2**10", mezzo.StaticLossScale(1024.0)),
     ],

@@ -1,7 +1,6 @@
 """Gradients that autograd leaves undefined: hooks and backward functions are given None, and nothing breaks.
 
-A node of several outputs runs when one of them got a gradient, and a custom function's backward may return None. The
-hooks on the other outputs, on its inputs and on leaves are then called with None.
+A node of several outputs runs when one of them got a gradient, and a custom function's backward may return None.
 """
 
 from __future__ import annotations

@@ -155,16 +155,6 @@ def penalty(t: Training) -> None:
     t.update("a", -t.call("b", t.spoiled(fake, "a"), of="a").mean())
 
 
-def critics(t: Training) -> None:
-    """Three updates of "b" for one of "a". Calls of "a" for the updates of "b" stay: they are finite."""
-    for _ in range(3):
-        fake = t.call("a", t.batch(), region="b").detach()
-        real = t.call("b", t.spoiled(t.batch(), "b"), of="b")
-        t.update("b", loss_of(real) + loss_of(t.call("b", fake, of="b") - 1))
-    fake = t.call("a", t.batch(), of="a")
-    t.update("a", loss_of(t.call("b", t.spoiled(fake, "a"), of="a")))
-
-
 def critics_without_gradients(t: Training) -> None:
     for _ in range(2):
         with torch.no_grad():
@@ -258,7 +248,7 @@ Order = Callable[[Training], None]
 ORDERS: dict[str, Order] = {
     order.__name__: order
     for order in (
-        kept_over_the_step, retained, penalty, critics, critics_without_gradients,
+        kept_over_the_step, retained, penalty, critics_without_gradients,
         frozen_judge, infinite_fake, unrelated, accumulating,
     )
 }  # fmt: skip

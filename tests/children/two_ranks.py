@@ -67,9 +67,9 @@ def sharded(rank: int) -> dict[str, Any]:
     return bits(*agreed(None, own, params)) | {"whole": whole(), "own": float(own)}
 
 
-def hybrid(rank: int, shape: tuple[int, int]) -> dict[str, Any]:
+def copies(rank: int) -> dict[str, Any]:
     net = model()
-    fully_shard(net, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")))
+    fully_shard(net, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards")))
     params = trained(net, rank)
     return bits(*agreed(None, own_sum_of_squares(params), params)) | {"whole": whole()}
 
@@ -106,9 +106,6 @@ def mesh_of_one(rank: int) -> dict[str, Any]:
 class Descent:
     """Stands in for an optimizer over shards: plain descent, in or after backward."""
 
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params = params
-
     @torch.no_grad()
     def step_parameters(
         self, params: list[Tensor], *, multiplier: Tensor | None = None, found_inf: Tensor | None = None
@@ -127,7 +124,7 @@ def released(rank: int, **how: Any) -> dict[str, Any]:
         fully_shard(net[0])
         fully_shard(net)
         params = list(net.parameters())
-        optimizer: Any = Descent(params)
+        optimizer: Any = Descent()
         for i in range(3):
             loss = net(data(10 * i + rank)).square().mean()
             if release:
@@ -186,21 +183,26 @@ def alone(rank: int, *, release: bool) -> dict[str, Any]:
 
 
 def averaged(rank: int, *, accumulate: int) -> dict[str, Any]:
-    """bf16 weights under DDP, lowered before they are wrapped."""
-    net = normed()
+    """bf16 weights under DDP, lowered before they are wrapped, and what both ranks' data give in one process."""
+    net, both = normed(), normed()
     mezzo.lower_weights(net, "bf16")
     wrapped = DistributedDataParallel(net)
     optimizer = mezzo.optim.AdamW(net.parameters(), lr=0.01, masters="split")
     mp = mezzo.MixedPrecision(wrapped, optimizer, "bf16", accumulate=accumulate, clip_norm=1.0)
+    whole = mezzo.MixedPrecision(
+        both, torch.optim.AdamW(both.parameters(), lr=0.01), "fp32", accumulate=accumulate, clip_norm=1.0
+    )
     dtypes = set()
     for step in range(2 * accumulate):
         with mp.autocast():
             loss = wrapped(data(10 * rank + step)).float().square().mean()
         result = mp.step(loss)
+        expected = whole.step(both(torch.cat([data(step), data(10 + step)])).square().mean())
         if not result.updated:
             dtypes.add(str(mp._gradients.of(net[0].weight).dtype))
             assert net[0].weight.grad is None
     assert net[0].weight.grad_dtype is torch.bfloat16
+    assert math.isclose(result.grad_norm or 0.0, expected.grad_norm or 1.0, rel_tol=0.02)
     return {"weights": hexed(net), "norm": str(result.grad_norm), "dtypes": sorted(dtypes)}
 
 
@@ -219,8 +221,7 @@ def refused(rank: int) -> dict[str, Any]:
 CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "replicated": replicated,
     "sharded": sharded,
-    "copies": lambda rank: hybrid(rank, (2, 1)),
-    "copies of one": lambda rank: hybrid(rank, (1, 2)),
+    "copies": copies,
     "mixed": mixed,
     "parts to add": parts_to_add,
     "mesh of one": mesh_of_one,
