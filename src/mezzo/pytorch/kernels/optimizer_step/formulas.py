@@ -103,8 +103,7 @@ def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
     """``a * b + c`` in exact arithmetic, rounded once, ties to even; NaN, infinities and signs of zero as in IEEE 754.
 
     The exact FP64 product plus a third number is rounded *to odd*: an inexact sum becomes the FP64 neighbour whose last
-    bit is 1, never a tie of FP32 (Boldo and Melquiond 2008, IEEE Trans. Computers 57(4); the error of a sum: Knuth
-    4.2.2, B).
+    bit is 1, never a tie of FP32 (Boldo and Melquiond 2008, IEEE Trans. Computers 57(4); error of a sum: Knuth 4.2.2).
     """
     if not isinstance(a, Tensor):
         a = torch.tensor(a, dtype=torch.float32, device=b.device)
