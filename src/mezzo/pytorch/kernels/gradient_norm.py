@@ -24,7 +24,8 @@ def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     devices = {grad.device for grad in grads}
     if len(devices) > 1:
-        raise UsageError(f"sum_of_squares(): gradients on {', '.join(sorted(map(str, devices)))}. Give one device's.")
+        named = ", ".join(sorted(map(str, devices)))
+        raise UsageError(f"sum_of_squares(): gradients on {named}. Give those of one device at a time.")
     dense = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
     if backend.implementation(dense[0].device.type) != "numba":
         return reference(dense)
