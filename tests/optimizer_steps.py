@@ -29,29 +29,23 @@ class Rule:
 
     name: str
     ours: type[FusedOptimizer]
-    theirs: type[Optimizer]
     settings: dict[str, Any] = field(default_factory=dict)
 
     def make(self, params: Iterable[Any], **modes: str) -> FusedOptimizer:
         return self.ours(params, **self.settings, **modes)  # type: ignore[call-arg]
 
     def torch(self, params: Iterable[Any], **how: bool) -> Optimizer:
-        return self.theirs(params, **self.settings, **how)  # type: ignore[call-arg]
+        return self.ours.TORCH(params, **self.settings, **how)
 
 
 RULES = [
-    Rule("AdamW", AdamW, torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
-    Rule("Adam", Adam, torch.optim.Adam, {"lr": 1e-2, "betas": (0.8, 0.99)}),
-    Rule("Adam-L2", Adam, torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.05}),
-    Rule("Adam-up", Adam, torch.optim.Adam, {"lr": 1e-2, "maximize": True}),
-    Rule("SGD", SGD, torch.optim.SGD, {"lr": 0.05}),
-    Rule("SGD-momentum", SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.1}),
-    Rule(
-        "SGD-nesterov",
-        SGD,
-        torch.optim.SGD,
-        {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
-    ),
+    Rule("AdamW", AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    Rule("Adam", Adam, {"lr": 1e-2, "betas": (0.8, 0.99)}),
+    Rule("Adam-L2", Adam, {"lr": 1e-2, "weight_decay": 0.05}),
+    Rule("Adam-up", Adam, {"lr": 1e-2, "maximize": True}),
+    Rule("SGD", SGD, {"lr": 0.05}),
+    Rule("SGD-momentum", SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.1}),
+    Rule("SGD-nesterov", SGD, {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
 ]
 BY_NAME = {rule.name: rule for rule in RULES}
 

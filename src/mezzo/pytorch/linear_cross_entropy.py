@@ -22,8 +22,6 @@ from mezzo.pytorch.kernels import cross_entropy
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows
 from mezzo.pytorch.kernels.plain import is_plain
 
-REDUCTIONS = ("mean", "none", "sum")
-
 BUFFER = 32 << 20  # bytes of logits in a chunk, if that gives it `FEWEST` rows or more
 
 FEWEST = 256
@@ -54,8 +52,9 @@ class Options:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.reduction not in REDUCTIONS:
-            raise unknown_name("reduction", str(self.reduction), REDUCTIONS, where="linear_cross_entropy: ")
+        reductions = ("mean", "none", "sum")
+        if self.reduction not in reductions:
+            raise unknown_name("reduction", str(self.reduction), reductions, where="linear_cross_entropy: ")
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise UsageError(
                 f"linear_cross_entropy: label_smoothing={self.label_smoothing}. It is a share: give 0 to 1."
@@ -152,8 +151,7 @@ class LinearCrossEntropy(nn.Linear):
         self.options = Options(reduction, ignore_index, label_smoothing)
         if weight is not None and tuple(weight.shape) != (num_classes,):
             raise UsageError(
-                f"LinearCrossEntropy: weight {list(weight.shape)}. It is the classes' weights in the loss: give "
-                f"[{num_classes}]."
+                f"LinearCrossEntropy: class weights of {list(weight.shape)}. Give [{num_classes}]."
             )
         self.register_buffer("class_weight", weight, persistent=False)
 

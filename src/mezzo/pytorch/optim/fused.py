@@ -293,11 +293,7 @@ class FusedOptimizer(Optimizer):
 
     def master(self, param: Tensor) -> Tensor:
         """A copy of a parameter's FP32 master: the value that the next step starts from, also if the weight was edited.
-
-        A parameter that hasn't been stepped gets its state here.
-
-        Raises:
-            UsageError: a parameter of another optimizer.
+        A UsageError for a parameter of another optimizer.
         """
         known = self._held(param)
         return storage.read_master(param, known.entries, known.how)
@@ -329,14 +325,10 @@ class FusedOptimizer(Optimizer):
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class with the same modes, or of torch's optimizer of the same name.
+        """Load a state of this class with the same modes, to the bit, or of torch's optimizer of the same name.
 
-        Training continues from a state of this class to the bit. A state of torch's is rounded to the formats of the
-        modes, and FP32 masters then come from the model's weights.
-
-        Raises:
-            UsageError: a state of another optimizer, of other modes or shapes, or for another number of parameters. The
-                optimizer is unchanged.
+        A state of torch's is rounded to the formats of the modes, and FP32 masters then come from the model's weights.
+        A UsageError for another optimizer, other modes, shapes or number of parameters; the optimizer is unchanged.
         """
         state_dicts.load(self, state_dict)
 

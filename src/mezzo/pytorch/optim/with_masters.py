@@ -283,14 +283,9 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"with_masters takes a torch.optim.Optimizer, received {type(optimizer).__name__}.")
     if isinstance(optimizer, (WithMasters, FusedOptimizer)):
-        raise UsageError(
-            f"with_masters: this {type(optimizer).__name__} has masters already: use it as it is. (One of "
-            "mezzo.optim takes masters='fp32' or 'split' when it is made.)"
-        )
+        raise UsageError(f"with_masters: this {type(optimizer).__name__} has masters. Use it as it is.")
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise UsageError(
-            "with_masters can't pass gradients through a step: make the optimizer without differentiable=True."
-        )
+        raise UsageError("with_masters: a step passes no gradient. Make it without differentiable=True.")
 
 
 def _write(master: Tensor, weight: Tensor) -> None:

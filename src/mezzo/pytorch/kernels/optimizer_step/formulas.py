@@ -102,10 +102,8 @@ def multiply_add(a: Any, b: Any, c: Any) -> Any:
 def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
     """``a * b + c`` in exact arithmetic, rounded once, ties to even; NaN, infinities and signs of zero as in IEEE 754.
 
-    The product of two FP32 numbers is exact in FP64. Their sum with a third is rounded *to odd*: an inexact sum becomes
-    the FP64 neighbour whose last bit is 1, which is never a tie of FP32. S. Boldo and G. Melquiond, "Emulation of FMA
-    and correctly rounded sums", IEEE Transactions on Computers 57(4), 2008; the error of a sum is Knuth's, 4.2.2,
-    theorem B.
+    The exact FP64 product plus a third number is rounded *to odd*: an inexact sum becomes the FP64 neighbour whose last
+    bit is 1, never a tie of FP32 (Boldo and Melquiond 2008, IEEE Trans. Computers 57(4); error of a sum: Knuth 4.2.2).
     """
     if not isinstance(a, Tensor):
         a = torch.tensor(a, dtype=torch.float32, device=b.device)
