@@ -18,14 +18,8 @@ LOW = "bf16,op.softmax=lower"
 # PyTorch's own, while it imports Inductor.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 
-INDUCTOR = pytest.param(
-    "inductor",
-    marks=[
-        pytest.mark.heavy,
-        pytest.mark.compiler,
-        pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++"),
-    ],
-)
+HAS_GPP = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
+INDUCTOR = pytest.param("inductor", marks=[pytest.mark.heavy, pytest.mark.compiler, HAS_GPP])
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 
 WEIGHT = torch.linspace(-1, 1, 64).reshape(8, 8)
@@ -137,14 +131,13 @@ def test_a_graph_compiled_in_an_open_context_holds_pytorchs_own_functions():
     assert found == [genuine, genuine]
 
 
-def test_a_policy_that_changes_under_a_compiled_function(monkeypatch):
-    by_global = torch.compile(with_global, fullgraph=True, backend="aot_eager")
-    by_method = torch.compile(with_method, fullgraph=True, backend="aot_eager")
+@pytest.mark.parametrize("function", [with_global, with_method])
+def test_a_policy_that_changes_under_a_compiled_function(function, monkeypatch):
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for spec, softmax in (("bf16", FP32), (LOW, BF16), ("bf16", FP32)):
         monkeypatch.setitem(globals(), "held", policy(spec))
         monkeypatch.setattr(holder, "policy", policy(spec))
-        assert formats(by_global(X)) == [BF16, softmax]
-        assert formats(by_method(X)) == [BF16, softmax]
+        assert formats(compiled(X)) == [BF16, softmax]
 
 
 def test_many_policies_in_one_graph():

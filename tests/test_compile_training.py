@@ -93,10 +93,6 @@ class LSTM(nn.Module):
         return self.head(self.lstm(self.token(tokens))[0])
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(12, 24), nn.LayerNorm(24), nn.GELU(), nn.Linear(24, 5))
-
-
 def cnn() -> nn.Module:
     return nn.Sequential(
         *(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
@@ -110,7 +106,6 @@ def words() -> tuple[Tensor, Tensor]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
-    "mlp": (mlp, lambda: (torch.randn(8, 12), torch.randint(5, (8,)))),
     "cnn": (cnn, lambda: (torch.randn(4, 3, 8, 8), torch.randint(5, (4,)))),
     "gpt": (GPT, words),
     "tied": (Tied, words),
@@ -124,21 +119,15 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a few steps left behind.
-
-    Args:
-        gradients: of the first step.
-        start, end: weights.
-        late: graphs made after the first steps.
-    """
+    """What a few steps left behind."""
 
     losses: list[Tensor]
-    gradients: list[Tensor]
+    gradients: list[Tensor]  # of the first step
     start: dict[str, Tensor]
     end: dict[str, Tensor]
     graphs: int
     breaks: int
-    late: int
+    late: int  # graphs made after the first steps
 
 
 def train(
@@ -213,12 +202,11 @@ def in_context(place: str, context: Context) -> Callable[[nn.Module, Wrap], Any]
 OVERRIDES = "bf16,op.softmax=lower,op.gelu=fp32"
 ROWS = [
     *(("gpt", place, "bf16") for place in (*CONTEXTS, *INSIDE)),
-    *(("cnn", place, "bf16") for place in ("loss in a context", "context in a step")),
-    *(("tied", place, "bf16") for place in ("loss in a context", "context in a step")),
+    *((model, "context in a step", "bf16") for model in ("cnn", "tied", "lstm")),
+    ("cnn", "loss in a context", "bf16"),
     ("lstm", "loss in a context", "bf16,hidden=fp32"),
-    ("lstm", "context in a step", "bf16"),
     ("gpt", "context in a loss", OVERRIDES),
-    *(("mlp", place, "fp16") for place in ("loss in a context", "context in a forward")),
+    *(("tied", place, "fp16") for place in ("loss in a context", "context in a forward")),
 ]
 
 
@@ -267,7 +255,7 @@ def operands(nodes: list[torch.fx.Node]) -> set[torch.dtype]:
     """Formats of what products multiply."""
     found = set()
     for node in nodes:
-        name = node.target._schema.name.removeprefix("aten::") if hasattr(node.target, "_schema") else ""
+        name = getattr(getattr(node.target, "_schema", None), "name", "").removeprefix("aten::")
         if name in PRODUCTS:
             values = [argument.meta["val"] for argument in node.args if isinstance(argument, torch.fx.Node)]
             found |= {value.dtype for value in values[: PRODUCTS[name]]}
@@ -403,11 +391,10 @@ class Large(nn.Module):
         return self.deep(x.float() * 1e6)
 
 
-def trained_with_large(precision: str, compiled: bool) -> tuple[list[Any], list[Tensor]]:
+def trained_with_large(precision: str, compiled: bool) -> list[Any]:
     """Whether each of three steps was skipped, and its loss; the weights after all."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 8), Large(), nn.Linear(8, 1))
-    x = torch.randn(16, 8)
+    net, x = nn.Sequential(nn.Linear(8, 8), Large(), nn.Linear(8, 1)), torch.randn(16, 8)
     mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=1e-13), precision, loss_scale=1024.0)
     model = torch.compile(net, backend="aot_eager") if compiled else net
     found: list[Any] = []
@@ -416,28 +403,24 @@ def trained_with_large(precision: str, compiled: bool) -> tuple[list[Any], list[
             loss = model(x).square().mean()
         found.append((mp.step(loss).skipped, float(loss.detach()).hex()))
     mp.close()
-    return found, [param.detach().clone() for param in net.parameters()]
+    return [*found, *(param.tolist() for param in net.parameters())]
 
 
 @pytest.mark.parametrize("precision", ["fp16,module.1=fp32", "fp16,op.linear=fp32", "bf16,module.1=fp32"])
 def test_a_compiled_backward_pass_keeps_it_in_fp32(precision: str) -> None:
     torch._dynamo.reset()
-    (eager, weights), (compiled, others) = (trained_with_large(precision, yes) for yes in (False, True))
-    assert [skipped for skipped, _ in eager] == [False] * 3
+    eager, compiled = (trained_with_large(precision, yes) for yes in (False, True))
+    assert [skipped for skipped, _ in eager[:3]] == [False] * 3
     assert compiled == eager
-    assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
 
 
 def test_a_setting_of_the_users_stays() -> None:
     from torch._functorch import config
 
-    for before, after in (
-        ([{"device_type": "cpu"}], [{"device_type": "cpu"}]),
-        ("off", "off"),
-        ("same_as_forward", "off"),
-    ):
+    users = [{"device_type": "cpu"}]
+    for before, during in ((users, users), ("off", "off"), ("same_as_forward", "off")):
         with config.patch(backward_pass_autocast=before):
             compiling.begin()
-            assert config.backward_pass_autocast == after
+            assert config.backward_pass_autocast == during
             compiling.end()
             assert config.backward_pass_autocast == before

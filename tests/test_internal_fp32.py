@@ -155,12 +155,7 @@ def gradients(
 
 def in_region(name: str, row: Row, fmt: str, device: str = "cpu") -> Callable[..., Tensor]:
     op = name.partition(",")[0]
-
-    def call(*args: Tensor) -> Tensor:
-        with mezzo.autocast(f"{fmt},op.{op}=internal_fp32" if op in ASKED_FOR else fmt, device):
-            return row.call(*args)
-
-    return call
+    return mezzo.autocast(f"{fmt},op.{op}=internal_fp32" if op in ASKED_FOR else fmt, device)(row.call)
 
 
 CASES = [
@@ -232,10 +227,7 @@ def test_lower_takes_the_own_kernel_with_fp32_parameters(op: str, fmt: str) -> N
     row, dtype = ROWS[op], dtype_of(fmt)
     inputs = made(row.shapes[0], row, torch.float32, torch.float32)
 
-    def lowered(*args: Tensor) -> Tensor:
-        with mezzo.autocast(f"{fmt},op.{op}=lower", "cpu"):
-            return row.call(*args)
-
+    lowered = mezzo.autocast(f"{fmt},op.{op}=lower", "cpu")(row.call)
     upstream = torch.randn(row.shapes[0]).to(dtype)
     out, ours = gradients(lowered, inputs, upstream)
     expected, theirs = gradients(in_region(op, row, fmt), [inputs[0].to(dtype), *inputs[1:]], upstream)

@@ -152,18 +152,11 @@ USES = {
         scaler.update()
     """,
     "optimizers and weights": """
-        lowered = network()
+        lowered, net = network(), network()
         mezzo.lower_weights(lowered, "bf16")
-        optimizers = [
-            mezzo.optim.AdamW(lowered.parameters(), lr=0.1),
-            mezzo.optim.SGD(network().parameters(), lr=0.1),
-            mezzo.optim.with_masters(torch.optim.SGD(network().parameters(), lr=0.1)),
-        ]
         with mezzo.autocast("bf16", "cpu"):
-            loss = lowered(x).log().mean()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
+            trained(lowered, mezzo.optim.AdamW(lowered.parameters(), lr=0.1), x)
+        trained(net, mezzo.optim.with_masters(torch.optim.SGD(net.parameters(), lr=0.1)), x)
     """,
 }
 

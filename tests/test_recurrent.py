@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,38 +140,6 @@ def test_every_input_dtype(spec: str) -> None:
         assert max(off(got, true) for got, true in zip(found, truth, strict=True)) < 0.02
 
 
-def gradients_of(module: nn.RNNBase, x: Tensor, slope: Tensor, spec: str, dtype: torch.dtype) -> list[Tensor]:
-    twin, leaf = copy.deepcopy(module).to(dtype), x.to(dtype, copy=True).requires_grad_()
-    if spec == "torch.autocast":
-        with torch.autocast("cpu", torch.bfloat16):
-            out = twin(leaf)[0]
-    else:
-        out = inside(spec, twin, leaf)[0]
-    leaves = [leaf, *twin.parameters()]
-    return list(torch.autograd.grad((out.float() * slope).sum(), leaves))
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(("kind", "built"), [("lstm", {}), ("gru", {"num_layers": 2, "bidirectional": True})])
-def test_gradients_are_no_further_off_than_pytorchs(kind: str, built: dict[str, Any]) -> None:
-    """Against FP64, the mean error of the seeds for each tensor: an FP32 state and fp16 against torch.autocast in bf16,
-    and bf16 against PyTorch's bf16 layer (torch.autocast keeps the state of a GRU on a CPU in FP32).
-    """
-    seeds, specs = 8, ("torch.autocast", "", "bf16,hidden=fp32", "fp16", "bf16")
-    total: dict[int, list[float]] = {}
-    for seed in range(seeds):
-        module = layer(kind, 24, 32, seed=seed, **built)
-        x, slope = torch.randn(48, 16, 24), torch.randn(48, 16, 32 * (1 + module.bidirectional))
-        truth = gradients_of(module, x, slope, "", torch.float64)
-        for number, spec in enumerate(specs):
-            found = gradients_of(module, x, slope, spec, torch.float32 if spec else torch.bfloat16)
-            for tensor, (got, true) in enumerate(zip(found, truth, strict=True)):
-                total.setdefault(tensor, [0.0] * len(specs))[number] += off(got, true)
-    for tensor, (autocast, bf16_layer, fp32_state, fp16, bf16) in total.items():
-        assert max(fp32_state, fp16) <= autocast, (tensor, autocast, fp32_state, fp16)
-        assert bf16 <= bf16_layer, (tensor, bf16_layer, bf16)
-
-
 @pytest.mark.parametrize("spec", ["fp16", "bf16,hidden=fp32"])
 @KINDS
 def test_nan_and_infinity_stay_in_their_sequence(kind: str, spec: str) -> None:
@@ -260,11 +227,3 @@ def test_an_fp32_state_counts_on(kind: str) -> None:
 def test_a_rounded_state_sticks(kind: str) -> None:
     assert counted(kind, "bf16") < 0.5 * REACHED[kind]
     assert counted(kind, "bf16") == counted(kind, "bf16", 2 * LONG)  # for good
-
-
-def test_the_page_runs() -> None:
-    """`docs/recurrent.md`, block after block."""
-    page = (Path(__file__).parents[1] / "docs" / "recurrent.md").read_text()
-    blocks = [part.partition("```")[0] for part in page.split("```python\n")[1:]]
-    assert len(blocks) == 3
-    exec("\n".join(blocks), {})
