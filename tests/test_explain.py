@@ -132,12 +132,10 @@ def test_the_model_and_the_random_state_are_as_before() -> None:
     model = Model()
     x = torch.randn(4, 8)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    buffers = dict(model.norm.named_buffers())
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     mezzo.explain(model, x, precision="bf16")
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
-    assert all(buffer is buffers[name] for name, buffer in model.norm.named_buffers())
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert (np.random.get_state()[1] == states[2]).all()
@@ -165,7 +163,6 @@ def test_auto_says_what_it_is() -> None:
 
 WRONG = [
     (("bf16", torch.ones(1)), {}, UsageError, "received 'bf16'.*the precision by name"),
-    ((None,), {}, UsageError, r"received None\. Pass the model first"),
     ((nn.Linear, torch.ones(1)), {}, UsageError, "received the class Linear"),
     ((nn.Linear(2, 2), torch.ones(1, 2)), {"precision": "bf61"}, UnknownNameError, "Did you mean 'bf16'"),
     (

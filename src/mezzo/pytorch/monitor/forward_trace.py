@@ -138,8 +138,6 @@ class ForwardTrace(TorchFunctionMode):
         self.operations: dict[Any, Operation] = {}  # by the nodes of the graph that they made
         self.leaves: dict[Any, Tensor] = {}  # by the nodes that accumulate their gradients
 
-    # ------------------------------------------------------------------------------------ entering and leaving
-
     @contextmanager
     def watching(self) -> Iterator[ForwardTrace]:
         """Trace what runs inside, which may leave modes that were entered before, and enter others."""
@@ -236,8 +234,6 @@ class ForwardTrace(TorchFunctionMode):
 
     def _operation(self, op: str) -> Operation:
         return Operation(self._stack[-1], op, users_line(self._stop) or self._called)
-
-    # ------------------------------------------------------------------------------------ operations
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

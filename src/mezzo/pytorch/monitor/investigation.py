@@ -135,8 +135,6 @@ def _came_so(
     return report_at(Operation(module, SUM), cause, (), [facts(grad, SUM)])
 
 
-# ---------------------------------------------------------------------------------------------- remedies
-
 _POLICY = re.compile(r"`((?:fp16|bf16|fp32)[^`]*)`")
 
 

@@ -89,8 +89,6 @@ class OverflowTracer(StepObserver):
         records, self._records = self._records, []
         return records
 
-    # ------------------------------------------------------------------------------------------ the events of a step
-
     @_never_raises
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the arguments."""
@@ -200,8 +198,6 @@ class OverflowTracer(StepObserver):
             tracer.calls = [call for call in tracer.calls if not call.done]
             tracer._prune()
 
-    # ------------------------------------------------------------------------------------------ watching live
-
     @property
     def watches_live(self) -> bool:
         """Whether the next context is to be watched operation by operation: enter `live` in it."""
@@ -240,8 +236,6 @@ class OverflowTracer(StepObserver):
             models |= dict.fromkeys(model for tracer in (self, *_ALL) for model in tracer._effects)
             self._live = ForwardTrace(models, outer=OUTSIDE)
         return self._live
-
-    # ------------------------------------------------------------------------------------------ the report
 
     def _looked_into(self) -> OverflowReport:
         began, kept = time.perf_counter(), 0

@@ -29,8 +29,6 @@ from mezzo.pytorch.snapshot import RandomState
 from mezzo.pytorch.unseen import unseen
 from mezzo.runner.patches import Patches
 
-# ---------------------------------------------------------------------------------- what a call changes
-
 _VALUES = (int, float, bool, type(None), Tensor)
 _CONTAINERS = (list, dict, set, deque)
 _GENERATORS: tuple[Any, ...] = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -120,8 +118,6 @@ def devices_of(model: nn.Module) -> tuple[torch.device, ...]:
     return tuple(sorted((d for d in found if d.type in ("cuda", "xpu", "mps")), key=str))
 
 
-# --------------------------------------------------------------------------------------- nothing is left
-
 _now = threading.local()
 
 
@@ -185,8 +181,6 @@ def eager() -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
-
-# ------------------------------------------------------------------------------------------- saved calls
 
 OF_CALL = "mezzo_call"
 """Key in the metadata of a node of the graph from which on towards the leaves it belongs to a saved call."""
