@@ -275,9 +275,10 @@ def test_a_script_is_compared(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KERAS_BACKEND", BACKEND)
+    two_layers = LINEAR.replace("keras.layers.Dense(1", "keras.layers.Dense(4), keras.layers.Dense(1")
     error = "print('error:', model.evaluate(x, y, verbose=0))"
-    Path("train.py").write_text(f"{LINEAR}{FIT}{FIT}\n{error}")
-    name = "mixed_bfloat16"
+    Path("train.py").write_text(f"{two_layers.replace('0.05', '0.01')}{FIT * 4}\n{error}")
+    name = "mixed_bfloat16,module.head=float32"
     words = ["--framework", "keras", "--precision", name, "--seeds", "1", "--metric", "error: ([0-9.]+)"]
     status = main(["compare", "train.py", *words, "--out", "there"])
     out, err = capsys.readouterr()
@@ -287,11 +288,11 @@ def test_a_script_is_compared(
     assert status == int(one["parity"] == "divergent"), out
     assert verdict["framework"] == verdict["request"]["framework"] == "keras"
     assert verdict["machine"]["backend"] == BACKEND
-    assert (one["steps"], one["skipped_steps"], one["failed"]) == (8, 0, False)
+    assert (one["steps"], one["skipped_steps"], one["failed"]) == (16, 0, False)
     assert one["fp32_loss"] == pytest.approx(one["final_loss"], rel=0.1)
     assert one["fp32_loss"] != one["final_loss"]
     assert one["noise_floor"] > 0
-    assert json.loads(Path("there/comparison.json").read_text())["policies"][name] == "bf16"
+    assert json.loads(Path("there/comparison.json").read_text())["policies"][name] == "bf16,module.head=fp32"
     assert "mezzo compare train.py --framework keras --precision" in out
     page = Path("there/report.html").read_text()
     assert "sequential/head" in page
