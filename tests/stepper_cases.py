@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from itertools import cycle, product
 
@@ -110,22 +111,9 @@ def new_gradients(step: int, *sets: Sequence[Row]) -> None:
             each.grad = value.to(each.grad.dtype).to(each.weight.device)
 
 
-def copied(source: Sequence[Row], device: str = "cpu") -> list[Row]:
+def copied(source: Sequence[Row]) -> list[Row]:
     """Rows with tensors of their own."""
-
-    def copy(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.detach().clone().to(device)
-
-    return [
-        Row(
-            *(copy(each.weight), copy(each.grad), each.masters, copy(each.master), each.state),  # type: ignore[arg-type]
-            states=tuple(map(copy, each.states)),  # type: ignore[arg-type]
-            scales=tuple(map(copy, each.scales)),
-            step=copy(each.step),  # type: ignore[arg-type]
-            ordinal=each.ordinal,
-        )
-        for each in source
-    ]
+    return copy.deepcopy(list(source))
 
 
 def move(stepper: Stepper, hyper: Hyper, of: Sequence[Row], **tensors: Tensor) -> None:

@@ -1,6 +1,6 @@
 """The cases that every framework is tested with, on PyTorch: the table of events, and the one training task.
 
-Keras and TensorFlow: `on_keras/test_keras_same_sequence.py`, `on_tensorflow/test_tf_same_sequence.py`.
+Keras and TensorFlow: `on_keras/test_keras_fit.py`, `on_tensorflow/test_tf_rewrite.py`.
 """
 
 from __future__ import annotations

@@ -33,10 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("every_backend")
 
 
-def pytest_report_header() -> str:
-    return f"Keras {keras.__version__} on {BACKEND}"
-
-
 @pytest.fixture(autouse=True)
 def _as_found() -> Iterator[None]:
     """Every test begins with FP32, seed 0 and no layer names taken, and leaves the global policy as it found it."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from keras_steps import step, values, variables
 
+import one_task
 from conftest import BACKEND
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
@@ -23,13 +24,8 @@ Y = X.sum(axis=1, keepdims=True)
 
 def model(optimizer: Any, **compile_settings: Any) -> Any:
     keras.utils.set_random_seed(3)
-    made = keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(8, activation="relu"),
-            keras.layers.Dense(1, dtype="float32"),
-        ]
-    )
+    hidden = keras.layers.Dense(8, activation="relu")
+    made = keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(1)])
     made.compile(optimizer, "mse", **compile_settings)
     return made
 
@@ -40,27 +36,6 @@ def adam(**settings: Any) -> Any:
 
 def fit(trained: Any, x: Any = X, **settings: Any) -> Any:
     return trained.fit(x, Y, batch_size=8, shuffle=False, verbose=0, **settings)
-
-
-@pytest.mark.every_backend
-def test_fp16_training_is_recognised_and_learns() -> None:
-    """`compile` under mixed_float16 wraps no second time, and a step whose data are infinite is skipped."""
-    keras.config.set_dtype_policy("mixed_float16")
-    optimizer = LossScaleOptimizer(adam(), initial_scale=2.0**10, dynamic_growth_steps=8)
-    trained = model(optimizer)
-    assert trained.optimizer is optimizer
-    losses = fit(trained, epochs=4).history["loss"]
-    assert losses[-1] < losses[0] / 4
-    assert float(optimizer.scale) == 2.0**12
-    x = X.copy()
-    x[8] = math.inf
-    fit(trained, x)
-    assert int(optimizer.skipped_steps) == 1
-    assert int(optimizer.iterations) == 19
-    assert optimizer.machine() == DynamicLossScale(
-        init=2.0**10, growth_interval=8, scale=2.0**11, good_steps=2
-    )
-    assert np.isfinite(trained.predict(X, verbose=0)).all()
 
 
 @functools.cache
@@ -82,7 +57,7 @@ def one_by_one() -> Any:
 def test_however_fit_runs_its_steps(settings: dict[str, Any]) -> None:
     """Skips, scale and weights are those of steps taken one by one: compiled ones may differ by rounding alone."""
     if BACKEND == "torch" and "run_eagerly" not in settings:
-        pytest.skip("Keras on PyTorch has no steps_per_execution; compiled steps are in ..._torch.py")
+        pytest.skip("Keras on PyTorch has no steps_per_execution; compiled ones are in test_keras_torch.py")
     trained = model(LossScaleOptimizer(adam(), initial_scale=2.0**10), **settings)
     x = X.copy()
     x[16] = math.nan
@@ -107,27 +82,15 @@ def test_collapse_is_raised_at_the_end_of_fit() -> None:
 
 def test_callbacks_and_learning_rates() -> None:
     optimizer = LossScaleOptimizer(adam(use_ema=True, ema_momentum=0.5))
-    trained = model(optimizer)
-    seen = []
-    fit(
-        trained,
-        epochs=2,
-        callbacks=[
-            keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
-            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
-            keras.callbacks.LambdaCallback(
-                on_epoch_begin=lambda epoch, logs: seen.append(float(optimizer.learning_rate))
-            ),
-        ],
-    )
-    assert seen == pytest.approx([0.025, 0.0125])
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    halved = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    fit(model(optimizer), epochs=2, callbacks=[swap, halved])
     assert float(optimizer.learning_rate) == pytest.approx(0.0125)
     optimizer.learning_rate = 0.5
     assert float(optimizer.inner_optimizer.learning_rate) == 0.5
 
     decay = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
-    scheduled = LossScaleOptimizer(keras.optimizers.SGD(decay))
-    weights = variables()
+    scheduled, weights = LossScaleOptimizer(keras.optimizers.SGD(decay)), variables()
     step(scheduled, weights)
     step(scheduled, weights, bad=math.inf)  # a skipped step is none to the schedule
     assert float(scheduled.learning_rate) == 0.25
@@ -186,11 +149,6 @@ def test_state_of_kerass_own_is_taken_over(theirs: float, ours: float) -> None:
     assert values(new.inner_optimizer) == values(old.inner_optimizer)
     assert int(new.iterations) == 7
 
-    constant = LossScaleOptimizer(adam(), loss_scale=64.0)
-    constant.build(weights)
-    constant.load_own_variables(stored)
-    assert float(constant.scale) == 64.0
-
 
 @pytest.mark.every_backend
 @pytest.mark.parametrize("use_ema", [False, True])
@@ -227,3 +185,46 @@ def test_averages_and_another_fit() -> None:
     fit(once)
     assert int(once.optimizer.iterations) == 8
     assert not any(np.array_equal(a, b) for a, b in zip(first, once.get_weights(), strict=True))
+
+
+# The training task that every framework is held to
+
+POLICIES = {"fp16": "mixed_float16", "bf16": "mixed_bfloat16", "fp32": "float32"}
+
+
+class Task(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = keras.layers.Dense(one_task.HIDDEN, activation="tanh")
+        self.second = keras.layers.Dense(one_task.OUT)
+        self.fuse = keras.layers.Dense(1, use_bias=False)
+
+    def call(self, given: Any) -> Any:
+        x, z = given
+        return self.second(self.first(x)), self.fuse(z)
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *rest: Any, **others: Any) -> Any:
+        out, fuse = (keras.ops.cast(one, "float32") for one in y_pred)
+        whole = one_task.PART_OF_ERROR * keras.ops.mean(keras.ops.square(keras.ops.subtract(out, y)))
+        return whole + keras.ops.mean(fuse)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("precision", POLICIES if BACKEND == "torch" else ["fp16"])
+def test_the_task_of_every_framework(precision: str) -> None:
+    keras.config.set_dtype_policy(POLICIES[precision])
+    given, model = one_task.task(), Task()
+    model((given.x[0], given.z[0].copy()))
+    w = given.weights
+    model.set_weights([w["w1"], w["b1"], w["w2"], w["b2"], w["v"]])
+    optimizer = LossScaleOptimizer(
+        keras.optimizers.SGD(one_task.LEARNING_RATE, momentum=one_task.MOMENTUM),
+        loss_scale=one_task.loss_scale(precision),
+    )
+    model.compile(optimizer, jit_compile=BACKEND == "jax")
+    losses, scales = [], []
+    for x, target, z in zip(given.x, given.target, given.z.copy()):
+        model.reset_metrics()
+        losses.append(float(model.train_on_batch((x, z), target)))
+        scales.append(float(optimizer.scale.numpy()))
+    one_task.check(precision, losses, scales)

@@ -61,11 +61,6 @@ ROWS: dict[str, Row] = {
         (GOOD,) * 5 + (ALL_INF,) + (GOOD,) * 2, "dynamic(init=2,growth_interval=2)"
     ),
     "by rows": Row((GOOD, BAD_ONE, OTHER), after=((2.0, -1.25, -0.5, -1.0),), sparse=True),
-    "one variable of two is bad: none moves": Row(
-        (((1.0, 6.0, 7.0, 2.0), (INF, 1.0)), ((1.0, 6.0, 7.0, 2.0), (1.0, 1.0))),
-        after=((0.5, -1.0, -0.5, 3.0), (9.5, 19.5)),
-        first=TWO_FIRST,
-    ),
     "a variable without a gradient": Row(
         (((1.0, 6.0, 7.0, 2.0), None), (None, (INF, 1.0)), (None, (1.0, 1.0))), first=TWO_FIRST
     ),
@@ -86,7 +81,6 @@ ROWS: dict[str, Row] = {
         inner=lambda: sgd(global_clipnorm=2.5),
         first=TWO_FIRST,
     ),
-    "one NaN": Row((BAD_NAN, GOOD), after=((0.5, -1.0, -0.5, 3.0),)),
     "a scale below 1: what overflows is the unscaled gradient": Row(
         (((2.0**127, 0.0, 0.0, 0.0),), ((8.0, 0.0, 0.0, 0.0),)), "dynamic(init=0.5)"
     ),
@@ -94,20 +88,8 @@ ROWS: dict[str, Row] = {
     "none": Row((GOOD, ALL_INF, GOOD), "none"),
 }
 
-FORMS = {"tensorflow": ("eager", "tf.function"), "jax": ("eager", "jit"), "torch": ("eager", "stateless")}[
-    BACKEND
-]
-# Compilers take a second per row.
-COMPILED = (
-    *("by rows", "a variable without a gradient", "momentum and decay", "an average that overwrites"),
-    *("accumulation", "global_clipnorm", "a scale below 1: what overflows is the unscaled gradient"),
-)
-RUNS = [
-    (name, form)
-    for form in FORMS
-    for name in (ROWS if form == "eager" else COMPILED)
-    if BACKEND == "tensorflow" or not ROWS[name].sparse
-]
+FORMS = ("eager", {"tensorflow": "tf.function", "jax": "jit", "torch": "stateless"}[BACKEND])
+RUNS = [(name, form) for form in FORMS for name in ROWS if BACKEND == "tensorflow" or not ROWS[name].sparse]
 
 
 def is_good(gradients: Gradients) -> bool:
@@ -313,7 +295,7 @@ def test_the_patience_ends_at_once_in_an_eager_step(machine: Any) -> None:
     step(optimizer, weights)
 
 
-@pytest.mark.skipif(BACKEND == "torch", reason="compiled steps on PyTorch are in test_keras_fit.py")
+@pytest.mark.skipif(BACKEND == "torch", reason="compiled steps on PyTorch are in test_keras_torch.py")
 def test_the_patience_ends_in_a_compiled_step() -> None:
     """By an assertion in TensorFlow's graph; elsewhere `check` tells."""
     weights = variables([[1.0]] * 101)
@@ -335,18 +317,16 @@ def test_the_patience_ends_in_a_compiled_step() -> None:
         optimizer.check()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "machine"),
-    [
-        ({}, DynamicLossScale()),
-        ({"initial_scale": 8.0, "dynamic_growth_steps": 5}, DynamicLossScale(init=8.0, growth_interval=5)),
-        ({"loss_scale": "dynamic(init=2**4,hysteresis=2)"}, DynamicLossScale(init=16.0, hysteresis=2)),
-        ({"loss_scale": 128, "on_unscaled": "ignore"}, StaticLossScale(128.0)),
-        ({"loss_scale": "none"}, NoLossScale()),
-        ({"loss_scale": DynamicLossScale(scale=4.0)}, DynamicLossScale(scale=4.0)),
-    ],
-    ids=str,
-)
+LOSS_SCALES: list[tuple[dict[str, Any], Any]] = [
+    ({}, DynamicLossScale()),
+    ({"initial_scale": 8.0, "dynamic_growth_steps": 5}, DynamicLossScale(init=8.0, growth_interval=5)),
+    ({"loss_scale": "dynamic(init=2**4,hysteresis=2)"}, DynamicLossScale(init=16.0, hysteresis=2)),
+    ({"loss_scale": 128, "on_unscaled": "ignore"}, StaticLossScale(128.0)),
+    ({"loss_scale": NoLossScale()}, NoLossScale()),
+]
+
+
+@pytest.mark.parametrize(("arguments", "machine"), LOSS_SCALES, ids=str)
 def test_loss_scales_it_takes(arguments: dict[str, Any], machine: Any) -> None:
     class Mine(keras.optimizers.SGD):  # type: ignore[misc]
         """Known by `custom_objects` alone."""
@@ -354,16 +334,12 @@ def test_loss_scales_it_takes(arguments: dict[str, Any], machine: Any) -> None:
     optimizer = LossScaleOptimizer(Mine(0.5), name="scaled", **arguments)
     assert optimizer.machine() == machine
     assert optimizer.initial_scale == float(optimizer.dynamic_scale) == machine.scale
-    assert optimizer.dynamic_growth_steps == getattr(machine, "growth_interval", None)
     config = optimizer.get_config()
     again = LossScaleOptimizer.from_config(config, custom_objects={"Mine": Mine})
     assert (again.machine(), again.name, type(again.inner_optimizer)) == (machine, "scaled", Mine)
-    assert again.get_config() == config == optimizer.get_config()
-    plain = LossScaleOptimizer(sgd(), **arguments)
-    saved = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(plain))
-    assert saved.get_config() == plain.get_config()
+    assert again.get_config() == config
     if "initial_scale" in config:  # Keras's own can read it, and ours what Keras's wrote
-        theirs = KerasScaled.from_config(plain.get_config())
+        theirs = KerasScaled.from_config(LossScaleOptimizer(sgd(), **arguments).get_config())
         once = {"weight_decay": None, "clipnorm": None, "use_ema": False}  # what Keras wrote once, too
         assert LossScaleOptimizer.from_config({**theirs.get_config(), **once}).machine() == machine
 

@@ -99,6 +99,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     options = {"epochs": 2, "validation_data": (x[:16], y[:16])}
     alone = disturbed()
     history = fit(alone, [], **options)
+    assert not hasattr(alone.optimizer.inner_optimizer, "inner_optimizer")  # compile wraps no second time
     net, seen = disturbed(), Seen()
     monitor = PrecisionMonitor(tmp_path_factory.mktemp("mezzo") / "run", every=3)
     watched_history = fit(net, [monitor, seen], **options)

@@ -75,11 +75,6 @@ def wrapped() -> keras.Model:
     return keras.Model(inputs, layers.Dense(3, name="head")(x), name="net")
 
 
-def attention() -> keras.Model:
-    inputs = keras.Input((2, 4))
-    return keras.Model(inputs, layers.MultiHeadAttention(2, 2, name="mha")(inputs, inputs), name="net")
-
-
 def scoped() -> keras.Model:
     """A layer without a build, to which Keras gives no path, as well."""
     inputs = keras.Input((4,))
@@ -88,8 +83,6 @@ def scoped() -> keras.Model:
     return keras.Model(inputs, x)
 
 
-MHA = {"mha/query", "mha/key", "mha/value", "mha/softmax", "mha/dropout", "mha/attention_output"}
-BACKWARD = {"both/backward_lstm", "both/backward_lstm/lstm_cell"}
 CELLS = {"both/backward_lstm/lstm_cell", "both/forward_lstm/lstm_cell"}
 # How a model is made, the patterns that get float32, and the ends of the paths of the layers that have it then.
 CASES: list[tuple[Callable[[], keras.Model], str, set[str]]] = [
@@ -98,10 +91,8 @@ CASES: list[tuple[Callable[[], keras.Model], str, set[str]]] = [
     (functional, "/head", {"head"}),
     (nested, "encoder", {"encoder", "encoder/body", "encoder/norm"}),
     (Subclassed, "bend", {"subclassed/bend"}),
-    (wrapped, "times both/backward_lstm", {"times", "times/each", *BACKWARD}),
     (wrapped, "each lstm_cell rnn/*/two", {"times/each", *CELLS, "rnn/stacked_rnn_cells/two"}),
     (scoped, "outer", {"outer/body", "outer/bend"}),
-    (attention, "mha", {"mha", *MHA}),
 ]
 
 
@@ -161,7 +152,6 @@ def test_a_saved_model_has_plain_policies_and_no_word_of_mezzo(tmp_path: Path) -
         ("fp32,module.body=fp16", {}, DynamicLossScale()),
         ("bf16,module.head=fp32,loss_scale=128", {}, StaticLossScale(128.0)),
         ("fp16,module.head=fp32,loss_scale=none", {}, None),
-        ("bf16,module.head=fp32", {}, None),
         ("fp16,module.head=fp32", {"auto_scale_loss": False}, None),
     ],
 )
@@ -309,12 +299,7 @@ def test_a_refused_policy_changes_nothing() -> None:
 
 @pytest.mark.every_backend
 def test_what_add_loss_was_given_in_16_bits_is_summed_in_fp32() -> None:
-    class Adding(keras.Model):
-        def __init__(self) -> None:
-            super().__init__(name="net")
-            self.body = layers.Dense(4, name="body", kernel_initializer="ones")
-            self.head = layers.Dense(1, name="head", kernel_initializer="zeros")
-
+    class Adding(Subclassed):
         def call(self, x: Any) -> Any:
             h = self.body(x)
             assert keras.backend.standardize_dtype(h.dtype) == "float16"
@@ -324,9 +309,12 @@ def test_what_add_loss_was_given_in_16_bits_is_summed_in_fp32() -> None:
 
     set_policy("fp16,module.head=fp32")
     model = Adding()
+    x = np.full((2, 4), 1.5, "float32")
+    model(x)
+    for layer, value in ((model.body, 1.0), (model.head, 0.0)):
+        layer.kernel.assign(keras.ops.full(layer.kernel.shape, value))  # h is 6 everywhere
     model.compile(keras.optimizers.SGD(0.0), "mse")
-    x = np.full((2, 4), 1.5, "float32")  # h is 6 everywhere
-    history = model.fit(x, np.full((2, 1), 100.0, "float32"), verbose=0).history
+    history = model.fit(x, np.full((2, 3), 100.0, "float32"), verbose=0).history
     assert history["loss"] == [pytest.approx(10000 + 6 + 60000, rel=2**-11)]
 
 

@@ -11,14 +11,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Keras 3 reads its variables in a way that NumPy 2 has deprecated.
-    mark = pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
-    )
-    for item in items:
-        if "on_tensorflow" in item.path.parts:
-            item.add_marker(mark, append=False)
+def pytest_configure(config: pytest.Config) -> None:
+    """Keras 3 reads its variables in a way that NumPy 2 has deprecated."""
+    ignored = "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
+    config.addinivalue_line("filterwarnings", ignored)
 
 
 @pytest.fixture(autouse=True)

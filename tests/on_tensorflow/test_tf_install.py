@@ -29,23 +29,19 @@ def test_the_names_come_and_go_and_replace_none(monkeypatch: pytest.MonkeyPatch)
     assert not {"AdamOptimizer", "get_or_create_global_step"} & before[0]
     mt.install()
     mt.install()  # again is as once
-    for name in ("AdamOptimizer", "MomentumOptimizer", "Optimizer", "get_or_create_global_step"):
+    for name in ("AdamOptimizer", "Optimizer", "get_or_create_global_step"):
         assert getattr(tf.train, name) is getattr(tf.compat.v1.train, name)
     assert tf.train.FtrlOptimizer == "mine"
     experimental, theirs = tf.train.experimental, tf.compat.v1.mixed_precision
-    for name in ("enable_mixed_precision_graph_rewrite", "disable_mixed_precision_graph_rewrite"):
-        assert getattr(experimental, name) is getattr(mt, name)
-    for name in ("FixedLossScale", "DynamicLossScale"):
-        assert getattr(experimental, name) is getattr(theirs, name)
+    enable = experimental.enable_mixed_precision_graph_rewrite
+    assert enable is mt.enable_mixed_precision_graph_rewrite
+    assert experimental.FixedLossScale is theirs.FixedLossScale
+    with pytest.raises(AttributeError, match="GRAPH_REWRITE_LOG_PATH"):
+        _ = mt.explain  # a removed name says what serves instead
     mt.uninstall()
     assert (set(vars(tf.train)), set(vars(experimental))) == before
     assert tf.train.FtrlOptimizer == "mine"
     mt.uninstall()
-
-
-def test_a_removed_name_says_what_serves_instead() -> None:
-    with pytest.raises(AttributeError, match="TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_LOG_PATH"):
-        _ = mt.explain
 
 
 TUTORIAL = """
@@ -58,17 +54,16 @@ assert set(mt.__all__) <= set(dir(mt))
 import tensorflow as tf
 v1 = tf.compat.v1
 v1.disable_v2_behavior()
-x = v1.placeholder(tf.float32, [None, 4])
-weight = tf.Variable(tf.ones([4, 1]))
-loss = tf.reduce_mean((tf.matmul(x, weight) - 1.0) ** 2)
+x = v1.placeholder(tf.float32, [None])
+weight = tf.Variable(1.0)
 opt = tf.train.AdamOptimizer(0.1)
 opt = tf.train.experimental.enable_mixed_precision_graph_rewrite(opt, loss_scale=128)
-global_step = tf.train.get_or_create_global_step()
-step = opt.minimize(loss, global_step=global_step)
+step = opt.minimize(tf.reduce_mean(weight * x), global_step=tf.train.get_or_create_global_step())
 with v1.Session() as session:
     session.run(v1.global_variables_initializer())
-    losses = [float(session.run([loss, step], {x: [[1.0] * 4]})[0]) for _ in range(20)]
-    print(session.run(global_step), losses[-1] < losses[0] / 10)
+    for _ in range(5):
+        session.run(step, {x: [1.0, 1.0]})
+    print(session.run(tf.train.get_global_step()), round(float(session.run(weight)), 4))
 """
 
 
@@ -79,7 +74,7 @@ def test_a_tutorial_of_tf1_with_the_names_installed_before_tensorflow_is_importe
     )
     assert done.returncode == 0, done.stderr
     assert "mezzo: graph rewrite: bf16 (no GPU" in done.stderr
-    assert done.stdout == "20 True\n"
+    assert done.stdout == "5 0.5\n"
 
 
 def test_the_code_of_the_page_runs(
