@@ -61,7 +61,6 @@ DECISIONS = [
     (0.1, 0.06, "bf16", "60 ms in bf16 and 100 ms in FP32 (medians of 8 steps each, 1.66x"),
     (0.1051, 0.100, "bf16", "1.05x as fast"),
     (0.1049, 0.100, "fp32", "1.04x as fast); bf16 is used only where it is at least 1.05x as fast"),
-    (2.0, 40.0, "fp32", "40 s in bf16 and 2 s in FP32"),
 ]
 
 

@@ -109,7 +109,6 @@ KEPT: list[tuple[list[RangeRow], dict[str, str]]] = [
         {"a": "fp16 rounds 90% of its output's gradient to zero", "b": "loses 90%"},
     ),
     ([gradient("a", 1e-20)], {}),  # half of them: not more
-    ([gradient("b", 0.0, 0.0, 0.0, 0.01)], {}),  # zeros are not lost
 ]
 
 
@@ -150,7 +149,6 @@ def test_a_module_in_which_fp16_overflows_is_kept() -> None:
 
 NOTES: list[tuple[list[RangeRow], str]] = [
     ([gradient("b", math.nan, 1.0)], "in FP32 itself 1 numbers of the activation gradient of b"),
-    ([activation("b", math.nan)], "in FP32 itself 1 numbers of the activation of b"),
     ([activation("", 1e6)], "no policy can name ''"),
     ([gradient("b", 1e10)], "activation gradient of b, largest 1e+10: it overflows fp16 under every dynamic"),
 ]

@@ -80,8 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     policy, script = str(folder / POLICY), ["-m"] * request.is_module + [request.target]
     use = ["mezzo", "run", "--policy", policy, *script, *request.argv]
-    prove = ["mezzo", "compare", *script, "--precision", policy]
-    prove += ["--", *request.argv] if request.argv else []
+    own = ["--", *request.argv] if request.argv else []
+    prove = ["mezzo", "compare", *script, "--precision", policy, *own]
     print(f"{found}\n")  # not folded: a histogram is one line
     for label, value in (("Report:", report), ("Use it:", shlex.join(use)), ("Prove it:", shlex.join(prove))):
         if value is not None:

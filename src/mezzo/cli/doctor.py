@@ -85,9 +85,13 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
         "CPU": f"{described['cpu']}, {described['cores']} cores, {described['threads']} threads in use",
         "instructions": " ".join(described["isa"]) or "unknown",
         "memory": f"{memory / 1e9:.0f} GB" if memory else "unknown",
-        "GPU": "none that PyTorch can use" if gpu is None else _gpu_line(gpu),
+        "GPU": "none that PyTorch can use"
+        if gpu is None
+        else f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.0f} GB",
         "software": f"PyTorch {described['torch']}, Python {described['python']}, {described['os']}",
     }
+    if gpu and gpu["capability"]:
+        lines["GPU"] += f", compute capability {gpu['capability']}"
     for name, line in lines.items():
         yield f"{name:<14}{line}"
     where = "on the CPU" if data["device"] == "cpu" else "on the GPU"
@@ -108,12 +112,6 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
         yield f"not measured: {reason}"
     if data["unsteady"]:
         yield "The repeats vary widely: something else is using this machine. Measure again when it is idle."
-
-
-def _gpu_line(gpu: dict[str, Any]) -> str:
-    capability = f", compute capability {gpu['capability']}" if gpu["capability"] else ""
-    count = f", the first of {gpu['count']}" if gpu["count"] > 1 else ""
-    return f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.0f} GB{capability}{count}"
 
 
 def _gpu_lines(model: GpuModel) -> Iterable[str]:

@@ -120,7 +120,7 @@ def stored(number: float | Fraction, format: str, overflow: str = "infinity") ->
         word = "exact" if same else "overflow"
     else:
         error, largest = abs(kept - exact), bits.format.max
-        absolute, relative = _float(error), _float(error / exact if exact else error)
+        absolute, relative = formats.round(error, "fp64"), formats.round(error / (exact or 1), "fp64")
         word = "rounded" if error else "exact"
         if error and bits.kind == "zero":
             word = "underflow"
@@ -137,13 +137,6 @@ def stored(number: float | Fraction, format: str, overflow: str = "infinity") ->
         "relative_error": relative,
         "word": word,
     }
-
-
-def _float(value: Fraction) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
 
 
 def _format(word: str, words: list[str]) -> Format:

@@ -25,8 +25,7 @@ from mezzo.core.formats import floor_log2, named
 # The inverse of a scale must be a normal FP32 number, too.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
-# A loss up to 2^27 times a constant scale stays finite in FP32.
-_LARGEST_CONSTANT = 100
+_LARGEST_CONSTANT = 100  # a loss up to 2^27 times 2^100 stays finite in FP32
 
 NOT_THE_SCALE = (
     "If the loss itself is NaN or infinite no scale can help: run the step in FP32 and look at the data, the "

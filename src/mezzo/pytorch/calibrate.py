@@ -90,7 +90,12 @@ def calibrate(
             for index, batch in enumerate(islice(batches, steps)):
                 model.zero_grad()
                 loss = loss_fn(model, batch)
-                _check_loss(loss)
+                if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                    told = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+                    raise UsageError(
+                        f"loss_fn returned a {type(loss).__name__}{told}: it must return one number that depends on "
+                        "the parameters, such as a mean over the batch of model(batch)"
+                    )
                 observing.backward_begins(loss, 1.0)
                 loss.backward()
                 observing.update_begins(updated, 1.0)
@@ -119,12 +124,3 @@ def _checked(parameters: list[nn.Parameter]) -> torch.device:
     if torch.is_autocast_enabled(device.type):
         raise UsageError("calibrate runs in FP32: call it outside of autocast")
     return device
-
-
-def _check_loss(loss: Any) -> None:
-    shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise UsageError(
-            f"loss_fn returned a {type(loss).__name__}{shape}: it must return one number that depends on the "
-            "parameters, such as a mean over the batch of model(batch)"
-        )

@@ -226,13 +226,13 @@ class Sensitivities(StepObserver):
     def _rows_of(self, call: _Call, times: float) -> list[ModuleRounding]:
         """A row for each format that the module can run in; none where it can't be measured."""
         name, kind, rows = call.path or "the model itself", type(call.module).__name__, []
+        why = ""
         if [t._version for t in floats((call.args, call.kwargs))] != call.versions:
-            self._notes.setdefault(f"{name}: its input is overwritten later, so it was not measured")
-            return []
-        if all(gradient is None for gradient in call.gradients):
-            self._notes.setdefault(
-                f"{name}: no gradient reaches what it returns, so its errors have no weight"
-            )
+            why = "its input is overwritten later, so it was not measured"
+        elif all(gradient is None for gradient in call.gradients):
+            why = "no gradient reaches what it returns, so its errors have no weight"
+        if why:
+            self._notes.setdefault(f"{name}: {why}")
             return []
         for form in self._formats:
             if form.bits < 16 and not call.multiplies:
