@@ -162,13 +162,18 @@ def _number(name: str, absent: int) -> int:
     return int(text) if text.isdigit() else absent
 
 
+def _ranks() -> int:
+    """How many processes share this run; more than any where only their RANK is known."""
+    return _number("WORLD_SIZE", sys.maxsize if "RANK" in os.environ else 1)
+
+
 def _folder(out: Path | None) -> tuple[Path, str]:
     """The run's folder as an absolute path (the script may change the working directory), and a note.
 
     Without `out` it is a new one, or an empty one; several processes of one run share it.
     """
     folder, number = out or _FOLDER, 1
-    if out is None and _number("WORLD_SIZE", 1) == 1 and "RANK" not in os.environ:
+    if out is None and _ranks() == 1:
         while os.path.lexists(folder) and not (folder.is_dir() and not os.listdir(folder)):
             number += 1
             folder = _FOLDER.with_name(f"{_FOLDER}-{number}")
@@ -193,6 +198,6 @@ def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
             # Records of a run on more processes; ours are in use.
             for old in (folder / "runs").glob("run-rank*.jsonl"):
                 number = old.stem.removeprefix("run-rank")
-                if number.isdigit() and int(number) >= _number("WORLD_SIZE", 1):
+                if number.isdigit() and int(number) >= _ranks():
                     old.unlink()
     return folder / (_RECORDS if rank == 0 else _RECORDS.with_name(f"run-rank{rank}.jsonl"))

@@ -100,6 +100,7 @@ class Observers:
         self._calls = 0
         self._watch: ExitStack | None = None
         self._watched: Counter[int] = Counter()  # id of a module -> its calls since the last backward
+        self._trains = False  # whether one of these calls is trained
         self._frames = _compiled_frames()
         self.busy = False
 
@@ -121,20 +122,24 @@ class Observers:
     def watch_begins(self, model: nn.Module) -> None:
         """An outermost call is about to begin, before its autocast: the following operations may be watched live.
 
-        They are until the backward. Not in a script that has compiled anything: its functions would run uncompiled.
+        They are until the backward, a teacher's call in evaluation mode among them, but not a second one in a row:
+        that is evaluation. Not in a script that has compiled anything: its functions would run uncompiled.
         """
         tracer = self._tracer
         if tracer is None or (self._watch is None and not tracer.watches_live):
             return
-        if self.busy or not self._sees(model):
+        if self.busy or not self.listening or _graph_task() != -1 or not self._session.optimizers:
             return
+        if not self._trains and model.training and torch.is_grad_enabled():
+            self._trains = True
+            self._watched.clear()  # evaluation is over
         self._watched[id(model)] += 1
         if self._session.compiled or _compiled_frames() != self._frames:
             self._watch_ends()
             self._session.journal.note(
                 "what the script computes itself is not watched live, for it has compiled functions"
             )
-        elif max(self._watched.values()) > CALLS:
+        elif max(self._watched.values()) > (CALLS if self._trains else 1):
             self._watch_ends()
             tracer.forget_live()
         elif self._watch is None and tracer.watches_live:
@@ -168,6 +173,7 @@ class Observers:
         if what != "call_ended":
             self._watch_ends()
             self._watched.clear()
+            self._trains = False
         self._tell(what, *args, **kwargs)
 
     @unseen
