@@ -342,6 +342,23 @@ WAYS: dict[str, tuple[str, str]] = {
         "optimizer.zero_grad(); loss_of(x, y).backward()\n"
         "saved = [p.grad.clone() for p in params]\noptimizer.zero_grad(); put(saved); optimizer.step()",
     ),
+    "PCGrad": (
+        "def tasks(x, y):  # the gradients of two losses, the second one good\n    found = []\n"
+        "    for loss in (loss_of(x, y), loss_of(y.repeat(1, 2), x[:, :2].clamp(-1, 1))):\n"
+        "        optimizer.zero_grad(); loss.backward(); found.append([p.grad.clone() for p in params])\n"
+        "    optimizer.zero_grad()\n    return found\n"
+        "def project(a, b):\n    dot = sum((p * q).sum() for p, q in zip(a, b))\n"
+        "    return [p - torch.where(dot < 0, dot / sum((q * q).sum() for q in b), 0) * q for p, q in zip(a, b)]",
+        "a, b = tasks(x, y); put([p + q for p, q in zip(project(a, b), project(b, a))]); optimizer.step()",
+    ),
+    "MAML": (
+        "",
+        "optimizer.zero_grad(); names = dict(model.named_parameters())\n"
+        "inner = loss_of(x[:4], y[:4], lambda v: torch.func.functional_call(model, names, (v,)))\n"
+        "slopes = torch.autograd.grad(inner, list(names.values()), create_graph=True)\n"
+        "fast = {n: p - 0.1 * g for (n, p), g in zip(names.items(), slopes)}\n"
+        "loss_of(x[4:], y[4:], lambda v: torch.func.functional_call(model, fast, (v,))).backward(); optimizer.step()",
+    ),
     "autograd.grad assigned": ("", "put(torch.autograd.grad(loss_of(x, y), params)); optimizer.step()"),
     "all_reduce by hand": (
         "",

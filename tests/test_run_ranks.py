@@ -49,6 +49,52 @@ dist.destroy_process_group()
 """
 
 
+UNUSED = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.gain = nn.Linear(8, 8), nn.Linear(8, 1), 1.0
+
+    def forward(self, x):
+        hidden = self.a(x * self.gain)
+        return {"loss": self.b(hidden).pow(2).mean(), "hidden": hidden}
+
+net = Net()
+model = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(3):
+    net.gain = 1e30 if step == 1 else 1.0
+    optimizer.zero_grad()
+    model(torch.randn(4, 8))["loss"].backward()
+    optimizer.step()
+print(all(bool(p.isfinite().all()) for p in model.parameters()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.heavy
+def test_an_output_that_the_loss_does_not_use(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(UNUSED)
+    words = ["-m", "mezzo", "run", "--precision", "fp16", "script.py", str(tmp_path / "meeting")]
+    ran = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert ran.stdout == "True\n", ran.stderr
+    assert "3 optimizer steps, 1 skipped" in ran.stderr
+
+
 @pytest.mark.heavy
 def test_all_ranks_skip_a_step_or_none_does(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

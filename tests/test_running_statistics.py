@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,26 @@ def test_what_moves_between_two_steps_is_not_undone(size: int) -> None:
     statistics.restore(True)
     assert module.mask.eq(5.0).all()
     assert module.other.eq(7.0).all()
+
+
+def test_an_open_window_s_copies_are_saved_and_loaded() -> None:
+    """`MixedPrecision.state_dict` in the middle of a window: the copies are of its start."""
+
+    def made() -> tuple[nn.Module, MovingBuffers]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Averages(in_place), nn.BatchNorm1d(4))
+        return model, MovingBuffers(model)
+
+    (model, statistics), (again, other) = made(), made()
+    steps_of(statistics, lambda: model(torch.randn(8, 4)), 3)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    statistics.remember()
+    model(torch.randn(8, 4))
+    again.load_state_dict(model.state_dict())
+    other.load(statistics.state())
+    again(torch.full((8, 4), math.inf))
+    other.restore(True)
+    assert same(dict(again.named_buffers()), before)
 
 
 def test_copies_of_another_model_or_an_older_mezzo_are_dropped() -> None:
