@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,6 +199,37 @@ def test_edge_tensors_that_move_and_change_format_between_steps_however_many(dev
         cases.reference_move(hyper, [expected])
         cases.assert_same([of], [expected])
     assert of.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+# Triton's tables of pointers, in its interpreter.
+
+OF_TRITON = pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
+
+
+@OF_TRITON
+def test_edge_programs_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mezzo.pytorch.kernels.optimizer_step.pointer_table._blocks_a_program", lambda *_: 2)
+    step: Any = stepper("cpu")
+    modes = (SPLIT, ("split8", "int8", torch.float32))
+    compare(ADAMW, [cases.row(ADAMW, mode, 5_000, i) for i, mode in enumerate(modes)], 2, step)
+    assert [table.programs for table in step._tables.values()] == [6]
+
+
+@OF_TRITON
+def test_edge_tables_of_replaced_rows_are_let_go_and_so_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mezzo.pytorch.kernels.optimizer_step.triton._TABLES", 3)
+    step: Any = stepper("cpu")
+    ours = [cases.row(ADAMW, SPLIT, 10, i) for i in range(2)]
+    for of in (ours, ours[:1], ours[1:]):
+        cases.move(step, ADAMW, of)
+    assert len(step._tables) == 3
+    replaced = cases.copied(ours[:1])
+    for of in (replaced, ours[1:]):
+        cases.move(step, ADAMW, of)
+    assert [key[1] for key in step._tables] == [(id(replaced[0]),), (id(ours[1]),)]
+    for of in ([cases.row(ADAMW, SPLIT, 10, 2 + i)] for i in range(3)):
+        cases.move(step, ADAMW, of)
+    assert len(step._tables) == 2
 
 
 # On a GPU alone.
