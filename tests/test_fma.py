@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 import os
@@ -81,12 +82,6 @@ def test_the_reference_rounds_once(case: str) -> None:
     assert_exact(rows, fma(*rows.unbind(1)))
 
 
-def host_has_fma() -> bool:
-    import llvmlite.binding
-
-    return bool(llvmlite.binding.get_host_cpu_features().get("fma"))
-
-
 @pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="needs numba")
 @pytest.mark.parametrize("processor", ["this one", "generic"])
 def test_the_compiled_one_rounds_once_with_the_instruction_and_without(
@@ -107,5 +102,6 @@ def test_the_compiled_one_rounds_once_with_the_instruction_and_without(
     assert done.returncode == 0, done.stderr
     assert_exact(rows, torch.from_numpy(np.load(result)))
     if platform.machine() == "x86_64":
-        has_it = processor != "generic" and host_has_fma()
+        features = importlib.import_module("llvmlite.binding").get_host_cpu_features()
+        has_it = processor != "generic" and bool(features.get("fma"))
         assert bool(re.search(r"\bvfmadd\w+ps\b", done.stdout)) == has_it  # and of vectors
