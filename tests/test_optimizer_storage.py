@@ -123,9 +123,7 @@ def test_every_code_is_decoded_as_the_table_says_and_encoded_to_itself(signed: b
     values = load_state(codes, scales([field] * 4), signed=signed)
     want = [fp32(code_value(code, signed) * scale) for code in range(256)]
     assert values.tolist() == want
-    held = float(
-        torch.tensor([1.5]) * scales([field]).float()
-    )  # a neighbour, which gives the group this scale
+    held = float(1.5 * scales([field]).float())  # a neighbour, which gives the group this scale
     for code in range(256):
         if Fraction(want[code]) != code_value(code, signed) * scale:
             continue  # below FP32's smallest

@@ -190,12 +190,13 @@ def test_counts_on_a_gpu_equal_those_on_a_cpu(dtype: torch.dtype) -> None:
     assert torch.equal(row.cpu(), counted(x[1:]))
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=GPU)])
+@GPU[0]
+@GPU[1]
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own and Triton's, at their imports
-def test_a_watched_update_on_a_gpu_waits_for_nothing(every: int) -> None:
+def test_a_watched_update_on_a_gpu_waits_for_nothing() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    watch = RangeWatch(model, optimizer, every=every)
+    watch = RangeWatch(model, optimizer, every=1)
     x = torch.randn(32, 64, device="cuda")
     scale, skipped = torch.tensor(8.0, device="cuda"), torch.tensor(False, device="cuda")
     for index in range(2):
