@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import mezzo
 from mezzo.optim import SGD, Adam, AdamW, FusedOptimizer
 
 STATES = ("fp32", "bf16", "int8")
@@ -48,11 +47,6 @@ RULES = [
     Rule("SGD-nesterov", SGD, {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
 ]
 BY_NAME = {rule.name: rule for rule in RULES}
-
-SCALERS = {
-    "torch": lambda scale: torch.amp.GradScaler("cpu", init_scale=scale),
-    "mezzo": lambda scale: mezzo.GradScaler(init_scale=scale),
-}
 
 
 def parameters(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import struct
 from fractions import Fraction
 
@@ -11,37 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FP32_INFINITY = 0x7F800000
-
-
-def value(pattern: int) -> float:
-    """The number that an FP32 pattern (0 to 2**32 - 1) stands for."""
-    number: float = struct.unpack("<f", struct.pack("<I", pattern))[0]
-    return number
-
 
 def pattern(number: float) -> int:
     """The pattern of a number that FP32 holds exactly."""
     word: int = struct.unpack("<I", struct.pack("<f", number))[0]
     return word
-
-
-def distance(a: int, b: int) -> Fraction:
-    """Between the numbers of two FP32 patterns, with infinity counted as 2**128."""
-    return abs(_exact(a) - _exact(b))
-
-
-def _exact(word: int) -> Fraction:
-    number = value(word)
-    return Fraction(math.copysign(2.0**128, number)) if math.isinf(number) else Fraction(number)
-
-
-def nearest_bf16(word: int) -> int:
-    """The bf16 pattern nearest to an FP32 pattern that is no NaN, ties away from zero."""
-    below = word >> 16  # towards zero
-    above = below + 1 if word & 0x7FFFFFFF < FP32_INFINITY else below
-    down, up = distance(word, below << 16), distance(word, above << 16)
-    return below if down < up or above == below else above
 
 
 def fma(a: float, b: float, c: float) -> float:
@@ -75,20 +48,6 @@ def words(tensor: Tensor) -> list[int]:
     width = tensor.element_size() * 8
     whole = tensor.contiguous().view({32: torch.int32, 16: torch.int16}[width])
     return [int(word) & ((1 << width) - 1) for word in whole.flatten().tolist()]
-
-
-def awkward_words(count: int = 2000) -> list[int]:
-    """Patterns of both signs: all binades' edges, ties and their neighbours, zeros, subnormals, and some at random."""
-    edges = [exponent << 23 for exponent in range(255)]
-    edges += [(exponent << 23) | mantissa for exponent in (0, 1, 126, 127, 254) for mantissa in _MANTISSAS]
-    edges += [0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, FP32_INFINITY]
-    random_ = random.Random(7)
-    edges += [random_.randrange(FP32_INFINITY) for _ in range(count)]
-    near = {min(max(edge + offset, 0), FP32_INFINITY) for edge in edges for offset in (-1, 0, 1)}
-    return sorted(near | {word | 1 << 31 for word in near})
-
-
-_MANTISSAS = (0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000, 0x7F0000, 0x7F8000, 0x7FFFFF, 0x80, 0x7F, 0x180)
 
 
 def to_fp32(number: float) -> float:

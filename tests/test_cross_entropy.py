@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alive import bytes_alive
-from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels import cross_entropy as kernel
 from mezzo.pytorch.kernels.cross_entropy import cross_entropy_loss, reference
-from mezzo.pytorch.kernels.cross_entropy.reference import Rows
 from mezzo.pytorch.memory import PeakTensorBytes
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -175,6 +172,9 @@ LAYOUTS = {
     "one row for all": lambda: values(1, 50).expand(4, 50),
     "[N, 1, d]": lambda: values(4, 1, 3),
     "[N, C, 1]": lambda: values(4, 3, 1),
+    "no rows": lambda: values(0, 5),
+    "no rows of [N, C, d]": lambda: values(0, 5, 3),
+    "no pixels": lambda: values(2, 5, 0),
 }
 
 
@@ -183,20 +183,9 @@ def test_layouts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "CHUNK", 64)
     logits = LAYOUTS[name]()
     before = logits.clone()
-    for reduction in ("none", "mean"):
+    for reduction in REDUCTIONS:
         check(logits, classes(logits), reduction, label_smoothing=0.1)
     assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize("shape", [(0, 5), (0, 5, 3), (2, 5, 0)])
-def test_no_rows_at_all(shape: tuple[int, ...]) -> None:
-    logits = values(*shape)
-    target = classes(logits)
-    for reduction in REDUCTIONS:
-        got = ours(logits, target, reduction)
-        want = torchs(torch.float32, logits, target, reduction)
-        torch.testing.assert_close(got.loss, want.loss, equal_nan=True)
-        assert got.gradient.shape == shape
 
 
 # What numbers there are.
@@ -251,20 +240,16 @@ def test_ignored_rows_may_hold_anything() -> None:
     """PyTorch's gradient of such a row is NaN if the row holds one."""
     logits = torch.tensor([[NAN, 1.0, 2.0], [INF, INF, 0.0], [-INF] * 3, [1.0, 2.0, 0.5]]).bfloat16()
     target = torch.tensor([-100, -100, -100, 2])
+    nothing = ours(logits, torch.full((4,), -100))
+    assert nothing.loss.isnan()  # the mean over no row
+    assert not nothing.gradient.any()
+    assert float(ours(logits, torch.full((4,), -100), "sum").loss) == 0
     for smoothing in (0.0, 0.2):
         got = ours(logits, target, label_smoothing=smoothing)
         alone = check(logits[3:], target[3:], label_smoothing=smoothing)
         assert torch.equal(got.loss, alone.loss)
         assert torch.equal(got.gradient[3:], alone.gradient)
         assert not got.gradient[:3].any()
-
-
-def test_the_mean_over_no_row_is_nan_and_its_gradient_zero() -> None:
-    logits, target = values(3, 5), torch.full((3,), -100)
-    got = ours(logits, target)
-    assert got.loss.isnan()
-    assert not got.gradient.any()
-    assert float(ours(logits, target, "sum").loss) == 0
 
 
 # The gradient's scale.
@@ -288,6 +273,12 @@ def test_any_scale_of_the_gradient(fmt: str) -> None:
         )
         assert not got.gradient[:, 7].any()
     assert fmt == "bf16" or ours(logits, target, "sum", seed=torch.tensor(1e9)).gradient.isinf().any()
+    # Where the other class has it all, the gradient is the scale. Half an ulp above the largest is a tie with infinity.
+    ulp, largest = torch.finfo(DTYPES[fmt]).eps, torch.finfo(DTYPES[fmt]).max
+    edges = torch.tensor([1 + ulp / 2, 1 + 1.5 * ulp, -1 - ulp / 2, largest, -largest * (1 + ulp / 4)])
+    logits = torch.tensor([[0.0, 256.0]]).repeat(5, 1).to(DTYPES[fmt])
+    gradient = ours(logits, torch.zeros(5).long(), "none", seed=edges).gradient
+    assert torch.equal(gradient, torch.stack([-edges, edges], 1).to(DTYPES[fmt]))
 
 
 # What it keeps.
@@ -303,50 +294,19 @@ def peak_of(logits: Tensor, target: Tensor, **options: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("make", "extra"),
-    [
-        (lambda: values(600, 5000)[:, :4096].detach(), 0),
-        (lambda: values(12, 4096, 50), 0),  # copied, and the gradient takes the place of the copy
-    ],
-)
+    "shape", [(600, 4096), (12, 4096, 50)]
+)  # copied: the gradient takes the copy's place
 def test_the_peak_is_logits_gradient_and_a_few_numbers_a_row(
-    make: Callable[[], Tensor], extra: int, implementation: str
+    shape: tuple[int, ...], implementation: str
 ) -> None:
-    logits = make()
+    logits = values(shape[0], 5000)[:, :4096] if len(shape) == 2 else values(*shape)
     target = classes(logits)
     scratch = 0 if implementation == "numba" else 5 * 4 * reference.CHUNK
-    most = 4 * logits.numel() + 64 * target.numel() + extra + scratch
+    most = 4 * logits.numel() + 64 * target.numel() + scratch
     assert 4 * logits.numel() <= peak_of(logits, target) <= most
 
 
-# Row functions.
-
-
-@COMPILED
-@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 7), (torch.float16, 10)])
-def test_ties_go_to_even_and_what_is_too_large_to_infinity(dtype: torch.dtype, bits: int) -> None:
-    """Where logit and log-sum-exp are 0, the gradient is the scale."""
-    ulp, largest = 2.0**-bits, torch.finfo(dtype).max
-    edge = largest * (1 + ulp / 4)  # half an ulp above the largest is a tie, with infinity
-    scale = torch.tensor([1 + ulp / 2, 1 + 1.5 * ulp, -1 - ulp / 2, largest, edge, -edge])
-    logits, out = torch.zeros(6, 2, dtype=dtype), torch.empty(6, 2, dtype=dtype)
-    rows = backend.load(kernel.__name__, "cpu")
-    rows.rows_gradient(Rows(logits, torch.zeros(6).long()), torch.zeros(6).double(), scale, out)
-    assert torch.equal(out[:, 1], scale.to(dtype))
-
-
-# Which calls are PyTorch's.
-
-
-@COMPILED
-def test_a_few_logits_are_pytorchs_and_many_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "SMALL", 1 << 15)
-    rows = kernel.SMALL // 8
-    names = [
-        type(cross_entropy_loss(values(n, 8).requires_grad_(), torch.zeros(n, dtype=torch.int64)).grad_fn)
-        for n in (rows, rows + 1)
-    ]
-    assert [name.__name__ for name in names] == ["NllLossBackward0", "_CrossEntropyBackward"]
+# Formats, and wrong arguments.
 
 
 @COMPILED
@@ -361,8 +321,6 @@ def test_formats_of_targets_and_weights(target: torch.dtype, weight: torch.dtype
     assert got.dtype is want.dtype
     torch.testing.assert_close(got, want, rtol=5e-7, atol=0)
 
-
-# Wrong arguments.
 
 LOGITS = values(3, 6)
 WRONG = {

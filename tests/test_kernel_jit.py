@@ -5,7 +5,6 @@ The cache is executed as Python code, so one that others can change is not used.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import subprocess
@@ -42,25 +41,6 @@ def threads() -> Iterator[None]:
 
 
 # --- threads -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("openmp", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_function_runs_once_on_each_thread(
-    count: int, openmp: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not openmp:  # Python's threads serve
-        monkeypatch.setattr(jit, "_openmp", lambda: None)
-        assert not jit.has_openmp()
-    torch.set_num_threads(count)
-    seen: list[int] = []
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(seen.append)
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    assert address is not None
-    jit.parallel(address, 42)
-    assert seen == [42] * count
-    jit.alone(address, 7)
-    assert seen == [42] * count + [7]
 
 
 def normal(*shape: int) -> Tensor:
@@ -141,11 +121,7 @@ def test_a_forked_process_steps_on_threads_of_its_own() -> None:
 # --- the cache of compiled kernels ---------------------------------------------------------------------------------
 
 ONE_STEP = """
-import torch
 from mezzo.pytorch.kernels import jit
-from mezzo.pytorch.kernels.cross_entropy import cross_entropy_loss
-from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
-from mezzo.pytorch.kernels.norms import layer_norm, rms_norm
 from mezzo.pytorch.kernels.optimizer_step import cpu_loops
 kernel = jit.kernel(cpu_loops, {}, "count_moves")
 assert jit.kernel(cpu_loops, {}, "count_moves") is kernel
@@ -183,11 +159,6 @@ def test_without_a_folder_to_write_kernels_are_compiled_for_this_process(tmp_pat
     temporary.mkdir()
     assert run(occupied, TMPDIR=str(temporary)) == "False"
     assert list(temporary.iterdir()) == []
-
-
-def test_a_binding_must_be_one_of_the_templates() -> None:
-    with pytest.raises(ValueError, match="cpu_loops has no bound curve"):
-        jit.kernel(cpu_loops, {"curve": "math:sqrt"})
 
 
 def test_a_compiler_that_fails_is_no_dead_end(monkeypatch: pytest.MonkeyPatch) -> None:

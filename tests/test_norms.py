@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -194,7 +195,7 @@ def test_the_largest_and_the_smallest_inputs(dtype: torch.dtype) -> None:
     assert rms_norm(constant, (4096,), torch.full((4096,), 65504.0)).unique().tolist() == [65504.0]
 
 
-BAD: list[tuple[tuple[int, ...], Tensor | None, Tensor | None]] = [
+BAD: list[tuple[Any, ...]] = [
     ((7,), None, None),
     ((2, 8), torch.ones(8), None),
     ((8,), torch.ones(7), None),
@@ -203,9 +204,7 @@ BAD: list[tuple[tuple[int, ...], Tensor | None, Tensor | None]] = [
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_does_not_fit_raises_as_pytorch_does(
-    bad: tuple[tuple[int, ...], Tensor | None, Tensor | None],
-) -> None:
+def test_what_does_not_fit_raises_as_pytorch_does(bad: tuple[Any, ...]) -> None:
     x = normal(4, 8)
     with pytest.raises(RuntimeError) as expected:
         torch.layer_norm(x, *bad)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import patterns
 import stepper_cases as cases
-from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, reference
+from mezzo.pytorch.kernels.optimizer_step import Hyper, Row
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, load_state
 from mezzo.pytorch.optim.optimizers import adam_hyper, sgd_hyper
 
@@ -45,11 +45,6 @@ def step(hyper: Hyper, grad: Tensor, *rows: Row, **tensors: Tensor) -> None:
     for each in rows:
         each.grad = grad
     cases.reference_move(hyper, rows, **tensors)
-
-
-def bytes_of(of: Row) -> list[Any]:
-    tensors = [t for t in (of.weight, of.master, *of.states, *of.scales, of.step) if t is not None]
-    return [t.contiguous().reshape(-1).view(torch.uint8).tolist() for t in tensors]
 
 
 def gradients(count: int, steps: int) -> list[Tensor]:
@@ -125,36 +120,6 @@ def test_small_steps_are_not_lost(masters: str) -> None:
     exact = decode_master(ours.masters, ours.weight, ours.master)
     assert float(ours.weight.float().mean()) == pytest.approx(0.98, abs=2e-3 if masters != "none" else 1e-3)
     assert float(exact.mean()) == pytest.approx(0.98, abs=3e-4 if masters == "none" else 1e-5)
-
-
-@pytest.mark.parametrize("state", cases.STATES)
-@MASTERS
-def test_on_overflow_no_byte_changes_and_block_sizes_make_no_difference(
-    masters: str, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hyper, rows = HYPERS["adamw"], []
-    for block in (1 << 16, 192):
-        monkeypatch.setattr(reference, "BLOCK", block)
-        rows.append(row(start(1000), hyper, masters, state))
-        for grad in gradients(1000, 3):
-            step(hyper, grad, rows[-1], found_inf=torch.tensor(0.0))
-    before = bytes_of(rows[0])
-    assert bytes_of(rows[1]) == before
-    overflow = torch.zeros(())
-    for found in (1.0, math.inf, math.nan):
-        step(hyper, torch.full((1000,), math.inf), rows[0], found_inf=torch.tensor(found), overflow=overflow)
-    assert bytes_of(rows[0]) == before
-    assert overflow == 0
-
-
-def test_a_row_without_a_gradient_is_unchanged_and_an_empty_one_counts_its_steps() -> None:
-    hyper = HYPERS["adamw"]
-    still, empty = row(start(10), hyper, "split", "int8"), row(start(0), hyper, "split", "int8")
-    before, still.grad = bytes_of(still), None
-    empty.grad = torch.empty(0)
-    cases.reference_move(hyper, [still, empty])
-    assert bytes_of(still) == before
-    assert float(empty.step) == 1
 
 
 @RULES

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import os
-import weakref
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,12 +140,15 @@ def test_edge_several_groups_and_rows_with_fewer_moves(device: str) -> None:
 @pytest.mark.parametrize("found", [1.0, -1.0, math.nan, math.inf])
 def test_edge_a_skipped_step_changes_nothing(found: float, device: str) -> None:
     rows = cases.rows(ADAMW, cases.MODES[:: 13 if IS_INTERPRETED else 27], device=device)
-    before, step, overflow = cases.copied(rows), stepper(device), torch.zeros((), device=device)
-    cases.move(step, ADAMW, rows, found_inf=torch.tensor(found, device=device), overflow=overflow)
-    cases.assert_same(rows, before)
-    assert overflow == 0
-    cases.move(step, ADAMW, rows, found_inf=torch.zeros((), device=device))
-    assert [int(each.step) for each in rows] == [1] * len(rows)
+    before = cases.copied(rows)
+    for step, of in ((stepper(device), rows), (reference.DeviceStepper(), cases.copied(before))):
+        where = of[0].weight.device
+        overflow = torch.zeros((), device=where)
+        cases.move(step, ADAMW, of, found_inf=torch.tensor(found, device=where), overflow=overflow)
+        cases.assert_same(of, before)
+        assert overflow == 0
+        cases.move(step, ADAMW, of, found_inf=torch.zeros((), device=where))
+        assert [int(each.step) for each in of] == [1] * len(of)
 
 
 @EACH
@@ -167,20 +170,27 @@ def test_edge_overflow_of_16_bit_weights_is_reported_and_stays_so(masters: str, 
 
 
 @EACH
-def test_edge_tensors_that_move_and_change_format_between_steps(device: str) -> None:
+def test_edge_tensors_that_move_and_change_format_between_steps_however_many(device: str) -> None:
     """And elements are taken in memory order."""
 
     def channels_last(tensor: Tensor) -> Tensor:
         return tensor.view(4, 5, 6, 3).to(memory_format=torch.channels_last)
 
     of = cases.row(ADAMW, SPLIT, 360, 70_000, device=device)
-    of.step.fill_(123_456)
     for name in ("weight", "master", "grad"):
         setattr(of, name, channels_last(getattr(of, name)))
     of.states = tuple(map(channels_last, of.states))
     (expected,) = cases.copied([of])
     step = stepper(device)
-    for dtype, lr in ((torch.bfloat16, 1e-3), (torch.bfloat16, 2e-3), (torch.float32, 2e-3)):
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for at, dtype, lr in (
+        (0, bf16, 1e-3),
+        (9, bf16, 2e-3),
+        (123_456, fp32, 2e-3),
+        ((1 << 24) - 2, bf16, 2e-3),
+    ):
+        of.step.fill_(at)
+        expected.step.fill_(at)
         hyper = cases.adam_hyper(lr, 0.9, 0.999, 1e-8, 1e-2, decoupled=True)
         of.weight.data = of.weight.data.clone()
         of.grad = of.grad.to(dtype)  # type: ignore[union-attr]
@@ -191,22 +201,35 @@ def test_edge_tensors_that_move_and_change_format_between_steps(device: str) -> 
     assert of.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_stepper_lets_go_of_replaced_rows() -> None:
-    weights = [torch.zeros(10), torch.zeros(20)]
-    step, momentum = stepper("cpu"), cases.HYPERS["sgd-momentum"]
-    seen = []
-    for index in range(3):
-        rows = []
-        for weight in weights:
-            state = torch.zeros_like(weight)
-            seen.append(weakref.ref(state))
-            grad, moves = torch.ones_like(weight), torch.zeros(())
-            rows.append(Row(weight, grad, "own", None, "fp32", (state,), (None,), moves, 0))
-        if index == 0:
-            cases.move(step, momentum, rows)
-        cases.move(step, momentum, rows[:1])
-        del rows, state
-    assert [ref() is None for ref in seen] == [True, True, True, True, False, True]
+# Triton's tables of pointers, in its interpreter.
+
+OF_TRITON = pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
+
+
+@OF_TRITON
+def test_edge_programs_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mezzo.pytorch.kernels.optimizer_step.pointer_table._blocks_a_program", lambda *_: 2)
+    step: Any = stepper("cpu")
+    modes = (SPLIT, ("split8", "int8", torch.float32))
+    compare(ADAMW, [cases.row(ADAMW, mode, 5_000, i) for i, mode in enumerate(modes)], 2, step)
+    assert [table.programs for table in step._tables.values()] == [6]
+
+
+@OF_TRITON
+def test_edge_tables_of_replaced_rows_are_let_go_and_so_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mezzo.pytorch.kernels.optimizer_step.triton._TABLES", 4)
+    step: Any = stepper("cpu")
+    ours = [cases.row(ADAMW, SPLIT, 10, i) for i in range(2)]
+    for of in (ours, ours[:1], ours[1:]):
+        cases.move(step, ADAMW, of)
+    assert len(step._tables) == 3
+    replaced = cases.copied(ours[:1])
+    for of in (replaced, ours[1:]):
+        cases.move(step, ADAMW, of)
+    assert [key[1] for key in step._tables] == [(id(replaced[0]),), (id(ours[1]),)]
+    for of in ([cases.row(ADAMW, SPLIT, 10, 2 + i)] for i in range(3)):
+        cases.move(step, ADAMW, of)
+    assert len(step._tables) == 1
 
 
 # On a GPU alone.

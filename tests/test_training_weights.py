@@ -33,6 +33,7 @@ from training_steps import (  # noqa: F401
 )
 
 Make = Callable[[Any], torch.optim.Optimizer]
+BF16 = torch.bfloat16
 
 ADAMW: Make = lambda p: torch.optim.AdamW(p, lr=0.05)  # noqa: E731
 
@@ -167,28 +168,43 @@ def test_auto_takes_what_the_weights_can_be(monkeypatch: pytest.MonkeyPatch) -> 
     assert model[0].weight.dtype is torch.float32
 
 
-# The arguments, and the policy's text that says the same.
-WORDS: list[tuple[str, dict[str, Any], str]] = [
-    ("bf16", {"masters": "split"}, "bf16,masters=split"),
-    ("bf16", {"masters": "split8", "state": "int8"}, "bf16,masters=split8,state=int8"),
-    ("bf16", {"masters": "fp32"}, "bf16,masters=fp32"),
-    ("bf16", {"masters": "none"}, "bf16,masters=none"),
-    ("bf16", {"params": torch.bfloat16, "masters": "fp32"}, "bf16,params=bf16,masters=fp32"),
-    ("fp16", {"masters": "fp32"}, "fp16,masters=fp32"),
-    ("bf16,params=bf16", {"masters": "split"}, "bf16,masters=split"),
-    ("auto", {"masters": "none"}, "bf16,masters=none"),
+# An entry of a weight's state, and its dtype.
+STORED = {
+    "split": ("remainder", torch.int16),
+    "split8": ("remainder", torch.int8),
+    "fp32": ("master", torch.float32),
+    "none": ("remainder", None),
+    "int8": ("exp_avg", torch.uint8),
+}
+# The precision, the arguments, the policy's text that says the same, the weight's dtype, and which entry it has.
+WORDS: list[tuple[str, dict[str, Any], str, torch.dtype, str]] = [
+    ("bf16", {"masters": "split"}, "bf16,masters=split", BF16, "split"),
+    ("bf16", {"masters": "split8", "state": "int8"}, "bf16,masters=split8,state=int8", BF16, "split8"),
+    ("bf16", {"masters": "fp32"}, "bf16,masters=fp32", BF16, "fp32"),
+    ("bf16", {"masters": "none"}, "bf16,masters=none", BF16, "none"),
+    ("bf16", {"params": BF16, "masters": "fp32"}, "bf16,params=bf16,masters=fp32", BF16, "fp32"),
+    ("fp16", {"masters": "fp32"}, "fp16,masters=fp32", torch.float16, "fp32"),
+    ("bf16,params=bf16", {"masters": "split"}, "bf16,masters=split", BF16, "split"),
+    ("auto", {"masters": "none"}, "bf16,masters=none", BF16, "none"),
+    ("bf16,params=bf16", {}, "bf16,params=bf16", BF16, "split"),
+    ("bf16,masters=split8", {}, "bf16,masters=split8", BF16, "split8"),
+    ("fp16,params=fp16,state=int8", {}, "fp16,params=fp16,state=int8", torch.float16, "int8"),
+    ("bf16,params=bf16,module.0=fp32", {}, "bf16,params=bf16,module.0=fp32", torch.float32, "none"),
 ]
 
 
-@pytest.mark.parametrize(("precision", "arguments", "text"), WORDS)
-def test_the_arguments_say_what_the_policy_s_text_says(
-    precision: str, arguments: dict[str, Any], text: str
+@pytest.mark.parametrize(("precision", "arguments", "text", "dtype", "stored"), WORDS)
+def test_what_arguments_and_the_policy_s_text_store(
+    precision: str, arguments: dict[str, Any], text: str, dtype: torch.dtype, stored: str
 ) -> None:
     model = network()
     mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), precision, **arguments)
     assert mp.policy == mezzo.policy(text)
-    stored = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mp.policy.params]
-    assert model[0].weight.dtype is stored
+    assert run(mp).stepped
+    assert model[0].weight.dtype is dtype
+    name, expected = STORED[stored]
+    kept = mp.optimizer.state[model[0].weight].get(name)
+    assert (None if kept is None else kept.dtype) is expected
 
 
 @pytest.mark.parametrize(
@@ -363,28 +379,6 @@ def test_16_bit_parameters_without_masters_or_of_another_format_are_refused(fmt:
     with mp.autocast():
         loss = model(torch.ones(1, 2)).mean()
     assert mp.step(loss).stepped
-
-
-# Storage of what a policy's own text asks for: the weight's dtype, an entry of its state, and that entry's dtype.
-STORED: list[tuple[str, torch.dtype, str, torch.dtype | None]] = [
-    ("bf16,params=bf16", torch.bfloat16, "remainder", torch.int16),
-    ("bf16,masters=split8", torch.bfloat16, "remainder", torch.int8),
-    ("bf16,masters=none", torch.bfloat16, "remainder", None),
-    ("fp16,params=fp16,state=int8", torch.float16, "exp_avg", torch.uint8),
-    ("bf16,params=bf16,module.0=fp32", torch.float32, "remainder", None),
-]
-
-
-@pytest.mark.parametrize(("text", "dtype", "entry", "stored"), STORED)
-def test_what_a_policy_s_text_stores(
-    text: str, dtype: torch.dtype, entry: str, stored: torch.dtype | None
-) -> None:
-    model = network()
-    mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), text)
-    assert run(mp).stepped
-    assert model[0].weight.dtype is dtype
-    kept = mp.optimizer.state[model[0].weight].get(entry)
-    assert (None if kept is None else kept.dtype) is stored
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ def child(*words: str, **variables: str) -> str:
 @pytest.mark.parametrize(
     ("file", "which"),
     [
-        ("children/interpreted_kernels.py", ""),
         ("test_step_kernels.py", "every_mode or edge"),
         ("test_cross_entropy.py", "every_option or special or scale or ignored"),
     ],
