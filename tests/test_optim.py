@@ -107,7 +107,13 @@ def test_gradients_and_removed_parameters_are_not_kept_alive() -> None:
     optimizer.step()
     optimizer.zero_grad()
     assert gradient() is None
+    old.grad = torch.ones_like(old)
     watch = weakref.ref(old)
+    state = weakref.ref(optimizer.state[old]["exp_avg"])
+    optimizer.state.pop(old)
+    optimizer.step()  # with a new state
+    gc.collect()
+    assert state() is None
     optimizer.state.pop(old)
     optimizer.param_groups[0]["params"][0] = one(6)
     optimizer.step()

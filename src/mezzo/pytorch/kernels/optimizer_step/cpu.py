@@ -70,7 +70,7 @@ class DeviceStepper:
             ((hyper.rule, hyper.l2 != 0, len(hyper.states)), len(of_group))
             for (hyper, _), of_group in zip(groups, present)
         ]
-        key = (id(rows[0].weight), len(rows))
+        key = (rows[0].ordinal, len(rows))
         plan = self._plans.get(key)
         if plan is None or not plan.fits(rows, dtypes, shape):
             if plan is not None or len(self._plans) >= _PLANS:
