@@ -154,15 +154,12 @@ class Score:
         """What was asked -> [how often it was right, of how many]."""
         faults, scripts, skips = self.faults, self.scripts, sum(g.skips for g in self.clean)
         explained = skips - sum(len(g.alarms) + g.silent for g in self.clean)
-        right = {
-            f"right {w}": _share(g.right[w] for g in faults) for w in ("module", "direction", "op", "cause")
-        }
+        asked = ("module", "direction", "op", "cause")
+        with_line = [g for g in faults if g.expected.line]
         return {
             "named (module, direction, operation)": _share(g.named for g in faults),
-            **right,
-            "right line, of those with one in the script": _share(
-                g.right["line"] for g in faults if g.expected.line
-            ),
+            **{f"right {what}": _share(g.right[what] for g in faults) for what in asked},
+            "right line, of those with one in the script": _share(g.right["line"] for g in with_line),
             "clean runs without an alarm": _share(not g.alarms for g in self.clean),
             "skipped steps of clean runs put down to the loss scale": [explained, skips],
             "as plain scripts: module and direction": _share(
