@@ -6,14 +6,12 @@ That faults of many kinds are named by the right module is tested by the corpus:
 from __future__ import annotations
 
 import gc
-import random
 import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,7 +23,6 @@ from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.core.records import OverflowRecord, RecordWriter, read
 from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
-from mezzo.pytorch.monitor.replay import nothing_left
 from ranks import two_ranks
 
 LOW = 2.0**6  # a loss scale that nothing here overflows by itself
@@ -341,49 +338,6 @@ def test_a_remedy_in_another_model_is_for_that_models_policy() -> None:
 # ------------------------------------------------------------------------------------------ nothing is left
 
 
-class Draws(nn.Module):
-    """Draws from every generator, and counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.last_seen, self.seen = 0, torch.zeros(()), [0.0]
-        self.drawn = torch.Generator().manual_seed(3), np.random.default_rng(4), random.Random(5)
-        self.torchs, self.numpys, self.pythons = self.drawn
-        self.register_buffer("moving", torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.seen.append(
-            float(torch.rand((), generator=self.torchs)) + self.numpys.random() + self.pythons.random()
-        )
-        with torch.no_grad():
-            self.moving.mul_(0.5).add_(x.float().mean())
-            self.last_seen = x.detach().float().mean()
-        noise = self.seen[-1] + random.random() + float(np.random.random()) + torch.rand(())
-        return x * (1 + 0.1 * noise)
-
-
-def test_a_model_is_run_within_and_found_as_it_was() -> None:
-    """By itself: what a skipped step puts back anyway is not put back by somebody else here."""
-    net = nn.Sequential(Draws(), nn.BatchNorm1d(6))
-    net(batch(0)[0])
-    kept = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    versions = [buffer._version for buffer in net.buffers()]
-    seen, calls = list(net[0].seen), net[0].calls
-    draws = [generator.__reduce__() for generator in net[0].drawn[1:]], net[0].torchs.get_state()
-    with nothing_left(net):
-        for number in range(3):
-            net(batch(number)[0])
-        net[0].fresh = "new"
-    assert net[0].seen == seen
-    assert net[0].calls == calls
-    assert not hasattr(net[0], "fresh")
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in net.state_dict().items())
-    assert [buffer._version for buffer in net.buffers()] == versions
-    assert str([generator.__reduce__() for generator in net[0].drawn[1:]]) == str(draws[0])
-    assert torch.equal(net[0].torchs.get_state(), draws[1])
-
-
 def test_without_tracing_nothing_is_on_the_model() -> None:
     net = Net()
     mp = trainer(net, trace=False)
@@ -436,25 +390,10 @@ def test_calls_without_a_backward_are_let_go() -> None:
 
 
 def test_a_limit_to_alarms() -> None:
-    tracer = OverflowTracer(enter=nullcontext, limit=2)
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    told = []
-    for number in range(4):
-        x, y = batch(number)
-        tracer.call_begins(net, (x * float("nan"),), {})
-        out = net(x * float("nan"))
-        tracer.call_ended(net, out)
-        loss = F.cross_entropy(out, y)
-        tracer.backward_begins(loss, 1.0)
-        loss.backward()
-        tracer.update_begins(optimizer, 1.0)
-        tracer.update_ended(optimizer, index=number, number=0, skipped=torch.tensor(True), loss_scale=1.0)
-        told.append(tracer.finding)
-        assert not tracer.calls
-    assert [one is not None for one in told] == [True, True, False, False]
-    assert [record.update for record in tracer.drain() if isinstance(record, OverflowRecord)] == [0, 1]
-    assert tracer.drain() == []
+    mp = trainer(Net(root_of_nothing), 2.0**24)
+    told = [step(mp, number).finding for number in range(22)]
+    assert [one is not None for one in told] == [True] * 20 + [False] * 2
+    assert mp.findings == told[:20]
 
 
 # ------------------------------------------------------------------------------------------- it never raises
@@ -486,22 +425,23 @@ def test_a_model_that_can_not_be_called_again_is_told_of_and_training_goes_on() 
     assert "and more" not in told.note
 
 
-@pytest.mark.parametrize("broken", ["call_begins", "call_ended", "backward_begins", "investigate", "live"])
-def test_a_tracer_that_fails_does_not_end_the_training(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise ValueError("broken on purpose")
+BREAKS = {
+    "call_begins": "overflow_tracer.SavedCall",
+    "call_ended": "replay.SideEffects.learn",
+    "backward_begins": "overflow_tracer.watch_loss",
+    "investigate": "overflow_tracer.investigate",
+    "live": "forward_trace.ForwardTrace._explain",
+}
 
-    target = {
-        "call_begins": "mezzo.pytorch.monitor.overflow_tracer.SavedCall",
-        "call_ended": "mezzo.pytorch.monitor.replay.SideEffects.learn",
-        "backward_begins": "mezzo.pytorch.monitor.overflow_tracer.watch_loss",
-        "investigate": "mezzo.pytorch.monitor.overflow_tracer.investigate",
-        "live": "mezzo.pytorch.monitor.forward_trace.ForwardTrace._explain",
-    }[broken]
+
+@pytest.mark.parametrize("broken", list(BREAKS))
+def test_a_tracer_that_fails_does_not_end_the_training(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mp = trainer(Net())
     if broken == "live":
         found(mp, 0, log_of_nothing)
-    monkeypatch.setattr(target, fail)
+    monkeypatch.setattr(
+        f"mezzo.pytorch.monitor.{BREAKS[broken]}", Mock(side_effect=ValueError("broken on purpose"))
+    )
     told = found(mp, 1, log_of_nothing)
     assert broken == "live" or "broken on purpose" in told.note
     monkeypatch.undo()

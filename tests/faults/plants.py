@@ -296,8 +296,12 @@ def blown_up(draw: Callable[[Any, Tensor], Tensor], **held: Callable[[], Any]) -
 
 
 own_generator = blown_up(
-    lambda self, x: torch.rand(x.shape, generator=self.generator),
+    lambda self, x: (
+        torch.rand(x.shape, generator=self.generator) + 0 * (self.numpys.random() + self.pythons.random())
+    ),
     generator=lambda: torch.Generator().manual_seed(11),
+    numpys=lambda: np.random.default_rng(4),
+    pythons=lambda: random.Random(5),
 )
 python_random = blown_up(lambda self, x: torch.tensor([random.random() + 0.25 for _ in range(x.shape[-1])]))
 numpy_random = blown_up(lambda self, x: torch.from_numpy(np.random.rand(*x.shape)))

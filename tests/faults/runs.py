@@ -81,11 +81,17 @@ def everything(trainee: Trainee, mps: dict[str, Any]) -> dict[str, Any]:
             for key, value in module.__dict__.items():
                 if isinstance(value, torch.Generator):
                     value = value.get_state()
+                if isinstance(value, random.Random):
+                    value = hash(value.getstate())
+                if isinstance(value, np.random.Generator):
+                    value = hash(str(value.bit_generator.state))
                 if isinstance(value, (Tensor, int, list)):
                     kept = value.clone() if isinstance(value, Tensor) else value
                     held[f"{name} {path}.{key}"] = len(kept) if isinstance(kept, list) else kept
         for key, value in model.state_dict().items():
             held[f"{name} {key}"] = value.clone()
+        for key, value in model.named_buffers():
+            held[f"version of {name} {key}"] = value._version
     for part, optimizer in trainee.optimizers.items():
         held[f"scale of {part}"] = mps[part].loss_scale
         for number, values in optimizer.state_dict()["state"].items():
