@@ -178,12 +178,8 @@ def test_what_is_told(launch: Any, told: Told, name: str) -> None:
 
 
 def test_a_backward_that_is_run_again_is_told_with_each_scale(launch: Any, told: Told) -> None:
-    source = """
-    z = x.clone().requires_grad_()
-    (1000 * loss_of(model, z)).backward()
-    optimizer.step()
-    """
-    ran = launch(SETUP + "\n".join(line.strip() for line in source.splitlines()), policy="fp16", watch=1)
+    source = "z = x.clone().requires_grad_(); (1000 * loss_of(model, z)).backward(); optimizer.step()"
+    ran = launch(SETUP + source, policy="fp16", watch=1)
     scales = told.given("backward_begins")
     assert scales[0] == 65536.0
     assert len(scales) > 1
@@ -194,15 +190,12 @@ def test_a_backward_that_is_run_again_is_told_with_each_scale(launch: Any, told:
     assert ran.of("update")[0].moved
 
 
-NAN = (
-    SETUP
-    + """
+NAN = f"""{SETUP}
 for step in range(LOOPS):
     optimizer.zero_grad()
     (loss_of(model) * float('nan')).backward()
     optimizer.step()
 """
-)
 
 
 def test_a_skipped_step_is_told_and_named_where_the_scale_collapses(launch: Any, told: Told) -> None:
@@ -254,17 +247,6 @@ def test_the_script_goes_on_whatever_becomes_of_those_who_look(
     assert len(ran.of("update")) == 4
     assert "Told gave up: MemoryError: no room" in ran.notes
     assert told.names[-1] == "step_dropped"
-
-
-@pytest.mark.parametrize("options", [{"policy": "bf16"}, {"policy": "fp16", "trace": False}])
-def test_nobody_is_asked_for_who_is_not_wanted(
-    launch: Any, monkeypatch: pytest.MonkeyPatch, options: Any
-) -> None:
-    for name in ("watchers_for", "tracer_for"):
-        monkeypatch.setattr(observers, name, Mock(side_effect=AssertionError))
-    ran = launch(TRAIN, **options)
-    assert (ran.status, ran.notes) == (0, "")
-    assert [r.kind for r in ran.records] == ["run", *["loss", "update"] * 4, "end"]
 
 
 @pytest.mark.usefixtures("tensors_only")
@@ -326,12 +308,6 @@ def test_a_skipped_step_is_looked_into_and_nothing_is_changed(launch: Any) -> No
     assert f"mezzo: update 6 skipped: forward of mul in the model ({line}): " in ran.err
     assert plain.of("overflow") == plain.of("ranges") == []
     assert [r.update for r in ran.of("ranges")] == list(range(8))
-    rows = {(row.module, row.what, row.name): row for row in ran.of("ranges")[-1].rows}
-    assert rows["first", "activation", ""].format == "fp16"
-    assert rows["first", "weight", "weight"].histogram.elements == 32
-    # What the loss scale multiplied is divided by it again, exponent by exponent.
-    for what, name in (("weight gradient", "bias"), ("activation gradient", "")):
-        assert rows["last", what, name].histogram.largest <= 64
 
 
 # ---------------------------------------------------------------------------------------------- live
@@ -496,20 +472,13 @@ def test_a_mode_of_the_script_s_changes_no_gradient(launch: Any) -> None:
 @pytest.mark.parametrize("every_module", [False, True])
 def test_what_a_module_around_others_returns_is_watched_if_asked(launch: Any, every_module: bool) -> None:
     source = """
-        import torch
-        from torch import nn
-        class Around(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.inner = nn.Linear(4, 4)
-            def forward(self, x):
-                return self.inner(x) * 3.0
-        model = nn.Sequential(nn.Sequential(Around()), nn.Linear(4, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
-    """
-    ran = launch(source, policy="fp32", watch=1, watch_all=every_module)
+class Around(nn.Sequential):
+    def forward(self, x):
+        return self[0](x) * 3.0
+model = nn.Sequential(nn.Sequential(Around(model)), other)
+loss_of(model).backward(); second.step()
+"""
+    ran = launch(SETUP + source, policy="fp32", watch=1, watch_all=every_module)
     seen = [row.module for row in ran.of("ranges")[0].rows if row.what == "activation"]
     around = ["0.0"] if every_module else []  # "0", and the model, hand on what a module in them returned
-    assert seen == ["0.0.inner", *around, "1"]
+    assert seen == ["0.0.0", *around, "1"]
