@@ -261,55 +261,6 @@ def test_the_observed_step_is_not_watched(launch: Any) -> None:
     assert [r.update for r in ran.of("ranges")] == [0, 1, 3]
 
 
-# Dropout, running statistics, an overflow in the forward pass of step 3, a loss scale that is too large at first.
-OVERFLOWS = """
-import torch
-from torch import nn
-torch.manual_seed(0)
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
-        self.drop, self.last = nn.Dropout(0.5), nn.Linear(8, 2)
-        self.gain = 1.0
-
-    def forward(self, x):
-        x = self.drop(self.norm(self.first(x)))
-        x = x.mul(self.gain)
-        return self.last(x)
-
-model = Net()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
-for step in range(8):
-    model.gain = 1e5 if step == 6 else 1.0
-    optimizer.zero_grad()
-    loss = 64 * nn.functional.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    print(loss.item().hex(), *(t.double().sum().item().hex() for t in model.state_dict().values()))
-"""
-
-
-def test_a_skipped_step_is_looked_into_and_nothing_is_changed(launch: Any) -> None:
-    policy = "fp16,loss_scale=dynamic(init=2**22)"
-    plain, ran = launch(OVERFLOWS, policy=policy, trace=False), launch(OVERFLOWS, policy=policy, watch=1)
-    assert ran.lines == plain.lines
-    assert len(set(ran.lines)) == 8
-    skipped = [u.index for u in ran.of("update") if u.skipped]
-    assert skipped == [u.index for u in plain.of("update") if u.skipped]
-    found = {record.update: record.finding for record in ran.of("overflow")}
-    assert list(found) == skipped
-    culprit, line = found.pop(6), "script.py:15: x = x.mul(self.gain)"
-    assert {finding.cause for finding in found.values()} == {"loss scale"}
-    assert (culprit.cause, culprit.op, culprit.direction) == ("overflow", "mul", "forward")
-    assert (culprit.how, culprit.line) == ("replay", line)
-    assert f"mezzo: update 6 skipped: forward of mul in the model ({line}): " in ran.err
-    assert plain.of("overflow") == plain.of("ranges") == []
-    assert [r.update for r in ran.of("ranges")] == list(range(8))
-
-
 # ---------------------------------------------------------------------------------------------- live
 
 LIVE = """
@@ -353,6 +304,40 @@ def train(body, steps=8, bad=(3, 5)):
             random.random(), float(np.random.rand())))]
         print(step, *(t.double().sum().item().hex() for t in held))
 """
+
+OVERFLOWS = """
+class Gain(nn.Module):
+    def forward(self, x):
+        return x.mul(self.gain)
+
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), Gain(), nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+def body(step, bad):
+    model[3].gain = 1e5 if bad else 1.0
+    (64 * F.cross_entropy(model(x), y)).backward()
+train(body, bad=[6])
+"""
+
+
+def test_a_skipped_step_is_looked_into_and_nothing_is_changed(launch: Any) -> None:
+    """An overflow in the forward pass of step 6, and a loss scale that is too large at first."""
+    policy = "fp16,loss_scale=dynamic(init=2**22)"
+    plain, ran = (launch(LIVE + OVERFLOWS, policy=policy, **how) for how in ({"trace": False}, {"watch": 1}))
+    assert ran.lines == plain.lines
+    assert len(set(ran.lines)) == 8
+    skipped = [u.index for u in ran.of("update") if u.skipped]
+    assert skipped == [u.index for u in plain.of("update") if u.skipped]
+    found = {record.update: record.finding for record in ran.of("overflow")}
+    assert list(found) == skipped
+    culprit, line = found.pop(6), "script.py:44: return x.mul(self.gain)"
+    assert {finding.cause for finding in found.values()} == {"loss scale"}
+    assert (culprit.cause, culprit.op, culprit.direction) == ("overflow", "mul", "forward")
+    assert (culprit.how, culprit.line) == ("replay", line)
+    assert f"mezzo: update 6 skipped: forward of mul in 3 ({line}): " in ran.err
+    assert plain.of("overflow") == plain.of("ranges") == []
+    assert [r.update for r in ran.of("ranges")] == list(range(8))
+
 
 PLAIN = """
 def body(step, bad):
