@@ -212,29 +212,6 @@ def test_a_skipped_step_is_told_and_named_where_the_scale_collapses(launch: Any,
     assert f"mezzo: update 0 skipped, and {len(updates) - 1} later ones: forward of linear in 2" in ran.err
 
 
-def test_the_model_may_be_called_by_those_who_look(launch: Any, told: Told) -> None:
-    def ended(optimizer: Any, **how: Any) -> None:
-        model = told.given("call_ended", 0)[-1]
-        out = model(torch.ones(2, 4))
-        assert out.dtype is torch.float32  # the plain model, in no region
-        seeds: list[Any] = []
-        out.register_hook(seeds.append)
-        torch.autograd.grad(out.sum(), list(model.parameters()))
-        assert seeds[0].eq(1).all()  # and no loss scale
-        before = [p.grad.clone() for p in model.parameters()]
-        model(torch.ones(2, 4)).sum().backward()
-        for p, grad in zip(model.parameters(), before):
-            p.grad = grad
-
-    told.update_ended.side_effect = ended
-    source = SETUP + "for _ in range(3): loss_of(model).backward(); optimizer.step()"
-    ran = launch(source, policy="fp16", watch=1)
-    assert "gave up" not in ran.notes
-    assert len(ran.of("loss")) == len(ran.of("update")) == told.update_ended.call_count == 3
-    assert "mezzo: 3 calls of Linear in fp16" in ran.err
-    assert all(u.moved for u in ran.of("update"))
-
-
 @pytest.mark.parametrize("moment", ["call_begins", "backward_begins", "update_ended", "drain", "finish"])
 def test_the_script_goes_on_whatever_becomes_of_those_who_look(
     launch: Any, told: Told, monkeypatch: pytest.MonkeyPatch, moment: str

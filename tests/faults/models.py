@@ -98,12 +98,7 @@ def place(make: Place) -> nn.Module:
 
 
 class Net(nn.Module):
-    """Computes a function of itself and its inputs, with what the function needs as attributes.
-
-    Args:
-        compute: the forward pass, a function whose first argument is this module.
-        held: makes attributes (layers, parameters, numbers), by name, in order.
-    """
+    """Computes a function of itself and its inputs; `held` makes its attributes, by name, in order."""
 
     def __init__(self, compute: Callable[..., Any], **held: Callable[[], Any]) -> None:
         super().__init__()
@@ -242,10 +237,7 @@ def encoder(tail: Place = None) -> Trainee:
 
 
 class Loop(nn.Module):
-    """A recurrent layer as people write their own: a loop over time with a ReLU.
-
-    Its state begins at 0, or goes from batch to batch, in an attribute or in a buffer.
-    """
+    """A loop over time with a ReLU. Its state begins at 0, or is `carried` in an `attribute` or a `buffer`."""
 
     state: Tensor
 
@@ -321,9 +313,7 @@ def gan(generator_middle: Place = None, critic_middle: Place = None, penalty: bo
 
 
 def two_heads(left: Place = None, right: Place = None, both: bool = True, split: bool = False) -> Trainee:
-    """One loss of both heads (`both=False`: of the left one only, so that the other's output reaches nothing), or
-    with `split` two optimizers over one model: `main` trains trunk and left head, `right` the right head.
-    """
+    """One loss of both heads, or without `both` of the left one; `split`: an optimizer and a loss for each."""
 
     def forward(self: Any, x: Tensor) -> dict[str, Tensor]:
         x = torch.tanh(self.trunk(x))
@@ -518,11 +508,9 @@ def weighed() -> Trainee:
     def loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
         return torch.exp(-m.s) * F.mse_loss(m(x).float(), y) + m.s
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)))
-
-    s = partial(nn.Parameter, torch.zeros(()))
-    return regression(partial(Net, forward, first=linear(8, 8), last=linear(8, 1), s=s), loss=loss)
+    model = layers()
+    model.s = nn.Parameter(torch.zeros(()))
+    return regression(lambda: model, loss=loss)
 
 
 @net(

@@ -49,11 +49,7 @@ def seed(number: int) -> None:
 def owners(
     trainee: Trainee, precision: str | Mapping[str, str], scale: Any, **options: Any
 ) -> dict[str, Any]:
-    """A MixedPrecision for each part of a trainee.
-
-    `precision` is the policy, or that of each part; `scale` a loss scale, the first value of a dynamic one, or None for
-    the policy's own; `options` are MixedPrecision's.
-    """
+    """A MixedPrecision for each part; `scale`: a loss scale, a dynamic one's first value, or None: the policy's."""
     if isinstance(scale, float):
         scale = DynamicLossScale(init=scale)
     of = dict.fromkeys(trainee.optimizers, precision) if isinstance(precision, str) else precision
@@ -103,18 +99,14 @@ def everything(trainee: Trainee, mps: dict[str, Any]) -> dict[str, Any]:
 Ended = Callable[[Trainee, dict[str, Any]], Any]
 
 
-def of_row(row: Row, before: int = 0, ended: Ended | None = None, **options: Any) -> Iterator[Turn]:
-    """Run a row: steps before the fault is planted, then those in which it acts.
-
-    `before` are more good steps, for a loss scale to find its place; `ended` is called with the training and its parts'
-    MixedPrecisions once the last step is over; `options` replace the row's.
-    """
+def of_row(row: Row, ended: Ended | None = None, **options: Any) -> Iterator[Turn]:
+    """Run a row; `ended` is called with the training and its MixedPrecisions; `options` replace the row's."""
     scale = None if "loss_scale=" in row.precision else row.scale
     seed(7)
     trainee = row.make()
     mps = owners(trainee, **{"precision": row.precision, "scale": scale, **row.options, **options})
     try:
-        yield from turns(trainee, mps, range(-before, row.planted))
+        yield from turns(trainee, mps, range(row.planted))
         row.plant(trainee)
         yield from turns(trainee, mps, range(row.planted, row.acting.stop))
         if ended is not None:
