@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import mezzo
 from alive import bytes_alive
+from faults.runs import policies as quoted
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.core.records import OverflowRecord, RecordWriter, read
@@ -103,9 +104,8 @@ def test_a_finding_tells_where_from_what_and_what_to_do() -> None:
     assert told.outputs[0].infinities > 0
     assert told.outputs[0].shape == [5, 8]
     assert told.propagators == ["last: linear"]
-    policies = [remedy.partition("`")[2].rstrip("`") for remedy in told.remedies if "`" in remedy]
     # In FP32 alone the product would overflow in the next layer's fp16: only what was tried and mends is told.
-    assert policies == ["fp16,module.place=fp32,module.last=fp32", "bf16"]
+    assert quoted(told) == ["fp16,module.place=fp32,module.last=fp32", "bf16"]
     assert told.seconds > 0
     assert told.kept_bytes > batch(0)[0].nbytes
     assert told.alarms
@@ -270,10 +270,6 @@ def result(model: nn.Module, precision: str, others: Callable[[Tensor], Tensor] 
     return stepped
 
 
-def offered(found: OverflowReport) -> list[str]:
-    return [text for one in found.remedies for text in re.findall(r"`((?:fp16|bf16)[^`]*)`", one)]
-
-
 # model, policy -> some of the policies that are offered
 CASES: list[tuple[Callable[[], nn.Module], str, set[str]]] = [
     (
@@ -298,7 +294,7 @@ def test_policies_that_are_offered_help_and_add_to_the_runs_policy(
     told = result(make(), precision).finding
     assert (told.cause, told.module, told.op) == ("overflow", "3", "linear")
     assert "does not fit fp16" in str(told)
-    policies = offered(told)
+    policies = quoted(told)
     assert some <= set(policies), policies
     assert precision not in policies
     kept = [text for text in policies if text.startswith("fp16")]
@@ -319,7 +315,7 @@ def test_a_remedy_in_another_model_is_for_that_models_policy() -> None:
     named = [one for one in told.remedies if "module." in one]
     assert named
     assert all("own model (Sequential)" in one for one in named)
-    assert all("op.gelu=fp32" in policy for policy in offered(told) if policy.startswith("fp16"))
+    assert all("op.gelu=fp32" in policy for policy in quoted(told) if policy.startswith("fp16"))
 
 
 # ------------------------------------------------------------------------------------------ nothing is left
@@ -386,25 +382,18 @@ def test_a_limit_to_alarms() -> None:
 # ------------------------------------------------------------------------------------------- it never raises
 
 
-class Once(nn.Module):
-    """Can be called twice in all."""
+def test_a_model_that_can_not_be_called_again_is_told_of_and_training_goes_on() -> None:
+    queue = iter([1, 2])  # what an iterator has given can't be put back
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.queue = iter([1, 2])  # what an iterator has given can't be put back
-
-    def forward(self, x: Tensor) -> Tensor:
-        for one in self.queue:
+    def twice(x: Tensor) -> Tensor:
+        for one in queue:
             return x * one
         raise RuntimeError("the queue of batches is empty\nand more")
 
-
-def test_a_model_that_can_not_be_called_again_is_told_of_and_training_goes_on() -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(Once(), nn.Linear(6, 3))
+    net = Net(twice)
     mp = trainer(net)
     assert not step(mp).skipped
-    net[1].weight.data.fill_(6e4)
+    net.last.weight.data.fill_(6e4)
     told = found(mp)
     assert told.cause == "unknown"
     assert told.alarms
