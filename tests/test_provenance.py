@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 import mezzo
 from alive import bytes_alive
+from faults.models import Net as Computes
+from faults.models import linear
 from faults.runs import policies as quoted
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.overflow import OUTSIDE, OverflowReport
@@ -191,18 +193,17 @@ def test_arithmetic_between_two_models_is_outside_of_both() -> None:
 # ------------------------------------------------------------------------------------------ several uses
 
 
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """Returns what it uses itself as well."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        nn.init.eye_(self.b.weight)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         h = self.a(x)
         return h, self.b(h)
+
+    torch.manual_seed(0)
+    model = Computes(forward, a=linear(4, 4), b=linear(4, 4))
+    nn.init.eye_(model.b.weight)
+    return model
 
 
 # each use is finite in fp16 at the scale, and not the sum: the loss, the scale, cause, module
@@ -218,7 +219,7 @@ USES: list[tuple[Callable[[tuple[Tensor, Tensor]], Tensor], float, str, str]] = 
 def test_finite_gradients_of_several_uses_of_an_output_that_sum_to_more_than_fits(
     loss: Callable[[tuple[Tensor, Tensor]], Tensor], scale: float, cause: str, module: str
 ) -> None:
-    mp = trainer(Twice(), loss_scale=scale)
+    mp = trainer(twice(), loss_scale=scale)
     with mp.autocast():
         value = loss(mp.model(torch.ones(1, 4)))
     told = mp.step(value).finding
@@ -238,18 +239,7 @@ def test_a_fault_of_the_model_behind_a_sum_outside_that_the_loss_scale_overflows
 # ------------------------------------------------------------------------------------------------ remedies
 
 
-class Layer(nn.Module):
-    """Computes a function of its input and a weight of ones."""
-
-    def __init__(self, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.compute, self.weight = compute, nn.Parameter(torch.ones(6, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(x, self.weight)
-
-
-LARGE = Layer(lambda x, _: torch.tanh(x.float()) * 1e6)  # which FP32 holds
+LARGE = Computes(lambda self, x: torch.tanh(x.float()) * 1e6)  # which FP32 holds
 
 
 def layers(place: nn.Module, *after: nn.Module) -> nn.Sequential:
@@ -273,7 +263,7 @@ def result(model: nn.Module, precision: str, others: Callable[[Tensor], Tensor] 
 # model, policy -> some of the policies that are offered
 CASES: list[tuple[Callable[[], nn.Module], str, set[str]]] = [
     (
-        lambda: layers(LARGE, Layer(lambda x, _: x * 1e-6)), "fp16,module.1=fp32",
+        lambda: layers(LARGE, Computes(lambda self, x: x * 1e-6)), "fp16,module.1=fp32",
         {"fp16,module.1=fp32,module.3=fp32", "fp16,op.linear=fp32,module.1=fp32", "bf16"},
     ),
     (
@@ -281,7 +271,7 @@ CASES: list[tuple[Callable[[], nn.Module], str, set[str]]] = [
         {"fp16,loss_scale=1,module.1=fp32,module.3=fp32,module.4=fp32,module.5=fp32", "bf16"},
     ),
     (
-        lambda: layers(Layer(lambda x, _: torch.exp(x.clamp(-1, 1) + 14.0))), "fp16",
+        lambda: layers(Computes(lambda self, x: torch.exp(x.clamp(-1, 1) + 14.0))), "fp16",
         {"fp16,module.3=fp32,module.4=fp32", "bf16"},
     ),
 ]  # fmt: skip
@@ -305,7 +295,9 @@ def test_policies_that_are_offered_help_and_add_to_the_runs_policy(
 
 def test_a_remedy_in_another_model_is_for_that_models_policy() -> None:
     torch.manual_seed(0)
-    critic = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Layer(lambda x, _: x * 7e6 / 7e6), nn.Linear(4, 1))
+    critic = nn.Sequential(
+        nn.Linear(4, 4), nn.Tanh(), Computes(lambda self, x: x * 7e6 / 7e6), nn.Linear(4, 1)
+    )
     optimizer = torch.optim.SGD(critic.parameters())
 
     of_critic = mezzo.MixedPrecision(critic, optimizer, "fp16,op.gelu=fp32", loss_scale=1.0, trace=True)
