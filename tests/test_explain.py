@@ -81,9 +81,7 @@ def test_the_text_has_each_op_and_fits() -> None:
     for width in (60, 80, 110, 200):
         text = result.as_text(width)
         assert max(map(len, text.splitlines())) <= width
-        assert "calls  casts" in text
-        for row in result.ops:
-            assert row.op[:8] in text
+        assert all(word in text for word in ("calls  casts", *(row.op[:8] for row in result.ops)))
     assert str(result) == result.as_text(110)  # piped
     assert str(result).splitlines()[0] == "fp16 on cpu: 7 ops ran in the forward pass, all as planned."
     assert "* fp16 is not native to this device: computed in FP32 between casts: linear." in str(result)

@@ -66,8 +66,6 @@ def learning_rate(rate: float) -> Plant:
 
 
 def state(path: str, name: str, value: float) -> Plant:
-    """The optimizer's state of a module's weight filled with a number."""
-
     def plant(trainee: Trainee) -> None:
         of_weight = trainee.optimizers["main"].state[trainee.model.get_submodule(path).weight]
         of_weight[name].fill_(value)

@@ -185,8 +185,6 @@ def decays(self: Any, x: Tensor) -> Tensor:
 
 
 class Frozen(nn.Module):
-    """A BatchNorm in eval mode inside a model that trains: it uses the statistics that it holds."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(4).eval()

@@ -32,15 +32,12 @@ _QUOTED = re.compile(r"`([^`]+)`")
 
 
 class Turn(NamedTuple):
-    """One call of `mp.step`: of which step and part, and what it returned."""
-
     number: int
     part: str
     result: Any
 
 
 def seed(number: int) -> None:
-    """Seed every generator that a model may draw from."""
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
@@ -60,7 +57,6 @@ def owners(
 
 
 def turns(trainee: Trainee, mps: dict[str, Any], steps: range) -> Iterator[Turn]:
-    """Train, and give each call of `mp.step`."""
     for number in steps:
         for part, compute in trainee.step(number):
             with mps[part].autocast():

@@ -43,7 +43,6 @@ class FaultGrade:
 
     @property
     def named(self) -> bool:
-        """The right module, direction and operation."""
         return all(self.right[what] for what in ("module", "direction", "op"))
 
     def __str__(self) -> str:
@@ -119,7 +118,6 @@ class Trial(NamedTuple):
 
 
 def trials_of(graded: FaultGrade) -> list[Trial]:
-    """Try each policy that the remedies of a fault's finding name."""
     offered = [] if graded.found is None else policies(graded.found)
     row, part = graded.row, graded.expected.part
     return [Trial(row.name, policy, mends(row, part, policy)) for policy in offered]
@@ -167,7 +165,6 @@ class Score:
         }
 
     def by_family(self) -> dict[str, list[int]]:
-        """Kind of model -> [faults named, faults]."""
         families = dict.fromkeys(g.row.family for g in self.faults)
         return {one: _share(g.named for g in self.faults if g.row.family == one) for one in families}
 
