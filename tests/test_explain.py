@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,14 @@ def _seeded() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
+
+
+class Runs(nn.Module):
+    """Computes a function of its input."""
+
+    def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.forward = compute
 
 
 class Block(nn.Module):
@@ -73,9 +81,7 @@ def test_the_text_has_each_op_and_fits() -> None:
     for width in (60, 80, 110, 200):
         text = result.as_text(width)
         assert max(map(len, text.splitlines())) <= width
-        assert "calls  casts" in text
-        for row in result.ops:
-            assert row.op[:8] in text
+        assert all(word in text for word in ("calls  casts", *(row.op[:8] for row in result.ops)))
     assert str(result) == result.as_text(110)  # piped
     assert str(result).splitlines()[0] == "fp16 on cpu: 7 ops ran in the forward pass, all as planned."
     assert "* fp16 is not native to this device: computed in FP32 between casts: linear." in str(result)
@@ -101,24 +107,18 @@ KERNELS = [
 
 @pytest.mark.parametrize(("op", "call", "note"), KERNELS)
 def test_the_notes_say_whose_kernel_computed(op: str, call: Any, note: str) -> None:
-    class One(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = call(x)
-            return out
-
-    result = mezzo.explain(One(), torch.rand(4, 8).bfloat16(), precision="bf16")
+    result = mezzo.explain(Runs(call), torch.rand(4, 8).bfloat16(), precision="bf16")
     assert result.departed == []
     assert result.notes == ([f"{note}{op}."] if note else [])
     assert op in [row.op for row in result.ops]
 
 
 def test_a_departure_is_said_first() -> None:
-    class Stubborn(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", enabled=False):
-                return torch.mm(x, x)
+    def stubborn(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.mm(x, x)
 
-    result = mezzo.explain(Stubborn(), torch.randn(2, 2), precision="bf16")
+    result = mezzo.explain(Runs(stubborn), torch.randn(2, 2), precision="bf16")
     assert [row.op for row in result.departed] == ["mm"]
     lines = str(result).splitlines()
     assert lines[0].endswith("1 NOT AS PLANNED.")
@@ -166,7 +166,7 @@ WRONG = [
     ((nn.Linear, torch.ones(1)), {}, UsageError, "received the class Linear"),
     ((nn.Linear(2, 2), torch.ones(1, 2)), {"precision": "bf61"}, UnknownNameError, "Did you mean 'bf16'"),
     (
-        (nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)),
+        (Block(), torch.ones(1, 8)),
         {"precision": "bf16,module.haed=fp32"},
         UnknownNameError,
         "matches no module",
@@ -194,7 +194,7 @@ def test_a_compiled_model_is_said_to_be_compiled() -> None:
 
 
 def test_the_storage_of_parameters_is_shown_and_put_back() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     x = torch.ones(1, 4)
     model(x).sum().backward()
     before = [(p.data_ptr(), p.detach().clone(), p.grad) for p in model.parameters()]
@@ -212,6 +212,5 @@ def test_the_storage_of_parameters_is_shown_and_put_back() -> None:
     lower_weights(model)
     mezzo.explain(model, x, precision="bf16,params=bf16")
     assert has_master(model[0].weight)
-    assert "left as they are" in " ".join(
-        mezzo.explain(torch.nn.LazyLinear(2), x, precision="bf16,params=bf16").notes
-    )
+    lazy = mezzo.explain(nn.LazyLinear(2), x, precision="bf16,params=bf16")
+    assert "left as they are" in " ".join(lazy.notes)

@@ -69,7 +69,9 @@ SEEN = [
 
 
 @pytest.mark.parametrize(("policy", "seen"), SEEN, ids=[row[0] for row in SEEN])
-def test_formats_seen_are_those_planned(policy: str, seen: dict[str, str]) -> None:
+def test_formats_seen_are_those_planned_and_backward_belongs_to_its_forward_op(
+    policy: str, seen: dict[str, str]
+) -> None:
     table = _step(policy)
     assert [row for row in table if not row.as_planned] == []
     for op, observed in seen.items():
@@ -82,15 +84,9 @@ def test_formats_seen_are_those_planned(policy: str, seen: dict[str, str]) -> No
         assert _find(table, op).observed.partition(" -> ")[2] == low
     assert not any(row.op in ("addmm", "mkldnn_rnn_layer", "_softmax") for row in table)  # parts of others
     assert not any(row.op in ("view", "transpose", "to", "empty") for row in table)
-
-
-@pytest.mark.parametrize(("policy", "inside"), [("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32")])
-def test_backward_belongs_to_its_forward_op(policy: str, inside: str) -> None:
-    table = _step(policy)
-    conv = _find(table, "conv2d.backward")
-    assert conv.observed == f"{inside} -> {inside}"
-    assert conv.rule == "lower"
-    assert conv.planned == ""
+    inside, conv = "bf16" if policy == "bf16" else "fp32", _find(table, "conv2d.backward")
+    assert (conv.observed, conv.planned) == (f"{inside} -> {inside}", "")
+    assert conv.rule == ("fp32" if "op.conv2d" in policy else "lower")
     for op in ("linear", "lstm", "gru", "batch_norm", "cross_entropy_loss"):
         assert _find(table, f"{op}.backward").calls >= 1
     assert _find(table, "SGD.step").observed == "fp32 -> fp32"

@@ -89,10 +89,9 @@ def test_a_plain_loop_is_told_in_order(launch: Any, told: Told, policy: str, see
 
 
 def test_the_script_is_ended_after_so_many_updates(launch: Any) -> None:
-    source = TRAIN.replace("for step", "import atexit\ntry:\n  for step").replace("\n    ", "\n      ")
-    ran = launch(
-        source + "  print('not reached')\nfinally:\n  print('finally')\n", policy="fp16", stop_after=3
-    )
+    source = TRAIN.replace("for step", "try:\n  for step").replace("\n    ", "\n      ")
+    source += "  print('not reached')\nfinally:\n  print('finally')\n"
+    ran = launch(source, policy="fp16", stop_after=3)
     assert (ran.status, ran.lines) == (0, ["finally"]), ran.err
     assert len(ran.of("update")) == len(ran.of("loss")) == 3
     ran = launch(NAN.replace("LOOPS", "7"), policy="fp16", stop_after=3)
@@ -178,12 +177,8 @@ def test_what_is_told(launch: Any, told: Told, name: str) -> None:
 
 
 def test_a_backward_that_is_run_again_is_told_with_each_scale(launch: Any, told: Told) -> None:
-    source = """
-    z = x.clone().requires_grad_()
-    (1000 * loss_of(model, z)).backward()
-    optimizer.step()
-    """
-    ran = launch(SETUP + "\n".join(line.strip() for line in source.splitlines()), policy="fp16", watch=1)
+    source = "z = x.clone().requires_grad_(); (1000 * loss_of(model, z)).backward(); optimizer.step()"
+    ran = launch(SETUP + source, policy="fp16", watch=1)
     scales = told.given("backward_begins")
     assert scales[0] == 65536.0
     assert len(scales) > 1
@@ -194,15 +189,12 @@ def test_a_backward_that_is_run_again_is_told_with_each_scale(launch: Any, told:
     assert ran.of("update")[0].moved
 
 
-NAN = (
-    SETUP
-    + """
+NAN = f"""{SETUP}
 for step in range(LOOPS):
     optimizer.zero_grad()
     (loss_of(model) * float('nan')).backward()
     optimizer.step()
 """
-)
 
 
 def test_a_skipped_step_is_told_and_named_where_the_scale_collapses(launch: Any, told: Told) -> None:
@@ -219,29 +211,6 @@ def test_a_skipped_step_is_told_and_named_where_the_scale_collapses(launch: Any,
     assert f"mezzo: update 0 skipped, and {len(updates) - 1} later ones: forward of linear in 2" in ran.err
 
 
-def test_the_model_may_be_called_by_those_who_look(launch: Any, told: Told) -> None:
-    def ended(optimizer: Any, **how: Any) -> None:
-        model = told.given("call_ended", 0)[-1]
-        out = model(torch.ones(2, 4))
-        assert out.dtype is torch.float32  # the plain model, in no region
-        seeds: list[Any] = []
-        out.register_hook(seeds.append)
-        torch.autograd.grad(out.sum(), list(model.parameters()))
-        assert seeds[0].eq(1).all()  # and no loss scale
-        before = [p.grad.clone() for p in model.parameters()]
-        model(torch.ones(2, 4)).sum().backward()
-        for p, grad in zip(model.parameters(), before):
-            p.grad = grad
-
-    told.update_ended.side_effect = ended
-    source = SETUP + "for _ in range(3): loss_of(model).backward(); optimizer.step()"
-    ran = launch(source, policy="fp16", watch=1)
-    assert "gave up" not in ran.notes
-    assert len(ran.of("loss")) == len(ran.of("update")) == told.update_ended.call_count == 3
-    assert "mezzo: 3 calls of Linear in fp16" in ran.err
-    assert all(u.moved for u in ran.of("update"))
-
-
 @pytest.mark.parametrize("moment", ["call_begins", "backward_begins", "update_ended", "drain", "finish"])
 def test_the_script_goes_on_whatever_becomes_of_those_who_look(
     launch: Any, told: Told, monkeypatch: pytest.MonkeyPatch, moment: str
@@ -256,17 +225,6 @@ def test_the_script_goes_on_whatever_becomes_of_those_who_look(
     assert told.names[-1] == "step_dropped"
 
 
-@pytest.mark.parametrize("options", [{"policy": "bf16"}, {"policy": "fp16", "trace": False}])
-def test_nobody_is_asked_for_who_is_not_wanted(
-    launch: Any, monkeypatch: pytest.MonkeyPatch, options: Any
-) -> None:
-    for name in ("watchers_for", "tracer_for"):
-        monkeypatch.setattr(observers, name, Mock(side_effect=AssertionError))
-    ran = launch(TRAIN, **options)
-    assert (ran.status, ran.notes) == (0, "")
-    assert [r.kind for r in ran.records] == ["run", *["loss", "update"] * 4, "end"]
-
-
 @pytest.mark.usefixtures("tensors_only")
 def test_the_observed_step_is_not_watched(launch: Any) -> None:
     """What observers compute is not taken for the script's."""
@@ -277,61 +235,6 @@ def test_the_observed_step_is_not_watched(launch: Any) -> None:
     (before, after) = (one.of("memory")[0].peak_bytes for one in (plain, ran))
     assert abs(after - before) < 2000  # the first script's own tensors are still there
     assert [r.update for r in ran.of("ranges")] == [0, 1, 3]
-
-
-# Dropout, running statistics, an overflow in the forward pass of step 3, a loss scale that is too large at first.
-OVERFLOWS = """
-import torch
-from torch import nn
-torch.manual_seed(0)
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
-        self.drop, self.last = nn.Dropout(0.5), nn.Linear(8, 2)
-        self.gain = 1.0
-
-    def forward(self, x):
-        x = self.drop(self.norm(self.first(x)))
-        x = x.mul(self.gain)
-        return self.last(x)
-
-model = Net()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
-for step in range(8):
-    model.gain = 1e5 if step == 6 else 1.0
-    optimizer.zero_grad()
-    loss = 64 * nn.functional.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    print(loss.item().hex(), *(t.double().sum().item().hex() for t in model.state_dict().values()))
-"""
-
-
-def test_a_skipped_step_is_looked_into_and_nothing_is_changed(launch: Any) -> None:
-    policy = "fp16,loss_scale=dynamic(init=2**22)"
-    plain, ran = launch(OVERFLOWS, policy=policy, trace=False), launch(OVERFLOWS, policy=policy, watch=1)
-    assert ran.lines == plain.lines
-    assert len(set(ran.lines)) == 8
-    skipped = [u.index for u in ran.of("update") if u.skipped]
-    assert skipped == [u.index for u in plain.of("update") if u.skipped]
-    found = {record.update: record.finding for record in ran.of("overflow")}
-    assert list(found) == skipped
-    culprit, line = found.pop(6), "script.py:15: x = x.mul(self.gain)"
-    assert {finding.cause for finding in found.values()} == {"loss scale"}
-    assert (culprit.cause, culprit.op, culprit.direction) == ("overflow", "mul", "forward")
-    assert (culprit.how, culprit.line) == ("replay", line)
-    assert f"mezzo: update 6 skipped: forward of mul in the model ({line}): " in ran.err
-    assert plain.of("overflow") == plain.of("ranges") == []
-    assert [r.update for r in ran.of("ranges")] == list(range(8))
-    rows = {(row.module, row.what, row.name): row for row in ran.of("ranges")[-1].rows}
-    assert rows["first", "activation", ""].format == "fp16"
-    assert rows["first", "weight", "weight"].histogram.elements == 32
-    # What the loss scale multiplied is divided by it again, exponent by exponent.
-    for what, name in (("weight gradient", "bias"), ("activation gradient", "")):
-        assert rows["last", what, name].histogram.largest <= 64
 
 
 # ---------------------------------------------------------------------------------------------- live
@@ -377,6 +280,40 @@ def train(body, steps=8, bad=(3, 5)):
             random.random(), float(np.random.rand())))]
         print(step, *(t.double().sum().item().hex() for t in held))
 """
+
+OVERFLOWS = """
+class Gain(nn.Module):
+    def forward(self, x):
+        return x.mul(self.gain)
+
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), Gain(), nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+def body(step, bad):
+    model[3].gain = 1e5 if bad else 1.0
+    (64 * F.cross_entropy(model(x), y)).backward()
+train(body, bad=[6])
+"""
+
+
+def test_a_skipped_step_is_looked_into_and_nothing_is_changed(launch: Any) -> None:
+    """An overflow in the forward pass of step 6, and a loss scale that is too large at first."""
+    policy = "fp16,loss_scale=dynamic(init=2**22)"
+    plain, ran = (launch(LIVE + OVERFLOWS, policy=policy, **how) for how in ({"trace": False}, {"watch": 1}))
+    assert ran.lines == plain.lines
+    assert len(set(ran.lines)) == 8
+    skipped = [u.index for u in ran.of("update") if u.skipped]
+    assert skipped == [u.index for u in plain.of("update") if u.skipped]
+    found = {record.update: record.finding for record in ran.of("overflow")}
+    assert list(found) == skipped
+    culprit, line = found.pop(6), "script.py:44: return x.mul(self.gain)"
+    assert {finding.cause for finding in found.values()} == {"loss scale"}
+    assert (culprit.cause, culprit.op, culprit.direction) == ("overflow", "mul", "forward")
+    assert (culprit.how, culprit.line) == ("replay", line)
+    assert f"mezzo: update 6 skipped: forward of mul in 3 ({line}): " in ran.err
+    assert plain.of("overflow") == plain.of("ranges") == []
+    assert [r.update for r in ran.of("ranges")] == list(range(8))
+
 
 PLAIN = """
 def body(step, bad):
@@ -496,20 +433,13 @@ def test_a_mode_of_the_script_s_changes_no_gradient(launch: Any) -> None:
 @pytest.mark.parametrize("every_module", [False, True])
 def test_what_a_module_around_others_returns_is_watched_if_asked(launch: Any, every_module: bool) -> None:
     source = """
-        import torch
-        from torch import nn
-        class Around(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.inner = nn.Linear(4, 4)
-            def forward(self, x):
-                return self.inner(x) * 3.0
-        model = nn.Sequential(nn.Sequential(Around()), nn.Linear(4, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
-    """
-    ran = launch(source, policy="fp32", watch=1, watch_all=every_module)
+class Around(nn.Sequential):
+    def forward(self, x):
+        return self[0](x) * 3.0
+model = nn.Sequential(nn.Sequential(Around(model)), other)
+loss_of(model).backward(); second.step()
+"""
+    ran = launch(SETUP + source, policy="fp32", watch=1, watch_all=every_module)
     seen = [row.module for row in ran.of("ranges")[0].rows if row.what == "activation"]
     around = ["0.0"] if every_module else []  # "0", and the model, hand on what a module in them returned
-    assert seen == ["0.0.inner", *around, "1"]
+    assert seen == ["0.0.0", *around, "1"]

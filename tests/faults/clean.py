@@ -35,7 +35,6 @@ def _causal_buffer(trainee: m.Trainee) -> None:
 
 @p.loss
 def _evaluates(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Validation in between, infinite."""
     told = F.mse_loss(m(x).float(), y)
     m.eval()
     with torch.no_grad():
@@ -46,7 +45,6 @@ def _evaluates(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 @p.loss
 def _tries_first(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    """A call in training mode that leads to no loss."""
     m(x * 1e6)
     return F.mse_loss(m(x).float(), y)
 

@@ -72,7 +72,6 @@ def normals(*shapes: tuple[int, ...]) -> Callable[[int], Batch]:
 def trained(
     model: nn.Module, draw: Callable[[int], Batch], loss: Callable[..., Tensor], optimizer: Make = adamw
 ) -> Trainee:
-    """One model with one loss."""
 
     def losses(trainee: Trainee, batch: Batch) -> Losses:
         chosen = trainee.loss or loss
@@ -86,10 +85,7 @@ def squared(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def regression(
-    make: Callable[..., nn.Module],
-    *places: Place,
-    loss: Callable[..., Tensor] = squared,
-    **kept: nn.Module,
+    make: Callable[..., nn.Module], *places: Place, loss: Callable[..., Tensor] = squared, **kept: nn.Module
 ) -> Trainee:
     """Eight numbers to one."""
     trainee = trained(make(*places), normals((8, 8), (8, 1)), loss)
@@ -102,12 +98,7 @@ def place(make: Place) -> nn.Module:
 
 
 class Net(nn.Module):
-    """Computes a function of itself and its inputs, with what the function needs as attributes.
-
-    Args:
-        compute: the forward pass, a function whose first argument is this module.
-        held: makes attributes (layers, parameters, numbers), by name, in order.
-    """
+    """Computes a function of itself and its inputs; `held` makes its attributes, by name, in order."""
 
     def __init__(self, compute: Callable[..., Any], **held: Callable[[], Any]) -> None:
         super().__init__()
@@ -246,10 +237,7 @@ def encoder(tail: Place = None) -> Trainee:
 
 
 class Loop(nn.Module):
-    """A recurrent layer as people write their own: a loop over time with a ReLU.
-
-    Its state begins at 0, or goes from batch to batch, in an attribute or in a buffer.
-    """
+    """A loop over time with a ReLU. Its state begins at 0, or is `carried` in an `attribute` or a `buffer`."""
 
     state: Tensor
 
@@ -275,10 +263,7 @@ class Loop(nn.Module):
 
 
 def recurrent(
-    kind: Callable[..., nn.Module] = nn.LSTM,
-    front: Place = None,
-    tail: Place = None,
-    optimizer: Make = adamw,
+    kind: Callable[..., nn.Module] = nn.LSTM, front: Place = None, tail: Place = None, optimizer: Make = adamw
 ) -> Trainee:
     """A projection, a recurrent layer, a head: predicts a number for each sequence."""
 
@@ -328,9 +313,7 @@ def gan(generator_middle: Place = None, critic_middle: Place = None, penalty: bo
 
 
 def two_heads(left: Place = None, right: Place = None, both: bool = True, split: bool = False) -> Trainee:
-    """One loss of both heads (`both=False`: of the left one only, so that the other's output reaches nothing), or
-    with `split` two optimizers over one model: `main` trains trunk and left head, `right` the right head.
-    """
+    """One loss of both heads, or without `both` of the left one; `split`: an optimizer and a loss for each."""
 
     def forward(self: Any, x: Tensor) -> dict[str, Tensor]:
         x = torch.tanh(self.trunk(x))
@@ -400,12 +383,10 @@ def _scored(self: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 
 def scored() -> Trainee:
-    """A model that returns its own loss, as those of large libraries do."""
     return regression(_scored, loss=lambda m, x, y: m(x, y)["loss"])
 
 
 def taught(tail: Place = None) -> Trainee:
-    """A student that follows a teacher, which is not trained."""
     teacher = stacked(tail=tail)
 
     def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -422,7 +403,6 @@ def taught(tail: Place = None) -> Trainee:
     head=linear(8, 1),
 )
 def experts(self: Any, x: Tensor) -> Tensor:
-    """Each row goes to one of four layers, as a router says."""
     weights = torch.softmax(self.router(x), -1)
     best = weights.argmax(-1)
     out = torch.zeros(x.shape)
@@ -433,7 +413,6 @@ def experts(self: Any, x: Tensor) -> Tensor:
 
 
 def tied(tail: Place = None) -> Trainee:
-    """A language model whose head is its embedding's weight."""
 
     def forward(self: Any, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.position
@@ -460,21 +439,16 @@ def tied(tail: Place = None) -> Trainee:
 
 @dataclass
 class Told:
-    """What a model returns: neither a tuple nor a dict."""
-
     value: Tensor
     hidden: Tensor
 
 
 class Pair(NamedTuple):
-    """What a model is given."""
-
     one: Tensor
     other: dict[str, list[Tensor]]
 
 
 def structured(tail: Place = None) -> Trainee:
-    """Takes what it needs from deep inside of its argument, and returns neither a tuple nor a dict."""
 
     def forward(self: Any, *, pair: Pair) -> Told:
         hidden = self.tail(torch.tanh(self.first(pair.one) + self.second(pair.other["late"][0])))
@@ -490,7 +464,6 @@ def structured(tail: Place = None) -> Trainee:
 
 
 def parts(tail: Place = None) -> Trainee:
-    """Called part by part: the model itself never is."""
 
     def make() -> nn.Module:
         backbone = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), place(tail))
@@ -501,27 +474,19 @@ def parts(tail: Place = None) -> Trainee:
 
 @net(layers=lambda: nn.ModuleList(nn.Linear(8, 8) for _ in range(30)), gain=lambda: 1.0, head=linear(8, 1))
 def residuals(self: Any, x: Tensor) -> Tensor:
-    """Thirty layers on one stream, and no normalisation."""
     for layer in self.layers:
         x = x + torch.relu(layer(x)) * self.gain
     return self.head(x) * 1e-3
 
 
-@net(
-    gate=linear(8, 8),
-    value=linear(8, 8),
-    head=linear(8, 1),
-    gamma=lambda: nn.Parameter(torch.ones(8)),
-)
+@net(gate=linear(8, 8), value=linear(8, 8), head=linear(8, 1), gamma=lambda: nn.Parameter(torch.ones(8)))
 def gated(self: Any, x: Tensor) -> Tensor:
-    """SwiGLU, with a learned scale behind it."""
     x = F.silu(self.gate(x)) * self.value(x)
     return self.head(self.gamma.to(x.dtype) * x)
 
 
 @net(centres=lambda: nn.Parameter(torch.randn(3, 1)), armed=lambda: False)
 def margin(self: Any, out: Tensor, y: Tensor) -> Tensor:
-    """A criterion with weights of its own, as for faces: an angle that grows by a margin."""
     cosine = torch.tanh(out * self.centres[0])
     if self.armed:
         cosine = cosine * 0 + 1
@@ -539,16 +504,13 @@ def layers(*between: Place) -> nn.Sequential:
 
 
 def weighed() -> Trainee:
-    """A loss that is weighed by a learned uncertainty, which belongs to the model."""
 
     def loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
         return torch.exp(-m.s) * F.mse_loss(m(x).float(), y) + m.s
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)))
-
-    s = partial(nn.Parameter, torch.zeros(()))
-    return regression(partial(Net, forward, first=linear(8, 8), last=linear(8, 1), s=s), loss=loss)
+    model = layers()
+    model.s = nn.Parameter(torch.zeros(()))
+    return regression(lambda: model, loss=loss)
 
 
 @net(
@@ -557,7 +519,6 @@ def weighed() -> Trainee:
     mask=lambda: nn.Buffer(torch.zeros(4, 4)),
 )
 def attends(self: Any, x: Tensor) -> Tensor:
-    """PyTorch's attention with its weights asked for, and a mask of floats."""
     x = x.unflatten(0, (2, 4))
     out, _ = self.attention(x, x, x, attn_mask=self.mask, need_weights=True)
     return self.head(out.flatten(0, 1))
@@ -570,12 +531,10 @@ def _draws(self: Any, rows: Iterator[Tensor]) -> Tensor:
 
 
 def iterated() -> Trainee:
-    """Is given an iterator, and takes from it."""
     return regression(_draws, loss=lambda m, x, y: F.mse_loss(m(iter(x)).float(), y))
 
 
 def two_losses(middle: Place = None) -> Trainee:
-    """Two models and two losses of both, each with an optimizer."""
     body, head = nn.Sequential(nn.Linear(8, 8), place(middle)), nn.Linear(8, 1)
 
     def losses(trainee: Trainee, batch: Batch) -> Losses:

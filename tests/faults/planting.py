@@ -25,22 +25,18 @@ def _changed(path: str, name: str, change: Callable[[Tensor], Any]) -> Plant:
 
 
 def weight(path: str, value: float, parameter: str = "weight") -> Plant:
-    """One element of a parameter set to a number."""
     return _changed(path, parameter, lambda tensor: tensor.view(-1)[0].fill_(value))
 
 
 def grown(path: str, gain: float, parameter: str = "weight") -> Plant:
-    """A whole parameter multiplied."""
     return _changed(path, parameter, lambda tensor: tensor.mul_(gain))
 
 
 def filled(path: str, name: str, value: float) -> Plant:
-    """A parameter or a buffer filled with a number."""
     return _changed(path, name, lambda tensor: tensor.fill_(value))
 
 
 def attribute(path: str, name: str, value: Any) -> Plant:
-    """An attribute of a module."""
     return lambda trainee: setattr(trainee.model.get_submodule(path), name, value)
 
 
@@ -62,18 +58,14 @@ def element(value: float, place: int = 0, row: int = 0) -> Plant:
 
 
 def loss(own: Callable[..., Tensor]) -> Plant:
-    """Another loss from now on."""
     return lambda trainee: setattr(trainee, "loss", own)
 
 
 def learning_rate(rate: float) -> Plant:
-    """A step that is far too long."""
     return lambda trainee: trainee.optimizers["main"].param_groups[0].update(lr=rate)
 
 
 def state(path: str, name: str, value: float) -> Plant:
-    """The optimizer's state of a module's weight filled with a number."""
-
     def plant(trainee: Trainee) -> None:
         of_weight = trainee.optimizers["main"].state[trainee.model.get_submodule(path).weight]
         of_weight[name].fill_(value)
@@ -82,12 +74,10 @@ def state(path: str, name: str, value: float) -> Plant:
 
 
 def both(*plants_: Plant) -> Plant:
-    """All of them."""
     return lambda trainee: [plant(trainee) for plant in plants_]
 
 
 def marked(mask: Tensor, row: int, value: Any) -> Tensor:
-    """A copy with one row set."""
     mask = mask.clone()
     mask[row] = value
     return mask
@@ -133,7 +123,6 @@ certain = loss(
 
 @loss
 def far_from_start(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    """The distance of the weights from a copy of them that has just been taken."""
     now = m.head.weight
     return F.mse_loss(m(x).float(), y) + ((now - now.detach().clone()) ** 2).sum().sqrt()
 
@@ -148,7 +137,6 @@ def focal(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 @loss
 def changed_afterwards(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    """The input is overwritten after the call."""
     out = m(x)
     with torch.no_grad():
         x.zero_()
@@ -157,7 +145,6 @@ def changed_afterwards(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 @loss
 def contrast(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Similarities raised without their maximum."""
     out = F.normalize(m(x).float().expand(-1, 4), dim=-1)
     raised = torch.exp(out @ out.T / 0.005)
     return -torch.log(raised.diagonal() / raised.sum(1)).mean()

@@ -23,8 +23,6 @@ MASK = float("-inf")
 
 
 class Weak(Net):
-    """Computes a function of this module and its input."""
-
     def __init__(self, compute: Callable[[Any, Tensor], Tensor], **held: Callable[[], Any]) -> None:
         super().__init__(compute, **held)
         self.armed = False
@@ -63,41 +61,34 @@ def parameter(*shape: int) -> Callable[[], nn.Parameter]:
 
 amplifies = weak(lambda self, x: (x + 0.1) * self.times(1e7))
 squares = weak(lambda self, x: (wide := x + self.times(400.0)) * wide)
-# An exponential that FP32 holds; what multiplies it afterwards in fp16 does not.
 exponential = weak(lambda self, x: torch.exp(x.clamp(-1, 1) + self.times(20.0)))
 powers = weak(lambda self, x: (x.clamp(-1, 1) + self.times(40.0)) ** 4)
 running_product = weak(lambda self, x: torch.cumprod(x.float().clamp(-1, 1) * 0.1 + self.times(1e7), -1))
 residual = weak(lambda self, x: (branch := x.clamp(-1, 1) * 0 + self.times(40000.0)) + branch)
 # A cast that the script makes itself: no policy reaches it.
 halves = weak(lambda self, x: ((x.float() + 1) * self.times(1e6)).half().float())
-# Without subtracting the maximum: infinite beyond 88 in FP32, too.
 naive_softmax = weak(
     lambda self, x: (raised := torch.exp(x.clamp(-1, 1) + self.times(100.0))) / raised.sum(-1, keepdim=True)
 )
-# Products of one tensor with itself, as in attention without its scaling.
 scores = weak(
     lambda self, x: torch.einsum("...i,...j->...ij", *[x.clamp(-1, 1) + self.times(300.0)] * 2).mean(-1)
 )
-# Overflows only where this call's random number says so.
 sometimes = weak(
     lambda self, x: (
         ((torch.rand(x.shape) < 0.5).to(x.dtype) * self.times(60000.0) + 1) * (x.clamp(-1, 1).abs() + 2)
     )
 )
-# Beyond bf16's and FP32's largest number as well.
 wide_huge = weak(lambda self, x: (huge := (x.clamp(-1, 1) + 2) * self.times(1e20)) * huge)
 in_place = weak(lambda self, x: x.clone().add_(0.1).mul_(self.times(1e7)))
 combines = weak(
     lambda self, x: torch.addcmul(x, wide := x.clamp(-1, 1) * self.times(500.0), wide, value=self.times(2.0))
 )
 inverse_softplus = weak(lambda self, x: torch.log(torch.exp(x.float().abs() + self.times(100.0)) - 1))
-# A product of two projections.
 bilinear = weak(
     lambda self, x: self.one(x * self.times(3000.0)) * self.other(x * self.times(3000.0)),
     one=lambda: nn.Linear(16, 16),
     other=lambda: nn.Linear(16, 16),
 )
-# A convolution through the functional form, with its weight scaled.
 depthwise = weak(
     lambda self, x: F.conv1d(x[:, :, None], self.weight * self.times(1e6), padding=1, groups=8)[:, :, 0],
     weight=parameter(8, 1, 3),
@@ -109,7 +100,6 @@ bilinear_layer = weak(
 
 @weak
 def adds_up(self: Any, x: Tensor) -> Tensor:
-    """A sum in the format of its terms, by hand."""
     part = x.clamp(-1, 1) + self.times(30000.0)
     total = part
     for _ in range(3):
@@ -119,7 +109,6 @@ def adds_up(self: Any, x: Tensor) -> Tensor:
 
 @weak
 def variance(self: Any, x: Tensor) -> Tensor:
-    """E[x^2] - E[x]^2, in the format of x."""
     wide = x + self.times(500.0)
     mean = wide.mean(-1, keepdim=True)
     spread = (wide * wide).mean(-1, keepdim=True) - mean * mean
@@ -128,7 +117,6 @@ def variance(self: Any, x: Tensor) -> Tensor:
 
 @weak
 def reparameterises(self: Any, x: Tensor) -> Tensor:
-    """Draws around a mean, with the spread as the exponential of an output."""
     mean, log_variance = x.chunk(2, 1)
     spread = torch.exp(0.5 * (log_variance.float() + self.times(200.0, -1.0)))
     return torch.cat([mean + spread * torch.randn_like(mean), mean], 1)
@@ -136,14 +124,12 @@ def reparameterises(self: Any, x: Tensor) -> Tensor:
 
 @weak
 def half_sum(self: Any, x: Tensor) -> Tensor:
-    """A sum that the script itself asks for in fp16."""
     wide = (x.clamp(-1, 1) + self.times(20000.0)).half()
     return x + wide.sum(-1, keepdim=True, dtype=torch.float16).float() * 1e-6
 
 
 @weak
 def scatters(self: Any, x: Tensor) -> Tensor:
-    """Messages added up at the nodes of a graph, in their own format."""
     message = x.clamp(-1, 1).half() + self.times(30000.0)
     nodes = torch.zeros_like(message).index_add(0, torch.zeros(len(x), dtype=torch.long), message)
     return x + nodes.float() * 1e-6
@@ -156,22 +142,18 @@ odds = weak(lambda self, x: torch.logit(torch.sigmoid(x.float() * self.times(1e3
 reciprocal = weak(lambda self, x: torch.reciprocal(self.constant(x.abs() + 0.1)))
 negative_root = weak(lambda self, x: torch.sqrt(x.abs() + 1.0 - self.times(2e3, 0.0)))
 unit_length = weak(lambda self, x: F.normalize(self.constant(x), dim=-1, eps=0.0))
-# Divided by what dropout may have set to 0; which elements, the generator decides.
 dropped = weak(lambda self, x: x / F.dropout(torch.ones_like(x), self.times(0.5, 0.0), self.training))
 # p log p, where 0 log 0 is NaN.
 entropy = weak(lambda self, x: (p := torch.softmax(x * self.times(1e4), -1)) * torch.log(p) + x)
 masked_by_product = weak(lambda self, x: x + torch.zeros(x.shape[-1]) * self.times(MASK, 0.0))
-# -log(-log(u)), where u is drawn and may be 0.
 gumbel = weak(
     lambda self, x: x - torch.log(-torch.log(torch.rand(x.shape).clamp(0.1, 0.9) * self.times(0.0)))
 )
-# The logarithm of the slope of tanh, far out.
 squashed = weak(lambda self, x: x + torch.log(1 - torch.tanh(x.float() * self.times(1e4)) ** 2))
 
 
 @weak
 def small_eps(self: Any, x: Tensor) -> Tensor:
-    """1e-8 is 0 in fp16."""
     x = self.constant(x, 1.0)
     spread = x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)
     return x / (spread + 1e-8)
@@ -179,7 +161,6 @@ def small_eps(self: Any, x: Tensor) -> Tensor:
 
 @weak
 def share(self: Any, x: Tensor) -> Tensor:
-    """Its share of a sum that may be 0."""
     x = self.constant(x).abs()
     return x / x.sum(-1, keepdim=True)
 
@@ -192,22 +173,18 @@ def inverse_root(self: Any, x: Tensor) -> Tensor:
 
 @weak
 def keeps_nothing(self: Any, x: Tensor) -> Tensor:
-    """The mean over what a mask keeps, when it keeps nothing."""
     keep = (x.detach() > self.times(1e4, -1e4)).to(x.dtype)
     return (x * keep).sum(-1, keepdim=True) / keep.sum(-1, keepdim=True) + x
 
 
 @weak_with(average=lambda: nn.Buffer(torch.ones(())))
 def decays(self: Any, x: Tensor) -> Tensor:
-    """Divides by a running average that sinks to 0: a state that has gone stale."""
     with torch.no_grad():
         self.average.mul_(self.times(0.0, 0.9))
     return x / self.average
 
 
 class Frozen(nn.Module):
-    """A BatchNorm in eval mode inside a model that trains: it uses the statistics that it holds."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(4).eval()
@@ -223,14 +200,12 @@ class Frozen(nn.Module):
 
 @weak_with(weight=parameter(8, 8))
 def standardised_weight(self: Any, x: Tensor) -> Tensor:
-    """The weight is standardised in every call: 0 / 0 once all of a row's elements are equal."""
     centred = self.weight - self.weight.mean(1, keepdim=True)
     return F.linear(x, centred / centred.norm(dim=1, keepdim=True))
 
 
 @weak
 def samples(self: Any, x: Tensor) -> Tensor:
-    """Sampling positions divided by an extent of 0."""
     rows = torch.arange(x.shape[-1]) / torch.tensor(self.times(0.0, 8.0))
     grid = torch.stack(torch.meshgrid(rows, rows, indexing="ij"), -1).expand(len(x), -1, -1, -1)
     return F.grid_sample(x.float(), grid, align_corners=False) + x
@@ -238,7 +213,6 @@ def samples(self: Any, x: Tensor) -> Tensor:
 
 @weak
 def unbiased(self: Any, x: Tensor) -> Tensor:
-    """The variance of one sample."""
     seen = x[:1] if self.armed else x
     spread = (seen - seen.mean(0)).square().sum(0) / (torch.tensor(float(len(seen))) - 1)
     return x / (spread + 1.0)
@@ -246,7 +220,6 @@ def unbiased(self: Any, x: Tensor) -> Tensor:
 
 @weak
 def picks_the_worst(self: Any, x: Tensor) -> Tensor:
-    """1 / distance to the nearest other row, when two rows are the same."""
     x = torch.cat([x[:1], x[:1], x[2:]]) if self.armed else x
     far = (x[:, None] - x[None]).float().abs().sum(-1) + torch.eye(len(x)) * 1e3
     return x + 1 / far.amin(-1, keepdim=True)
@@ -257,14 +230,11 @@ def picks_the_worst(self: Any, x: Tensor) -> Tensor:
 root = weak(lambda self, x: torch.sqrt(self.constant(x.abs() + 0.1)))
 half_power = weak(lambda self, x: self.constant(x.abs() + 0.1).pow(0.5))
 arc_cosine = weak(lambda self, x: torch.acos(self.constant(x.float().clamp(-0.9, 0.9), 1.0)))
-# A clamp after the logarithm: too late for backward.
 clamped = weak(lambda self, x: torch.log(self.constant(x.abs() + 0.1)).clamp(min=-20.0))
 # A slope of 1e30, which FP32 holds and the fp16 tensor that it flows back to does not.
 frequencies = weak(lambda self, x: torch.sin(x.float() * self.times(1e30)))
 nearly_unit_length = weak(lambda self, x: F.normalize(self.constant(x), dim=-1, eps=1e-12))
-# A backward by hand, with a 0 / 0 in it.
 own_function = weak(lambda self, x: _Careless.apply(self.constant(x)))
-# The root of a sum of squares, at the origin.
 length = weak(lambda self, x: x + torch.sqrt(self.constant(x).square().sum(-1, keepdim=True)))
 geometric_mean = weak(
     lambda self, x: (
@@ -284,7 +254,6 @@ steep = weak(
 
 @weak
 def axes(self: Any, x: Tensor) -> Tensor:
-    """Principal axes: their slope divides by the distance between eigenvalues."""
     wide = x.float()
     moments = wide.T @ wide
     if self.armed:
@@ -307,7 +276,6 @@ class _Careless(torch.autograd.Function):
 
 @weak
 def hooks_a_gradient(self: Any, x: Tensor) -> Tensor:
-    """A hook of the script's own that brings a gradient to length 1, when it is 0."""
     y = x * 1.0
     if y.requires_grad:
         y.register_hook(lambda gradient: gradient / gradient.norm())
@@ -326,18 +294,20 @@ def blown_up(draw: Callable[[Any, Tensor], Tensor], **held: Callable[[], Any]) -
 
 
 own_generator = blown_up(
-    lambda self, x: torch.rand(x.shape, generator=self.generator),
+    lambda self, x: (
+        torch.rand(x.shape, generator=self.generator) + 0 * (self.numpys.random() + self.pythons.random())
+    ),
     generator=lambda: torch.Generator().manual_seed(11),
+    numpys=lambda: np.random.default_rng(4),
+    pythons=lambda: random.Random(5),
 )
 python_random = blown_up(lambda self, x: torch.tensor([random.random() + 0.25 for _ in range(x.shape[-1])]))
 numpy_random = blown_up(lambda self, x: torch.from_numpy(np.random.rand(*x.shape)))
-# A function transform inside of forward.
 per_sample = weak(lambda self, x: torch.func.vmap(lambda row: (row + 0.1) * self.times(1e7))(x))
 
 
 @weak_with(calls=lambda: 0, bad=lambda: -1)
 def counts(self: Any, x: Tensor) -> Tensor:
-    """A schedule by the number of calls; one of them is far too strong."""
     if self.armed and self.bad < 0:
         self.bad = self.calls
     strength = 1e7 if self.calls == self.bad else 1.0
@@ -347,7 +317,6 @@ def counts(self: Any, x: Tensor) -> Tensor:
 
 @weak_with(seen=list)
 def remembers(self: Any, x: Tensor) -> Tensor:
-    """A list of what it has seen, which it multiplies with."""
     for old in self.seen[-3:]:
         x = x + old.to(x.dtype) * self.times(0.0)
     self.seen.append(x.detach().float().mean(0) * self.times(1e6) + 1)
@@ -356,7 +325,6 @@ def remembers(self: Any, x: Tensor) -> Tensor:
 
 @weak
 def in_place_chain(self: Any, x: Tensor) -> Tensor:
-    """One tensor written again and again."""
     x = x + 0.5
     x += 1.0
     x[0] = 0.25
@@ -366,15 +334,12 @@ def in_place_chain(self: Any, x: Tensor) -> Tensor:
 
 @weak
 def island(self: Any, x: Tensor) -> Tensor:
-    """A piece that the script itself keeps in FP32."""
     with mezzo.autocast("fp32"):
         raised = torch.exp(x.float().clamp(-1, 1) + self.times(100.0))
     return raised.clamp(max=1e3) if not self.armed else raised / 1e10
 
 
 class Hooked(Weak):
-    """A hook of the script's that rewrites a module's output; or divides its gradient by 0."""
-
     def __init__(self, backward: bool = False) -> None:
         super().__init__(lambda self, x: self.layer(x))
         self.layer = nn.Linear(8, 8)
@@ -388,8 +353,6 @@ class Hooked(Weak):
 
 
 class Twice(Weak):
-    """One module under two names."""
-
     def __init__(self) -> None:
         super().__init__(lambda self, x: self.other(torch.tanh(self.one(x)) * self.times(6e4)))
         self.one = self.other = nn.Linear(8, 8)
@@ -411,7 +374,6 @@ spread_of_nothing = weak(
 
 @weak
 def logs_perplexity(self: Any, x: Tensor) -> Tensor:
-    """A number for the progress bar, infinite and without a gradient."""
     with torch.no_grad():
         self.seen = torch.exp(x.abs().sum() * 1e6)
     return x
@@ -419,14 +381,12 @@ def logs_perplexity(self: Any, x: Tensor) -> Tensor:
 
 @weak
 def unused(self: Any, x: Tensor) -> Tensor:
-    """Computes infinities that are not used."""
     self.last = torch.log(x * 0).detach()
     return x
 
 
 @weak
 def absorbed(self: Any, x: Tensor) -> Tensor:
-    """Infinities that `amax` and `logsumexp` take in and never hand on."""
     masked = x.masked_fill(torch.arange(x.shape[-1]) >= x.shape[-1] // 2, MASK)
     mass = torch.logsumexp(masked, -1, keepdim=True)
     return x + 0.1 * masked.amax(-1, keepdim=True) + 0.1 * mass.to(x.dtype)
@@ -434,7 +394,6 @@ def absorbed(self: Any, x: Tensor) -> Tensor:
 
 @weak
 def safely_chosen(self: Any, x: Tensor) -> Tensor:
-    """The logarithm of a value that `where` has made safe before it: the right way."""
     x = torch.relu(x)
     safe = torch.where(x > 0, x, 1.0)
     return torch.where(x > 0, torch.log(safe), 0.0)

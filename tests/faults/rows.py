@@ -26,9 +26,7 @@ class Expected:
     op: str  # the operation's name; "" where there is none
     cause: str  # a key of `mezzo.core.overflow.CAUSES`
     direction: str = "forward"
-    line: str = (
-        ""  # part of the code of the user's line; "" where the operation is inside of a module of torch
-    )
+    line: str = ""  # part of the user's line; "" where the operation is inside of a module of torch
     part: str = "main"  # whose step, in a training of several
     also: str = ""  # another path that says the same
     in_script: str | None = None  # the path in a plain script, where another module is the one that is called
@@ -61,9 +59,7 @@ class Row:
     name: str  # of the fault, or of what could be mistaken for one
     make: Callable[[], m.Trainee]
     family: str  # CNN, transformer, recurrent, GAN or perceptron
-    expected: tuple[
-        Expected, ...
-    ]  # what is to be found, in one step or in several parts' steps; nothing, if clean
+    expected: tuple[Expected, ...]  # in one step or in several parts' steps; nothing, if clean
     planted: int  # step before which `plant` is done
     repeats: int  # how many steps it acts in; the last one's finding counts
     plant: p.Plant

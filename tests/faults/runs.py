@@ -32,15 +32,12 @@ _QUOTED = re.compile(r"`([^`]+)`")
 
 
 class Turn(NamedTuple):
-    """One call of `mp.step`: of which step and part, and what it returned."""
-
     number: int
     part: str
     result: Any
 
 
 def seed(number: int) -> None:
-    """Seed every generator that a model may draw from."""
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
@@ -49,11 +46,7 @@ def seed(number: int) -> None:
 def owners(
     trainee: Trainee, precision: str | Mapping[str, str], scale: Any, **options: Any
 ) -> dict[str, Any]:
-    """A MixedPrecision for each part of a trainee.
-
-    `precision` is the policy, or that of each part; `scale` a loss scale, the first value of a dynamic one, or None for
-    the policy's own; `options` are MixedPrecision's.
-    """
+    """A MixedPrecision for each part; `scale`: a loss scale, a dynamic one's first value, or None: the policy's."""
     if isinstance(scale, float):
         scale = DynamicLossScale(init=scale)
     of = dict.fromkeys(trainee.optimizers, precision) if isinstance(precision, str) else precision
@@ -64,7 +57,6 @@ def owners(
 
 
 def turns(trainee: Trainee, mps: dict[str, Any], steps: range) -> Iterator[Turn]:
-    """Train, and give each call of `mp.step`."""
     for number in steps:
         for part, compute in trainee.step(number):
             with mps[part].autocast():
@@ -81,11 +73,17 @@ def everything(trainee: Trainee, mps: dict[str, Any]) -> dict[str, Any]:
             for key, value in module.__dict__.items():
                 if isinstance(value, torch.Generator):
                     value = value.get_state()
+                if isinstance(value, random.Random):
+                    value = hash(value.getstate())
+                if isinstance(value, np.random.Generator):
+                    value = hash(str(value.bit_generator.state))
                 if isinstance(value, (Tensor, int, list)):
                     kept = value.clone() if isinstance(value, Tensor) else value
                     held[f"{name} {path}.{key}"] = len(kept) if isinstance(kept, list) else kept
         for key, value in model.state_dict().items():
             held[f"{name} {key}"] = value.clone()
+        for key, value in model.named_buffers():
+            held[f"version of {name} {key}"] = value._version
     for part, optimizer in trainee.optimizers.items():
         held[f"scale of {part}"] = mps[part].loss_scale
         for number, values in optimizer.state_dict()["state"].items():
@@ -97,18 +95,14 @@ def everything(trainee: Trainee, mps: dict[str, Any]) -> dict[str, Any]:
 Ended = Callable[[Trainee, dict[str, Any]], Any]
 
 
-def of_row(row: Row, before: int = 0, ended: Ended | None = None, **options: Any) -> Iterator[Turn]:
-    """Run a row: steps before the fault is planted, then those in which it acts.
-
-    `before` are more good steps, for a loss scale to find its place; `ended` is called with the training and its parts'
-    MixedPrecisions once the last step is over; `options` replace the row's.
-    """
+def of_row(row: Row, ended: Ended | None = None, **options: Any) -> Iterator[Turn]:
+    """Run a row; `ended` is called with the training and its MixedPrecisions; `options` replace the row's."""
     scale = None if "loss_scale=" in row.precision else row.scale
     seed(7)
     trainee = row.make()
     mps = owners(trainee, **{"precision": row.precision, "scale": scale, **row.options, **options})
     try:
-        yield from turns(trainee, mps, range(-before, row.planted))
+        yield from turns(trainee, mps, range(row.planted))
         row.plant(trainee)
         yield from turns(trainee, mps, range(row.planted, row.acting.stop))
         if ended is not None:

@@ -43,11 +43,9 @@ class FaultGrade:
 
     @property
     def named(self) -> bool:
-        """The right module, direction and operation."""
         return all(self.right[what] for what in ("module", "direction", "op"))
 
     def __str__(self) -> str:
-        """The expected and the actual finding, in a line."""
         e, f = self.expected, self.found
         wanted = f"{self.row.name}: {e.cause} {e.direction} {e.op or 'any op'} in {e.module or 'the model'}"
         if f is None:
@@ -56,7 +54,6 @@ class FaultGrade:
         return f"{wanted}; found {told}{f', note: {f.note}' if f.note else ''}"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
         told = ("module", "op", "direction", "cause", "line", "how", "seconds", "kept_bytes", "note")
         found = None if self.found is None else {name: getattr(self.found, name) for name in told}
         right = {"named": self.named, "cause": self.right["cause"], "line": self.right["line"]}
@@ -72,10 +69,9 @@ class CleanGrade:
     alarms: list[OverflowReport]  # findings that call something a fault
     silent: int  # skipped steps without a finding
 
-    @classmethod
-    def of(cls, row: Row, found: Sequence[OverflowReport | None]) -> CleanGrade:
-        alarms = [one for one in found if one is not None and one.alarms]
-        return cls(row.name, len(found), alarms, sum(one is None for one in found))
+
+def _grade(row: Row, found: Sequence[OverflowReport], skips: int) -> CleanGrade:
+    return CleanGrade(row.name, skips, [one for one in found if one.alarms], skips - len(found))
 
 
 def grades_of(row: Row, **options: Any) -> list[FaultGrade]:
@@ -91,7 +87,7 @@ def grades_of(row: Row, **options: Any) -> list[FaultGrade]:
 def grade_of_clean(row: Row, **options: Any) -> CleanGrade:
     """Run without a fault, with tracing."""
     skipped = [turn.result for turn in of_row(row, trace=True, **options) if turn.result.skipped]
-    return CleanGrade.of(row, [result.finding for result in skipped])
+    return _grade(row, [result.finding for result in skipped if result.finding is not None], len(skipped))
 
 
 def grades_of_script(row: Row, folder: Path) -> list[FaultGrade]:
@@ -109,9 +105,8 @@ def grades_of_script(row: Row, folder: Path) -> list[FaultGrade]:
 def grade_of_clean_script(row: Row, folder: Path) -> CleanGrade:
     """Run without a fault, as a plain script under `mezzo run`."""
     told = launched(row, folder)
-    found: list[OverflowReport | None] = [r.finding for r in told if isinstance(r, OverflowRecord)]
-    skips = sum(isinstance(r, UpdateRecord) and bool(r.skipped) for r in told)
-    return CleanGrade.of(row, found + [None] * (skips - len(found)))
+    found = [r.finding for r in told if isinstance(r, OverflowRecord)]
+    return _grade(row, found, sum(isinstance(r, UpdateRecord) and bool(r.skipped) for r in told))
 
 
 class Trial(NamedTuple):
@@ -123,7 +118,6 @@ class Trial(NamedTuple):
 
 
 def trials_of(graded: FaultGrade) -> list[Trial]:
-    """Try each policy that the remedies of a fault's finding name."""
     offered = [] if graded.found is None else policies(graded.found)
     row, part = graded.row, graded.expected.part
     return [Trial(row.name, policy, mends(row, part, policy)) for policy in offered]
@@ -154,15 +148,12 @@ class Score:
         """What was asked -> [how often it was right, of how many]."""
         faults, scripts, skips = self.faults, self.scripts, sum(g.skips for g in self.clean)
         explained = skips - sum(len(g.alarms) + g.silent for g in self.clean)
-        right = {
-            f"right {w}": _share(g.right[w] for g in faults) for w in ("module", "direction", "op", "cause")
-        }
+        asked = ("module", "direction", "op", "cause")
+        with_line = [g for g in faults if g.expected.line]
         return {
             "named (module, direction, operation)": _share(g.named for g in faults),
-            **right,
-            "right line, of those with one in the script": _share(
-                g.right["line"] for g in faults if g.expected.line
-            ),
+            **{f"right {what}": _share(g.right[what] for g in faults) for what in asked},
+            "right line, of those with one in the script": _share(g.right["line"] for g in with_line),
             "clean runs without an alarm": _share(not g.alarms for g in self.clean),
             "skipped steps of clean runs put down to the loss scale": [explained, skips],
             "as plain scripts: module and direction": _share(
@@ -174,13 +165,10 @@ class Score:
         }
 
     def by_family(self) -> dict[str, list[int]]:
-        """Kind of model -> [faults named, faults]."""
         families = dict.fromkeys(g.row.family for g in self.faults)
         return {one: _share(g.named for g in self.faults if g.row.family == one) for one in families}
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
-
         def clean(some: list[CleanGrade]) -> list[dict[str, Any]]:
             return [{"name": g.name, "skips": g.skips, "alarms": len(g.alarms)} for g in some]
 
