@@ -56,6 +56,7 @@ import torch.distributed as dist
 from torch import nn
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+torch.manual_seed(0)
 
 class Net(nn.Module):
     def __init__(self):
