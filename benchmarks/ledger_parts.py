@@ -30,9 +30,9 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         *("running_statistics*", "two_networks*", "undefined_gradients*"),
         *("run_gradients*", "training", "grad_scaler*"),
     ),
-    "checkpoint resumes": ("training_state*", "optim_state*", "with_masters_state*"),
+    "checkpoint resumes": ("training_state*", "optim_state*"),
     "layouts and tensor kinds": ("layouts*", "dispatch*"),
-    "verdict": ("verdict*", "check_of_trial*"),
+    "verdict": ("verdict*",),
     "durability": ("compare*",),
 }
 """Group -> patterns of tests/test_PATTERN.py."""

@@ -59,6 +59,7 @@ FOUND = {
     "L4": "L4",
     "l40": "L40",
     "H100": "H100 PCIe, H100 80GB HBM3",
+    "NVIDIA H100-SXM": "H100 80GB HBM3",
 }
 
 

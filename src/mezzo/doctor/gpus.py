@@ -90,12 +90,16 @@ def formats_at(capability: Capability) -> tuple[str, ...]:
     return tuple(name for name, first in TENSOR_CORES_FROM.items() if capability >= first)
 
 
+ALSO = {"h100 sxm": "H100 80GB HBM3", "h100 sxm5": "H100 80GB HBM3", "a100 sxm": "A100-SXM4-80GB"}
+"""Names that people use -> the names that the driver reports."""
+
+
 def find(name: str) -> tuple[GpuModel, ...]:
     """The models of that name; several if the name is a common beginning (``"A100"``).
 
     Case, spaces, dashes and the words NVIDIA, Tesla and GeForce do not matter.
     """
-    wanted = _words(name)
+    wanted = _words(ALSO.get(" ".join(_words(name)), name))
     same = tuple(model for model in MODELS if "".join(_words(model.name)) == "".join(wanted))
     found = same or tuple(model for model in MODELS if wanted and _words(model.name)[: len(wanted)] == wanted)
     if not found:

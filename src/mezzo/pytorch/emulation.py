@@ -47,9 +47,8 @@ class Rounding(TorchDispatchMode):
         self._most = math.ldexp(float(self._form.max), -HEADROOM)
         self._low: dict[int, bool] = {}
         self.inside: list[Any] = []  # running calls of inner modules, whose operations are not rounded
-        self.computed: dict[
-            Any, bool
-        ] = {}  # innermost call with operations of its own -> whether it has a product
+        # Innermost call with operations of its own -> whether it has a product.
+        self.computed: dict[Any, bool] = {}
         self.cause = ""  # what made the first number beyond the format's largest
 
     def low(self, tensor: Tensor) -> bool:

@@ -393,12 +393,8 @@ def _in_fp64(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
             kept = {name: value for name, value in kwargs.items() if name not in ("dtype", "out")}
             args, kept = mapped((args, kept), wide)
             outs = [t for t in tensors(func(*args, **kept)) if t.is_floating_point()]
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # without an FP64 form, or not to be repeated: its name decides
-        return None
+    except (RuntimeError, TypeError, ValueError):
+        return None  # without an FP64 form, or not to be repeated: the operation's name decides
     finally:
         torch.set_rng_state(random)
     return outs if outs and all(t.dtype is torch.float64 for t in outs) else None

@@ -48,8 +48,9 @@ _NOT_CALLED = (
 
 
 class RangeWatch(StepObserver):
-    """A `StepObserver` that counts some `kinds` of `WHAT` in every so many updates; without a model or an optimizer, of
-    any. `all_modules`: of modules around others too. `notes` says what could not be looked at, and is told to `note`.
+    """A `StepObserver` that counts some `kinds` of `WHAT` every `every` updates; without `model`, `optimizer`: of any.
+
+    `all_modules`: also of modules that contain others. `notes` lists what was not counted; `note` is called with each.
     """
 
     def __init__(
@@ -71,9 +72,8 @@ class RangeWatch(StepObserver):
         self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         if optimizer is not None:
             self._updates[optimizer] = 0
-        self._models: WeakKeyDictionary[nn.Module, str] = (
-            WeakKeyDictionary()
-        )  # -> what their paths begin with
+        # Model -> what the paths of its modules begin with.
+        self._models: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         if model is not None:
             self._models[model] = ""
         self._outputs = WatchedOutputs(self._kinds, distinct=all_modules)

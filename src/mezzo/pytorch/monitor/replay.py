@@ -209,9 +209,8 @@ class SavedCall:
         self._arguments = mapped(given, lambda t: t if t.grad_fn is None else _off_graph(t))
         self._versions = [(leaf, version_of(leaf)) for leaf in tensors(self._arguments, objects=True)]
         self._keepers: list[weakref.ref[Any]] = []
-        self.grads: dict[
-            int, dict[int, Tensor]
-        ] = {}  # number of a backward -> place among the outputs -> gradient
+        # Number of a backward -> place among the outputs -> gradient.
+        self.grads: dict[int, dict[int, Tensor]] = {}
         self.retained = self.done = False  # another backward may come through it; none comes
         self.state = ModuleState(effects)
 
