@@ -43,7 +43,7 @@ def test_what_holds_no_record_is_status_2(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "broken" / "verdict.json").write_text("[]")
     for place, words in (
         (str(tmp_path), "holds no run record. A report is made from a folder with runs/*.jsonl"),
-        (str(tmp_path / "nowhere"), "nowhere: holds no run record"),
+        (str(tmp_path / "nowhere"), "nowhere: no such file or folder. A report is made from"),
         (str(tmp_path / "broken"), 'it has no object "candidates"'),
         (str(tmp_path / "ok.py"), "ok.py: holds no run record"),
         ("", "give DIR, a folder with run records"),

@@ -49,8 +49,9 @@ def build_run(records: str | os.PathLike[str]) -> Path:
     if not any(run.records for run in runs):
         for file in files:  # a file that cannot be read may hold records
             file.open("rb").close()
+        what = "holds no run record" if place.exists() else "no such file or folder"
         raise UsageError(
-            f"{place}: holds no run record. A report is made from a folder with runs/*.jsonl, or from a .jsonl file, "
+            f"{place}: {what}. A report is made from a folder with runs/*.jsonl, or from a .jsonl file, "
             "which `mezzo run --watch SCRIPT`, `mezzo run --records FILE SCRIPT`, "
             "MixedPrecision(records=RecordWriter(FILE)) and mezzo.keras.PrecisionMonitor write."
         )
