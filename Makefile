@@ -68,7 +68,7 @@ gpu-check: .venv/test.stamp
 	$(PYTHON) -m venv .venv
 
 .venv/demo.stamp: .venv/bin/python pyproject.toml constraints.txt
-	$(PIP) --editable '.[demos]'
+	$(PIP) --editable .
 	touch $@
 
 .venv/test.stamp: .venv/bin/python pyproject.toml constraints.txt
