@@ -153,7 +153,7 @@ def test_every_float_comes_back(x: float) -> None:
 
 
 UNREADABLE = [
-    *[(text, "write a decimal (-4.2e9)") for text in ("", "0xp3", "1//3", "1/0")],
+    *[(text, "Write a decimal (-4.2e9)") for text in ("", "0xp3", "1//3", "1/0")],
     *[(text, "beyond every format") for text in ("1e999999999", "0x1p9999", "1" * 5000)],
 ]
 
@@ -199,6 +199,19 @@ def test_the_table_has_every_format(capsys: pytest.CaptureFixture[str]) -> None:
     assert ["fp16", "1/5/10", "65504", "6.1035e-5", "5.9605e-8", "0.00097656"] in [
         line.split() for line in lines
     ]
+
+
+@pytest.mark.parametrize("name", ["fp16", "half", "e4m3fn", "FP64"])
+def test_one_format_is_shown_in_full(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["formats", name]) == 0
+    form, printed = formats.named(name.lower()), capsys.readouterr().out
+    assert all(text in printed for text in (form.name, form.title, form.source, written(form.max)))
+
+
+def test_numbers_are_shown_in_the_formats_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["formats", "bf16", "half", "show", "0.1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1::2]] == ["bf16", "fp16"]
 
 
 def test_the_table_as_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,9 +262,11 @@ def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 MISUSED = [
-    ("show", "give a number, for instance `mezzo formats show -4.2e9`"),
+    ("show", "mezzo formats show -4.2e9"),
+    ("show fp16", "mezzo formats fp16"),
+    ("show 0.1 bf16", "mezzo formats bf16 show"),
     ("shaw 1", "Did you mean 'show'?"),
-    ("3.5 1/3", "to see what becomes of a number write: mezzo formats show 3.5 1/3"),
+    ("3.5 1/3", "mezzo formats show 3.5 1/3"),
     ("0x1.8p3", "mezzo formats show 0x1.8p3"),
     ("fp61", "Did you mean 'fp64'?"),
     ("show 1 --overflow satrate", "Did you mean 'saturate'?"),

@@ -372,12 +372,21 @@ TAKES: dict[str, Callable[[Any], str]] = {
 }
 
 
+OTHER_NAMES = {
+    "fp32": ("float32", "32", "32-true"),
+    "fp16": ("float16", "half", "16", "16-mixed", "mixed_float16"),
+    "bf16": ("bfloat16", "bf16-mixed", "mixed_bfloat16"),
+}
+
+
 @pytest.mark.parametrize("where", TAKES)
-def test_a_torch_dtype_is_a_precision_and_other_values_are_not(where: str) -> None:
+def test_a_torch_dtype_or_usual_name_is_a_precision_and_other_values_are_not(where: str) -> None:
     for name in FORMATS:
-        assert TAKES[where](DTYPES[name]) == TAKES[where](name)
+        for same in (DTYPES[name], *OTHER_NAMES[name]):
+            assert TAKES[where](same) == TAKES[where](name)
     if "(" not in where:
-        for wrong in (torch.int8, torch.float64, torch.float8_e4m3fn, None, 16, b"bf16", float):
+        wrongs: tuple[Any, ...] = (torch.int8, torch.float64, torch.float8_e4m3fn, b"bf16", float)
+        for wrong in (*wrongs, None) if where == "policy" else wrongs:
             with pytest.raises(UsageError) as told:
                 TAKES[where](wrong)
             assert all(word in str(told.value) for word in (repr(wrong), "torch.bfloat16", ".toml"))

@@ -207,7 +207,7 @@ def test_a_skipped_step_is_told_and_named_where_the_scale_collapses(launch: Any,
     kinds = [r.kind for r in ran.records if r.kind in ("update", "overflow")]
     assert kinds == ["update", "overflow"] * len(updates)  # the last one's too, whose error ends the script
     assert "LossScaleCollapseError" in ran.err
-    assert "What makes them fail: forward of linear in 2: " in ran.err
+    assert "Cause: forward of linear in 2: " in ran.err
     assert f"mezzo: update 0 skipped, and {len(updates) - 1} later ones: forward of linear in 2" in ran.err
 
 

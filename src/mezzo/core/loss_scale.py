@@ -28,13 +28,13 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126
 _LARGEST_CONSTANT = 100  # a loss up to 2^27 times 2^100 stays finite in FP32
 
 NOT_THE_SCALE = (
-    "If the loss itself is NaN or infinite no scale can help: run the step in FP32 and look at the data, the "
-    "learning rate and the initialisation."
+    "If the loss itself is NaN or infinite, no loss scale helps: run the step in FP32, and check the data, the "
+    "learning rate and the initialization."
 )
 
 STATISTICAL_REMOVED = (
-    "the statistical loss scale was removed in version 0.2: it showed no clear gain over a dynamic one. Use 'dynamic' "
-    "(DynamicLossScale); dynamic(init=...) takes the first scale that `mezzo calibrate` recommends."
+    "the statistical loss scale was removed in version 0.2, since it showed no clear gain over a dynamic one. Use "
+    "'dynamic' (DynamicLossScale), or 'dynamic(init=1024)' with the first scale that `mezzo calibrate` recommends."
 )
 
 
@@ -83,7 +83,7 @@ class _Scale:
 
 @dataclass(frozen=True)
 class NoLossScale(_Scale):
-    """S = 1 always: for bf16 and FP32, whose range is wide enough. It never raises."""
+    """A loss scale of 1, for bf16 and FP32, whose range is wide enough. No step is skipped."""
 
     kind: ClassVar[str] = "none"
 
@@ -120,14 +120,16 @@ class StaticLossScale(_Scale):
     def from_largest(
         cls, largest_gradient: float, format: str = "fp16", headroom_bits: int = 1
     ) -> StaticLossScale:
-        """The largest power of two that leaves the largest gradient room: the rule of the original paper.
+        """The largest power of two at which the largest gradient does not overflow (Micikevicius et al. 2017).
 
-        Equals, but never above 2^100, so that an ordinary loss times S stays finite in FP32::
+        Naive code, except that the result is at most 2^100, so that an ordinary loss times S is finite in FP32::
 
             scale = 2 ** floor(log2(finfo(format).max / largest_gradient) - headroom_bits)
 
-        `largest_gradient` is that of activations and of weights, unscaled; `format` that of backward; `headroom_bits`
-        the doublings that the largest gradient may still make in the rest of the run.
+        Args:
+            largest_gradient: largest magnitude among the unscaled gradients of activations and weights.
+            format: the format of the backward pass.
+            headroom_bits: how many times the largest gradient may double in the rest of the run.
 
         Raises:
             UsageError: a largest gradient that is zero, negative, NaN or infinite; a negative headroom.
@@ -135,11 +137,11 @@ class StaticLossScale(_Scale):
         """
         if not (math.isfinite(largest_gradient) and largest_gradient > 0):
             raise UsageError(
-                f"largest_gradient is {largest_gradient!r}: give the largest finite magnitude seen, above 0"
+                f"largest_gradient is {largest_gradient!r}. It must be a finite number above 0: the largest magnitude "
+                "of a gradient."
             )
         check_whole("headroom_bits", headroom_bits, 0)
-        room = Fraction(named(format).max) / Fraction(largest_gradient)
-        exponent = floor_log2(room)
+        exponent = floor_log2(Fraction(named(format).max) / Fraction(largest_gradient))
         return cls(2.0 ** max(-_LARGEST_CONSTANT, min(exponent - headroom_bits, _LARGEST_CONSTANT)))
 
     def _with(self, state: ScaleArrays) -> StaticLossScale:
@@ -152,7 +154,7 @@ class StaticLossScale(_Scale):
 
 @dataclass(frozen=True)
 class DynamicLossScale(_Scale):
-    """S found by trial: it grows after a number of good steps, backs off on overflow, and stays in bounds.
+    """A loss scale S that grows after a number of good steps, falls on overflow, and stays within bounds.
 
     One step, with `bad` = found_inf as 0 or 1 and `fl32` = rounding to FP32, ties to even::
 
@@ -207,9 +209,8 @@ class DynamicLossScale(_Scale):
             value = fl32(getattr(self, name))
             object.__setattr__(self, name, value)
             if not low < value < high:
-                raise UsageError(
-                    f"{name} is {value!r}: it must lie between {low:g} and {high:g}, exclusive, in FP32"
-                )
+                bounds = f"above {low:g}" + (f" and below {high:g}" if high < math.inf else "")
+                raise UsageError(f"{name} is {value!r}. It must be {bounds}, after rounding to FP32.")
         for name in ("growth_interval", "hysteresis", "patience"):
             check_whole(name, getattr(self, name), 1)
         for name in ("good_steps", "overflows", "stuck"):
@@ -218,8 +219,8 @@ class DynamicLossScale(_Scale):
             value = getattr(self, name)
             if not self.floor <= value <= self.ceiling:
                 raise UsageError(
-                    f"{name} is {power_text(value)}: it must lie between the floor {power_text(self.floor)} and the "
-                    f"ceiling {power_text(self.ceiling)}"
+                    f"{name} is {power_text(value)}. It must lie between floor={power_text(self.floor)} and "
+                    f"ceiling={power_text(self.ceiling)}."
                 )
 
     def _with(self, state: ScaleArrays) -> DynamicLossScale:
@@ -314,12 +315,12 @@ def collapsed(pure: StaticLossScale | DynamicLossScale, stuck: int) -> LossScale
             f"{stuck} steps in a row were skipped: their gradients are not finite under the constant "
             f"loss scale {power_text(pure.scale)}.",
             NOT_THE_SCALE,
-            "Else use a smaller constant, StaticLossScale.from_largest(...), or loss_scale='dynamic'.",
+            "Otherwise use loss_scale='dynamic', or a smaller constant: StaticLossScale.from_largest(...).",
         )
     return LossScaleCollapseError(
         f"the loss scale is at its floor {power_text(pure.floor)} and the last {stuck} steps were skipped.",
         NOT_THE_SCALE,
-        "Else train in bf16, or keep the module that overflows in FP32: fp16,module.PATTERN=fp32.",
+        "Otherwise train in bf16, or keep the module that overflows in FP32: 'fp16,module.PATTERN=fp32'.",
     )
 
 
@@ -354,7 +355,9 @@ def checked_scale(name: str, value: object) -> float:
     except OverflowError:
         given = math.inf
     if not SMALLEST <= given <= LARGEST:
-        raise UsageError(f"{name} is {value!r}: a loss scale is a number between 2**-126 and 2**126")
+        raise UsageError(
+            f"{name} is {value!r}. A loss scale is a number between 2**-126 and 2**126, such as 1024."
+        )
     return fl32(given)
 
 
@@ -364,9 +367,9 @@ def is_real(value: object) -> TypeGuard[float]:
 
 
 def check_whole(name: str, value: object, least: int) -> None:
-    """Raise UsageError unless it is a whole number of at least `least`."""
+    """Raise UsageError unless it is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise UsageError(f"{name} is {value!r}: it must be a whole number of at least {least}")
+        raise UsageError(f"{name} is {value!r}. It must be an integer of at least {least}.")
 
 
 def power_text(value: float) -> str:

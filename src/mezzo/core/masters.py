@@ -32,8 +32,8 @@ def storage_of(compute: str, params: str, masters: str) -> tuple[str, str]:
     """
     if params == "auto" and masters != "auto" and compute == "auto":
         raise UsageError(
-            f"policy 'compute=auto,masters={masters}': masters belong to 16-bit parameters, and auto may choose "
-            "FP32. Name the format: compute=bf16, or params=bf16."
+            f"policy 'compute=auto,masters={masters}': masters need 16-bit parameters, and auto may choose FP32. Name "
+            "the format: compute=bf16, or params=bf16."
         )
     if params == "auto":
         params = "fp32" if masters == "auto" else compute
@@ -41,15 +41,15 @@ def storage_of(compute: str, params: str, masters: str) -> tuple[str, str]:
         masters = usual_masters(params)
     if masters in _MASTERS_OF[params]:
         return params, masters
-    told = f"policy 'params={params},masters={masters}': "
+    where = f"policy 'params={params},masters={masters}': "
     if params == "fp32":
         raise UsageError(
-            f"{told}an FP32 parameter is its own master. Leave masters out, or store parameters in 16 bits: "
+            f"{where}an FP32 parameter is its own master. Leave masters out, or store parameters in 16 bits: "
             "params=bf16."
         )
     raise UsageError(
-        f"{told}split, split8 and none build on a weight that is the upper half of its FP32 value, which bf16 is "
-        "and fp16 is not. Use masters=fp32, or bf16 for compute and params."
+        f"{where}split, split8 and none need a weight that is the upper half of its FP32 value, which bf16 is and "
+        "fp16 is not. Use masters=fp32, or bf16 for compute and params."
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from mezzo.core.formats import named
+from mezzo.core.notebook import html_table
 
 OUTSIDE = "(outside the model)"
 """The module of an op that no watched model's call holds: a loss, a penalty, arithmetic between two models."""
@@ -179,6 +180,14 @@ class OverflowReport:
             return f"{names or 'a tensor'}{f' of {self.module}' if self.module else ''}{line}: {CAUSES[self.cause]}"
         where = "outside the model" if self.module == OUTSIDE else f"in {self.module or 'the model'}"
         return f"{self.direction} of {self.op or 'an operation'} {where}{line}: {self.why}"
+
+    def _repr_html_(self) -> str:
+        rows = [("cause", self.why), ("module", self.module), ("operation", self.op), ("line", self.line)]
+        rows += [("input", str(facts)) for facts in self.inputs]
+        rows += [("output", str(facts)) for facts in self.outputs]
+        rows += [("passed on by", ", ".join(self.propagators)), ("note", self.note)]
+        rows += [("try", remedy) for remedy in self.remedies]
+        return html_table(str(self), [row for row in rows if row[1]])
 
     @property
     def why(self) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
-from mezzo.core.formats import FORMATS
+from mezzo.core.formats import ALIASES, FORMATS
 from mezzo.core.loss_scale import (
     STATISTICAL_REMOVED,
     DynamicLossScale,
@@ -35,6 +35,20 @@ else:
     import tomli as tomllib
 
 _TABLES = {"ops": "op", "modules": "module"}
+
+PRECISION_NAMES: Mapping[str, str] = {
+    **{other: name for other, name in ALIASES.items() if name in COMPUTE},  # torch's: float16, half, bfloat16
+    "float": "fp32",
+    "tensorfloat32": "tf32",
+    "mixed_float16": "fp16",
+    "mixed_bfloat16": "bf16",  # Keras's
+    "32": "fp32",
+    "32-true": "fp32",
+    "16": "fp16",
+    "16-mixed": "fp16",
+    "bf16-mixed": "bf16",  # Lightning's
+}
+"""Other names of the precisions, accepted wherever a precision is given."""
 KEYS = ("compute", "params", "masters", "state", "output", "loss_scale", "recompute", "scaling", "hidden")
 
 _STATE = ("scale", "good_steps", "overflows", "stuck")
@@ -54,6 +68,15 @@ class Entry(NamedTuple):
     where: str
 
 
+def precision_name(value: object) -> str:
+    """Mezzo's name of a precision, for a `torch.dtype` or a name of `PRECISION_NAMES`; any other value as text.
+
+    >>> [precision_name(value) for value in ("half", "bf16-mixed", "mixed_float16", 16, "fp8")]
+    ['fp16', 'bf16', 'fp16', 'fp16', 'fp8']
+    """
+    return PRECISION_NAMES.get(str(value).removeprefix("torch."), str(value))
+
+
 def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
     """The entries of a short string: a preset's name first, if any, then `key=value` parts."""
     where = f"policy {text!r}: "
@@ -62,7 +85,7 @@ def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if equals:
             entries.append(_entry(key, value, where))
-        elif index == 0 and key in presets:
+        elif index == 0 and precision_name(key) in presets:
             entries.append(Entry("compute", "", key, where))
         elif index == 0 and key in FORMATS:
             using = [each.name for each in COMPUTE.values() if key in (each.forward, each.backward)]
@@ -118,8 +141,8 @@ def as_loss_scale(given: LossScale | float | str | None, where: str) -> LossScal
     except UsageError as error:
         raise type(error)(f"{where}: loss_scale: {error}") from None
     raise UsageError(
-        f"{where}: loss_scale is {given!r}; give a DynamicLossScale, StaticLossScale or NoLossScale, a number, "
-        f'or "dynamic" or "none"'
+        f"{where}: loss_scale is {given!r}. Use 'dynamic', 'dynamic(init=1024)', 'none', a number such as 1024, "
+        "or a mezzo.DynamicLossScale."
     )
 
 
@@ -130,7 +153,7 @@ def _settings(text: str) -> dict[str, Any]:
         if name not in _DYNAMIC:
             raise unknown_name("setting of dynamic(...)", name, _DYNAMIC)
         if name in settings:
-            raise UsageError(f"dynamic(...) has {name} twice. Keep one of the two.")
+            raise UsageError(f"dynamic(...) sets {name} twice. Keep one of the two.")
         given = _number(value)
         settings[name] = int(given) if isinstance(_DYNAMIC[name], int) and given.is_integer() else given
     return settings
@@ -183,23 +206,25 @@ def read_toml(path: str | os.PathLike[str]) -> list[Entry]:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
-            f"policy file {os.fspath(path)!r}: {error.strerror or error}. Give the path of a TOML file that can be "
-            "read, such as the policy.toml that `mezzo calibrate` writes; or a preset, such as bf16"
+            f"policy file {os.fspath(path)!r}: {error.strerror or error}. Give the path of a TOML file, such as the "
+            "policy.toml that `mezzo calibrate` writes, or a precision, such as bf16."
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"policy file {os.fspath(path)!r} is not TOML: {error}") from None
+        raise UsageError(
+            f'policy file {os.fspath(path)!r} is not TOML: {error}. Example of a line: compute = "bf16"'
+        ) from None
     entries = []
     for keys, value in _leaves(data):
         where = f"{os.fspath(path)}: {'.'.join(keys)}: "
         if keys[0] not in (*KEYS, *_TABLES):
             raise unknown_name("key", keys[0], [*KEYS, *_TABLES], where=where)
         if keys[0] in _TABLES and len(keys) == 1:
-            raise UsageError(f"{where}it is a table. Write a line [{keys[0]}] and the pairs under it.")
+            raise UsageError(f'{where}it is a table. Write a line [{keys[0]}], and under it NAME = "fp32".')
         if keys[0] in KEYS and len(keys) > 1:
-            raise UsageError(f"{where}{keys[0]} is a single value, not a table")
+            raise UsageError(f'{where}{keys[0]} is a single value, not a table. Write {keys[0]} = "...".')
         number = keys[0] == "loss_scale" and isinstance(value, (int, float)) and not isinstance(value, bool)
         if not isinstance(value, str) and not number:
-            raise UsageError(f"{where}{value!r} is not a string. Write it in quotes")
+            raise UsageError(f'{where}{value!r} is not a string. Write it in quotes: "{value}".')
         entries.append(Entry(_TABLES.get(keys[0], keys[0]), ".".join(keys[1:]), str(value), where))
     return entries
 

@@ -276,7 +276,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             bad = [_path(variable) for variable, flag in zip(self._trainable_variables, flags) if flag]
             whose = ", ".join(bad) or "no variable, as it was loaded"
             collapse = LossScaleCollapseError(f"gradients that are not finite, those of {whose}: {error}")
-            raise collapse.going_on("call optimizer.reset_loss_scale()") from None
+            raise collapse.going_on("optimizer.reset_loss_scale()") from None
 
     def _check_if_due(self, found_inf: Any) -> None:
         """Check the patience where the host has waited for this step anyway, else rarely; in a graph assert it."""

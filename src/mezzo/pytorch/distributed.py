@@ -95,7 +95,7 @@ def is_distributed(group: Any = None) -> bool:
 
 def is_spread(tensor: Tensor) -> bool:
     """Whether a tensor is a `DTensor`."""
-    module = sys.modules.get("torch.distributed.tensor")  # whoever made one has imported it
+    module = sys.modules.get("torch.distributed.tensor")  # imported by the code that made one
     return module is not None and isinstance(tensor, module.DTensor)
 
 

@@ -25,8 +25,8 @@ from mezzo.core.errors import UsageError, unknown_name
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.hardware import native_formats
 from mezzo.pytorch.kernels.emulated import emulated
+from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.kernels.plain import is_plain
-from mezzo.pytorch.kernels.unseen import unseen
 
 __all__ = [
     "Quantized",
@@ -289,7 +289,7 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
 
     @staticmethod
-    @unseen
+    @not_traced
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         grad = grads[0]
         eager = not torch.compiler.is_compiling()
@@ -343,7 +343,7 @@ class _FirstOnly(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
 
     @staticmethod
-    @unseen
+    @not_traced
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise UsageError(
             "fp8_linear(): a gradient of its gradient. The layer keeps its input in 8 bits only, which has no second "

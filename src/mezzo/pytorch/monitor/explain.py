@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mezzo.core.errors import UnsupportedPrecisionError, UsageError
+from mezzo.core.notebook import html_table
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OpFormats
@@ -62,6 +63,14 @@ class Explanation:
     def __str__(self) -> str:
         terminal = sys.stdout is not None and sys.stdout.isatty()
         return self.as_text(shutil.get_terminal_size().columns if terminal else _WIDTH)
+
+    def _repr_html_(self) -> str:
+        names = ("op", "module", "rule", "planned", "observed", "calls", "casts", "reason")
+        rows = sorted(self.ops, key=lambda row: row.as_planned)  # departures first
+        cells = [[getattr(row, name) or "" for name in names] for row in rows]
+        verdict = f"{len(self.departed)} not as planned" if self.departed else "all as planned"
+        title = f"{self.precision} on {self.device_type}: {verdict}. {' '.join(self.notes)}"
+        return html_table(title.rstrip(), cells, names)
 
     def as_text(self, width: int = _WIDTH) -> str:
         """The table, no line longer than ``width`` columns (at least 60)."""

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.step import numbers_of
 from mezzo.pytorch.training import backward as walks
 
@@ -32,7 +32,7 @@ _CHECKED = (torch.float32, torch.float64)
 
 Backward = Callable[..., Any]
 _Run = Callable[[float, bool | None], Any]
-leaves_of = unseen(walks.leaves_of)
+leaves_of = not_traced(walks.leaves_of)
 
 
 class FoundInf:
@@ -119,7 +119,7 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
             observers.tell("step_dropped")
             raise
 
-    @unseen
+    @not_traced
     def note_loss(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> None:
         session.journal.loss(_value(roots, seeds) if session.journal.writes else None)
 
@@ -270,7 +270,7 @@ class unscaling:  # noqa: N801, a context manager is named like a function
     def __init__(self, leaves: Sequence[Tensor], scale: float, overflows: Overflows | None = None) -> None:
         self._leaves, self._scale, self._overflows = leaves, scale, overflows
 
-    @unseen
+    @not_traced
     def __enter__(self) -> None:
         inverse = 1.0 / self._scale
         found = FoundInf([leaf.device for leaf in self._leaves], inverse)

@@ -31,7 +31,7 @@ from mezzo.pytorch.autocast.modules import (
     with_heads,
 )
 from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
-from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.run.weights import Storage, nudge
 
@@ -92,7 +92,7 @@ class Preparation:
         found = self._known.get(id(module))
         return found[1] if found is not None and found[0]() is module else None
 
-    @unseen
+    @not_traced
     def _first_call(self, module: nn.Module) -> bool:
         session = self._session
         params = [p for p in module.parameters() if p.is_floating_point()]
@@ -205,7 +205,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             out = original(self, *args, **kwargs)
         return to_fp32(out)
 
-    @unseen
+    @not_traced
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Context | None, bool] | None:
         """Begin an outermost call: its context, and whether observers see its end; None if it is not by the policy."""
         if session.left_alone is not None or _is_jit_tracing() or observers.busy:
@@ -235,7 +235,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             end(context)
             raise
 
-    @unseen
+    @not_traced
     def leave(
         module: nn.Module, context: Context | None, is_observed: bool, out: Any, *, failed: bool = False
     ) -> Any:

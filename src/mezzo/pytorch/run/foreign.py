@@ -78,11 +78,11 @@ def _imported(home: str, name: str) -> Callable[..., Any]:
 def _autocast(session: Session) -> Any:
     """The `mezzo.autocast` of a run; not noticed in a compiled function, where Dynamo traces it."""
     from mezzo.pytorch.autocast.context import autocast
-    from mezzo.pytorch.kernels.unseen import unseen
+    from mezzo.pytorch.kernels.not_traced import not_traced
 
     compiling: Any = sys.modules["torch"].compiler.is_dynamo_compiling
 
-    @unseen
+    @not_traced
     @functools.wraps(autocast)
     def watched(*args: Any, **kwargs: Any) -> Any:
         made = autocast(*args, **kwargs)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.kernels.not_traced import not_traced
 
 if TYPE_CHECKING:
     from mezzo.core.records import Record
@@ -153,7 +153,7 @@ class Observers:
             self._watch = None
             watch.close()
 
-    @unseen
+    @not_traced
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """An outermost call begins; whether the observers are to be told of its end."""
         if not self._sees(model):
@@ -167,7 +167,7 @@ class Observers:
         self._tell("call_begins", model, args, kwargs)
         return True
 
-    @unseen
+    @not_traced
     def tell(self, what: str, *args: Any, **kwargs: Any) -> None:
         """Call this method of `StepObserver`. Except for `call_ended`, the forward pass is over (or dropped)."""
         if what != "call_ended":
@@ -176,28 +176,28 @@ class Observers:
             self._trains = False
         self._tell(what, *args, **kwargs)
 
-    @unseen
+    @not_traced
     def backward_begins(self, losses: Sequence[Any], scale: float) -> None:
         """Backward is about to run from these. Called only while `listening`."""
         for loss in losses:
             if isinstance(loss, Tensor):
                 self.tell("backward_begins", loss, scale)
 
-    @unseen
+    @not_traced
     def backward_again(self) -> None:
         """The backward that has just run overflowed and is run again at a smaller scale, with the same hooks."""
         if self.listening:
             for one in list(self._watchers):  # which would count its gradients twice
                 self._tell_one(one, "step_dropped")
 
-    @unseen
+    @not_traced
     def closure_begins(self) -> None:
         """A step with a closure begins, which is not observed."""
         if self.listening and self._thread:
             self._session.journal.note("steps with a closure are not watched, and not looked into")
         self.pause()
 
-    @unseen
+    @not_traced
     def pause(self) -> None:
         """Observe nothing until `resume`; what was begun is dropped."""
         if not self._pauses:
@@ -225,7 +225,7 @@ class Observers:
                 session.journal.note(note)
         return records
 
-    @unseen
+    @not_traced
     def drained(self) -> list[Record]:
         """The observers' records since the last call."""
         return [record for one in self._all() for record in self._tell_one(one, "drain")]

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.autocast.modules import fitting
-from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.optim.adopt import adopt
 from mezzo.pytorch.optim.fused import FusedOptimizer
@@ -43,7 +43,7 @@ class Storage:
         self._counts = (0, 0)  # parameters stored in 16 bits, and all
         self._any_adopted = False
 
-    @unseen
+    @not_traced
     def settle(self, module: nn.Module, *, traced: bool) -> None:
         """Before an outermost call of a module: lower its weights and adopt their optimizers, if any is new."""
         session = self._session

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
-def unseen(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+def keeping_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Writes inside raise no version counter of these tensors, so graphs that saved one still run backward.
 
     BatchNorm saves its running statistics, but its backward uses them only in evaluation mode.

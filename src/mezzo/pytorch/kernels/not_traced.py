@@ -14,7 +14,7 @@ from torch._C._dynamo import eval_frame
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def unseen(function: _Function) -> _Function:
+def not_traced(function: _Function) -> _Function:
     """`function` itself; Dynamo skips its frames and those that begin while one runs.
 
     Does to the code object, once, what `torch.compiler.disable` does at each call, and imports no compiler.
