@@ -200,4 +200,4 @@ def test_run_ends_as_a_script_that_never_trains(
     (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
     monkeypatch.chdir(tmp_path)
     assert main(["run", "train.py"]) == 7
-    assert "the script never called backward()" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""  # advice about training does not explain why it failed
