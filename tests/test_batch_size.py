@@ -123,8 +123,8 @@ def test_bytes_that_do_not_grow_end_the_search(memory: Callable[[int], int], fir
 # what was found, what the recommendation names
 SENTENCES: list[tuple[BatchSizeResult, list[str]]] = [
     (run(Search(max_size=16), itself, fails=True), ["16 is the largest that was tried"]),
-    (run(Search(start=2), itself, 0, fails=True), ["nothing fits", "1 does not run (out of memory)"]),
-    (run(Search(), tens, 5), ["nothing fits", "1 takes 10 B", "limit is 5 B"]),
+    (run(Search(start=2), itself, 0, fails=True), ["no size fits", "1 does not run (out of memory)"]),
+    (run(Search(), tens, 5), ["no size fits", "1 takes 10 B", "limit is 5 B"]),
     (
         BatchSizeResult((Trial(8, True, 10, 1.0), Trial(16, True, 20, 4.0), Trial(17, False))),
         ["16 is the largest that fits (20 B)", "trains 4 samples", "batch size 8 is the fastest, with 8."],
@@ -139,7 +139,7 @@ def test_what_is_recommended(result: BatchSizeResult, names: list[str]) -> None:
         assert result.to_dict()["largest"] == result.largest >= result.fastest
     else:
         assert result.to_dict()["largest"] is None
-        with pytest.raises(NothingFitsError, match="nothing fits"):
+        with pytest.raises(NothingFitsError, match="no size fits"):
             _ = result.fastest
 
 
@@ -362,11 +362,11 @@ def constant(size: int) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rounds": -1}, "rounds=-1"),
-    ({"limit": "4 giga"}, "is no number of bytes"),
-    ({"limit": 0}, "give 1 or more"),
-    *[({name: 0}, f"{name}=0: give 1 or more") for name in ("start", "multiple_of")],
-    ({"max_size": 7, "multiple_of": 8}, "raise max_size"),
-    ({"device": "meta"}, "memory is measured on cpu and cuda devices only"),
+    ({"limit": "4 giga"}, "is not a number of bytes"),
+    ({"limit": 0}, "less than 1 byte"),
+    *[({name: 0}, f"{name}=0 is less than 1") for name in ("start", "multiple_of")],
+    ({"max_size": 7, "multiple_of": 8}, "Use a larger max_size"),
+    ({"device": "meta"}, "on cpu and cuda devices only"),
     ({"restore": [3]}, "a int can't be restored"),
     ({"rounds": 0}, "sizes from 8 to 512 take the same bytes"),
 ]

@@ -7,8 +7,8 @@ the values in a format's top binade, those above its largest number are not coun
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from mezzo.core import formats
 from mezzo.core.formats import Format, named
@@ -177,6 +177,17 @@ class RangeRow:
     def __str__(self) -> str:
         tensor = f"{self.module or 'the model'}{'.' + self.name if self.name else ''}"
         return f"{self.what} of {tensor}, largest {self.histogram.largest:.4g}"
+
+
+Merged = dict[tuple[str, str, str], RangeRow]
+"""Rows summed over steps, by module, `what` and name; the format is that of the last step."""
+
+
+def merge(into: Merged, rows: Iterable[RangeRow]) -> None:
+    """Add one step's rows."""
+    for row in rows:
+        key = row.module, row.what, row.name
+        into[key] = replace(row, histogram=into[key].histogram.plus(row.histogram)) if key in into else row
 
 
 _BLOCKS = "▁▂▃▄▅▆▇█"

@@ -331,8 +331,8 @@ def _scaled_seed(root: Any, seed: Any, scale: float) -> Any:
         return seed * scale
     if isinstance(root, GradientEdge):
         raise UsageError(
-            "mezzo run: backward from a GradientEdge needs its gradient under a loss scale. Pass "
-            "grad_tensors=torch.ones(...), or use a policy without a loss scale, such as bf16."
+            "mezzo run: with a loss scale, backward() from a GradientEdge needs its gradient. Pass "
+            "grad_tensors=torch.ones(...), or use a policy without a loss scale: mezzo run --precision bf16 ..."
         )
     if isinstance(root, Tensor) and root.requires_grad and root.numel() == 1 and root.is_floating_point():
         return torch.full_like(root, scale, memory_format=torch.preserve_format, requires_grad=False)

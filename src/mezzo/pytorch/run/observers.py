@@ -55,6 +55,7 @@ def tracer_for(session: Session) -> OverflowTracer:
         enter=lambda: autocast(session.policy_now, session.device_type),
         clock=session.journal.now,
         waits=True,
+        written=session.command,
     )
 
 
@@ -137,7 +138,7 @@ class Observers:
         if self._session.compiled or _compiled_frames() != self._frames:
             self._watch_ends()
             self._session.journal.note(
-                "what the script computes itself is not watched live, for it has compiled functions"
+                "the script has compiled functions, so operations outside of model calls are not traced for overflows"
             )
         elif max(self._watched.values()) > (CALLS if self._trains else 1):
             self._watch_ends()
@@ -155,7 +156,7 @@ class Observers:
 
     @not_traced
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """An outermost call begins; whether the observers are to be told of its end."""
+        """An outermost call begins; whether `call_ended` must be called at its end."""
         if not self._sees(model):
             return False
         if not self._thread:
@@ -194,7 +195,9 @@ class Observers:
     def closure_begins(self) -> None:
         """A step with a closure begins, which is not observed."""
         if self.listening and self._thread:
-            self._session.journal.note("steps with a closure are not watched, and not looked into")
+            self._session.journal.note(
+                "optimizer steps with a closure (LBFGS) are not watched, and their overflows are not traced"
+            )
         self.pause()
 
     @not_traced
@@ -214,7 +217,7 @@ class Observers:
         self._watch_ends(anywhere=True)
         if session.compiled and not self._calls and self.listening:
             session.journal.note(
-                "the model is called inside a compiled function: it was not watched, and no skipped step looked into"
+                "the model is called inside a compiled function, so it was not watched and no skipped step was traced"
             )
         records = self.drained()
         self._tell("step_dropped")
@@ -245,7 +248,9 @@ class Observers:
         try:
             return getattr(one, what)(*args, **kwargs)
         except Exception as error:
-            self._session.journal.note(f"{type(one).__name__} gave up: {type(error).__name__}: {error}")
+            self._session.journal.note(
+                f"{type(one).__name__} stopped after an error: {type(error).__name__}: {error}"
+            )
             self._watchers = [other for other in self._watchers if other is not one]
             if one is self._tracer:
                 self._watch_ends()
