@@ -1,9 +1,8 @@
 """Faster training steps on a CPU: freed memory is kept in the process.
 
-glibc's `malloc` asks the kernel for each large block and gives it back when it is freed, so that the activations and
-gradients of every step are made of new pages: the kernel clears them, one fault for each 4 KiB. PyTorch's
-CUDA allocator keeps what it once got for the same reason. `benchmarks/keep_memory.py` counts the faults of a step, and
-measures what it brings.
+glibc's `malloc` gets each large block from the kernel and returns it when it is freed, so every step's activations and
+gradients are on new pages. The kernel clears each page of 4 KiB at its first use, in a page fault. PyTorch's CUDA
+allocator keeps freed memory for the same reason. `benchmarks/keep_memory.py` counts page faults and measures the gain.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def keep_memory() -> bool:
 
 
 def _is_replaced() -> bool:
-    """Whether `malloc` comes from elsewhere than the C library that `mallopt` would tune."""
+    """Whether `malloc` is not that of the C library, which `mallopt` would tune."""
     found, own = (
         ctypes.cast(library.malloc, ctypes.c_void_p).value
         for library in (ctypes.CDLL(None), ctypes.CDLL("libc.so.6"))

@@ -1,7 +1,7 @@
-"""A linear layer and the cross entropy of its output, computed in chunks of rows, so that the logits never exist whole.
+"""A linear layer and the cross entropy of its output, in chunks of rows, so that the logits never exist as a whole.
 
-All chunks share one buffer: a chunk's logits become its loss, then its gradient, and then what that adds to the
-gradients of input and weight, in the forward pass: three products, as without chunks.
+All chunks share one buffer. The forward pass turns a chunk's logits into its loss, then into their gradient, and adds
+that to the gradients of input and weight: three products, as without chunks.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ _Formats = tuple[torch.dtype, torch.dtype]  # what operands are rounded to, and 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `F.cross_entropy` but for the class weights; refuses unknown reductions and smoothing outside [0,
-    1].
-    """
+    """The options of `F.cross_entropy` except the class weights, checked."""
 
     reduction: str = "mean"
     ignore_index: int = -100
@@ -74,15 +72,15 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of a linear layer's output, without holding the whole output.
 
-    Naive code, which runs itself under `torch.compile` and `torch.func`, for tensor subclasses, in FP64, for targets
-    that are probabilities, and class weights that require gradients::
+    Naive code (which is what runs under `torch.compile` and `torch.func`, and for tensor subclasses, FP64, targets that
+    are probabilities, and class weights that require gradients)::
 
         logits = F.linear(input, weight, bias).flatten(0, -2)
         F.cross_entropy(logits.float(), target.flatten(), class_weight, ignore_index=ignore_index,
                         reduction=reduction, label_smoothing=label_smoothing)
 
-    Products are computed in autocast's format, or outside of it in the tensors' own; the loss in FP32 (FP64 for FP64).
-    NaN and infinities propagate; a mean over no rows, or only ignored ones, is NaN with zero gradients.
+    Products are computed in autocast's format, or without autocast in that of the tensors; the loss in FP32 (FP64 for
+    FP64). NaN and infinities propagate; a mean over no rows, or only ignored ones, is NaN with zero gradients.
 
     Args:
         input: [..., in].
@@ -98,7 +96,7 @@ def linear_cross_entropy(
         A number, or for ``"none"`` the losses [...]. The weight's gradient is summed in FP32 and rounded once.
 
     Raises:
-        UsageError: shapes or dtypes that don't fit; a label smoothing outside [0, 1]; in backward, a second derivative
+        UsageError: shapes or dtypes that do not fit; a label smoothing outside [0, 1]; in backward, a second derivative
             (``create_graph=True``) or a batch of gradients (``is_grads_batched=True``).
         UnknownNameError: an unknown reduction.
         IndexError: a target is neither a class nor `ignore_index` (on a GPU, the device's own assertion).
