@@ -1,16 +1,16 @@
-# Two commands for a fresh clone on a machine with Python alone: `make demo` and `make test`.
+# Two commands for a fresh clone on a machine with only Python: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
 # `pip install torch` on Linux brings gigabytes of CUDA; constraints.txt pins the release that is tested.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint types layers fast heavy frameworks reproduce bench ledger gpu-check clean
+.PHONY: demo test lint types layers docs fast heavy frameworks reproduce bench ledger gpu-check clean
 
 demo: .venv/demo.stamp
 	$(BIN)/mezzo compare --demo digits --out mezzo-compare-digits
 
 # `make test PYTEST_FLAGS="--random-order 7"` shuffles files, and the tests of each file.
-test: lint types layers fast frameworks heavy reproduce
+test: lint types layers docs fast frameworks heavy reproduce
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .
@@ -21,6 +21,11 @@ types: .venv/test.stamp
 
 layers: .venv/test.stamp
 	$(BIN)/lint-imports
+
+# The site, in site/. A broken link is an error. `make docs DOCS=serve` shows it at http://127.0.0.1:8000 while you write.
+DOCS := build
+docs: .venv/test.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(DOCS) --strict --quiet
 
 OTHERS := tests/on_keras tests/on_tensorflow
 
@@ -67,4 +72,4 @@ gpu-check: .venv/test.stamp
 	touch $@
 
 clean:
-	rm -rf .venv mezzo-compare* mezzo-reproduce* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv site mezzo-compare* mezzo-reproduce* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

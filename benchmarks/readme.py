@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import readme_commands as commands
 import readme_emulation as emulation
+import readme_front as front
 import readme_monitoring as monitoring
 import readme_recipes as recipes
 import readme_reproduce as reproduce
@@ -25,6 +27,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 def _read(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     return found
+
+
+def compared() -> str:
+    """The line per precision that `mezzo compare` printed about the demo."""
+    return front.compared((RESULTS / "demo.txt").read_text(encoding="utf-8"))
 
 
 def demo() -> str:
@@ -229,7 +236,10 @@ def _advice(part: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"demo": demo, "figures": _bench(steps.figures), "optimizers": optimizers},
+    "README.md": {"gains": _bench(front.gains), "compared": compared},
+    "docs/index.md": {"compared": compared},
+    "docs/commands.md": commands.PARTS,
+    "docs/compare.md": {"compared": compared, "harms": harms},
     "docs/figures.md": {
         "bars": _bench(steps.bars),
         "kept": lambda: steps.kept(_read("training_step_kept.json")),
@@ -254,7 +264,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/transfer.md": {"transfer": lambda: transfer.table(RESULTS / "transfer.json")},
     "docs/losses.md": {"losses": _bench(steps.losses)},
     "docs/memory.md": {"keep-memory": keep_memory},
-    "docs/verdict.md": {"harms": harms},
     "docs/optimizers.md": {
         "modes": optimizer_modes,
         "parity": parity,
