@@ -22,10 +22,10 @@ types: .venv/test.stamp
 layers: .venv/test.stamp
 	$(BIN)/lint-imports
 
-# The site, in site/. A broken link is an error. `make docs DOCS=serve` shows it at http://127.0.0.1:8000 while you write.
+# The site, in site/. Every warning is an error, such as a broken link. `make docs DOCS=serve` shows it at http://127.0.0.1:8000 while you write.
 DOCS := build
 docs: .venv/test.stamp
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(DOCS) --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(DOCS) --strict
 
 OTHERS := tests/on_keras tests/on_tensorflow
 

@@ -1,7 +1,7 @@
 """Photograph the top of a report with headless Chromium, for the README.
 
-    mezzo compare --demo digits --precision bf16,fp16
-    python benchmarks/screenshot.py mezzo-compare-digits/report.html docs/images/report.webp
+mezzo compare --demo digits --precision bf16,fp16
+python benchmarks/screenshot.py mezzo-compare-digits/report.html docs/images/report.webp
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def main() -> None:
     )
     parser.add_argument("report", type=Path)
     parser.add_argument("picture", type=Path)
-    parser.add_argument("--height", type=int, default=HEIGHT, help=f"CSS pixels of the page (default {HEIGHT})")
+    parser.add_argument(
+        "--height", type=int, default=HEIGHT, help=f"CSS pixels of the page (default {HEIGHT})"
+    )
     arguments = parser.parse_args()
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:

@@ -1,4 +1,4 @@
-"""The pages are true: each block of Python runs alone, with warnings as errors, and prints what the page shows after it."""
+"""The pages are true: each block of Python runs alone, with warnings as errors, and prints what follows it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mezzo.pytorch.training import mixed_precision
 
 ROOT = Path(__file__).parent.parent
 USER_PAGES = sorted((ROOT / "docs").glob("*.md"))
-# A fence, and the ```text that follows it: what the block prints. A second word names the framework that runs it elsewhere.
+# A block, and the ```text after it, which is what it prints. A second word in the fence names a framework.
 BLOCK = re.compile(
     r"^(?P<fence>```python(?: \w+)*)\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<shown>.*?)^```)?",
     re.MULTILINE | re.DOTALL,
 )
 BLOCKS = [
-    pytest.param(block, id=f"{page.name}:{page.read_text(encoding='utf-8').count(chr(10), 0, block.start()) + 1}")
+    pytest.param(block, id=f"{page.name}:{block.string.count(chr(10), 0, block.start()) + 1}")
     for page in (ROOT / "README.md", *USER_PAGES)
     for block in BLOCK.finditer(page.read_text(encoding="utf-8"))
     if block["fence"] == "```python"
@@ -84,7 +84,8 @@ def test_a_block_runs_alone_and_prints_what_is_shown(
 
 def test_user_pages_are_few_and_each_is_in_the_navigation() -> None:
     assert len(USER_PAGES) <= 14
-    navigation = re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    navigation = re.findall(r"([\w/-]+\.md)$", text, re.MULTILINE)
     pages = (path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
     assert sorted(navigation) == sorted(pages)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 import shlex
@@ -22,6 +23,8 @@ SOURCES = [
     for path in sorted((ROOT / "src").rglob("*"))
     if path.suffix in (".py", ".toml", ".html", ".css", ".js")
 ]
+
+BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 # Idioms that made readers solve a sentence for its subject, and plain words for them.
 IDIOMS = {
@@ -85,17 +88,18 @@ def test_the_readme_is_short_and_its_picture_small() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_on_a_page_have_options_that_exist(page: Path) -> None:
-    for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-        for line in block.replace("\\\n", "").splitlines():
-            verb, *words = (shlex.split(line, comments=True) + ["", ""])[1:]
-            if not line.startswith("mezzo ") or verb.startswith("-"):
-                continue
-            assert verb in VERBS, line
-            module, parser = importlib.import_module(f"mezzo.cli.{verb.replace('-', '_')}"), Parser(verb, None)
-            module.configure(parser)
-            scripts = [at for at, word in enumerate(words) if word == "--" or (verb == "run" and ".py" in word)]
-            ours = [word.partition("=")[0] for word in words[: min(scripts, default=None)] if word[:2] == "--"]
-            assert [word for word in ours if word not in parser._option_string_actions] == [], line
+    text = page.read_text(encoding="utf-8")
+    for line in re.findall(r"^mezzo [a-z].*$", "".join(BASH.findall(text)), re.MULTILINE):
+        _, verb, *words = shlex.split(line, comments=True)
+        assert verb in VERBS, line
+        module, parser = importlib.import_module(f"mezzo.cli.{verb.replace('-', '_')}"), Parser(verb, None)
+        module.configure(parser)
+        known = {option for action in parser._actions for option in action.option_strings}
+        ours = list(itertools.takewhile(lambda word: not word.endswith((".py", ".train")), words))
+        if "--" in words or (verb != "run" and known.intersection(words[len(ours) :])):
+            ours = list(itertools.takewhile("--".__ne__, words))  # the script is among Mezzo's options
+        options = [word.partition("=")[0] for word in ours if re.match(r"--?[a-z]", word)]
+        assert [option for option in options if option not in known] == [], line
 
 
 @pytest.mark.parametrize("idiom", IDIOMS, ids=IDIOMS.get)
