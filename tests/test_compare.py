@@ -128,7 +128,7 @@ def test_a_comparison_writes_its_folder(case: Case) -> None:
     assert one["margin"] == pytest.approx(0.005 * one["fp32_loss"])
     assert one["final_loss"] - one["fp32_loss"] == pytest.approx(one["loss_gap"])
     assert "faster" in one["reason"]
-    page = (Path(__file__).parent.parent / "docs" / "compare.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs" / "verdict.md").read_text(encoding="utf-8")
     assert [key for key in (*found, *one, *one["pairs"][0]) if f"`{key}`" not in page] == []
 
 

@@ -22,7 +22,7 @@ Runs = dict[str, dict[int, FinishedRun]]
 
 
 def verdict(request: Request, runs: Runs) -> dict[str, Any]:
-    """The whole of `verdict.json`; its keys are explained in `docs/compare.md`."""
+    """The whole of `verdict.json`; its keys are explained in `docs/verdict.md`."""
     baseline = runs[BASELINE]
     results = {
         name: {k: run.result(request.how_metric) for k, run in some.items() if run.succeeded}
