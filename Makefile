@@ -4,7 +4,7 @@ BIN := .venv/bin
 # `pip install torch` on Linux brings gigabytes of CUDA; constraints.txt pins the release that is tested.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint types layers docs fast heavy frameworks reproduce bench ledger gpu-check clean
+.PHONY: demo test lint types layers docs fast heavy frameworks reproduce wheel versions bench ledger gpu-check clean
 
 demo: .venv/demo.stamp
 	$(BIN)/mezzo compare --demo digits --out mezzo-compare-digits
@@ -47,6 +47,16 @@ frameworks: .venv/test.stamp
 reproduce: .venv/test.stamp
 	$(BIN)/python experiments/run_all.py --out mezzo-reproduce-quick
 
+# dist/ with the wheel and the source distribution, after the wheel has worked in a clean environment.
+wheel: .venv/test.stamp
+	rm -rf dist
+	$(BIN)/pytest -q tests/test_wheel.py
+	$(BIN)/python -m build --outdir dist
+
+# The fast tests against several releases of PyTorch; the newer ones bring gigabytes. `make versions VERSIONS="2.14.1 2.15.0"` for some.
+versions: .venv/test.stamp
+	$(BIN)/python benchmarks/versions.py $(VERSIONS)
+
 # Times want a quiet machine. `make bench BENCH="--only gpt --mode eager"` for a part; benchmarks/readme.py fills the pages.
 bench: .venv/test.stamp
 	$(BIN)/python benchmarks/bench.py $(BENCH)
@@ -63,7 +73,7 @@ gpu-check: .venv/test.stamp
 	$(PYTHON) -m venv .venv
 
 .venv/demo.stamp: .venv/bin/python pyproject.toml constraints.txt
-	$(PIP) --editable '.[demos]'
+	$(PIP) --editable .
 	touch $@
 
 .venv/test.stamp: .venv/bin/python pyproject.toml constraints.txt
@@ -72,4 +82,4 @@ gpu-check: .venv/test.stamp
 	touch $@
 
 clean:
-	rm -rf .venv site mezzo-compare* mezzo-reproduce* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .versions dist build site mezzo-compare* mezzo-reproduce* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,3 +1,3 @@
 """The version, in the one place from which packaging and every folder read it."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
