@@ -190,7 +190,7 @@ MISUSED = [
     ("--precision bf61", "Did you mean 'bf16'?"),
     ("--precision auto", "Name one, such as bf16"),
     ("--limit 4giga", "is no number of bytes"),
-    ("--steps 3", "give 4 or more"),
+    ("--steps 3", "The minimum is 4"),
     ("--max 4 --multiple-of 8", "max_size=4 (--max) is below multiple_of=8 (--multiple-of)"),
     ("--out train.py", "--out train.py: is a file"),
     ("--out .", "holds other files (train.py)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,8 +22,10 @@ _LOOKED_INTO = 20  # after so many findings that alarm the tracer looks into no 
 def summary(session: Session, failed: bool) -> str:
     """The summary of a run, ready to print; empty where the script failed before it did anything."""
     journal, policy, scale = session.journal, session.policy, session.scale
-    if failed and not (session.device_type or journal.losses or journal.notes):
-        return ""
+    if failed and not (session.device_type or journal.losses or session.left_alone):
+        return ""  # the script's own error says it all
+    if "keras" in sys.modules and not (session.device_type or session.left_alone):
+        return _of_keras(session)
     if session.left_alone is not None:
         lines = [_left_alone(session)]
     elif not session.device_type:
@@ -52,6 +55,15 @@ def summary(session: Session, failed: bool) -> str:
             lines.append(f"formats seen in one step: {formats}")
         lines += policy.notes
     return "\n".join(f"mezzo: {line}" for line in [*lines, *journal.notes])
+
+
+def _of_keras(session: Session) -> str:
+    precision = "bf16" if session.request.policy == "auto" else session.request.policy
+    return (
+        "mezzo: this script uses Keras, and `mezzo run` only changes PyTorch models. Add these before the model is "
+        f"built: import mezzo.keras; mezzo.keras.set_policy({precision!r})\nmezzo: To check that first: mezzo compare "
+        f"--framework keras --precision {precision} {session.request.target}"
+    )
 
 
 def _left_alone(session: Session) -> str:
