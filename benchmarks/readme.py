@@ -231,10 +231,6 @@ def keep_memory() -> str:
     return "\n".join(lines)
 
 
-def _advice(part: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
-    return lambda: part(_read("advice.json")["rows"])
-
-
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"gains": _bench(front.gains), "compared": compared},
     "docs/index.md": {"compared": compared},
@@ -248,11 +244,14 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "emulation": lambda: emulation.emulation(_read("emulation.json")),
         "other-machine": lambda: steps.other_machine(_read("training_step_xeon.json")),
     },
-    **{
-        f"docs/recipes/{page}.md": {"example": recipes.example(name)}
-        for page, name in recipes.EXAMPLES.items()
+    "docs/models.md": {
+        "advice": lambda: recipes.advice(_read("advice.json")["rows"]),
+        "small-models": lambda: recipes.small_models(_read("small_models.json")),
     },
-    "docs/recipes/common-advice.md": {name: _advice(part) for name, part in recipes.ADVICE.items()},
+    "docs/policies.md": {
+        "softmax": lambda: recipes.softmax(json.loads((RESULTS / "softmax_ends.json").read_text("utf-8"))),
+        "op-table": recipes.op_table,
+    },
     "docs/reproduce.md": {name: reproduce.experiment(name) for name in reproduce.NAMES},
     "docs/fp8.md": {"fp8": lambda: emulation.fp8(_read("fp8.json"))},
     "docs/monitoring.md": {
