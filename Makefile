@@ -38,7 +38,7 @@ frameworks: .venv/test.stamp
 		KERAS_BACKEND=$$backend $(BIN)/pytest -q -n 2 -m every_backend $(PYTEST_FLAGS) tests/on_keras || exit 1; done
 	$(BIN)/pytest -q -n 2 $(PYTEST_FLAGS) tests/on_tensorflow
 
-# The original paper's experiments, small: fails when a finding no longer shows. docs/reproduce.md has the full size.
+# The original paper's experiments, small: fails when a finding no longer shows. docs/dev/reproduce.md has the full size.
 reproduce: .venv/test.stamp
 	$(BIN)/python experiments/run_all.py --out mezzo-reproduce-quick
 
