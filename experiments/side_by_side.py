@@ -3,7 +3,7 @@
 The paper trained its networks twice, once in FP32 and once in mixed precision, and put the two results side by side:
 every pair agrees (section 4.1, table 1). One run of each can't tell a loss of quality from luck, so here every
 precision has the same seeds (five or more; three for the quick transformer), and `mezzo compare` judges: paired runs of
-an unchanged script, each in a separate process, and a paired test of equivalence (``docs/compare.md``).
+an unchanged script, each in a process of its own, and a paired test of equivalence (``docs/compare.md``).
 
 Declared before the runs:
 
