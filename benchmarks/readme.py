@@ -278,7 +278,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "parity": parity,
         "training": optimizer_training,
     },
-    "docs/verdict.md": {"harms": harms},
 }
 
 

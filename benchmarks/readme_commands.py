@@ -20,7 +20,7 @@ def options(verb: str) -> Callable[[], str]:
         for action in parser._actions:
             if action.help and action.help != argparse.SUPPRESS and action.dest != "help":
                 text = (action.help % vars(action)).replace("|", "\\|")
-                lines.append(f"| {_spelled(action)} | {text[:1].upper()}{text[1:]} |")
+                lines.append(f"| {_spelled(action)} | {text} |")
         return "\n".join(lines)
 
     return table

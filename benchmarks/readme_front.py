@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 WAYS = {
@@ -24,10 +25,10 @@ MODELS = {
 def gains(results: dict[str, Any]) -> str:
     """One row per model: how many times as fast as FP32, and the share of FP32's peak memory saved."""
     machine = results["machine"]
+    fast = ", ".join(name for name in machine["isa"] if name.startswith(("avx512_bf", "amx")))
     lines = [
-        f"Eager steps on {machine['threads']} threads of {machine['cpu']} with AVX512-BF16, torch {machine['torch']} "
-        "(`make bench`).",
-        "Each cell has the speed over FP32 and the change of peak tensor memory.",
+        f"Eager training steps on {machine['threads']} threads of {machine['cpu']} ({fast}), torch {machine['torch']}",
+        "(`make bench`). Each cell has the speed over FP32 and the change of peak tensor memory.",
         "",
         f"| model | {' | '.join(WAYS.values())} |",
         "|---" * (len(WAYS) + 1) + "|",
@@ -40,8 +41,9 @@ def gains(results: dict[str, Any]) -> str:
 
 
 def compared(text: str) -> str:
-    """The first lines of `demo.txt`: one per precision."""
-    return "```text\n" + text.partition("\n\n")[0].strip() + "\n```"
+    """The lines of `demo.txt` that answer, one per precision."""
+    lines = re.findall(r"^(?!Report|Again|Next)\S+: .*", text, re.MULTILINE)
+    return "\n".join(("```text", *lines, "```"))
 
 
 def _cell(row: dict[str, Any], way: str) -> str:
