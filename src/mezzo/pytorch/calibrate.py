@@ -55,8 +55,8 @@ def calibrate(
 
     Returns:
         A `Recommendation`: print it; `policy` goes to `MixedPrecision`, `to_toml()` into a file. Its `sensitivity` is
-        the ranking from up to 4 of the steps (docs/monitoring.md), or None if nothing could be measured. Each of its
-        `modules`, the most sensitive first, has `changes`: format -> expected change of the loss if the module alone
+        the ranking from up to 4 of the steps (docs/troubleshooting.md), or None if nothing could be measured. Each of
+        its `modules`, the most sensitive first, has `changes`: format -> expected change of the loss if the module alone
         runs in that format.
 
     Raises:
