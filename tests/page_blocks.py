@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,17 @@ BLOCK = re.compile(
 )
 
 
-def blocks(framework: str, backend: str | None = None) -> Iterator[Any]:
+def blocks(framework: str, backend: str | None = None) -> list[Any]:
     """The blocks for a framework, as parameters; without those for another backend."""
+    found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for block in BLOCK.finditer(text):
             first, *backends = block["words"].split()
             if first == framework and backends in ([], [backend]):
                 line = text.count("\n", 0, block.start("code")) + 1
-                yield pytest.param(block, id=f"{page.name}:{line}")
+                found.append(pytest.param(block, id=f"{page.name}:{line}"))
+    return found
 
 
 def run(block: re.Match[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

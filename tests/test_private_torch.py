@@ -1,4 +1,4 @@
-"""docs/dev/private-torch.md lists the private names of PyTorch that the sources use, and the installed PyTorch has them."""
+"""docs/dev/private-torch.md lists PyTorch's private names that the sources use; the installed PyTorch has them."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_the_names_of_the_other_frameworks_rooms_are_these() -> None:
 @pytest.mark.parametrize(
     ("room", "name", "absent", "words"),
     [
-        ("keras", "set_policy", "keras", "keras is not installed. Install Keras 3 and one of its backends: pip install"),
+        ("keras", "set_policy", "keras", "keras is not installed. Install Keras 3 and one of its backends: "),
         (
             "tensorflow",
             "enable_mixed_precision_graph_rewrite",

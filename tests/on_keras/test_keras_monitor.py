@@ -260,7 +260,10 @@ def test_float16_without_a_loss_scale_is_noted(tmp_path: Path, policy: str) -> N
     history = fit(model(keras.optimizers.SGD(1e-3), policy=policy, auto_scale_loss=False), [monitor])
     assert len(of("update", monitor.path)) == len(of("loss", monitor.path)) == BATCHES
     assert "loss_scale" not in history
-    noted = any("has no loss scale" in one and "LossScaleOptimizer(SGD" in one for one in of("end", monitor.path)[0].notes)
+    noted = any(
+        "has no loss scale" in one and "LossScaleOptimizer(SGD" in one
+        for one in of("end", monitor.path)[0].notes
+    )
     assert noted == (policy == "fp16")
 
 

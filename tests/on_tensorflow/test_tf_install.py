@@ -46,7 +46,6 @@ def test_the_names_come_and_go_and_replace_none(monkeypatch: pytest.MonkeyPatch)
 TUTORIAL = """
 import sys
 import mezzo.tensorflow as mt
-from page_blocks import blocks, run
 mt.install()
 assert "tensorflow" not in sys.modules
 assert set(mt.__all__) <= set(dir(mt))

@@ -353,5 +353,5 @@ def _precision_of(model: Any) -> str:
     text = ",".join(parts)
     try:
         return plan(text).precision
-    except MezzoError:  # float16 throughout, a quantised layer, a name that can't stand in a policy
+    except MezzoError:  # float16 throughout, a quantized layer, a name that can't stand in a policy
         return text

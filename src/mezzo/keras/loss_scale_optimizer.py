@@ -46,9 +46,13 @@ _NAMES_SHOWN = 100
 
 @keras.saving.register_keras_serializable(package="mezzo")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
-    """Wraps an optimizer: scales the loss, unscales the gradients, skips steps whose gradients are not finite.
+    """Wraps a Keras optimizer: scales the loss, unscales the gradients, skips steps whose gradients are not finite.
 
-    `compile` and Keras's callbacks recognise it as Keras's own, from which it inherits.
+    ::
+
+        model.compile(mezzo.keras.LossScaleOptimizer(keras.optimizers.Adam(1e-3)), "mse")
+
+    `compile` and Keras's callbacks treat it as Keras's own `LossScaleOptimizer`, from which it inherits.
 
     Args:
         inner_optimizer: the `keras.optimizers.Optimizer` that takes the steps. Clipping, weight decay, averages (EMA)
