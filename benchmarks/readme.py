@@ -15,11 +15,11 @@ from typing import Any
 import readme_commands as commands
 import readme_emulation as emulation
 import readme_front as front
-import readme_monitoring as monitoring
+import readme_keras as keras
 import readme_recipes as recipes
 import readme_reproduce as reproduce
 import readme_steps as steps
-import readme_transfer as transfer
+import readme_troubleshooting as troubleshooting
 from readme_steps import busy
 
 ROOT = Path(__file__).parent.parent
@@ -263,14 +263,14 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "softmax": lambda: recipes.softmax(json.loads((RESULTS / "softmax_ends.json").read_text("utf-8"))),
         "op-table": recipes.op_table,
     },
-    "docs/dev/reproduce.md": {name: reproduce.experiment(name) for name in reproduce.NAMES},
-    "docs/monitoring.md": {
-        "watch": lambda: monitoring.watch(_read("watch.json")),
-        "tracing": lambda: monitoring.tracing(_read("watch.json")),
-        "faults": lambda: monitoring.faults(_read("faults.json")),
-        "sensitivity": lambda: monitoring.sensitivity(_read("sensitivity.json")),
+    "docs/troubleshooting.md": {
+        "watch": lambda: troubleshooting.watch(_read("watch.json")),
+        "tracing": lambda: troubleshooting.tracing(_read("watch.json")),
+        "faults": lambda: troubleshooting.faults(_read("faults.json")),
+        "loss-scales": lambda: troubleshooting.loss_scales(_read("loss_scales.json")),
     },
-    "docs/transfer.md": {"transfer": lambda: transfer.table(RESULTS / "transfer.json")},
+    "docs/keras.md": {"transfer": lambda: keras.table(RESULTS / "transfer.json")},
+    "docs/dev/reproduce.md": {name: reproduce.experiment(name) for name in reproduce.NAMES},
     "docs/memory.md": {
         "keep-memory": keep_memory,
         "losses": _bench(steps.losses),

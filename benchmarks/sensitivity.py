@@ -1,4 +1,4 @@
-"""Which sum predicts what lowering some of a model's modules does to its loss: `docs/monitoring.md`.
+"""Which sum predicts what lowering some of a model's modules does to its loss: `docs/troubleshooting.md`.
 
     python benchmarks/sensitivity.py [--small]
 

@@ -55,9 +55,9 @@ def calibrate(
 
     Returns:
         A `Recommendation`: print it; `policy` goes to `MixedPrecision`, `to_toml()` into a file. Its `sensitivity` is
-        the ranking from up to 4 of the steps (docs/monitoring.md), or None if nothing could be measured. Each of its
-        `modules`, the most sensitive first, has `changes`: format -> expected change of the loss if the module alone
-        runs in that format.
+        the ranking from up to 4 of the steps (docs/troubleshooting.md), or None if nothing could be measured. Each of
+        its `modules`, the most sensitive first, has `changes`: format -> expected change of the loss if the module
+        alone runs in that format.
 
     Raises:
         UsageError: parameters that aren't FP32, a call within autocast, a `loss_fn` that returns no scalar, no batch,

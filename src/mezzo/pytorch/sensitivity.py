@@ -2,7 +2,7 @@
 
     change = sum over the module's outputs of  gradient * (output in the format - output in FP32)
 
-docs/monitoring.md says how it is measured. The training step itself is not changed.
+docs/troubleshooting.md says how it is measured. The training step itself is not changed.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from mezzo.pytorch.monitor.module_paths import joined, parameter_paths, path_of,
 from mezzo.pytorch.monitor.observer import StepObserver
 
 DEFAULT_EVERY = 100
-"""Updates from one that is watched to the next: see docs/monitoring.md for what one costs."""
+"""Updates from one that is watched to the next: see docs/troubleshooting.md for what one costs."""
 
 KEPT = 32
 """Watched updates whose records are kept for `drain`."""

@@ -102,7 +102,7 @@ class MixedPrecision:
             policy writes it: `"dynamic"`, `"dynamic(init=1024)"`, `"none"`.
         device_type: of the autocast context; by default that of the model's first parameter.
         watch: count the exponents of weights, activations, gradients and updates, by module: True, or an interval in
-            updates. See `ranges` and docs/monitoring.md.
+            updates. See `ranges` and docs/troubleshooting.md.
         trace: when a step is skipped, replay its model calls and find the origin of the value that is not finite:
             `result.finding`, `findings`. None: where the host learns of the skip without waiting for it.
         records: where losses and updates are written, every 16 updates, at `close()` and where something raises.

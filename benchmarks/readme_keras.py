@@ -1,9 +1,8 @@
-"""The table of docs/transfer.md, from `transfer.json`."""
+"""The table of fine-tuning in docs/keras.md, from `transfer.json`."""
 
 from __future__ import annotations
 
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ STAGES = {"pretraining": "all layers", "head": "base frozen", "fine-tuning": "la
 
 
 def table(path: Path) -> str:
-    """One row a backend and precision; times of a machine that did something else as well are left out."""
+    """One row for each backend and precision; times of a machine that did something else as well are left out."""
     if not path.exists():
         return NOT_MEASURED
     results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -46,7 +45,7 @@ def table(path: Path) -> str:
             peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.0f} MB"
             cells = " | ".join([backend, NAMES[name], _accuracy(row, results["limit"]), *times, peak])
             lines.append(f"| {cells} |")
-    return "\n".join([*lines, *_scratch(results)])
+    return "\n".join(lines)
 
 
 def _runs(backends: dict[str, Any]) -> str:
@@ -72,17 +71,3 @@ def _accuracy(row: dict[str, Any], limit: float) -> str:
     if not row["accuracies"]:
         return f"ended after {limit:g} s"
     return ", ".join(f"{one:.1f} %" for one in row["accuracies"])
-
-
-def _scratch(results: dict[str, Any]) -> list[str]:
-    """What pretraining is worth: the same network, on the same few images, without it."""
-    found, backend = results["scratch"]["accuracies"], results["scratch"]["backend"]
-    with_it = results["backends"].get(backend, {}).get("fp32", {}).get("accuracies", [])
-    if not found or not with_it:
-        return []
-    return [
-        "",
-        f"What pretraining is worth, in float32 on {backend}: {statistics.mean(with_it):.1f} % with it,"
-        f" {statistics.mean(found):.1f} % without (`--pretrain-epochs 0`: the whole network learns from the few",
-        "images, in as many passes, at the better of the two learning rates tried).",
-    ]
