@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -429,15 +428,3 @@ def test_what_a_machine_has_left(tmp_path: Path, files: dict[str, Any], gib: flo
         return
     available = int(gib * GIB)
     assert spendable_bytes(tmp_path) == max(1, available - max(GIB // 2, available // 10))
-
-
-@pytest.mark.heavy
-def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parent.parent / "docs" / "batch-size.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    others = bytes_alive()
-    names: dict[str, Any] = {}
-    exec(block.replace('limit="2 MB"', f"limit={2_000_000 + others}"), names)
-    found = names["found"]
-    assert found.largest % 8 == 0
-    assert f"batch size {found.largest} is the largest that fits" in capsys.readouterr().out

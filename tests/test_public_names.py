@@ -63,12 +63,12 @@ def test_the_names_of_the_other_frameworks_rooms_are_these() -> None:
 @pytest.mark.parametrize(
     ("room", "name", "absent", "words"),
     [
-        ("keras", "set_policy", "keras", "keras is not installed. Install Keras 3, pip install 'mezzo"),
+        ("keras", "set_policy", "keras", "keras is not installed. Install Keras 3 and one of its backends: "),
         (
             "tensorflow",
             "enable_mixed_precision_graph_rewrite",
             "tensorflow",
-            "tensorflow is not installed. Install it with pip install 'mezzo",
+            "tensorflow is not installed. Install it: pip install tensorflow",
         ),
     ],
 )

@@ -220,11 +220,11 @@ def test_float32_set_by_the_script_is_passed_over(launch: Launch) -> None:
     line = "import keras\nkeras.config.set_dtype_policy('float32')\n"
     ran = launch(line + LINEAR + "print(model.layers[0].compute_dtype)", policy="bf16")
     assert ran.lines[-1] == "bfloat16"
-    assert "script.py:2 sets the dtype policy float32, which is passed over" in ran.notes
+    assert "script.py:2 sets the dtype policy float32, which is ignored" in ran.notes
 
 
 def test_a_pattern_that_names_no_layer_is_the_users_mistake(launch: Launch) -> None:
-    with pytest.raises(UnknownNameError, match=r"module\.haed names no layer.*Did you mean 'head'"):
+    with pytest.raises(UnknownNameError, match=r"module\.haed matches no layer.*Did you mean 'head'"):
         launch(LINEAR.replace("keras.Input((4,)), ", "") + FIT, policy="bf16,module.haed=fp32")
 
 

@@ -110,4 +110,4 @@ def test_one_decision_for_all_devices() -> None:
         assert told["collapse"].startswith("gradients that are not finite, those of")
         return
     assert told["unmerged"] == [[1], [1]]
-    assert "Call it in the function that you hand to strategy.run(...)." in told["outside"]
+    assert "Call it in the function that strategy.run(...) runs." in told["outside"]

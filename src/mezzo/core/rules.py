@@ -1,7 +1,7 @@
 """The table of operations: for each op its rule, the reason, and what computes it on each kind of device, in one row.
 
 Ops are named as in ATen without the overload. An op without a row runs in the format of its inputs. The rows cover
-every op on PyTorch 2.13's autocast lists and lower what those lower; docs/policies.md lists the differences.
+every op on PyTorch 2.13's autocast lists and lower what those lower; docs/torch-amp.md lists the differences.
 """
 
 from __future__ import annotations

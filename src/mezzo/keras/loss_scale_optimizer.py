@@ -49,9 +49,13 @@ _NAMES_SHOWN = 100
 
 @keras.saving.register_keras_serializable(package="mezzo")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
-    """Wraps an optimizer: scales the loss, unscales the gradients, skips steps whose gradients are not finite.
+    """Wraps a Keras optimizer: scales the loss, unscales the gradients, skips steps whose gradients are not finite.
 
-    `compile` and Keras's callbacks recognise it as Keras's own, from which it inherits.
+    ::
+
+        model.compile(mezzo.keras.LossScaleOptimizer(keras.optimizers.Adam(1e-3)), "mse")
+
+    `compile` and Keras's callbacks treat it as Keras's own `LossScaleOptimizer`, from which it inherits.
 
     Args:
         inner_optimizer: the `keras.optimizers.Optimizer` that takes the steps. Clipping, weight decay, averages (EMA)
@@ -60,9 +64,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         dynamic_growth_steps: its `growth_interval`, under Keras's name; None leaves 2000.
         loss_scale: ``"dynamic"``, what a policy may say (``"dynamic(init=1024,hysteresis=2)"``, ``"none"``,
             ``"2**10"``), a number, or a `DynamicLossScale`, `StaticLossScale` or `NoLossScale` of `mezzo`.
-        on_unscaled: what to do where gradients are applied and the scale was never read: "raise", "warn" or "ignore".
+        on_unscaled: if gradients are applied although the scale was never read: "raise", "warn" or "ignore".
         name: of this optimizer.
-        **kwargs: none: Keras's arguments for any optimizer belong to the inner one.
+        **kwargs: not used: give Keras's arguments for optimizers to the inner one.
 
     A skipped step leaves no trace in trainable weights or inner optimizer; `iterations` counts the others. (The moving
     statistics of a `BatchNormalization`, which the forward pass assigns, stay assigned.) If `patience` steps in a row
@@ -94,8 +98,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         constant = inner_optimizer.loss_scale_factor
         if constant is not None:
             warnings.warn(
-                f"LossScaleOptimizer switches loss_scale_factor={constant!r} of the inner optimizer off. For that "
-                f"constant, give loss_scale={constant!r} here.",
+                f"loss_scale_factor={constant!r} of the inner optimizer is ignored: this class scales the loss. "
+                f"To keep that constant, use LossScaleOptimizer(..., loss_scale={constant!r}).",
                 stacklevel=2,
             )
         first = _loss_scale_of(loss_scale, initial_scale, dynamic_growth_steps)
@@ -137,7 +141,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def scale(self) -> Any:
-        """S for the next loss: an FP32 variable of shape ().
+        """The loss scale S for the next loss: an FP32 variable of shape ().
 
         Raises:
             CallOrderError: JAX is compiling a function in which S would be a constant.
@@ -149,7 +153,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def dynamic_scale(self) -> Any:
-        """As `scale`."""
+        """Keras's name of `scale`."""
         return self.scale
 
     @property
@@ -175,8 +179,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if len(optimizer_variables) != len(self.variables):
             raise UsageError(
                 f"{len(optimizer_variables)} values were given for {len(self.variables)} optimizer variables. "
-                "Build the optimizer, optimizer.build(model.trainable_variables), and hand over the values of all of "
-                "optimizer.variables, in its order."
+                "Call optimizer.build(model.trainable_variables), then pass the values of all optimizer.variables, in "
+                "their order."
             )
         self._scale_was_read = True
         place = next(at for at, variable in enumerate(self.variables) if variable is self._scale)
@@ -204,7 +208,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 self.build(list(trainable_variables))
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if len(variables) != len(grads):
-            raise UsageError(f"{len(grads)} gradients were given for {len(variables)} trainable variables")
+            raise UsageError(
+                f"{len(grads)} gradients were given for {len(variables)} trainable variables. Give one gradient per "
+                "variable, None where there is none."
+            )
         self._check_variables_are_known(variables)
         _check_not_baked_in(
             self._scale, "optimizer.stateless_apply(optimizer_variables, grads, trainable_variables)"
@@ -276,8 +283,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         except LossScaleCollapseError as error:
             flags = [] if self.bad_gradients is None else self.bad_gradients.numpy()
             bad = [_path(variable) for variable, flag in zip(self._trainable_variables, flags) if flag]
-            whose = ", ".join(bad) or "no variable, as it was loaded"
-            collapse = LossScaleCollapseError(f"gradients that are not finite, those of {whose}: {error}")
+            whose = ", ".join(bad) or "unknown variables (the state was loaded)"
+            collapse = LossScaleCollapseError(f"gradients of {whose} are NaN or infinite: {error}")
             raise collapse.going_on("optimizer.reset_loss_scale()") from None
 
     def _check_if_due(self, found_inf: Any) -> None:
@@ -290,9 +297,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 names = [_path(variable) for variable in self._trainable_variables]
                 shown = ", ".join(names[:_NAMES_SHOWN] + ["..."] * (len(names) > _NAMES_SHOWN))
                 text = (
-                    f"LossScaleCollapseError: {self._patience} steps in a row were skipped, and the loss scale gets no "
-                    "smaller. optimizer.check() says more. A 1 marks a gradient that is not finite; the variables are "
-                    f"{shown}:"
+                    f"LossScaleCollapseError: {self._patience} steps in a row were skipped, and the loss scale is at "
+                    "its minimum. optimizer.check() gives details. A 1 marks a gradient that is not finite, of these "
+                    f"variables: {shown}:"
                 )
                 fine, data = self._stuck.value < self._patience, [text, self.bad_gradients.value]
                 tf.debugging.Assert(fine, data, summarize=_NAMES_SHOWN)  # XLA drops it

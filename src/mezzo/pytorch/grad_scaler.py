@@ -1,7 +1,7 @@
 """GradScaler: a `torch.amp.GradScaler` with a bounded loss scale, closures, and `was_skipped`.
 
 It is a subclass with torch's private attributes, which scripts and libraries use. The numbers are torch's while the
-scale stays within its bounds; docs/training.md lists the differences.
+scale stays within its bounds; docs/torch-amp.md lists the differences.
 """
 
 from __future__ import annotations

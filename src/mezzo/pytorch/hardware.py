@@ -71,7 +71,7 @@ def describe() -> dict[str, Any]:
 def native_formats(device_type: str) -> frozenset[str]:
     """The 16-bit formats that a device trains in natively and fast: a subset of ``{"bf16", "fp16"}``.
 
-    A CPU has bf16 by `cpu_trains_in_bf16`, and never fp16 (``docs/log.md``). A CUDA device has fp16 from compute
+    A CPU has bf16 by `cpu_trains_in_bf16`, and never fp16 (``docs/dev/log.md``). A CUDA device has fp16 from compute
     capability 7.0 and bf16 from 8.0. An absent or unknown device has none. ``MEZZO_ASSUME_NATIVE`` in the environment
     overrides this.
 
@@ -132,7 +132,7 @@ def cpu_trains_in_bf16(facts: Mapping[str, Any]) -> bool:
     """Whether a CPU with these capabilities multiplies bf16 itself (by oneDNN), and no slower than FP32.
 
     Intel cores that have AVX512-FP16 and whose AMX is hidden (as in many virtual machines) ran bf16 matmul at about
-    half of FP32's rate (``docs/log.md``). Instructions decide, because a measurement would depend on the load.
+    half of FP32's rate (``docs/dev/log.md``). Instructions decide, because a measurement would depend on the load.
     """
     onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call,unused-ignore]
     has = {name for name, value in facts.items() if value is True}

@@ -103,8 +103,8 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         others = [other for other in self._used or self._held if other is not None]
         where = f"{others[-1]!r}" if others else "the eager program"
         raise UsageError(
-            f"{what}: this optimizer has its loss scale in {where}, and not here. Of a graph of TF1 read it there: "
-            f"with graph.as_default(): session.run([{_READS}])."
+            f"{what}: the loss scale of this optimizer is in {where}. Read it there, for a graph of TF1 with "
+            f"graph.as_default(): session.run([{_READS}])."
         )
 
     def on_host(self, what: str) -> ScaleArrays:
@@ -112,7 +112,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         held = self.read(what)
         if not tf.executing_eagerly():
             raise UsageError(
-                f"{what} is for eager programs. In a graph of TF1 a Session reads it: session.run([{_READS}])."
+                f"{what} works in eager programs only. In a graph of TF1 use session.run([{_READS}])."
             )
         return self._state(lambda name: float(getattr(held, name).numpy()))
 

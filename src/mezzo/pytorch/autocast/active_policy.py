@@ -1,4 +1,4 @@
-"""Which policy is active: a number in base 3 that travels with autocast's own thread state (docs/architecture.md).
+"""Which policy is active: a number in base 3 that travels with autocast's own thread state (docs/dev/architecture.md).
 
 Each digit is the autocast switch and dtype of a backend that this computer lacks: off, bfloat16, float16 (the dtypes
 that `torch.autocast` takes without complaint). The first is never off, so "no label" costs one query. A label stands
