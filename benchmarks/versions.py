@@ -1,12 +1,12 @@
 """`make versions`: the fast tests against several releases of PyTorch, each in an environment of its own.
 
-    python benchmarks/versions.py                          # every release of RELEASES; writes benchmarks/results/versions.json
-    python benchmarks/versions.py 2.14.1 2.15.0            # only these; the file's other rows stay
-    python benchmarks/versions.py --python python3.12      # with another interpreter
-    python benchmarks/versions.py nightly --index URL      # PyTorch's nightly index; "Get started" on pytorch.org has it
+    python benchmarks/versions.py                        # every release of RELEASES: benchmarks/results/versions.json
+    python benchmarks/versions.py 2.14.1 2.15.0          # only these; the file's other rows stay
+    python benchmarks/versions.py --python python3.12    # with another interpreter
+    python benchmarks/versions.py nightly --index URL    # PyTorch's nightly index, from pytorch.org's "Get started"
 
-An environment is made once under .versions/ and kept. Newer releases for Linux bring several gigabytes of CUDA libraries.
-The tests are those of `make fast`: PyTorch's, without the heavy ones and without Keras's and TensorFlow's.
+An environment is made once under .versions/ and kept. Newer releases for Linux bring several gigabytes of CUDA
+libraries. The tests are those of `make fast`: PyTorch's, without the heavy ones, Keras's and TensorFlow's.
 
 Exit status: 0 all tests pass with every release, 1 one does not, 2 an environment could not be made.
 """
@@ -36,7 +36,9 @@ ABOUT = (
 
 def environment(release: str, python: str, index: str | None) -> Path:
     """The interpreter of an environment with this release, Mezzo's working tree and what its fast tests need."""
-    name = subprocess.check_output([python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], text=True)
+    name = subprocess.check_output(
+        [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], text=True
+    )
     folder = ROOT / ".versions" / f"torch-{release}-python-{name.strip()}"
     inside = folder / "bin" / "python"
     if not (folder / "ready").exists():
@@ -77,7 +79,9 @@ def tested(python: Path, extra: list[str]) -> dict[str, Any]:
 
 def main() -> int:
     """Test each release; write the file after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("releases", nargs="*", default=RELEASES, help=f"default: {' '.join(RELEASES)}")
     parser.add_argument("--python", default=sys.executable, help="the interpreter (default: this one)")
     parser.add_argument("--index", default=os.environ.get("TORCH_NIGHTLY_INDEX"), help="for `nightly`")
@@ -88,7 +92,9 @@ def main() -> int:
     bad = False
     for release in given.releases:
         if release == "nightly" and not given.index:
-            parser.error("nightly needs --index URL or TORCH_NIGHTLY_INDEX: pytorch.org's \"Get started\" has it")
+            parser.error(
+                'nightly needs --index URL or TORCH_NIGHTLY_INDEX: pytorch.org\'s "Get started" has it'
+            )
         print(f"torch {release}", flush=True)
         try:
             python = environment(release, given.python, given.index if release == "nightly" else None)

@@ -21,7 +21,9 @@ ROOT = Path(__file__).parent.parent
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel and the source distribution."""
     out = tmp_path_factory.mktemp("dist")
-    subprocess.run([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)], check=True, capture_output=True
+    )
     return out
 
 
@@ -45,11 +47,22 @@ def test_the_wheel_works_in_a_clean_environment(dist: Path, tmp_path: Path) -> N
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     constraints = ["--constraint", str(ROOT / "constraints.txt")]
     subprocess.run([*pip, *constraints, str(wheel)], check=True)
-    command = [str(environment / "bin" / "mezzo"), "compare", "--demo", "digits", "--precision", "bf16", "--seeds", "1"]
+    command = [
+        str(environment / "bin" / "mezzo"),
+        "compare",
+        "--demo",
+        "digits",
+        "--precision",
+        "bf16",
+        "--seeds",
+        "1",
+    ]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(command, cwd=empty, env=clean, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     verdict = json.loads((empty / "mezzo-compare-digits" / "verdict.json").read_text())
     assert verdict["candidates"]["bf16"]["parity"] in ("consistent", "inconclusive")
-    where = subprocess.check_output([str(python), "-c", "import mezzo; print(mezzo.__file__)"], env=clean, cwd=empty)
+    where = subprocess.check_output(
+        [str(python), "-c", "import mezzo; print(mezzo.__file__)"], env=clean, cwd=empty
+    )
     assert str(environment) in where.decode()
