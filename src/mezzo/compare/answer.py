@@ -44,10 +44,10 @@ def _judged(one: Candidate, request: Request) -> str:
     word, runs = one["parity"], one["seeds"]
     count, found = f"{runs} run{'s' * (runs != 1)}", READING[word]
     if word == "equivalent":
-        found += f" within ±{100 * one['margin_relative']:.3g} % of the loss"
+        within = f"±{100 * one['margin_relative']:.3g} %"
         if one["metric_margin"] is not None:
-            found += f" and ±{one['metric_margin']:.3g} of the {_label(request)}"
-        found += f" ({count})"
+            within = f"±{one['metric_margin']:.3g} in {_label(request)} and {within} in loss"
+        found += f" within {within} ({count})"
     elif word == "consistent":
         found += f" ({count}, not proof)"
     elif one["cause"]:
@@ -121,7 +121,7 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         return "More runs", compare_command(more, f"{folder}-{seeds}-seeds")
     saves = one["peak_memory_ratio"] is not None and one["peak_memory_ratio"] < 0.995
     if one["speed_word"] != "faster" and not saves:
-        return "It saves nothing here. To see which precision does", ["mezzo", "doctor"]
+        return "No saving was measured. Which precision is fast here", ["mezzo", "doctor"]
     if request.demo:
         return "Now your script", ["mezzo", "compare", "--precision", name, "train.py"]
     if keras:
