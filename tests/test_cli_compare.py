@@ -108,7 +108,7 @@ def test_an_interrupt_says_how_to_go_on(
 
     monkeypatch.setattr(verb, "compare", stop)
     assert main(["compare", script(here, {})]) == 130
-    assert "mezzo-compare-train. Give the same command again" in capsys.readouterr().err
+    assert "mezzo-compare-train. To continue, give the same command" in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_made_loses_no_verdict(
