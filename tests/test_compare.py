@@ -190,8 +190,8 @@ def test_finished_runs_are_kept(case: Case) -> None:
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"margin": 0.01}, "--margin was 0.005 and is now 0.01"),
-        ({"seeds": 4}, "--seeds was 3 and is now 4. Its result is known"),
+        ({"margin": 0.01}, "margin was 0.005 and is now 0.01"),
+        ({"seeds": 4}, "--seeds was 3 and is now 4. Choose"),
         ({"argv": ("--epochs", "3")}, "the script's argument list was none and is now --epochs 3"),
         ({"precisions": ("fp16",)}, "--precision was bf16 and is now fp16"),
     ],

@@ -247,7 +247,7 @@ def after_clear_session() -> keras.Model:
     return sequential()
 
 
-OWN = "'net/head', which has the policy bfloat16 of its own"
+OWN = "'net/head', which keeps the policy bfloat16"
 # How a model is made and under which precision, and what is reported; it is made before set_policy if that is empty.
 ODD: list[tuple[Callable[[], keras.Model], str, str]] = [
     (sequential, "fp16", ""),
