@@ -126,6 +126,9 @@ def candidate(**changes: Any) -> dict[str, Any]:
         "steps": 300,
         "skipped_steps": 0,
         "reason": "The gap's 90 % interval, from -0.0011 to 0.0005, lies within the margin of 0.0021.",
+        "plain": "proven equal (3 runs).",
+        "advice": "Use it",
+        "command": "mezzo run --precision bf16 train.py",
     }
     return {**values, **changes}
 
@@ -205,7 +208,10 @@ def hostile(directory: Path) -> Path:
         HOSTILE,
         {HOSTILE.replace("\udcff", ""): HOSTILE, "cpu": HOSTILE, "nested": {HOSTILE: [HOSTILE]}},
     )
-    ones = {HOSTILE: candidate(reason=HOSTILE, parity=HOSTILE), "bf16": candidate(reason=HOSTILE)}
+    ones = {
+        HOSTILE: candidate(reason=HOSTILE, parity=HOSTILE, plain=HOSTILE, advice=HOSTILE, command=HOSTILE),
+        "bf16": candidate(reason=HOSTILE),
+    }
     request = {"target": HOSTILE, "argv": [HOSTILE], "metric": HOSTILE, "precisions": [HOSTILE]}
     found = verdict(ones, request=request) | {"machine": {HOSTILE: HOSTILE}}
     return write(directory, found, {"fp32-0": run, "bf16-0": run, "zz-0": run})

@@ -42,11 +42,11 @@ def test_what_holds_no_record_is_status_2(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "verdict.json").write_text("[]")
     for place, words in (
-        (str(tmp_path), "holds no run record. A report is made from a folder with runs/*.jsonl"),
-        (str(tmp_path / "nowhere"), "nowhere: no such file or folder. A report is made from"),
+        (str(tmp_path), "contains no run records. A report needs a folder with runs/*.jsonl"),
+        (str(tmp_path / "nowhere"), "nowhere: no such file or folder. A report needs"),
         (str(tmp_path / "broken"), 'it has no object "candidates"'),
-        (str(tmp_path / "ok.py"), "ok.py: holds no run record"),
-        ("", "give DIR, a folder with run records"),
+        (str(tmp_path / "ok.py"), "ok.py: contains no run records"),
+        ("", "Give one with run records"),
     ):
         assert main(["report", place]) == 2
         told = capsys.readouterr()
@@ -58,7 +58,10 @@ def test_what_holds_no_record_is_status_2(tmp_path: Path, capsys: pytest.Capture
 def test_bare_it_says_what_it_could_be_given(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for place, words in ((folder, "mezzo report mezzo-run."), (tmp_path, "mezzo report run. In this folder")):
+    for place, words in (
+        (folder, "mezzo report mezzo-run."),
+        (tmp_path, "mezzo report run. Folders with run records here"),
+    ):
         monkeypatch.chdir(place)
         assert main(["report"]) == 2
         assert words in capsys.readouterr().err

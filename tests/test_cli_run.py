@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,9 @@ def test_a_watched_run_leaves_records_and_a_report(
     page = (tmp_path / folder / "report.html").absolute()
     assert page.stat().st_size > 1000
     quiet = "--quiet" in options
-    assert (f"mezzo: report: {page}\n" in captured.err, captured.err == "") == (not quiet, quiet)
+    assert (f"mezzo: report: {page}\n" in captured.err, captured.err.count("\n") == 1) == (not quiet, quiet)
+    fixed = f"mezzo run {' '.join(options)} --precision fp16 --watch --watch=8 --out x train.py 7 -m -h --"
+    assert fixed in captured.err  # those were meant for Mezzo, as the script does not mention them
     assert first(file).argv == words
     assert not (tmp_path / "elsewhere" / "mezzo-run").exists()
 
@@ -121,6 +124,33 @@ def test_records_without_a_report_and_a_policy_file(train: str, tmp_path: Path) 
     assert isinstance(ended, records.RunEnded)
     assert (started.policy, started.script, ended.status) == ("bf16", "train.py", 3)
     assert not (tmp_path / "mezzo-run").exists()
+
+
+@pytest.mark.parametrize(("mentioned", "told"), [("", True), ("# --precision", False)])
+def test_an_option_that_the_script_does_not_know_is_told(
+    mentioned: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.py").write_text(f"import sys; print(sys.argv[1:]) {mentioned}")
+    assert main(["run", "--quiet", "t.py", "--precision", "bf16", "--lr", "1"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "['--precision', 'bf16', '--lr', '1']\n"
+    assert (
+        ("mezzo run --quiet --precision bf16 t.py --lr 1\n" in captured.err) == (captured.err != "") == told
+    )
+
+
+def test_a_keras_script_gets_the_way_for_keras(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "keras", types.ModuleType("keras"))
+    Path("t.py").write_text("import keras")
+    assert main(["run", "--precision", "fp16", "t.py"]) == 0
+    said = capsys.readouterr().err
+    assert "mezzo.keras.set_policy('fp16')" in said
+    assert "mezzo compare --framework keras --precision fp16 t.py" in said
+    assert "backward" not in said
 
 
 @pytest.mark.parametrize(
@@ -231,7 +261,7 @@ def test_processes_of_one_run_share_a_folder_and_leave_each_other_s_records(
 def test_a_run_that_is_replaced_is_named_and_leaves_nothing(
     train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
-    said = f"mezzo: the run that {tmp_path / 'here'} held is replaced by this one"
+    said = f"mezzo: this run replaces the one in {tmp_path / 'here'}"
     for already in (False, True):
         monkeypatch.chdir(tmp_path)
         assert main(["run", "--out", "here", train]) == 3

@@ -94,10 +94,10 @@ def test_candidates_are_read_from_the_command_line(
     [
         (["bf61"], UnknownNameError, "Did you mean 'bf16'"),
         (["bf16,op.sofmax=fp32"], UnknownNameError, "softmax"),
-        (["fp32"], UsageError, "no candidate is left"),
+        (["fp32"], UsageError, "nothing to compare with fp32"),
         (["bf16", "fp16,masters=fp32"], UsageError, "'fp16,params=fp16': mezzo run unscales each gradient"),
         (["bf16,masters=fp32,params=fp32", "fp16,masters=split"], UsageError, "Use masters=fp32, or bf16"),
-        ([","], UsageError, "no candidate is left"),
+        ([","], UsageError, "nothing to compare with fp32"),
     ],
 )
 def test_wrong_candidates(words: list[str], error: type[Exception], says: str) -> None:
@@ -128,7 +128,8 @@ def test_a_comparison_writes_its_folder(case: Case) -> None:
     assert one["margin"] == pytest.approx(0.005 * one["fp32_loss"])
     assert one["final_loss"] - one["fp32_loss"] == pytest.approx(one["loss_gap"])
     assert "faster" in one["reason"]
-    page = (Path(__file__).parent.parent / "docs" / "verdict.md").read_text(encoding="utf-8")
+    pages = (Path(__file__).parent.parent / "docs").glob("*.md")
+    page = "".join(one.read_text(encoding="utf-8") for one in pages)
     assert [key for key in (*found, *one, *one["pairs"][0]) if f"`{key}`" not in page] == []
 
 
@@ -136,7 +137,7 @@ def test_a_comparison_writes_its_folder(case: Case) -> None:
     ("behaviour", "parity", "says"),
     [
         ({"bf16": {"shift": 0.2}}, "divergent", "harm is established"),
-        ({"bf16": {"shift": 0.02}}, "inconclusive", "yet not established"),
+        ({"bf16": {"shift": 0.02}}, "inconclusive", "harm is not established"),
         ({}, "consistent", "within the margin"),
         (
             {"bf16": {"losses": 25}},
@@ -145,7 +146,7 @@ def test_a_comparison_writes_its_folder(case: Case) -> None:
         ),
         ({"bf16": {"nan": 30}}, "divergent", "its loss is nan from step 30"),
         ({"bf16": {"crash": "RuntimeError: no kernel"}}, "divergent", "RuntimeError: no kernel"),
-        ({"bf16": {"signal": 11}}, "divergent", "died without an end"),
+        ({"bf16": {"signal": 11}}, "divergent", "was killed or crashed"),
     ],
 )
 def test_what_a_candidate_is_called(case: Case, behaviour: dict[str, Any], parity: str, says: str) -> None:
@@ -189,31 +190,44 @@ def test_finished_runs_are_kept(case: Case) -> None:
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"margin": 0.01}, "margin was 0.005 and is now 0.01"),
-        ({"seeds": 2}, "seeds was 1 and is now 2"),
-        ({"argv": ("--epochs", "3")}, "argv was"),
-        ({"precisions": ("fp16",)}, "precisions was"),
+        ({"margin": 0.01}, "--margin was 0.005 and is now 0.01"),
+        ({"seeds": 4}, "--seeds was 3 and is now 4. Its result is known"),
+        ({"argv": ("--epochs", "3")}, "the script's argument list was none and is now --epochs 3"),
+        ({"precisions": ("fp16",)}, "--precision was bf16 and is now fp16"),
     ],
 )
 def test_another_declaration_is_refused_once_a_candidate_ran(
     case: Case, changes: dict[str, Any], names: str
 ) -> None:
-    case.compare()
+    case.compare(seeds=3)
     before = (case.out / "verdict.json").read_text()
-    with pytest.raises(UsageError, match="declared otherwise") as caught:
+    changes = {"seeds": 3, **changes}
+    with pytest.raises(UsageError) as caught:
         case.compare(**changes)
     assert names in str(caught.value)
-    assert "--fresh" in str(caught.value)
+    assert f"--out {case.out}-" in str(caught.value)
+    assert f"--out {case.out} --fresh" in str(caught.value)
     assert (case.out / "verdict.json").read_text() == before
     case.forget_calls()
     case.compare(**changes, fresh=True)
     assert case.calls[0] == "fp32-0"
 
 
+def test_seeds_may_be_added_to_a_quick_look_only(case: Case) -> None:
+    """Fewer than three pairs are never called equivalent, so the test for equivalence is still made once."""
+    assert case.compare()["candidates"]["bf16"]["plain"].startswith("quick look, ")
+    case.forget_calls()
+    assert case.compare(seeds=3)["candidates"]["bf16"]["parity"] == "equivalent"
+    assert case.calls == ["bf16-1", "fp32-1", "fp32-2", "bf16-2"]
+    for seeds in (1, 6):
+        with pytest.raises(UsageError, match=f"--seeds was 3 and is now {seeds}"):
+            case.compare(seeds=seeds)
+
+
 def test_an_edited_script_is_another_comparison(case: Case) -> None:
     case.compare()
     case.write({"bf16": {"shift": 0.1}})
-    with pytest.raises(UsageError, match="script_sha256"):
+    with pytest.raises(UsageError, match=r"train.json has changed since"):
         case.compare()
     (case.out / "comparison.json").write_text("{")
     with pytest.raises(UsageError, match=r"not readable.*--fresh"):
@@ -223,7 +237,7 @@ def test_an_edited_script_is_another_comparison(case: Case) -> None:
 def test_a_wrong_metric_can_be_mended_without_running_fp32_again(case: Case) -> None:
     case.write({"*": {"metric": 97.0}})
     for _ in range(2):
-        with pytest.raises(UsageError, match=r"matches nothing.*(?s:.)*accuracy: 97.0 %"):
+        with pytest.raises(UsageError, match=r"does not match.*(?s:.)*accuracy: 97.0 %"):
             case.compare(metric="precision: ([0-9.]+)")
     assert not (case.out / "verdict.json").exists()
     one = case.compare(metric="accuracy: ([0-9.]+)")["candidates"]["bf16"]
@@ -274,20 +288,35 @@ def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None
 @pytest.mark.parametrize(
     ("behaviour", "changes", "error", "says"),
     [
-        ({"fp32": {"status": 7}}, {}, ScriptError, "exit status 7 in FP32"),
+        ({"fp32": {"status": 7}}, {}, ScriptError, "FP32 run, exit status 7"),
         (
             {"fp32": {"crash": "ValueError: x"}},
             {},
             ScriptError,
             r'File "train.py", line 3, in <module>\nValueError: x',
         ),
-        ({"fp32": {"nan": 5}}, {}, ScriptError, "loss of fp32-0 is nan at step 5"),
-        ({"fp32": {"losses": 0}}, {}, ScriptError, "without a call of backward"),
+        ({"fp32": {"nan": 5}}, {}, ScriptError, r"the loss is nan at step 5 \(run fp32-0\)"),
+        ({"fp32": {"losses": 0}}, {}, ScriptError, r"never called backward\(\)"),
         ({"bf16": {"signal": 9}}, {}, MezzoError, "killed by signal 9"),
-        ({"bf16": {"refuse": "no kernel here"}}, {}, UnsupportedPrecisionError, "bf16 can't run: no kernel"),
+        (
+            {"bf16": {"refuse": "no kernel here"}},
+            {},
+            UnsupportedPrecisionError,
+            "bf16 cannot run here: no kernel",
+        ),
         # A pattern that matches no module: found at the script's end, or by an error that its records end with.
-        ({"bf16": {"mistake": "no module haed"}}, {}, UnsupportedPrecisionError, "can't run: no module haed"),
-        ({"bf16": {"mistake": "no haed", "status": 1}}, {}, UnsupportedPrecisionError, "can't run: no haed"),
+        (
+            {"bf16": {"mistake": "no module haed"}},
+            {},
+            UnsupportedPrecisionError,
+            "cannot run here: no module haed",
+        ),
+        (
+            {"bf16": {"mistake": "no haed", "status": 1}},
+            {},
+            UnsupportedPrecisionError,
+            "cannot run here: no haed",
+        ),
         ({"bf16": {"crash": "OSError: [Errno 28] No space left on device"}}, {}, UsageError, "no space left"),
         ({"*": {"say": "accuracy: high"}}, {"metric": "accuracy: (.*)"}, UsageError, "'high', which is no"),
     ],
@@ -305,12 +334,12 @@ def test_what_ends_a_comparison(
     ("changes", "says"),
     [
         ({"target": "nowhere/train.py"}, "no script"),
-        ({"seeds": 0}, "give 1 or more"),
+        ({"seeds": 0}, "the minimum is 1"),
         ({"margin": float("nan")}, "between 0 and 1"),
-        ({"precisions": ("a/p.toml", "a-p.toml")}, "would share the file"),
-        ({"precisions": ("fp32",)}, "would share the file"),
-        ({"metric": "accuracy ("}, "not a regular expression"),
-        ({"metric": "accuracy"}, "no group"),
+        ({"precisions": ("a/p.toml", "a-p.toml")}, "would both write"),
+        ({"precisions": ("fp32",)}, "would both write"),
+        ({"metric": "accuracy ("}, "not a valid regular expression"),
+        ({"metric": "accuracy"}, "has no group"),
         ({"metric": "(a)", "metric_margin": -1.0}, "above 0"),
     ],
 )
@@ -374,9 +403,12 @@ def test_lines_for_pipes(case: Case, tmp_path: Path) -> None:
         for _ in range(2):
             case.compare(watcher=watcher(Console(file=file)))
     said = path.read_text().splitlines()
-    assert said[0].startswith("[1/3] fp32-0: 40 steps, ")
-    assert len(said) == 4
-    assert said[3] == f"{case.out}: finished runs are kept"
+    assert said[1].startswith("3 runs: 1 FP32, 1 bf16, 1 perturbed FP32 (noise check)")
+    assert said[2].startswith("[1/3] fp32-0: 40 steps, ")
+    assert said[2].endswith(" s left")
+    assert said[4].endswith(" s")  # nothing is left
+    assert len(said) == 8
+    assert str(case.out) in said[7]
 
 
 def test_a_bar_on_a_terminal(case: Case) -> None:

@@ -115,13 +115,13 @@ NAN = float("nan")
 # (matmul, conv step) rates of fp32, bf16, fp16; native formats; the precision; what the reasons say
 RATES: list[tuple[tuple[float, float], tuple[float, float], tuple[float, float], str, str, list[str]]] = [
     ((199, 100), (441, 190), (1.5, 1.2), "bf16", "bf16",
-     ["matrix products run 2.22 times as fast", "fp16: the CPU does not train in fp16 natively"]),
+     ["matrix products are 2.22x faster than in fp32", "fp16: the CPU has no native fp16 training"]),
     ((130, 80), (74, 64), (129, 0.5), "bf16", "fp32",
-     ["products run 1.76 times as slow", "training step 160 times as slow", "would save memory here, but no time"]),
+     ["products are 1.76x slower", "training step is 160x slower", "would save memory on this machine, but no time"]),
     ((8, 4), (3, 2), (60, 20), "fp16", "fp16", ["Mezzo scales the loss"]),
-    ((60, 30), (900, 400), (900, 410), "bf16 fp16", "bf16", ["bf16 comes before fp16"]),
-    ((60, 30), (NAN, NAN), (NAN, NAN), "", "fp32", ["nor can PyTorch run it there"]),
-    ((60, 30), (90, NAN), (NAN, NAN), "bf16", "fp32", ["training step not at all"]),
+    ((60, 30), (900, 400), (900, 410), "bf16 fp16", "bf16", ["bf16 is preferred to fp16"]),
+    ((60, 30), (NAN, NAN), (NAN, NAN), "", "fp32", ["PyTorch cannot run it there"]),
+    ((60, 30), (90, NAN), (NAN, NAN), "bf16", "fp32", ["training step is not available"]),
 ]  # fmt: skip
 
 
@@ -205,14 +205,14 @@ def test_this_machine(cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     printed = " ".join(captured.out.split())
     for words in (
         "CPU A [bold] CPU, ",
-        "GPU none that PyTorch can use",
+        "GPU none that this PyTorch can use",
         "Measured on the CPU",
         "bf16 441 (441 to 441) 190 (190 to 190)",
         "fp16 1.36 (1.25 to 1.5) -",
-        "memory bandwidth, by copying: 54 (54 to 54) GB/s",
+        "memory bandwidth (copy): 54 (54 to 54) GB/s",
         "not measured: could not create a primitive",
         "Use bf16",
-        "matrix products run 2.22 times as fast, a convolution's training step 1.9 times as fast",
+        "matrix products are 2.22x faster than in fp32, a convolution's training step is 1.9x faster than in fp32",
         "Try it: mezzo compare --precision bf16 train.py",
     ):
         assert words in printed
@@ -226,7 +226,7 @@ def test_a_named_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         "T4: Turing, compute capability 7.5, 16 GB at 320 GB/s",
         "fp16 65 TFLOP/s tensor cores",
-        "dense peaks by: NVIDIA Turing GPU Architecture, appendix A, 2018",
+        "dense peaks from: NVIDIA Turing GPU Architecture, appendix A, 2018",
         "Use fp16",
         "bf16 needs 8.0",
     ):
@@ -260,7 +260,7 @@ def test_wrong_usage_exits_2_and_says_how_to_mend_it(
 def test_the_json_is_strict_and_every_key_of_it_is_documented(
     cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "doctor.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs" / "formats.md").read_text(encoding="utf-8")
 
     def shown(*words: str) -> Any:
         assert main(["doctor", "--json", *words]) == 0

@@ -38,13 +38,13 @@ def a_run(machine: dict[str, Any], losses: int = 0, updates: int = 0) -> Finishe
         ("pytorch", {"torch": "2", "keras": "3"}, 5, 5, None),  # trains with PyTorch, and uses some of Keras
         ("pytorch", {"torch": "2"}, 0, 0, None),  # trains not at all: told elsewhere
         # Keras on torch calls backward:
-        ("pytorch", {"torch": "2", "keras": "3"}, 5, 0, "give --framework keras"),
-        ("pytorch", {"keras": "3"}, 0, 0, "give --framework keras"),
+        ("pytorch", {"torch": "2", "keras": "3"}, 5, 0, "Add --framework keras"),
+        ("pytorch", {"keras": "3"}, 0, 0, "Add --framework keras"),
         ("keras", {"keras": "3", "torch": "2"}, 5, 5, None),
         ("keras", {"keras": "3", "torch": "2"}, 0, 0, None),
-        ("keras", {"torch": "2"}, 0, 0, "imports torch: leave --framework keras out"),
+        ("keras", {"torch": "2"}, 0, 0, "imports torch. Leave --framework keras out"),
         ("keras", {"tf_keras": "2", "tensorflow": "2"}, 0, 0, r"tf_keras.*Use Keras 3"),
-        ("keras", {"tensorflow": "2"}, 0, 0, "makes no Keras model: .* not TensorFlow alone"),
+        ("keras", {"tensorflow": "2"}, 0, 0, "makes no Keras model. .* TensorFlow alone"),
     ],
 )
 def test_whose_script_a_run_was(
@@ -73,7 +73,7 @@ def test_precisions_of_keras(word: str, expected: tuple[str, ...], remarks: int)
     [
         ("bf61", UnknownNameError, "bf16"),
         ("bf16,op.softmax=fp32", UsageError, "Keras"),
-        ("float32", UsageError, "no candidate is left"),
+        ("float32", UsageError, "nothing to compare with fp32"),
     ],
 )
 def test_what_keras_cannot_do_is_refused(word: str, error: type[Exception], says: str) -> None:
@@ -118,7 +118,9 @@ def test_a_demo_brings_its_framework(tmp_path: Path, monkeypatch: pytest.MonkeyP
     request, _ = _asked("--demo", "pretended")
     assert request.framework == "keras"
     assert "--framework" not in verb.command_line(request, Path("out"))
-    with pytest.raises(UsageError, match="--demo pretended trains with keras: leave --framework pytorch out"):
+    with pytest.raises(
+        UsageError, match=r"--demo pretended trains with keras. Leave --framework pytorch out"
+    ):
         _asked("--demo", "pretended", "--framework", "pytorch")
     assert {demo.framework for demo in DEMOS.values()} <= FRAMEWORKS.keys()
     request, _ = _asked("--demo", "text-gpt")

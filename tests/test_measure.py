@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mezzo.compare.judgement import saved
 from mezzo.compare.measure import Speed, speed, step_times
 from mezzo.core.records import LossRecord, UpdateRecord
 
@@ -94,22 +93,3 @@ def test_the_interval_holds_the_truth_though_runs_differ(pairs: int) -> None:
     assert held / draws >= 0.88  # 0.95 less three binomial deviations
     if pairs == 5:
         assert np.median(wide) < 1.15  # and it is no empty promise
-
-
-@pytest.mark.parametrize(
-    ("memory", "fast", "told"),
-    [
-        (0.79, Speed(1.5, (1.2, 1.8), 3, 100), "memory is saved, time is saved"),
-        (
-            0.998,
-            Speed(0.9, (0.7, 1.1), 3, 100),
-            "memory is not saved (1.00x), time is not saved",
-        ),  # as printed
-        (None, Speed(0.6, (0.5, 0.7), 3, 100), "memory was not measured, time is lost"),
-        (0.5, None, "memory is saved, time was not measured"),
-    ],
-)
-def test_words_on_an_emulated_format_follow_the_figures(
-    memory: float | None, fast: Speed | None, told: str
-) -> None:
-    assert saved(memory, fast) == told

@@ -52,14 +52,14 @@ def test_a_watched_run_shows_what_a_reader_asks(watched: Path) -> None:
         "Watched 30 70 tensors in each step",
         "fp16: the loss is infinite at step 90, the first of 2 steps without a finite one.",
         "5 of 240 updates skipped, at 1, 3, 90, 91, 170 (inf in the gradients); of 5 looked into, 3 alarms",
-        "3 skipped updates to look into, of 2 kinds.",
+        "3 skipped updates to fix, of 2 kinds.",
         "Update 2 times: 90, 91 Module and line blocks.1.attention model.py:48: weights = torch.exp(scores)",
         "Operation exp forward Cause overflow",
         "input 0 fp16 32×4×64×64: 0.000120 to 14.2, 12 zeros",
         "Run this operation in FP32: precision='fp16,op.exp=fp32'.",
         "Passed on by blocks.1.attention: Tensor.sum",
-        "Found by running the step's calls again: 210 ms, 8.4 MB kept for it.",
-        "(outside the model) train.py:91: penalty", "Seen as it happened",
+        "Found by repeating the step: 210 ms, 8.4 MB of memory.",
+        "(outside the model) train.py:91: penalty", "Found during the step",
         "Where the loss scale was too high: 1 place",
         "Every op ran as planned.", "5 updates were skipped.", "30 watched steps, update 0 to 232; 70 tensors.",
     ):  # fmt: skip
@@ -182,14 +182,17 @@ def test_a_file_without_any_record_is_refused_and_no_page_written(name: str, tmp
     path = tmp_path / "a.jsonl"
     path.write_bytes(STRANGE[name])
     for place in (path, tmp_path):
-        with pytest.raises(UsageError, match="holds no run record"):
+        with pytest.raises(UsageError, match="contains no run records"):
             build_any(place)
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_place_without_records_is_refused(tmp_path: Path) -> None:
-    for place, what in ((tmp_path, "holds no run record"), (tmp_path / "nowhere", "no such file or folder")):
-        with pytest.raises(UsageError, match=f"{what}. A report is made from a folder with"):
+    for place, what in (
+        (tmp_path, "contains no run records"),
+        (tmp_path / "nowhere", "no such file or folder"),
+    ):
+        with pytest.raises(UsageError, match=f"{what}. A report needs a folder with"):
             build_run(place)
     (tmp_path / "a.jsonl").write_text("{}\n")
     run_records.write(tmp_path / "b.jsonl", run_records.records(steps=5))
@@ -205,7 +208,7 @@ def test_a_page_shows_what_comes_before_a_corrupt_line(tmp_path: Path) -> None:
     assert run.records == 10
     text = outline(tmp_path / "r").text
     assert "run.jsonl:11: not a run record" in text
-    assert text.count("it and the lines after it were not read") == 1
+    assert text.count("this line and those after it were not read") == 1
 
 
 def test_text_in_backquotes_is_code(tmp_path: Path) -> None:
@@ -237,7 +240,7 @@ def test_a_run_that_was_left_alone_is_not_headed_by_a_policy(tmp_path: Path) -> 
     page = build_run(tmp_path / "r").read_text(encoding="utf-8")
     for words in (
         "<h3>left alone</h3>",
-        "The script was left to its own precision in place of fp16: it uses torch.autocast itself.",
+        "The script ran in its own precision, not in fp16: it uses torch.autocast itself.",
         "<title>train.py: left alone</title>",
         "<h4>Loss: left alone</h4>",
     ):
@@ -285,7 +288,7 @@ def test_one_place_is_a_row_with_its_own_reason_though_its_numbers_differ(tmp_pa
         records += skip(index, OverflowReport("overflow", "head", "linear", inputs=[facts], outputs=[out]))
     made(tmp_path / "r", records)
     text = outline(tmp_path / "r").text
-    assert "6 skipped updates to look into, of 1 kind." in text
+    assert "6 skipped updates to fix, of 1 kind." in text
     assert "Cause overflow an input of 1e+06 does not fit fp16" in text
 
 

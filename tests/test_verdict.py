@@ -141,7 +141,7 @@ SPIKES = {k: edited(gap, slice(60, 70), 1.8 + gap) for k, gap in enumerate(CLOSE
 NAN = {**runs(0.0, 0.03), 2: edited(0, slice(50, None), math.nan)}
 INF = {0: edited(0, slice(50, 51), math.inf)}
 UNMOVED, EMPTY = {0: RunResult(CLEAN, moved=0, skipped=STEPS)}, {0: RunResult(np.array([]))}
-HARM, UNSURE = "harm is established", "yet not established"
+HARM, UNSURE = "harm is established", "harm is not established"
 ULP = "one ulp in the initial weights"
 
 EQ, CON, INC, DIV = Parity
@@ -153,13 +153,13 @@ ROWS: dict[str, tuple[Any, Any, float | None, Parity, str]] = {
     "far beyond margin and noise": (THREE, (0.05, 0.081, 0.029), 1e-4, DIV, HARM),
     "as far on the better side": (THREE, (-0.05, -0.021, -0.069), 1e-4, CON, "the better side of FP32"),
     "tight, but one ulp does as much": (THREE, (0.011, 0.041, -0.009), 0.02, INC, f"{ULP} changes FP32"),
-    "some spread, and one ulp does as much": (THREE, (0.006, 0.042, -0.013), 0.02, CON, f"what {ULP}"),
+    "some spread, and one ulp does as much": (THREE, (0.006, 0.042, -0.013), 0.02, CON, f"effect of {ULP}"),
     "harm within the spread between seeds": (WIDE, (0.01, 0.317, -0.193), 1e-4, INC, UNSURE),
     "harm beyond the margin in every pair": (WIDE, (0.012, 0.3122, -0.1881), 1e-4, DIV, HARM),
     "two pairs beyond the margin": ((0.0, 0.3), (0.012, 0.3121), 1e-4, INC, "two pairs are too few"),
-    "one of ten far outside": (TEN, FAR_OUTSIDE, 1e-4, CON, "one pair's harm of 0.0151 lies far outside"),
+    "one of ten far outside": (TEN, FAR_OUTSIDE, 1e-4, CON, "the harm of one pair (0.0151) lies far outside"),
     "the worst of ten is one of its kind": (TEN, LARGEST, 1e-4, EQ, INSIDE),
-    "within the pairs' spread": (THREE, (0.04, 0.03, -0.02), 1e-3, CON, "its interval holds zero"),
+    "within the pairs' spread": (THREE, (0.04, 0.03, -0.02), 1e-3, CON, "its interval contains zero"),
     "not by enough": ((0.0, 0.001, -0.001), (0.006, 0.009, 0.0045), 1e-4, INC, UNSURE),
     "noise that swamps everything": ((0.0, 0.5, -0.4), (0.3, 0.2, -0.1), 0.3, INC, LARGE),
     "one pair, inside the margin": ((0.0,), (0.001,), 0.001, CON, "within the margin"),
@@ -175,7 +175,7 @@ ROWS: dict[str, tuple[Any, Any, float | None, Parity, str]] = {
     "a spike that is over at the end": (THREE, SPIKES, 1e-4, CON, "between 60% and 70% of the run"),
     "NaN from the middle on": (THREE, NAN, None, DIV, "its loss is nan from step 50"),
     "an infinite loss, not skipped": ((0.0,), INF, None, DIV, "its loss is inf from step 50"),
-    "no step moved": ((0.0,), UNMOVED, None, DIV, "no optimizer step moved"),
+    "no step moved": ((0.0,), UNMOVED, None, DIV, "no optimizer step changed the weights"),
     "no loss at all": ((0.0,), EMPTY, None, DIV, "recorded no loss"),
 }
 
@@ -194,7 +194,7 @@ def test_an_infinite_loss_whose_step_was_skipped_is_a_note() -> None:
     losses[3] = math.inf
     verdict = judge(runs(0.0), {0: RunResult(losses, moved=STEPS - 1, skipped=1)}, {0: run(0.001)})
     assert verdict.parity is Parity.CONSISTENT
-    assert verdict.notes == ("seed 0: 1 losses were not finite; their steps were skipped.",)
+    assert verdict.notes == ("seed 0: 1 losses were NaN or infinite; their steps were skipped.",)
 
 
 def with_metrics(values: list[float], gaps: tuple[float, ...] = THREE) -> dict[int, RunResult]:
@@ -255,7 +255,7 @@ def test_every_number_is_there() -> None:
     noise = float(np.sqrt(np.mean(d * d)))
     assert part.power == pytest.approx(equivalence.estimated_power(noise, 3, part.margin))
     assert part.pairs_needed == pairs_needed(noise, part.margin)
-    assert f"If there is no gap, about {part.pairs_needed} pairs would prove it" in verdict.reason
+    assert f"about {part.pairs_needed} pairs would prove equivalence" in verdict.reason
     assert [row[1] for row in verdict.differences] == pytest.approx(d.tolist())
 
 
@@ -264,7 +264,7 @@ def test_fewer_than_three_pairs_plan_nothing() -> None:
     verdict = judge(runs(0.0, 0.0), runs(0.004, 0.03), {0: run(0.002)})
     assert verdict.loss is not None
     assert (verdict.loss.power, verdict.loss.pairs_needed) == (None, None)
-    assert "3 or more pairs can prove it." in verdict.reason
+    assert "3 or more pairs can prove equivalence." in verdict.reason
 
 
 def test_runs_without_a_shared_seed_cannot_be_judged() -> None:
@@ -391,7 +391,7 @@ def test_no_harm_is_called_divergent_in_at_most_five_percent(pairs: int) -> None
 
 
 SIMULATED = 400
-# Bars of the verdict's errors, and the skewed noise that no test of few pairs holds them under (docs/verdict.md).
+# Bars of the verdict's errors, and the skewed noise that no test of few pairs holds them under (docs/compare.md).
 BARS = [
     ("false_equivalent", ("normal", "t3", "t2", "mixture", "-lognormal"), 0.06),
     ("false_equivalent", ("lognormal",), 0.26),

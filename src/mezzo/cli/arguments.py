@@ -1,11 +1,11 @@
-"""What the commands' parsers share: error messages, the script that a command runs, and numbers in options."""
+"""What the commands' parsers share: the order of words, error messages, the script to run, and numbers in options."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -18,49 +18,112 @@ _UNKNOWN = "unrecognized arguments: "
 class Parser(argparse.ArgumentParser):
     """argparse's parser, which prints docstrings unchanged, accepts no abbreviated option, and suggests fixes."""
 
-    def __init__(self, prog: str, description: str | None, *, passes_on: bool = False) -> None:
+    def __init__(self, prog: str, description: str | None) -> None:
         super().__init__(
             prog=prog,
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self._passes_on = passes_on
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2; the message has the fix if one is known."""
         fix = ""
         if message.startswith(_UNKNOWN):
-            fix = self._fix_unknown(shlex.split(message.removeprefix(_UNKNOWN)))
+            fix = f".{self._near(message.removeprefix(_UNKNOWN).split())} Every option: {self.prog} --help"
         elif message.endswith("expected one argument"):
             option = message.removeprefix("argument ").partition(":")[0].split("/")[-1]
-            fix = f". Write {option}=VALUE, all in one word where the value begins with a dash"
+            fix = f". Write {option}=VALUE as one word if the value begins with a dash"
         super().error(message + fix)
 
-    def _fix_unknown(self, words: list[str]) -> str:
+    def parse_with_script(self, words: Sequence[str], *, owns_rest: bool) -> argparse.Namespace:
+        """Parse Mezzo's words, which are kept as `options`; `script` is the script, and `argv` its own arguments.
+
+        Both orders are allowed, and the first ``--`` ends Mezzo's options::
+
+            [options] SCRIPT args
+            SCRIPT [options] -- args
+
+        With `owns_rest` all words after SCRIPT are the script's, unless only Mezzo's options stand between it and a
+        ``--``. Without it, Mezzo's options are Mezzo's on both sides of SCRIPT, and other words after it are the
+        script's only if no option of Mezzo's follows.
+        """
+        at = self._leading(words)
+        ours, rest = list(words[:at]), list(words[at:])
+        arguments = self.parse_args(ours)
+        named = bool(getattr(arguments, "demo", None)) or isinstance(arguments.module, str)
+        if rest[:1] == ["--"]:
+            del rest[0]
+        elif named and rest:
+            self._refuse(rest, [*ours, "--", *rest])
+        elif rest and rest[0].startswith("-"):
+            self._refuse(rest[:1], ["train.py", "--", rest[0]])
+        elif rest:
+            cut = rest.index("--") if "--" in rest else None
+            mine, others = self.split(rest[1:cut])
+            if owns_rest:
+                mine = mine if cut is not None and not others else []
+            elif others and (cut is not None or mine or not ours):
+                theirs = others if cut is None else [*others, *rest[cut + 1 :]]
+                self._refuse(others, [*ours, rest[0], *mine, "--", *theirs])
+            if mine or cut == 1:
+                del rest[1 : 1 + len(mine) + (cut is not None)]
+            ours += mine
+            arguments = self.parse_args(ours)
+        arguments.script = None if named or not rest else rest.pop(0)
+        arguments.argv, arguments.options, arguments.parser = rest, ours, self
+        return arguments
+
+    def split(self, words: Sequence[str], but_for: str = "") -> tuple[list[str], list[str]]:
+        """This parser's options with their values, without those in the text `but_for`; and all other words."""
+        mine, others, at = list[str](), list[str](), 0
+        while at < len(words):
+            to = at + self._leading(words[at:], most=1)
+            is_mine = to > at and words[at].partition("=")[0] not in but_for
+            (mine if is_mine else others).extend(words[at : max(to, at + 1)])
+            at = max(to, at + 1)
+        return mine, others
+
+    def _leading(self, words: Sequence[str], most: int = -1) -> int:
+        """How many words this parser's options and their values take up, before the first other word."""
+        takes_value = {
+            option: action.nargs is None for action in self._actions for option in action.option_strings
+        }
+        at = 0
+        while most and at < len(words) and words[at].partition("=")[0] in takes_value:
+            at += 1 + takes_value.get(words[at], False)
+            most -= 1
+        return min(at, len(words))
+
+    def _near(self, words: Sequence[str]) -> str:
+        """The option that was probably meant, as a question; empty if there is none."""
         options = [option for action in self._actions for option in action.option_strings]
         for word in words:
-            near = difflib.get_close_matches(word.partition("=")[0], options, n=1, cutoff=0.7)
+            near = difflib.get_close_matches(word.partition("=")[0], options, n=1, cutoff=0.8)
             if word.startswith("-") and near:
-                return f". Did you mean {near[0]}?"
-        if self._passes_on:
-            return f". What belongs to the script goes after --: {self.prog} train.py -- {shlex.join(words)}"
-        return f". `{self.prog} --help` has what it takes"
+                return f" Did you mean {near[0]}?"
+        return ""
+
+    def _refuse(self, unknown: Sequence[str], instead: Sequence[str]) -> NoReturn:
+        fix = f"Arguments of your script go after --: {self.prog} {shlex.join(instead)}"
+        super().error(f"{_UNKNOWN}{shlex.join(unknown)}.{self._near(unknown)} {fix}")
 
 
 def add_target(parser: argparse.ArgumentParser, demos: Mapping[str, Demo]) -> None:
     """The words SCRIPT, --demo and -m."""
-    parser.usage = parser.usage or (
-        f"{parser.prog} (SCRIPT | --demo NAME | -m MODULE) [options] [-- SCRIPT'S OWN ARGUMENTS]"
+    parser.usage = (
+        parser.usage or f"{parser.prog} [options] (SCRIPT | --demo NAME | -m MODULE) [-- SCRIPT'S ARGUMENTS]"
     )
     parser.add_argument(
-        "script", nargs="?", help="a training script: a path, or a directory with a __main__.py"
+        "script", nargs="?", help="the training script: a path, or a directory with a __main__.py"
     )
     parser.add_argument(
-        "--demo", metavar="NAME", help=f"an embedded demo in place of a script: {', '.join(sorted(demos))}"
+        "--demo",
+        metavar="NAME",
+        help=f"a demo that comes with Mezzo, instead of a script: {', '.join(sorted(demos))}",
     )
     parser.add_argument(
-        "-m", dest="module", metavar="MODULE", help="a module in place of a script, as in python -m"
+        "-m", dest="module", metavar="MODULE", help="a module instead of a script, as in python -m"
     )
 
 
@@ -72,9 +135,7 @@ def target_of(arguments: argparse.Namespace, demos: Mapping[str, Demo], example:
     given = [word for word in (arguments.script, arguments.demo, arguments.module) if word]
     if len(given) != 1:
         received = f"received {', '.join(given)}" if given else "received none"
-        raise UsageError(
-            f"give one of SCRIPT, --demo NAME and -m MODULE; {received}. For instance: {example}"
-        )
+        raise UsageError(f"give one of SCRIPT, --demo NAME and -m MODULE; {received}. Example: {example}")
     if not arguments.demo:
         return str(given[0])
     if arguments.demo not in demos:
@@ -92,15 +153,17 @@ _Number = TypeVar("_Number", int, float)
 
 
 def whole(what: str, example: int, least: int | None = None) -> Callable[[str], int]:
-    """A reader of whole numbers, for `add_argument(type=...)`.
+    """A reader of integers, for `add_argument(type=...)`.
 
     `what` is counted, in the plural, or empty; `example` makes sense there; `least` is the smallest that is allowed.
     """
-    read = _reader(int, f"whole number{what and f' of {what}'}: write one such as {example}")
+    read = _reader(int, f"an integer{what and f' (the number of {what})'}. Example: {example}")
 
     def read_at_least(text: str) -> int:
         if least is not None and read(text) < least:
-            raise argparse.ArgumentTypeError(f"{text}: give {least} or more, such as {example}")
+            raise argparse.ArgumentTypeError(
+                f"{text} is too small. The minimum is {least}. Example: {example}"
+            )
         return read(text)
 
     return read_at_least
@@ -108,7 +171,7 @@ def whole(what: str, example: int, least: int | None = None) -> Callable[[str], 
 
 def number(example: float) -> Callable[[str], float]:
     """A reader of numbers, for `add_argument(type=...)`; the example makes sense there."""
-    return _reader(float, f"number: write one such as {example:g}")
+    return _reader(float, f"a number. Example: {example:g}")
 
 
 def share() -> Callable[[str], float]:
@@ -117,7 +180,7 @@ def share() -> Callable[[str], float]:
     def read(text: str) -> float:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
-    return _reader(read, "number: write 0.005 or 0.5%")
+    return _reader(read, "a number. Examples: 0.005 or 0.5%")
 
 
 def _reader(read: Callable[[str], _Number], expected: str) -> Callable[[str], _Number]:
@@ -125,6 +188,6 @@ def _reader(read: Callable[[str], _Number], expected: str) -> Callable[[str], _N
         try:
             return read(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {expected}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None
 
     return checked

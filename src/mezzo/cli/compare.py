@@ -1,28 +1,27 @@
-"""Train a script in FP32 and in each candidate precision, and say whether 16 bits are faster, smaller and as good.
+"""Train a script in FP32 and in each candidate precision: is 16 bits as good, how much faster, how much smaller?
 
-The script is not changed and need not know of Mezzo. Every run is a process of its own; runs of the same
-number get the same seeds in every precision, so that they can be paired. Nothing of this touches the
-script's own files, but the script runs several times: one that resumes from a checkpoint of its own would
-resume from another run's.
-
-The folder gets verdict.json, report.html, and the records and output of every run. An interrupted comparison
-goes on where it stopped when the same command is given again.
-
-The words, for each candidate (docs/verdict.md tells how they are earned):
-  equivalent    proven: the loss (and the metric) differ by less than the margin; takes three seeds or more
-  consistent    no harm found beyond the margin or beyond FP32's own noise
-  inconclusive  the runs are too few or too noisy to tell
-  divergent     harm is established, or the training broke
-
-Exit status: 0 no candidate is divergent, 1 one is, 2 wrong usage, or a script that fails in FP32 or never trains.
+The script is not changed and need not import Mezzo. It runs several times, each time in a new process: with the
+default --seeds 3 and one candidate, 7 runs. Runs with the same seed form a pair, one in each precision. A script that
+resumes from its own checkpoint would resume from another run: switch that off.
 
 Examples:
-  mezzo compare --demo digits
-  mezzo compare train.py -- --epochs 3
-  mezzo compare train.py --precision bf16 --seeds 5 --metric 'accuracy: ([0-9.]+)'
-  mezzo compare train.py --precision bf16,op.softmax=fp32 --precision policy.toml
-  mezzo compare train.py --precision bf16,masters=split8,state=int8
-  mezzo compare --framework keras train.py --precision mixed_bfloat16
+  mezzo compare --demo digits --seeds 1              a quick look, on a small data set
+  mezzo compare --precision bf16 train.py --epochs 3
+  mezzo compare train.py --precision bf16 --seeds 5 --metric 'accuracy: ([0-9.]+)' -- --epochs 3
+  mezzo compare --precision bf16,op.softmax=fp32 --precision policy.toml train.py
+  mezzo compare --precision bf16,masters=split8,state=int8 train.py
+  mezzo compare --framework keras --precision mixed_bfloat16 train.py
+
+The answer for each candidate is a plain line and one of four words:
+  equivalent    proven equal: loss (and metric) differ by less than the margin; needs 3 seeds or more
+  consistent    no harm found, with too few runs for proof
+  inconclusive  too few runs to tell, or too much noise
+  divergent     worse than FP32, or the training broke
+
+The folder mezzo-compare-SCRIPT gets report.html, verdict.json, and the records and output of every run. After an
+interrupt, give the same command again to continue. After --seeds 1 or 2, the same command with more seeds continues.
+
+Exit status: 0 no candidate is divergent; 1 one is; 2 wrong usage, or a script that fails in FP32 or never trains.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +40,15 @@ from rich.text import Text
 
 from mezzo.cli.arguments import add_target, folder_of, number, share, target_of, whole
 from mezzo.cli.report import page
+from mezzo.compare.answer import line
 from mezzo.compare.comparison import compare
 from mezzo.compare.progress import watcher
 from mezzo.compare.request import FRAMEWORKS, Request, candidates
+from mezzo.core.commands import DEFAULT_MARGIN, compare_command
+from mezzo.core.comparison import ORDER, READING
 from mezzo.core.errors import UsageError
 from mezzo.demos import DEMOS
 from mezzo.report import build
-from mezzo.report.run import command_words
 
 PASSES_ON = True
 """What follows `--` is the script's."""
@@ -58,22 +58,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_target(parser, DEMOS)
     add = parser.add_argument
-    framework = "what the script trains with (default pytorch, or what the demo trains with)"
+    framework = "the framework of the script (default: pytorch, or that of the demo)"
     add("--framework", choices=tuple(FRAMEWORKS), help=framework)
-    precision = "presets, policy strings or .toml files, with commas or given again (default bf16,fp16)"
+    precision = (
+        "the candidates: bf16, fp16, a policy or a .toml file; separate several by commas (default bf16,fp16)"
+    )
     add("--precision", action="append", metavar="P", help=precision)
-    add("--seeds", type=whole("pairs", 3), default=3, metavar="N", help="pairs of runs (default 3)")
-    margin = "the largest harm you accept, as a share of FP32's final loss: 0.005 or 0.5%% (the default)"
-    add("--margin", type=share(), default=0.005, metavar="X", help=margin)
-    metric = "where the final metric is printed; its first group is the number"
+    seeds = "runs of each precision (default 3; 1 for a quick look; more can prove smaller differences)"
+    add("--seeds", type=whole("pairs", 3), default=3, metavar="N", help=seeds)
+    margin = "the largest harm that you accept, as a share of FP32's final loss: 0.005 or 0.5%% (the default)"
+    add("--margin", type=share(), default=DEFAULT_MARGIN, metavar="X", help=margin)
+    metric = "pattern that finds the final metric in the script's output; its first group is the number"
     add("--metric", metavar="REGEX", help=metric)
-    better = "which way is better (auto: lower if the pattern names a loss or an error)"
+    better = (
+        "whether a higher or a lower metric is better (auto: lower if the pattern names a loss or an error)"
+    )
     add("--metric-better", choices=("auto", "higher", "lower"), default="auto", help=better)
-    margin = "the same for the metric, in its units (default 0.2 points; as --margin if lower is better)"
+    margin = (
+        "the largest harm of the metric, in its units (default 0.2 points; as --margin if lower is better)"
+    )
     add("--metric-margin", type=number(0.2), metavar="X", help=margin)
     add("--out", metavar="DIR", help="the folder to write (default mezzo-compare-SCRIPT)")
     add("--fresh", action="store_true", help="delete the comparison in that folder and start over")
-    add("--json", action="store_true", help="print verdict.json in place of the table")
+    add("--verbose", action="store_true", help="also print the statistics behind each answer")
+    add("--json", action="store_true", help="print verdict.json instead of the table")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -87,13 +95,15 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         verdict = compare(request, folder, fresh=arguments.fresh, watcher=told)
     except KeyboardInterrupt:
-        print(f"finished runs are kept in {folder}: the same command goes on from here", file=sys.stderr)
+        print(
+            f"Finished runs are kept in {folder}. Give the same command again to continue.", file=sys.stderr
+        )
         raise
     report = page(build, folder)
     if arguments.json:
         print(json.dumps(verdict, indent=2))
     else:
-        show(Console(), verdict, report, command_line(request, folder))
+        show(Console(), verdict, report, command_line(request, folder), verbose=arguments.verbose)
     return int(any(one["parity"] == "divergent" for one in verdict["candidates"].values()))
 
 
@@ -105,7 +115,7 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         demo = DEMOS[arguments.demo]
         if arguments.framework not in (None, demo.framework):
             raise UsageError(
-                f"--demo {arguments.demo} trains with {demo.framework}: leave --framework {arguments.framework} out"
+                f"--demo {arguments.demo} trains with {demo.framework}. Leave --framework {arguments.framework} out."
             )
         metric, trains_with = metric or demo.metric, demo.framework
     names, remarks = candidates(arguments.precision or ["bf16,fp16"], trains_with)
@@ -127,8 +137,7 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
 
 def command_line(request: Request, folder: Path) -> list[str]:
     """The words that give the same comparison again."""
-    known = request.demo and DEMOS[request.demo].metric == request.metric
-    return command_words({**asdict(request), "metric": None if known else request.metric}, str(folder))
+    return compare_command(request.asked(), str(folder), "--fresh")
 
 
 STYLES = {"equivalent": "green", "consistent": "green", "inconclusive": "yellow", "divergent": "bold red"}
@@ -136,32 +145,49 @@ MISSING = "-"
 MB = 1_000_000  # as the report writes it
 
 
-def show(console: Console, verdict: Mapping[str, Any], report: Path | None, rerun: list[str]) -> None:
-    """Print a verdict: a table on a terminal where it fits, else lines for each candidate."""
+def show(
+    console: Console,
+    verdict: Mapping[str, Any],
+    report: Path | None,
+    rerun: list[str],
+    *,
+    verbose: bool = False,
+) -> None:
+    """Print a verdict: a plain line for each candidate, then the numbers, then what to do next.
+
+    The numbers are a table on a terminal where it fits, else lines for each candidate.
+    """
     candidates: Mapping[str, Mapping[str, Any]] = verdict["candidates"]
+    wrap = not console.is_terminal
+
+    def told(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    console.print()
+    for name, one in candidates.items():
+        style = STYLES.get(one["parity"], "")
+        console.print(Text.assemble((f"{name}: ", "bold"), (line(one), style)), soft_wrap=True)
+    console.print()
     table = _table(str(verdict["baseline"]), candidates)
     wide = console.options.update(max_width=10_000)
     if console.is_terminal and console.measure(table, options=wide).maximum <= console.width:
         console.print(table)
     else:
         for name, one in candidates.items():
-            console.print(Text.assemble((name, "bold"), ": ", _word(one)))
-            for label, _, value in _rows(one)[1:]:
+            console.print(Text(name, style="bold"))
+            for label, fp32, value in _rows(one):
                 if value != MISSING:
-                    console.print(f"  {label:<15}{value}", markup=False, highlight=False, soft_wrap=True)
+                    told(f"  {label:<15}{value}{f'   (FP32 {fp32})' if fp32 else ''}")
     for name, one in candidates.items():
-        line = Text.assemble((name, "bold"), " is ", _word(one), ". ", one["reason"])
-        console.print(line, soft_wrap=not console.is_terminal)
-        for note in one["notes"]:
-            console.print(Text(f"  note: {note}", style="dim"), soft_wrap=not console.is_terminal)
+        for note in [one["reason"]] * verbose + one["notes"]:
+            console.print(Text(f"{name}: {note}", style="dim"), soft_wrap=wrap)
     console.print()
     if report is not None:
-        console.print(f"Report: {report}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Again:  {shlex.join(rerun)}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _word(one: Mapping[str, Any]) -> tuple[str, str]:
-    return one["parity"], STYLES.get(one["parity"], "")
+        told(f"Report: {report}")
+    told(f"Again:  {shlex.join(rerun)}")
+    best = min(candidates.values(), key=lambda one: (ORDER.index(one["parity"]), -(one["speedup"] or 0.0)))
+    if best["command"]:
+        told(f"Next:   {best['command']}")
 
 
 def _table(baseline: str, candidates: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -192,15 +218,15 @@ def _rows(one: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if memory != MISSING:
         memory += f" ({size(one['peak_memory_bytes'])})"
     return [
-        ("parity", "", one["parity"]),
-        ("speed", "1.00x" if one["speedup"] else "", speed),
-        ("peak memory", size(one["fp32_peak_memory_bytes"]), memory),
+        ("verdict", "", one["parity"]),
+        ("in words", "", READING[one["parity"]]),
+        ("metric", shown("fp32_metric", "{:.5g}", ""), shown("final_metric", "{:.5g}")),
         ("final loss", shown("fp32_loss", "{:.5g}", ""), shown("final_loss", "{:.5g}")),
         ("loss gap", "", shown("loss_gap", "{:+.2g}")),
         ("90 % interval", "", shown("loss_gap_interval", "{0[0]:+.2g} to {0[1]:+.2g}")),
         ("margin", "", shown("margin", "±{:.3g}")),
-        ("metric", shown("fp32_metric", "{:.5g}", ""), shown("final_metric", "{:.5g}")),
-        ("pairs", "", f"{one['seeds']} x {one['steps']} steps" if one["steps"] else MISSING),
-        ("skipped", "", str(one["skipped_steps"]) if one["steps"] else MISSING),
-        ("power (loss)", "", shown("power", "{:.0%}")),
+        ("speed", "1.00x" if one["speedup"] else "", speed),
+        ("peak memory", size(one["fp32_peak_memory_bytes"]), memory),
+        ("runs", "", f"{one['seeds']} x {one['steps']} steps" if one["steps"] else MISSING),
+        ("skipped steps", "", str(one["skipped_steps"]) if one["steps"] else MISSING),
     ]

@@ -1,8 +1,10 @@
-"""What this machine can do in each format, measured, and which precision to use on it.
+"""Measure what this machine can do in each number format, and say which precision to use on it.
 
-mezzo doctor                      this machine: what it has, what each format measures, what to use
-mezzo doctor --quick              the same in about a second, more coarsely
-mezzo doctor --gpu A100           what a GPU offers by its datasheet, without having it
+Examples:
+  mezzo doctor                      measure this machine (about 8 seconds)
+  mezzo doctor --quick              the same in about a second, less accurately
+  mezzo doctor --gpu A100           the datasheet of a GPU, which need not be in this machine
+  mezzo doctor --json               the same as JSON
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from mezzo.doctor.gpus import GpuModel, Recommendation, architecture, find, form
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this verb's arguments."""
     parser.add_argument(
-        "--gpu", metavar="NAME", help="a GPU's datasheet figures, for instance T4, A100, 'RTX 4090'"
+        "--gpu", metavar="NAME", help="show the datasheet of a GPU. Examples: T4, A100, 'RTX 4090'"
     )
     parser.add_argument("--capability", help=argparse.SUPPRESS)  # of 0.1.0
-    parser.add_argument("--quick", action="store_true", help="smaller work, fewer repeats")
-    parser.add_argument("--json", action="store_true", help="print JSON (docs/doctor.md describes it)")
+    parser.add_argument("--quick", action="store_true", help="smaller matrices and fewer repeats")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     lines: list[str] = []
     if arguments.capability is not None:
         raise UsageError(
-            "--capability was removed in version 0.2. Name a GPU of that generation: --gpu H100, for example."
+            "--capability was removed. Give the name of a GPU of that generation. Example: mezzo doctor --gpu H100"
         )
     if arguments.gpu is not None:
         models = find(arguments.gpu)
@@ -85,7 +87,7 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
         "CPU": f"{described['cpu']}, {described['cores']} cores, {described['threads']} threads in use",
         "instructions": " ".join(described["isa"]) or "unknown",
         "memory": f"{memory / 1e9:.0f} GB" if memory else "unknown",
-        "GPU": "none that PyTorch can use"
+        "GPU": "none that this PyTorch can use"
         if gpu is None
         else f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.0f} GB",
         "software": f"PyTorch {described['torch']}, Python {described['python']}, {described['os']}",
@@ -95,7 +97,7 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
     for name, line in lines.items():
         yield f"{name:<14}{line}"
     where = "on the CPU" if data["device"] == "cpu" else "on the GPU"
-    yield f"\nMeasured {where}, GFLOP/s: medians (and the middle half of the repeats)"
+    yield f"\nMeasured {where}, in GFLOP/s: median (and the range of the middle half of the repeats)"
     kinds, cells = ["matmul", "conv step"], {}
     for row in data["measured"]:
         figures = (row["median"], row["low"], row["high"]) if row["repeats"] else ()
@@ -107,11 +109,11 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
         found = [cells.get((kind, form), "-") for kind in kinds]
         if found != ["-", "-"]:
             yield "{:<8}{:<24}{}".format(form, *found)
-    yield f"memory bandwidth, by copying: {cells['copy', 'fp32']} GB/s"
+    yield f"memory bandwidth (copy): {cells['copy', 'fp32']} GB/s"
     for reason in dict.fromkeys(row["reason"] for row in data["measured"] if row["reason"]):
         yield f"not measured: {reason}"
     if data["unsteady"]:
-        yield "The repeats vary widely: something else is using this machine. Measure again when it is idle."
+        yield "The repeats vary by more than 1.5x: something else is using this machine. Measure again when it is idle."
 
 
 def _gpu_lines(model: GpuModel) -> Iterable[str]:
@@ -120,7 +122,7 @@ def _gpu_lines(model: GpuModel) -> Iterable[str]:
     yield f"{model.name}: {architecture(model.capability)}, compute capability {number}, {size}"
     for form, peak in model.peaks.items():
         yield f"  {form:<6}{peak:>8g} TFLOP/s{'' if form == 'fp32' else '   tensor cores'}"
-    yield f"  dense peaks by: {model.source}"
+    yield f"  dense peaks from: {model.source}"
 
 
 def _gpu_json(model: GpuModel) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """`mezzo COMMAND ...`: find the command's file, parse, call, and turn every error into one line and an exit status.
 
 A command is a module of this package with `configure(parser)` and `run(arguments) -> int`, imported only when it is
-called. If it has `PASSES_ON = True`, the words after `--` are a script's, received as `arguments.argv`.
+called. With `PASSES_ON = True` it runs a script, whose own words are `arguments.argv`: those after `--`, and with
+`OWNS_REST = True` all after the script's name (`Parser.parse_with_script`).
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from mezzo.cli.arguments import Parser
 from mezzo.core.errors import MezzoError, UsageError, unknown_name
 
 VERBS = {
-    "compare": "train a script in FP32 and in 16 bits, and say whether 16 bits are faster, smaller and as good",
+    "compare": "train a script in FP32 and in 16 bits: is 16 bits as good, how much faster, how much smaller",
     "run": "run a script in mixed precision, unchanged",
-    "calibrate": "a format, a loss scale and a ranking of sensitive modules, from a few steps in FP32",
-    "batch-size": "the largest batch size with which a script fits into memory, and the fastest",
-    "report": "rebuild the report of a folder of run records",
-    "doctor": "what this machine (or a GPU you name) can do in each format, and which precision to use",
-    "formats": "the number formats, and any number's bits in each of them",
+    "calibrate": "choose a format and a loss scale, and find the sensitive modules, from a few steps in FP32",
+    "batch-size": "find the largest batch size that fits into memory, and the fastest one",
+    "report": "build the HTML report of a folder of run records again",
+    "doctor": "measure what this machine can do in each format, and say which precision to use",
+    "formats": "show the number formats, and the bits of any number in each of them",
 }
 REMOVED = {
-    "reproduce": "The experiments are scripts of the repository: `make reproduce` runs them all, "
-    "`python experiments/NAME.py` one of them",
-    "tune": "`mezzo calibrate` ranks the modules by what low precision does to the loss; write those that need FP32 "
-    "into a policy (bf16,module.NAME=fp32), and `mezzo compare` judges it",
+    "reproduce": "Run `make reproduce` in the repository for all experiments, or `python experiments/NAME.py` for one",
+    "tune": "Rank the modules with `mezzo calibrate train.py`, keep the sensitive ones in FP32 with a policy such as "
+    "bf16,module.NAME=fp32, and check it with `mezzo compare --precision bf16,module.NAME=fp32 train.py`",
 }
-"""Verbs of earlier versions, and what to use instead."""
+"""Commands of earlier versions, and what to use instead."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the returned number is the process's exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:  # `mezzo help run` is `mezzo run --help`
+        words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return 0
@@ -68,19 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(verb: str, words: list[str]) -> int:
     module: ModuleType = importlib.import_module(f"mezzo.cli.{verb.replace('-', '_')}")
-    passes_on = getattr(module, "PASSES_ON", False)
-    parser = Parser(f"mezzo {verb}", module.__doc__, passes_on=passes_on)
+    parser = Parser(f"mezzo {verb}", module.__doc__)
     module.configure(parser)
-    rest: list[str] = []
-    if passes_on and "--" in words:  # argparse gives what follows to any positional
-        cut = words.index("--")
-        words, rest = words[:cut], words[cut + 1 :]
     try:
-        arguments = parser.parse_args(words)
+        if getattr(module, "PASSES_ON", False):
+            arguments = parser.parse_with_script(words, owns_rest=getattr(module, "OWNS_REST", False))
+        else:
+            arguments = parser.parse_args(words)
     except SystemExit as stop:  # argparse has printed its usage or its help
         return int(stop.code or 0)
-    if passes_on:
-        arguments.argv = rest
     status: int = module.run(arguments)
     return status
 
@@ -89,14 +87,16 @@ def _help() -> str:
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in VERBS.items())
     return (
-        "mezzo: mixed precision training, measured and judged\n\n"
+        "mezzo: train in bf16 or fp16 instead of FP32, and check that it did no harm\n\n"
         f"usage: mezzo COMMAND [...]\n\n{verbs}\n\n"
-        "Start with:\n"
-        "  mezzo compare --demo digits              what Mezzo does, on real data, in a few minutes\n"
-        "  mezzo compare train.py -- --epochs 3     the same for a script of yours, unchanged\n\n"
-        "Exit status: 0 pass, 1 a finding, 2 wrong usage, or a script that fails or never trains; 130 after an\n"
-        "interrupt. `mezzo run` ends as its script does.\n\n"
-        "`mezzo COMMAND --help` explains a command."
+        "Start here:\n"
+        "  mezzo doctor                                         which precision suits this machine (8 seconds)\n"
+        "  mezzo compare --demo digits --seeds 1                a first comparison, on a small data set\n"
+        "  mezzo compare --precision bf16 train.py --epochs 3   the same for your script, unchanged\n"
+        "  mezzo run --precision bf16 train.py --epochs 3       train your script in bf16\n\n"
+        "Exit status: 0 success; 1 a finding (for example, a candidate is worse than FP32); 2 wrong usage, or a\n"
+        "script that fails or never trains; 130 interrupted. `mezzo run` ends with the status of the script.\n\n"
+        "`mezzo COMMAND --help` explains a command and has examples."
     )
 
 

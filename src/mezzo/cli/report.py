@@ -1,15 +1,15 @@
-"""Build the report of a folder of run records anew, from the records alone: no framework is imported.
+"""Build the HTML report of a folder of run records again. No framework is imported.
 
-A folder that `mezzo compare` wrote gets the comparison's page; any other with records (`mezzo run --watch`, `mezzo
-run --records`, MixedPrecision(records=...), mezzo.keras.PrecisionMonitor) a page about its runs; a .jsonl file a page
-beside it.
-
-Exit status: 0 the page was written, 2 it was not: nothing that is named holds a run record, or it cannot be read.
+For a folder of `mezzo compare` this is the report of the comparison. For any other folder with run records (written by
+`mezzo run --watch`, `mezzo run --records`, MixedPrecision(records=...) or mezzo.keras.PrecisionMonitor) it is a report
+of the runs. The report of a .jsonl file is written next to it.
 
 Examples:
   mezzo report mezzo-run
   mezzo report mezzo-compare-digits --open
   mezzo report run.jsonl
+
+Exit status: 0 the report was written; 2 it was not, since there are no run records, or a file can't be read or written.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from mezzo.report.run import read_run
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("place", nargs="?", metavar="DIR", help="a folder with run records, or a .jsonl file")
-    parser.add_argument("--open", action="store_true", help="show the page in a browser")
-    parser.add_argument("--json", action="store_true", help="print the page's path as JSON")
+    parser.add_argument("--open", action="store_true", help="also open the report in a browser")
+    parser.add_argument("--json", action="store_true", help="print the path of the report as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Build the page and print its path; UsageError if nothing is named, or no page can be made of it."""
     if not arguments.place:  # an empty word is usually a shell variable that was not set
         here = sorted({path.parent.parent.name for path in Path().glob("*/runs/*.jsonl")})
-        found = f" In this folder there are {', '.join(here[:5])}." if here else ""
+        found = f" Folders with run records here: {', '.join(here[:5])}." if here else ""
         raise UsageError(
-            "give DIR, a folder with run records, or a .jsonl file. For instance: mezzo report "
+            "no folder was given. Give one with run records, or a .jsonl file. Example: mezzo report "
             f"{here[0] if here else 'mezzo-run'}.{found}"
         )
     place = Path(arguments.place)
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{error.filename or arguments.place}: {error.strerror or error}{fix}") from error
     print(json.dumps({"schema": 1, "report": str(page)}) if arguments.json else page)
     if arguments.open and not webbrowser.open(page.resolve().as_uri()):
-        raise UsageError(f"no browser was found to open {page} with: open it by hand")
+        raise UsageError(f"no browser was found. Open this file in one: {page}")
     return 0
 
 
@@ -67,7 +67,7 @@ def page(build: Callable[[Path], Path], folder: Path) -> Path | None:
     except MezzoError as error:
         why = str(error)
     print(
-        f"mezzo: no report: {why.rstrip('.')}. Once that is mended: mezzo report {os.fspath(folder)}",
+        f"mezzo: no report was written: {why.rstrip('.')}. After fixing that: mezzo report {os.fspath(folder)}",
         file=sys.stderr,
     )
     return None

@@ -1,40 +1,46 @@
-"""Run a training script in mixed precision, without a change to it.
+"""Run a training script in mixed precision, without changing it.
 
-  mezzo run train.py --epochs 3                     the precision that this machine is good at
-  mezzo run --precision fp16 train.py --epochs 3    fp16, with loss scaling
-  mezzo run --precision bf16,masters=split train.py bf16 weights with exact masters: 14 bytes a parameter
-  mezzo run --watch train.py --epochs 3             and look at the exponents of all it computes: a report
-  mezzo run -m package.train --epochs 3             as after python -m
+  mezzo run train.py --epochs 3                      auto: the precision that is fast on this machine
+  mezzo run --precision bf16 train.py --epochs 3     bf16
+  mezzo run --precision fp16 train.py --epochs 3     fp16, with loss scaling
+  mezzo run --precision bf16,masters=split train.py  bf16 weights with exact FP32 masters: 14 bytes per parameter
+  mezzo run --watch train.py --epochs 3              also record the exponents of all tensors, and write a report
+  mezzo run -m package.train --epochs 3              run a module, as python -m does
+  mezzo run train.py --precision bf16 -- --epochs 3  the same as the second line
 
-What follows the script's name belongs to the script. It runs as it does under python: the same arguments,
-the same output, the same exit status; a few lines on stderr at the end say what ran in which precision, and
-in fp16 where each value came from that was not finite.
+All words after the script's name are arguments of the script, unless a -- separates Mezzo's options from them. The
+script runs as it does under python: same arguments, output and exit status. At the end a few lines on stderr say what
+ran in which precision. In fp16 they also say where each value came from that was not finite.
 
-Exit status: the script's own, whether it trains or not; 1 if it raises, 130 after an interrupt, 2 where nothing could
-be run (no such script or module, a wrong policy, records or events that can't be written) or a module pattern of the
-policy matches nothing.
+mezzo run is for PyTorch. For Keras, call mezzo.keras.set_policy("bf16") before the model is built.
+
+Exit status: that of the script; 1 if it raises an exception, 130 after an interrupt. 2 if nothing could be run (no such
+script or module, a wrong policy, files that can't be written) or if a module pattern of the policy matches nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.run.session import checked
 from mezzo.pytorch.run.session import run as run_request
 from mezzo.runner.lifecycle import RunRequest
+from mezzo.runner.script import locate
+
+PASSES_ON = True
+OWNS_REST = True
+"""All words after the script's name are the script's."""
 
 _FOLDER = Path("mezzo-run")
 _RECORDS = Path("runs") / "run.jsonl"
 _OURS = ("runs", "report.html")
-_DEFAULT = "default"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,73 +62,67 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=-1,
         default=0,
-        help="--watch, or --watch=N: look at the exponents of weights, activations, gradients and updates, by module, "
+        help="--watch, or --watch=N: record the exponents of weights, activations, gradients and updates, by module, "
         "at the first update and every Nth after it (default 100)",
     )
     parser.add_argument(
         "--no-trace",
         action="store_true",
-        help="do not look into skipped steps for where their NaN or infinity came from (fp16)",
+        help="do not search skipped steps for the origin of their NaN or infinity (fp16)",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--out",
         metavar="DIR",
         type=Path,
-        help="folder for the run's records and a report made from them; a run that it holds is replaced (default with "
-        f"--watch: {_FOLDER}, or {_FOLDER}-2 and so on if that holds something)",
+        help="folder for the run's records and their report; an earlier run in it is replaced (default with --watch: "
+        f"{_FOLDER}, or {_FOLDER}-2 and so on if that is not empty)",
     )
     where.add_argument(
-        "--records", metavar="FILE", type=Path, help="write the run's records here, as JSON lines"
+        "--records", metavar="FILE", type=Path, help="write the run's records to this file, as JSON lines"
     )
     parser.add_argument(
-        "--tensorboard", metavar="DIR", type=Path, help="write the records as TensorBoard events, too"
+        "--tensorboard", metavar="DIR", type=Path, help="also write the records as TensorBoard events"
     )
-    parser.add_argument("--observe", action="store_true", help="watch one early step: memory, formats of ops")
-    parser.add_argument("--quiet", action="store_true", help="no summary at the end")
+    parser.add_argument(
+        "--observe",
+        action="store_true",
+        help="measure one early step: its peak memory and the formats of its ops",
+    )
+    parser.add_argument("--quiet", action="store_true", help="print no summary at the end")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS...]")
-    valued = {word for action in parser._actions if action.nargs is None for word in action.option_strings}
-    parse = parser.parse_known_args
-
-    def parse_known_args(words: Sequence[str], namespace: Any = None) -> Any:
-        """A bare ``--watch`` does not take the script's name for its interval."""
-        words, at = list(words), 0
-        while at < len(words) and words[at].startswith("-"):
-            if words[at] == "--watch":
-                words[at] = f"--watch={_DEFAULT}"
-            at += 2 if words[at] in valued else 1
-        return parse(words, namespace)
-
-    parser.parse_known_args = parse_known_args  # type: ignore[method-assign,assignment]
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="the script, or the module with -m")
 
 
 def _toml(text: str) -> str:
     if not text.endswith(".toml"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a TOML file. Give one, or use --precision")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a TOML file. For other policies use --precision {text}"
+        )
     return text
 
 
 def _interval(text: str) -> int:
-    if text == _DEFAULT:
-        return -1
     if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of updates. Write --watch, or --watch=50")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of updates. Examples: --watch, --watch=50"
+        )
     return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script; its exit status is ours."""
-    if not arguments.command:
-        raise UsageError(
-            "no script was given. Write: mezzo run SCRIPT [ARGS...], or mezzo run -m MODULE [ARGS...]"
-        )
-    target, *argv = arguments.command
+    target, argv = arguments.script, arguments.argv
+    if not target:
+        raise UsageError("no script was given. Example: mezzo run train.py, or mezzo run -m package.train")
     if arguments.watch == -1 and target.isdigit() and not (arguments.module or Path(target).exists()):
         raise UsageError(
-            f"no script {target!r} in {os.getcwd()}. For every {target}th update write --watch={target}, in one word."
+            f"no script {target!r} in {os.getcwd()}. To watch every {target}th update, write --watch={target} as one "
+            "word."
         )
     rank = _number("RANK", 0)
+    if rank == 0 and argv:
+        _tell_misplaced(arguments)
     request = RunRequest(
         target=target,
         argv=tuple(argv),
@@ -156,6 +156,22 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
+def _tell_misplaced(arguments: argparse.Namespace) -> None:
+    """Warn of words that look like options of Mezzo's, but go to a script whose text does not mention them."""
+    target = arguments.script
+    script = Path(locate(target, is_module=arguments.module).file)
+    text = script.read_text(encoding="utf-8", errors="replace")
+    # Any script may have a --help or an -m.
+    mine, others = arguments.parser.split(arguments.argv, but_for=f"{text} --help -m")
+    if mine:
+        words = shlex.join([*arguments.options, *mine, target, *others])
+        print(
+            f"mezzo: `{shlex.join(mine)}` was passed to {target}, which does not mention it: words after the script's "
+            f"name belong to the script. To give it to Mezzo: mezzo run {words}",
+            file=sys.stderr,
+        )
+
+
 def _number(name: str, absent: int) -> int:
     """A number that torchrun gives each process: its RANK, the WORLD_SIZE."""
     text = os.environ.get(name, "")
@@ -177,10 +193,10 @@ def _folder(out: Path | None) -> tuple[Path, str]:
         while os.path.lexists(folder) and not (folder.is_dir() and not os.listdir(folder)):
             number += 1
             folder = _FOLDER.with_name(f"{_FOLDER}-{number}")
-    note = f"{_FOLDER} holds something already, so this run is in {folder}" if number > 1 else ""
+    note = f"{_FOLDER} is not empty, so this run is in {folder}" if number > 1 else ""
     folder = folder.absolute()
     if os.path.exists(folder / _RECORDS):
-        note = f"the run that {folder} held is replaced by this one (another --out keeps both)"
+        note = f"this run replaces the one in {folder} (to keep both, choose another --out)"
     return folder, note
 
 

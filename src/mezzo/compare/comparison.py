@@ -1,10 +1,12 @@
-"""The comparison: paired runs, one child process at a time, in an order that is reversed for each next seed, and their
-verdict. So each run has the machine to itself, and a machine that becomes slower favours no precision.
+"""The comparison: paired runs, one child process at a time, and their verdict.
+
+The order of the precisions is reversed for each next seed, so a machine that becomes slower favors no precision.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 from collections.abc import Sequence
@@ -13,13 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mezzo.compare.answer import answer
 from mezzo.compare.folder import check_ours, forget_run, full, locked, prepare, writing
 from mezzo.compare.judgement import Runs, verdict
 from mezzo.compare.progress import Watcher
 from mezzo.compare.request import BASELINE, FRAMEWORKS, TWIN, Request
 from mezzo.compare.runs import FinishedRun, read_run, run_to_end, terminated_like_an_interrupt
+from mezzo.core import commands
+from mezzo.core.comparison import FEWEST_FOR_TOST
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
-from mezzo.core.records import file_name
+from mezzo.core.records import LEFT_ALONE, file_name
 from mezzo.core.whole_file import write_whole
 
 KILLED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -53,6 +58,26 @@ def schedule(request: Request) -> list[Planned]:
     return runs
 
 
+def planned_runs(request: Request) -> str:
+    """How many runs there will be, and why.
+
+    >>> print(planned_runs(Request("-m", ("--epochs", "3"), is_module=True, precisions=("bf16",))))
+    -m --epochs 3
+    7 runs: 3 FP32, 3 bf16, 1 perturbed FP32 (noise check); --seeds 1 for a quick look
+    """
+    seeds, total = request.seeds, len(schedule(request))
+    counts = ", ".join(f"{seeds} {name}" for name in ("FP32", *request.precisions))
+    tip = (
+        "--seeds 1 for a quick look"
+        if seeds >= FEWEST_FOR_TOST
+        else "a quick look: 3 or more seeds can prove more"
+    )
+    return (
+        f"{shlex.join([request.demo or request.target, *request.argv])}\n"
+        f"{total} runs: {counts}, 1 perturbed FP32 (noise check); {tip}"
+    )
+
+
 def compare(
     request: Request,
     folder: Path,
@@ -82,10 +107,13 @@ def compare(
         with locked(folder):
             resumed = prepare(folder, request, fresh=fresh)
             with watcher or Watcher() as told:
+                told.say(planned_runs(request))
                 if resumed:
-                    told.say(f"{folder}: finished runs are kept")
+                    told.say(f"finished runs in {folder} are kept")
                 runs = _run_all(request, folder, told, tuple(command or FRAMEWORKS[request.framework].launch))
                 found = verdict(request, runs)
+                for name, one in found["candidates"].items():
+                    one.update(answer(name, one, request, folder))
                 write_whole(folder / "verdict.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
     return found
 
@@ -97,7 +125,7 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
     steps: int | None = None
     for index, plan in enumerate(planned, start=1):
         if plan.precision in failed:
-            continue  # it failed under an earlier seed: more of the same proves nothing
+            continue  # it failed with an earlier seed
         run = _kept(folder, plan.name, told)
         if not run.succeeded:
             told.begin(plan.name, index, len(planned), steps)
@@ -124,7 +152,7 @@ def _kept(folder: Path, name: str, told: Watcher) -> FinishedRun:
     try:
         return read_run(folder / "runs", name)
     except UsageError as error:
-        told.say(f"{error}: run {name} is made again")
+        told.say(f"{error}. Run {name} is repeated.")
         forget_run(folder, name)
         return read_run(folder / "runs", name)
 
@@ -139,17 +167,17 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
             raise full(folder)
         if -status in KILLED_FROM_OUTSIDE:
             raise MezzoError(
-                f"run {plan.name} was killed by signal {-status} (9 is often the system, out of memory). "
-                "Finished runs are kept: the same command goes on from here."
+                f"run {plan.name} was killed by signal {-status} (9 often means that the system ran out of memory). "
+                "Finished runs are kept: give the same command again to continue."
             )
         if refused:
-            raise UnsupportedPrecisionError(f"{plan.precision} can't run: {refused}")
+            raise UnsupportedPrecisionError(f"{plan.precision} cannot run here: {refused}")
         if plan.precision == BASELINE:
             # A script of another framework may have failed because of that.
             why = FRAMEWORKS[request.framework].mistaken(run) if "keras" in run.machine else None
             if why is None:
-                how = f"ended with exit status {status}" if status else "ended before its records did"
-                why = f"{how} in FP32, without mixed precision, so there is nothing to compare with. Fix it first"
+                how = f"exit status {status}" if status else "it ended before its records were complete"
+                why = f"fails without mixed precision, too (FP32 run, {how})"
             raise ScriptError(f"{request.target} {why}. Its output ended:\n{run.failure()}")
     except MezzoError:
         # A later call must not read this as a candidate's result; the log stays for the user.
@@ -170,19 +198,34 @@ def _check_baseline(request: Request, run: FinishedRun) -> None:
         raise ScriptError(f"{request.target} {mistaken}.{_ending(run, _USAGE)}")
     losses = np.array([record.loss for record in run.losses])
     if not losses.size:
-        said = ("never called", "no step was observed")
         notes = run.ended.notes if run.ended else []
-        others = [note for note in notes if not any(word in note for word in said)]
-        raise ScriptError(" ".join([request.target, its.untrained, *others]) + _ending(run, _USAGE))
+        own = next((note for note in notes if note.startswith(LEFT_ALONE)), None)
+        if own is not None:
+            raise ScriptError(
+                f"{request.target} {_has_its_own(request, own.removeprefix(LEFT_ALONE), notes)}"
+            )
+        raise ScriptError(f"{request.target} {its.untrained}{_ending(run, _USAGE)}")
     if not np.isfinite(losses).all():
         step = int(np.flatnonzero(~np.isfinite(losses))[0])
         raise ScriptError(
-            f"{request.target}: the loss of {run.name} is {losses[step]} at step {step} in FP32, without mixed "
-            "precision, so there is nothing sound to compare with. Lower the learning rate, or fix the script."
+            f"{request.target}: in FP32, without mixed precision, the loss is {losses[step]} at step {step} (run "
+            f"{run.name}), so nothing can be compared with it. Lower the learning rate, or fix the script."
         )
     if request.how_metric is not None and run.metric(request.how_metric) is None:
         ending = _ending(run, 5) or " It printed nothing."
-        raise UsageError(f"--metric {request.metric!r} matches nothing that the script printed.{ending}")
+        raise UsageError(f"--metric {request.metric!r} does not match the output of the script.{ending}")
+
+
+def _has_its_own(request: Request, cause: str, notes: Sequence[str]) -> str:
+    """The error, after the script's name, for one that uses mixed precision itself; `cause` says which, and where."""
+    if "autocast" not in cause and "GradScaler" not in cause:
+        return f"is left alone by Mezzo, since {cause}. There is no FP32 run to compare with. {' '.join(notes[1:])}"
+    off = shlex.join(commands.command("compare", {**request.asked(), "argv": [*request.argv, "--no-amp"]}))
+    return (
+        f"cannot be compared: {cause}, so Mezzo leaves it alone: there is no FP32 run. Switch that off, in one of "
+        f"two ways.\nWith an option of the script, such as --no-amp:  {off}\n"
+        "In the script:  torch.autocast(..., enabled=False) and GradScaler(enabled=False)"
+    )
 
 
 def _ending(run: FinishedRun, lines: int) -> str:

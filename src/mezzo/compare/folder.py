@@ -10,12 +10,14 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mezzo.compare.request import BASELINE, FILE, Request, differences, read_request
 from mezzo.compare.runs import ATTEMPT
+from mezzo.core.commands import compare_command
+from mezzo.core.comparison import FEWEST_FOR_TOST
 from mezzo.core.errors import UsageError
 from mezzo.core.whole_file import write_whole
 
@@ -26,24 +28,51 @@ LOCK = ".lock"
 def prepare(folder: Path, request: Request, *, fresh: bool = False) -> bool:
     """Make the folder ready for the request's runs; return whether it holds runs that are kept.
 
-    A folder that holds another comparison is an error, unless none of its candidates has run yet.
+    A folder that holds another comparison is an error, unless none of its candidates has run yet. Seeds may be added to
+    fewer than three: those cannot be called equivalent, so the test is still made only once.
     """
     declared, path, runs = request.declared(), folder / FILE, folder / "runs"
     if fresh:
         _clear(folder)
     if path.exists():
-        changed = differences(declared, read_request(path))
-        if changed and any(not run.name.startswith(f"{BASELINE}-") for run in runs.glob("*.jsonl")):
-            raise UsageError(
-                f"{folder}: holds a comparison that was declared otherwise: {'; '.join(changed)}. "
-                "Start over with --fresh (its runs are deleted), or choose another --out."
-            )
-        kept = ("seeds", "margin", "metric", "precisions", "policies")
-        if not all(change.startswith(kept) for change in changed):
+        before = read_request(path)
+        changed = differences(declared, before)
+        old = before.get("seeds")
+        grows = isinstance(old, int) and old < min(FEWEST_FOR_TOST, request.seeds)
+        if changed.keys() - ({"seeds"} if grows else set()) and any(
+            not run.name.startswith(f"{BASELINE}-") for run in runs.glob("*.jsonl")
+        ):
+            raise UsageError(_refusal(folder, request, changed))
+        if changed.keys() - {
+            "seeds",
+            "margin",
+            "metric",
+            "metric_better",
+            "metric_margin",
+            "precisions",
+            "policies",
+        }:
             _clear(folder)  # FP32 runs of another script or version are of no use
     runs.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(declared, indent=2) + "\n")
     return any(runs.glob("*.jsonl"))
+
+
+def _refusal(folder: Path, request: Request, changed: Mapping[str, str]) -> str:
+    """Why a changed comparison cannot go on in this folder, and the commands that work."""
+    why = ""
+    if changed.keys() == {"seeds"}:
+        why = (
+            " Its result is known, and adding runs until the result is good would prove nothing: choose the number of "
+            "seeds before the first run."
+        )
+    new = folder.with_name(f"{folder.name}-{request.seeds}-seeds" if why else f"{folder.name}-2")
+    asked = request.asked()
+    return (
+        f"{folder}: holds a comparison with other settings: {'; '.join(changed.values())}.{why}\n"
+        f"In a new folder:  {shlex.join(compare_command(asked, str(new)))}\n"
+        f"Or start over:    {shlex.join(compare_command(asked, str(folder), '--fresh'))}   (deletes its runs)"
+    )
 
 
 @contextlib.contextmanager
@@ -69,7 +98,7 @@ def locked(folder: Path) -> Iterator[None]:
                 file.seek(0)
                 holder = file.read() or "another process of Mezzo"
             raise UsageError(
-                f"{folder}: in use by {holder}. Wait until it has ended, or choose another folder with --out."
+                f"{folder}: in use by {holder}. Wait until it ends, or choose another folder with --out."
             ) from None
         except OSError:  # a file system without flock
             pass
@@ -106,15 +135,15 @@ def writing(folder: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise full(folder) from error
         raise UsageError(
-            f"{folder}: {error.strerror or error}. Name a folder that can be written with --out."
+            f"{folder}: {error.strerror or error}. Choose a writable folder with --out DIR."
         ) from error
 
 
 def full(folder: Path) -> UsageError:
     """The error for a disk that has no space left."""
     return UsageError(
-        f"{folder}: no space left on the disk. Free some and give the same command again (mezzo compare keeps finished "
-        "runs). Or name a folder elsewhere with --out."
+        f"{folder}: no space left on the disk. Free some space and give the same command again (mezzo compare keeps "
+        "finished runs), or choose a folder on another disk with --out DIR."
     )
 
 
@@ -123,11 +152,11 @@ def check_ours(folder: Path, ours: Collection[str] = OURS, mark: str = FILE) -> 
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise UsageError(f"--out {folder}: is a file. Name a folder.")
+        raise UsageError(f"--out {folder}: is a file. Choose a folder.")
     strangers = sorted(p.name for p in folder.iterdir() if p.name not in ours and not p.name.startswith("."))
     if strangers and not (folder / mark).exists():
         raise UsageError(
-            f"--out {folder}: holds other files ({', '.join(strangers[:5])}). Name an empty or a new folder."
+            f"--out {folder}: holds other files ({', '.join(strangers[:5])}). Choose an empty or a new folder."
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mezzo.compare.folder import strict
-from mezzo.compare.measure import Speed, speed
+from mezzo.compare.measure import speed
 from mezzo.compare.request import BASELINE, FRAMEWORKS, TWIN, Request
 from mezzo.compare.runs import FinishedRun
 from mezzo.core.comparison import Comparison, Parity
@@ -22,7 +22,7 @@ Runs = dict[str, dict[int, FinishedRun]]
 
 
 def verdict(request: Request, runs: Runs) -> dict[str, Any]:
-    """The whole of `verdict.json`; its keys are explained in `docs/verdict.md`."""
+    """The whole of `verdict.json`; docs/compare.md explains its keys."""
     baseline = runs[BASELINE]
     results = {
         name: {k: run.result(request.how_metric) for k, run in some.items() if run.succeeded}
@@ -61,7 +61,8 @@ def _candidate(
     finished = {k: run for k, run in runs.items() if run.succeeded}
     failed = next((run for run in runs.values() if not run.succeeded), None)
     if failed is not None:
-        judged = Verdict(Parity.DIVERGENT, _failure(failed), len(finished))
+        why = _failure(failed)
+        judged = Verdict(Parity.DIVERGENT, f"Failed: {why}", len(finished), cause=why)
     else:
         judged = judge(results[BASELINE], results.get(name, {}), results.get(TWIN, {}), margins)
     pairs = [(baseline[k], finished[k]) for k in sorted(set(baseline) & set(finished))]
@@ -69,7 +70,9 @@ def _candidate(
     reason = judged.reason
     if fast is not None:
         low, high = fast.interval
-        reason += f" Step time: {fast.speedup:.2f} times FP32's speed ({low:.2f} to {high:.2f}): {fast.word}."
+        reason += (
+            f" Speed: {fast.speedup:.2f}x that of FP32 (95 % interval {low:.2f} to {high:.2f}): {fast.word}."
+        )
     memory = _memory(pairs)
     loss, metric = _quantity(judged.loss), _quantity(judged.metric)
     status = 0 if failed is None else failed.ended.status if failed.ended is not None else None
@@ -77,6 +80,7 @@ def _candidate(
         {
             "parity": judged.parity.value,
             "reason": reason,
+            "cause": judged.cause,
             "speedup": fast.speedup if fast else None,
             "speedup_interval": fast.interval if fast else None,
             "speed_word": fast.word if fast else None,
@@ -104,6 +108,7 @@ def _candidate(
             "metric_better": ("higher" if margins.metric_higher else "lower") if judged.metric else None,
             "metric_parity": metric["parity"],
             "metric_power": metric["power"],
+            "metric_pairs_needed": metric["pairs_needed"],
             "metric_noise_floor": metric["twin_noise"],
             "metric_seed_noise": metric["seed_noise"],
             "steps": int(statistics.median(run.steps for run in finished.values())) if finished else 0,
@@ -114,7 +119,7 @@ def _candidate(
             ],
             "notes": [
                 *judged.notes,
-                *_lacking(request, runs, memory["peak_memory_ratio"], fast),
+                *_lacking(request, runs),
                 *dict.fromkeys(note for run in runs.values() if run.ended for note in run.ended.notes),
             ],
             "failed": failed is not None,
@@ -134,11 +139,8 @@ def _quantity(part: Comparison | None) -> dict[str, Any]:
 
 def _failure(run: FinishedRun) -> str:
     last = run.failure().rstrip().rpartition("\n")[2].strip()
-    if run.ended is None:
-        how = "died without an end"
-    else:
-        how = f"ended with exit status {run.ended.status}, FP32 did not"
-    return f"Failed: {run.name} {how} (see runs/{run.log.name}): {last}"
+    how = "was killed or crashed" if run.ended is None else f"ended with exit status {run.ended.status}"
+    return f"run {run.name} {how}, FP32's did not (output: runs/{run.log.name}): {last}"
 
 
 def _memory(pairs: list[tuple[FinishedRun, FinishedRun]]) -> dict[str, Any]:
@@ -164,14 +166,12 @@ def _memory(pairs: list[tuple[FinishedRun, FinishedRun]]) -> dict[str, Any]:
 _IN_16_BITS = "stored in 16 bits, computed in FP32"
 # How formats that no device here has are emulated.
 _HOW = {
-    "fp8": "factors are rounded to 8 bits and kept so, and multiplied in a wider format",
-    "tf32": "factors are rounded and multiplied in FP32, which shows what TF32 does to the numbers",
+    "fp8": "inputs of a product are rounded to 8 bits, stored so, and multiplied in a wider format",
+    "tf32": "inputs of a product are rounded and multiplied in FP32, which shows the numerical effect of TF32",
 }
 
 
-def _lacking(
-    request: Request, runs: Mapping[int, FinishedRun], memory: float | None, fast: Speed | None
-) -> list[str]:
+def _lacking(request: Request, runs: Mapping[int, FinishedRun]) -> list[str]:
     """Notes on formats of a candidate's runs that the device does not compute in."""
     notes: dict[str, None] = {}
     for run in runs.values():
@@ -181,23 +181,8 @@ def _lacking(
         device = str(run.machine.get("device_type", ""))
         here = "this CPU" if device == "cpu" else f"this {device} device"
         for name in sorted(policy(run.started.policy).computed - {"fp32", "auto", *native}):
-            if FRAMEWORKS[request.framework].emulates:
-                what = f"{name} is emulated on {here}: {_HOW.get(name, _IN_16_BITS)}"
-            else:
-                library = run.machine.get("backend") or request.framework
-                what = f"{here} has no {name} arithmetic, and {library} computes in it in a way of its own"
-            notes[f"{what}: {saved(memory, fast)}"] = None
+            how = f": {_HOW.get(name, _IN_16_BITS)}"
+            if not FRAMEWORKS[request.framework].emulates:
+                how = f" by {run.machine.get('backend') or request.framework}"
+            notes[f"{name} is emulated on {here}{how}. Speed on hardware with {name} will differ."] = None
     return list(notes)
-
-
-def saved(memory: float | None, fast: Speed | None) -> str:
-    """What a candidate saves, in words that agree with the printed figures: its peak over FP32's, and its speed."""
-    less = memory is not None and round(memory, 2) < 1.0
-    of_memory = "was not measured"
-    if memory is not None:
-        of_memory = "is saved" if less else f"is not saved ({memory:.2f}x)"
-    of_time = "was not measured"
-    if fast is not None:
-        neither = "is not" if less else "is not saved"
-        of_time = {"faster": "is saved", "slower": "is lost"}.get(fast.word, neither)
-    return f"memory {of_memory}, time {of_time}"

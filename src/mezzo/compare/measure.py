@@ -129,16 +129,18 @@ class Metric:
             groups = re.compile(self.pattern).groups
         except re.error as error:
             raise UsageError(
-                f"--metric {self.pattern!r}: not a regular expression: {error}. Put a "
-                "backslash before a sign that stands for itself; for instance 'accuracy: ([0-9.]+)'"
+                f"--metric {self.pattern!r}: not a valid regular expression: {error}. Put a backslash before each "
+                "special character that stands for itself. Example: --metric 'accuracy: ([0-9.]+)'"
             ) from error
         if not groups:
-            example = "as in 'accuracy: ([0-9.]+)'"
             raise UsageError(
-                f"--metric {self.pattern!r}: no group. Put parentheses around the number, {example}."
+                f"--metric {self.pattern!r}: has no group. Put parentheses around the number. Example: --metric "
+                "'accuracy: ([0-9.]+)'"
             )
         if self.margin is not None and not 0 < self.margin < math.inf:
-            raise UsageError(f"--metric-margin {self.margin:g}: give a number above 0, in the metric's units")
+            raise UsageError(
+                f"--metric-margin {self.margin:g}: must be a number above 0, in the metric's units"
+            )
 
     @property
     def higher(self) -> bool:
@@ -156,8 +158,8 @@ class Metric:
             value = float(found.rstrip("%"))
         except ValueError:
             raise UsageError(
-                f"--metric {self.pattern!r}: its group matched {found!r}, which is not a number. "
-                "Let the first group hold the number alone."
+                f"--metric {self.pattern!r}: its group matched {found!r}, which is not a number. Put the first pair of "
+                "parentheses around the number only. Example: --metric 'accuracy: ([0-9.]+)'"
             ) from None
         return value, found.endswith("%") or re.match(r"\s*%", text[matches[-1].end(1) :]) is not None
 

@@ -18,10 +18,11 @@ class Watcher:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console
+        self._seconds: list[float] = []  # of each finished run
         if console is not None and console.is_terminal:
             text = TextColumn("{task.description}", markup=False)
             self._bar = Progress(
-                text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+                text, BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), console=console
             )
 
     def __enter__(self) -> Watcher:
@@ -37,9 +38,10 @@ class Watcher:
 
     def begin(self, name: str, index: int, runs: int, steps: int | None) -> None:
         """Run number `index` (from 1) of `runs` begins; `steps` is its expected length, if known."""
-        self._name, self._since = f"[{index}/{runs}] {name}", time.monotonic()
+        self._name, self._since, self._to_come = f"[{index}/{runs}] {name}", time.monotonic(), runs - index
         if self._bar is not None:
-            self._task = self._bar.add_task(self._name.replace("[", "\\["), total=steps)
+            left = self._left(self._to_come and self._to_come + 1)
+            self._task = self._bar.add_task(f"{self._name}{left}", total=steps)
 
     def steps(self, done: int) -> None:
         """The run has done this many steps."""
@@ -48,15 +50,24 @@ class Watcher:
 
     def end(self, outcome: str) -> None:
         """The run is over."""
+        if self._console is None:
+            return
+        seconds = time.monotonic() - self._since
+        self._seconds.append(seconds)
         if self._bar is None:
-            if self._console is not None:
-                self.say(f"{self._name}: {outcome}, {time.monotonic() - self._since:.1f} s")
+            self.say(f"{self._name}: {outcome}, {seconds:.1f} s{self._left(self._to_come)}")
         elif self._task is not None:
             done = self._bar.tasks[self._task].completed
-            self._bar.update(self._task, total=max(done, 1))
+            self._bar.update(self._task, description=f"{self._name}: {outcome}", total=max(done, 1))
             self._bar.stop_task(self._task)
-            self.say(outcome)
             self._task = None
+
+    def _left(self, runs: int) -> str:
+        """The estimated time of so many more runs, as the end of a line; empty before the first run has ended."""
+        if not self._seconds or not runs:
+            return ""
+        minutes, seconds = divmod(round(runs * sum(self._seconds) / len(self._seconds)), 60)
+        return f"; about {f'{minutes} min' if minutes else f'{seconds} s'} left"
 
     def say(self, text: str) -> None:
         """Print a line."""

@@ -1,7 +1,7 @@
 """What is compared, written down before the first run (`comparison.json`), and the frameworks of compared scripts.
 
-What decides the runs and what decides the verdict may not change once a candidate has run: a margin chosen after the
-result means nothing.
+Nothing that decides the runs or the verdict may change once a candidate has run: a margin chosen after the result
+proves nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from typing import Any
 import mezzo
 from mezzo.compare.measure import Metric
 from mezzo.compare.runs import LAUNCH, FinishedRun
+from mezzo.core.commands import DEFAULT_MARGIN
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import policy
 from mezzo.core.records import file_name
+from mezzo.demos import DEMOS
 from mezzo.keras.plan import plan
 from mezzo.pytorch.run.session import check
 from mezzo.runner.lifecycle import RunRequest
@@ -68,23 +70,23 @@ def _trained_keras(run: FinishedRun) -> str | None:
     """Keras on its torch backend calls backward, and steps its own optimizer."""
     if run.updates or "keras" not in run.machine:
         return None
-    return "trains with Keras: give --framework keras"
+    return "trains with Keras. Add --framework keras"
 
 
-# A package that a run imported, if Keras was not -> what is wrong.
+# A package that a run imported, if Keras was not -> the error.
 _NOT_KERAS = {
-    "tf_keras": "trains with Keras 2 (tf_keras), which --framework keras does not run. Use Keras 3: import keras, or "
-    "leave TF_USE_LEGACY_KERAS unset",
-    "torch": "makes no Keras model, and imports torch: leave --framework keras out",
-    "tensorflow": "makes no Keras model: --framework keras compares scripts that train with Keras, not TensorFlow "
-    "alone",
+    "tf_keras": "trains with Keras 2 (tf_keras), which --framework keras does not support. Use Keras 3: import keras, "
+    "and leave TF_USE_LEGACY_KERAS unset",
+    "torch": "makes no Keras model, and imports torch. Leave --framework keras out",
+    "tensorflow": "makes no Keras model. --framework keras compares scripts that train a Keras model; TensorFlow alone "
+    "is not supported",
 }
 
 
 def _not_keras(run: FinishedRun) -> str | None:
     if run.losses or "keras" in run.machine:
         return None
-    none = "makes no Keras model. Compare a script that trains one, or leave --framework keras out"
+    none = "makes no Keras model. Give a script that trains one, or leave --framework keras out"
     return next((why for package, why in _NOT_KERAS.items() if package in run.machine), none)
 
 
@@ -94,8 +96,8 @@ FRAMEWORKS = {
         _pytorch_precision,
         ("torch",),
         True,
-        "ended without a call of backward(), so it has no loss to compare. Compare a script that trains; one that "
-        "only evaluates, or trains in other processes, has none here.",
+        "never called backward(), so there is no loss to compare. Give a script that trains in its own process, not in "
+        "processes that it starts.",
         _trained_keras,
     ),
     "keras": Framework(
@@ -103,9 +105,8 @@ FRAMEWORKS = {
         _keras_precision,
         ("keras", "tensorflow", "jax", "torch"),
         False,
-        "ended without a training step that Mezzo sees (fit or train_on_batch), so it has no loss to compare. Put "
-        "the step of a loop of its own into train_step of its keras.Model and call model.fit; a script that only "
-        "evaluates, or trains in other processes, has no loss here.",
+        "never called fit or train_on_batch, so there is no loss to compare. If it has its own training loop, put the "
+        "step into train_step of its keras.Model and call model.fit. It must train in its own process.",
         _not_keras,
     ),
 }
@@ -144,7 +145,7 @@ class Request(ScriptRequest):
 
     precisions: tuple[str, ...] = ("bf16", "fp16")
     seeds: int = 3
-    margin: float = 0.005
+    margin: float = DEFAULT_MARGIN
     metric: str | None = None
     metric_better: str = "auto"
     metric_margin: float | None = None
@@ -154,25 +155,29 @@ class Request(ScriptRequest):
 
     def __post_init__(self) -> None:
         if self.seeds < 1:
-            raise UsageError(f"--seeds {self.seeds}: give 1 or more (3 or more can prove equivalence)")
+            raise UsageError(f"--seeds {self.seeds}: the minimum is 1. Proof of equivalence needs 3 or more.")
         if not 0.0 < self.margin < 1.0:
-            example = "such as 0.005 for 0.5 %"
             raise UsageError(
-                f"--margin {self.margin:g}: give a share of the final loss between 0 and 1, {example}"
+                f"--margin {self.margin:g}: must be a share of the final loss between 0 and 1. Example: 0.005 (0.5 %)"
             )
         super().__post_init__()
         files = [BASELINE, TWIN, *map(file_name, self.precisions)]
         for name in self.precisions:
             if files.count(file_name(name)) > 1:
                 raise UsageError(
-                    f"{name!r} and another precision would share the file runs/{file_name(name)}-0.jsonl. "
-                    "Rename one of them, or compare them in two folders."
+                    f"{name!r} and another precision would both write runs/{file_name(name)}-0.jsonl. Rename one, or "
+                    "compare them in two folders (--out)."
                 )
         _ = self.how_metric
 
     @property
     def how_metric(self) -> Metric | None:
         return Metric(self.metric, self.metric_better, self.metric_margin) if self.metric else None
+
+    def asked(self) -> dict[str, Any]:
+        """What a command line has to say: every field, without the metric that belongs to a demo."""
+        known = self.demo is not None and DEMOS[self.demo].metric == self.metric
+        return {**asdict(self), "metric": None if known else self.metric}
 
     def declared(self) -> dict[str, Any]:
         """What is written down: every field, what script and policies contain, and the versions that run."""
@@ -215,26 +220,43 @@ def candidates(words: Sequence[str], by: str = "pytorch") -> tuple[tuple[str, ..
     for name in split_precisions(words):
         fingerprint, is_fp32 = FRAMEWORKS[by].read(name)
         if is_fp32:
-            remarks.append(f"{name} is the baseline and runs anyway: left out of the candidates.")
+            remarks.append(f"{name} is the baseline, which always runs; it is not listed as a candidate.")
         elif fingerprint in kept:
-            remarks.append(f"{name} is the same as {kept[fingerprint]}: run once.")
+            remarks.append(f"{name} is the same as {kept[fingerprint]}; it runs once.")
         else:
             kept[fingerprint] = name
     if not kept:
         raise UsageError(
-            f"--precision {' '.join(words) or '(empty)'}: no candidate is left to compare with fp32. "
-            "Name at least one other, such as bf16."
+            f"--precision {' '.join(words) or '(empty)'}: nothing to compare with fp32. Name at least one other. "
+            "Example: --precision bf16"
         )
     return tuple(kept.values()), remarks
 
 
-def differences(declared: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """The changes from an earlier declaration, in words."""
-    return [
-        f"{key} was {before.get(key)!r} and is now {declared.get(key)!r}"
-        for key in sorted({*declared, *before})
-        if declared.get(key) != before.get(key)
-    ]
+def differences(declared: dict[str, Any], before: dict[str, Any]) -> dict[str, str]:
+    """The changes from an earlier declaration: each key, and the change in words."""
+    said: dict[str, str] = {}
+    for key in sorted({*declared, *before}):
+        old, new = before.get(key), declared.get(key)
+        if old == new:
+            continue
+        if key == "script_sha256":
+            said[key] = f"{declared['target']} has changed since"
+        elif key == "policies" and isinstance(old, dict) and isinstance(new, dict):
+            for name in (one for one in old if one in new and old[one] != new[one]):
+                said[key] = f"the policy {name} has changed since"
+        else:
+            option = f"--{key.replace('_', '-')}" if key in _OPTIONS else _WORDS.get(key, key)
+            said[key] = f"{option} was {_text(old)} and is now {_text(new)}"
+    return said
+
+
+_OPTIONS = ("seeds", "margin", "metric", "metric_better", "metric_margin", "demo", "framework")
+_WORDS = {"argv": "the script's argument list", "target": "the script", "precisions": "--precision"}
+
+
+def _text(value: Any) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
 
 
 def read_request(path: Path) -> dict[str, Any]:
@@ -245,7 +267,7 @@ def read_request(path: Path) -> dict[str, Any]:
             raise ValueError("not a comparison")
     except (ValueError, RecursionError) as error:
         raise UsageError(
-            f"{path}: not readable ({error}). Start again with --fresh, or choose another --out."
+            f"{path}: not readable ({error}). Start over with --fresh (deletes its runs), or choose another --out."
         ) from error
     return data
 
@@ -255,7 +277,7 @@ def script_file(target: str) -> Path:
     file = Path(locate(target, is_module=False).file)
     if not file.is_file():
         raise UsageError(
-            f"script {target!r}: no file that can be run again. Give the path of a Python script."
+            f"script {target!r} is not a file, so it cannot be run several times. Give the path of a Python script."
         )
     return file
 

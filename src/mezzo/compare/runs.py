@@ -1,6 +1,6 @@
 """One training run in a child process: started, watched, ended with this one; and what it left, read back.
 
-A child writes into a folder of its own. Its files get their final names after it has ended, so a process that outlives
+A child writes into a separate folder. Its files get their final names after it has ended, so a process that outlives
 its parent cannot write into the files of a later run.
 """
 

@@ -68,6 +68,13 @@ class Parity(str, Enum):
 
 ORDER = list(Parity)
 """From best to worst."""
+READING = {
+    "equivalent": "proven equal",
+    "consistent": "no harm found",
+    "inconclusive": "too few runs to tell",
+    "divergent": "worse",
+}
+"""Each word in plain English."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +144,8 @@ def compare(
 
     within = [
         (harm <= margin, "within the margin" if harm > -margin else "on the better side of FP32"),
-        (excused, "within what one ulp in the initial weights does to FP32"),
-        (enough and low <= 0.0, "no more than the pairs' own spread (its interval holds zero)"),
+        (excused, "no larger than the effect of one ulp in the initial weights on FP32"),
+        (enough and low <= 0.0, "no larger than the spread of the pairs (its interval contains zero)"),
         (not enough and seeds is not None and harm <= seeds / shrink, "within FP32's spread between seeds"),
     ]
     named = next((text for holds, text in within if holds), "")
@@ -147,13 +154,13 @@ def compare(
     elif enough and -margin < low and high < margin:
         parity, why = Parity.EQUIVALENT, "the interval lies within the margin"
         if far_outside(worse * d, margin):
-            one = f"one pair's harm of {float((worse * d).max()):.3g} lies far outside it"
+            one = f"the harm of one pair ({float((worse * d).max()):.3g}) lies far outside it"
             parity, why = Parity.CONSISTENT, f"{why}, but {one}"
     elif beyond:
-        excuse = "two pairs are too few"
+        excuse = "two pairs are too few to establish harm"
         if enough:
-            excuse = "one ulp in the initial weights changes FP32 by as much"
-        parity, why = Parity.INCONCLUSIVE, f"the interval lies beyond the margin, but {excuse}"
+            excuse = "a change of one ulp in the initial weights changes FP32 as much"
+        parity, why = Parity.INCONCLUSIVE, f"the interval lies outside the margin, but {excuse}"
     elif resolution is not None and resolution > coarse:
         parity = Parity.INCONCLUSIVE
         why = f"the noise is too large to tell: a harm of {resolution:.3g} cannot be excluded"
@@ -161,7 +168,7 @@ def compare(
         parity, why = Parity.CONSISTENT, f"the gap is {named}"
     else:
         parity = Parity.INCONCLUSIVE
-        why = "the gap is beyond the margin and beyond the noise, yet not established"
+        why = "the gap is larger than the margin and the noise, but harm is not established"
     power, needed = planned(d, margin) if enough else (None, None)
     means = float(baseline.mean()), float(candidate.mean())
     return Comparison(
@@ -172,16 +179,16 @@ def compare(
 def sentence(part: Comparison, plan: bool = True) -> str:
     """The comparison in words; with `plan` also the pairs that a proof would take."""
     name = part.quantity[0].upper() + part.quantity[1:]
-    values = f"{name} {part.candidate:.5g} against FP32's {part.baseline:.5g}"
+    values = f"{name} {part.candidate:.5g} (FP32 {part.baseline:.5g})"
     where = f", 90 % interval {part.interval[0]:+.3g} to {part.interval[1]:+.3g}" if part.interval else ""
     text = f"{values}: gap {part.gap:+.3g}{where}, margin {part.margin:.3g}: {part.why}."
     if plan and part.parity in (Parity.CONSISTENT, Parity.INCONCLUSIVE):
         if part.power is None:
             measured = part.twin_noise is not None or part.seed_noise is not None
             unmeasured = "" if measured else " (no noise was measured)"
-            text += f" {FEWEST_FOR_TOST} or more pairs can prove it{unmeasured}."
+            text += f" {FEWEST_FOR_TOST} or more pairs can prove equivalence{unmeasured}."
         elif part.pairs_needed is None:
             text += " No number of pairs under 10,000 would prove equivalence within this margin."
         else:
-            text += f" If there is no gap, about {part.pairs_needed} pairs would prove it (80 % power)."
+            text += f" If there is no true gap, about {part.pairs_needed} pairs would prove equivalence (80 % power)."
     return text

@@ -1,5 +1,5 @@
 """Paired TOST (two one-sided tests) with a fixed margin: equivalent if the 90 % interval of the mean difference lies
-within it. A margin taken from the noise seen would say "equivalent" far too often (measured: `docs/verdict.md`).
+within it. A margin derived from the measured noise would say "equivalent" far too often (docs/compare.md has figures).
 
 Source: Schuirmann, J. Pharmacokinet. Biopharm. 15, 657 (1987); the power is exact for normal differences.
 """

@@ -20,6 +20,8 @@ from mezzo.core.overflow import OverflowReport, TensorFacts
 from mezzo.core.ranges import Histogram, RangeRow
 
 SCHEMA = 1
+LEFT_ALONE = "left alone: "
+"""The note of a run begins so if its script uses mixed precision itself."""
 
 
 def file_name(precision: str) -> str:
@@ -204,7 +206,7 @@ def from_line(line: str) -> Record:
         record: Record = _made(_KINDS[data.pop("kind")], data)
         return record
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
-        raise UsageError(f"not a run record: {line[:80]!r} ({error})") from error
+        raise UsageError(f"not a run record: {line[:80]!r} ({type(error).__name__}: {error})") from error
 
 
 def _made(cls: type[Any], value: dict[str, Any]) -> Any:
@@ -219,12 +221,12 @@ def _field(kind: str, value: Any) -> Any:
     plain = _PLAIN.get(kind)
     if plain is not None:
         if type(value) is not plain:
-            raise TypeError(f"{str(value)[:80]!r} is not of type {kind}")
+            raise TypeError(f"expected {kind}, received {str(value)[:80]!r}")
         return value
     if kind.startswith("list["):
         inner = kind[5:-1]
         if type(value) is not list:
-            raise TypeError(f"{str(value)[:80]!r} is not a list")
+            raise TypeError(f"expected a list, received {str(value)[:80]!r}")
         return (
             value if set(map(type, value)) <= {_PLAIN.get(inner)} else [_field(inner, item) for item in value]
         )

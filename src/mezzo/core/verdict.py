@@ -1,7 +1,7 @@
 """Parity of a candidate precision with FP32, from paired runs: a word, and every number behind it.
 
 The margin is declared before the runs, and the noise that they show never widens it. *Harm* is a pair's difference in
-the worse direction. `docs/verdict.md` says what earns each word.
+the worse direction. docs/compare.md says what each word requires.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Verdict:
     """The word for one candidate, the sentence behind it, and the comparisons that it rests on.
 
     `pairs` counts distinct pairs: bit-equal FP32 runs under different seeds are one. `differences` holds, for each
-    pair, its seed's number, candidate - FP32 of the final loss, and both metrics.
+    pair, its seed's number, candidate - FP32 of the final loss, and both metrics. `cause` is the event that decided the
+    word, if the final numbers did not: broken training, or a run that is not as long as FP32's.
     """
 
     parity: Parity
@@ -73,6 +74,7 @@ class Verdict:
     metric: Comparison | None = None
     differences: tuple[tuple[int, float, float | None, float | None], ...] = ()
     notes: tuple[str, ...] = ()
+    cause: str = ""
 
 
 def judge(
@@ -89,18 +91,20 @@ def judge(
     twins = dict(twins or {})
     numbers = sorted(set(baseline) & set(candidate))
     if not numbers:
-        raise UsageError("no pair of runs to compare: FP32 and the candidate share no seed")
+        raise UsageError(
+            "no pair of runs to compare: FP32 and the candidate share no seed. Run both with the same seeds."
+        )
     broken = _broken(baseline, {k: candidate[k] for k in numbers})
     notes = _notes(baseline, candidate, numbers)
     length = _length([*baseline.values(), *twins.values()], baseline, candidate)
     groups = _groups({k: baseline[k] for k in numbers})
     if len(groups) < len(numbers):
         notes.append(
-            f"{len(numbers)} seeds gave {len(groups)} distinct FP32 run{'s' * (len(groups) > 1)}: the "
-            "script does not depend on its seeds, so the runs that are equal count once."
+            f"{len(numbers)} seeds gave {len(groups)} distinct FP32 run{'s' * (len(groups) > 1)}: the result of the "
+            "script does not depend on the seed, so equal runs are counted once."
         )
     if broken:
-        return Verdict(Parity.DIVERGENT, broken, len(groups), notes=tuple(notes))
+        return Verdict(Parity.DIVERGENT, broken, len(groups), notes=tuple(notes), cause=broken)
     twins = {k: twin for k, twin in twins.items() if k in baseline and not _same(twin, baseline[k])}
 
     fp32 = {k: final_loss(run.losses) for k, run in baseline.items()}
@@ -138,12 +142,14 @@ def judge(
         parity, reason = Parity.DIVERGENT, collapse
     elif parity is Parity.EQUIVALENT and (where := _departure(baseline, candidate, groups, margins.loss)):
         parity, reason = Parity.CONSISTENT, where
+    cause = collapse
     if length is not None:
+        cause = cause or length[1] * (length[0] is Parity.DIVERGENT or parity is not Parity.DIVERGENT)
         parity, reason = max(parity, length[0], key=ORDER.index), f"{length[1]} {reason}"
     if parity is Parity.EQUIVALENT:
         rare = f"in fewer than {failure_rate_bound(len(groups)):.0%} of the seeds (95 % confidence)"
         notes.append(f"{len(groups)} pairs cannot exclude a failure {rare}.")
-    return Verdict(parity, reason, len(groups), loss, metric, differences, tuple(notes))
+    return Verdict(parity, reason, len(groups), loss, metric, differences, tuple(notes), cause)
 
 
 def _metrics(runs: Mapping[int, RunResult], numbers: list[int]) -> dict[int, float]:
@@ -155,7 +161,7 @@ def _broken(baseline: Mapping[int, RunResult], candidate: Mapping[int, RunResult
     for k, run in sorted(candidate.items()):
         losses = np.asarray(run.losses, dtype=np.float64)
         if not losses.size:
-            return f"With seed {k} it recorded no loss, where FP32 recorded {len(baseline[k].losses)}."
+            return f"With seed {k} it recorded no loss; FP32 recorded {len(baseline[k].losses)}."
         bad = np.flatnonzero(~np.isfinite(losses))
         per_update = 1.0
         if run.moved is not None:
@@ -167,7 +173,8 @@ def _broken(baseline: Mapping[int, RunResult], candidate: Mapping[int, RunResult
             )
         if run.moved == 0 and baseline[k].moved:
             return (
-                f"With seed {k} no optimizer step moved the weights ({run.skipped} were skipped); FP32's did."
+                f"With seed {k} no optimizer step changed the weights ({run.skipped} steps were skipped); in FP32 "
+                "they changed."
             )
         if run.metric is not None and not np.isfinite(run.metric):
             return f"With seed {k} its metric is {run.metric}."
@@ -200,7 +207,10 @@ def _length(
             if count < low and count <= low - final_count(low) and its is rows[-1][1]:
                 return Parity.DIVERGENT, f"{said}: it ended early."
             if not low <= count <= high:
-                worst = Parity.INCONCLUSIVE, f"{said}: more than skipped steps or FP32's own runs differ by."
+                worst = (
+                    Parity.INCONCLUSIVE,
+                    f"{said}. Skipped steps and the spread of FP32's own runs do not explain it.",
+                )
         if one.metric is None and pair.metric is not None:
             worst = Parity.INCONCLUSIVE, f"It printed no metric with seed {k}; FP32 did."
     return worst
@@ -217,12 +227,10 @@ def _notes(
     for k in numbers:
         fp32, ours = len(baseline[k].losses), len(candidate[k].losses)
         if fp32 != ours:
-            notes.append(
-                f"seed {k}: {ours} losses against FP32's {fp32}; each run's own last tenth was compared."
-            )
+            notes.append(f"seed {k}: {ours} losses, {fp32} in FP32; the last tenth of each run was compared.")
         bad = int(np.count_nonzero(~np.isfinite(candidate[k].losses)))
         if bad:
-            notes.append(f"seed {k}: {bad} losses were not finite; their steps were skipped.")
+            notes.append(f"seed {k}: {bad} losses were NaN or infinite; their steps were skipped.")
     return notes
 
 
@@ -257,7 +265,7 @@ def _collapse(
     numbers: list[int],
     learned: float,
 ) -> str:
-    """A single run that ended far above every FP32 run: a t interval can't call one ruin in three harm."""
+    """A single run that ended far above every FP32 run, which makes the t interval too wide to establish harm."""
     for what, read in (("last tenth", final_loss), ("very end", tail_loss)):
         ends = {k: read(run.losses) for k, run in baseline.items()}
         all_ends = [*ends.values(), *(read(twin.losses) for twin in twins.values())]
@@ -267,9 +275,8 @@ def _collapse(
             harm = read(candidate[k].losses) - ends[k]
             if not harm <= max(COLLAPSE_SHARE * size, COLLAPSE_SPREAD * spread):  # NaN counts as collapse
                 return (
-                    f"With seed {k} its loss in the {what} is {read(candidate[k].losses):.4g} against "
-                    f"FP32's {ends[k]:.4g}: it lost {harm / size:.0%} of what FP32 learned, and FP32's own "
-                    f"runs lie within {spread:.3g}."
+                    f"With seed {k} its loss in the {what} is {read(candidate[k].losses):.4g} (FP32 {ends[k]:.4g}): "
+                    f"it lost {harm / size:.0%} of what FP32 learned. FP32's own runs lie within {spread:.3g}."
                 )
     return ""
 
@@ -297,7 +304,7 @@ def _departure(
         return ""
     window = int(over[0]) + count // 2
     return (
-        f"The ends are equivalent, but between {window / count:.0%} and {(window + 1) / count:.0%} of "
-        f"the run the loss lay above FP32's by {stack[1][over[0]].mean():.3g}, more than the margin: not "
-        "called equivalent."
+        f"The final losses are equivalent, but between {window / count:.0%} and {(window + 1) / count:.0%} of the run "
+        f"the loss was higher than FP32's by {stack[1][over[0]].mean():.3g}, more than the margin: not called "
+        "equivalent."
     )

@@ -1,5 +1,5 @@
-"""What NVIDIA's GPUs offer, as data: formats by compute capability, dense datasheet peaks with their source (most
-datasheets give twice that, "with sparsity"; fp16 on GeForce and RTX with FP32 accumulation); and the precision to use.
+"""NVIDIA's GPUs as data: formats by compute capability, dense datasheet peaks with their source (most datasheets give
+twice that, "with sparsity"; fp16 on GeForce and RTX with FP32 accumulation); and the precision to use on each.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Recommendation:
     reasons: tuple[str, ...]
 
 
-FP16_RANGE = "fp16 reaches from 6e-8 to 65504 only: Mezzo scales the loss, and skips steps that overflow."
+FP16_RANGE = "fp16 only represents 6e-8 to 65504, so Mezzo scales the loss and skips steps that overflow."
 
 
 def from_capability(capability: Capability) -> Recommendation:
@@ -129,14 +129,14 @@ def from_capability(capability: Capability) -> Recommendation:
     this = "and this is {}.{}.".format(*capability)
     if "bf16" in formats:
         reasons = (
-            f"bf16: tensor cores multiply it from compute capability 8.0, {this}",
-            "bf16 comes before fp16: as fast, and with fp32's range, so it needs no loss scale.",
+            f"bf16: tensor cores support it from compute capability 8.0, {this}",
+            "bf16 is preferred to fp16: it is as fast and has fp32's range, so it needs no loss scale.",
         )
         return Recommendation("bf16", reasons)
     if "fp16" in formats:
         reasons = (
-            f"fp16: tensor cores multiply it from compute capability 7.0, {this}",
-            f"bf16 needs 8.0: below that PyTorch runs it without tensor cores, slower than fp32. {FP16_RANGE}",
+            f"fp16: tensor cores support it from compute capability 7.0, {this}",
+            f"bf16 needs 8.0. Below that PyTorch runs it without tensor cores, slower than fp32. {FP16_RANGE}",
         )
         return Recommendation("fp16", reasons)
-    return Recommendation("fp32", (f"fp32: there are tensor cores from compute capability 7.0, {this}",))
+    return Recommendation("fp32", (f"fp32: GPUs have tensor cores from compute capability 7.0, {this}",))

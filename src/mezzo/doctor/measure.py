@@ -1,8 +1,8 @@
-"""What each format measures on this device (matrix products, a convolution's training step, memory bandwidth) as
-PyTorch runs it in that dtype, and the precision to use.
+"""The measured speed of each format on this device (matrix products, a convolution's training step, memory bandwidth),
+as PyTorch runs it in that dtype; and the precision to use.
 
-Products don't tell a convolution's speed: on a CPU with AVX512-FP16 they are fast in fp16, and the backward of an fp16
-convolution took 80 times as long as in bf16 (torch 2.13).
+Both are measured, since one does not predict the other: on a CPU with AVX512-FP16 products are fast in fp16, but the
+backward of an fp16 convolution took 80 times as long as in bf16 (torch 2.13).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CELLS = (
     *(("conv step", form) for form in ("fp32", "tf32", "bf16", "fp16")),
     ("copy", "fp32"),
 )
-"""What is measured, in which format. The copy moves fp32: by the byte no format is faster."""
+"""What is measured, in which format. The copy moves fp32: the speed per byte is the same in every format."""
 
 WORTH_IT = 1.1
 """A format must make the work this much faster than fp32 to be worth the coarser numbers."""
@@ -35,7 +35,7 @@ Task = Callable[[], object]
 
 
 Row = dict[str, Any]
-"""One measured figure, with the keys of the JSON (docs/doctor.md); None where it could not run, for its ``reason``."""
+"""One measured figure, with the keys of the JSON (docs/formats.md); None where it could not run, for its ``reason``."""
 
 
 def row(what: str, form: str, work: float, seconds: Sequence[float] = (), reason: str = "") -> Row:
@@ -199,30 +199,32 @@ def recommend(rows: Iterable[Row], native: Iterable[str], *, device: str) -> Rec
             rates.get((what, form), math.nan) / rates.get((what, "fp32"), math.nan)
             for what in ("matmul", "conv step")
         )
-        measured = f"against fp32, matrix products run {_times(matmul)}, a convolution's training step {_times(conv)}"
+        measured = (
+            f"matrix products are {_times(matmul)} fp32, a convolution's training step is {_times(conv)} fp32"
+        )
         if form not in native:
-            found = "nor can PyTorch run it there" if math.isnan(conv) else measured
+            found = "PyTorch cannot run it there" if math.isnan(conv) else measured
             reasons.append(
-                f"{form}: {device} does not train in {form} natively: {found}. Mezzo computes it in fp32 between "
-                "casts, at about fp32's speed, to try its numerics."
+                f"{form}: {device} has no native {form} training: {found}. Mezzo emulates it with fp32 arithmetic and "
+                "casts, at about the speed of fp32, so that you can test its numerics."
             )
         # One kind of work gains and none loses; NaN, what cannot run, is a loss.
         elif max(matmul, conv) >= WORTH_IT and all(one >= 1 / WORTH_IT for one in (matmul, conv)):
-            reasons.append(f"{form}: {device} computes in {form} itself; {measured}.")
+            reasons.append(f"{form}: {device} has native {form}: {measured}.")
             chosen = form if chosen == "fp32" else chosen
         else:
-            reasons.append(f"{form}: {device} has {form}, but gains too little by it here: {measured}.")
+            reasons.append(f"{form}: {device} has native {form}, but gains too little: {measured}.")
     why = {
-        "bf16": "bf16 comes before fp16: it has the range of fp32, so it needs no loss scale.",
+        "bf16": "bf16 is preferred to fp16: it has the range of fp32, so it needs no loss scale.",
         "fp16": FP16_RANGE,
-        "fp32": "fp32: 16 bits would save memory here, but no time.",
+        "fp32": "fp32: 16-bit formats would save memory on this machine, but no time.",
     }
     return Recommendation(chosen, (*reasons, why[chosen]))
 
 
 def _times(speedup: float) -> str:
     if math.isnan(speedup):
-        return "not at all"
+        return "not available, unlike in"
     if 0.95 <= speedup <= 1.05:
-        return "as fast"
-    return f"{speedup:.3g} times as fast" if speedup > 1 else f"{1 / speedup:.3g} times as slow"
+        return "as fast as in"
+    return f"{speedup:.3g}x faster than in" if speedup > 1 else f"{1 / speedup:.3g}x slower than in"

@@ -97,6 +97,13 @@ class PrecisionMonitor(keras.callbacks.Callback):
         self._recorder: _Recorder | None = None
         self._lost = False
 
+    def __repr__(self) -> str:
+        if self._recorder is None:
+            return f"PrecisionMonitor({os.fspath(self.folder)!r}, before the first fit)"
+        journal = self._recorder.journal
+        counts = f"{journal.updates} updates, {journal.skipped} skipped"
+        return f"PrecisionMonitor({os.fspath(self.folder)!r}, {_precision_of(self.model)}, {counts})"
+
     @property
     def path(self) -> Path | None:
         """Path of the current or last file of records; None before the first `fit`."""

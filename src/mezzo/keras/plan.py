@@ -16,7 +16,7 @@ from mezzo.core.errors import UsageError
 from mezzo.core.formats import named
 from mezzo.core.loss_scale import LossScale, NoLossScale
 from mezzo.core.policy import Policy, policy
-from mezzo.core.policy_text import as_loss_scale, is_pattern, matches, print_loss_scale
+from mezzo.core.policy_text import as_loss_scale, is_pattern, matches, precision_name, print_loss_scale
 
 # Keras's name of a dtype -> Mezzo's of its format.
 NAMES = {
@@ -187,6 +187,8 @@ def _as_policy(precision: Any) -> Policy:
         return policy(precision)
     if hasattr(precision, "compute_dtype") and not hasattr(precision, "default_policy"):
         precision = precision.name  # a keras.DTypePolicy
+    if not isinstance(precision, str) and precision_name(precision) in POLICIES:
+        precision = precision_name(precision)  # a torch.dtype
     if not isinstance(precision, str):
         raise UsageError(
             f"precision is {precision!r}. Give a string such as 'bf16', 'fp16,module.head=fp32' or 'mixed_float16', a "

@@ -63,7 +63,9 @@ def run(request: RunRequest) -> int:
         target,
         [*parts, session],
         finish=lambda status: session.finish(),
-        summary=lambda failed: "\n".join(f"mezzo: {note}" for note in session.journal.notes),
+        summary=lambda failed: "\n".join(
+            f"mezzo: {note}" for note in session.journal.notes if session.used or not failed
+        ),
     )
 
 

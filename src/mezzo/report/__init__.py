@@ -16,8 +16,8 @@ __all__ = ["build", "build_any", "build_run"]
 def build(directory: str | os.PathLike[str]) -> Path:
     """Write ``DIR/report.html`` from ``DIR/verdict.json`` and ``DIR/runs/*.jsonl``, and return its path.
 
-    The page is one file that asks the network for nothing and appears whole or not at all. The same folder gives the
-    same bytes. Runs that are missing, crashed or broken are listed with their fault.
+    The page is one file that needs no network. It is written completely or not at all. The same folder gives the same
+    bytes. Runs that are missing, crashed or damaged are listed with the reason.
 
     Raises:
         UsageError: there is no `verdict.json` in the folder, or this version cannot read it.
@@ -49,11 +49,11 @@ def build_run(records: str | os.PathLike[str]) -> Path:
     if not any(run.records for run in runs):
         for file in files:  # a file that cannot be read may hold records
             file.open("rb").close()
-        what = "holds no run record" if place.exists() else "no such file or folder"
+        what = "contains no run records" if place.exists() else "no such file or folder"
         raise UsageError(
-            f"{place}: {what}. A report is made from a folder with runs/*.jsonl, or from a .jsonl file, "
-            "which `mezzo run --watch SCRIPT`, `mezzo run --records FILE SCRIPT`, "
-            "MixedPrecision(records=RecordWriter(FILE)) and mezzo.keras.PrecisionMonitor write."
+            f"{place}: {what}. A report needs a folder with runs/*.jsonl, or a .jsonl file. These write one: "
+            "`mezzo run --watch SCRIPT`, `mezzo run --records FILE SCRIPT`, "
+            "MixedPrecision(records=RecordWriter(FILE)), mezzo.keras.PrecisionMonitor."
         )
     return write_whole(target, render_runs(runs, name))
 

@@ -24,7 +24,7 @@ UNITS = 1000
 TABLE_ROWS = 13
 EDGE = 3.0  # a gap beyond so many margins is an arrow at the gauge's end
 MOST = 2.0  # how many times the longest bar an interval may make the axis
-CUT = "A whisker without a cap goes on to the number beside it."
+CUT = "A whisker without a cap continues to the number next to it."
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mezzo.core import records
+from mezzo.core.commands import compare_command
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.loss_scale import StaticLossScale
 from mezzo.core.policy import policy
@@ -24,8 +25,6 @@ from mezzo.report.series import Array
 
 SCHEMA = 1  # of verdict.json
 LOG_LINES = 25
-LEFT_ALONE = "left alone: "
-"""The note of a run begins so if its script uses mixed precision itself."""
 _NAME = re.compile(r"(?P<precision>.+?)(?P<ulp>-ulp)?-(?P<seed>\d+)")
 
 
@@ -57,14 +56,16 @@ class Run:
     @property
     def exited(self) -> str:
         if self.ended is None:
-            return "not told"
-        return "well" if self.ended.status == 0 else f"exit status {self.ended.status}"
+            return "unknown"
+        return "normally" if self.ended.status == 0 else f"exit status {self.ended.status}"
 
     @property
     def left_alone(self) -> str:
         """Why Mezzo applied no policy to the script; ``""`` if it did."""
         notes = self.ended.notes if self.ended else []
-        return next((str(note).partition(": ")[2] for note in notes if str(note).startswith(LEFT_ALONE)), "")
+        return next(
+            (str(note).partition(": ")[2] for note in notes if str(note).startswith(records.LEFT_ALONE)), ""
+        )
 
     @property
     def ran_by(self) -> str:
@@ -117,7 +118,7 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
                 try:
                     record = records.from_line(line.rstrip("\r\n"))
                 except UsageError as error:
-                    fault = f"{path.name}:{read + 1}: {error}; it and the lines after it were not read"
+                    fault = f"{path.name}:{read + 1}: {error}; this line and those after it were not read"
                     break
                 read += 1
                 if isinstance(record, records.RangesRecord):
@@ -208,17 +209,19 @@ def read(directory: Path) -> Comparison:
         verdict = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(
-            f"{path}: no such file. A report is made from the folder that `mezzo compare --out DIR` wrote."
+            f"{path}: no such file. Give a folder that `mezzo compare --out DIR` wrote."
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: not a readable verdict ({error}). Run `mezzo compare` again.") from error
+        raise UsageError(f"{path}: cannot be read ({error}). Run `mezzo compare` again.") from error
     if not isinstance(verdict, dict) or not isinstance(verdict.get("candidates"), dict):
-        raise UsageError(f'{path}: not a verdict: it has no object "candidates". Run `mezzo compare` again.')
+        raise UsageError(
+            f'{path}: is not a verdict: it has no object "candidates". Run `mezzo compare` again.'
+        )
     schema = verdict.get("schema", SCHEMA)
     if schema != SCHEMA:
         raise UsageError(
-            f"{path}: schema {schema!r}, and this version of Mezzo reads schema {SCHEMA}. "
-            "Use the version that wrote it, or run `mezzo compare` again."
+            f"{path}: has schema {schema!r}; this version of Mezzo reads schema {SCHEMA}. Use the version that wrote "
+            "it, or run `mezzo compare` again."
         )
     candidates = {name: one if isinstance(one, dict) else {} for name, one in verdict["candidates"].items()}
     baseline = str(verdict.get("baseline", "fp32"))
@@ -239,27 +242,5 @@ def command_line(comparison: Comparison) -> str:
         "argv": started.argv if started else [],
         **{key: value for key, value in comparison.request.items() if value},
     }
-    return shlex.join(command_words(request, comparison.directory.resolve().name))
-
-
-def command_words(request: Mapping[str, Any], out: str) -> list[str]:
-    """The words of the command that runs a request again in the folder `out`."""
-    words = ["mezzo", "compare"]
-    if request.get("demo"):
-        words += ["--demo", str(request["demo"])]
-    else:
-        words += ["-m"] * bool(request.get("is_module")) + [str(request["target"])]
-        if request.get("framework", "pytorch") != "pytorch":
-            words += ["--framework", str(request["framework"])]
-    precisions = request["precisions"]
-    # A flag for each: "params=fp32,compute=bf16" holds a comma of its own.
-    for one in precisions if isinstance(precisions, (list, tuple)) else [precisions]:
-        words += ["--precision", str(one)]
-    for key in ("seeds", "margin", "metric", "metric_better", "metric_margin"):
-        if request.get(key) not in (None, "", "auto"):
-            words += [f"--{key.replace('_', '-')}", str(request[key])]
-    words += ["--out", out, "--fresh"]  # without --fresh the finished runs would be kept
-    arguments = request.get("argv")
-    if isinstance(arguments, (list, tuple)) and arguments:
-        words += ["--", *(str(word) for word in arguments)]
-    return words
+    # Without --fresh the finished runs would be kept.
+    return shlex.join(compare_command(request, comparison.directory.resolve().name, "--fresh"))

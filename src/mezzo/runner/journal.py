@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.core.errors import UsageError
+from mezzo.core.ranges import Merged, merge
 from mezzo.core.records import (
     LossRecord,
     MemoryRecord,
     OpFormats,
     OpsRecord,
     OverflowRecord,
+    RangesRecord,
     Record,
     RecordWriter,
     RunEnded,
@@ -48,8 +50,8 @@ class Journal:
             self._writer = None if path is None else RecordWriter(path)
         except OSError as error:
             raise UsageError(
-                f"can't write records to {str(path)!r}: {error.strerror}. Name a file that can be written, in an "
-                "existing folder."
+                f"can't write records to {str(path)!r}: {error.strerror}. Give a writable file in an existing folder. "
+                "Example: --records run.jsonl"
             ) from error
         self._make_started: Callable[[], RunStarted] | None = started
         self._zero = time.perf_counter()
@@ -60,6 +62,7 @@ class Journal:
         self.first_updates = 0  # of the first optimizer
         self.ops: list[OpFormats] = []
         self.findings: list[OverflowRecord] = []
+        self.ranges: Merged = {}  # of all watched updates
         self.notes: list[str] = []
 
     @property
@@ -108,7 +111,7 @@ class Journal:
     def stop_after(self, wanted: int | None) -> None:
         """Raise `SystemExit` once the first optimizer has made so many updates, if that is wanted."""
         if wanted is not None and self.first_updates >= wanted:
-            self.note(f"ended after {wanted} updates of the first optimizer, as asked")
+            self.note(f"stopped after {wanted} updates of the first optimizer, as requested")
             raise SystemExit(0)
 
     def observed(self, memory: MemoryRecord | None, ops: list[OpFormats] | None) -> None:
@@ -124,6 +127,8 @@ class Journal:
         for record in records:
             if isinstance(record, OverflowRecord):
                 self.findings.append(record)
+            elif isinstance(record, RangesRecord):
+                merge(self.ranges, record.rows)
             self._put(record)
 
     def end(self, status: int) -> None:
@@ -189,7 +194,7 @@ def check_events(folder: Path) -> None:
         importlib.import_module(WRITER)
     except Exception as error:  # also a folder called tensorboard, or a protobuf that does not go with it
         raise UsageError(
-            f"--tensorboard {folder}: TensorBoard's package can't be imported ({type(error).__name__}: {error}). "
+            f"--tensorboard {folder}: the package tensorboard can't be imported ({type(error).__name__}: {error}). "
             "Install it: pip install tensorboard"
         ) from error
     try:
@@ -197,6 +202,4 @@ def check_events(folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         why = "is a file" if folder.is_file() else error.strerror
-        raise UsageError(
-            f"--tensorboard {folder}: {why}. Name a folder that can be written, new or not."
-        ) from error
+        raise UsageError(f"--tensorboard {folder}: {why}. Choose a writable folder.") from error

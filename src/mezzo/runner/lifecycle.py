@@ -52,7 +52,7 @@ class RunRequest:
             data.update({name: Path(data[name]) if data.get(name) else None for name in _PATHS})
             return cls(**data)
         except (json.JSONDecodeError, TypeError, AttributeError) as error:
-            raise UsageError(f"not a run request: {text[:80]!r} ({error})") from error
+            raise UsageError(f"not a run request: {text[:80]!r} ({type(error).__name__}: {error})") from error
 
 
 class StepWatch:
@@ -92,7 +92,9 @@ class StepWatch:
         """The script is over; if no step was observed, a note says so where `told`."""
         self._end(keep=False)
         if self._wanted and told:
-            journal.note("no step was observed (memory, formats): the script ended before its third update")
+            journal.note(
+                "memory and formats were not measured: the script ended before its third optimizer step"
+            )
 
     def _end(self, *, keep: bool) -> None:
         if self._stop is not None:

@@ -50,8 +50,10 @@ def locate(target: str, *, is_module: bool) -> Target:
             raise UsageError(
                 f"{target!r} is a directory without a __main__.py.{there} Give the path of a script."
             )
+        if os.path.exists(file):
+            raise UsageError(f"the script {str(file)!r} can't be read. Check its permissions.")
         raise UsageError(
-            f"no script {str(file)!r} in {os.getcwd()} that can be read.{there} Give the path of a Python script."
+            f"no script {str(file)!r} in {os.getcwd()}.{there} Give the path of a Python script."
         )
     full = os.path.abspath(file)
     if folder:
@@ -67,8 +69,8 @@ def _module(target: str) -> Target:
         _, spec, code = details(target, UsageError)
     except UsageError as error:
         raise UsageError(
-            f"-m {target}: {error}. Give the dotted name of a module that can be imported from {os.getcwd()}, as after "
-            "python -m."
+            f"-m {target}: {error}. Give the dotted name of a module that can be imported from {os.getcwd()}, as for "
+            "python -m. Example: -m package.train"
         ) from error
     finally:
         sys.path.remove(os.getcwd())

@@ -203,7 +203,7 @@ class FrameworkSeeds(Seeds):
 
 
 def _stand_in(original: type, **methods: Any) -> type:
-    """A class in the place of the original, which recognises its instances and subclasses as its own."""
+    """A replacement for a class, which also recognizes the original's instances and subclasses as its own."""
 
     class Kind(type(original)):  # type: ignore[misc]
         def __instancecheck__(cls, instance: Any) -> bool:

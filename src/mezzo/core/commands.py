@@ -1,0 +1,43 @@
+"""The commands that messages and reports offer for pasting, as words; `shlex.join` quotes them for a POSIX shell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+DEFAULT_MARGIN = 0.005
+
+
+def command(verb: str, request: Mapping[str, Any], *options: str) -> list[str]:
+    """``mezzo VERB TARGET options -- args`` for the target and the arguments of a request."""
+    words = ["mezzo", verb]
+    if request.get("demo"):
+        words += ["--demo", str(request["demo"])]
+    else:
+        words += ["-m"] * bool(request.get("is_module")) + [str(request["target"])]
+    words += options
+    arguments = request.get("argv")
+    if isinstance(arguments, (list, tuple)) and arguments:
+        words += ["--", *map(str, arguments)]
+    return words
+
+
+def run_command(request: Mapping[str, Any], *options: str) -> list[str]:
+    """``mezzo run options TARGET args`` for the target and the arguments of a request."""
+    target = ["-m"] * bool(request.get("is_module")) + [str(request["target"])]
+    return ["mezzo", "run", *options, *target, *map(str, request.get("argv") or ())]
+
+
+def compare_command(request: Mapping[str, Any], out: str, *options: str) -> list[str]:
+    """The ``mezzo compare ...`` that makes this comparison in the folder `out`."""
+    words = []
+    if not request.get("demo") and request.get("framework", "pytorch") != "pytorch":
+        words += ["--framework", str(request["framework"])]
+    precisions = request["precisions"]
+    # One option for each: a policy such as "params=fp32,compute=bf16" contains a comma.
+    for one in precisions if isinstance(precisions, (list, tuple)) else [precisions]:
+        words += ["--precision", str(one)]
+    for key in ("seeds", "margin", "metric", "metric_better", "metric_margin"):
+        if request.get(key) not in (None, "", "auto", DEFAULT_MARGIN):
+            words += [f"--{key.replace('_', '-')}", str(request[key])]
+    return command("compare", request, *words, "--out", out, *options)
