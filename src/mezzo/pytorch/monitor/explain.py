@@ -192,7 +192,7 @@ def _by_place(rows: list[OpFormats]) -> list[OpFormats]:
 _BY_KERNEL = {
     "native": "internal_fp32, by the device's 16-bit kernel: {ops}.",
     "kernel": "read in 16 bits and computed in FP32, by Mezzo's kernel: {ops}.",
-    "rounded": "internal_fp32, by the FP32 kernel between casts (this device's 16-bit kernel may not accumulate in FP32): "
+    "rounded": "internal_fp32, by the FP32 kernel between casts (the 16-bit kernel may not accumulate in FP32 here): "
     "{ops}.",
     "emulated": "{compute} is emulated on this device, by the FP32 kernel between casts: {ops}.",
 }
