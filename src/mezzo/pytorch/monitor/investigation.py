@@ -27,7 +27,7 @@ from mezzo.pytorch.monitor.replay import SavedCall
 _log = logging.getLogger(__name__)
 _PASSED = 8  # propagators that are reported
 _CHAIN = 3  # remedies that are combined at most, where each alone only moves the overflow
-_TRIALS = 6  # combinations of each length that are tried, with gradients as large as a sum's
+_TRIALS = 6  # combinations of each length that are tried
 _Pairs = Sequence[tuple[Tensor, Tensor]]  # outputs on the graph, each with its gradient
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -156,11 +156,14 @@ def remedies_for(
     scales: Mapping[int, float],
     model: nn.Module | None,
     written: Callable[[str], str] = training_code,
+    *,
+    combines: bool = True,
 ) -> list[str]:
     """What to try, each policy `written` as a command or as code. A policy for another model than `model` says so.
 
     Each policy is tried on the call, without the loss scale, and offered if it helps and none that helps asks for
-    less. Where each alone only moves the overflow, up to three are combined. Without a call none can be tried.
+    less. Where each alone only moves the overflow, up to three are combined if it `combines`. Without a call none can
+    be tried.
     """
     used, owner, has_bf16 = None, "", True
     if call is not None:
@@ -177,7 +180,7 @@ def remedies_for(
         found = None if report.cause == "loss scale" else POLICY.search(sentence)
         if found is not None:
             modules, whole = sentence.startswith(MODULES), found[1] in ("bf16", "fp32")
-            if whole and call is not None and used is not None and moving and not enough:
+            if whole and combines and call is not None and used is not None and moving and not enough:
                 combined = _combined(moving, call, scales)
                 kept += [f"{added(combined, used)}: `{combined}`{owner}"] if combined is not None else []
             if call is None or (modules and enough):
@@ -202,7 +205,7 @@ def _combined(moving: Sequence[str], call: SavedCall, scales: Mapping[int, float
             longer |= dict.fromkeys(one for one in quoted if one not in ("bf16", "fp32", *moving))
         tried = list(longer)[:_TRIALS]
         for text in tried:
-            if _helps(text, call, scales, least=1.0):
+            if _helps(text, call, scales):
                 return text
     return None
 
@@ -241,30 +244,26 @@ def _device(call: SavedCall) -> str:
     return next((p.device.type for p in call.inner.parameters()), "cpu")
 
 
-def _helps(text: str, call: SavedCall, scales: Mapping[int, float], least: float = 0.0) -> bool:
-    """Whether a call and its backward without the loss scale are finite under a policy. `least`: of a gradient that
-    was not finite.
-    """
+def _helps(text: str, call: SavedCall, scales: Mapping[int, float]) -> bool:
+    """Whether a call and its backward without the loss scale are finite under a policy."""
     try:
         with call.again() as (args, kwargs), _changed(text, call) as enter:
             with enter():
                 outputs = list(tensors(call.inner(*args, **kwargs)))
             # Before the overrides go: a checkpoint runs its modules again in backward.
-            return _all_finite(call, outputs, scales, least)
+            return _all_finite(call, outputs, scales)
     except Exception as error:  # of the user's code, or of a policy that this model can't have
         _log.debug("policy %s could not be tried: %s", text, error)
         return False
 
 
-def _all_finite(
-    call: SavedCall, outputs: Sequence[Tensor], scales: Mapping[int, float], least: float
-) -> bool:
+def _all_finite(call: SavedCall, outputs: Sequence[Tensor], scales: Mapping[int, float]) -> bool:
     if not all(finite(tensor) or only_minus_infinity(tensor) for tensor in outputs):
         return False
     leaves = [param for param in call.inner.parameters() if param.requires_grad]
     for number in call.grads:
         came = call.gradients(number, outputs)
-        grads = [_unscaled(grad, output, scales.get(number, 1.0), least) for output, grad in came]
+        grads = [_unscaled(grad, output, scales.get(number, 1.0)) for output, grad in came]
         starts = [output for output, _ in came]
         given = torch.autograd.grad(starts, leaves, grads, retain_graph=True, allow_unused=True)
         if not all(grad is None or finite(grad) for grad in given):
@@ -272,9 +271,8 @@ def _all_finite(
     return True
 
 
-def _unscaled(grad: Tensor, output: Tensor, scale: float, least: float = 0.0) -> Tensor:
-    """A gradient at an output without the loss scale; as small as a mean's, or the `least`, where it is not finite."""
+def _unscaled(grad: Tensor, output: Tensor, scale: float) -> Tensor:
+    """A gradient at an output without the loss scale; as small as a mean's where it is not finite."""
     if not finite(grad):
-        fill = max(least, 1.0 / max(1, output.numel()))
-        return torch.full_like(output, fill, dtype=torch.float32).to(output.dtype)
+        return torch.full_like(output, 1.0 / max(1, output.numel()), dtype=torch.float32).to(output.dtype)
     return over(grad, scale, output.dtype)
