@@ -41,9 +41,11 @@ def gains(results: dict[str, Any]) -> str:
 
 
 def compared(text: str) -> str:
-    """The lines of `demo.txt` that answer, one per precision."""
+    """The command that `demo.txt` is the output of, and the lines that answer, one per precision."""
+    (again,) = re.findall(r"^Again: +(.*)", text, re.MULTILINE)
+    command = re.sub(r" --(seeds 3|margin 0.005|out \S+|fresh)", "", again)
     lines = re.findall(r"^(?!Report|Again|Next)\S+: .*", text, re.MULTILINE)
-    return "\n".join(("```text", *lines, "```"))
+    return "\n".join(("```text", f"$ {command}", *lines, "```"))
 
 
 def _cell(row: dict[str, Any], way: str) -> str:

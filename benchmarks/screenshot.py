@@ -1,6 +1,6 @@
 """Photograph the top of a report with headless Chromium, for the README.
 
-mezzo compare --demo digits --precision bf16,fp16
+mezzo compare --demo digits --precision bf16
 python benchmarks/screenshot.py mezzo-compare-digits/report.html docs/images/report.webp
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from PIL import Image
 
-WIDTH, HEIGHT = 1000, 900  # CSS pixels
+WIDTH, HEIGHT = 1000, 800  # CSS pixels
 DENSITY = 1.5  # pixels per CSS pixel
 LIMIT = 120_000
 """The largest file in bytes: a README opens with it."""

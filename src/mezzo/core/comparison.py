@@ -115,7 +115,7 @@ def compare(
     """Judge one quantity, of which `worse` is +1 if a higher value is worse, else -1.
 
     With three or more pairs harm is established if the whole 90 % interval is worse than the margin; the spread between
-    seeds is no excuse, since pairing has removed it. A mean harm within what one ulp does to FP32 (`twin_gaps`) is
+    seeds does not excuse it: pairing has removed it. A mean harm within what one ulp does to FP32 (`twin_gaps`) is
     inconclusive, and so is a harm of `coarse` that can't be excluded.
     """
     d = candidate - baseline
