@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
     from mezzo.runner.patches import ImportWatch, Patches
 
-SWITCH_OFF = "to use Mezzo instead, switch off the script's own mixed precision: by its option, or with enabled=False"
+SWITCH_OFF = (
+    "to use Mezzo instead, switch off the script's own mixed precision: by its option, or with enabled=False"
+)
 SEARCHES = {"calibrate": "mezzo.pytorch.calibrate", "find_batch_size": "mezzo.pytorch.batch_size"}
 """Public functions that choose formats themselves, and their modules."""
 
