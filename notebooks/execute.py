@@ -25,9 +25,10 @@ def executed(path: Path) -> nbformat.NotebookNode:
 
 
 def outputs(book: nbformat.NotebookNode) -> list[str]:
-    """The outputs of each code cell, without those of cells tagged `varies`: times and figures of this machine."""
-    cells = (cell for cell in book.cells if cell.cell_type == "code")
-    return [str(cell.outputs) for cell in cells if "varies" not in cell.metadata.get("tags", [])]
+    """The outputs of each code cell, as HTML if it has that. Cells tagged `varies` (times, this machine) are left out."""
+    cells = [cell for cell in book.cells if cell.cell_type == "code"]
+    shown = [cell.outputs for cell in cells if "varies" not in cell.metadata.get("tags", [])]
+    return [str(one.get("data", {}).get("text/html", one)) for outputs in shown for one in outputs]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from types import TracebackType
 
@@ -19,7 +20,8 @@ class Watcher:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console
         self._seconds: list[float] = []  # of each finished run
-        if console is not None and console.is_terminal:
+        # JPY_PARENT_PID: a command in a notebook cell, which would keep every frame of a bar.
+        if console is not None and console.is_terminal and "JPY_PARENT_PID" not in os.environ:
             text = TextColumn("{task.description}", markup=False)
             self._bar = Progress(
                 text, BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), console=console
