@@ -100,9 +100,7 @@ def _panel(axes: Axes, rows: Mapping[str, Any], mode: str, measure: str) -> None
             )
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_title(
-        f"{measure} / torch.amp's, {mode}" if measure == "time" else f"peak bytes / torch.amp's, {mode}"
-    )
+    axes.set_title(f"{'time' if measure == 'time' else 'peak bytes'} relative to torch.amp, {mode}")
     axes.grid(axis="x", color=FAINT, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)

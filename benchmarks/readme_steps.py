@@ -251,7 +251,7 @@ def kept(results: dict[str, Any]) -> str:
     rows = {name: found["eager"] for name, found in results["workloads"].items()}
     columns = [name for name in SHOWN if any(name in row["ratios"] for row in rows.values())]
     lines = [
-        "Time relative to torch.amp, eager, all with `mezzo.keep_memory()`",
+        f"Time relative to torch.amp, eager, all with `mezzo.keep_memory()`, on {_machine(results)}",
         f"(`python benchmarks/training_step.py {KEPT}",
         "--out benchmarks/results/training_step_kept.json`):",
         "",

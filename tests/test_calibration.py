@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mezzo.core.calibration import MOST_LOST, Sensitivity, expected_square, rank, recommend
+from mezzo.core.calibration import MOST_LOST, Sensitivity, conclusions, expected_square, rank, recommend
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import named
 from mezzo.core.loss_scale import DynamicLossScale
@@ -159,6 +160,29 @@ def test_a_module_in_which_fp16_overflows_is_kept() -> None:
     assert [(one.module, one.evidence) for one in found.kept] == [("block", None)]
     assert "mul overflows" in found.kept[0].why
     assert policy(found.policy).modules == (("block", "fp32"),)
+    outside = SensitivityRecord(
+        0, 2.0, [row("", "fp16", math.inf, "mul")]
+    )  # in no module that a policy can name
+    assert recommend([*steps(FINE), outside], native={"fp16"}).policy == "fp16,op.mul=fp32"
+
+
+WATCHED: list[tuple[list[RangeRow], float | None, list[str]]] = [
+    (FINE, None, ["fp16 holds all watched tensors at loss scale 2^16; it rounds 0% of the gradients"]),
+    ([*FINE, weight_gradient("b", 1e-12)], 8.0, ["at loss scale 2^3; it rounds 25% of the gradients to zero"]),
+    ([*FINE, activation("e", 1e6)], None, ["for fp16 keep e in FP32: it returned numbers up to 1e+06", "bf16 has"]),
+    ([replace(one, format="fp16") for one in FINE] + [activation("e", 1e6)], None, ["outside of the modules in FP32"]),
+    ([RangeRow("a", "update ratio", "bf16", of(*[1e-5] * 9, 1.0))], None, ["lose 90% of the updates of a"]),
+    (CHAIN, None, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "scale", "words"), WATCHED)
+def test_what_is_concluded_from_watched_tensors(
+    rows: list[RangeRow], scale: float | None, words: list[str]
+) -> None:
+    found = conclusions(rows, scale)
+    assert len(found) == len(words)
+    assert all(word in line for word, line in zip(words, found)), found
 
 
 NOTES: list[tuple[list[RangeRow], str]] = [

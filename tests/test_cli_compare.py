@@ -42,7 +42,7 @@ def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureF
     out, err = capsys.readouterr()
     first, use = out.splitlines()[1], "mezzo run --precision bf16 train.py --epochs 3"
     assert first.startswith(
-        "bf16: proven equal within ±0.5 % of the loss and ±0.2 of the accuracy (3 runs), accuracy 97"
+        "bf16: proven equal within ±0.2 in accuracy and ±0.5 % in loss (3 runs), accuracy 97"
     )
     assert first.endswith(f". 40 % less memory, 2.0x faster. Use it: {use}")
     assert "  verdict        equivalent\n  in words       proven equal\n" in out
@@ -108,7 +108,7 @@ def test_an_interrupt_says_how_to_go_on(
 
     monkeypatch.setattr(verb, "compare", stop)
     assert main(["compare", script(here, {})]) == 130
-    assert "mezzo-compare-train. Give the same command again" in capsys.readouterr().err
+    assert "mezzo-compare-train. To continue, give the same command" in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_made_loses_no_verdict(

@@ -133,27 +133,62 @@ def test_a_comparison_writes_its_folder(case: Case) -> None:
     assert [key for key in (*found, *one, *one["pairs"][0]) if f"`{key}`" not in page] == []
 
 
+AUTOCAST = ["left alone: it uses torch.autocast itself (t.py line 3)", "to have Mezzo do it, switch it off"]
+QUICK, MORE, RUN = "quick look, ", "mezzo compare ", "mezzo run --precision bf16 "
+
+
 @pytest.mark.parametrize(
-    ("behaviour", "parity", "says"),
+    ("behaviour", "parity", "says", "plain", "command"),
     [
-        ({"bf16": {"shift": 0.2}}, "divergent", "harm is established"),
-        ({"bf16": {"shift": 0.02}}, "inconclusive", "harm is not established"),
-        ({}, "consistent", "within the margin"),
+        (
+            {"bf16": {"shift": 0.2}},
+            "divergent",
+            "harm is established",
+            "worse (1 run), loss ",
+            "mezzo calibrate ",
+        ),
+        ({"bf16": {"shift": 0.02}}, "inconclusive", "harm is not established", f"{QUICK}too few runs", MORE),
+        ({}, "consistent", "within the margin", f"{QUICK}no harm found (1 run, not proof). Same", MORE),
         (
             {"bf16": {"losses": 25}},
             "divergent",
             "25 losses and 25 updates with seed 0; FP32 recorded 40 losses",
+            "worse: it recorded 25 losses",
+            "mezzo calibrate ",
         ),
-        ({"bf16": {"nan": 30}}, "divergent", "its loss is nan from step 30"),
-        ({"bf16": {"crash": "RuntimeError: no kernel"}}, "divergent", "RuntimeError: no kernel"),
-        ({"bf16": {"signal": 11}}, "divergent", "was killed or crashed"),
+        (
+            {"fp16": {"nan": 30}},
+            "divergent",
+            "its loss is nan from step 30",
+            "worse: with",
+            "mezzo run --watch ",
+        ),
+        (
+            {"bf16": {"crash": "OSError: no kernel"}},
+            "divergent",
+            "OSError: no kernel",
+            "failed: run bf16-0",
+            RUN,
+        ),
+        (
+            {"bf16": {"signal": 11}},
+            "divergent",
+            "was killed or crashed",
+            "failed: run bf16-0 was killed",
+            RUN,
+        ),
     ],
 )
-def test_what_a_candidate_is_called(case: Case, behaviour: dict[str, Any], parity: str, says: str) -> None:
+def test_what_a_candidate_is_called(
+    case: Case, behaviour: dict[str, Any], parity: str, says: str, plain: str, command: str
+) -> None:
     case.write(behaviour)
-    one = case.compare()["candidates"]["bf16"]
+    (name,) = behaviour or ["bf16"]
+    one = case.compare(precisions=(name,))["candidates"][name]
     assert one["parity"] == parity, one["reason"]
     assert says in one["reason"]
+    assert one["plain"].startswith(plain)
+    assert one["command"].startswith(command)
 
 
 def test_a_candidate_that_failed_is_not_run_again_and_the_others_go_on(case: Case) -> None:
@@ -190,8 +225,8 @@ def test_finished_runs_are_kept(case: Case) -> None:
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"margin": 0.01}, "--margin was 0.005 and is now 0.01"),
-        ({"seeds": 4}, "--seeds was 3 and is now 4. Its result is known"),
+        ({"margin": 0.01}, "margin was 0.005 and is now 0.01"),
+        ({"seeds": 4}, "--seeds was 3 and is now 4. Choose"),
         ({"argv": ("--epochs", "3")}, "the script's argument list was none and is now --epochs 3"),
         ({"precisions": ("fp16",)}, "--precision was bf16 and is now fp16"),
     ],
@@ -296,6 +331,12 @@ def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None
             r'File "train.py", line 3, in <module>\nValueError: x',
         ),
         ({"fp32": {"nan": 5}}, {}, ScriptError, r"the loss is nan at step 5 \(run fp32-0\)"),
+        (
+            {"fp32": {"losses": 0, "notes": AUTOCAST}},
+            {"argv": ("--n", "1")},
+            ScriptError,
+            r"torch.autocast itself \(t.py line 3\)(?s:.)* -- --n 1 --no-amp\n.*enabled=False",
+        ),
         ({"fp32": {"losses": 0}}, {}, ScriptError, r"never called backward\(\)"),
         ({"bf16": {"signal": 9}}, {}, MezzoError, "killed by signal 9"),
         (

@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[Make, list[str]]] = {
     "groups": (altered(lambda s: s["param_groups"].append(s["param_groups"][0])), ["[6, 6]"]),
     "setting": (altered(lambda s: s["param_groups"][0].update(lr=-1.0)), ["lr=-1.0"]),
     "no state": (lambda _: {"model": {}}, ["model", "param_groups"]),
-    "torch's SGD": (of_torch(torch.optim.SGD, lr=0.1, momentum=0.9), ["another class of optimizer"]),
+    "torch's SGD": (of_torch(torch.optim.SGD, lr=0.1, momentum=0.9), ["'betas'", "class that saved it"]),
     "amsgrad": (of_torch(torch.optim.AdamW, amsgrad=True), ["amsgrad=True", "with_masters"]),
 }
 

@@ -107,7 +107,7 @@ def test_the_observed_step_is_the_third_update_and_tells_memory_and_formats(laun
     assert launch(TRAIN, policy="bf16").lines == ran.lines
     ran = launch(TRAIN.replace("range(5)", "range(2)"), policy="bf16", observe=True)
     assert ran.of("memory") == ran.of("ops") == []
-    assert "ended before its third optimizer step" in ran.notes
+    assert "ended before its third update" in ran.notes
 
 
 def test_errors_are_those_of_the_script_and_the_end_is_recorded(launch: Any) -> None:

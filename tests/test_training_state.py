@@ -90,7 +90,7 @@ def test_records_tell_of_every_loss_and_update(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (1.0, "is a float"),
+        (1.0, "has type float"),
         (torch.ones(2, requires_grad=True), "loss.mean"),
         (torch.ones(()), "require a gradient"),
         (torch.ones((), dtype=torch.complex64, requires_grad=True), "real floating"),

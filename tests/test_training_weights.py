@@ -302,7 +302,7 @@ def of_another(params: Any) -> torch.optim.Optimizer:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no parameters": ({"model": nn.Tanh(), "optimizer": of_another}, "no parameters"),
-    "no module": ({"model": 3, "optimizer": of_another}, "not a torch.nn.Module"),
+    "no module": ({"model": 3, "optimizer": of_another}, "not torch.nn.Module"),
     "lbfgs with masters": ({"optimizer": lambda p: with_masters(torch.optim.LBFGS(p))}, "LBFGS evaluates"),
     "unknown precision": ({"precision": "f16"}, "Did you mean"),
     "clip_norm": ({"clip_norm": 0.0}, "clip_norm is 0.0"),

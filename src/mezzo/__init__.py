@@ -32,7 +32,6 @@ Its names::
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from mezzo.core.lazy import lazy
@@ -125,15 +124,7 @@ __getattr__, __dir__ = lazy("mezzo", _PUBLIC, removed=_REMOVED, moved=_MOVED)
 
 
 def load_ipython_extension(shell: object) -> None:
-    """Refuse ``%load_ext mezzo``: Mezzo has no magic commands. `import mezzo` is all that a notebook needs."""
-    text = (
-        "mezzo has no magic commands, so load nothing. Write `import mezzo` in a cell. Commands start with an "
-        "exclamation mark: !mezzo doctor"
+    """Answer ``%load_ext mezzo``: there is nothing to load."""
+    print(
+        "mezzo has no magic commands. Write `import mezzo` in a cell; a command starts with !: !mezzo doctor"
     )
-    try:
-        errors = importlib.import_module(
-            "IPython.core.error"
-        )  # IPython shows its UsageError without a traceback
-    except ImportError:
-        errors = importlib.import_module("mezzo.core.errors")
-    raise errors.UsageError(text)

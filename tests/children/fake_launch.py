@@ -6,6 +6,7 @@ The script is a JSON object: run name (`bf16-1`), precision (`bf16`) or `*` -> b
     seconds 0.01  a step's duration              memory 1000   the peak
     losses 40     how many                       nan 7         the loss that is NaN
     status 1      the exit status                crash "text"  print a traceback that ends so, exit 1
+    notes []      of the run's end
     say "text"    print it                       signal 9      kill oneself after the losses
     hang true     sleep for a minute instead
     machine {}    what to say of the machine
@@ -72,7 +73,7 @@ def main() -> int:
     if "crash" in does:
         print(f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n{does["crash"]}')
     status = does.get("status", 1 if "crash" in does else 0)
-    writer.write(records.RunEnded(status, at, []))
+    writer.write(records.RunEnded(status, at, does.get("notes", [])))
     if "mistake" in does:
         print(f"mezzo: {does['mistake']}")
         return 2

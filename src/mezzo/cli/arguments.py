@@ -48,28 +48,26 @@ class Parser(argparse.ArgumentParser):
         ``--``. Without it, Mezzo's options are Mezzo's on both sides of SCRIPT, and other words after it are the
         script's only if no option of Mezzo's follows.
         """
-        at = self._leading(words)
+        at = 0
+        while at < len(words) and (taken := self._taken(words[at])):
+            at += taken
         ours, rest = list(words[:at]), list(words[at:])
-        arguments = self.parse_args(ours)
-        named = bool(getattr(arguments, "demo", None)) or isinstance(arguments.module, str)
-        if rest[:1] == ["--"]:
+        named = not owns_rest and any(word.startswith(("--demo", "-m")) for word in ours)
+        cut = rest.index("--") if "--" in rest else None
+        if cut == 0:
             del rest[0]
-        elif named and rest:
-            self._refuse(rest, [*ours, "--", *rest])
-        elif rest and rest[0].startswith("-"):
-            self._refuse(rest[:1], ["train.py", "--", rest[0]])
+        elif rest and (named or rest[0].startswith("-")):
+            self._refuse(rest if named else rest[:1], ours if named else [*ours, "train.py"])
         elif rest:
-            cut = rest.index("--") if "--" in rest else None
             mine, others = self.split(rest[1:cut])
             if owns_rest:
                 mine = mine if cut is not None and not others else []
             elif others and (cut is not None or mine or not ours):
-                theirs = others if cut is None else [*others, *rest[cut + 1 :]]
-                self._refuse(others, [*ours, rest[0], *mine, "--", *theirs])
+                self._refuse(others, [*ours, rest[0], *mine], [] if cut is None else rest[cut + 1 :])
             if mine or cut == 1:
                 del rest[1 : 1 + len(mine) + (cut is not None)]
             ours += mine
-            arguments = self.parse_args(ours)
+        arguments = self.parse_args(ours)
         arguments.script = None if named or not rest else rest.pop(0)
         arguments.argv, arguments.options, arguments.parser = rest, ours, self
         return arguments
@@ -78,35 +76,29 @@ class Parser(argparse.ArgumentParser):
         """This parser's options with their values, without those in the text `but_for`; and all other words."""
         mine, others, at = list[str](), list[str](), 0
         while at < len(words):
-            to = at + self._leading(words[at:], most=1)
-            is_mine = to > at and words[at].partition("=")[0] not in but_for
-            (mine if is_mine else others).extend(words[at : max(to, at + 1)])
-            at = max(to, at + 1)
+            taken = self._taken(words[at])
+            is_mine = taken and words[at].partition("=")[0] not in but_for
+            (mine if is_mine else others).extend(words[at : at + max(taken, 1)])
+            at += max(taken, 1)
         return mine, others
 
-    def _leading(self, words: Sequence[str], most: int = -1) -> int:
-        """How many words this parser's options and their values take up, before the first other word."""
-        takes_value = {
-            option: action.nargs is None for action in self._actions for option in action.option_strings
-        }
-        at = 0
-        while most and at < len(words) and words[at].partition("=")[0] in takes_value:
-            at += 1 + takes_value.get(words[at], False)
-            most -= 1
-        return min(at, len(words))
+    def _taken(self, word: str) -> int:
+        """How many words this option takes up, with its value; 0 if it is not an option of this parser."""
+        option, _, value = word.partition("=")
+        action = self._option_string_actions.get(option)
+        return 0 if action is None else 1 + (action.nargs is None and not value)
 
     def _near(self, words: Sequence[str]) -> str:
         """The option that was probably meant, as a question; empty if there is none."""
-        options = [option for action in self._actions for option in action.option_strings]
-        for word in words:
-            near = difflib.get_close_matches(word.partition("=")[0], options, n=1, cutoff=0.8)
-            if word.startswith("-") and near:
-                return f" Did you mean {near[0]}?"
-        return ""
+        options = [word.partition("=")[0] for word in words if word.startswith("-")]
+        near = [difflib.get_close_matches(one, self._option_string_actions, 1, 0.8) for one in options]
+        return next((f" Did you mean {one[0]}?" for one in near if one), "")
 
-    def _refuse(self, unknown: Sequence[str], instead: Sequence[str]) -> NoReturn:
-        fix = f"Arguments of your script go after --: {self.prog} {shlex.join(instead)}"
-        super().error(f"{_UNKNOWN}{shlex.join(unknown)}.{self._near(unknown)} {fix}")
+    def _refuse(self, unknown: Sequence[str], ours: Sequence[str], more: Sequence[str] = ()) -> NoReturn:
+        command = f"{self.prog} {shlex.join([*ours, '--', *unknown, *more])}"
+        super().error(
+            f"{_UNKNOWN}{shlex.join(unknown)}.{self._near(unknown)} Arguments of your script go after --: {command}"
+        )
 
 
 def add_target(parser: argparse.ArgumentParser, demos: Mapping[str, Demo]) -> None:

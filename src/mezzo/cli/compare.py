@@ -60,9 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     framework = "the framework of the script (default: pytorch, or that of the demo)"
     add("--framework", choices=tuple(FRAMEWORKS), help=framework)
-    precision = (
-        "the candidates: bf16, fp16, a policy or a .toml file; separate several by commas (default bf16,fp16)"
-    )
+    precision = "the candidates, separated by commas: bf16, fp16, policies, .toml files (default bf16,fp16)"
     add("--precision", action="append", metavar="P", help=precision)
     seeds = "runs of each precision (default 3; 1 for a quick look; more can prove smaller differences)"
     add("--seeds", type=whole("pairs", 3), default=3, metavar="N", help=seeds)
@@ -70,13 +68,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--margin", type=share(), default=DEFAULT_MARGIN, metavar="X", help=margin)
     metric = "pattern that finds the final metric in the script's output; its first group is the number"
     add("--metric", metavar="REGEX", help=metric)
-    better = (
-        "whether a higher or a lower metric is better (auto: lower if the pattern names a loss or an error)"
-    )
+    better = "whether higher or lower is better (auto: lower if the pattern names a loss or an error)"
     add("--metric-better", choices=("auto", "higher", "lower"), default="auto", help=better)
-    margin = (
-        "the largest harm of the metric, in its units (default 0.2 points; as --margin if lower is better)"
-    )
+    margin = "the margin of the metric, in its units (default 0.2 points; as --margin if lower is better)"
     add("--metric-margin", type=number(0.2), metavar="X", help=margin)
     add("--out", metavar="DIR", help="the folder to write (default mezzo-compare-SCRIPT)")
     add("--fresh", action="store_true", help="delete the comparison in that folder and start over")
@@ -95,15 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         verdict = compare(request, folder, fresh=arguments.fresh, watcher=told)
     except KeyboardInterrupt:
-        print(
-            f"Finished runs are kept in {folder}. Give the same command again to continue.", file=sys.stderr
-        )
+        print(f"Finished runs are kept in {folder}. To continue, give the same command.", file=sys.stderr)
         raise
     report = page(build, folder)
     if arguments.json:
         print(json.dumps(verdict, indent=2))
     else:
-        show(Console(), verdict, report, command_line(request, folder), verbose=arguments.verbose)
+        show(Console(), verdict, report, command_line(request, folder), arguments.verbose)
     return int(any(one["parity"] == "divergent" for one in verdict["candidates"].values()))
 
 
@@ -146,17 +138,9 @@ MB = 1_000_000  # as the report writes it
 
 
 def show(
-    console: Console,
-    verdict: Mapping[str, Any],
-    report: Path | None,
-    rerun: list[str],
-    *,
-    verbose: bool = False,
+    console: Console, verdict: Mapping[str, Any], report: Path | None, rerun: list[str], verbose: bool = False
 ) -> None:
-    """Print a verdict: a plain line for each candidate, then the numbers, then what to do next.
-
-    The numbers are a table on a terminal where it fits, else lines for each candidate.
-    """
+    """Print a plain line for each candidate, the numbers (a table on a terminal where it fits), and what to do next."""
     candidates: Mapping[str, Mapping[str, Any]] = verdict["candidates"]
     wrap = not console.is_terminal
 

@@ -159,8 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _tell_misplaced(arguments: argparse.Namespace) -> None:
     """Warn of words that look like options of Mezzo's, but go to a script whose text does not mention them."""
     target = arguments.script
-    script = Path(locate(target, is_module=arguments.module).file)
-    text = script.read_text(encoding="utf-8", errors="replace")
+    text = Path(locate(target, is_module=arguments.module).file).read_text(errors="replace")
     # Any script may have a --help or an -m.
     mine, others = arguments.parser.split(arguments.argv, but_for=f"{text} --help -m")
     if mine:

@@ -13,10 +13,8 @@ from mezzo.core.commands import command, compare_command, run_command
 from mezzo.core.comparison import FEWEST_FOR_TOST, READING
 from mezzo.core.policy import policy
 
-MOST_RUNS = 30
-"""More runs than this are not suggested."""
-SAME = 1.05
-"""Speeds that differ by less than this factor are called the same."""
+MOST_RUNS = 30  # more are not suggested
+SAME = 1.05  # speeds that differ by less than this factor are called the same
 
 Candidate = Mapping[str, Any]
 
@@ -32,55 +30,40 @@ def answer(name: str, one: Candidate, request: Request, folder: Path) -> dict[st
 
 
 def line(one: Candidate) -> str:
-    """A candidate's plain words, and the next step.
-
-    >>> line({"plain": "no harm found.", "advice": "Use it", "command": "mezzo run train.py"})
-    'no harm found. Use it: mezzo run train.py'
-    """
+    """A candidate's plain words, and the next step."""
     return f"{one['plain']} {one['advice']}{': ' if one['command'] else '.'}{one['command']}"
 
 
 def _judged(one: Candidate, request: Request) -> str:
-    word, runs = one["parity"], one["seeds"]
-    count, found = f"{runs} run{'s' * (runs != 1)}", READING[word]
+    word, cause = one["parity"], one["cause"]
+    found = f"{READING[word]} ({one['seeds']} run{'s' * (one['seeds'] != 1)}"
+    # The metric's name: the words with which its pattern begins.
+    named = re.match(r"\W*(\w[\w @-]*\w)", request.metric or "")
+    label = named[1] if named else "metric"
     if word == "equivalent":
-        found += f" within ±{100 * one['margin_relative']:.3g} % of the loss"
+        within = f"±{100 * one['margin_relative']:.3g} %"
         if one["metric_margin"] is not None:
-            found += f" and ±{one['metric_margin']:.3g} of the {_label(request)}"
-        found += f" ({count})"
-    elif word == "consistent":
-        found += f" ({count}, not proof)"
-    elif one["cause"]:
-        found = "failed" if one["failed"] else "can't tell" if word == "inconclusive" else found
-        found += f": {one['cause'][:1].lower()}{one['cause'][1:].rstrip('.')}"
-    elif word == "inconclusive":
-        found += f" ({count})"
+            within = f"±{one['metric_margin']:.3g} in {label} and {within} in loss"
+        found = found.replace(" (", f" within {within} (")
+    elif cause:
+        found = "failed" if one["failed"] else "can't tell" if word == "inconclusive" else READING[word]
+        found += f": {cause[0].lower()}{cause[1:].rstrip('.')}"
+    if not cause:
+        found += ", not proof)" if word == "consistent" else ")"
     if request.seeds < FEWEST_FOR_TOST and word != "divergent":
         found = f"quick look, {found}"
-    numbers = [
-        f"{label} {one[ours]:.5g} (FP32 {one[fp32]:.5g})"
-        for label, ours, fp32, shown in (
-            (_label(request), "final_metric", "fp32_metric", True),
-            ("loss", "final_loss", "fp32_loss", word == "divergent" and not one["cause"]),
-        )
-        if shown and one[ours] is not None and one[fp32] is not None
-    ]
-    return ", ".join([found, *numbers])
-
-
-def _label(request: Request) -> str:
-    """The metric's name: the words with which its pattern begins."""
-    found = re.match(r"\W*(\w[\w @-]*\w)", request.metric or "")
-    return found[1] if found else "metric"
+    if one["final_metric"] is not None and one["fp32_metric"] is not None:
+        found += f", {label} {one['final_metric']:.5g} (FP32 {one['fp32_metric']:.5g})"
+    if word == "divergent" and not cause:
+        found += f", loss {one['final_loss']:.5g} (FP32 {one['fp32_loss']:.5g})"
+    return found
 
 
 def _memory(ratio: float | None) -> str:
     if ratio is None:
         return "memory not measured"
     percent = round(100 * abs(1 - ratio))
-    if not percent:
-        return "same memory"
-    return f"{percent} % {'less' if ratio < 1 else 'more'} memory"
+    return f"{percent} % {'less' if ratio < 1 else 'more'} memory" if percent else "same memory"
 
 
 def _speed(one: Candidate, request: Request) -> str:
@@ -121,7 +104,7 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         return "More runs", compare_command(more, f"{folder}-{seeds}-seeds")
     saves = one["peak_memory_ratio"] is not None and one["peak_memory_ratio"] < 0.995
     if one["speed_word"] != "faster" and not saves:
-        return "It saves nothing here. To see which precision does", ["mezzo", "doctor"]
+        return "No saving was measured. Which precision is fast here", ["mezzo", "doctor"]
     if request.demo:
         return "Now your script", ["mezzo", "compare", "--precision", name, "train.py"]
     if keras:

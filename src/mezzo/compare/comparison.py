@@ -59,23 +59,12 @@ def schedule(request: Request) -> list[Planned]:
 
 
 def planned_runs(request: Request) -> str:
-    """How many runs there will be, and why.
-
-    >>> print(planned_runs(Request("-m", ("--epochs", "3"), is_module=True, precisions=("bf16",))))
-    -m --epochs 3
-    7 runs: 3 FP32, 3 bf16, 1 perturbed FP32 (noise check); --seeds 1 for a quick look
-    """
-    seeds, total = request.seeds, len(schedule(request))
-    counts = ", ".join(f"{seeds} {name}" for name in ("FP32", *request.precisions))
-    tip = (
-        "--seeds 1 for a quick look"
-        if seeds >= FEWEST_FOR_TOST
-        else "a quick look: 3 or more seeds can prove more"
-    )
-    return (
-        f"{shlex.join([request.demo or request.target, *request.argv])}\n"
-        f"{total} runs: {counts}, 1 perturbed FP32 (noise check); {tip}"
-    )
+    """The script with its arguments; how many runs there will be, and why."""
+    counts = ", ".join(f"{request.seeds} {name}" for name in ("FP32", *request.precisions))
+    few = request.seeds < FEWEST_FOR_TOST
+    tip = "a quick look: 3 or more seeds can prove more" if few else "--seeds 1 for a quick look"
+    script = shlex.join([request.demo or request.target, *request.argv])
+    return f"{script}\n{len(schedule(request))} runs: {counts}, 1 perturbed FP32 (noise check); {tip}"
 
 
 def compare(

@@ -37,21 +37,12 @@ def prepare(folder: Path, request: Request, *, fresh: bool = False) -> bool:
     if path.exists():
         before = read_request(path)
         changed = differences(declared, before)
-        old = before.get("seeds")
-        grows = isinstance(old, int) and old < min(FEWEST_FOR_TOST, request.seeds)
-        if changed.keys() - ({"seeds"} if grows else set()) and any(
-            not run.name.startswith(f"{BASELINE}-") for run in runs.glob("*.jsonl")
-        ):
+        may_grow = before.get("seeds", 0) < min(FEWEST_FOR_TOST, request.seeds)
+        compared = any(not run.name.startswith(f"{BASELINE}-") for run in runs.glob("*.jsonl"))
+        if compared and changed.keys() - ({"seeds"} if may_grow else set()):
             raise UsageError(_refusal(folder, request, changed))
-        if changed.keys() - {
-            "seeds",
-            "margin",
-            "metric",
-            "metric_better",
-            "metric_margin",
-            "precisions",
-            "policies",
-        }:
+        kept = ("seeds", "margin", "metric", "precisions", "policies")
+        if not all(key.startswith(kept) for key in changed):
             _clear(folder)  # FP32 runs of another script or version are of no use
     runs.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(declared, indent=2) + "\n")
@@ -60,18 +51,14 @@ def prepare(folder: Path, request: Request, *, fresh: bool = False) -> bool:
 
 def _refusal(folder: Path, request: Request, changed: Mapping[str, str]) -> str:
     """Why a changed comparison cannot go on in this folder, and the commands that work."""
-    why = ""
+    said, name = "; ".join(changed.values()), f"{folder}-2"
     if changed.keys() == {"seeds"}:
-        why = (
-            " Its result is known, and adding runs until the result is good would prove nothing: choose the number of "
-            "seeds before the first run."
-        )
-    new = folder.with_name(f"{folder.name}-{request.seeds}-seeds" if why else f"{folder.name}-2")
-    asked = request.asked()
+        said += ". Choose the number of seeds first: adding runs until the result is good would prove nothing"
+        name = f"{folder}-{request.seeds}-seeds"
     return (
-        f"{folder}: holds a comparison with other settings: {'; '.join(changed.values())}.{why}\n"
-        f"In a new folder:  {shlex.join(compare_command(asked, str(new)))}\n"
-        f"Or start over:    {shlex.join(compare_command(asked, str(folder), '--fresh'))}   (deletes its runs)"
+        f"{folder}: holds a comparison with other settings: {said}.\n"
+        f"In a new folder:  {shlex.join(compare_command(request.asked(), name))}\n"
+        f"Or start over:    {shlex.join(compare_command(request.asked(), str(folder), '--fresh'))}"
     )
 
 

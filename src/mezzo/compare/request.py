@@ -235,28 +235,19 @@ def candidates(words: Sequence[str], by: str = "pytorch") -> tuple[tuple[str, ..
 
 def differences(declared: dict[str, Any], before: dict[str, Any]) -> dict[str, str]:
     """The changes from an earlier declaration: each key, and the change in words."""
-    said: dict[str, str] = {}
-    for key in sorted({*declared, *before}):
-        old, new = before.get(key), declared.get(key)
-        if old == new:
-            continue
-        if key == "script_sha256":
-            said[key] = f"{declared['target']} has changed since"
-        elif key == "policies" and isinstance(old, dict) and isinstance(new, dict):
-            for name in (one for one in old if one in new and old[one] != new[one]):
-                said[key] = f"the policy {name} has changed since"
-        else:
-            option = f"--{key.replace('_', '-')}" if key in _OPTIONS else _WORDS.get(key, key)
-            said[key] = f"{option} was {_text(old)} and is now {_text(new)}"
-    return said
-
-
-_OPTIONS = ("seeds", "margin", "metric", "metric_better", "metric_margin", "demo", "framework")
-_WORDS = {"argv": "the script's argument list", "target": "the script", "precisions": "--precision"}
+    changed = [key for key in sorted({*declared, *before}) if declared.get(key) != before.get(key)]
+    names = {"argv": "the script's argument list", "precisions": "--precision", "seeds": "--seeds"}
+    since = {"script_sha256": declared["target"], "policies": "a policy"}
+    return {
+        key: f"{since[key]} has changed since"
+        if key in since
+        else f"{names.get(key, key)} was {_text(before.get(key))} and is now {_text(declared.get(key))}"
+        for key in changed
+    }
 
 
 def _text(value: Any) -> str:
-    return " ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
+    return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
 def read_request(path: Path) -> dict[str, Any]:

@@ -91,9 +91,8 @@ class Sensitivity:
     def lines(self) -> list[str]:
         """An explanation, a line for each of the `SHOWN` most sensitive modules, and the notes."""
         found = [
-            "module: lowest format that it bears (expected change of the loss in each format), most sensitive first. "
-            f"A module may change the loss by {self.limit:.1g}: {self.margin:.1%} of the loss {self.loss:.3g}, divided "
-            f"by the square root of the number of modules, {len(self.modules)}"
+            "lowest format for each module, expected change of the loss in each format, most sensitive first (limit "
+            f"{self.limit:.1g}: {self.margin:.1%} of the loss {self.loss:.3g} / sqrt({len(self.modules)} modules))"
         ]
         for one in self.modules[:SHOWN]:
             cells = ", ".join(map(one._cell, self.formats))
@@ -120,8 +119,8 @@ class Kept:
 
     @property
     def name(self) -> str:
-        """The module or operation to keep in FP32."""
-        return f"operation {self.op}" if self.by_op else self.module or "the model"
+        """The module's name, for sentences."""
+        return self.module or "the model"
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,8 @@ class Recommendation:
             ("", exponent_strip(self.gradients, "fp16", shift)),
         ]
         for kept in self.kept:
-            rows.append((label, f"{kept.name}{kept_as}: {kept.why}"))
+            op = f" (in the policy: op.{kept.op}=fp32)" if kept.by_op else ""
+            rows.append((label, f"{kept.name}{kept_as}: {kept.why}{op}"))
             if kept.evidence is not None:
                 by = shift if kept.evidence.what in GRADIENTS else 0
                 rows.append(("", exponent_strip(kept.evidence.histogram, "fp16", by)))
@@ -281,9 +281,11 @@ def conclusions(tensors: Sequence[RangeRow], scale: float | None = None) -> list
     >>> conclusions([RangeRow("a", "weight gradient", "fp32", Histogram(-3, [4], largest=0.2), "weight")])
     ['fp16 holds all watched tensors at loss scale 2^17; it rounds 0% of the gradients to zero']
     """
+    where = ""
     if any(one.format == "fp16" for one in tensors):  # a run in fp16, which keeps these modules in FP32
         wide = {one.module for one in tensors if one.what == "activation" and one.format == "fp32"}
         tensors = [one for one in tensors if one.module not in wide]
+        where = " outside of the modules in FP32" if wide else ""
     gradients = [one.histogram for one in tensors if one.what in GRADIENTS and one.histogram.largest > 0]
     found = []
     if gradients:
@@ -299,7 +301,9 @@ def conclusions(tensors: Sequence[RangeRow], scale: float | None = None) -> list
             shares = reduce(Histogram.plus, gradients).shares("fp16", shift_of(start))
             lost = percent(shares.underflow if shares else 0.0)
             at = f"loss scale {power_text(start)}"
-            found.append(f"fp16 holds all watched tensors at {at}; it rounds {lost} of the gradients to zero")
+            found.append(
+                f"fp16 holds all watched tensors{where} at {at}; it rounds {lost} of the gradients to zero"
+            )
     ratios = [one for one in tensors if one.what == "update ratio" and one.format in ("bf16", "fp16")]
     worst = max(ratios, key=lambda one: one.histogram.lost(one.format) or 0.0, default=None)
     if worst is not None and (share := worst.histogram.lost(worst.format) or 0.0) > MOST_LOST:

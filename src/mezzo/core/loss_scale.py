@@ -59,9 +59,7 @@ class _Scale:
 
     def arrays(self) -> ScaleArrays:
         """The state as plain numbers: FP32 numbers are floats, counters are integers."""
-        pure: Any = self
-        counts = (getattr(self, name, 0) for name in ("good_steps", "overflows", "stuck"))
-        return ScaleArrays(pure.scale, *counts)
+        return ScaleArrays(*(getattr(self, field.name, 0) for field in fields(ScaleArrays)))
 
     def advance(self, state: ScaleArrays, found_inf: Any, xp: Any) -> ScaleArrays:
         """The state after one step with these settings; the state in `self` is not read.
@@ -118,11 +116,7 @@ class NoLossScale(_Scale):
     """A loss scale of 1, for bf16 and FP32, whose range is wide enough. No step is skipped."""
 
     kind: ClassVar[str] = "none"
-
-    @property
-    def scale(self) -> float:
-        """Always 1."""
-        return 1.0
+    scale: ClassVar[float] = 1.0
 
 
 @dataclass(frozen=True)
@@ -343,7 +337,9 @@ def check(pure: LossScale, state: ScaleArrays) -> None:
         raise pure.collapsed(stuck)
 
 
-KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in (NoLossScale, StaticLossScale, DynamicLossScale)}
+KINDS: dict[str, type[LossScale]] = {
+    cls.kind: cls for cls in (NoLossScale, StaticLossScale, DynamicLossScale)
+}
 
 
 def from_state_dict(state: dict[str, Any]) -> LossScale:
@@ -355,8 +351,7 @@ def from_state_dict(state: dict[str, Any]) -> LossScale:
         raise unknown_name("loss scale kind", kind, KINDS)
     cls = KINDS[kind]
     names = {field.name for field in fields(cls)}
-    loaded: LossScale = cls(**{name: value for name, value in state.items() if name in names})
-    return loaded
+    return cls(**{name: value for name, value in state.items() if name in names})
 
 
 def fl32(value: float) -> float:

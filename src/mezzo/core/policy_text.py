@@ -127,8 +127,7 @@ def loss_scale_of(text: str, where: str = "") -> LossScale:
         called = re.fullmatch(r"(\w+)(?:\((.*)\))?", text, re.DOTALL)
         if called is None or called[1] not in _SETTINGS:
             return StaticLossScale(_number(text))
-        moving: LossScale = KINDS[called[1]](**_settings(called[1], called[2] or ""))
-        return moving
+        return KINDS[called[1]](**_settings(called[1], called[2] or ""))
     except UsageError as error:
         raise type(error)(f"{where}{error}") from None
 

@@ -215,5 +215,5 @@ def exponent_strip(histogram: Histogram, format: str, shift: int = 0) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as a percentage of two digits; shares below 0.01 % are not written as 0."""
-    return "under 0.01%" if 0 < share < 1e-4 else f"{100 * share:.2g}%"
+    """A share with two digits; a tiny one is not written as 0."""
+    return "under 0.01%" if 0 < share < 1e-4 else f"{float(f'{100 * share:.2g}'):g}%"

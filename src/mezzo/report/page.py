@@ -38,7 +38,7 @@ def render(comparison: Comparison) -> str:
     for key, words in (("seeds", "paired seed"), ("steps", "step")):
         found = {values for one in candidates.values() if (values := finite(one.get(key))) is not None}
         if len(found) == 1:
-            facts.append(counted(int(found.pop()), words) + (" a run" if key == "steps" else ""))
+            facts.append(counted(int(found.pop()), words) + (" per run" if key == "steps" else ""))
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(candidates)}
     base = ("FP32", "s0", comparison.of(comparison.baseline))
     curves: list[charts.Chart | None] = []

@@ -63,9 +63,8 @@ class Run:
     def left_alone(self) -> str:
         """Why Mezzo applied no policy to the script; ``""`` if it did."""
         notes = self.ended.notes if self.ended else []
-        return next(
-            (str(note).partition(": ")[2] for note in notes if str(note).startswith(records.LEFT_ALONE)), ""
-        )
+        prefix = records.LEFT_ALONE
+        return next((str(note).removeprefix(prefix) for note in notes if str(note).startswith(prefix)), "")
 
     @property
     def ran_by(self) -> str:
@@ -214,9 +213,7 @@ def read(directory: Path) -> Comparison:
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read ({error}). Run `mezzo compare` again.") from error
     if not isinstance(verdict, dict) or not isinstance(verdict.get("candidates"), dict):
-        raise UsageError(
-            f'{path}: is not a verdict: it has no object "candidates". Run `mezzo compare` again.'
-        )
+        raise UsageError(f'{path}: not a verdict: it has no object "candidates". Run `mezzo compare` again.')
     schema = verdict.get("schema", SCHEMA)
     if schema != SCHEMA:
         raise UsageError(

@@ -156,11 +156,14 @@ def remedies_for(
     scales: Mapping[int, float],
     model: nn.Module | None,
     written: Callable[[str], str] = training_code,
+    *,
+    combines: bool = True,
 ) -> list[str]:
     """What to try, each policy `written` as a command or as code. A policy for another model than `model` says so.
 
     Each policy is tried on the call, without the loss scale, and offered if it helps and none that helps asks for
-    less. Where each alone only moves the overflow, up to three are combined. Without a call none can be tried.
+    less. Where each alone only moves the overflow, up to three are combined if it `combines`. Without a call none can
+    be tried.
     """
     used, owner, has_bf16 = None, "", True
     if call is not None:
@@ -177,7 +180,7 @@ def remedies_for(
         found = None if report.cause == "loss scale" else POLICY.search(sentence)
         if found is not None:
             modules, whole = sentence.startswith(MODULES), found[1] in ("bf16", "fp32")
-            if whole and call is not None and used is not None and moving and not enough:
+            if whole and combines and call is not None and used is not None and moving and not enough:
                 combined = _combined(moving, call, scales)
                 kept += [f"{added(combined, used)}: `{combined}`{owner}"] if combined is not None else []
             if call is None or (modules and enough):

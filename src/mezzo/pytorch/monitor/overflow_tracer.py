@@ -248,7 +248,11 @@ class OverflowTracer(StepObserver):
             kept = sum(call.nbytes for call in calls)
             scales = {number: float(scale) for number, scale in self._scales.items()}
             finding, place = investigate(calls, scales, self._in_loss, self._outside)
-            offered = remedies_for(finding, place, scales, self._model, self._written)
+            # A gradient by `autograd.grad` inside the step is taken under autocast: a combination for the call is not
+            # enough for it.
+            begun = {number for tracer in _ALL for number in tracer._scales}
+            combines = all(call.grads.keys() <= begun for call in every)
+            offered = remedies_for(finding, place, scales, self._model, self._written, combines=combines)
             finding = replace(finding, remedies=offered)
         except Exception as error:
             finding = OverflowReport("unknown", note=f"the search for the cause failed: {in_one_line(error)}")

@@ -109,18 +109,14 @@ def _check_kind(where: str, group: Mapping[str, Any], saved: Mapping[str, Any]) 
     for setting in _SETTINGS:
         # torch's Adam states before 2.7 don't say whether their decay is decoupled.
         if (setting in group) != (setting in saved) and setting != decoupled:
-            one, other = (
-                ("the state", "this optimizer") if setting in saved else ("this optimizer", "the state")
-            )
+            sides = ("the state", "this optimizer")
+            one, other = sides if setting in saved else sides[::-1]
             raise UsageError(
-                f"{where}: {one} has {setting!r}, and {other} does not. The state was saved by another class of "
-                "optimizer. Load it into that class."
+                f"{where}: {one} has {setting!r}, and {other} does not. Load it into the class that saved it."
             )
     if decoupled in saved and decoupled in group and saved[decoupled] != group[decoupled]:
         theirs, ours = ("AdamW" if each[decoupled] else "Adam" for each in (saved, group))
-        raise UsageError(
-            f"{where}: the state was saved by {theirs}, and this optimizer is {ours}. Use {theirs}."
-        )
+        raise UsageError(f"{where}: the state was saved by {theirs}, and this is {ours}. Use {theirs}.")
     if saved.get("amsgrad"):
         raise UsageError(
             f"{where}: the state has amsgrad=True, which Mezzo's optimizers do not support. Load it into "
@@ -162,9 +158,7 @@ def from_torch(what: str, found: Mapping[str, Any], param: Tensor, how: Storage)
         )
     for name in names:
         if found[name].shape != param.shape:
-            raise UsageError(
-                f"{what}: {name!r} has shape {list(found[name].shape)}; it must have the parameter's."
-            )
+            raise UsageError(f"{what}: {name!r} has the shape {list(found[name].shape)}.")
     # SGD counts no steps: a buffer that exists is not started again.
     kept = {"step": found.get("step", 1.0), **{name: found[name] for name in names}}
     return storage.converted(kept, param, how)

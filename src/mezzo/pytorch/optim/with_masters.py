@@ -41,8 +41,7 @@ def with_masters(optimizer: Any) -> WithMasters:
             parameters is `param_groups`.
 
     Raises:
-        UsageError: not an optimizer; one that has masters already, or ``differentiable=True``; a weight whose master
-            another optimizer holds.
+        UsageError: not an optimizer; one with masters or ``differentiable=True``; a weight that is in another one.
     """
     _refuse_unfit(optimizer)
     for param in (param for group in optimizer.param_groups for param in group["params"]):
@@ -197,7 +196,7 @@ class WithMasters(Optimizer):
     def _check_own(self, param: Tensor) -> None:
         if not any(param is one for one in self._parameters()):
             raise UsageError(
-                f"a parameter of shape {list(param.shape)} is in none of this optimizer's groups"
+                f"a parameter of shape {list(param.shape)} is in none of the optimizer's groups."
             )
 
     def _ensure_master(self, param: Tensor) -> Tensor:
@@ -286,13 +285,9 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"with_masters: received {type(optimizer).__name__}. Pass a torch.optim.Optimizer.")
     if isinstance(optimizer, (WithMasters, FusedOptimizer)):
-        raise UsageError(
-            f"with_masters: this {type(optimizer).__name__} has masters already. Use it as it is."
-        )
+        raise UsageError(f"with_masters: {type(optimizer).__name__} has masters already. Use it as it is.")
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise UsageError(
-            "with_masters: differentiable=True is not supported. Create the optimizer without it."
-        )
+        raise UsageError("with_masters: differentiable=True is not supported. Leave it out.")
 
 
 def _write(master: Tensor, weight: Tensor) -> None:

@@ -26,11 +26,11 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
     """Raise UsageError unless the optimizer trains parameters of this model that no other MixedPrecision has."""
     if not isinstance(model, nn.Module):
         raise refused(
-            f"the model is a {type(model).__name__}, not a torch.nn.Module. Use MixedPrecision(model, optimizer)."
+            f"the model has type {type(model).__name__}, not torch.nn.Module. Use MixedPrecision(model, optimizer)."
         )
     if not isinstance(optimizer, Optimizer):
         raise refused(
-            f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer. Create one MixedPrecision "
+            f"the optimizer has type {type(optimizer).__name__}, not torch.optim.Optimizer. Create one MixedPrecision "
             "per optimizer: MixedPrecision(model, optimizer)."
         )
     in_model = {id(p) for p in model.parameters()}
@@ -108,7 +108,7 @@ def averager(ema: Any, *, low: bool) -> Callable[[nn.Module], Any] | None:
     update = getattr(ema, "update_parameters", None if isinstance(ema, nn.Module) else ema)
     if not callable(update):
         raise refused(
-            f"ema is a {type(ema).__name__}. Use a torch.optim.swa_utils.AveragedModel, another object with "
+            f"ema has type {type(ema).__name__}. Use a torch.optim.swa_utils.AveragedModel, another object with "
             "update_parameters(model), or a function of the model."
         )
     for name, param in ema.named_parameters() if low and isinstance(ema, nn.Module) else ():
@@ -123,7 +123,7 @@ def averager(ema: Any, *, low: bool) -> Callable[[nn.Module], Any] | None:
 def loss(given: Any) -> None:
     """Raise UsageError where backward can't start from a loss."""
     if not isinstance(given, Tensor):
-        problem = f"is a {type(given).__name__}. Pass the tensor itself, without .item()."
+        problem = f"has type {type(given).__name__}. Pass the tensor itself, without .item()."
     elif given.numel() != 1:
         problem = f"has shape {tuple(given.shape)}. Reduce it to one number: loss.mean()."
     elif not given.requires_grad:

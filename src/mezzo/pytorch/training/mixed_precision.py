@@ -227,7 +227,10 @@ class MixedPrecision:
         }
         shown |= {"clip_value": self.clip_value, "loss_scale": scale}
         parts += [f"{name}={value}" for name, value in shown.items() if value is not None]
-        parts += [f"{journal.updates} updates", *([] if scaler is None else [f"{journal.skipped} skipped"])]
+        parts += [
+            f"{journal.updates} update{'s' * (journal.updates != 1)}",
+            *([] if scaler is None else [f"{journal.skipped} skipped"]),
+        ]
         parts += [f"{self._window.seen} of {self.accumulate} losses accumulated"] if self._window.seen else []
         parts += [] if self in _ALIVE else ["closed"]
         return f"MixedPrecision({', '.join(parts)})"

@@ -152,12 +152,8 @@ def _check(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         if not isinstance(mine, Tensor):
             continue
         if not isinstance(value, Tensor) or value.shape != mine.shape:
-            got = (
-                f"has shape {list(value.shape)}"
-                if isinstance(value, Tensor)
-                else f"is {type(value).__name__}"
-            )
+            got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise UsageError(
-                f"load_master_state_dict: {name!r} {got} in the state, and shape {list(mine.shape)} in the model. "
+                f"load_master_state_dict: {name!r} is {got} in the state and {list(mine.shape)} in the model. "
                 "Nothing was changed."
             )

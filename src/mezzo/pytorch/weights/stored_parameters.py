@@ -157,9 +157,7 @@ def _format_of(policy: Policy) -> str:
     if fmt in ("bf16", "fp16"):
         return fmt
     if fmt == "auto":
-        raise UsageError(
-            "lower_weights: 'auto' is not decided. Use 'bf16', 'fp16' or policy.resolved('bf16')."
-        )
+        raise UsageError("lower_weights: 'auto' is not decided. Use bf16, fp16 or policy.resolved('bf16').")
     raise unknown_name("16-bit format", fmt, ("bf16", "fp16"), where=f"lower_weights(precision='{policy}'): ")
 
 

@@ -404,13 +404,11 @@ def code_by(codec: int, value: Value, inverse: Value, noise: Pattern) -> Any:
         return code_e5m3(value, inverse, noise)
 
 
-def value_fp32(code: Value, scale: Value) -> Value:
-    """FP32 as it is."""
-    return code
+value_fp32 = decode_own
 
 
 def code_fp32(value: Value, inverse: Value, noise: Pattern) -> Value:
-    """FP32, unrounded."""
+    """FP32 as it is."""
     return value
 
 
