@@ -17,7 +17,7 @@ def executed(path: Path) -> nbformat.NotebookNode:
     with tempfile.TemporaryDirectory() as folder:
         where = {"metadata": {"path": folder}}
         NotebookClient(
-            book, timeout=120, kernel_name="python3", resources=where, coalesce_streams=True
+            book, timeout=600, kernel_name="python3", resources=where, coalesce_streams=True
         ).execute()
     for cell in book.cells:
         cell.metadata.pop("execution", None)  # times
@@ -25,10 +25,10 @@ def executed(path: Path) -> nbformat.NotebookNode:
 
 
 def outputs(book: nbformat.NotebookNode) -> list[str]:
-    """The outputs of each code cell, as HTML if it has that. Cells tagged `varies` (times, this machine) are left out."""
+    """What the code cells print, and their results as HTML; not of cells tagged `varies` (times, this machine)."""
     cells = [cell for cell in book.cells if cell.cell_type == "code"]
     shown = [cell.outputs for cell in cells if "varies" not in cell.metadata.get("tags", [])]
-    return [str(one.get("data", {}).get("text/html", one)) for outputs in shown for one in outputs]
+    return [one.text if "text" in one else one.data["text/html"] for outputs in shown for one in outputs]
 
 
 if __name__ == "__main__":
