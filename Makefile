@@ -1,16 +1,16 @@
-# Two commands for a fresh clone on a machine with Python alone: `make demo` and `make test`.
+# Two commands for a fresh clone on a machine with only Python: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
 # `pip install torch` on Linux brings gigabytes of CUDA; constraints.txt pins the release that is tested.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint types layers fast heavy frameworks reproduce bench ledger gpu-check clean
+.PHONY: demo test lint types layers docs fast heavy frameworks reproduce wheel versions bench ledger gpu-check clean
 
 demo: .venv/demo.stamp
 	$(BIN)/mezzo compare --demo digits --out mezzo-compare-digits
 
 # `make test PYTEST_FLAGS="--random-order 7"` shuffles files, and the tests of each file.
-test: lint types layers fast frameworks heavy reproduce
+test: lint types layers docs fast frameworks heavy reproduce
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .
@@ -21,6 +21,11 @@ types: .venv/test.stamp
 
 layers: .venv/test.stamp
 	$(BIN)/lint-imports
+
+# The site, in site/. Every warning is an error, such as a broken link. `make docs DOCS=serve` shows it at http://127.0.0.1:8000 while you write.
+DOCS := build
+docs: .venv/test.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(DOCS) --strict
 
 OTHERS := tests/on_keras tests/on_tensorflow
 
@@ -38,9 +43,19 @@ frameworks: .venv/test.stamp
 		KERAS_BACKEND=$$backend $(BIN)/pytest -q -n 2 -m every_backend $(PYTEST_FLAGS) tests/on_keras || exit 1; done
 	$(BIN)/pytest -q -n 2 $(PYTEST_FLAGS) tests/on_tensorflow
 
-# The original paper's experiments, small: fails when a finding no longer shows. docs/reproduce.md has the full size.
+# The original paper's experiments, small: fails when a finding no longer shows. docs/dev/reproduce.md has the full size.
 reproduce: .venv/test.stamp
 	$(BIN)/python experiments/run_all.py --out mezzo-reproduce-quick
+
+# dist/ with the wheel and the source distribution, after the wheel has worked in a clean environment.
+wheel: .venv/test.stamp
+	rm -rf dist
+	$(BIN)/pytest -q tests/test_wheel.py
+	$(BIN)/python -m build --outdir dist
+
+# The fast tests against several releases of PyTorch; the newer ones bring gigabytes. `make versions VERSIONS="2.14.1 2.15.0"` for some.
+versions: .venv/test.stamp
+	$(BIN)/python benchmarks/versions.py $(VERSIONS)
 
 # Times want a quiet machine. `make bench BENCH="--only gpt --mode eager"` for a part; benchmarks/readme.py fills the pages.
 bench: .venv/test.stamp
@@ -58,7 +73,7 @@ gpu-check: .venv/test.stamp
 	$(PYTHON) -m venv .venv
 
 .venv/demo.stamp: .venv/bin/python pyproject.toml constraints.txt
-	$(PIP) --editable '.[demos]'
+	$(PIP) --editable .
 	touch $@
 
 .venv/test.stamp: .venv/bin/python pyproject.toml constraints.txt
@@ -67,4 +82,4 @@ gpu-check: .venv/test.stamp
 	touch $@
 
 clean:
-	rm -rf .venv mezzo-compare* mezzo-reproduce* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .versions dist build site mezzo-compare* mezzo-reproduce* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

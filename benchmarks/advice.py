@@ -1,9 +1,9 @@
-"""Advice that is often given about mixed precision, and what following it does to the numbers.
+"""Measure common advice about mixed precision: what happens to the numbers when it is followed.
 
     python benchmarks/advice.py            # about a minute; writes benchmarks/results/advice.json
 
-Nothing is timed: each row compares numbers with FP64's or with FP32 training, so the machine hardly matters. Rows
-that train do so for five seeds and give the median, with the smallest and the largest.
+Nothing is timed: each row compares numbers with FP64 or with FP32 training, so results hardly depend on the machine.
+Rows that train use five seeds and give the median, the smallest and the largest value.
 """
 
 from __future__ import annotations
@@ -247,9 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--only", choices=ROWS, action="append", help="these rows alone, and nothing is written"
-    )
+    parser.add_argument("--only", choices=ROWS, action="append", help="run only these rows and write no file")
     parser.add_argument("--out", type=Path, default=RESULTS, help="default %(default)s")
     arguments = parser.parse_args()
     torch.set_num_threads(min(2, torch.get_num_threads()))

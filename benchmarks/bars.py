@@ -1,11 +1,11 @@
-"""What the benchmark of training steps has to reach, as data, and what it reached: `judge(results)`.
+"""The goals of the training-step benchmark, as data, and `judge(results)`, which compares results with them.
 
     python benchmarks/bars.py                     # the table, from benchmarks/results/bench.json
     python benchmarks/bars.py FILE.json
 
-A ratio that is better than its bar is *met*. One that is worse is *missed* where its whole interval is worse, and
-*open* where the interval reaches the bar: the run cannot tell. Bytes have no interval. Bars that a run passed easily
-were raised after it; none is ever lowered.
+A ratio that is better than its goal is *met*. A worse ratio is *missed* if its whole interval is worse, and *open* if
+the interval includes the goal, since the run cannot tell. Bytes have no interval. Goals that a run passed easily
+were tightened afterwards; no goal is ever relaxed.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ WIDTHS = {"where": 21, "worst": 14, "most": 5, "is": 22, "verdict": 12}
 
 
 def show(judged: list[dict[str, Any]], console: Console) -> None:
-    """Print the judged bars in 80 columns: a line a bar, under what is asked."""
+    """Print the judged goals in 80 columns, one line per workload under each goal."""
     for what, lines in groupby(judged, key=lambda line: line["bar"]):
         console.print(f"{what}, at most:")
         shown = Table.grid(padding=(0, 1))

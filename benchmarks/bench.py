@@ -1,14 +1,14 @@
-"""`make bench`: every workload in every mode, the loss alone, the bars, and the plot of the README, from one run.
+"""Measure training steps in every mode, and the loss alone; compare them with the goals, and plot them (`make bench`).
 
-    python benchmarks/bench.py                            # writes benchmarks/results/bench.json, and bench*.svg
-    python benchmarks/bench.py --only gpt --mode eager    # part of it: printed, and written if --out says where
+    python benchmarks/bench.py                            # writes benchmarks/results/bench.json and its plot
+    python benchmarks/bench.py --only gpt --mode eager    # a part: printed, and written with --out
     python benchmarks/bench.py --device cuda --large --out gpu.json
 
-Each row and mode is a process of its own (`training_step.py`; the loss alone is `bench_loss.py`): none counts what
-another left alive or compiled, and one that crashes or hangs is recorded with its error. The file is written after
-each of them. TorchInductor's cache is empty at the start of the run, so that a first step's time says what compiling
-costs; kernels that contenders have in common are compiled once, for the first of them. Times of a machine that does
-other work are only a hint: `load_at_start` is in the file.
+Each workload and mode runs in a separate process (`training_step.py`; the loss is `bench_loss.py`), so that no
+process counts what another left in memory or compiled. A process that crashes or hangs is recorded with its error.
+The file is written after each process. TorchInductor's cache is empty at the start of the run, so the time of a first
+step includes compilation; kernels that contenders share are compiled once, for the first of them. Times are
+unreliable on a machine that does other work: the file contains `load_at_start`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rich.console import Console
 import bars
 from mezzo.pytorch.hardware import describe
 from models import WORKLOADS
-from plot import draw
+from plot import FIGURE, draw
 from step_contenders import FP16
 from training_step import modes_of, parser
 
@@ -42,7 +42,7 @@ MINUTES = 15  # of a process, after which it is ended
 
 @dataclass(frozen=True)
 class Part:
-    """One process: a row in a mode, or the loss alone (row ``""``)."""
+    """One process: a workload in a mode, or the loss alone (row ``""``)."""
 
     row: str
     mode: str
@@ -82,14 +82,14 @@ def _whole(arguments: argparse.Namespace) -> bool:
 
 
 def run(part: Part, environment: dict[str, str], minutes: float = MINUTES) -> dict[str, Any]:
-    """What the part wrote; ``error`` and nothing else where it failed. What it prints is printed."""
+    """The results that the part wrote, or only ``error`` if it failed. Its output is shown."""
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "stderr").open("w+") as stderr:
         out = Path(folder) / "out.json"
         command = [sys.executable, *part.command, "--out", str(out)]
         try:
             done = subprocess.run(command, stderr=stderr, env=environment, timeout=60 * minutes)
         except subprocess.TimeoutExpired:
-            return {"error": f"not done after {minutes:g} minutes"}
+            return {"error": f"not finished after {minutes:g} minutes"}
         if done.returncode:
             stderr.seek(0)
             last = [line for line in stderr.read().splitlines() if line.strip()][-1:]
@@ -99,7 +99,7 @@ def run(part: Part, environment: dict[str, str], minutes: float = MINUTES) -> di
 
 
 def versions() -> dict[str, str | None]:
-    """Of what computes beside torch."""
+    """The versions of the packages that compile kernels."""
     from optimizers import versions as of_packages
 
     return {name: number for name, number in of_packages().items() if name in ("numba", "triton")}
@@ -148,7 +148,7 @@ def main() -> int:
     options.add_argument(
         "--out",
         type=Path,
-        help="JSON; the plots lie beside it (default, for a whole run: results/bench.json)",
+        help="JSON file; the plot is written next to it (default for a whole run: results/bench.json)",
     )
     arguments = options.parse_args()
     if arguments.out is None and _whole(arguments):
@@ -159,11 +159,11 @@ def main() -> int:
     counts = {verdict: 0 for verdict in ("met", "open", "missed", "not measured")}
     for line in results["bars"]:
         counts[line["verdict"]] += 1
-    console.print(f"{results['minutes']} minutes; bars: {', '.join(f'{n} {v}' for v, n in counts.items())}")
+    console.print(f"{results['minutes']} minutes; goals: {', '.join(f'{n} {v}' for v, n in counts.items())}")
     if arguments.out:
-        for path in draw(results, arguments.out):
-            console.print(f"written: {path}", soft_wrap=True)
-        console.print(f"written: {arguments.out}", soft_wrap=True)
+        path = FIGURE if arguments.out == OUT else arguments.out.with_suffix(".svg")
+        draw(results, path)
+        console.print(f"written: {arguments.out}\nwritten: {path}", soft_wrap=True)
     return 0
 
 

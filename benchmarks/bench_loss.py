@@ -1,10 +1,10 @@
-"""The loss alone, forward and backward, at growing vocabularies: time and peak bytes above what was alive before.
+"""Measure one loss, forward and backward, at growing vocabularies: time, and peak bytes above those allocated before.
 
     python benchmarks/bench_loss.py                # prints a table; bench.py writes it into its results
 
-Two scopes. `logits`: `F.cross_entropy` over 16-bit logits (FP32 ones for `fp32`), which are counted too. `head`: from
-hidden states through a linear layer with FP32 weights, and back to both gradients. Contenders: `fp32`;
-torch.autocast; mezzo.autocast; and `fused-loss`: mezzo.nn.linear_cross_entropy, which has no logits.
+There are two scopes. `logits`: `F.cross_entropy` over 16-bit logits (FP32 for `fp32`), including the logits. `head`:
+from hidden states through a linear layer with FP32 weights, and back to both gradients. Contenders are `fp32`,
+torch.autocast, mezzo.autocast, and `fused-loss`, which is mezzo.nn.linear_cross_entropy and has no logits.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _alive(device: str) -> int:
 
 
 def _peak(name: str, scope: str, classes: int, device: str) -> int | None:
-    """Of a second turn on objects of its own; in scope `logits` with the logits, in `head` without what it is given."""
+    """Peak bytes of a second run on separate objects; `logits` includes the logits, `head` excludes its inputs."""
     before = _alive(device)
     turn = SCOPES[scope](name, device, classes)
     if turn is None:
@@ -152,7 +152,7 @@ def measure(classes: int, scope: str, device: str = "cpu", rounds: int = ROUNDS)
 
 def table(results: dict[str, Any]) -> Table:
     """Every vocabulary and scope, to be printed in 80 columns."""
-    shown = Table(title="the loss alone, forward and backward", title_justify="left", pad_edge=False)
+    shown = Table(title="one loss, forward and backward", title_justify="left", pad_edge=False)
     for column in ("classes", "scope", "contender"):
         shown.add_column(column, no_wrap=True)
     for column in ("time / amp-bf16", "peak"):

@@ -1,11 +1,11 @@
-"""What torch.compile is given to make fast: the graphs of torch.amp's and of Mezzo's training loss, side by side.
+"""Compare the graphs that torch.compile optimizes: those of torch.amp's and of Mezzo's training loss.
 
     python benchmarks/compiled.py                    # writes benchmarks/results/compiled.json
 
-No clock: graphs are the same on every machine and under every load, and say why one contender could be faster than
-another under Inductor (`training_step.py --mode compiled` times them). Counted are operations that remain after
-Inductor's decompositions, casts between FP32 and bf16 among them, and the bytes that forward leaves for backward by
-Inductor's own choice. The loss lies inside the region. A model whose layers break the graph (LSTM) has no one graph.
+Nothing is timed: graphs are the same on every machine, and show why one contender can be faster than another under
+Inductor (`training_step.py --mode compiled` measures the time). The table counts the operations that remain after
+Inductor's decompositions, including casts between FP32 and bf16, and the bytes that Inductor keeps for backward. The
+loss is inside the region. Models whose layers break the graph (LSTM) are left out.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> None:
     )
     default = Path(__file__).parent / "results" / "compiled.json"
     parser.add_argument("--only", choices=ROWS, nargs="+", default=ROWS, help="rows (default: all)")
-    parser.add_argument("--out", type=Path, default=default, help="where to write (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=default, help="output file (default %(default)s)")
     arguments = parser.parse_args()
     console = Console()
     found: dict[str, Any] = {}

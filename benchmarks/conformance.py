@@ -147,10 +147,10 @@ def main() -> int:
     found = measure(options.pytorch.resolve() if options.pytorch else None)
     for name, suite in found.get("suites", {}).items():
         print(f"{name}: {suite['passed']} of {suite['of']}")
-        for test, told in suite["tests"].items():
-            if told["outcome"] != "passed":
-                print(f"  {told['outcome']}: {test}: {told['why']}")
-            told["why"] = told["why"].partition(":")[0]  # the file names the error; its text is PyTorch's
+        for test, result in suite["tests"].items():
+            if result["outcome"] != "passed":
+                print(f"  {result['outcome']}: {test}: {result['why']}")
+            result["why"] = result["why"].partition(":")[0]  # the file names the error; its text is PyTorch's
     print(found.get("not_run", ""), end="\n" * ("not_run" in found))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

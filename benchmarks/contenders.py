@@ -1,7 +1,7 @@
-"""Who runs in the optimizer benchmarks: AdamW of torch, of Mezzo in its modes, and of the peers, by name.
+"""The contenders of the optimizer benchmarks: AdamW of torch, of Mezzo in its modes, and of other libraries, by name.
 
-All take the same numbers (`HYPER`). Weights are FP32 or bf16, gradients have the weights' format. The peers
-are an extra: ``pip install -e '.[peers]'``.
+All use the same numbers (`HYPER`). Weights are FP32 or bf16; gradients have the format of the weights. The other
+libraries are an extra: ``pip install -e '.[peers]'``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Contender:
     """One optimizer in one mode.
 
     Args:
-        summary: what is stored, in a table's cell.
+        summary: the stored formats, for a table.
         dtype: of weights and gradients.
         build: parameters -> optimizer.
         up_to: the largest size that it is run at, where larger ones last too long.
         devices: the device types that it exists for.
         kernels: what ``MEZZO_KERNELS`` is while it is built and runs; None leaves the choice to Mezzo.
-        compiles: its first step compiles something, so that step is timed in processes of its own.
+        compiles: its first step compiles something, so that step is timed in separate processes.
     """
 
     summary: str
@@ -155,7 +155,7 @@ def state_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Mapping[str, An
 
 
 def master_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
-    """FP32: what the optimizer takes the weight to be; the weight itself where it keeps nothing beside it."""
+    """The FP32 value that the optimizer uses: the master, or the weight if there is no master."""
     if hasattr(optimizer, "master"):
         master: Tensor = optimizer.master(param)
         return master

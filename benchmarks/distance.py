@@ -1,4 +1,4 @@
-"""How far a contender's weights and masters are from AdamW in FP64 after 20 steps on the same gradients."""
+"""Measure how far a contender's weights and masters are from AdamW in FP64 after 20 steps on the same gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 20
 
 
 def gradients(like: Tensor) -> Iterator[Tensor]:
-    """One a step: noise of 1e-3 around a constant of that size for each element, representable in bf16."""
+    """One per step: noise of 1e-3 around a constant of that size for each element, representable in bf16."""
     draw = torch.Generator().manual_seed(1)
     mean = torch.randn(like.shape, generator=draw)
     for _ in range(STEPS):
@@ -42,7 +42,7 @@ def truth(device: str) -> tuple[Tensor, Tensor]:
 def distances(contenders: Mapping[str, Contender], device: str, console: Console) -> dict[str, Any]:
     """Root mean square of what is wrong, over that of what the weights moved: of the masters and of the weights.
 
-    0 is exact; 1 is as wrong as never having moved. `master` equals `weight` where there is no master.
+    0 is exact; 1 is the error of masters that never moved. `master` equals `weight` where there is no master.
     """
     before, after = truth(device)
     moved = (after - before).square().mean().sqrt()

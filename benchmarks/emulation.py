@@ -1,22 +1,22 @@
-"""What a format costs that this machine lacks: a training step of each demo's model beside FP32's, time and bytes.
+"""Measure the cost of formats that this machine lacks: time and bytes of training steps, compared with FP32.
 
     python benchmarks/emulation.py                          # writes benchmarks/results/emulation.json
     python benchmarks/emulation.py --only digits --policy fp16 --rounds 10 --out digits.json
     python benchmarks/emulation.py --only text-lstm --policy fp16 --native none --where 8
 
 Columns. `ms`: the median step. `time / fp32`: the whole step (forward, backward, unscaling, the optimizer), each
-policy with FP32 in turn, in an order drawn anew each round; a ratio of medians with a 95 % bootstrap interval over
-processes and their rounds, for one process may differ from the next by a tenth. `kept`, over FP32's: bytes that came
-into being in forward and are alive at its end, which is what backward waits for, each storage once: what autograd
-saved, with 16-bit copies of weights, the loss and whatever a kernel keeps. Bytes have no noise.
+policy alternating with FP32 in a random order; a ratio of medians with a 95 % bootstrap interval over processes and
+their rounds, since processes may differ by a tenth. `kept`, relative to FP32: the bytes that forward created and that
+are alive at its end, each storage once: what autograd saved, 16-bit copies of weights, the loss, and workspaces of
+kernels. Bytes have no noise.
 
-`native` says which formats count as the machine's own: `own`, what it has (`mezzo doctor`), and `none`, nothing, as
-with MEZZO_ASSUME_NATIVE="": everything is stored in its format and computed in FP32. Each runs in a process of its
-own, with an FP32 of its own. A policy that this Mezzo does not know is left out, and that is said.
+`native` selects the formats that count as native: `own`, those of this machine (`mezzo doctor`), or `none`, as with
+MEZZO_ASSUME_NATIVE="", where everything is stored in its format and computed in FP32. Each runs in a separate process
+with its own FP32 steps. Policies that this version of Mezzo does not have are listed and left out.
 
-Bars: BARS below. A time worse than its bar is *missed* where its whole interval is worse, and *open* where the
-interval reaches the bar. `--where N` prints the N shapes of which forward leaves the most bytes, and the ops that made
-them, instead of a table: where to look when bytes are over their bar.
+Goals: BARS below. A time worse than its goal is *missed* if its whole interval is worse, and *open* if the interval
+includes the goal. `--where N` prints the N shapes with the most bytes kept by forward, and the ops that made them,
+instead of a table: use it when the bytes exceed their goal.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ NATIVE: Mapping[str, str | None] = {"own": None, "none": ""}
 
 @dataclass(frozen=True)
 class Bar:
-    """The most that a policy may take, as multiples of FP32's: a step's time, and bytes kept for backward."""
+    """Upper limits for a policy, relative to FP32: the time of a step, and the bytes kept for backward."""
 
     time: float | None = None
     kept: float | None = None
@@ -127,7 +127,7 @@ class Made(TorchDispatchMode):
 
 
 class Contender:
-    """A policy's training step on objects of its own."""
+    """A policy's training step on separate objects."""
 
     def __init__(self, policy: str, work: Workload) -> None:
         import mezzo
@@ -192,7 +192,7 @@ def measure(demo: str, policies: tuple[str, ...], rounds: int) -> dict[str, Any]
     return {"summary": MODELS[demo]().summary, "seconds": times, "kept_bytes": kept, "raised": raised}
 
 
-def beside_fp32(processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def relative_to_fp32(processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What several processes measured of one demo, a row for each policy that none of them raised under."""
     first = processes[0]
     raised = {policy: why for found in processes for policy, why in found["raised"].items()}
@@ -289,20 +289,33 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", choices=tuple(MODELS), action="append", help="this demo (may be repeated; default: all)"
+        "--only",
+        choices=tuple(MODELS),
+        action="append",
+        help="run only this demo (may be repeated; default: all)",
     )
     parser.add_argument(
-        "--policy", action="append", help="this policy (may be repeated; default: bf16, fp16, fp8, tf32)"
+        "--policy",
+        action="append",
+        help="run only this policy (may be repeated; default: bf16, fp16, fp8, tf32)",
     )
     parser.add_argument("--native", choices=(*NATIVE, "both"), default="both", help="default %(default)s")
     parser.add_argument(
         "--rounds", type=int, default=8, help="timed steps of each policy in a process (default %(default)s)"
     )
     parser.add_argument(
-        "--processes", type=int, default=4, help="of each row, one after the other (default %(default)s)"
+        "--processes",
+        type=int,
+        default=4,
+        help="processes per row, one after the other (default %(default)s)",
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default %(default)s")
-    parser.add_argument("--where", type=int, metavar="N", help="show what is kept instead of measuring")
+    parser.add_argument(
+        "--where",
+        type=int,
+        metavar="N",
+        help="show the N largest groups of kept tensors instead of measuring",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="default %(default)s")
     return parser
 
@@ -339,7 +352,7 @@ def main() -> None:
             in_a_process(demo, policies, native, options.rounds, options.threads)
             for _ in range(options.processes)
         ]
-        found.setdefault(demo, {})[native] = beside_fp32(measured)
+        found.setdefault(demo, {})[native] = relative_to_fp32(measured)
     results = {
         "schema": 1,
         "machine": describe() | {"threads": options.threads},

@@ -1,10 +1,10 @@
-"""The score of the search for culprits: faults that were planted and named, runs without one that raised no alarm.
+"""Score the search for the cause of an overflow: planted faults that were named, and clean runs without false alarms.
 
     python benchmarks/faults.py                 # writes benchmarks/results/faults.json
 
-The rows are in tests/faults: `rows.py` has the faults over CNN, transformer, recurrent nets, GANs and perceptrons, and
-`clean.py` the runs whose loss scale overflows because it looks for its place. That a fault fails its step and no other
-is tested by tests/test_faults.py. Exit status 1 if a fault was not named or an alarm was false.
+The rows are in tests/faults: `rows.py` has the faults in CNNs, transformers, recurrent networks, GANs and perceptrons;
+`clean.py` has runs whose loss scale overflows only while it adjusts. tests/test_faults.py tests that a fault fails its
+step and no other. Exit status 1 if a fault was not named or an alarm was false.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> int:
             console.print(f"false alarm: {clean.name}: {alarm}", markup=False)
     for trial in score.trials:
         if not trial.mends:
-            console.print(f"remedy that does not mend: {trial.name}: {trial.policy}", markup=False)
+            console.print(f"remedy that does not help: {trial.name}: {trial.policy}", markup=False)
     console.print(f"{seconds:.0f} s")
     record = {"machine": describe(), "seconds": round(seconds, 1), **score.to_json()}
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a contender compiles at its first step, and how long that takes: a process each, caches empty, then full.
+"""Measure what a contender compiles at its first step and how long it takes, with empty and with full caches.
 
 python benchmarks/first_step.py "mezzo split/fp32"       # one process; prints JSON
 """
@@ -22,7 +22,7 @@ LONGEST = 300  # seconds of one process
 
 
 def measure(name: str, device: str) -> dict[str, float | None]:
-    """In this process: the first step's seconds beside the third's, and what Mezzo says that compiling took."""
+    """Seconds of the first and third step in this process, and the compilation time that Mezzo reports."""
     import torch
 
     from contenders import CONTENDERS
@@ -40,8 +40,8 @@ def measure(name: str, device: str) -> dict[str, float | None]:
                 torch.cuda.synchronize()
             took.append(time.perf_counter() - begun)
     jit = sys.modules.get("mezzo.pytorch.kernels.jit")
-    told = getattr(jit, "compile_seconds", None)
-    return {"first": took[0], "third": took[2], "compiling": told() if callable(told) else told}
+    reported = getattr(jit, "compile_seconds", None)
+    return {"first": took[0], "third": took[2], "compiling": reported() if callable(reported) else reported}
 
 
 def _child(name: str, device: str, caches: Path) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _child(name: str, device: str, caches: Path) -> dict[str, Any]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, env=environment)
     except subprocess.TimeoutExpired:
-        return {"raised": f"not done after {LONGEST} s"}
+        return {"raised": f"not finished after {LONGEST} s"}
     if done.returncode:
         return {"raised": (done.stderr.strip().splitlines() or ["no message"])[-1]}
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

@@ -1,21 +1,20 @@
-"""fp8 linear layers: a transformer block's training step, and on a GPU single layers of many sizes.
+"""Measure fp8 linear layers: a transformer block's training step and, on a GPU, single layers of many sizes.
 
     python benchmarks/fp8.py                 # writes benchmarks/results/fp8.json
 
-Two tables.
-
-`blocks` is a training step (forward and backward) of one transformer block, whose four linear layers are `fp8_linear`
+`blocks` is a training step (forward and backward) of one transformer block. Its four linear layers are `fp8_linear`
 in the rows `tensorwise` and `rowwise`, and `F.linear` in the rows `fp32` and `bf16`; the rest of the block
-(attention, normalisations, GELU, residuals) is the same in all but `fp32`: bf16, with FP32 normalisations. Contenders
-alternate within each round, in an order that turns with the rounds; `over_fp32` is this row's time over FP32's, with a
-bootstrap interval over paired rounds: below 1 is faster. `saved_bytes` are those of the distinct tensors that autograd
-holds between forward and backward, parameters left out, and `saved_over_fp32` their ratio. `gradient_error` is how far
-all the parameters' gradients together lie from an FP64 step's, relative to their norm.
+(attention, normalizations, GELU, residuals) is bf16 with FP32 normalizations in all rows but `fp32`. Contenders
+alternate within each round, in an order that rotates; `over_fp32` is the time relative to FP32, with a bootstrap
+interval over paired rounds: below 1 is faster. `saved_bytes` are those of the distinct tensors that autograd keeps
+between forward and backward, without parameters, and `saved_over_fp32` their ratio. `gradient_error` is the distance
+of all parameters' gradients from those of an FP64 step, relative to their norm.
 
-`layers` is the step of one layer of K inputs and N outputs, fp8 against bf16, eager and compiled, on a GPU that
-multiplies fp8: from which size fp8 pays there. Without such a GPU the rows have `measured: false` and the reason.
+`layers` is the step of one layer with K inputs and N outputs, fp8 against bf16, eager and compiled, on a GPU that
+multiplies fp8: it shows from which size fp8 is faster. Without such a GPU the rows have `measured: false` and the
+reason.
 
-On a machine where other things run, read the interval and not the ratio.
+If other processes use the machine, rely on the interval instead of the ratio.
 """
 
 from __future__ import annotations
@@ -226,7 +225,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=30, help="rounds of each row, after two that warm up")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--blocks", nargs="*", choices=BLOCKS, default=list(BLOCKS), help="which sizes")
+    parser.add_argument(
+        "--blocks", nargs="*", choices=BLOCKS, default=list(BLOCKS), help="sizes of the block"
+    )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
     )

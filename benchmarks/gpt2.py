@@ -1,13 +1,12 @@
-"""GPT-2 of 124 and 350 million parameters: tokens a second and the share of the GPU's peak, beside torch.amp.
+"""Train GPT-2 with 124 and 350 million parameters: tokens per second and the share of the GPU's peak, with torch.amp.
 
     python benchmarks/gpt2.py --device cuda --out gpt2.json
     python benchmarks/gpt2.py --size tiny                    # on a CPU, to see that it runs
 
-All contenders run under torch.compile, with torch's fused AdamW or, behind it, Mezzo's: the strongest loop that plain
-PyTorch has. Steps are interleaved, as in `training_step.py`. Model-FLOPs utilisation counts 6 operations a parameter
-and token (position table and token table left out, the tied head counted) and 6 x layers x width x context for causal
-attention's two products, forward and backward, over the dense bf16 peak of the GPU's datasheet. Nothing that a
-contender computes twice counts.
+All contenders run under torch.compile with torch's fused AdamW, which Mezzo's kernel replaces for 16-bit weights.
+Steps are interleaved, as in `training_step.py`. Model FLOPs utilization counts 6 operations per parameter and token
+(without position and token tables, with the tied head) and 6 x layers x width x context for the two products of causal
+attention, forward and backward, divided by the dense bf16 peak in the GPU's data sheet. Recomputation is not counted.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""All that Mezzo claims of a GPU, checked on the one you have: tests, doctor, optimizers, steps, fp8, GPT-2.
+"""Check everything that Mezzo promises about GPUs on your GPU: tests, doctor, optimizers, steps, fp8, GPT-2.
 
     make gpu-check                        # or: python benchmarks/gpu_check.py
     python benchmarks/gpu_check.py --parts tests optimizers
 
-Writes one JSON file, benchmarks/results/gpu_check_<gpu>.json, after every part, and prints a table. Each part is
-a process of its own: one that fails, or hangs past its limit, is recorded and the next one runs. Exit status: 0
-all held, 1 something did not, 2 there is no CUDA device.
+Writes one JSON file, benchmarks/results/gpu_check_<gpu>.json, after every part, and prints a table. Each part runs in
+a separate process: if one fails or exceeds its time limit, it is recorded and the next one runs. Exit status: 0
+everything passed, 1 something did not, 2 there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PARTS: dict[str, Part] = {
 
 
 def missing() -> str:
-    """Why there is nothing to check here, and what would mend it; "" where a CUDA device is at hand."""
+    """Why nothing can be checked here, and how to fix that; "" if there is a CUDA device."""
     import torch
 
     if torch.cuda.is_available():
@@ -126,7 +126,7 @@ def run(part: Part, folder: Path) -> dict[str, Any]:
             lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
             found["error"] = f"exit status {done.returncode}: " + " / ".join(lines[-3:])
     except subprocess.TimeoutExpired:
-        found["error"] = f"not done after {part.minutes:g} minutes"
+        found["error"] = f"not finished after {part.minutes:g} minutes"
     except OSError as error:
         found["error"] = str(error)
     found["seconds"] = round(time.perf_counter() - begun, 1)
@@ -219,7 +219,7 @@ def _utilised(rate: Mapping[str, Any]) -> str:
 
 def show(report: Mapping[str, Any], console: Console) -> None:
     """The verdicts as a table, what did not hold at its end."""
-    table = Table(title=f"{report['environment'].get('gpu')}: what was claimed, and what was measured")
+    table = Table(title=f"{report['environment'].get('gpu')}: promised and measured")
     for column in ("claim", "", "measured"):
         table.add_column(column, overflow="fold")
     words = {True: "held", False: "DID NOT HOLD", None: "not measured"}

@@ -1,4 +1,4 @@
-"""What `torch.compile` makes of a loss function before code is written: operations, what is saved."""
+"""Count the operations and saved bytes of a loss function in the graph of `torch.compile`, before code is generated."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""From which size on is a planted harm called divergent? Five harms of growing size under `mezzo compare`.
+"""Find the size from which a planted harm is called divergent: five harms of growing size under `mezzo compare`.
 
     python benchmarks/harms.py                 # writes benchmarks/results/harms.json
     python benchmarks/harms.py --harm frozen-copy --seeds 1
 
-Each harm acts on the candidate alone (`planted.py`); the FP32 runs are therefore the same computation for every
-size of every harm on a demo, and are made once. A size is judged by the very verdict that a user would get, with
-the default margin.
+Each harm affects only the candidate (`planted.py`), so the FP32 runs of a demo are the same for every harm and size,
+and run once. Each size is judged as for a user, with the default margin.
 """
 
 from __future__ import annotations
@@ -108,8 +107,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [row.harm for row in ROWS] + ["small-loss-scale"]
-    parser.add_argument("--harm", choices=names, action="append", help="this harm only (may be repeated)")
-    parser.add_argument("--seeds", type=int, default=3, help="pairs of runs a size (default %(default)s)")
+    parser.add_argument(
+        "--harm", choices=names, action="append", help="test only this harm (may be repeated)"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="pairs of runs per size (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "harms.json")
     arguments = parser.parse_args()
     chosen = arguments.harm or names

@@ -1,10 +1,10 @@
-"""A training step with and without `mezzo.keep_memory()`: whole processes in turn, FP32, torch.amp and Mezzo.
+"""Measure a training step with and without `mezzo.keep_memory()`, in FP32, with torch.amp and with Mezzo.
 
     python benchmarks/keep_memory.py                    # writes benchmarks/results/keep_memory.json
     python benchmarks/keep_memory.py --only gpt --pairs 3
 
-What is told to the C library holds for a process, so that a process can't be its own control. Each pair runs two
-children one after the other, in an order that alternates; a child's figure is the median of its steps.
+The setting lasts until the process ends, so each measurement is a separate process. Each pair runs two processes one
+after the other, in an alternating order; the result of a process is the median of its steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONTENDERS = ("fp32", "amp-bf16", "split-bf16")
 
 
 def child(workload: str, contender: str, keep: bool, steps: int) -> dict[str, float]:
-    """Seconds and page faults of a step, and the most resident bytes, in this process."""
+    """Seconds and page faults of a step, and peak resident bytes, in this process."""
     import mezzo
     from models import WORKLOADS as MODELS
     from training_step import CONTENDERS as BUILD
@@ -66,9 +66,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=WORKLOADS, action="append", help="this workload (may be repeated)")
+    parser.add_argument(
+        "--only", choices=WORKLOADS, action="append", help="measure only this workload (may be repeated)"
+    )
     parser.add_argument("--pairs", type=int, default=5, help="pairs of processes (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=6, help="timed steps of a process (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps per process (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "keep_memory.json")
     arguments = parser.parse_args()
     console = Console()
@@ -94,8 +96,8 @@ def main() -> None:
                 },
             }
             row = rows[contender]
-            console.print(f"  time kept / system {found.value:.3f} [{found.low:.3f}, {found.high:.3f}]")
-            console.print(f"  faults a step {row['faults_kept']:,.0f} / {row['faults_system']:,.0f}")
+            console.print(f"  time with / without {found.value:.3f} [{found.low:.3f}, {found.high:.3f}]")
+            console.print(f"  page faults per step {row['faults_kept']:,.0f} / {row['faults_system']:,.0f}")
             megabytes = [row[f"resident_bytes_{how}"] / 1e6 for how in ("kept", "system")]
             console.print(f"  resident MB {megabytes[0]:.0f} / {megabytes[1]:.0f}")
             arguments.out.write_text(json.dumps(results, indent=1) + "\n")

@@ -234,8 +234,8 @@ def show(all_lines: list[Line], console: Console, everything: bool) -> None:
     for part in dict.fromkeys(line.part for line in all_lines):
         of_part = [line for line in all_lines if line.part == part]
         counts = {word: sum(line.verdict == word for line in of_part) for word in ARROWS}
-        told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-        console.print(f"{part}: {told}", markup=False)
+        summary = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+        console.print(f"{part}: {summary}", markup=False)
         table = Table(box=None, pad_edge=False, show_header=False)
         for line in of_part:
             if everything or _changed(line):
@@ -263,8 +263,10 @@ def _parser() -> argparse.ArgumentParser:
         "--source", type=Path, metavar="DIR", help="measure the src/ of this checkout; needs --out"
     )
     parser.add_argument("--out", type=Path, default=OUT, help="default %(default)s")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="another ledger than HEAD's")
-    parser.add_argument("--results", type=Path, metavar="DIR", help="of the result files")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="compare with this ledger instead of HEAD's"
+    )
+    parser.add_argument("--results", type=Path, metavar="DIR", help="folder of the result files")
     parser.add_argument("--from-results", action="store_true", help="read the result files, run no benchmark")
     parser.add_argument("--all", action="store_true", help="print unchanged figures too")
     parser.add_argument("--json", action="store_true", help="print the lines as JSON")

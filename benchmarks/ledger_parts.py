@@ -1,4 +1,4 @@
-"""The parts of the ledger, as data: what each part runs, and the rows that its result file becomes.
+"""The parts of the ledger, as data: the command of each part, and the rows that its result file contains.
 
 A `Row` is one figure. A `Part` has the command that measures it; `{out}` in the command is the file that it writes,
 and `read` turns that file into rows. `PARTS` is the table. To add a part, add its line there and a function here.

@@ -1,7 +1,7 @@
-"""Bytes of live tensors: what a contender's weights, gradients and optimizer state occupy, each storage once.
+"""Count the bytes of live tensors: weights, gradients and optimizer state of a contender, each storage once.
 
-A claim of bytes a parameter is worth what it counts. So there are two counts: of what the optimizer says it keeps
-(`bytes_of`), and of every storage that came into being with it (`alive`), which finds what is kept elsewhere.
+There are two counts: what the optimizer reports (`bytes_of`), and every storage that was created with it (`alive`),
+which also finds what is kept elsewhere.
 """
 
 from __future__ import annotations

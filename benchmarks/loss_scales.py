@@ -1,10 +1,10 @@
-"""How often each loss scale overflows fp16, and how much of fp16's range it leaves unused, on real gradients.
+"""Count how often each loss scale overflows fp16, and how much of fp16's range it leaves unused, on real gradients.
 
-Two small models are trained in FP32 on a CPU; in every step the largest gradient of outputs and parameters is noted.
-Then each machine walks over those numbers: a step overflows where the scale times the largest gradient is 65520 or
-more. A constant is calibrated on the first 20 steps, as `mezzo calibrate` does.
+Two small models are trained in FP32 on a CPU, and the largest gradient of outputs and parameters is recorded in every
+step. Then each loss scale runs over these numbers: a step overflows if the scale times the largest gradient is 65520
+or more. A constant scale is calibrated on the first 20 steps, as `mezzo calibrate` does.
 
-What this leaves out: a skipped step changes the training that follows, and here it does not.
+What this leaves out: a skipped step would change the training that follows.
 
     python benchmarks/loss_scales.py            # a few minutes; writes benchmarks/results/loss_scales.json
     python benchmarks/loss_scales.py --steps 50 --out /tmp/small.json
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=6000, help="of each training (default 6000)")
+    parser.add_argument("--steps", type=int, default=6000, help="steps per training (default 6000)")
     parser.add_argument("--out", type=Path, default=OUT, help="JSON file to write")
     arguments = parser.parse_args(argv)
     result: dict[str, Any] = {"machine": describe(), "steps": arguments.steps, "trainings": {}}

@@ -1,7 +1,7 @@
 """The workloads of the benchmarks: one training step's model, data and loss, with its sizes in `summary`.
 
 `WORKLOADS[name]()` -> `Workload`, the same weights and data at every call: a benchmark makes one for each
-contender, so that none of them sees another's gradients or optimizer state. `LARGE` has the same rows at sizes that
+contender, so they share no gradients or optimizer state. `LARGE` has the same rows at sizes that
 fill a GPU.
 """
 

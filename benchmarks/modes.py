@@ -1,4 +1,4 @@
-"""The bytes a parameter of every optimizer in every mode, counted from live tensors after two steps."""
+"""Count the bytes per parameter of every optimizer in every mode, from live tensors after two steps."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def _bytes(name: str, dtype: torch.dtype, masters: str, state: str) -> dict[str,
 
 
 def count(console: Console) -> dict[str, Any]:
-    """Mode -> optimizer -> bytes a parameter; a mode is ``masters/state``, FP32 weights are ``weights/state``.
+    """Mode -> optimizer -> bytes per parameter; a mode is ``masters/state``, FP32 weights are ``weights/state``.
 
     By the reference kernels: what is stored is the same, and nothing is compiled for it.
     """
     before = os.environ.get("MEZZO_KERNELS")
     os.environ["MEZZO_KERNELS"] = "reference"
-    console.print("bytes a parameter of each mode")
+    console.print("bytes per parameter of each mode")
     rows = [("FP32 weights", torch.float32, "fp32", state) for state in STATES]
     rows += [(masters, torch.bfloat16, masters, state) for masters in MASTERS for state in STATES]
     try:

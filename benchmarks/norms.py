@@ -1,11 +1,11 @@
-"""layer_norm and rms_norm, forward and backward: Mezzo's on 16-bit input beside what torch.amp does with the same op.
+"""Measure layer_norm and rms_norm, forward and backward: Mezzo on 16-bit input, and the same op under torch.amp.
 
     python benchmarks/norms.py                 # writes benchmarks/results/norms.json
 
-Parameters are FP32. On a CPU torch.amp has neither op on its lists, so PyTorch's kernel takes the input as it comes:
-`amp` is that on the same 16-bit input, and `fp32` PyTorch's on an FP32 input. The three alternate within each round, in
-an order that turns with the rounds; a ratio is of medians, with a bootstrap interval over paired rounds. Above 1
-Mezzo's is faster. `dweight` is the error of the weight's gradient against FP64, over the norm of the truth.
+Parameters are FP32. On a CPU, torch.amp lists neither op, so PyTorch's kernel uses the input as it is: `amp` is
+PyTorch on the same 16-bit input, and `fp32` PyTorch on FP32 input. The three alternate within each round, in an order
+that rotates; a ratio is of medians, with a bootstrap interval over paired rounds. Above 1 Mezzo is faster. `dweight`
+is the error of the weight's gradient against FP64, relative to its norm.
 """
 
 from __future__ import annotations

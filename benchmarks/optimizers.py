@@ -1,16 +1,15 @@
-"""AdamW's step: torch's, Mezzo's in each mode and the peers', interleaved; time, bytes and distance from FP64.
+"""Measure AdamW steps of torch, of Mezzo in each mode and of other libraries: time, bytes and distance from FP64.
 
     python benchmarks/optimizers.py                                # writes benchmarks/results/optimizers.json
     python benchmarks/optimizers.py --sizes 1M --layouts one --rounds 10 --only "mezzo split/fp32"
     python benchmarks/optimizers.py --device cuda
 
-Every round steps each contender once, in an order that rotates from round to round; so each finds the caches full
-of the others' data, as after a backward pass. Ratios are of medians over the rounds that both sides took part
-in, to torch's fused AdamW on FP32 weights of the same size and layout, with a 95 % bootstrap interval. Where not
-all contenders fit in memory at once they come in batches, each with torch's fused AdamW in it. Bytes a parameter
-are counted from live tensors. Bytes moved are the least that a step can: weights and state read and written,
-gradients read. What compiles at its first step does so before the clock starts; `first_step` times that, in
-processes of its own, with empty caches and with full ones.
+Every round runs one step of each contender, in an order that rotates from round to round, so each step finds the
+caches full of other data, as after a backward pass. Times are divided by those of torch's fused AdamW on FP32
+weights of the same size and layout: medians over common rounds, with a 95 % bootstrap interval. If not all contenders
+fit in memory at once they run in batches, each including torch's fused AdamW. Bytes per parameter are counted from
+live tensors. Bytes moved are the minimum for a step: weights and state read and written, gradients read. Compilation
+happens before the clock starts; `first_step` times it in separate processes, with empty and with full caches.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from shapes import LAYOUTS, SIZES, parameters
 from training_bytes import measure_in_a_process
 
 PARTS = ("training", "modes", "first_step", "cells", "distance")
-MOST_BYTES = 24  # a parameter: what a contender not yet built may need, with what its step allocates
+MOST_BYTES = 24  # per parameter: the most that a contender and its step may allocate
 
 
 @dataclass
@@ -185,7 +184,7 @@ def refusal(contender: Contender, size: str, device: str) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of what may be installed beside torch; None where it is not."""
+    """The versions of optional packages; None if not installed."""
     found: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
@@ -198,7 +197,7 @@ def versions() -> dict[str, str | None]:
 def show(found: dict[str, Any], console: Console) -> None:
     """The cell as a table."""
     table = Table(title=f"{found['size']} parameters, {found['tensors']} tensors")
-    for column in ("contender", "median", "ratio to torch fused FP32", "GB/s", "bytes a parameter"):
+    for column in ("contender", "median", "ratio to torch fused FP32", "GB/s", "bytes per parameter"):
         table.add_column(column)
     for name, value in found["rows"].items():
         low, high = value["interval"]
@@ -228,12 +227,14 @@ def _parser() -> argparse.ArgumentParser:
         "--patience",
         type=float,
         default=12,
-        help="seconds after which a slow contender takes part in no more rounds (default %(default)s)",
+        help="seconds after which a slow contender is not run again (default %(default)s)",
     )
     parser.add_argument(
-        "--only", nargs="+", choices=tuple(CONTENDERS), help="these, beside torch's fused AdamW"
+        "--only", nargs="+", choices=tuple(CONTENDERS), help="run only these and torch's fused AdamW"
     )
-    parser.add_argument("--memory", type=float, default=10, help="GiB of a batch (default %(default)s)")
+    parser.add_argument(
+        "--memory", type=float, default=10, help="GiB per batch of contenders (default %(default)s)"
+    )
     parser.add_argument(
         "--parts",
         nargs="+",

@@ -1,4 +1,4 @@
-"""Runs pytest in a process of its own and returns each test's outcome: `run(arguments)`."""
+"""Run pytest in a separate process and return the outcome of each test: `run(arguments)`."""
 
 from __future__ import annotations
 

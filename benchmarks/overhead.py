@@ -1,12 +1,12 @@
-"""What Mezzo costs beside torch.amp where there is nothing to compute: regions, scaler, steps of a tiny model, kernels.
+"""Measure the overhead of Mezzo and of torch.amp on tiny work: regions, scaler, steps of a tiny model, kernels.
 
     python benchmarks/overhead.py                   # writes benchmarks/results/overhead.json
     python benchmarks/overhead.py --rounds 400
 
-torch.amp runs in a process that never imports Mezzo, whose kernels at the Autocast keys are the process's; both
-processes live at once and take turns, a few calls a round. Ratios are of medians over rounds, with 95 % intervals. The
-model is two small Linears with an MSE loss, one thread. fp16 counts as native in both, so that no row emulates it: the
-CPU's fp16 products are slow, but alike. The last table is the ops for which a bf16 region registers kernels.
+torch.amp runs in a process that never imports Mezzo, because Mezzo registers kernels for the whole process. Both
+processes run at once and take turns, a few calls per round. Ratios are of medians over rounds, with 95 % intervals. The
+model is two small linear layers with an MSE loss, on one thread. fp16 counts as native in both, so that no row
+emulates it. The last table has the ops for which a bf16 region registers kernels.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _contenders(library: str) -> dict[str, Callable[[], object]]:
 
 
 def serve(library: str) -> None:
-    """Time what is asked for on the standard input: a contender's name and a number of calls, as JSON lines."""
+    """Time the requests on standard input: JSON lines with the name of a contender and a number of calls."""
     contenders = _contenders(library)
     for call in contenders.values():
         for _ in range(5):
@@ -263,7 +263,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--serve", choices=("torch", "mezzo"), help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, default=300, help="of each row (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=300, help="rounds per row (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "overhead.json")
     arguments = parser.parse_args()
     if arguments.serve:

@@ -1,4 +1,4 @@
-"""The ratio of two interleaved series of timings, with its interval: how every benchmark says "faster"."""
+"""The ratio of two interleaved series of timings, with its interval, as used by every benchmark."""
 
 from __future__ import annotations
 

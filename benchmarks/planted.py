@@ -1,9 +1,9 @@
-"""A training script with a harm planted in it, which acts only where autocast is on: FP32 stays as it is.
+"""A training script with a planted harm that is active only under autocast, so FP32 runs are unchanged.
 
     python benchmarks/planted.py HARM SIZE SCRIPT [ARGS...]
 
-Run by `benchmarks/harms.py` under `mezzo compare` to learn from which size on each harm is called divergent.
-The four harms here live in the training loop; the fifth (fp16 with too small a loss scale) is a policy and
+`benchmarks/harms.py` runs it under `mezzo compare` to find the size from which each harm is called divergent.
+The four harms here are in the training loop; the fifth (fp16 with too small a loss scale) is a policy and
 needs no code.
 """
 
@@ -80,10 +80,10 @@ def frozen_copy(size: float) -> None:
 def fp16_norm(size: float) -> None:
     """Normalisation statistics taken in fp16 by E[x^2] - E[x]^2, over inputs multiplied by `size`.
 
-    In exact arithmetic the factor changes nothing: a normalisation divides it out, and eps grows with it.
+    In exact arithmetic the factor changes nothing: a normalization divides it out, and eps grows with it.
     """
 
-    def normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    def normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
         x16 = (x * size).half()
         mean = x16.mean(dims, keepdim=True)
         variance = ((x16 * x16).mean(dims, keepdim=True) - mean * mean).clamp_min(0)
@@ -110,13 +110,13 @@ def fp16_norm(size: float) -> None:
         with torch.no_grad():
             true_batch(x.float(), running_mean, running_var, None, None, True, momentum, eps)
         dims = (0, *range(2, x.dim()))
-        return affine(normalised(x, dims, eps), weight, bias, (1, -1, *([1] * (x.dim() - 2)))).to(x.dtype)
+        return affine(normalized(x, dims, eps), weight, bias, (1, -1, *([1] * (x.dim() - 2)))).to(x.dtype)
 
     def layer_norm(x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
         if not torch.is_autocast_enabled("cpu"):
             return true_layer(x, shape, weight, bias, eps)
         dims = tuple(range(-len(shape), 0))
-        return affine(normalised(x, dims, eps), weight, bias, tuple(shape)).to(x.dtype)
+        return affine(normalized(x, dims, eps), weight, bias, tuple(shape)).to(x.dtype)
 
     setattr(F, "batch_norm", batch_norm)  # noqa: B010  (a plain assignment is what mypy refuses)
     setattr(F, "layer_norm", layer_norm)  # noqa: B010

@@ -1,25 +1,30 @@
-"""Put the figures of `benchmarks/results/` into the pages that `PAGES` names, between their markers.
+"""Fill the marked parts of the pages in `PAGES` from the files of `benchmarks/results/`.
 
-python benchmarks/readme.py            # a test holds the pages equal to what this writes
+python benchmarks/readme.py            # a test compares the pages with what this writes
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import readme_commands as commands
 import readme_emulation as emulation
-import readme_monitoring as monitoring
+import readme_front as front
+import readme_keras as keras
 import readme_recipes as recipes
 import readme_reproduce as reproduce
 import readme_steps as steps
-import readme_transfer as transfer
+import readme_troubleshooting as troubleshooting
 from readme_steps import busy
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+FIGURES = ROOT / "docs" / "dev" / "figures"
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -27,20 +32,32 @@ def _read(name: str) -> dict[str, Any]:
     return found
 
 
-def demo() -> str:
-    """What `make demo` printed, as it printed it."""
-    text = (RESULTS / "demo.txt").read_text(encoding="utf-8").rstrip()
-    return "What `make demo` printed (`benchmarks/results/demo.txt`):\n\n```text\n" + text + "\n```"
+def compared() -> str:
+    """The line per precision that `mezzo compare` printed about the demo."""
+    return front.compared((RESULTS / "demo.txt").read_text(encoding="utf-8"))
+
+
+PARITY = ("speed", "peak memory", "final loss", "loss gap", "margin", "pairs")
 
 
 def parity() -> str:
-    """What `mezzo compare` printed of the leanest mode, as it printed it."""
-    text = (RESULTS / "lean_parity.txt").read_text(encoding="utf-8").rstrip()
-    return "```text\n" + text + "\n```"
+    """The table that `mezzo compare` printed for the leanest mode, as one row."""
+    text = (RESULTS / "lean_parity.txt").read_text(encoding="utf-8")
+    printed = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", text, re.MULTILINE))
+    result = text.partition("\n")[0].rpartition(": ")[2]
+    return "\n".join(
+        (
+            "Measured with `mezzo compare --demo text-gpt --seeds 3` (`benchmarks/results/lean_parity.txt`):",
+            "",
+            f"| result | {' | '.join(PARITY)} |",
+            "|---" * (len(PARITY) + 1) + "|",
+            f"| {result} | {' | '.join(printed[name] for name in PARITY)} |",
+        )
+    )
 
 
 def harms() -> str:
-    """One row a planted harm, with the verdict on each of its sizes."""
+    """One row per planted harm, with the verdict on each of its sizes."""
     results = _read("harms.json")
     lines = ["| harm | demo | size is | verdict by size |", "|---|---|---|---|"]
     for name, found in results["harms"].items():
@@ -60,15 +77,11 @@ NOT_MEASURED = "Not measured in this file: `python benchmarks/optimizers.py` wri
 
 def _where(results: dict[str, Any]) -> str:
     machine, versions = results["machine"], results["versions"]
-    beside = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
-    where = f"{machine['threads']} threads of {machine['cpu']}, torch {machine['torch']}, {beside}"
+    packages = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+    where = f"{machine['threads']} threads of {machine['cpu']}, torch {machine['torch']}, {packages}"
     if busy(results):
-        where += f" (busy with something else, load {results['load_at_start']:g}, so times are left out)"
+        where += f" (busy with other work, load {results['load_at_start']:g}: times are not shown)"
     return where
-
-
-def _busy(results: dict[str, Any]) -> bool:
-    return bool(results["load_at_start"] > results["machine"]["threads"] / 2)
 
 
 def _total(row: dict[str, Any]) -> str:
@@ -80,7 +93,7 @@ def _distance(found: dict[str, Any] | None) -> str:
 
 
 def optimizers() -> str:
-    """One row a contender, at the largest size of `optimizers.json` in both layouts: neither may hide the other."""
+    """One row per contender, at the largest size of `optimizers.json`, in both layouts."""
     results = _read("optimizers.json")
     size = results["cells"][-1]["size"]
     cells = [cell for cell in results["cells"] if cell["size"] == size]
@@ -88,13 +101,13 @@ def optimizers() -> str:
         f"time / torch's, {cell['tensors']} tensor{'s' * (cell['tensors'] > 1)}" for cell in cells
     )
     lines = [
-        f"A step of AdamW over {cells[-1]['parameters'] / 1e6:.0f} million parameters, on {_where(results)};",
-        "time is over that of torch's fused AdamW on FP32 weights, medians of interleaved rounds with their 95 %",
-        "interval (`python benchmarks/optimizers.py`, `benchmarks/results/optimizers.json`). Bytes are those of live",
-        "tensors: weights, gradients, masters, states. The distance is that of the masters from AdamW in FP64 after 20",
-        "steps, over how far they moved: 1 would be as wrong as not having moved.",
+        f"A step of AdamW with {cells[-1]['parameters'] / 1e6:.0f} million parameters, on {_where(results)}",
+        "(`python benchmarks/optimizers.py`, `benchmarks/results/optimizers.json`). Times are divided by those of",
+        "torch's fused AdamW on FP32 weights: medians of interleaved rounds, with a 95 % interval. Bytes are those of",
+        "live tensors: weights, gradients, masters and states. The distance is how far the masters are from AdamW in",
+        "FP64 after 20 steps, relative to how far they moved.",
         "",
-        f"| AdamW | what it stores | bytes a parameter | {times} | distance |",
+        f"| AdamW | what it stores | bytes per parameter | {times} | distance |",
         "|---|---|---|" + "---|" * len(cells) + "---|",
     ]
     for name, summary in results["contenders"].items():
@@ -124,7 +137,7 @@ def optimizer_times() -> str:
             "",
             f"{cell['size']} parameters ({cell['parameters']}), {cell['tensors']} tensor{'s' * (cell['tensors'] > 1)}:",
             "",
-            "| AdamW | median | time / torch's fused FP32 | 95 % interval | rounds | GB/s | bytes a parameter |",
+            "| AdamW | median | time / torch's fused FP32 | 95 % interval | rounds | GB/s | bytes per parameter |",
             "|---|---|---|---|---|---|---|",
         ]
         for name, row in cell["rows"].items():
@@ -139,7 +152,7 @@ def optimizer_times() -> str:
 
 
 def optimizer_modes() -> str:
-    """Bytes a parameter of each mode of each optimizer."""
+    """Bytes per parameter of each mode of each optimizer."""
     modes = _read("optimizers.json").get("modes")
     if not modes:
         return NOT_MEASURED
@@ -174,13 +187,13 @@ def optimizer_training() -> str:
 
 
 def optimizer_first_steps() -> str:
-    """What a first step takes with empty and with full caches, from `optimizers.json`."""
+    """The time of a first step with empty and with full caches, from `optimizers.json`."""
     results = _read("optimizers.json")
     found = results.get("first_step")
     if not found or busy(results):
         return NOT_MEASURED
     lines = [
-        "| AdamW, 1 M parameters, one tensor | caches empty | of it compiling | caches full | of it loading | later |",
+        "| AdamW, 1 M parameters, one tensor | empty caches | compiling | full caches | loading | later steps |",
         "|---|---|---|---|---|---|",
     ]
     for name, starts in found.items():
@@ -202,14 +215,14 @@ def _bench(part: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
 
 
 def keep_memory() -> str:
-    """One row a workload and contender of `keep_memory.json`."""
+    """One row per workload and contender of `keep_memory.json`."""
     results = _read("keep_memory.json")
     machine = results["machine"]
     lines = [
-        f"On {machine['threads']} threads of {machine['cpu']} (`python benchmarks/keep_memory.py`): pairs of whole",
-        "processes, the median step of each; page faults of a step and the most resident bytes, kept / system.",
+        f"`python benchmarks/keep_memory.py` on {machine['threads']} threads of {machine['cpu']}, with and without",
+        "`keep_memory()` in separate processes: time of a step, page faults per step, and peak resident memory.",
         "",
-        "| workload | contender | time, kept / system | faults | resident MB | pairs |",
+        "| workload | precision | time with / without | page faults | resident MB | pairs of runs |",
         "|---|---|---|---|---|---|",
     ]
     for workload, rows in results["workloads"].items():
@@ -224,13 +237,17 @@ def keep_memory() -> str:
     return "\n".join(lines)
 
 
-def _advice(part: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
-    return lambda: part(_read("advice.json")["rows"])
-
-
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"demo": demo, "figures": _bench(steps.figures), "optimizers": optimizers},
-    "docs/figures.md": {
+    "README.md": {"gains": _bench(front.gains), "compared": compared},
+    "docs/index.md": {"compared": compared},
+    "docs/commands.md": commands.PARTS,
+    "docs/compare.md": {"compared": compared, "harms": harms},
+    "docs/dev/benchmarks.md": {
+        "figures": _bench(steps.figures),
+        "optimizers": optimizers,
+        "first-steps": optimizer_first_steps,
+        "times": optimizer_times,
+        "fp8": lambda: emulation.fp8(_read("fp8.json")),
         "bars": _bench(steps.bars),
         "kept": lambda: steps.kept(_read("training_step_kept.json")),
         "training-steps": _bench(steps.training_steps),
@@ -238,29 +255,28 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "emulation": lambda: emulation.emulation(_read("emulation.json")),
         "other-machine": lambda: steps.other_machine(_read("training_step_xeon.json")),
     },
-    **{
-        f"docs/recipes/{page}.md": {"example": recipes.example(name)}
-        for page, name in recipes.EXAMPLES.items()
+    "docs/models.md": {
+        "advice": lambda: recipes.advice(_read("advice.json")["rows"]),
+        "small-models": lambda: recipes.small_models(_read("small_models.json")),
     },
-    "docs/recipes/common-advice.md": {name: _advice(part) for name, part in recipes.ADVICE.items()},
-    "docs/reproduce.md": {name: reproduce.experiment(name) for name in reproduce.NAMES},
-    "docs/fp8.md": {"fp8": lambda: emulation.fp8(_read("fp8.json"))},
-    "docs/monitoring.md": {
-        "watch": lambda: monitoring.watch(_read("watch.json")),
-        "tracing": lambda: monitoring.tracing(_read("watch.json")),
-        "faults": lambda: monitoring.faults(_read("faults.json")),
-        "sensitivity": lambda: monitoring.sensitivity(_read("sensitivity.json")),
+    "docs/policies.md": {
+        "softmax": lambda: recipes.softmax(json.loads((RESULTS / "softmax_ends.json").read_text("utf-8"))),
+        "op-table": recipes.op_table,
     },
-    "docs/transfer.md": {"transfer": lambda: transfer.table(RESULTS / "transfer.json")},
-    "docs/losses.md": {"losses": _bench(steps.losses)},
-    "docs/memory.md": {"keep-memory": keep_memory},
-    "docs/verdict.md": {"harms": harms},
-    "docs/optimizers.md": {
+    "docs/troubleshooting.md": {
+        "watch": lambda: troubleshooting.watch(_read("watch.json")),
+        "tracing": lambda: troubleshooting.tracing(_read("watch.json")),
+        "faults": lambda: troubleshooting.faults(_read("faults.json")),
+        "loss-scales": lambda: troubleshooting.loss_scales(_read("loss_scales.json")),
+    },
+    "docs/keras.md": {"transfer": lambda: keras.table(RESULTS / "transfer.json")},
+    "docs/dev/reproduce.md": {name: reproduce.experiment(name) for name in reproduce.NAMES},
+    "docs/memory.md": {
+        "keep-memory": keep_memory,
+        "losses": _bench(steps.losses),
         "modes": optimizer_modes,
         "parity": parity,
         "training": optimizer_training,
-        "first-steps": optimizer_first_steps,
-        "times": optimizer_times,
     },
 }
 
@@ -276,6 +292,9 @@ def filled(text: str, parts: dict[str, Callable[[], str]]) -> str:
 
 
 def main() -> None:
+    for name in reproduce.NAMES:  # a new run of the experiments leaves its figures there
+        if (fresh := RESULTS / "reproduce" / name / "figure.svg").exists():
+            shutil.move(fresh, FIGURES / f"{name}.svg")
     for page, parts in PAGES.items():
         path = ROOT / page
         path.write_text(filled(path.read_text(encoding="utf-8"), parts), encoding="utf-8")

@@ -1,17 +1,17 @@
-"""The parts of the pages on formats that the machine lacks."""
+"""The tables of docs/dev/benchmarks.md on formats that the machine lacks, and on fp8."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-NATIVE = {"own": "what it has", "none": "nothing"}
+NATIVE = {"own": "its own", "none": "none"}
 
 
 def _where(results: dict[str, Any], command: str, **settings: object) -> str:
     machine = results["machine"]
-    told = "".join(f", {value} {name}" for name, value in settings.items())
-    return f"`python benchmarks/{command}` on {machine['cpu']}, torch {machine['torch']}{told}."
+    options = "".join(f", {value} {name}" for name, value in settings.items())
+    return f"`python benchmarks/{command}` on {machine['cpu']}, torch {machine['torch']}{options}."
 
 
 def _ratio(found: Sequence[float]) -> str:
@@ -20,16 +20,16 @@ def _ratio(found: Sequence[float]) -> str:
 
 
 def emulation(results: dict[str, Any]) -> str:
-    """One row a demo, a policy and what counts as native."""
+    """One row per demo, policy and choice of native formats."""
     bars = results["bars"]
-    asked = ", ".join(
+    goals = ", ".join(
         f"{name} {' and '.join(f'{what} {most:g}' for what, most in bar.items() if most is not None)}"
         for name, bar in bars.items()
     )
     lines = [
-        f"{_where(results, 'emulation.py')} At most: {asked}.",
+        f"{_where(results, 'emulation.py')} Goals, at most: {goals}.",
         "",
-        "| demo | native | policy | time / FP32's | kept for backward / FP32's | |",
+        "| demo | native formats | policy | time / FP32's | kept for backward / FP32's | |",
         "|---|---|---|---|---|---|",
     ]
     for demo, settings in results["demos"].items():
@@ -57,12 +57,12 @@ def emulation(results: dict[str, Any]) -> str:
 
 
 def fp8(results: dict[str, Any]) -> str:
-    """One row a block and a way of computing it."""
+    """One row per block and precision."""
     lines = [
         f"{_where(results, 'fp8.py', threads=results['threads'], rounds=results['rounds'])} "
         f"Emulated in {results['emulated_in']}.",
         "",
-        "| transformer block | computed in | time / FP32's | kept / FP32's | error of the gradients |",
+        "| transformer block | precision | time / FP32's | kept / FP32's | error of the gradients |",
         "|---|---|---|---|---|",
     ]
     for block in results["blocks"]:
@@ -77,5 +77,8 @@ def fp8(results: dict[str, Any]) -> str:
             )
     unmeasured = sum(not layer.get("measured") for layer in results["layers"])
     if unmeasured:
-        lines += ["", f"Native fp8: {unmeasured} layer sizes not measured in this file, for want of a GPU."]
+        lines += [
+            "",
+            f"Native fp8: {unmeasured} layer sizes were not measured, because this machine has no such GPU.",
+        ]
     return "\n".join(lines)

@@ -1,115 +1,102 @@
-"""The parts of the recipe pages: the examples, as they are run, and what `advice.json` says of common advice."""
+"""Generated parts of docs/models.md and docs/policies.md: common advice, softmax, small models, the op table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from mezzo.core.rules import RULES
 
-# Page under docs/recipes/ -> its example under examples/.
-EXAMPLES = {
-    "cnn": "cnn",
-    "transformer": "transformer",
-    "recurrent": "recurrent",
-    "gan": "gan",
-    "fine-tuning": "fine_tuning",
-    "accumulation-and-clipping": "accumulation_and_clipping",
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *rows))
+
+
+def advice(rows: dict[str, Any]) -> str:
+    """One row per piece of common advice: what was measured, and what to do (`advice.json`)."""
+    clip = {when: found["median"] for when, found in rows["clipping"]["first_update_norm"].items()}
+    loss = rows["loss_in_16_bits"]["bf16"]["loss"]
+    end = {kind: f"{found['median']:.3f}" for kind, found in rows["weights_in_16_bits"].items()}
+    theirs, _, ours = (f"{found['weight_gradient']:.0e}" for found in rows["norms_in_fp32"].values())
+    sums, sigmoid = rows["sums_in_16_bits"], rows["sigmoid_before_the_loss"]["bf16"]
+    found = [
+        (
+            "clip, then call `scaler.step`",
+            f"norm of the first update {clip['before']:.1e}; clipped after unscaling {clip['after']:.2g}",
+            "`clip_norm=`, or `scaler.clip_grad_norm_`",
+        ),
+        (
+            "compute the loss in 16 bits too",
+            f"error of the loss {loss['in_16_bits']:.0e} in bf16; {loss['in_fp32']:.0e} in FP32 from bf16 logits",
+            "compute the loss inside the context: it is FP32 there",
+        ),
+        (
+            "`model.bfloat16()` is enough",
+            f"training loss {end['bf16 alone']}; FP32 {end['FP32']}; bf16 with masters {end['bf16 with masters']}",
+            '`masters="split"`',
+        ),
+        (
+            "convert normalization layers to FP32",
+            f"error of a layer norm's weight gradient from bf16 input: PyTorch's bf16 kernel {theirs}, Mezzo's {ours}",
+            "nothing: inputs and outputs stay in 16 bits, arithmetic and parameters are FP32",
+        ),
+        (
+            "accumulate gradients in 16 bits",
+            f"error of the sum of 64 gradients {sums['bf16']:.0e} in bf16, {sums['fp32']:.0e} in FP32",
+            "`accumulate=`: the sums are FP32",
+        ),
+        (
+            "a sigmoid, then `BCELoss`",
+            f"a bf16 sigmoid is exactly 1 from {sigmoid['exactly_1_from_logit']:.2f} on: the loss is "
+            f"{sigmoid['largest_loss']:.0f} where {sigmoid['loss_should_be']:.0f} is right",
+            "`binary_cross_entropy_with_logits`",
+        ),
+    ]
+    return _table(("advice", "measured", "do this instead"), found)
+
+
+def softmax(rows: list[dict[str, Any]]) -> str:
+    """Accuracy of a classifier by the format of its softmax and by its loss (`softmax_ends.json`)."""
+    right = {(row["classes"], row["loss"], row["softmax"]): row["right"] for row in rows}
+    lines = [
+        (f"`{loss}`", f"{classes}", *(_range(right[classes, loss, fmt]) for fmt in ("fp32", "bf16")))
+        for classes, loss in dict.fromkeys((row["classes"], row["loss"]) for row in rows)
+    ]
+    return _table(("loss", "classes", "accuracy, FP32 softmax", "accuracy, bf16 softmax"), lines)
+
+
+def _range(values: list[float]) -> str:
+    return f"{100 * min(values):.0f} to {100 * max(values):.0f} %"
+
+
+SMALL = {
+    "training": "one step per sample",
+    "graph": "32 calls, one step",
+    "no_grad": "inference",
+    "script": "reinforcement learning script",
 }
+"""Tasks of `small_models.json`."""
 
 
-def example(name: str) -> Callable[[], str]:
-    """The code of an example, as a block."""
-
-    def block() -> str:
-        code = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").rstrip()
-        return f"`examples/{name}.py`, which CI runs:\n\n```python\n{code}\n```"
-
-    return block
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}"
-
-
-def _spread(found: dict[str, float]) -> str:
-    return f"{_number(found['median'])} ({_number(found['least'])} to {_number(found['most'])})"
-
-
-def clipping(rows: dict[str, Any]) -> str:
-    """Clip before or after unscaling."""
-    found = rows["clipping"]
-    lines = [
-        f"| a clip to {found['max_norm']:g}, loss scale {found['scale']:g} | norm of the first update | test loss |",
-        "|---|---|---|",
+def small_models(results: dict[str, Any]) -> str:
+    """CPU time of a very small model relative to FP32 without Mezzo, by task (`small_models.json`)."""
+    ways = {
+        "autocast bf16": "`torch.autocast`, bf16",
+        "bf16": "`mezzo run`, bf16",
+        "fp16": "`mezzo run`, fp16",
+    }
+    rows = [
+        (label, *(f"{results['rows'][f'{way} {task}']['ratio']:.2f}" for way in ways))
+        for task, label in SMALL.items()
     ]
-    for when, title in (("before", "of scaled gradients"), ("after", "of unscaled gradients")):
-        update, loss = found["first_update_norm"][when], found["test_loss"][when]
-        lines.append(f"| {title} | {_spread(update)} | {_spread(loss)} |")
-    return "\n".join(lines)
+    return _table(("time relative to plain FP32", *ways.values()), rows)
 
 
-def loss(rows: dict[str, Any]) -> str:
-    """A cross entropy in 16 bits or in FP32, of the same logits."""
-    lines = [
-        "| logits | the loss is computed in | error of the loss | error of its gradient |",
-        "|---|---|---|---|",
-    ]
-    for fmt, found in rows["loss_in_16_bits"].items():
-        for how, title in (("in_16_bits", fmt), ("in_fp32", "FP32")):
-            lines.append(f"| {fmt} | {title} | {found['loss'][how]:.1e} | {found['gradient'][how]:.1e} |")
-    return "\n".join(lines)
-
-
-def weights(rows: dict[str, Any]) -> str:
-    """Training loss with weights in bf16 alone, and with masters."""
-    lines = ["| weights | training loss at the end |", "|---|---|"]
-    return "\n".join(
-        lines + [f"| {way} | {_spread(found)} |" for way, found in rows["weights_in_16_bits"].items()]
-    )
-
-
-def norms(rows: dict[str, Any]) -> str:
-    """Three ways to run a layer norm on bf16 activations."""
-    lines = [
-        "| layer norm on bf16 | bytes an output element | error of the output | error of the weight's gradient |",
-        "|---|---|---|---|",
-    ]
-    for way, found in rows["norms_in_fp32"].items():
-        errors = f"{found['output']:.1e} | {found['weight_gradient']:.1e}"
-        lines.append(f"| {way} | {found['output_bytes']} | {errors} |")
-    return "\n".join(lines)
-
-
-def sums(rows: dict[str, Any]) -> str:
-    """The error of a sum of gradients."""
-    found = rows["sums_in_16_bits"]
-    return (
-        "| 64 gradients gathered in | error of the sum |\n|---|---|\n"
-        f"| bf16 | {found['bf16']:.1e} |\n| FP32 | {found['fp32']:.1e} |"
-    )
-
-
-def sigmoid(rows: dict[str, Any]) -> str:
-    """From where on a 16-bit sigmoid is exactly 1."""
-    lines = [
-        "| sigmoid in | exactly 1 from the logit | largest loss up to logit 20 | it should be |",
-        "|---|---|---|---|",
-    ]
-    for fmt, found in rows["sigmoid_before_the_loss"].items():
-        cells = " | ".join(
-            _number(found[key]) for key in ("exactly_1_from_logit", "largest_loss", "loss_should_be")
-        )
-        lines.append(f"| {fmt} | {cells} |")
-    return "\n".join(lines)
-
-
-ADVICE: dict[str, Callable[[dict[str, Any]], str]] = {
-    "clipping": clipping,
-    "loss": loss,
-    "weights": weights,
-    "norms": norms,
-    "sums": sums,
-    "sigmoid": sigmoid,
-}
+def op_table() -> str:
+    """One row per family, rule and reason of `RULES`, with its ops."""
+    families: dict[tuple[str, str, str], list[str]] = {}
+    for row in RULES.values():
+        rule = "; ".join([row.rule.value, *(f"{rule} in {fmt}" for fmt, rule, _ in row.by_format)])
+        families.setdefault((row.family, rule, row.reason), []).append(f"`{row.op}`")
+    rows = [(family, rule, ", ".join(ops), why) for (family, rule, why), ops in families.items()]
+    return f"{len(RULES)} ops:\n\n" + _table(("family", "rule", "ops", "why"), rows)

@@ -1,4 +1,4 @@
-"""The parts of docs/reproduce.md: what each experiment expected and saw, from what the experiments wrote."""
+"""The tables of docs/dev/reproduce.md: what each experiment expected and found, from its summary file."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ NAMES = ("lstm-loss-scale", "gradient-histogram", "lost-updates", "accumulation"
 
 
 def experiment(name: str) -> Callable[[], str]:
-    """Its figure, and a row for each finding."""
+    """The figure of an experiment, and one row per finding."""
 
     def part() -> str:
         summary: dict[str, Any] = json.loads((ROOT / FOLDER / "summary.json").read_text(encoding="utf-8"))
         found, words = summary["experiments"][name], summary["words"]
         script = f"experiments/{name.replace('-', '_')}.py{' --full' if found['effort'] == 'full' else ''}"
         lines = [
-            f"![{found['title']}](../{FOLDER}/{name}/figure.svg)",
+            f"![{found['title']}](figures/{name}.svg)",
             "",
             f"`python {script}` (`{FOLDER}/summary.json`):",
             "",
-            "| finding | expected | seen | |",
+            "| finding | expected | found | result |",
             "|---|---|---|---|",
         ]
         for each in found["findings"]:
-            cells = (each["name"], each["expected"], each["seen"], words.get(each["fate"], each["fate"]))
+            result = words[each["fate"]]
+            if each["fate"] == "known":
+                result += f". {each['known']}"
+            cells = (each["name"], each["expected"], each["seen"], result)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         return "\n".join(lines)
 

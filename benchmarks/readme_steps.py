@@ -1,4 +1,4 @@
-"""What `bench.json` says in the README and in docs/figures.md: each function gives one part of a page."""
+"""The tables of docs/dev/benchmarks.md and docs/memory.md from `bench.json`: one function per table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def busy(results: dict[str, Any]) -> bool:
-    """Whether the machine did something else as well, so that times are only a hint."""
+    """Whether the machine was busy with other work, which makes times unreliable."""
     return bool(results["load_at_start"] > results["machine"]["threads"] / 2)
 
 
@@ -19,7 +19,7 @@ SHOWN = {
     "recompute": "split, GELU recomputed",
     "fused-loss": "split, LinearCrossEntropy",
 }
-"""The contenders of `bench.json` that the README's tables show beside torch.amp, and their column heads."""
+"""The contenders of `bench.json` in the tables, and their column heads."""
 AMP = "amp-bf16"
 
 
@@ -30,20 +30,13 @@ def _machine(results: dict[str, Any]) -> str:
 
 
 def figures(results: dict[str, Any]) -> str:
-    """The plot of training steps, and its numbers: ratios to torch.amp."""
+    """The plot of training steps, and its ratios to torch.amp."""
     lines = [
         f"Training steps on {_machine(results)}: `make bench`, one run of {results['minutes']:.0f} minutes"
-        f"{_about(results)}. Times are",
-        "ratios of medians of interleaved rounds, with their 95 % interval; peaks are those of all tensors: weights,",
-        "masters, gradients, optimizer state and activations. Left of the line is faster, or smaller, than torch.amp",
-        "in bf16. [docs/figures.md](docs/figures.md) has every second, byte and loss, what was asked and what missed,",
-        "and how much of the gain is pages: with `mezzo.keep_memory()` on both sides the gains in gpt, fine-tune and",
-        "lm-32k are smaller.",
+        f"{_about(results)}.",
+        "Ratios below 1 mean faster, or smaller, than torch.amp in bf16.",
         "",
-        "<picture>",
-        '  <source media="(prefers-color-scheme: dark)" srcset="benchmarks/results/bench-dark.svg">',
-        '  <img src="benchmarks/results/bench.svg" alt="time and peak bytes of each workload over those of torch.amp">',
-        "</picture>",
+        "![Time and peak bytes of each workload, divided by those of torch.amp](figures/bench.svg)",
         "",
     ]
     for mode in ("eager", "compiled"):
@@ -51,7 +44,7 @@ def figures(results: dict[str, Any]) -> str:
             name for name in SHOWN if any(name in _ratios(row, mode) for row in results["rows"].values())
         ]
         lines += [
-            f"Time / torch.amp's, {mode}:",
+            f"Time relative to torch.amp, {mode}:",
             "",
             f"| | {' | '.join(SHOWN[name] for name in columns)} |",
             "|---" * (len(columns) + 1) + "|",
@@ -62,7 +55,7 @@ def figures(results: dict[str, Any]) -> str:
         lines.append("")
     columns = [name for name in SHOWN if any(name in _peaks(row) for row in results["rows"].values())]
     lines += [
-        "Peak tensor bytes of a step, eager:",
+        "Peak tensor bytes of a step relative to torch.amp, eager:",
         "",
         f"| | torch.amp | {' | '.join(SHOWN[name] for name in columns)} |",
         "|---" * (len(columns) + 2) + "|",
@@ -76,12 +69,14 @@ def figures(results: dict[str, Any]) -> str:
 
 
 def _about(results: dict[str, Any]) -> str:
-    """What a reader must know of how the run was made."""
+    """Conditions of the run that affect its times."""
     notes = ""
     if results["settings"]["keep_memory"]:
         notes += ", with `mezzo.keep_memory()` for every contender"
     if busy(results):
-        notes += f", on a machine busy with something else (load {results['load_at_start']:g}): take times as a hint"
+        notes += (
+            f", on a machine busy with other work (load {results['load_at_start']:g}): times are unreliable"
+        )
     return notes
 
 
@@ -111,13 +106,13 @@ def _ratio(found: dict[str, Any] | None) -> str:
 
 
 def bars(results: dict[str, Any]) -> str:
-    """What was asked of training steps, and what was reached."""
+    """The goals for training steps, and the measured ratios."""
     counts = Counter(line["verdict"] for line in results["bars"])
     lines = [
-        f"{counts['met']} met, {counts['missed']} missed, {counts['open']} open (worse than the bar, but the interval"
-        f" reaches it), {counts['not measured']} not measured.",
+        f"{counts['met']} met, {counts['missed']} missed, {counts['open']} open (worse than the goal, but the interval"
+        f" includes it), {counts['not measured']} not measured.",
         "",
-        "| asked | where | of / of | at most | is | |",
+        "| goal | workload | compared | at most | measured | result |",
         "|---|---|---|---|---|---|",
     ]
     for line in results["bars"]:
@@ -137,7 +132,7 @@ def bars(results: dict[str, Any]) -> str:
 
 
 def training_steps(results: dict[str, Any]) -> str:
-    """Seconds, rounds, bytes and losses of every contender, a table a mode."""
+    """Seconds, rounds, bytes and losses of every contender: one table per mode."""
     parts = [
         f"{_machine(results)}; `make bench`, `benchmarks/results/bench.json`, {results['minutes']:.0f} minutes"
         f"{_about(results)}."
@@ -151,7 +146,7 @@ def training_steps(results: dict[str, Any]) -> str:
             "",
             f"### {mode}",
             "",
-            f"| row | contender | median step | time / baseline | rounds | peak | loss |{_more(compiled)}",
+            f"| workload | contender | median step | time / baseline | rounds | peak | loss |{_more(compiled)}",
             f"|---|---|---|---|---|---|---|{'---|---|' * compiled}",
         ]
         for name, found in rows.items():
@@ -196,13 +191,11 @@ def loss_alone(results: dict[str, Any]) -> str:
                 lines.append(
                     f"| {classes} | {found['tokens']} | {scope} | {name} | {ratio} | {peak / 1e6:.1f} MB |"
                 )
-    return (
-        "\n".join(lines) if len(lines) > 2 else "Not measured in this file: a whole `make bench` writes it."
-    )
+    return "\n".join(lines) if len(lines) > 2 else "Not measured: run `make bench` without options."
 
 
 def other_machine(results: dict[str, Any]) -> str:
-    """Seconds, rounds and bytes on a CPU whose bf16 is slow, from before `make bench`."""
+    """Seconds, rounds and bytes on a CPU whose bf16 is slow."""
     parts = [
         f"{_machine(results)}; `benchmarks/results/training_step_xeon.json`.",
         "",
@@ -215,7 +208,7 @@ def other_machine(results: dict[str, Any]) -> str:
             rounds = len(found["seconds"][contender])
             parts.append(f"| {name} | {contender} | {seconds:.3f} s | {rounds} | {peak:.0f} MB |")
         parts += [
-            f"| {name} | {contender} | raises: {why} | | |" for contender, why in found["raised"].items()
+            f"| {name} | {contender} | error: {why} | | |" for contender, why in found["raised"].items()
         ]
     return "\n".join(parts)
 
@@ -225,15 +218,15 @@ LOSSES = {
     "mezzo-bf16": "`F.cross_entropy` in a context",
     "fused-loss": "`LinearCrossEntropy`",
 }
-"""The contenders of the loss alone, and their column heads."""
+"""The contenders of the loss benchmark, and their column heads."""
 
 
 def losses(results: dict[str, Any]) -> str:
-    """Time and bytes of a linear layer and its loss at each vocabulary."""
+    """Time and bytes of a linear layer and its loss, per vocabulary size."""
     lines = [
-        f"A linear layer of width 384 with FP32 weights and its loss, forward and backward, on {_machine(results)}",
-        "(`make bench`, or `python benchmarks/bench_loss.py`): peak bytes above hidden states and weights, and time",
-        f"over that of torch.autocast{_about(results)}.",
+        f"`python benchmarks/bench_loss.py` on {_machine(results)}: a linear layer of width 384 with FP32 weights",
+        "and its loss, forward and backward. Peak bytes without hidden states and weights, and time relative to",
+        f"torch.autocast{_about(results)}.",
         "",
         f"| classes | tokens | {' | '.join(LOSSES.values())} |",
         "|---" * (len(LOSSES) + 2) + "|",
@@ -254,11 +247,12 @@ KEPT = "--only gpt --only fine-tune --only lm-32k --mode eager --rounds 9 --keep
 
 
 def kept(results: dict[str, Any]) -> str:
-    """Ratios to torch.amp where every contender's process keeps its freed memory."""
+    """Ratios to torch.amp where all contenders keep their freed memory."""
     rows = {name: found["eager"] for name, found in results["workloads"].items()}
     columns = [name for name in SHOWN if any(name in row["ratios"] for row in rows.values())]
     lines = [
-        f"Time / torch.amp's, eager, all with `mezzo.keep_memory()` (`python benchmarks/training_step.py {KEPT}",
+        f"Time relative to torch.amp, eager, all with `mezzo.keep_memory()`, on {_machine(results)}",
+        f"(`python benchmarks/training_step.py {KEPT}",
         "--out benchmarks/results/training_step_kept.json`):",
         "",
         f"| | torch.amp | {' | '.join(SHOWN[name] for name in columns)} |",

@@ -1,4 +1,4 @@
-"""Which sum predicts what lowering some of a model's modules does to its loss: `docs/monitoring.md`.
+"""Which sum predicts what lowering some of a model's modules does to its loss: `docs/troubleshooting.md`.
 
     python benchmarks/sensitivity.py [--small]
 
@@ -178,12 +178,16 @@ def row(name: str, fmt: str, steps: int, sets: int, checks: int) -> dict[str, An
             predicted = predict(chosen)
             if actual > 0.0 and predicted > 0.0:
                 ratios[sum_name].append(actual / predicted)
-    told: dict[str, Any] = {"model": name, "format": fmt, "units": len(units), "loss": float(np.mean(exact))}
+    found: dict[str, Any] = {"model": name, "format": fmt, "units": len(units), "loss": float(np.mean(exact))}
     for sum_name, values in ratios.items():
         logs = np.log(values)
         low, middle, high = np.exp(np.percentile(logs, [16, 50, 84]))
-        told[sum_name] = {"ratio": float(middle), "spread": float(math.sqrt(high / low)), "sets": len(values)}
-    return told
+        found[sum_name] = {
+            "ratio": float(middle),
+            "spread": float(math.sqrt(high / low)),
+            "sets": len(values),
+        }
+    return found
 
 
 def main() -> None:
@@ -199,11 +203,11 @@ def main() -> None:
         for fmt in ("bf16", "fp16"):
             # A process each: one process can tell only so many policies apart.
             with ProcessPoolExecutor(1, spawn) as pool:
-                told = pool.submit(row, name, fmt, *sizes).result()
-            rows.append(told)
-            sums = "  ".join(f"{s} {told[s]['ratio']:.3g} (x/{told[s]['spread']:.2f})" for s in SUMS)
+                found = pool.submit(row, name, fmt, *sizes).result()
+            rows.append(found)
+            sums = "  ".join(f"{s} {found[s]['ratio']:.3g} (x/{found[s]['spread']:.2f})" for s in SUMS)
             print(
-                f"{name:13} {fmt}  {told['units']} modules  loss {told['loss']:.3f}  actual / {sums}",
+                f"{name:13} {fmt}  {found['units']} modules  loss {found['loss']:.3f}  actual / {sums}",
                 flush=True,
             )
     if not small:

@@ -1,4 +1,4 @@
-"""Parameters for the optimizer benchmarks: about a given number, in one tensor or in a transformer's many."""
+"""Parameters for the optimizer benchmarks: about a given number, in one tensor or in the many of a transformer."""
 
 from __future__ import annotations
 

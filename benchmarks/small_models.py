@@ -1,20 +1,20 @@
-"""What 16 bits cost where a model is too small to gain: two small layers and a dropout, one sample at a time.
+"""Measure the cost of 16 bits for models too small to gain: two small layers and a dropout, one sample at a time.
 
     python benchmarks/small_models.py                   # writes benchmarks/results/small_models.json
     python benchmarks/small_models.py --rounds 15 --no-write
 
-Each contender is a process of its own: plain Python, plain Python with `torch.autocast` (bf16) around each call, and
-`mezzo run` with fp32, bf16 and fp16. All live at once and take turns in an order that changes from round to round. Each
-tells the CPU time (`time.process_time`) of its own work, on one thread. A row is the ratio of medians to plain Python,
-with a 95 % interval over rounds. What a contender does:
+Each contender is a separate process: plain Python, plain Python with `torch.autocast` (bf16) around each call, and
+`mezzo run` with fp32, bf16 and fp16. All run at once and take turns in an order that changes from round to round. Each
+reports the CPU time (`time.process_time`) of its own work, on one thread. A row is the ratio of medians to plain
+Python, with a 95 % interval over rounds. The rows:
 
-- training: a call of one sample, its loss, backward and a step of Adam, at each of 32 samples;
-- graph: 32 calls of one sample each, then one backward and one step;
-- no_grad: 128 calls of one sample;
-- script: policy gradients (REINFORCE) on a cart and pole; each episode of 500 steps at most is one backward and one
+- training: a call with one sample, its loss, backward and a step of Adam, for each of 32 samples;
+- graph: 32 calls with one sample each, then one backward and one step;
+- no_grad: 128 calls with one sample;
+- script: policy gradients (REINFORCE) on a cart and pole; each episode of at most 500 steps is one backward and one
   step of Adam. A round is five episodes, 1,000 calls in all, of the same lengths for all contenders.
 
-To measure other sources of Mezzo: PYTHONPATH=/path/to/src python benchmarks/small_models.py --no-write.
+To measure another version of Mezzo: PYTHONPATH=/path/to/src python benchmarks/small_models.py --no-write.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def moved(state: list[float], action: int) -> tuple[list[float], bool]:
 
 
 def serve(autocast: bool) -> None:
-    """Time what is asked for on the standard input, a task's name on each line."""
+    """Time the tasks named on standard input, one per line."""
     tasks = _tasks(autocast)
     for task in tasks.values():
         for _ in range(4):
@@ -178,7 +178,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--serve", choices=CONTENDERS, help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, default=40, help="of each row (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=40, help="rounds per row (default %(default)s)")
     parser.add_argument("--no-write", action="store_true", help="print the table, write no file")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "small_models.json")
     arguments = parser.parse_args()
@@ -209,19 +209,19 @@ def main() -> None:
     for task, of_task in times.items():
         for contender, seconds in of_task.items():
             ratio = ratio_of_medians(seconds, of_task["plain"])
-            beside = ratio_of_medians(seconds, of_task["autocast bf16"])
+            to_amp = ratio_of_medians(seconds, of_task["autocast bf16"])
             row = rows[f"{contender} {task}"] = {
                 "ratio": ratio.value,
                 "interval": [ratio.low, ratio.high],
-                "to_autocast": beside.value,
-                "to_autocast_interval": [beside.low, beside.high],
+                "to_autocast": to_amp.value,
+                "to_autocast_interval": [to_amp.low, to_amp.high],
                 "median_microseconds": statistics.median(seconds) * 1e6,
             }
             table.add_row(
                 f"{contender} {task}",
                 f"{row['median_microseconds']:.1f}",
                 f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
-                f"{beside.value:.2f} [{beside.low:.2f}, {beside.high:.2f}]",
+                f"{to_amp.value:.2f} [{to_amp.low:.2f}, {to_amp.high:.2f}]",
             )
     console.print(table)
     if not arguments.no_write:

@@ -1,7 +1,7 @@
-"""What a 16-bit softmax does to the loss that comes after it: why the op table keeps softmax in FP32, bf16 too.
+"""Show how a 16-bit softmax affects the loss after it, and why the op table keeps softmax in FP32 even for bf16.
 
-A two-layer classifier with a tenth of its labels wrong is trained for 400 steps; its softmax is in bf16, or in FP32 on
-the same bf16 logits. Prints for each loss and seed the share of right answers and the largest gradient norm.
+A two-layer classifier with a tenth of its labels wrong trains for 400 steps; its softmax is in bf16, or in FP32 on
+the same bf16 logits. Prints the accuracy and the largest gradient norm for each loss and seed.
 
     python benchmarks/softmax_ends.py [--seeds 4] [--json FILE]
 """
@@ -28,7 +28,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
 
 
 def train(classes: int, loss: str, how: str, seed: int) -> tuple[float, float]:
-    """The share of right answers at the end, and the largest norm of a step's gradient."""
+    """The final accuracy, and the largest norm of a gradient."""
     torch.manual_seed(seed)
     inputs = torch.randn(ROWS, FEATURES)
     labels = (torch.relu(inputs @ torch.randn(FEATURES, 64)) @ torch.randn(64, classes)).argmax(1)
@@ -53,7 +53,7 @@ def train(classes: int, loss: str, how: str, seed: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Run every loss, number of classes and seed; print, and write JSON where asked to."""
+    """Run every loss, number of classes and seed; print the results, and write JSON with --json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--json", type=Path)

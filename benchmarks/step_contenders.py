@@ -1,7 +1,7 @@
-"""Who runs in the benchmark of training steps: FP32, torch.amp, and Mezzo in its forms, by name.
+"""The contenders of the training-step benchmark: FP32, torch.amp, and Mezzo in several modes, by name.
 
-All of them train the same `Workload` with AdamW of the same numbers: torch's fused one, behind which
-`mezzo.MixedPrecision` puts its own where weights are stored in 16 bits. The loss lies inside the region.
+All train the same `Workload` with torch's fused AdamW and the same hyperparameters; `mezzo.MixedPrecision` replaces
+its kernel if weights are stored in 16 bits. The loss is inside the region.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Build = Callable[[Workload], Step]
 EAGER, COMPILED, FP16 = "eager", "compiled", "fp16"
 MODES = (EAGER, COMPILED, FP16)
 BASELINE: Mapping[str, str] = {EAGER: "amp-bf16", COMPILED: "amp-bf16", FP16: "fp32"}
-"""Whose time a contender's is divided by, in each mode."""
+"""The contender whose time is the divisor, in each mode."""
 
 
 @dataclass(frozen=True)

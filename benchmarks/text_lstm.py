@@ -72,7 +72,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=300, help="training steps")
     parser.add_argument("--batch", type=int, default=32, help="streams of text")
-    parser.add_argument("--context", type=int, default=64, help="characters a window")
+    parser.add_argument("--context", type=int, default=64, help="characters per window")
     parser.add_argument("--width", type=int, default=256, help="channels of every layer")
     parser.add_argument("--layers", type=int, default=2, help="LSTM layers")
     parser.add_argument("--dropout", type=float, default=0.1, help="share of channels dropped")

@@ -1,10 +1,10 @@
-"""The bytes of whole training steps: weights, masters, gradients and state, and the peak with activations.
+"""Count the bytes of whole training steps: weights, masters, gradients and state, and the peak with activations.
 
 python benchmarks/training_bytes.py                 # prints JSON; optimizers.py writes it into its results
 
-Each way trains the GPT of `models.py`. Gradients are counted whenever one arrives, so that the most that were
-alive at once is known also where they are freed during backward. `other` is every live tensor that is none of
-weights, gradients, state, data and buffers: what a window of accumulation carries, and whatever was forgotten here.
+Each way trains the GPT of `models.py`. Gradients are counted whenever one arrives, so the largest number alive at once
+is known even if they are freed during backward. `other` is every live tensor that is not a weight, gradient, state,
+data or buffer: for example, the sums of gradient accumulation.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Gradients:
 
 
 def measure(way: Way, device: str) -> dict[str, Any]:
-    """Bytes of one way, all told and by the parameter."""
+    """Bytes of one way, in total and per parameter."""
     import mezzo
     from mezzo.pytorch.memory import PeakTensorBytes
     from models import WORKLOADS
@@ -125,7 +125,7 @@ def measure(way: Way, device: str) -> dict[str, Any]:
 
 
 def measure_in_a_process(device: str, console: Console) -> dict[str, Any]:
-    """Every way, each in a process of its own, so that none counts what another left or compiled."""
+    """Every way in a separate process, so that none counts what another left in memory or compiled."""
     found: dict[str, Any] = {}
     for name in WAYS:
         console.print(f"bytes of training: {name}")
@@ -144,7 +144,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--way", choices=tuple(WAYS), help="in this process (default: all, in processes)")
+    parser.add_argument(
+        "--way",
+        choices=tuple(WAYS),
+        help="measure this one, in this process (default: all, in separate processes)",
+    )
     arguments = parser.parse_args()
     if arguments.way:
         print(json.dumps(measure(WAYS[arguments.way], arguments.device)))

@@ -1,15 +1,14 @@
-"""Training steps in FP32, under torch.amp and under Mezzo: time, peak tensor bytes and losses, interleaved.
+"""Measure training steps in FP32, with torch.amp and with Mezzo: time, peak tensor bytes and losses, interleaved.
 
-    python benchmarks/training_step.py                    # every row, eager, then compiled
+    python benchmarks/training_step.py                    # every workload, eager, then compiled
     python benchmarks/training_step.py --only gpt --rounds 10 --mode eager --out gpt.json
     python benchmarks/training_step.py --device cuda --large --out gpu.json
 
-Every round runs each contender's step once, in an order drawn anew (with the same seed), so that a machine whose speed
-drifts drifts for all of them and nobody always follows the same neighbour. Ratios are of medians, with a 95 %
-bootstrap interval over rounds. Peak bytes are those of a step of its own, on objects of its own, before any other
-contender exists; in the same way for all of a mode, but by another count in `compiled` than in `eager` (`peak_how`).
-Losses are those of the timed objects' first steps. Contenders: `step_contenders.py`. `bench.py` runs this once for each
-row and mode.
+Every round runs one step of each contender in a new random order (with the same seed), so a change of the machine's
+speed affects all of them. Ratios are of medians, with a 95 % bootstrap interval over rounds. Peak bytes are those of a
+separate step, on separate objects, before any other contender exists. They are counted differently in `compiled` and
+`eager` (`peak_how`), so compare them within a mode. Losses are those of the first timed steps. Contenders:
+`step_contenders.py`. `bench.py` runs this once for each workload and mode.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Make = Callable[[], Workload]
 
 
 def _refuse_slow_products(row: str, contender: str, device: str) -> None:
-    """Raise where the contender would take minutes a step."""
+    """Raise if a step of the contender would take minutes."""
     if contender != "amp-fp16" or row not in ALL_PRODUCTS:
         return
     a = torch.ones(1024, 1024, dtype=torch.float16, device=device)
@@ -259,23 +258,25 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--only", choices=tuple(WORKLOADS), action="append", help="this row (may be repeated)")
+    made.add_argument(
+        "--only", choices=tuple(WORKLOADS), action="append", help="run only this workload (may be repeated)"
+    )
     made.add_argument(
         "--mode", choices=(*MODES, "both"), default="both", help="both: eager and compiled (default)"
     )
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    made.add_argument("--large", action="store_true", help="the same rows at sizes that fill a GPU")
+    made.add_argument("--large", action="store_true", help="the same workloads at sizes that fill a GPU")
     made.add_argument(
-        "--rounds", type=int, help="timed steps of each contender (default: what --budget holds)"
+        "--rounds", type=int, help="timed steps of each contender (default: as many as fit in --budget)"
     )
     made.add_argument(
         "--budget",
         type=float,
         default=20,
-        help="seconds of timed steps for a row in a mode (default %(default)s)",
+        help="seconds of timed steps per workload and mode (default %(default)s)",
     )
     made.add_argument(
-        "--keep-memory", action="store_true", help="mezzo.keep_memory() before any contender runs"
+        "--keep-memory", action="store_true", help="call mezzo.keep_memory() before any contender runs"
     )
     return made
 

@@ -2,7 +2,7 @@
 
     python benchmarks/transfer.py                     # writes benchmarks/results/transfer.json, in some eleven minutes
     python benchmarks/transfer.py --backend tensorflow --rounds 1
-    python benchmarks/readme.py                       # puts the table into docs/transfer.md
+    python benchmarks/readme.py                       # puts the table into docs/keras.md
 
 Every run is a process of its own, started as `mezzo compare --demo transfer` starts it. A round runs each precision
 once with the same seed, in an order that turns; step k of one precision is paired with step k of the other. A run that
@@ -129,7 +129,7 @@ def start(backend: str, precision: str, seed: int, argv: Sequence[str], limit: f
 
 
 def row(runs: Sequence[Run], baseline: Sequence[Run]) -> dict[str, Any]:
-    """What the runs of one precision come to, beside FP32's of the same rounds."""
+    """The result of one precision, compared with the FP32 runs of the same rounds."""
     stages: dict[str, Any] = {}
     for stage in STAGES:
         mine, theirs = [], []
@@ -170,15 +170,17 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="What follows -- goes to the demo: python benchmarks/transfer.py -- --width 32",
     )
-    parser.add_argument("--backend", choices=BACKENDS, action="append", help="this one (may be repeated)")
     parser.add_argument(
-        "--rounds", type=int, default=2, help="of FP32 and bf16 on each backend (default %(default)s)"
+        "--backend", choices=BACKENDS, action="append", help="run only this backend (may be repeated)"
     )
     parser.add_argument(
-        "--fp16-rounds", type=int, default=1, help="that have fp16 in them as well (default %(default)s)"
+        "--rounds", type=int, default=2, help="rounds of FP32 and bf16 on each backend (default %(default)s)"
     )
     parser.add_argument(
-        "--limit", type=float, default=300.0, help="seconds that a run may last (default %(default)g)"
+        "--fp16-rounds", type=int, default=1, help="rounds that also run fp16 (default %(default)s)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=300.0, help="seconds after which a run is ended (default %(default)g)"
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "transfer.json")
     parser.add_argument("argv", nargs="*", help=argparse.SUPPRESS)
@@ -208,7 +210,8 @@ def main() -> None:
     for done, (backend, number, name) in enumerate(plan, start=1):
         run = start(backend, name, number, arguments.argv, arguments.limit)
         console.print(
-            f"[{done}/{total}] {backend}, {PRECISIONS[name]}, round {number + 1}: {told(run)}", markup=False
+            f"[{done}/{total}] {backend}, {PRECISIONS[name]}, round {number + 1}: {described(run)}",
+            markup=False,
         )
         runs[backend][name].append(run)
         results["machine"] |= {
@@ -222,7 +225,7 @@ def main() -> None:
     for number in range(arguments.rounds):
         run = start(chosen[0], "fp32", number, [*arguments.argv, *SCRATCH], arguments.limit)
         console.print(
-            f"[{len(plan) + number + 1}/{total}] {chosen[0]}, float32, no pretraining: {told(run)}",
+            f"[{len(plan) + number + 1}/{total}] {chosen[0]}, float32, no pretraining: {described(run)}",
             markup=False,
         )
         results["scratch"]["accuracies"] += [] if run.accuracy is None else [run.accuracy]
@@ -235,7 +238,7 @@ def turned(names: list[str], number: int) -> list[str]:
     return names[::-1] if number % 2 else names
 
 
-def told(run: Run) -> str:
+def described(run: Run) -> str:
     """One run in a line."""
     parts = [
         f"{stage} {1e3 * statistics.median(times.values()):.0f} ms"

@@ -1,12 +1,12 @@
-"""How often the verdict's words are wrong, for simulated runs whose truth is known.
+"""Measure how often each verdict is wrong, for simulated runs whose truth is known.
 
     python benchmarks/verdict_simulation.py                 # writes benchmarks/results/verdict_simulation.json
     python benchmarks/verdict_simulation.py --trials 400 --out FILE.json
     PYTHONPATH=OTHER/src python benchmarks/verdict_simulation.py --out FILE.json   # another version's rates
 
-Each trial makes the runs of a comparison and asks `mezzo.core.verdict.judge` for its word. Differences within
-pairs are drawn from six distributions, given in margins, with their mean at the margin (then `equivalent` is
-wrong) or at zero (then `divergent` is). The loss is judged alone, or with a metric of independent noise.
+Each trial simulates the runs of a comparison and calls `mezzo.core.verdict.judge`. Differences within pairs are drawn
+from six distributions, in units of the margin, with their mean at the margin (then `equivalent` is wrong) or at zero
+(then `divergent` is wrong). The loss is judged alone, or with a metric of independent noise.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trials", type=int, default=2000, help="per cell (default %(default)s)")
+    parser.add_argument("--trials", type=int, default=2000, help="trials per cell (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "results" / "verdict_simulation.json"

@@ -1,17 +1,16 @@
-"""What watching ranges costs, and what tracing does: a training beside the same one without, and the price of one look.
+"""Measure the cost of watching ranges and of tracing: a training with it and one without, step by step.
 
     python benchmarks/watch.py                            # writes benchmarks/results/watch.json
     python benchmarks/watch.py --rows digits --windows 3
     python benchmarks/watch.py --every 20 --windows 2 --rows text-gpt
 
-Both trainings live at once and take turns, step by step, who begins alternating; both write records, which is when
-histograms are read. A window is N steps of each, of which one is watched: the first column is the ratio of the medians
-of whole windows' seconds, with a 95 % interval over windows. The second is the watched step alone over the median of
-the plain steps of its window, the third the watched training's other steps over plain ones.
+Both trainings run at once and take turns, step by step; both write records, which is when histograms are read. A window
+is N steps of each, of which one is watched. The first column is the ratio of the medians of whole windows, with a 95 %
+interval over windows. The second is the watched step relative to the median of the plain steps of its window, the
+third the other steps of the watched training relative to plain ones.
 
-Tracing (`trace=None`, on by default under a loss scale on a CPU) is measured on steps in fp16 that are not skipped, in
-turns with a training that has `trace=False`: rows of `TRACED`, of which `tiny` is a perceptron whose step is nearly
-all Python.
+Tracing (`trace=None`, on by default with a loss scale on a CPU) is measured on fp16 steps that are not skipped,
+compared with `trace=False`. The rows are in `TRACED`; `tiny` is a perceptron whose step is nearly all Python.
 """
 
 from __future__ import annotations
@@ -126,12 +125,12 @@ def measure(
     whole = ratio_of_medians(*([sum(window) for window in cut[name]] for name in ("watched", "plain")))
     looks = [w[0] / statistics.median(p) for w, p in zip(cut["watched"], cut["plain"])]
     others = [t for window in cut["watched"] for t in window[1:]] or [t for (t,) in cut["watched"]]
-    beside = [t for window in cut["plain"] for t in window[1:]] or [t for (t,) in cut["plain"]]
+    plain_steps = [t for window in cut["plain"] for t in window[1:]] or [t for (t,) in cut["plain"]]
     return {
         "plain_step_seconds": statistics.median(times["plain"]),
         "watched_training_over_plain": _as_list(whole),
         "watched_step_over_plain": statistics.median(looks),
-        "other_steps_over_plain": _as_list(ratio_of_medians(others, beside)),
+        "other_steps_over_plain": _as_list(ratio_of_medians(others, plain_steps)),
         "windows": windows,
         "every": every,
     }
@@ -147,8 +146,10 @@ def main() -> None:
     )
     parser.add_argument("--rows", nargs="+", choices=sorted(WORKLOADS), default=["digits", "lstm"])
     parser.add_argument("--precision", nargs="+", default=["bf16"])
-    parser.add_argument("--every", type=int, default=DEFAULT_EVERY, help="updates (default %(default)s)")
-    parser.add_argument("--windows", type=int, default=8, help="of each row (default %(default)s)")
+    parser.add_argument(
+        "--every", type=int, default=DEFAULT_EVERY, help="updates between watched steps (default %(default)s)"
+    )
+    parser.add_argument("--windows", type=int, default=8, help="windows per row (default %(default)s)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "watch.json")
     arguments = parser.parse_args()

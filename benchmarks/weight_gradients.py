@@ -1,12 +1,12 @@
-"""How far the gradient of a 16-bit weight is from FP64, layer by layer: what may be lowered, and what may not.
+"""Measure the error of a 16-bit weight's gradient compared with FP64, layer by layer: which layers may be lowered.
 
     python benchmarks/weight_gradients.py                 # writes benchmarks/results/weight_gradients.json
 
-Each layer runs forward and backward once in FP64 on weights that bf16 holds exactly, and then in bf16 regions on
+Each layer runs forward and backward once in FP64 on weights that bf16 represents exactly, and then in bf16 regions on
 the same numbers. The error is |grad - truth| / |truth| over the whole gradient. `ratio` divides it by the error of
-rounding the truth to bf16 once, the least that a bf16 gradient can have: 1 is perfect, 2 is a rounded input, and
-what grows with the batch is a sum in sixteen bits. Contenders: `fp32`: FP32 weights in a region, as autocast has
-them; `bf16`: bf16 weights under `torch.autocast`; `mezzo`: bf16 weights in a `mezzo.autocast` region.
+rounding the truth to bf16 once, the smallest possible error of a bf16 gradient: 1 is perfect, 2 is a rounded input, and
+a ratio that grows with the batch is a sum in 16 bits. Contenders: `fp32`, FP32 weights in a region, as with autocast;
+`bf16`, bf16 weights under `torch.autocast`; `mezzo`, bf16 weights in a `mezzo.autocast` region.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A convolutional network with batch normalisation, in bf16 or fp16, with a schedule, an average and a checkpoint.
+"""A convolutional network with batch normalization, in bf16 or fp16, with a scheduler, an average and a checkpoint.
 
 python examples/cnn.py --precision fp16
 """
@@ -14,7 +14,7 @@ import mezzo
 
 
 def stage(inputs: int, outputs: int) -> nn.Sequential:
-    """Convolution, normalisation, ReLU, pooling."""
+    """Convolution, normalization, ReLU, pooling."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
         nn.BatchNorm2d(outputs),
@@ -33,7 +33,7 @@ digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
 labels = torch.tensor(digits.target)
 
-# channels_last is the layout that convolutions are fastest in, in 16 bits as in FP32.
+# Convolutions are fastest in the layout channels_last, in 16 bits and in FP32.
 model = nn.Sequential(stage(1, 32), stage(32, 64), nn.Flatten(), nn.Linear(256, 10))
 model = model.to(memory_format=torch.channels_last)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, fused=True)
@@ -42,7 +42,7 @@ average = torch.optim.swa_utils.AveragedModel(
     model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.95)
 )
 
-# Handed over, the schedule and the average take no step where the optimizer takes none.
+# Passed to MixedPrecision, the scheduler and the average skip the steps that the optimizer skips.
 mp = mezzo.MixedPrecision(model, optimizer, arguments.precision, scheduler=scheduler, ema=average)
 for step in range(arguments.steps):
     chosen = torch.randint(0, 1500, (64,))
@@ -52,11 +52,11 @@ for step in range(arguments.steps):
     if (step + 1) % 50 == 0:
         print(f"step {step + 1}: loss {loss.item():.4f}, loss scale {mp.loss_scale:g}")
 
-# What a run needs to go on exactly where it stopped.
+# A run resumes exactly from these states and those of the scheduler and the average.
 checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "mezzo": mp.state_dict()}
 mp.load_state_dict(checkpoint["mezzo"])
 
-# Evaluation: the same context, and batch normalisation's running statistics, which are FP32.
+# Evaluation: the same context, with the running statistics of batch normalization, which are FP32.
 average.module.load_state_dict({**average.module.state_dict(), **dict(model.named_buffers())})
 average.eval()
 with torch.no_grad(), mp.autocast():

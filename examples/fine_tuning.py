@@ -1,4 +1,4 @@
-"""Fine-tuning: a frozen lower part, small updates that masters keep, 8-bit states, FP32 weights to publish.
+"""Fine-tuning: a frozen layer, masters for small updates, 8-bit optimizer states, FP32 weights to publish.
 
 python examples/fine_tuning.py --precision bf16,masters=split8,state=int8
 """
@@ -24,7 +24,7 @@ body = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear
 
 
 def train(model: nn.Module, chosen: torch.Tensor, lr: float, precision: str) -> mezzo.MixedPrecision:
-    """Train what is not frozen on some of the images; the weights are closed up afterwards by the caller."""
+    """Train the parameters that are not frozen on some of the images; the caller closes the result."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     mp = mezzo.MixedPrecision(model, optimizer, precision, clip_norm=1.0)
     for _ in range(arguments.steps):
@@ -38,20 +38,20 @@ def train(model: nn.Module, chosen: torch.Tensor, lr: float, precision: str) -> 
     return mp
 
 
-# The model that one would have downloaded: it knows the digits 0 to 4.
+# The pretrained model: it knows the digits 0 to 4.
 known = nn.Sequential(body, nn.Linear(256, 10))
 train(known, (labels[:1500] < 5).nonzero().flatten(), 1e-3, "fp32").close()
 
 # The new task: 5 to 9. The first layer is frozen, the head is new.
 model = nn.Sequential(body, nn.Linear(256, 10))
 body[0].requires_grad_(False)
-# Updates of fine-tuning are far below a 16-bit weight's last place, and would round away: hence masters.
+# Updates in fine-tuning are smaller than the last digit of a 16-bit weight. Masters keep them.
 mp = train(model, (labels[:1500] >= 5).nonzero().flatten(), 2e-4, arguments.precision)
 
-weights = mezzo.master_state_dict(model, mp.optimizer)  # FP32, without rounding: what to save
+weights = mezzo.master_state_dict(model, mp.optimizer)  # FP32, not rounded: save these
 mp.close()
 print(
     {str(weight.dtype) for weight in weights.values()},
-    "to save, beside",
+    "to save; the model has",
     {str(p.dtype) for p in model.parameters()},
 )

@@ -29,7 +29,7 @@ old, new = digits.target < 5, digits.target >= 5
 
 
 def convolution(x: keras.KerasTensor, width: int, name: str) -> keras.KerasTensor:
-    """Convolution, normalisation, ReLU, pooling."""
+    """Convolution, normalization, ReLU, pooling."""
     x = layers.Conv2D(width, 3, padding="same", use_bias=False, name=f"{name}_conv")(x)
     x = layers.BatchNormalization(momentum=0.9, name=f"{name}_norm")(x)
     return layers.MaxPooling2D(name=f"{name}_pool")(layers.ReLU(name=f"{name}_relu")(x))
@@ -65,7 +65,7 @@ model = keras.Model(inputs, logits)
 shown = np.flatnonzero(new)[:106]
 train(model, shown, 1e-2, 53)
 
-# 3. Its upper convolution thawed, a small learning rate. Batch normalisation stays frozen, statistics and all.
+# 3. Its upper convolution thawed, a small learning rate. Batch normalization stays frozen, statistics and all.
 for layer in base.layers:
     layer.trainable = layer.name == "high_conv"
 train(model, shown, 3e-4, 53)

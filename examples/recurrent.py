@@ -1,4 +1,4 @@
-"""A recurrent network over packed sequences of different lengths, its states carried in FP32.
+"""A recurrent network on packed sequences of different lengths, with FP32 states.
 
 python examples/recurrent.py --precision fp16,hidden=fp32
 """
@@ -14,7 +14,7 @@ import mezzo
 
 
 class Counter(nn.Module):
-    """How many ones a sequence of zeros and ones has held so far: a sum that the states must carry."""
+    """Counts the ones in a sequence of zeros and ones: the state must hold the sum."""
 
     def __init__(self, hidden: int = 64) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ arguments = parser.parse_args()
 torch.manual_seed(0)
 model = Counter()
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
-# Recurrent gradients grow with the length of a sequence now and then: clip them, after unscaling, as step() does.
+# Recurrent gradients can grow with the length of a sequence. step() clips them after unscaling.
 mp = mezzo.MixedPrecision(model, optimizer, arguments.precision, clip_norm=1.0)
 for step in range(arguments.steps):
     lengths = torch.randint(20, 60, (32,)).tolist()

@@ -1,4 +1,4 @@
-"""A transformer language model: FP32 residual stream, 16-bit weights with exact masters, clipping, a cheap loss.
+"""A transformer language model: FP32 residual stream, 16-bit weights with exact masters, clipping, LinearCrossEntropy.
 
 python examples/transformer.py --precision bf16 --masters split
 """
@@ -15,7 +15,7 @@ import mezzo
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP; the sum x + ... keeps the format of the stream."""
+    """Pre-norm attention and MLP; `x + ...` keeps the format of the residual stream."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -27,21 +27,21 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n, t, c = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
-        # The fused attention holds no [T, T] matrix, and its softmax is FP32 inside in any format.
+        # Fused attention stores no [T, T] matrix, and computes its softmax in FP32.
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(n, t, c))
         return x + self.mlp(self.norm2(x))
 
 
 class Model(nn.Module):
-    """Tokens [N, T] and targets [N, T] -> the mean loss; the head and its loss are one module."""
+    """Tokens [N, T] and targets [N, T] -> the mean loss; head and loss are one module."""
 
     def __init__(self, tokens: int, width: int = 128, layers: int = 2) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(tokens, width), nn.Parameter(torch.zeros(64, width))
         self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self.loss = mezzo.nn.LinearCrossEntropy(width, tokens)  # never holds all logits
+        self.loss = mezzo.nn.LinearCrossEntropy(width, tokens)  # never stores all logits
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.blocks(self.embed(tokens) + self.place)
@@ -70,7 +70,7 @@ for step in range(arguments.steps):
     if (step + 1) % 50 == 0:
         print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {float(result.grad_norm):.3f}")
 
-# In FP32, whatever the weights are stored in: what to publish, or to go on from elsewhere.
+# FP32, also where the weights are stored in 16 bits: publish these.
 weights = mezzo.master_state_dict(model, optimizer)
 print(
     f"{mp.policy}: {sum(weight.numel() for weight in weights.values()):,} weights, last loss {loss.item():.3f}"

@@ -11,7 +11,7 @@ multiply-add does.
     blocks      sequential in 16 bits, 128 at a time; the sums of the blocks are added in FP32
     fp32        sequential in FP32
 
-What it leaves out: tensor cores, which add a few products at a time to more bits than 16, in an order of their own;
+What it leaves out: tensor cores, which add a few products at a time with more bits than 16, in an unspecified order;
 they lie between "blocks" and "fp32".
 """
 
@@ -54,7 +54,7 @@ def stagnates_at(term: float, form: str) -> float:
 def sequential(terms: Values, form: str, lengths: list[int]) -> Values:
     """``acc = round(acc + terms[i], form)``, at each of the lengths: [n, lanes] -> [lengths, lanes].
 
-    The terms are exact in float64; each column is a sum of its own. Sums beyond the largest number stay infinite.
+    The terms are exact in float64; each column is a separate sum. Sums beyond the largest number stay infinite.
     """
     accumulator = np.zeros(terms.shape[1:])
     at, wanted = [], set(lengths)
@@ -218,25 +218,25 @@ def findings(numbers: Numbers) -> list[Finding]:
     return [
         Finding(
             "equal-terms-stick",
-            f"Terms of {EQUAL_TERM:g}, added one after another, no longer move a sum of 2^11 terms in fp16 "
-            f"({predicted['fp16']:g}), of 2^8 in bf16 ({predicted['bf16']:g}).",
-            f"After {n:,} terms, which make {n * EQUAL_TERM:,g}, the sum is {stuck['fp16'][-1]:g} in fp16 and "
+            f"A sum of terms of {EQUAL_TERM:g}, added one after another, stops growing at 2^11 terms in fp16 "
+            f"({predicted['fp16']:g}) and at 2^8 terms in bf16 ({predicted['bf16']:g}).",
+            f"After {n:,} terms, whose exact sum is {n * EQUAL_TERM:,g}, the sum is {stuck['fp16'][-1]:g} in fp16 and "
             f"{stuck['bf16'][-1]:g} in bf16.",
             all(stuck[form][-1] == predicted[form] for form in FORMATS),
         ),
         Finding(
             "positive-terms-stick",
-            f"Positive terms up to {LARGEST_FACTOR:g} bring no sum past 2^11 times the largest in fp16 "
-            f"({bound['fp16']:g}), nor past 2^8 times in bf16 ({bound['bf16']:g}).",
-            f"{n:,} terms make {numbers['true_positive_sum']:,.0f}; the largest sum is {largest['fp16']:g} in fp16 "
-            f"({positive['fp16']['sequential'][-1]:.0%} wrong) and {largest['bf16']:g} in bf16 "
+            f"Sums of positive terms up to {LARGEST_FACTOR:g} reach at most 2^11 times the largest term in fp16 "
+            f"({bound['fp16']:g}), and 2^8 times in bf16 ({bound['bf16']:g}).",
+            f"The exact sum of {n:,} terms is {numbers['true_positive_sum']:,.0f}; the largest is {largest['fp16']:g} "
+            f"in fp16 ({positive['fp16']['sequential'][-1]:.0%} wrong) and {largest['bf16']:g} in bf16 "
             f"({positive['bf16']['sequential'][-1]:.0%} wrong).",
             all(largest[form] <= bound[form] and positive[form]["sequential"][-1] > 0.3 for form in FORMATS),
         ),
         Finding(
             "fp32-is-enough",
-            "With an FP32 accumulator a dot product of 16-bit factors is right to less than half a unit in the last "
-            f"place of fp16 ({half_ulp['fp16']:.1e}), however long it is.",
+            "With an FP32 accumulator, the error of a dot product of 16-bit factors stays below half a unit in the "
+            f"last place of fp16 ({half_ulp['fp16']:.1e}), at any length.",
             f"The largest error of all kinds of input and all lengths up to {n:,} is {fp32:.1e}.",
             fp32 < half_ulp["fp16"],
         ),
@@ -245,21 +245,21 @@ def findings(numbers: Numbers) -> list[Finding]:
             "Sums of terms with mean zero do not stick in fp16, but their error grows as the square root of their "
             "length.",
             f"It grows as the length to the power {slope:.2f}, to {drift[-1]:.1%} at {n:,} terms: "
-            f"{drift[-1] / half_ulp['fp16']:.0f} times what rounding the result once may cost.",
+            f"{drift[-1] / half_ulp['fp16']:.0f} times the largest error of rounding the result once.",
             0.3 < slope < 0.7 and drift[-1] > 4 * half_ulp["fp16"],
         ),
         Finding(
-            "order-mends-it",
-            "What sticks is the order and not the format alone: neighbours added as a tree keep all 16-bit formats "
-            "within a few roundings, where no sum overflows; so do short blocks whose sums are added in FP32.",
-            f"At any length a tree is at most {tree['fp16'] / half_ulp['fp16']:.1f} half-units wrong in fp16 and "
-            f"{tree['bf16'] / half_ulp['bf16']:.1f} in bf16, and blocks of {BLOCK} in fp16 "
+            "order-fixes-it",
+            "Not only the format matters, but also the order: adding neighbors as a tree keeps the error in both "
+            "formats within a few roundings, if no sum overflows; so do short blocks whose sums are added in FP32.",
+            f"At any length, the error of a tree is at most {tree['fp16'] / half_ulp['fp16']:.1f} half-units in fp16 "
+            f"and {tree['bf16'] / half_ulp['bf16']:.1f} in bf16; that of blocks of {BLOCK} in fp16 is "
             f"{mixed / half_ulp['fp16']:.1f}.",
             all(tree[form] < 4 * half_ulp[form] for form in FORMATS) and mixed < 4 * half_ulp["fp16"],
         ),
         Finding(
             "variance-sticks",
-            "A variance whose sums are added one after another in fp16 falls short once a channel has more than 2^11 "
+            "A variance whose sums are added one after another in fp16 is too small once a channel has more than 2^11 "
             "values; in FP32 it keeps three digits.",
             f"At {n:,} values of N(0, 1) it is {unit['sequential'][-1]:.0%} wrong in fp16 and "
             f"{unit['fp32'][-1]:.1e} in FP32.",
@@ -267,8 +267,8 @@ def findings(numbers: Numbers) -> list[Finding]:
         ),
         Finding(
             "variance-overflows",
-            "Squares of fp16 activations overflow in any order of addition, once values times their mean square pass "
-            f"65504: at about {limit['large']:.0f} values of N(0, 16^2).",
+            "Sums of squares of fp16 activations overflow in any order of addition, once the number of values times "
+            f"their mean square exceeds 65504: at about {limit['large']:.0f} values of N(0, 16^2).",
             f"The variance is infinite from {overflowed['large']['pairwise']} values on (N(0, 16^2)) and from "
             f"{overflowed['offset']['pairwise']:,} (N(8, 1), where {limit['offset']:.0f} is the limit).",
             all(overflowed[name]["pairwise"] == should[name] for name in ("large", "offset"))
@@ -276,7 +276,7 @@ def findings(numbers: Numbers) -> list[Finding]:
         ),
         Finding(
             "variance-loses-digits",
-            "Where the mean is large beside the deviation, E[x^2] - E[x]^2 loses its digits in fp16 even in a short "
+            "If the mean is large compared to the deviation, E[x^2] - E[x]^2 loses its digits in fp16 even in a short "
             "sum.",
             f"Of {BLOCK} values of N(8, 1) the variance is {offset['sequential'][short]:.0%} wrong in fp16 and "
             f"{offset['fp32'][short]:.1e} in FP32.",
@@ -340,5 +340,5 @@ def _draw_variance(axes: Axes, variance: dict[str, Any], lengths: list[int]) -> 
 
 
 if __name__ == "__main__":
-    TITLE = "FP32 against 16-bit accumulation: dot products and a normalisation's variance"
+    TITLE = "FP32 against 16-bit accumulation: dot products and the variance of a normalization"
     sys.exit(main("accumulation", TITLE, "Micikevicius et al. 2017, section 3.3", run, draw))

@@ -1,10 +1,10 @@
-"""What the experiments share: the command line, the files they write, and paired differences.
+"""Shared by the experiments: the command line, the files they write, and paired differences.
 
 Each experiment is a script of this folder, about one section of Micikevicius et al. 2017 (arXiv 1710.03740), at a size
 for one small machine:
 
     python experiments/accumulation.py           # the quick size, which CI runs
-    python experiments/accumulation.py --full    # the size of the figures in docs/reproduce.md
+    python experiments/accumulation.py --full    # the size of the figures in docs/dev/reproduce.md
 
 It trains, prints each statement of the paper next to what this run saw, and writes `NAME/numbers.json` and
 `NAME/figure.svg` into `--out`. The exit status is 1 if a finding that should show at this size does not. Every
@@ -36,9 +36,9 @@ from mezzo.pytorch import hardware
 
 WORDS = {
     "holds": "holds",
-    "lost": "does not hold any more",
-    "known": "known not to show at this size",
-    "gained": "holds, though it is known not to show at this size",
+    "lost": "no longer holds",
+    "known": "not visible at this size (known)",
+    "gained": "holds, although it was not visible at this size before",
 }
 
 
@@ -49,8 +49,8 @@ class Finding(NamedTuple):
         name: lower case, words joined by hyphens.
         expected: what the paper, or arithmetic, says.
         seen: this run's own numbers.
-        holds: whether what was seen is what was expected.
-        known: why the finding is known not to show at this size. Such a finding does not fail the run.
+        holds: whether the run showed what was expected.
+        known: why the finding is not visible at this size, if that is known. Such a finding does not fail the run.
     """
 
     name: str
@@ -87,14 +87,16 @@ def main(
         source: section and figure of the paper.
         run: trains; called with whether the full size is asked for.
         draw: draws the numbers into an empty figure of 9 by 8 inches.
-        argv: arguments, in place of the process's own.
+        argv: arguments instead of `sys.argv`.
     """
     parser = argparse.ArgumentParser(description=f"{title} ({source}).")
     parser.add_argument(
-        "--full", action="store_true", help="the size of the published figures, not the quick one"
+        "--full",
+        action="store_true",
+        help="train at the size of the published figures instead of the quick size",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("mezzo-reproduce"), help="folder (default %(default)s)"
+        "--out", type=Path, default=Path("mezzo-reproduce"), help="output folder (default %(default)s)"
     )
     arguments = parser.parse_args(argv)
     folder = arguments.out / name
@@ -131,7 +133,7 @@ def main(
 
 
 def progress(text: str) -> None:
-    """Say on standard error what is being trained."""
+    """Print a progress line on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -170,7 +172,7 @@ def tex(scale: float) -> str:
 
 
 def in_words(precision: str) -> str:
-    """A policy as a reader is told of it."""
+    """A policy in words."""
     if precision == "fp32":
         return "FP32"
     scale = float(precision.rpartition("=")[2])

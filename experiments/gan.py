@@ -1,11 +1,11 @@
-"""A small GAN whose two networks have a policy and a loss scale each.
+"""A small GAN whose two networks each have a policy and a loss scale.
 
 The paper trained a DCGAN in mixed precision and judged its faces by eye (section 4.6). A GAN is two trainings in one:
 two losses, two optimizers, gradients of different size, and therefore two loss scales that suit them. Here a GAN
 learns scikit-learn's 8 x 8 digits in six settings with the same seeds:
 
 - ``fp32``;
-- ``own``: both networks in fp16, each with a `mezzo.MixedPrecision` and a dynamic loss scale of its own;
+- ``own``: both networks in fp16, each with a separate `mezzo.MixedPrecision` and dynamic loss scale;
 - ``policies``: the generator in fp16 with a loss scale, the discriminator in bf16 without one;
 - ``shared``: both in fp16 with one scaler for both losses, as torch.amp's examples do it;
 - ``own-summed``, ``shared-summed``: the same two with the discriminator's loss 2^30 times larger, as a sum over 1,024
@@ -73,8 +73,8 @@ SUMMED = 2.0**30
 # Steps, good steps after which a loss scale doubles, seeds. 2,000 steps are usual, for runs longer than all of ours.
 QUICK, FULL = (400, 40, 3), (1000, 80, 5)
 NOT_FAR_APART = (
-    "The networks' scales are only a factor of 8 to 16 apart, and fp16 loses none of the generator's gradients at the "
-    "lower one (under 1 % without any scale). The summed loss is the task that shows it."
+    "The networks' scales differ by a factor of 8 to 16 only, and at the lower scale fp16 loses none of the "
+    "generator's gradients. The task with the summed loss shows the effect."
 )
 
 Run = dict[str, Any]
@@ -205,7 +205,7 @@ def adam(network: nn.Module) -> torch.optim.Adam:
 def own_scale(
     network: nn.Module, policy: str, first: float, interval: int, average: AveragedModel | None
 ) -> tuple[Callable[[], Any], Update]:
-    """The context of a network's forward pass, and its step: a `mezzo.MixedPrecision` with a loss scale of its own."""
+    """The context of a network's forward pass, and its step: a `mezzo.MixedPrecision` with a separate loss scale."""
     scale = mezzo.DynamicLossScale(first, growth_interval=interval, floor=FLOOR) if policy == "fp16" else None
     mp = mezzo.MixedPrecision(network, adam(network), policy, loss_scale=scale, ema=average)
 
@@ -344,14 +344,14 @@ def _said(found: Comparison, seeds: int) -> str:
 
 
 def as_good(name: str, expected: str, baseline: Sequence[Run], candidate: Sequence[Run]) -> Finding:
-    """A finding that a setting harms nothing."""
+    """A finding that a setting does no harm."""
     found = judge(baseline, candidate)
     fewest = min(run["classes"] for run in baseline)
     ours = min(run["classes"] for run in candidate)
     return Finding(
         name,
         expected,
-        f"{_said(found, len(candidate))}; FP32's runs cover {fewest} of 10 digits or more, these {ours} or more.",
+        f"{_said(found, len(candidate))}; FP32's runs cover at least {fewest} of 10 digits, these at least {ours}.",
         found.parity in (Parity.EQUIVALENT, Parity.CONSISTENT) and ours >= fewest - 1,
     )
 
@@ -363,14 +363,14 @@ def settled(run: Run) -> tuple[float, float]:
 
 
 def scales_part(runs: Sequence[Run]) -> Finding:
-    """The two scales find different places."""
+    """The two scales settle at different values."""
     places = [settled(run) for run in runs]
     apart = [generator - discriminator for discriminator, generator in places]
     mean = [statistics.mean(column) for column in zip(*places)]
     skips = [sum(len(run["skipped"][network]) for run in runs) for network in (0, 1)]
     return Finding(
         "scales-part",
-        "Left alone, the two loss scales go to different places, since the two networks' gradients differ in size.",
+        "Separate loss scales settle at different values, since the gradients of the two networks differ in size.",
         f"the discriminator's scale settles at 2^{mean[0]:.1f}, the generator's at 2^{mean[1]:.1f} (medians of the "
         f"second half, mean of {len(runs)} seeds): a factor of 2^{min(apart, key=abs):.1f} to "
         f"2^{max(apart, key=abs):.1f} between them; {skips[0]} and {skips[1]} steps "
@@ -394,10 +394,10 @@ def follows_one(shared: Sequence[Run], own: Sequence[Run]) -> Finding:
     common, alone = (statistics.mean(settled(run)[held] for run in runs) for runs in (shared, own))
     return Finding(
         "shared-scale-follows-one",
-        "One scale for both losses is taken down by the overflows of one network, for the other one too.",
+        "Overflows of one network lower a shared scale for the other network too.",
         f"of {total} overflows under a shared scale {counts[driver]} were in the {NETWORKS[driver]} alone, "
         f"{counts[held]} in the {NETWORKS[held]} alone and {counts[2]} in both; the {NETWORKS[held]} had a scale of "
-        f"2^{common:.1f} in place of the 2^{alone:.1f} of its own.",
+        f"2^{common:.1f} instead of its separate 2^{alone:.1f}.",
         total > 0 and counts[driver] >= ONE_SIDED * total and alone - common >= APART,
     )
 
@@ -434,19 +434,19 @@ def costs_quality(
 def findings(runs: dict[str, list[Run]]) -> list[Finding]:
     """The rules of the module's docstring, applied to the runs."""
     fp32, own, shared = runs["fp32"], runs["own"], runs["shared"]
-    as_fp32 = "A GAN in fp16, with a loss scale for each network, ends as good as in FP32."
+    as_fp32 = "A GAN in fp16, with a loss scale for each network, is as good as one in FP32."
     policies = (
-        "So does one whose generator is in fp16 with a loss scale and whose discriminator is in bf16 "
+        "So is one whose generator is in fp16 with a loss scale and whose discriminator is in bf16 "
         "without one."
     )
     too_low = "A shared scale that is too low for one network rounds its gradients to zero, and the images get worse."
     summed = (
-        "Where one loss is 2^30 times larger, as a sum is in place of a mean, two scales still make a GAN as good as "
-        "FP32's."
+        "With one loss 2^30 times larger, such as a sum instead of a mean, a GAN with two scales is as good as one in "
+        "FP32."
     )
     summed_low = (
-        "There a shared scale, taken down by the larger loss, rounds the other network's gradients to zero, and the "
-        "images get worse."
+        "With that loss, a shared scale follows the larger loss and rounds the other network's gradients to zero, and "
+        "the images get worse."
     )
     shared_summed, own_summed = runs["shared-summed"], runs["own-summed"]
     return [

@@ -1,4 +1,4 @@
-"""How large activation gradients are, what of them fp16 loses, and whether that matters.
+"""How large activation gradients are, which of them fp16 loses, and whether that matters.
 
 Micikevicius et al. 2017, section 3.2 and figure 3: in Multibox SSD 67 % of the activation gradients are zero, and
 much of the rest lies below fp16's range, while most of that range is not used. A loss scale of 8, a shift by three
@@ -63,14 +63,13 @@ class Size(NamedTuple):
 QUICK = Size(60, 3, (2.0**-9, 1.0, *SHIFTS[1:]), 0.01)
 FULL = Size(200, 8, (2.0**-9, 2.0**-6, 2.0**-3, 1.0, *SHIFTS[1:]), 0.05)
 BELOW_2_28 = (
-    "After so few steps most of what is lost lies below 2^-28, where three powers of two are not enough. Later in "
-    "training, as the full run shows, they recover most."
+    "After few steps, most of the lost gradients are below 2^-28, where three powers of two are not enough. Later in "
+    "training they are, as the full run shows."
 )
 LITTLE_WEIGHT = (
-    "What is lost is many of the nonzero gradients, and little of their weight: a weight's gradient is a sum in which "
-    "the large ones decide, and those are kept. At a loss 512 times smaller fp16 learns nothing "
-    "(small-gradients-matter-later). Where small ones decide, in a large vocabulary, it does fall behind "
-    "(lstm-loss-scale)."
+    "fp16 loses many of the nonzero gradients, but only small ones. The gradient of a weight is a sum that the large "
+    "ones dominate. With a loss 512 times smaller, fp16 learns nothing (small-gradients-matter-later). With a large "
+    "vocabulary, where small gradients matter, fp16 ends with a higher loss (lstm-loss-scale)."
 )
 
 
@@ -209,7 +208,7 @@ def findings(numbers: Numbers, full: bool) -> list[Finding]:
             for scale in chosen
         )
         tail = f"(margin {margin:.3f}, {len(fp32)} seeds)."
-        return f"From FP32's held-out loss of {fp32.mean():.3f} fp16 ends {rows} {tail}"
+        return f"Difference from FP32's held-out loss of {fp32.mean():.3f}: {rows} {tail}"
 
     above = [scale for scale in scales if scale > 1]
     return [
@@ -221,29 +220,29 @@ def findings(numbers: Numbers, full: bool) -> list[Finding]:
         ),
         Finding(
             "lost-unscaled",
-            "A part of the nonzero ones is too small for fp16.",
-            f"Of the nonzero ones fp16 makes zeros of {at}; of all gradients {every['subnormal']['1']:.1%} become "
-            f"subnormal and {every['overflow']['1']:.1%} overflow.",
+            "Some of the nonzero gradients are too small for fp16.",
+            f"Of the nonzero gradients, fp16 rounds to zero {at}; of all gradients {every['subnormal']['1']:.1%} "
+            f"become subnormal and {every['overflow']['1']:.1%} overflow.",
             all(part > 0.05 for part in parts.values()),
         ),
         recovers(every, 8.0, "shift-3-recovers-most", 0.5, known="" if full else BELOW_2_28),
         recovers(every, 2.0**15, "shift-15-recovers-all", 0.99),
         Finding(
             "unscaled-falls-behind",
-            "Without a loss scale fp16 falls behind: what lies below 2^-24 matters.",
+            "Without a loss scale, fp16 ends with a higher loss: gradients below 2^-24 matter.",
             ends([1.0]),
             judged[1.0].behind,
             known=LITTLE_WEIGHT,
         ),
         Finding(
             "scaled-lies-on-fp32",
-            "With a loss scale of 8 fp16 lies on FP32, and with larger ones that do not overflow.",
+            "With a loss scale of 8, or a larger one that does not overflow, fp16 matches FP32.",
             ends(above),
             all(judged[scale].equivalent for scale in above),
         ),
         Finding(
             "small-gradients-matter-later",
-            f"Were the loss {round(1 / scales[0])} times smaller, fp16 would fall behind.",
+            f"With a loss {round(1 / scales[0])} times smaller, fp16 ends with a higher loss than FP32.",
             ends([scale for scale in scales if scale < 1]),
             judged[scales[0]].behind,
         ),
@@ -258,14 +257,14 @@ def recovers(every: dict[str, Any], scale: float, name: str, enough: float, know
     return Finding(
         name,
         f"A shift by 2^{math.log2(scale):g} recovers {'most' if enough < 0.9 else 'all'} of what fp16 loses.",
-        f"It recovers {part:.1%}: of all gradients {still:.2%} are lost in place of {lost:.2%}, {over:.2%} overflow.",
+        f"It recovers {part:.1%}: {still:.2%} of all gradients are lost instead of {lost:.2%}; {over:.2%} overflow.",
         part > enough and over == 0,
         known,
     )
 
 
 def draw(numbers: Numbers, figure: Figure) -> None:
-    """Above the histogram over fp16's band, below the training curves and the end loss by loss scale."""
+    """Above, the histogram and the range of fp16; below, the training curves and the final loss by loss scale."""
     grid = figure.add_gridspec(2, 2, height_ratios=(1.1, 1))
     _draw_histogram(figure.add_subplot(grid[0, :]), numbers["moments"])
     _draw_curves(figure.add_subplot(grid[1, 0]), numbers["runs"])

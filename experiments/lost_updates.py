@@ -1,4 +1,4 @@
-"""Weight updates that are lost without FP32 masters: how many, and what becomes of the training.
+"""Weight updates that are lost without FP32 masters: how many, and how the training suffers.
 
 Micikevicius et al. 2017, section 3.1: a 16-bit weight rounds away an update smaller than half a unit in the weight's
 last place, which is between 2^-12 and 2^-11 of the weight in fp16 and between 2^-9 and 2^-8 in bf16. This script
@@ -45,8 +45,8 @@ KEPT = {
 QUICK = ((0.002, 0.008, 0.032), 6.0)
 FULL = ((0.0005, 0.002, 0.008, 0.032), 8.0)
 ACCURACY_IS_LATE = (
-    "Most digits are told apart long before the loss is low, so that accuracy hardly falls while the loss is several "
-    "times FP32's; with 3 bits fewer (bf16) and many steps it falls."
+    "Most digits are recognized long before the loss is low, so accuracy hardly falls even if the loss is several "
+    "times FP32's. In bf16, with 3 bits fewer, accuracy falls."
 )
 RATE_IS_TOO_LARGE = (
     "The learning rate is not small enough: at the full size, with a quarter of it and more steps, "
@@ -55,7 +55,7 @@ RATE_IS_TOO_LARGE = (
 
 
 class Updates:
-    """What the updates of FP32 weights are relative to their weights.
+    """The size of the updates of FP32 weights, relative to their weights.
 
     Equals, for each weight w and update u, with round16 to fp16 or bf16::
 
@@ -221,7 +221,7 @@ def findings(numbers: Numbers, full: bool) -> list[Finding]:
         ),
         Finding(
             "updates-are-lost",
-            "A 16-bit weight rounds them away, more of them in bf16 and more of them as the gradients shrink.",
+            "A 16-bit weight rounds these updates away: more of them in bf16, and more as the gradients shrink.",
             f"fp16 loses {lost['fp16']:.0%} of updates ({last['fp16']:.0%} at the end), "
             f"bf16 {lost['bf16']:.0%} ({last['bf16']:.0%}).",
             0.5 < lost["fp16"] < lost["bf16"]
@@ -229,8 +229,8 @@ def findings(numbers: Numbers, full: bool) -> list[Finding]:
         ),
         Finding(
             "rule-of-2048",
-            "What is lost is what is smaller than half a unit in the weight's last place: nothing above 2^-11 of the "
-            "weight in fp16 (2^-8 in bf16), everything below half of that.",
+            "Updates smaller than half a unit in the weight's last place are lost: none above 2^-11 of the weight in "
+            "fp16 (2^-8 in bf16), all below half of that.",
             f"fp16 loses {lost['fp16']:.1%}, between the {share_below(updates, -12):.1%} under 2^-12 and the "
             f"{small:.1%} under 2^-11; bf16 {lost['bf16']:.1%}, between {share_below(updates, -9):.1%} and "
             f"{share_below(updates, -8):.1%}.",
@@ -240,28 +240,28 @@ def findings(numbers: Numbers, full: bool) -> list[Finding]:
         ),
         Finding(
             "updates-underflow",
-            "Some are lost in whatever weight, being smaller than fp16's smallest number, 2^-24: about 5 % of the "
-            "gradients of the speech model.",
+            "Some updates are lost for any weight, because they are smaller than fp16's smallest number, 2^-24: about "
+            "5 % of the gradients of the paper's speech model.",
             f"{underflows:.1%} of updates are.",
             underflows > 0.005,
         ),
         Finding(
             "fp16-weights-fall-behind",
-            "Without masters fp16 training falls behind FP32.",
+            "Without masters, training with fp16 weights ends with a higher loss than FP32.",
             f"The training loss ends at {loss['fp16']:.3f} where FP32 reaches {loss['fp32']:.3f} "
             f"({first['fp16']:.2f} times).",
             first["fp16"] > 1.2,
         ),
         Finding(
             "bf16-weights-stagnate",
-            "bf16 weights, with 3 bits fewer, stand still all but at once.",
-            f"The training loss goes down by {learned['bf16']:.2f}, by {learned['fp32']:.2f} in FP32, to "
+            "bf16 weights, with 3 bits fewer, stop changing almost at once.",
+            f"The training loss falls by {learned['bf16']:.2f} (FP32: {learned['fp32']:.2f}), to "
             f"{loss['bf16']:.3f} ({first['bf16']:.2f} times FP32's).",
             learned["bf16"] < 0.5 * learned["fp32"],
         ),
         Finding(
             "masters-keep-them",
-            "FP32 masters bring it back to FP32; so do masters split into weight and remainder, and stochastic "
+            "FP32 masters restore the loss of FP32; so do masters split into weight and remainder, and stochastic "
             "rounding without masters.",
             f"None of {', '.join(KEPT)} ends further from FP32 than {gap:.2%} ({worst}: {loss[worst]:.4f}).",
             gap < 0.03,
@@ -275,7 +275,7 @@ def findings(numbers: Numbers, full: bool) -> list[Finding]:
         ),
         Finding(
             "fp16-accuracy-falls-by-80-per-cent",
-            "Without masters the speech model lost 80 % of its accuracy, relatively.",
+            "Without masters, the paper's speech model lost 80 % of its accuracy.",
             f"This one loses {relative['fp16']:.0%} in fp16: test accuracy is {accuracy['fp32']:.1%} in FP32 and "
             f"{accuracy['fp16']:.1%} with fp16 weights.",
             relative["fp16"] >= 0.8,
@@ -283,7 +283,7 @@ def findings(numbers: Numbers, full: bool) -> list[Finding]:
         ),
         Finding(
             "bf16-accuracy-falls-by-80-per-cent",
-            "The same, in the 16-bit format with fewer digits.",
+            "The same in bf16, the 16-bit format with fewer digits.",
             f"Test accuracy goes from {accuracy['fp32']:.1%} in FP32 to {accuracy['bf16']:.1%} with bf16 weights: "
             f"{relative['bf16']:.0%} of it is lost.",
             relative["bf16"] >= 0.8,
@@ -306,7 +306,7 @@ def draw(numbers: Numbers, figure: Figure) -> None:
             power, color=colours[form], linewidth=1.5, label=f"{form} loses what is under 2^{power}"
         )
     axes[0, 0].set(
-        title="Update beside its weight (FP32)", xlabel="log₂ |update / weight|", ylabel="updates, %"
+        title="Update relative to its weight (FP32)", xlabel="log₂ |update / weight|", ylabel="updates, %"
     )
     axes[0, 0].set(xlim=(-26, 0), ylim=(0, max(percent) * 1.35))
 

@@ -1,7 +1,7 @@
 """A language-model LSTM in FP32, in fp16 without a loss scale, and in fp16 with a scale of 128.
 
 Micikevicius et al. 2017, section 4.5 and figure 5: bigLSTM on the 1-billion-word set. Without loss scaling it follows
-FP32 and then diverges, late; with a scale of 128 it lies on FP32.
+FP32 and then diverges, late; with a scale of 128 it matches FP32.
 
 Here the text is the source of Python's own standard library (so losses differ a little between Pythons), the
 vocabulary is 2,048 words and a step sees 8,192 of them. The lever is the same as there, the gradient of the logits:
@@ -234,7 +234,7 @@ def findings(numbers: Numbers) -> list[Finding]:
     return [
         Finding(
             "unscaled-falls-behind",
-            "Without loss scaling fp16 ends behind FP32.",
+            "Without loss scaling, fp16 ends with a higher loss than FP32.",
             f"Held-out loss ends {end.mean:+.3f} nats from FP32's {fp32_end:.3f} (90 % interval {end.low:+.3f} to "
             f"{end.high:+.3f}, {size.seeds} seeds; margin {MARGIN:g}); the mean logit went to {logits:.1f}, "
             f"FP32's to {fp32_logits:.1f}.",
@@ -242,13 +242,13 @@ def findings(numbers: Numbers) -> list[Finding]:
         ),
         Finding(
             "unscaled-leaves-late",
-            "Without loss scaling fp16 follows FP32 at first and leaves it later.",
+            "Without loss scaling, fp16 follows FP32 at first and diverges from it later.",
             left,
             end.behind and near.size > 0,
         ),
         Finding(
             "unscaled-diverges",
-            "Without loss scaling the loss rises again in the end.",
+            "Without loss scaling, the loss rises again at the end.",
             f"Held-out loss ends above its own lowest value by {', '.join(f'{rise:.3f}' for rise in rises)} nats "
             f"(seed by seed; margin {MARGIN:g}), FP32's mean by {fp32_rise:.3f}.",
             all(not rise <= MARGIN for rise in rises)
@@ -256,8 +256,8 @@ def findings(numbers: Numbers) -> list[Finding]:
         ),
         Finding(
             "scaled-lies-on-fp32",
-            "With a loss scale of 128 fp16 lies on FP32, and with larger ones that do not overflow.",
-            f"From FP32's held-out loss of {fp32_end:.3f} fp16 ends {', '.join(rows)} (margin {MARGIN:g}, "
+            "With a loss scale of 128, or a larger one that does not overflow, fp16 matches FP32.",
+            f"Difference from FP32's held-out loss of {fp32_end:.3f}: {', '.join(rows)} (margin {MARGIN:g}, "
             f"{size.seeds} seeds).",
             all(judged[scale].equivalent for scale in size.scales if scale > 1),
         ),
@@ -277,9 +277,9 @@ def vanish(moments: list[dict[str, Any]]) -> Finding:
     }
     return Finding(
         "gradients-vanish-unscaled",
-        "Unscaled, fp16 makes zeros of many activation gradients, and with a scale of 128 of few.",
-        f"Of the logits' nonzero gradients fp16 makes zeros of {middle_end['1']} in the middle and at the end of "
-        f"FP32's run, with a scale of 128 of {middle_end['128']}; at the start of "
+        "Without a loss scale, fp16 rounds many activation gradients to zero; with a scale of 128, few.",
+        f"fp16 rounds {middle_end['1']} of the logits' nonzero gradients to zero in the middle and at the end of "
+        f"FP32's run; with a scale of 128, {middle_end['128']}; at the start, "
         f"{100 * start['lost']['1']:.1f} %, since no word is improbable yet.",
         all(part > VANISH_UNSCALED for part in parts["1"])
         and all(part < VANISH_SCALED for part in parts["128"]),
@@ -295,7 +295,7 @@ def draw(numbers: Numbers, figure: Figure) -> None:
     logits = {name: [run["mean_logit"] for run in rows] for name, rows in runs.items()}
     at = runs["fp32"][0]["at"]
     for place, title, curves in (
-        (grid[0, :], "A language-model LSTM: held-out loss, nats a word", held_out),
+        (grid[0, :], "A language-model LSTM: held-out loss, nats per word", held_out),
         (grid[1, 0], f"Difference from FP32 (band: margin {MARGIN:g})", from_fp32),
         (grid[1, 1], "Mean of all logits", logits),
     ):

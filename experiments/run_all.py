@@ -1,9 +1,9 @@
 """Run every experiment, two at a time, and write `summary.json`; exit status 1 if a finding no longer shows.
 
     python experiments/run_all.py                                            # quick, what `make reproduce` runs
-    python experiments/run_all.py --full --out benchmarks/results/reproduce  # the figures of docs/reproduce.md
+    python experiments/run_all.py --full --out benchmarks/results/reproduce  # the figures of docs/dev/reproduce.md
 
-`python benchmarks/readme.py` then puts the summary into docs/reproduce.md.
+`python benchmarks/readme.py` then writes the summary and the figures into docs/dev/reproduce.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ATONCE = 2
 
 
 def run(name: str, options: list[str]) -> tuple[int, str]:
-    """One experiment in a process of its own: its exit status and what it printed."""
+    """Run one experiment in a separate process; returns its exit status and output."""
     script = Path(__file__).with_name(f"{name.replace('-', '_')}.py")
     child = subprocess.run(
         [sys.executable, str(script), *options], stdout=subprocess.PIPE, text=True, check=False
@@ -36,10 +36,12 @@ def main() -> int:
     """Run all, and write the summary."""
     parser = argparse.ArgumentParser(description="Run every experiment, two at a time.")
     parser.add_argument(
-        "--full", action="store_true", help="the size of the published figures, not the quick one"
+        "--full",
+        action="store_true",
+        help="train at the size of the published figures instead of the quick size",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("mezzo-reproduce"), help="folder (default %(default)s)"
+        "--out", type=Path, default=Path("mezzo-reproduce"), help="output folder (default %(default)s)"
     )
     arguments = parser.parse_args()
     options = ["--out", str(arguments.out), *["--full"] * arguments.full]

@@ -1,9 +1,9 @@
-"""Is a network as good in mixed precision as in FP32? A convolutional one and a transformer, seed by seed.
+"""Is a network as good in mixed precision as in FP32? A CNN and a transformer, seed by seed.
 
 The paper trained its networks twice, once in FP32 and once in mixed precision, and put the two results side by side:
 every pair agrees (section 4.1, table 1). One run of each can't tell a loss of quality from luck, so here every
 precision has the same seeds (five or more; three for the quick transformer), and `mezzo compare` judges: paired runs of
-an unchanged script, each in a process of its own, and a paired test of equivalence (``docs/verdict.md``).
+an unchanged script, each in a process of its own, and a paired test of equivalence (``docs/compare.md``).
 
 Declared before the runs:
 
@@ -108,22 +108,22 @@ def judged(name: str, precision: str, candidate: dict[str, Any]) -> Finding:
     if precision == CONTROL:
         return Finding(
             f"{name}-control-divergent",
-            "A judge that can tell: fp16 whose loss scale (2^-24) rounds gradients to zero is called divergent.",
+            "Control: fp16 with a loss scale of 2^-24, which rounds gradients to zero, must be divergent.",
             seen,
             word == "divergent",
         )
     title = NETWORKS[name].title
     return Finding(
         f"{name}-{precision}-as-good",
-        f"{title[0].upper()}{title[1:]} ends as good in {precision} as in FP32: equivalent, as every pair in the "
-        "original work.",
+        f"{title[0].upper()}{title[1:]} is as good in {precision} as in FP32: the verdict is equivalent, as for every "
+        "pair in the paper.",
         seen,
         word == "equivalent",
     )
 
 
 def describe(network: Network, candidate: dict[str, Any]) -> str:
-    """The verdict's numbers in one sentence; its own `reason` also tells of speed, which means nothing here."""
+    """The verdict's numbers in one sentence, without speed, which means nothing here."""
     word = candidate["parity"]
     if candidate["metric_gap"] is None or candidate["loss_gap"] is None:
         return f"{word}: {candidate['reason']}"

@@ -61,6 +61,11 @@ def with_global(x):
         return body(x)
 
 
+def with_torchs_arguments(x):
+    with mezzo.autocast("cpu", dtype=BF16), mezzo.autocast("cpu", BF16, cache_enabled=False):
+        return body(x)
+
+
 def with_method(x):
     with holder.autocast():
         return body(x)
@@ -84,7 +89,9 @@ def several(x):
 
 @BACKENDS
 @pytest.mark.parametrize(
-    "function", [with_method, decorated, several], ids=lambda function: function.__name__
+    "function",
+    [with_method, with_torchs_arguments, decorated, several],
+    ids=lambda function: function.__name__,
 )
 def test_a_context_inside_a_compiled_function(function, backend):
     """The whole graph, the eager context's formats and values, and its gradients."""

@@ -115,7 +115,7 @@ def test_each_part_of_the_gpu_check_fails_for_itself(load: Load, tmp_path: Path)
     assert json.loads(out.read_text()) == report
     found = report["parts"]
     assert "exit status 3: why" in found["breaks"]["error"]
-    assert "not done after" in found["hangs"]["error"]
+    assert "not finished after" in found["hangs"]["error"]
     assert (found["wrote first"]["result"], "exit status 1" in found["wrote first"]["error"]) == ([1], True)
     assert found["tests"]["result"] == {
         "tests": 2,

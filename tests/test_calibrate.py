@@ -131,14 +131,14 @@ def test_everything_is_put_back(given: bool, fails: bool) -> None:
 
 
 WRONG: list[tuple[Any, Any, dict[str, Any], str]] = [
-    (network, loss_of, {"steps": 0}, "0 steps looked at"),
-    (network, lambda model, one: model(one[0]), {}, r"shape \(16, 2\): it must return one number"),
+    (network, loss_of, {"steps": 0}, "in 0 watched steps"),
+    (network, lambda model, one: model(one[0]), {}, r"shape \(16, 2\): it must return a scalar tensor"),
     (network, lambda model, one: 1.0, {}, "loss_fn returned a float"),
     (network, lambda model, one: torch.ones(()), {}, "depends on the parameters"),
     (network, loss_of, {"format": "fp17"}, "Did you mean 'fp16'"),
     (network, loss_of, {"rank_formats": ["e4m3f"]}, "Did you mean 'e4m3fn'"),
     (lambda: network().half(), loss_of, {}, "the model has fp16 parameters"),
-    (nn.Identity, loss_of, {}, "there is nothing to train"),
+    (nn.Identity, loss_of, {}, "nothing to train"),
 ]
 
 

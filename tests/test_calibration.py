@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mezzo.core.calibration import MOST_LOST, Sensitivity, expected_square, rank, recommend
+from mezzo.core.calibration import MOST_LOST, Sensitivity, conclusions, expected_square, rank, recommend
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import named
 from mezzo.core.loss_scale import DynamicLossScale
@@ -59,7 +60,13 @@ FORMATS: list[tuple[set[str], str | None, list[RangeRow], str, str]] = [
     ({"fp16"}, None, FINE, "fp16", "bf16 is not"),
     (set(), None, FINE, "fp32", "neither bf16 nor fp16 is native here"),
     ({"bf16"}, "fp16", FINE, "fp16", "as asked"),
-    ({"bf16"}, None, [*FINE, activation("b", 1e6)], "bf16", "fp16 would need 2 modules in FP32"),
+    (
+        {"bf16"},
+        None,
+        [*FINE, activation("b", 1e6)],
+        "bf16",
+        "fp16 would need at least 2 modules in FP32 (not tried)",
+    ),
 ]
 
 
@@ -97,16 +104,19 @@ KEPT: list[tuple[list[RangeRow], dict[str, str]]] = [
     ([], {}),
     (
         [activation("b", 1e6)],
-        {"b": "returned up to 1e+06, beyond fp16's largest number, 65504", "c": "runs after b"},
+        {
+            "b": "returned numbers up to 1e+06, beyond fp16's largest number, 65504",
+            "c": "b, the module before it",
+        },
     ),
     ([activation("c", 65520.0)], {"c": "beyond"}),
-    ([activation("c", 40000.0)], {"c": "returned up to 4e+04, within 2x of"}),
+    ([activation("c", 40000.0)], {"c": "returned numbers up to 4e+04, within 2x of"}),
     ([activation("c", 30000.0)], {}),
     ([weight("a", 1e5)], {"a": "has a weight of up to 1e+05"}),
     ([activation("b", math.inf)], {}),  # a mask
     (
         [gradient("a", *[1e-20] * 9)],
-        {"a": "fp16 rounds 90% of its output's gradient to zero", "b": "loses 90%"},
+        {"a": "fp16 rounds 90% to zero", "b": "a, the module before it"},
     ),
     ([gradient("a", 1e-20)], {}),  # half of them: not more
 ]
@@ -129,13 +139,18 @@ def test_as_a_file_as_json_and_as_text(tmp_path: Path) -> None:
     path = tmp_path / "policy.toml"
     path.write_text(found.to_toml())
     assert policy(path) == policy(found.policy)
-    for reason in ("\n# weight gradient of a.weight, ", "\n# b: returned up to 1e+06"):
+    for reason in ("\n# weight gradient of a.weight, ", "\n# b: returned numbers up to 1e+06"):
         assert reason in found.to_toml()
     data = json.loads(found.to_json())
     assert data["policy"] == found.policy
     assert [one["module"] for one in data["kept"]] == ["b", "c"]
     assert data["kept"][0]["evidence"]["histogram"]["largest"] == 1e6
-    for words in ("dynamic from 2^16", "keep in fp32 b: returned up to 1e+06", found.policy, "\nnote "):
+    for words in (
+        "dynamic from 2^16",
+        "keep in FP32 b: returned numbers up to 1e+06",
+        found.policy,
+        "\nnote ",
+    ):
         assert words in str(found)
 
 
@@ -143,14 +158,40 @@ def test_a_module_in_which_fp16_overflows_is_kept() -> None:
     sensitive = [row("block", "fp16", math.inf, "mul"), row("a", "fp16"), row("c", "bf16", math.inf, "mul")]
     found = recommend([*steps(FINE), SensitivityRecord(0, 2.0, sensitive)], native={"fp16"})
     assert [(one.module, one.evidence) for one in found.kept] == [("block", None)]
-    assert "mul inside it overflows" in found.kept[0].why
+    assert "mul overflows" in found.kept[0].why
     assert policy(found.policy).modules == (("block", "fp32"),)
+    outside = SensitivityRecord(
+        0, 2.0, [row("", "fp16", math.inf, "mul")]
+    )  # in no module that a policy can name
+    assert recommend([*steps(FINE), outside], native={"fp16"}).policy == "fp16,op.mul=fp32"
+
+
+WATCHED: list[tuple[list[RangeRow], float | None, list[str]]] = [
+    (FINE, None, ["fp16 holds all watched tensors at loss scale 2^16; it rounds 0% of the gradients"]),
+    ([*FINE, weight_gradient("b", 1e-12)], 8.0, ["at loss scale 2^3; it rounds 25% of the gradients to zero"]),
+    ([*FINE, activation("e", 1e6)], None, ["for fp16 keep e in FP32: it returned numbers up to 1e+06", "bf16 has"]),
+    ([replace(one, format="fp16") for one in FINE] + [activation("e", 1e6)], None, ["outside of the modules in FP32"]),
+    ([RangeRow("a", "update ratio", "bf16", of(*[1e-5] * 9, 1.0))], None, ["lose 90% of the updates of a"]),
+    (CHAIN, None, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "scale", "words"), WATCHED)
+def test_what_is_concluded_from_watched_tensors(
+    rows: list[RangeRow], scale: float | None, words: list[str]
+) -> None:
+    found = conclusions(rows, scale)
+    assert len(found) == len(words)
+    assert all(word in line for word, line in zip(words, found)), found
 
 
 NOTES: list[tuple[list[RangeRow], str]] = [
     ([gradient("b", math.nan, 1.0)], "in FP32 itself 1 numbers of the activation gradient of b"),
     ([activation("", 1e6)], "no policy can name ''"),
-    ([gradient("b", 1e10)], "activation gradient of b, largest 1e+10: it overflows fp16 under every dynamic"),
+    (
+        [gradient("b", 1e10)],
+        "activation gradient of b, largest 1e+10: this overflows fp16 under every dynamic",
+    ),
 ]
 
 
@@ -163,7 +204,7 @@ def test_notes(rows: list[RangeRow], words: str) -> None:
 
 @pytest.mark.parametrize("rows", [[], [CHAIN], [[gradient("a", 0.0, math.nan)]]])
 def test_without_a_gradient_nothing_is_recommended(rows: list[list[RangeRow]]) -> None:
-    with pytest.raises(UsageError, match="looked at is finite and not 0"):
+    with pytest.raises(UsageError, match="no gradient was finite and not 0"):
         recommend(steps(*rows), native={"fp16"})
 
 

@@ -18,7 +18,8 @@ from mezzo.compare.progress import Watcher
 from mezzo.core.errors import UsageError
 
 # Stands in for the launcher. The script is a JSON object:
-#   bytes {precision: [fixed, each]}   steps 12   device "cpu"   linger: sleeps when the steps are done
+#   bytes {precision: [fixed, each]}   steps 12   device "cpu"   linger: from this size on it sleeps in the end
+#   overhead: seconds of a step apart from 1 ms for each sample
 #   ends {size: how}, for this size and all larger: text (its output) and status, or a signal; `run` for the smaller
 FAKE = """
 import json, os, sys, time
@@ -42,14 +43,14 @@ machine = {"device_type": does.get("device", "cpu")}
 writer.write(records.RunStarted("s", request["argv"], request["policy"], 0, False, machine, "now"))
 fixed, each = does.get("bytes", {}).get(request["policy"], [0, 1000])
 for i in range(end.get("steps", does.get("steps", 12))):
-    at = i * (0.01 + size / 1000)
+    at = i * (does.get("overhead", 0.01) + size / 1000)
     writer.write(records.LossRecord(i, 1.0, at))
     writer.write(records.UpdateRecord(i, 0, True, False, 1.0, at, observed=i == 2))
     if i == request["stop_after"] - 1:
         break
     if i == 2:
         writer.write(records.MemoryRecord(fixed + each * size, "tensor bytes"))
-if does.get("linger"):
+if size >= does.get("linger", size + 1):
     time.sleep(60)
 writer.write(records.RunEnded(0, 1.0, end.get("notes", [])))
 """
@@ -90,7 +91,7 @@ def test_two_precisions_are_searched_and_compared(here: Path, capsys: pytest.Cap
     assert lines[5].split() == ["21", "21", "kB", "-", "-", "no:", "over", "the", "limit"]
     assert lines[-2].startswith("fp32: --batch 20 is the largest that fits (20 kB of 20 kB)")
     assert lines[-1].startswith("bf16: --batch 40 is the largest that fits")
-    assert lines[-1].endswith(" The largest is 2.00 times that of fp32.")
+    assert lines[-1].endswith(" That is 2.00 times the size in fp32.")
     (here / "found" / "runs" / "old.log").touch()
     assert main([*words, "--json", "--precision=bf16"]) == 0  # its own folder may be used again
     out, err = capsys.readouterr()
@@ -110,13 +111,15 @@ ERROR = {"text": 'Traceback (most recent call last):\n  File "train.py"\nValueEr
 # the script, more words -> the sizes tried, the largest (0: none), and what is said of it
 ENDS: list[tuple[dict[str, Any], list[str], list[int], int, str]] = [
     ({"ends": {20: OOM}, "device": "cuda"}, ["--multiple-of=8"], [8, 16, 32, 24], 16, "no: out of memory"),
-    ({"device": "cuda"}, ["--max=40"], [8, 16, 32, 40], 40, "the largest that was tried, and it fits (40 kB)"),
+    ({"device": "cuda"}, ["--max=40"], [8, 16, 32, 40], 40, "the largest that was tried and fits (40 kB)"),
     ({"device": "cuda"}, ["--limit=20kB"], [8, 16, 20, 21], 20, "no: over the limit"),
     ({}, [], [8, 10, 11], 10, "is the largest that fits (10 kB of 10 kB)"),  # what the machine has left
-    ({"ends": {12: {"signal": 9}}}, ["--limit=1GB"], [8, 16, 12, 10, 11], 11, "killed by the system, most likely"),
+    ({"ends": {12: {"signal": 9}}}, ["--limit=1GB"], [8, 16, 12, 10, 11], 11, "by the system, probably out of memory"),
+    ({"overhead": 0}, ["--limit=1GB"], [8, 16, 32], 32, "have not risen since 8. For larger sizes: --max 512"),
+    ({"overhead": 0}, ["--limit=1GB", "--max=64"], [8, 16, 32, 64], 64, "64 is the largest that was tried and fits"),
     ({"ends": {20: ERROR}}, ["--limit=1GB"], [8, 16, 32], 16, "ended with exit status 1. "),
     ({"ends": {20: ERROR}}, ["--limit=1GB"], [8, 16, 32], 16, "ValueError: bad rows"),
-    ({"ends": {20: {"steps": 2}}}, ["--limit=1GB"], [8, 16, 32], 16, "ended after 2 steps, and memory is"),
+    ({"ends": {20: {"steps": 2}}}, ["--limit=1GB"], [8, 16, 32], 16, "ended after 2 steps, but memory is"),
     ({"ends": {20: {"signal": 15}}}, ["--limit=1GB"], [8, 16, 32], 16, "--batch 32 was killed by signal 15"),
     ({"bytes": {"bf16": [5000, 1]}}, ["--start=2", "--limit=4kB"], [2, 1], 0, "1 takes 5 kB, and the limit is 4 kB"),
     ({"bytes": {"bf16": [5000, 1]}, "ends": {1: ERROR, 2: {}}}, ["--start=2", "--limit=4kB"], [2, 1], 0,
@@ -140,7 +143,7 @@ def test_the_ways_in_which_a_search_ends(
     assert main(["batch-size", name, "--vary=--batch", "--precision=bf16", *more]) == (not largest)
     out = capsys.readouterr().out
     assert [int(line.split()[-1]) for line in calls(here)] == sizes
-    assert (f"--batch {largest} is the largest" if largest else "nothing fits") in out.splitlines()[-1]
+    assert (f"--batch {largest} is the largest" if largest else "no size fits") in out.splitlines()[-1]
     assert says in out
 
 
@@ -150,7 +153,7 @@ FAILURES: list[tuple[dict[str, Any], str]] = [
     ({"ends": {1: ERROR}}, "ValueError: bad rows"),
     ({"ends": {1: {"text": "mezzo: no bf16 here", "status": 2}}}, "mezzo: no bf16 here"),
     ({"steps": 2, "ends": {1: {"notes": ["left alone: it uses autocast"]}}},
-     "ended after 2 steps, and memory is measured in step 3 (left alone: it uses autocast). Let it"),
+     "ended after 2 steps, but memory is measured in step 3 (left alone: it uses autocast). Let it"),
     ({"bytes": {"bf16": [500, 0]}}, "sizes from 8 to 512 take the same bytes"),
 ]  # fmt: skip
 
@@ -166,17 +169,28 @@ def test_a_script_that_fails_at_the_first_size(
     assert err.count("mezzo batch-size: ") == 1
 
 
-def test_an_interrupt_ends_the_child_and_leaves_no_request(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by", ["a signal", "the time"])
+def test_what_ends_a_search_ends_the_child_and_leaves_the_table(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
+    """In the second run: the first size is in the table, and no request is left behind."""
+    now = [0.0]
+
     def stop(self: Watcher, done: int) -> None:
-        signal.raise_signal(signal.SIGTERM)
+        if self._name.endswith(" 16") and by == "a signal":
+            signal.raise_signal(signal.SIGTERM)
+        now[0] += 61.0 * self._name.endswith(" 16")
 
     monkeypatch.setattr(Watcher, "steps", stop)
-    name = script(here, linger=True)
-    words = ["batch-size", name, "--vary=--batch", "--limit=1GB", "--precision=bf16", "--out=found"]
-    assert main([*words, "--steps=100"]) == 130
-    assert ": stopped, " in capsys.readouterr().err
+    monkeypatch.setattr(verb.time, "monotonic", lambda: now[0])
+    words = ["batch-size", script(here, linger=16), "--vary=--batch", "--limit=1GB", "--precision=bf16"]
+    assert main([*words, "--minutes=1", "--out=found"]) == (130 if by == "a signal" else 0)
+    out, err = capsys.readouterr()
+    assert ": stopped, " in err
+    assert [line.split()[0] for line in out.splitlines()[:3]] == ["bf16", "size", "8"]
+    assert "before --batch 16 was measured" in out
+    assert ("--minutes 3" in out) == (by == "the time")
+    assert out.splitlines()[-1].startswith("bf16: --batch 8 is the largest that was tried and fits")
     assert not list((here / "found" / "runs").glob("*.request.json"))
 
 
@@ -186,12 +200,12 @@ MISUSED = [
     (["train.py", "-m", "x", "--vary=--batch"], "received train.py, x"),
     (["train.py"], "--vary is missing"),
     (["train.py", "--vary=batch"], "--vary=batch_size= for key=value"),
-    (["train.py", "--vary={}"], "no argument of the script holds {}"),
+    (["train.py", "--vary={}"], "no argument of the script contains {}"),
     ("--precision bf61", "Did you mean 'bf16'?"),
     ("--precision auto", "Name one, such as bf16"),
-    ("--limit 4giga", "is no number of bytes"),
+    ("--limit 4giga", "is not a number of bytes"),
     ("--steps 3", "The minimum is 4"),
-    ("--max 4 --multiple-of 8", "max_size=4 (--max) is below multiple_of=8 (--multiple-of)"),
+    ("--max 4 --multiple-of 8", "max_size=4 (--max) is less than multiple_of=8 (--multiple-of)"),
     ("--out train.py", "--out train.py: is a file"),
     ("--out .", "holds other files (train.py)"),
 ]
@@ -261,7 +275,7 @@ def test_the_real_thing(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING))
     words = ["batch-size", "train.py", "--vary=--batch-size", "--precision=fp32,bf16", "--multiple-of=128"]
-    status = main([*words, "--limit=1MB", "--start=256", "--json"])
+    status = main([*words, "--limit=1MB", "--start=256", "--max=100000", "--json"])
     out, err = capsys.readouterr()
     assert status == 0, err
     found = json.loads(out)["precisions"]

@@ -41,11 +41,11 @@ def test_it_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str
     for line in (
         "format       fp16: it is native here, and bf16 is not\n",
         "loss scale   fp16: dynamic from 2^16, or constant 2^16\n",
-        "keep in fp32 b: returned up to 1e+06, beyond fp16's largest number, 65504\n",
+        "keep in FP32 b: returned numbers up to 1e+06, beyond fp16's largest number, 65504\n",
         "             2^-2 |█▃| 2^-1, in fp16: all kept\n",
         "policy       fp16,module.b=fp32\n",
         "Use it:      mezzo run --policy mezzo-calibrate-train/policy.toml train.py --epochs 3\n",
-        "Prove it:    mezzo compare train.py --precision mezzo-calibrate-train/policy.toml -- --epochs 3\n",
+        "Test it:     mezzo compare train.py --precision mezzo-calibrate-train/policy.toml -- --epochs 3\n",
     ):
         assert line in out
     folder = here / "mezzo-calibrate-train"
@@ -68,8 +68,8 @@ CHANGES = {"a": {"bf16": 1e-3, "fp16": 1e-4, "e4m3fn": 2e-3}, "": {"bf16": 0.5, 
 def test_the_modules_are_ranked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", script(here, changes=CHANGES), "--steps", "2"]) == 0
     out = capsys.readouterr().out
-    title, *lines = out[out.index("sensitivity  change of the loss by each module") :].splitlines()
-    assert "at most 0.007 each (0.5% of 2 over the root of 2)" in title
+    title, *lines = out[out.index("sensitivity  lowest format for each module") :].splitlines()
+    assert "0.007: 0.5% of the loss 2 / sqrt(2 modules)" in title
     assert lines[:2] == [
         "             (the model): fp32 (bf16 0.5, fp16 overflow in mul, e5m2 -, e4m3fn -)",
         "             a: e4m3fn (bf16 0.001, fp16 0.0001, e5m2 -, e4m3fn 0.002)",
@@ -97,7 +97,7 @@ def test_nothing_looked_at_is_told(here: Path, capsys: pytest.CaptureFixture[str
     out, err = capsys.readouterr()
     assert out == ""
     for words in (
-        "nothing to calibrate with: 20 updates were made",
+        "the script made 20 updates",
         "not LBFGS",
         "mezzo.calibrate(",
         "Compiled.",
@@ -114,7 +114,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({}, "train.py --precision fp17", "unknown format 'fp17'"),
     ({"crash": True}, "train.py", "exit status 1 in FP32. Its output ended:\nTraceback"),
-    ({"largest": 0.0}, "train.py --steps 1", "no gradient in the 1 steps looked at is finite and not 0"),
+    ({"largest": 0.0}, "train.py --steps 1", "in 1 watched steps no gradient was finite and not 0"),
 ]
 
 
@@ -166,7 +166,7 @@ def test_planted_overflows_are_kept_in_fp32_and_the_recommendation_trains(
     assert main(["calibrate", "train.py", "--steps", "4", "--precision", "fp16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["recommendation"]
     assert [one["module"] for one in found["kept"]] == ["2", "3", "5"]
-    assert found["kept"][2]["why"] == "mul inside it overflows in fp16"
+    assert found["kept"][2]["why"] == "its operation mul overflows in fp16"
     ranking = {one["module"]: one for one in found["sensitivity"]["modules"]}
     assert (ranking["2"]["changes"]["fp16"], ranking["2"]["causes"]["fp16"]) == ("inf", "mul")
     file = str(tmp_path / "mezzo-calibrate-train" / "policy.toml")

@@ -110,7 +110,7 @@ def test_the_error_names_where_it_comes_from_and_offers_remedies() -> None:
     scale = mezzo.DynamicLossScale(init=2.0, floor=1.0, patience=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mp = mezzo.MixedPrecision(model, optimizer, "fp16", trace=True, loss_scale=scale)
-    with pytest.raises(LossScaleCollapseError, match=r"What makes them fail: .*\b1\b") as raised:
+    with pytest.raises(LossScaleCollapseError, match=r"Cause: .*\b1\b") as raised:
         again_and_again(lambda: step(mp, 0))
     assert "add an eps to the denominator" in str(raised.value)
     assert "PATTERN" not in str(raised.value)
@@ -208,7 +208,7 @@ def test_a_training_whose_fault_is_mended_goes_on_in_place(decides: str) -> None
 def test_without_a_loss_scale_there_is_none_to_begin_anew() -> None:
     model = network()
     mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
-    with pytest.raises(UsageError, match=r"bf16 has no loss scale.*loss_scale="):
+    with pytest.raises(UsageError, match=r"bf16. has no loss scale.*loss_scale="):
         mp.reset_loss_scale()
 
 

@@ -1,14 +1,15 @@
-"""Documentation is true: pages' Python runs, with warnings as errors; docstrings' examples give what they show."""
+"""The pages are true: each block of Python runs alone, with warnings as errors, and prints what follows it."""
 
 from __future__ import annotations
 
 import doctest
+import gc
 import importlib
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,35 +17,27 @@ import torch
 
 from mezzo.core.overflow import CAUSES
 from mezzo.core.ranges import WHAT
-from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY
 from mezzo.pytorch.training import mixed_precision
 
-DOCS = Path(__file__).parent.parent / "docs"
-# The pages of other frameworks run beside their tests, and that of batch sizes with a limit that counts other tests'
-# tensors; recipes show the examples, which test_examples.py runs.
-ELSEWHERE = ("keras.md", "tensorflow.md", "batch-size.md", "log.md")
-GIVEN = {  # what a page that shows fragments takes for granted
-    "compile.md": """
-import torch, mezzo
-model, criterion = torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss()
-optimizer = torch.optim.AdamW(model.parameters())
-loader = [(torch.randn(8, 4), torch.randint(0, 3, (8,)))] * 2
-x, y = loader[0]
-"""
-}
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PAGES = [
-    page
-    for page in sorted(DOCS.glob("*.md"))
-    if page.name not in ELSEWHERE and BLOCK.search(page.read_text(encoding="utf-8"))
+ROOT = Path(__file__).parent.parent
+USER_PAGES = sorted((ROOT / "docs").glob("*.md"))
+# A block, and the ```text after it, which is what it prints. A second word in the fence names a framework.
+BLOCK = re.compile(
+    r"^(?P<fence>```python(?: \w+)*)\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<shown>.*?)^```)?",
+    re.MULTILINE | re.DOTALL,
+)
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}:{block.string.count(chr(10), 0, block.start()) + 1}")
+    for page in (ROOT / "README.md", *USER_PAGES)
+    for block in BLOCK.finditer(page.read_text(encoding="utf-8"))
+    if block["fence"] == "```python"
 ]
-SOURCES = DOCS.parent / "src"
 SHOWN = [
-    ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__")
-    for path in sorted(SOURCES.rglob("*.py"))
+    ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted((ROOT / "src").rglob("*.py"))
     if ">>> " in path.read_text(encoding="utf-8")
 ]
-# Examples that measure memory run in a process of their own: tensors of other tests would count.
+# Examples that measure memory run in a separate process: tensors of other tests would count.
 MEASURE = ("mezzo.pytorch.batch_size", "mezzo.pytorch.memory")
 CHILD = """
 import doctest, importlib, sys
@@ -53,89 +46,65 @@ sys.exit(bool(found.failed) or not found.attempted)
 """
 
 
-def section(title: str) -> str:
-    """A section of docs/monitoring.md."""
-    text = (DOCS / "monitoring.md").read_text(encoding="utf-8")
-    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found.group(1)
-
-
-Execute = Callable[..., tuple[dict[str, object], str]]
+def matches(shown: str, printed: str) -> bool:
+    """Whether a page shows what was printed; ``...`` stands for any text."""
+    return re.fullmatch(".*".join(map(re.escape, shown.split("..."))), printed, re.DOTALL) is not None
 
 
 @pytest.fixture
-def execute(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Execute]:
-    """Runs a text's blocks of Python, one after the other: the names that they leave, and what they print."""
-    monkeypatch.chdir(tmp_path)
+def clean() -> Iterator[None]:
+    """Default random state and no open MixedPrecision, before and after."""
+    gc.collect()
     state = torch.get_rng_state()
-
-    def run(text: str, given: str = "") -> tuple[dict[str, object], str]:
-        torch.manual_seed(0)
-        names: dict[str, object] = {}
-        exec(given, names)
-        for number, block in enumerate(BLOCK.finditer(text)):
-            code = block.group(1)
-            if code.startswith(">>>"):
-                test = doctest.DocTestParser().get_doctest(code, names, "page", None, 0)
-                assert not doctest.DocTestRunner().run(test, clear_globs=False).failed
-                names |= test.globs
-                continue
-            script = tmp_path / f"block{number}.py"  # a diagnosis reads the line
-            script.write_text(code, encoding="utf-8")
-            exec(compile(code, str(script), "exec"), names)
-        return names, capsys.readouterr().out
-
-    yield run
+    torch.manual_seed(0)
+    yield
     torch.set_rng_state(state)
     for mp in list(mixed_precision._ALIVE):
         mp.close()
 
 
 @pytest.mark.heavy
+@pytest.mark.usefixtures("clean")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # Inductor's own imports
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_code_of_a_page_runs(page: Path, execute: Execute) -> None:
-    execute(page.read_text(encoding="utf-8"), GIVEN.get(page.name, ""))
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_runs_alone_and_prints_what_is_shown(
+    block: re.Match[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if block["code"].startswith(">>>"):
+        test = doctest.DocTestParser().get_doctest(block["code"], {}, "page", None, 0)
+        assert not doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed
+        return
+    script = tmp_path / "train.py"  # a report about a skipped step names the file and shows the line
+    script.write_text(block["code"], encoding="utf-8")
+    exec(compile(block["code"], str(script), "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert block["shown"] is None or matches(block["shown"], printed), printed
 
 
-def test_a_skipped_step_is_explained_as_shown(execute: Execute) -> None:
-    text = section("A step that was skipped")
-    shown = next(
-        body for word, body in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if not word
-    )
-    assert execute(text)[1] == shown.replace("train.py", "block0.py")
-    assert [cause for cause in CAUSES if f"| `{cause}` |" not in text] == []
+def test_user_pages_are_few_and_each_is_in_the_navigation() -> None:
+    assert len(USER_PAGES) <= 14
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    navigation = re.findall(r"([\w/-]+\.md)$", text, re.MULTILINE)
+    pages = (path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+    assert sorted(navigation) == sorted(pages)
 
 
-def test_ranges_recover_with_the_scale(execute: Execute) -> None:
-    text = section("Ranges")
-    shares = re.findall(r"^(\d) fp16 (\d+)% -> (\d+)%$", execute(text)[1], re.MULTILINE)
-    assert [module for module, _, _ in shares] == ["2", "1", "0"]
-    assert all(int(scaled) < int(without) for _, without, scaled in shares)
-    assert all(f"| `{what}` |" in text for what in WHAT)
-    assert f"`watch=True` at every {'hundredth' if DEFAULT_EVERY == 100 else DEFAULT_EVERY}" in text
-
-
-def test_calibration_recommends_and_ranks(execute: Execute) -> None:
-    assert "\npolicy       fp16," in execute(section("The loss scale from data"))[1]
-    lines = execute(section("Which modules low precision hurts"))[1].splitlines()
-    assert {line.split()[0] for line in lines} == {"0", "1", "2"}
-    assert all("'e3m2'" in line for line in lines if "Linear" in line)
+def test_every_cause_and_every_kind_of_range_is_explained() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in USER_PAGES)
+    assert [word for word in (*CAUSES, *WHAT) if f"| `{word}` |" not in text] == []
 
 
 def test_the_table_of_loss_scales_is_the_benchmarks() -> None:
-    found = json.loads((DOCS.parent / "benchmarks" / "results" / "loss_scales.json").read_text())
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
+    found = json.loads((ROOT / "benchmarks" / "results" / "loss_scales.json").read_text())
     for name, row in found["trainings"].items():
         low, high = row["largest_log2"]
         cells = [
             f"{row['scales'][kind]['skipped']}, {row['scales'][kind]['unused_bits_mean']:.1f}"
             for kind in ("constant", "dynamic")
         ]
-        line = f"| {name} | 2^{low:.1f} to 2^{high:.1f} | {' | '.join(cells)} |"
-        assert line in section("The loss scale from data")
+        assert f"| {name} | 2^{low:.1f} to 2^{high:.1f} | {' | '.join(cells)} |" in text
 
 
 @pytest.mark.parametrize("name", SHOWN)

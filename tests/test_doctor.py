@@ -260,7 +260,7 @@ def test_wrong_usage_exits_2_and_says_how_to_mend_it(
 def test_the_json_is_strict_and_every_key_of_it_is_documented(
     cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "doctor.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs" / "formats.md").read_text(encoding="utf-8")
 
     def shown(*words: str) -> Any:
         assert main(["doctor", "--json", *words]) == 0

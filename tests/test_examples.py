@@ -1,4 +1,4 @@
-"""The examples of docs/recipes and the demos: each runs as it stands, small, and prints what it should."""
+"""The examples and the demos: each runs as it stands, small, and prints what it should."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ RUNS = [
         6,
         r"fp16,hidden=fp32: .* states torch.float32 and .*",
     ),
-    ("gan.py", ["--generator", "bf16", "--discriminator", "fp32"], 30, r"\d of 8 heaps reached, \d+% of .*"),
-    ("fine_tuning.py", [], 20, r"\{'torch.float32'\} to save, beside .*'torch.bfloat16'.*"),
+    (
+        "gan.py",
+        ["--generator", "bf16", "--discriminator", "fp32"],
+        30,
+        r"\d of 8 clusters reached, \d+% of .*",
+    ),
+    ("fine_tuning.py", [], 20, r"\{'torch.float32'\} to save; the model has .*'torch.bfloat16'.*"),
     ("accumulation_and_clipping.py", [], 8, r"fp16: 3 updates from 10 batches, last loss .*"),
 ]
 
@@ -59,8 +64,8 @@ def test_an_example_runs(
 def test_every_example_is_run_and_has_a_page() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("keras_")}
     assert {row[0] for row in RUNS} == names
-    recipes = (EXAMPLES.parent / "docs" / "recipes").glob("*.md")
-    pages = "".join(path.read_text(encoding="utf-8") for path in recipes)
+    docs = EXAMPLES.parent / "docs"
+    pages = "".join((docs / page).read_text(encoding="utf-8") for page in ("models.md", "training.md"))
     assert [name for name in names if f"`examples/{name}`" not in pages] == []
 
 

@@ -109,7 +109,7 @@ def test_the_cheapest_experiment_shows_its_findings_and_each_can_fail(tmp_path: 
         (("largest_positive_sum", "fp16"), 257.0, {"positive-terms-stick"}),
         (("dot", "zero mean", "bf16", "fp32"), [5e-4] * n, {"fp32-is-enough"}),
         (("dot", "zero mean", "fp16", "sequential"), [1e-3] * n, {"zero-mean-drifts"}),
-        (("dot", "positive", "fp16", "pairwise"), [0.01] * n, {"order-mends-it"}),
+        (("dot", "positive", "fp16", "pairwise"), [0.01] * n, {"order-fixes-it"}),
         (("variance", "unit", "sequential"), [0.1] * n, {"variance-sticks"}),
         (("variance", "large", "pairwise"), inf, {"variance-overflows"}),
         (("variance", "offset", "sequential"), [0.001] * n, {"variance-loses-digits"}),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import shutil
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,13 +218,13 @@ def test_a_second_derivative_is_refused_and_a_first_one_of_a_graph_is_not(scalin
     assert torch.equal(grads[0], expected["dx"])
     assert torch.equal(grads[1], expected["dw"])
     for grad in grads:
-        with pytest.raises(UsageError, match=r"gradient of its gradient.*module\.NAME=bf16"):
+        with pytest.raises(UsageError, match=r"second derivatives.*module\.NAME=bf16"):
             grad.float().sum().backward(retain_graph=True)
 
     def loss(x: Tensor) -> Tensor:
         return (fp8_linear(x, w, b, scaling=scaling).float() ** 2).sum()
 
-    with pytest.raises(UsageError, match="gradient of its gradient"):
+    with pytest.raises(UsageError, match="second derivatives"):
         torch.func.jacrev(torch.func.grad(loss))(x.detach())
 
 
@@ -323,9 +321,3 @@ def test_which_way_a_device_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEZZO_FP8", "nativ")
     with pytest.raises(UnknownNameError, match=r"MEZZO_FP8='nativ'.*emulated, native. Did you mean 'native'"):
         fp8.is_native(cpu)
-
-
-def test_the_page_is_true() -> None:
-    page = Path(__file__).parent.parent / "docs" / "fp8.md"
-    failed, tried = doctest.testfile(str(page), module_relative=False)
-    assert (failed, tried >= 2) == (0, True)

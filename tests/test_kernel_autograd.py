@@ -134,7 +134,7 @@ KERNELS: dict[str, Kernel] = {
         F.linear,
         (((32, 64), FP32), ((48, 64), FP32), ((48,), FP32)),
         saved=1,
-        refuses=(r"gradient of its gradient.*module\.NAME=bf16", "is_grads_batched"),
+        refuses=(r"second derivatives are not supported.*module\.NAME=bf16", "is_grads_batched"),
     ),
     "linear_cross_entropy": Kernel(
         loss_rows,
@@ -162,7 +162,7 @@ def weighed(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def loss(*tensors: Tensor) -> Tensor:
         out = call(*tensors).float()
-        # No Python number meets an op here: see "torch.func" in docs/policies.md.
+        # No Python number meets an op here: see torch.func in docs/policies.md.
         weights = torch.tensor([-1.5, -0.5, 0.5, 1.5, 2.5]).repeat(out.numel() // 5 + 1)
         return (out * weights[: out.numel()].view(out.shape)).sum()
 

@@ -308,7 +308,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "class weights": ({"class_weight": torch.ones(4)}, UsageError, r"class_weight \[4\]"),
     "target's shape": ({"target": torch.tensor([1])}, UsageError, r"target \[1\]"),
     "reduction": ({"reduction": "avg"}, UnknownNameError, "'avg'.*mean, none"),
-    "smoothing": ({"label_smoothing": 1.5}, UsageError, "label_smoothing=1.5"),
+    "smoothing": ({"label_smoothing": 1.5}, UsageError, "label_smoothing is 1.5"),
     "formats": ({"weight": torch.ones(5, 4).bfloat16()}, UsageError, "fp32, bf16"),
     "no such class": ({"target": torch.tensor([0, 5])}, IndexError, "5"),
 }

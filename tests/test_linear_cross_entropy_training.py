@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from mezzo.core.errors import UsageError
 from mezzo.nn import LinearCrossEntropy
 from mezzo.pytorch import linear_cross_entropy as module
 
-PAGE = Path(__file__).parent.parent / "docs" / "losses.md"
 VOCABULARY, WIDTH = 31, 16
 TOKENS = torch.arange(40).view(4, 10) * 7 % VOCABULARY
 
@@ -131,13 +128,3 @@ def test_a_linear_layer_to_everyone_else() -> None:
         head(hidden)
     with pytest.raises(UsageError, match=r"\[31\]"):
         LinearCrossEntropy(WIDTH, VOCABULARY, weight=torch.rand(3))
-
-
-def test_the_code_of_the_page_runs() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert len(blocks) == 4
-    names: dict[str, object] = {}
-    for block in blocks:
-        line = text[: block.start(1)].count("\n")
-        exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)

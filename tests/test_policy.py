@@ -21,7 +21,7 @@ from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from mezzo.core.masters import bytes_per_parameter
 from mezzo.core.policy import PRESETS, Policy, policy
-from mezzo.core.policy_text import matches
+from mezzo.core.policy_text import KEYS, matches
 from mezzo.core.rules import RULES, Rule
 from mezzo.pytorch.dtypes import DTYPES
 
@@ -328,7 +328,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs/policies.md"
 
 
 def test_the_documents_bytes_are_those_of_the_table() -> None:
-    section = DOCUMENT.read_text(encoding="utf-8").partition("## Weights, masters")[2].partition("\n## ")[0]
+    section = DOCUMENT.read_text(encoding="utf-8").partition("## 16-bit weights")[2].partition("\n## ")[0]
     rows = [
         [cell.strip() for cell in row.strip("|").split("|")] for row in section.splitlines() if "| `" in row
     ]
@@ -341,17 +341,11 @@ def test_the_documents_bytes_are_those_of_the_table() -> None:
         assert whole == round(total, 2) == round(sum(parts), 2), text
 
 
-def test_the_document_shows_the_table_as_it_is() -> None:
+def test_the_document_explains_every_rule_and_key() -> None:  # test_readme.py compares the op table
     text = DOCUMENT.read_text(encoding="utf-8")
-    families: dict[tuple[str, str, str], list[str]] = {}
-    for row in RULES.values():
-        rule = "; ".join([row.rule.value, *(f"{rule} in {fmt}" for fmt, rule, _ in row.by_format)])
-        families.setdefault((row.family, rule, row.reason), []).append(f"`{row.op}`")
-    for (family, rule, reason), names in families.items():
-        assert f"| {family} | {rule} | {', '.join(names)} | {reason} |" in text
-    assert f"the {len(RULES)} ops" in text
-    for rule in Rule:
-        assert re.search(rf"^\| `{rule}` \|", text, re.MULTILINE)
+    assert [
+        word for word in (*Rule, *KEYS, *PRESETS) if not re.search(rf"^\| `{word}` \|", text, re.MULTILINE)
+    ] == []
 
 
 def test_built_in_python() -> None:
@@ -372,12 +366,21 @@ TAKES: dict[str, Callable[[Any], str]] = {
 }
 
 
+OTHER_NAMES = {
+    "fp32": ("float32", "32", "32-true"),
+    "fp16": ("float16", "half", "16", "16-mixed", "mixed_float16"),
+    "bf16": ("bfloat16", "bf16-mixed", "mixed_bfloat16"),
+}
+
+
 @pytest.mark.parametrize("where", TAKES)
-def test_a_torch_dtype_is_a_precision_and_other_values_are_not(where: str) -> None:
+def test_a_torch_dtype_or_usual_name_is_a_precision_and_other_values_are_not(where: str) -> None:
     for name in FORMATS:
-        assert TAKES[where](DTYPES[name]) == TAKES[where](name)
+        for same in (DTYPES[name], *OTHER_NAMES[name]):
+            assert TAKES[where](same) == TAKES[where](name)
     if "(" not in where:
-        for wrong in (torch.int8, torch.float64, torch.float8_e4m3fn, None, 16, b"bf16", float):
+        wrongs: tuple[Any, ...] = (torch.int8, torch.float64, torch.float8_e4m3fn, b"bf16", float)
+        for wrong in (*wrongs, None) if where == "policy" else wrongs:
             with pytest.raises(UsageError) as told:
                 TAKES[where](wrong)
             assert all(word in str(told.value) for word in (repr(wrong), "torch.bfloat16", ".toml"))

@@ -1,4 +1,4 @@
-"""docs/private-torch.md lists the private names of PyTorch that the sources use, and the installed PyTorch has them."""
+"""docs/dev/private-torch.md lists PyTorch's private names that the sources use; the installed PyTorch has them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def used() -> set[str]:
 
 
 def listed() -> set[str]:
-    page = (ROOT / "docs" / "private-torch.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "dev" / "private-torch.md").read_text(encoding="utf-8")
     return set(re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE))
 
 

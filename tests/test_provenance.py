@@ -293,6 +293,34 @@ def test_policies_that_are_offered_help_and_add_to_the_runs_policy(
         assert result(make(), text).stepped, text
 
 
+class Energy(nn.Module):
+    """The product overflows fp16, and so does the linear layer that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden, self.energy, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.hidden(x))
+        return self.head(torch.tanh(self.energy(hidden * 200_000) / 100_000))
+
+
+@pytest.mark.parametrize(("native", "instead"), [("", "bf16"), ("fp16", "fp32")])
+def test_remedies_that_only_move_the_overflow_are_combined(
+    native: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And without bf16 on the GPU, FP32 is offered."""
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", native)
+    told = result(Energy(), "fp16").finding
+    assert (told.module, told.op) == ("", "mul")
+    assert quoted(told) == ["fp16,op.mul=fp32,module.energy=fp32", instead]
+    assert any("operation mul and module energy in FP32" in one for one in told.remedies)
+    for text in quoted(told):
+        assert result(Energy(), text).stepped, text
+    assert result(Energy(), "fp16,op.mul=fp32").finding.module == "energy"
+
+
 def test_a_remedy_in_another_model_is_for_that_models_policy() -> None:
     torch.manual_seed(0)
     critic = nn.Sequential(
@@ -306,7 +334,7 @@ def test_a_remedy_in_another_model_is_for_that_models_policy() -> None:
     assert told.module == "2"
     named = [one for one in told.remedies if "module." in one]
     assert named
-    assert all("own model (Sequential)" in one for one in named)
+    assert all("the model with that module (Sequential)" in one for one in named)
     assert all("op.gelu=fp32" in policy for policy in quoted(told) if policy.startswith("fp16"))
 
 

@@ -1,29 +1,32 @@
-"""The public names, frozen; and that tools which only read records or round numbers never load a
-framework."""
+"""The public names, frozen, and how they present themselves; and that tools which only read records or round numbers
+never load a framework."""
 
 from __future__ import annotations
 
+import inspect
+import pydoc
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
 
 import mezzo
 from mezzo.core import errors
+from mezzo.core.overflow import OverflowReport, TensorFacts
+from mezzo.core.version import TORCH_TESTED, untested_torch
+from mezzo.pytorch.training.result import StepResult
 
 PUBLIC = {
-    *("DynamicLossScale", "GradScaler", "LossScaleCollapseError", "MixedPrecision", "NoLossScale", "Policy"),
-    *(
-        "StaticLossScale",
-        "TensorBoardWriter",
-        "autocast",
-        "calibrate",
-        "explain",
-        "find_batch_size",
-        "formats",
-    ),
-    *("keep_memory", "keras", "load_master_state_dict", "lower_weights", "master_state_dict", "nn", "optim"),
-    *("policy", "tensorflow"),
+    *("DynamicLossScale", "GradScaler", "MixedPrecision", "Policy", "StaticLossScale", "TensorBoardWriter"),
+    *("autocast", "calibrate", "explain", "find_batch_size", "formats", "keep_memory", "keras"),
+    *("load_master_state_dict", "lower_weights", "master_state_dict", "nn", "optim", "policy", "tensorflow"),
+}
+RESULTS = {"BatchSizeResult", "Explanation", "OverflowReport", "Recommendation", "StepResult"}
+ERRORS = {
+    *("BannedOpError", "CallOrderError", "LossScaleCollapseError", "MezzoError", "UnknownNameError"),
+    *("UnsupportedPrecisionError", "UsageError"),
 }
 
 KERAS = {
@@ -42,44 +45,33 @@ FORMATS = {
 
 
 def test_the_public_names_are_these_and_no_others() -> None:
-    assert set(mezzo.__all__) == PUBLIC
-    assert set(dir(mezzo)) >= PUBLIC
-
-
-def test_the_names_of_the_other_frameworks_rooms_are_these() -> None:
-    for room, names in ((mezzo.keras, KERAS), (mezzo.tensorflow, TENSORFLOW)):
-        assert set(room.__all__) == names <= set(dir(room))
+    assert len(PUBLIC) <= 20
+    assert all(name in mezzo.__doc__ for name in PUBLIC)
+    everything = ((mezzo, PUBLIC | RESULTS | ERRORS), (mezzo.keras, KERAS), (mezzo.tensorflow, TENSORFLOW))
+    for package, names in everything:
+        assert dir(package) == sorted(package.__all__) == sorted(names)
         with pytest.raises(AttributeError, match="has no attribute 'set_polcy'"):
-            room.set_polcy
+            package.set_polcy
 
 
 @pytest.mark.parametrize(
-    ("room", "name", "absent", "words"),
-    [
-        ("keras", "set_policy", "keras", "keras is not installed. Install Keras 3, pip install 'mezzo"),
-        (
-            "tensorflow",
-            "enable_mixed_precision_graph_rewrite",
-            "tensorflow",
-            "tensorflow is not installed. Install it with pip install 'mezzo",
-        ),
-    ],
+    ("absent", "name"),
+    [("keras", "set_policy"), ("tensorflow", "enable_mixed_precision_graph_rewrite")],
 )
-def test_a_framework_that_is_not_installed_is_told_with_the_mend(
-    room: str, name: str, absent: str, words: str
-) -> None:
+def test_for_a_framework_that_is_not_installed_the_command_is_named(absent: str, name: str) -> None:
     code = (
         f"import sys, importlib.abc\n"
         f"class Absent(importlib.abc.MetaPathFinder):\n"
         f"    def find_spec(self, name, *rest):\n"
         f"        if name.split('.')[0] == {absent!r}: raise ModuleNotFoundError('absent', name={absent!r})\n"
         f"sys.meta_path.insert(0, Absent())\n"
-        f"import mezzo.{room}\n"
-        f"try:\n    mezzo.{room}.{name}\n"
+        f"import mezzo.{absent}\n"
+        f"try:\n    mezzo.{absent}.{name}\n"
         f"except ImportError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert words in done.stdout
+    assert f"{absent} is not installed" in done.stdout
+    assert f"pip install 'mezzo[{absent}]'" in done.stdout
 
 
 def test_the_names_of_mezzo_formats_are_these() -> None:
@@ -93,7 +85,7 @@ def test_the_names_of_mezzo_formats_are_these() -> None:
     assert own - modules - {"TYPE_CHECKING", "annotations"} - {"Number", "floor_log2", "magnitude"} == FORMATS
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
+@pytest.mark.parametrize("name", sorted(PUBLIC | RESULTS | ERRORS))
 def test_every_public_name_resolves_and_is_kept(name: str) -> None:
     value = getattr(mezzo, name)
     assert value is getattr(mezzo, name)
@@ -103,13 +95,91 @@ def test_every_public_name_resolves_and_is_kept(name: str) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'mezzo' has no attribute 'autocsat'"):
-        mezzo.autocsat
+    for wrong, right in (("MixedPrecison", "MixedPrecision"), ("gradscaler", "GradScaler")):
+        with pytest.raises(AttributeError, match=f"'mezzo' has no attribute {wrong!r}.*{right!r}"):
+            getattr(mezzo, wrong)
     assert not hasattr(mezzo, "_no_such_thing")
+    with pytest.warns(DeprecationWarning, match=r"NoLossScale .*loss_scale='none'") as warned:
+        mezzo.NoLossScale
+    assert warned[0].filename == __file__
     with pytest.raises(AttributeError, match=r"StatisticalLossScale .*DynamicLossScale"):
         mezzo.StatisticalLossScale
     with pytest.raises(AttributeError, match=r"Lion .*with_masters"):
         mezzo.optim.Lion
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "right"),
+    [(mezzo.MixedPrecision, "clip_nrom", "clip_norm"), (mezzo.autocast, "enable", "enabled")],
+)
+def test_an_unknown_keyword_argument_names_the_nearest(function: Any, wrong: str, right: str) -> None:
+    for kind in (TypeError, mezzo.UsageError):
+        with pytest.raises(kind, match=f"{function.__name__}.*{wrong!r}.*{right!r}"):
+            function(**{wrong: 1})
+    assert right in inspect.signature(function).parameters
+    assert right in pydoc.plain(pydoc.render_doc(function)).partition("Args:")[0]
+
+
+SCALE = "dynamic(init=1024)"
+
+
+def steps(precision: str, **settings: Any) -> tuple[mezzo.MixedPrecision, list[StepResult]]:
+    """A training of four losses, the last of which overflows under fp16."""
+    model = torch.nn.Linear(2, 1)
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), precision, **settings)
+    results = []
+    for factor in (1.0, 1.0, 1.0, float("inf")):
+        with mp.autocast():
+            loss = model(torch.ones(1, 2)).float().sum() * factor
+        results.append(mp.step(loss))
+    return mp, results
+
+
+def test_objects_show_their_state() -> None:
+    mp, results = steps("fp16", clip_norm=1.0, loss_scale=SCALE)
+    expected = "MixedPrecision(fp16, clip_norm=1.0, loss_scale=512, 4 updates, 1 skipped)"
+    assert repr(mp) == expected
+    assert repr(results[0]).startswith("StepResult(stepped, loss=")
+    assert all(word in repr(results[3]) for word in ("skipped, loss=", "loss_scale=1024, reason="))
+    state = mp.state_dict()
+    mp.close()
+    mp, _ = steps("fp16", clip_norm=1.0, loss_scale=SCALE)
+    mp.load_state_dict(state)
+    assert repr(mp) == expected
+    mp.load_state_dict({key: value for key, value in state.items() if key != "skipped"})  # of version 0.1.0
+    assert "4 updates, 0 skipped" in repr(mp)
+    mp, results = steps("bf16", accumulate=3)
+    assert repr(mp) == "MixedPrecision(bf16, accumulate=3, 1 update, 1 of 3 losses accumulated)"
+    assert "no step: 1 of 3 losses" in repr(results[0])
+    assert "loss=" not in repr(mezzo.StepResult(False, note="nothing"))
+    scaler = mezzo.GradScaler(init_scale=2.0**24)
+    assert repr(scaler) == "GradScaler(scale=16777216, 0 of 2000 good steps until it grows)"
+    assert repr(mezzo.GradScaler(enabled=False)) == "GradScaler(enabled=False)"
+
+
+def test_notebooks_show_results_as_escaped_html(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = TensorFacts("input 0", [2], "fp16", 1.0, 1.0, 0, 0, 0)
+    report = OverflowReport(
+        "overflow", "a<b", "exp", inputs=[facts], line="x.py:1: y < 1", remedies=["clamp & go"]
+    )
+    explanation = mezzo.explain(
+        torch.nn.Sequential(torch.nn.Linear(4, 2)), torch.ones(1, 4), precision="bf16"
+    )
+    for shown in (report, steps("fp16")[1][3], explanation):
+        html = shown._repr_html_()
+        assert html.count("<table>") == 1
+        assert "<b>" in html
+    assert all(text in report._repr_html_() for text in ("a&lt;b", "y &lt; 1", "clamp &amp; go"))
+    mezzo.load_ipython_extension(object())
+    assert "`import mezzo`" in capsys.readouterr().out
+
+
+def test_a_torch_that_was_not_tested_warns_once() -> None:
+    assert all(not untested_torch(f"{version}.1+cpu") for version in TORCH_TESTED)
+    code = "import torch; torch.__version__ = type(torch.__version__)('2.99.0'); import mezzo; mezzo.autocast('bf16')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("torch 2.99.0") == 1
+    assert f"torch>={TORCH_TESTED[0]}" in done.stderr
 
 
 @pytest.mark.parametrize(

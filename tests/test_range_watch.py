@@ -478,7 +478,7 @@ def test_compiled_insides_are_left_out_and_said_so_once() -> None:
                 loss = model(x).sum()
             mp.step(loss)
     assert len([w for w in caught if str(w.message).startswith("watch:")]) == 1
-    assert "the modules of 0 are compiled into one graph" in watch_of(mp).notes[0]
+    assert "watch: 0 is compiled" in watch_of(mp).notes[0]
     rows = by_key(mp.ranges)
     assert {module for what, module, _ in rows if what == "activation"} == {"0", "1"}
     assert {module for what, module, _ in rows if what == "weight gradient"} == {"0.0", "1"}

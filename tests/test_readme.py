@@ -1,19 +1,48 @@
-"""The pages: their figures are those of the result files, their code runs, their links lead somewhere."""
+"""README and pages: figures of the result files, links that lead somewhere, plain words, commands that exist."""
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from mezzo.cli.arguments import Parser
 from mezzo.cli.main import VERBS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCES = [
+    path
+    for path in sorted((ROOT / "src").rglob("*"))
+    if path.suffix in (".py", ".toml", ".html", ".css", ".js")
+]
+
+BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+# Idioms that made readers solve a sentence for its subject, and plain words for them.
+IDIOMS = {
+    r"(is|are|was) told": "name who reports it: 'the summary lists', 'is an error'",
+    r"says of": "says that",
+    r"(nobody|somebody|whoever)": "name the user, the caller, the code",
+    r"(?<!here )(?<!that )is no (?!longer)": "is not a",
+    r"mend(s|ed|ing)?\b": "fix",
+    r"in the place of": "instead of",
+    r"beside\b": "with, next to, compared to",
+    r"of (yours|theirs)\b": "your, their",
+    r"counts? for nothing": "is ignored",
+    r"(rooms?|house|colou?ring) (of|that|is|draws)|the (rooms?|house)\b": "folders, structure, list",
+    r"finds? (its|their) place|pays? for its": "say what happens and what it costs",
+    r"ha(s|ve) not,": "name what is missing",
+    r"is no whole number|wants? `": "is not an integer; call",
+    r"(bytes|rows?|records?|lines?|nouns?) an? (parameter|line|file|weight|row)": "per",
+}
 
 
 @pytest.fixture
@@ -28,18 +57,10 @@ def test_figures_are_those_of_the_result_files(filler: ModuleType) -> None:
         assert text == filler.filled(text, parts), page
 
 
-@pytest.mark.parametrize("name", ["bench.svg", "bench-dark.svg"])
-def test_the_plot_is_of_the_result_file(name: str, filler: ModuleType) -> None:
+def test_the_plot_is_of_the_result_file(filler: ModuleType) -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "bench.json").read_text(encoding="utf-8"))
     digest = importlib.import_module("plot").digest(results)
-    assert digest in (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8")
-
-
-def test_the_readmes_python_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+    assert digest in (ROOT / "docs" / "dev" / "figures" / "bench.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -49,6 +70,44 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_every_command_is_in_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_pages_named_in_the_sources_exist() -> None:
+    named = {
+        page for path in SOURCES for page in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert [page for page in sorted(named) if not (ROOT / page).exists()] == []
+
+
+def test_the_readme_is_short_and_its_picture_small() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    (picture,) = re.findall(r"!\[.+?\]\((\S+)\)", text)
+    assert (ROOT / picture).stat().st_size < 120_000
     assert [verb for verb in VERBS if f"mezzo {verb}" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_on_a_page_have_options_that_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for line in re.findall(r"^mezzo [a-z].*$", "".join(BASH.findall(text)), re.MULTILINE):
+        _, verb, *words = shlex.split(line, comments=True)
+        assert verb in VERBS, line
+        module, parser = importlib.import_module(f"mezzo.cli.{verb.replace('-', '_')}"), Parser(verb, None)
+        module.configure(parser)
+        known = {option for action in parser._actions for option in action.option_strings}
+        ours = list(itertools.takewhile(lambda word: not word.endswith((".py", ".train")), words))
+        if "--" in words or (verb != "run" and known.intersection(words[len(ours) :])):
+            ours = list(itertools.takewhile("--".__ne__, words))  # the script is among Mezzo's options
+        options = [word.partition("=")[0] for word in ours if re.match(r"--?[a-z]", word)]
+        assert [option for option in options if option not in known] == [], line
+
+
+@pytest.mark.parametrize("idiom", IDIOMS, ids=IDIOMS.get)
+def test_no_idiom_that_hides_the_subject(idiom: str) -> None:
+    pages = [page for page in PAGES if page.name != "log.md"]  # dated entries stay as they were written
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in (*pages, *SOURCES)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(rf"\b{idiom}", line, re.IGNORECASE)
+    ]
+    assert found == [], f"write instead: {IDIOMS[idiom]}"

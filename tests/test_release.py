@@ -180,7 +180,7 @@ def test_losses_that_can_not_be_released_are_refused_and_nothing_moves(
         elif row == "reentrant":
             loss, message = checkpoint(model, x, use_reentrant=True).float().mean(), "use_reentrant=False"
         elif row == "another model":
-            loss, message = network()(x).float().mean(), "depends on no parameter"
+            loss, message = network()(x).float().mean(), "no parameter of this optimizer"
         else:
             loss, message = model(x).float().mean(), "retain_graph"
     before = [p.detach().clone() for p in model.parameters()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 import mezzo
 from mezzo.core.overflow import CAUSES, OUTSIDE, WEAK_OPS, OverflowReport, TensorFacts
-from mezzo.core.remedies import of_constant_scale, remedies
+from mezzo.core.remedies import POLICY, of_constant_scale, remedies, training_code, with_fix
 from mezzo.core.rules import RULES
 
 OPS = sorted({*WEAK_OPS, "exp", "mul", "linear", "half", "sum of gradients", "my own op", ""})
@@ -31,7 +30,7 @@ def report(cause: str = "overflow", op: str = "mul", form: str = "fp16", **more:
 
 
 def policies(told: list[str]) -> list[str]:
-    return [text for one in told for text in re.findall(r"`((?:fp16|bf16|fp32)[^`]*)`", one)]
+    return [text for one in told for text in POLICY.findall(one)]
 
 
 @pytest.mark.parametrize("cause", list(CAUSES))
@@ -79,7 +78,11 @@ TOLD: dict[str, tuple[OverflowReport, list[str], list[str]]] = {
         ["op.div"],
     ),
     "1e-8 in FP32": (report("invalid", "div", "fp32"), ["eps to the denominator"], ["2**-24", "fp32`"]),
-    "a root in backward": (report("invalid", "sqrt", direction="backward"), ["slope is infinite at 0"], []),
+    "a root in backward": (
+        report("invalid", "sqrt", direction="backward"),
+        ["derivative is infinite at 0"],
+        [],
+    ),
     "outside": (report(module=OUTSIDE), ['mezzo.autocast("fp32")'], ["module."]),
     "a bad batch": (report("input", "", module="", inputs=[fact(nans=3)]), ["3 NaN"], ["fp32`"]),
     "a running mean": (report("state", "running_mean"), ["reset_running_stats()"], ["fp32`"]),
@@ -138,15 +141,25 @@ def test_an_offered_policy_adds_to_the_runs_own(used: str | None, direction: str
     assert offered == [*KEPT[used, direction], "bf16"]
 
 
+def test_a_gpu_without_bf16_is_offered_fp32_and_policies_become_code() -> None:
+    told = remedies(report(), has_bf16=False)
+    assert "bf16" not in policies(told)
+    assert policies(told)[-1] == "fp32"
+    assert with_fix(told[-1], training_code).startswith(
+        '`mezzo.MixedPrecision(model, optimizer, "fp32")` (FP32'
+    )
+    assert with_fix("clamp it: `x.clamp(max=3)`", training_code) == "clamp it: `x.clamp(max=3)`"
+
+
 def test_a_number_that_did_not_fit_already_may_take_several_modules() -> None:
     passed = [f"blocks.{n}: linear" for n in (2, 3, 4, 5)]
     given = report(op="linear", inputs=[fact("fp32", 1e6)], propagators=passed)
     told = remedies(given, mezzo.policy("fp16"))
-    assert "what goes in" in told[0]
+    assert "clamp the input" in told[0]
     assert [text.count("module.") for text in policies(told)] == [1, 2, 3, 4, 0, 0]
     back = remedies(replace(given, direction="backward"))
     assert "smaller gradients" in back[0]
-    assert "1 before it" in back[2]
+    assert "module before it" in back[2]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +181,10 @@ SAID: list[tuple[OverflowReport, list[str]]] = [
         OverflowReport("overflow", "blocks.2", "exp", "forward", line="net.py:9: x.exp()"),
         ["forward of exp in blocks.2 (net.py:9: x.exp())", CAUSES["overflow"]],
     ),
-    (OverflowReport("invalid", "", "div", "backward"), ["backward of div in the model", "no finite slope"]),
+    (
+        OverflowReport("invalid", "", "div", "backward"),
+        ["backward of div in the model", "no finite derivative"],
+    ),
     (OverflowReport("invalid", OUTSIDE, "log"), ["forward of log outside the model", "no finite result"]),
     (OverflowReport("input", inputs=[BAD]), ["input 0", CAUSES["input"]]),
     (OverflowReport("state", "head", "weight", inputs=[replace(BAD, name="weight")]), ["weight of head"]),

@@ -256,10 +256,10 @@ def test_shapes_strides_and_scalars() -> None:
 
 WRONG = [
     (np.zeros(2, np.complex64), "bf16", "infinity", "cannot round a complex64 array exactly"),
-    (np.array([2**53 + 1]), "bf16", "infinity", "int64 values from 2**53 up"),
+    (np.array([2**53 + 1]), "bf16", "infinity", "int64 values of 2**53 or more"),
     (torch.zeros(2, dtype=torch.int64), "bf16", "infinity", "cannot round a torch.int64 tensor"),
     (torch.eye(2).to_sparse(), "bf16", "infinity", "layout torch.sparse_coo"),
-    (torch.zeros(2), "fp64", "saturate", "'saturate' to fp64 needs storage"),
+    (torch.zeros(2), "fp64", "saturate", "largest value of fp64"),
 ]
 
 

@@ -61,7 +61,7 @@ def test_zero_code_equals_the_calls_written_by_hand(
         assert ours[name] == by_hand[name], name
         assert ours[name]["values"] != plain[name]["values"], name  # it did run in 16 bits
     assert f"mezzo: policy {mezzo.policy(policy)}" in errors
-    assert all(words not in errors for words in ("left alone", "stay FP32:", "gave up"))
+    assert all(words not in errors for words in ("left alone", "stay FP32:", "after an error"))
     found = list(read(tmp_path / "run" / "runs" / "run.jsonl"))
     assert any(r.kind == "ranges" for r in found)
     if policy == "fp16":  # some of them overflow, and those steps count too

@@ -22,7 +22,7 @@ def loss_of(x):
 {}
 print(loss_of(x.to(model.weight.dtype)).item().hex())
 """
-SWITCH_OFF = "its own mixed precision switched off"
+SWITCH_OFF = "or enabled=False"
 
 OWN: dict[str, tuple[str, str]] = {  # whose use is told -> lines, what to do
     "mezzo.MixedPrecision": (
@@ -33,7 +33,7 @@ for _ in range(2):
         loss = loss_of(x)
     mp.step(loss)
 """,
-        "its watch= and records= do what --watch and --records do. Or take mezzo.MixedPrecision out",
+        "watch=, records= instead of --watch, --records), or remove mezzo.MixedPrecision",
     ),
     "mezzo.autocast": (
         """
@@ -42,7 +42,7 @@ for _ in range(2):
         loss = loss_of(x)
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 """,
-        "Or take mezzo.autocast out, and mezzo run does it",
+        "or remove mezzo.autocast and use mezzo run",
     ),
     "mezzo.GradScaler": (
         """
@@ -52,14 +52,14 @@ for _ in range(2):
     loss = loss_of(x)
     optimizer.zero_grad(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 """,
-        "Or take mezzo.GradScaler out",
+        "or remove mezzo.GradScaler",
     ),
     "mezzo.calibrate": (
         """
 found = mezzo.calibrate(model, lambda model, x: loss_of(x), [x], optimizer=optimizer, format="fp16", steps=1)
 print(found.policy)
 """,
-        "Or take mezzo.calibrate out",
+        "or remove mezzo.calibrate",
     ),
     "torch.autocast": ("with torch.autocast('cpu', torch.bfloat16):\n    loss_of(x)", SWITCH_OFF),
     "torch.autocast, a decorator": ("torch.autocast('cpu', torch.bfloat16)(loss_of)(x)", SWITCH_OFF),

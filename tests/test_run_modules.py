@@ -99,7 +99,7 @@ print(seen)
 def test_patterns_name_modules_of_any_model_that_is_called(launch: Any) -> None:
     bare = launch(TWO, policy="fp16")
     remedies = " ".join(text for one in bare.of("overflow") for text in one.finding.remedies)
-    policies = set(re.findall(r"`(fp16,[^`]*)`", remedies))
+    policies = set(re.findall(r"--precision (fp16,[^ ]*)", remedies))
     of_modules = [text for text in policies if "module.2=fp32" in text]
     assert of_modules
     for text in (*of_modules, "fp16,module.2=fp32,module.3=fp32"):
@@ -108,7 +108,7 @@ def test_patterns_name_modules_of_any_model_that_is_called(launch: Any) -> None:
         assert not [one.finding for one in ran.of("overflow") if one.finding.alarms], text
     assert ran.lines == ["{torch.float32}"]
     assert (
-        "'3' matches nothing in Sequential, the first model that is called; it waited for another one"
+        "'3' matches nothing in Sequential, the first model that is called; it was kept for later models"
         in ran.err
     )
 

@@ -255,7 +255,7 @@ def overflows(*found: OverflowReport) -> list[OverflowRecord]:
 def test_what_is_told_of_findings() -> None:
     """Three remedies and where the others are; skipped steps without a finding; a place once, whatever its numbers."""
     lines = findings(overflows(BAD))
-    assert lines[1:4] == ["  try: one", "   or: two", "   or: three"]
+    assert lines[1:4] == ["  Try: one", "  Or: two", "  Or: three"]
     assert "2 more" in lines[-1]
     for found, skipped, said in (
         ([BAD] * 20, 40, "20 more skipped steps"),  # the tracer's limit
@@ -283,8 +283,8 @@ def test_a_run_says_all_of_it(launch: Any) -> None:
 
     err = told(3, "1.0", "fp16,loss_scale=1073741824")
     assert "mezzo: 3 steps were skipped because the constant loss scale 2^30 is too large" in err
-    assert "`fp16,loss_scale=67108864`" in err
+    assert "Try: mezzo run --precision fp16,loss_scale=67108864 " in err
     assert "mezzo: loss scale 2^30 at the end" in err
     err = told(22, "3e20", "fp16,loss_scale=1024")
     assert "an input of 3e+20 does not fit fp16, whose largest number is 65504" in err
-    assert "mezzo: 2 more skipped steps were not looked into: Mezzo stops" in err
+    assert "mezzo: 2 more skipped steps were not traced: Mezzo stops" in err

@@ -207,7 +207,7 @@ def test_a_skipped_step_is_told_and_named_where_the_scale_collapses(launch: Any,
     kinds = [r.kind for r in ran.records if r.kind in ("update", "overflow")]
     assert kinds == ["update", "overflow"] * len(updates)  # the last one's too, whose error ends the script
     assert "LossScaleCollapseError" in ran.err
-    assert "What makes them fail: forward of linear in 2: " in ran.err
+    assert "Cause: forward of linear in 2: " in ran.err
     assert f"mezzo: update 0 skipped, and {len(updates) - 1} later ones: forward of linear in 2" in ran.err
 
 
@@ -221,7 +221,7 @@ def test_the_script_goes_on_whatever_becomes_of_those_who_look(
     ran = launch(TRAIN, policy="fp16", watch=1)
     assert ran.status == 0
     assert len(ran.of("update")) == 4
-    assert "Told gave up: MemoryError: no room" in ran.notes
+    assert "Told stopped after an error: MemoryError: no room" in ran.notes
     assert told.names[-1] == "step_dropped"
 
 
@@ -418,7 +418,7 @@ def test_a_script_with_compiled_functions_is_not_watched(launch: Any) -> None:
     ran = launch(LIVE + compiled, policy="fp16,loss_scale=16")
     assert plain.status == 0, plain.err
     assert ran.lines == plain.lines
-    assert "is not watched live, for it has compiled functions" in ran.notes
+    assert "the script has compiled functions" in ran.notes
     assert all(r.finding.cause == "loss" for r in ran.of("overflow"))
 
 

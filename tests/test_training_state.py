@@ -41,7 +41,7 @@ def test_states_of_grad_scalers_load() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: {"a": 1}, "no state of MixedPrecision"),
+        (lambda state: {"a": 1}, "not the state of a MixedPrecision"),
         (lambda state: state | {"schema": 99}, "schema 99"),
         (lambda state: state | {"accumulate": 5}, "same accumulate"),
     ],
@@ -90,11 +90,11 @@ def test_records_tell_of_every_loss_and_update(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (1.0, "is a float"),
-        (torch.ones(2, requires_grad=True), "reduce it to one number"),
-        (torch.ones(()), "needs no gradient"),
+        (1.0, "has type float"),
+        (torch.ones(2, requires_grad=True), "loss.mean"),
+        (torch.ones(()), "require a gradient"),
         (torch.ones((), dtype=torch.complex64, requires_grad=True), "real floating"),
-        (torch.ones((), requires_grad=True) * 2, "depends on no parameter"),
+        (torch.ones((), requires_grad=True) * 2, "no parameter of this optimizer"),
     ],
 )
 def test_losses_that_backward_can_not_start_from(loss: Any, message: str) -> None:

@@ -275,11 +275,9 @@ def test_states_of_other_weights_are_refused_but_fp32_goes_on_in_16_bits() -> No
     split, masters, fp32 = made("split"), made("masters bf16"), made("fp32 int8")
     for mp in (split, masters, fp32):
         run(mp)
-    with pytest.raises(
-        UsageError, match="params=bf16, masters=split; here they are params=bf16, masters=fp32"
-    ):
+    with pytest.raises(UsageError, match=r"params=bf16, masters=split, .* params=bf16, masters=fp32"):
         masters.load_state_dict(split.state_dict())
-    with pytest.raises(UsageError, match="here they are params=fp32"):
+    with pytest.raises(UsageError, match="this training has params=fp32"):
         fp32.load_state_dict(split.state_dict())
     masters.load_state_dict(fp32.state_dict())
     # Version 0.1.0 saved one word for both.
@@ -291,7 +289,7 @@ def test_states_of_other_weights_are_refused_but_fp32_goes_on_in_16_bits() -> No
             (split if mp is fp32 else masters).load_state_dict(state | {"window": {"seen": 1}})
     open_window = made("fp32 int8", accumulate=2)
     run(open_window)
-    with pytest.raises(UsageError, match="params=fp32, masters=fp32; here"):
+    with pytest.raises(UsageError, match="params=fp32, masters=fp32, and this"):
         made("split", accumulate=2).load_state_dict(open_window.state_dict())
 
 
@@ -304,13 +302,13 @@ def of_another(params: Any) -> torch.optim.Optimizer:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no parameters": ({"model": nn.Tanh(), "optimizer": of_another}, "no parameters"),
-    "no module": ({"model": 3, "optimizer": of_another}, "give a torch.nn.Module"),
+    "no module": ({"model": 3, "optimizer": of_another}, "not torch.nn.Module"),
     "lbfgs with masters": ({"optimizer": lambda p: with_masters(torch.optim.LBFGS(p))}, "LBFGS evaluates"),
     "unknown precision": ({"precision": "f16"}, "Did you mean"),
     "clip_norm": ({"clip_norm": 0.0}, "clip_norm is 0.0"),
     "accumulate": ({"accumulate": 0}, "accumulate is 0"),
     "watch": ({"watch": -1, "masters": "split"}, "watch is -1"),
-    "plateau": ({"scheduler": PLATEAU}, r"result\.stepped"),
+    "plateau": ({"scheduler": PLATEAU}, "ReduceLROnPlateau"),
     "loss scale": ({"loss_scale": -1.0}, "scale is -1"),
     "unknown masters": ({"masters": "spilt"}, "Did you mean 'split'"),
     "split fp16": ({"precision": "fp16", "masters": "split"}, "masters=fp32"),
@@ -319,10 +317,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "split fp32": ({"precision": "fp32", "masters": "split"}, "params=bf16"),
     "against the policy": (
         {"precision": "bf16,params=bf16", "masters": "split8"},
-        "Leave one of the two out",
+        "Remove one of the two",
     ),
     "amsgrad": ({"masters": "split", "optimizer": lambda p: torch.optim.AdamW(p, amsgrad=True)}, "amsgrad"),
-    "other masters": ({"masters": "split", "optimizer": AdamW}, "Make it with masters='split'"),
+    "other masters": ({"masters": "split", "optimizer": AdamW}, "Create it with masters='split'"),
     "pattern": ({"precision": "bf16,module.head=fp32", "masters": "split"}, "matches no"),
     "overrides": (
         {"precision": "bf16,module.3=fp32", "masters": "split", "optimizer": torch.optim.RMSprop},
@@ -330,7 +328,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "release rmsprop masters": (
         {"release_gradients": True, "masters": "fp32", "optimizer": torch.optim.RMSprop},
-        "steps inside backward",
+        "one parameter at a time",
     ),
     "release clip_value": (
         {"release_gradients": True, "masters": "split", "clip_value": 1.0},

@@ -391,7 +391,7 @@ def test_no_harm_is_called_divergent_in_at_most_five_percent(pairs: int) -> None
 
 
 SIMULATED = 400
-# Bars of the verdict's errors, and the skewed noise that no test of few pairs holds them under (docs/verdict.md).
+# Bars of the verdict's errors, and the skewed noise that no test of few pairs holds them under (docs/compare.md).
 BARS = [
     ("false_equivalent", ("normal", "t3", "t2", "mixture", "-lognormal"), 0.06),
     ("false_equivalent", ("lognormal",), 0.26),

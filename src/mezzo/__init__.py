@@ -1,7 +1,33 @@
-"""Mezzo: mixed precision training, switched on without a change to the script, measured, and judged.
+"""Mixed precision training for PyTorch, Keras and TensorFlow, compared with FP32 on your own script.
 
-`import mezzo` imports no framework: each public name below is fetched from its room when it is first asked for,
-so that tools which only read records or policies start in milliseconds and need no PyTorch.
+Without changing a script, in a shell::
+
+    mezzo doctor                                # which precisions are fast on this machine
+    mezzo compare train.py --precision bf16     # train in FP32 and in bf16; compare loss, metric, time and memory
+    mezzo run --precision bf16 train.py         # train in bf16
+
+In your own training loop::
+
+    import mezzo
+
+    mp = mezzo.MixedPrecision(model, optimizer, "bf16", clip_norm=1.0)
+    for x, y in loader:
+        with mp.autocast():
+            loss = loss_fn(model(x), y)
+        mp.step(loss)  # backward, unscale, clip, step or skip, zero_grad
+
+From torch.amp: `mezzo.GradScaler()` replaces `torch.amp.GradScaler()`, and `mezzo.autocast("fp16")` replaces
+`torch.autocast("cuda", torch.float16)`. In Keras, call `mezzo.keras.set_policy("bf16")` before the model is built.
+Its names::
+
+    train                        MixedPrecision, autocast, GradScaler, keras, tensorflow
+    choose what stays in FP32    policy, Policy, explain, calibrate
+    set the loss scale           DynamicLossScale, StaticLossScale
+    save memory                  optim, nn, lower_weights, find_batch_size, keep_memory
+    save and load FP32 weights   master_state_dict, load_master_state_dict
+    look inside                  formats, TensorBoardWriter
+
+`help(mezzo.MixedPrecision)` shows the code that it replaces. `import mezzo` alone imports no framework.
 """
 
 from __future__ import annotations
@@ -13,8 +39,8 @@ from mezzo.core.version import VERSION
 
 __version__ = VERSION
 
-# Public name -> the module that has it, or that it is.
-_PUBLIC = {
+# Public name -> the module that it is in, or that it is.
+_NAMES = {
     "autocast": "mezzo.pytorch.autocast.context",
     "GradScaler": "mezzo.pytorch.grad_scaler",
     "MixedPrecision": "mezzo.pytorch.training.mixed_precision",
@@ -22,8 +48,6 @@ _PUBLIC = {
     "policy": "mezzo.core.policy",
     "StaticLossScale": "mezzo.core.loss_scale",
     "DynamicLossScale": "mezzo.core.loss_scale",
-    "NoLossScale": "mezzo.core.loss_scale",
-    "LossScaleCollapseError": "mezzo.core.errors",
     "TensorBoardWriter": "mezzo.pytorch.monitor.tensorboard",
     "formats": "mezzo.core.formats",
     "calibrate": "mezzo.pytorch.calibrate",
@@ -38,8 +62,25 @@ _PUBLIC = {
     "master_state_dict": "mezzo.pytorch.weights.master_state",
     "load_master_state_dict": "mezzo.pytorch.weights.master_state",
 }
+_RESULTS = {
+    "BatchSizeResult": "mezzo.pytorch.batch_size",
+    "Explanation": "mezzo.pytorch.monitor.explain",
+    "OverflowReport": "mezzo.core.overflow",
+    "Recommendation": "mezzo.core.calibration",
+    "StepResult": "mezzo.pytorch.training.result",
+}
+_ERRORS = dict.fromkeys(
+    (
+        *("BannedOpError", "CallOrderError", "LossScaleCollapseError", "MezzoError", "UnknownNameError"),
+        *("UnsupportedPrecisionError", "UsageError"),
+    ),
+    "mezzo.core.errors",
+)
+_PUBLIC = _NAMES | _RESULTS | _ERRORS
 
-# Name -> what to use in its place.
+# Name -> the module that it is in, and what to use instead.
+_MOVED = {"NoLossScale": ("mezzo.core.loss_scale", "loss_scale='none'")}
+# Name -> what to use instead.
 _REMOVED = {
     "StatisticalLossScale": "was removed in version 0.2: use mezzo.DynamicLossScale (loss_scale='dynamic')"
 }
@@ -51,22 +92,39 @@ if TYPE_CHECKING:
     from mezzo import optim as optim
     from mezzo import tensorflow as tensorflow
     from mezzo.core import formats as formats
+    from mezzo.core.calibration import Recommendation as Recommendation
+    from mezzo.core.errors import BannedOpError as BannedOpError
+    from mezzo.core.errors import CallOrderError as CallOrderError
     from mezzo.core.errors import LossScaleCollapseError as LossScaleCollapseError
+    from mezzo.core.errors import MezzoError as MezzoError
+    from mezzo.core.errors import UnknownNameError as UnknownNameError
+    from mezzo.core.errors import UnsupportedPrecisionError as UnsupportedPrecisionError
+    from mezzo.core.errors import UsageError as UsageError
     from mezzo.core.loss_scale import DynamicLossScale as DynamicLossScale
-    from mezzo.core.loss_scale import NoLossScale as NoLossScale
     from mezzo.core.loss_scale import StaticLossScale as StaticLossScale
+    from mezzo.core.overflow import OverflowReport as OverflowReport
     from mezzo.core.policy import Policy as Policy
     from mezzo.core.policy import policy as policy
     from mezzo.pytorch.autocast.context import autocast as autocast
+    from mezzo.pytorch.batch_size import BatchSizeResult as BatchSizeResult
     from mezzo.pytorch.batch_size import find_batch_size as find_batch_size
     from mezzo.pytorch.calibrate import calibrate as calibrate
     from mezzo.pytorch.grad_scaler import GradScaler as GradScaler
     from mezzo.pytorch.keep_memory import keep_memory as keep_memory
+    from mezzo.pytorch.monitor.explain import Explanation as Explanation
     from mezzo.pytorch.monitor.explain import explain as explain
     from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter as TensorBoardWriter
     from mezzo.pytorch.training.mixed_precision import MixedPrecision as MixedPrecision
+    from mezzo.pytorch.training.result import StepResult as StepResult
     from mezzo.pytorch.weights.master_state import load_master_state_dict as load_master_state_dict
     from mezzo.pytorch.weights.master_state import master_state_dict as master_state_dict
     from mezzo.pytorch.weights.stored_parameters import lower_weights as lower_weights
 
-__getattr__, __dir__ = lazy("mezzo", _PUBLIC, removed=_REMOVED)
+__getattr__, __dir__ = lazy("mezzo", _PUBLIC, removed=_REMOVED, moved=_MOVED)
+
+
+def load_ipython_extension(shell: object) -> None:
+    """Answer ``%load_ext mezzo``: there is nothing to load."""
+    print(
+        "mezzo has no magic commands. Write `import mezzo` in a cell; a command starts with !: !mezzo doctor"
+    )

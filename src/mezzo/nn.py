@@ -1,7 +1,7 @@
 """Layers for mixed precision training: `from mezzo.nn import LinearCrossEntropy`.
 
-`LinearCrossEntropy` is a model's head and its loss in one, which never holds the whole logits; `linear_cross_entropy`
-is its function.
+`LinearCrossEntropy` is a model's last linear layer together with its cross entropy; it never stores all logits.
+`linear_cross_entropy` is the function.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Optimizers for mixed precision: `from mezzo.optim import AdamW`.
 
-`AdamW`, `Adam` and `SGD` move FP32, bf16 and fp16 weights in one fused pass, with the FP32 masters and the
-states stored as ``masters=`` and ``state=`` say. `with_masters` puts FP32 masters under any other optimizer,
-`adopt` replaces a `torch.optim` one in place, `lower_weights` stores a model's weights in 16 bits.
+`AdamW`, `Adam` and `SGD` update FP32, bf16 and fp16 weights in one fused pass; ``masters=`` and ``state=`` choose the
+formats of FP32 masters and moments. `with_masters` adds FP32 masters to any other optimizer, `adopt` replaces a
+`torch.optim` optimizer in place, and `lower_weights` stores a model's weights in 16 bits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PUBLIC = {
     "with_masters": "mezzo.pytorch.optim.with_masters",
 }
 
-# Name -> what to use in its place.
+# Name -> what to use instead.
 _REMOVED = {
-    "bytes_per_parameter": "was removed in version 0.2: docs/optimizers.md has the bytes of every mode",
-    "Lion": "was removed in version 0.2: use mezzo.optim.AdamW, or with_masters over another library's Lion",
+    "bytes_per_parameter": "was removed in version 0.2: docs/memory.md has the bytes of every mode",
+    "Lion": "was removed in version 0.2: use mezzo.optim.AdamW, or with_masters(...) around another library's Lion",
 }
 __all__ = list(_PUBLIC)
 

@@ -21,14 +21,14 @@ from faults.clean import CLEAN
 from faults.models import Trainee
 from faults.rows import FAULTS, Row
 from mezzo.core import records
-from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
 from mezzo.core.overflow import OverflowReport
 from mezzo.pytorch.run.session import run
 from mezzo.runner.lifecycle import RunRequest
 
 _FLOOR = DynamicLossScale().floor
-_QUOTED = re.compile(r"`([^`]+)`")
+_CODE = re.compile(r'`mezzo\.MixedPrecision\(model, optimizer, "([^"]+)"\)`')
 
 
 class Turn(NamedTuple):
@@ -113,13 +113,8 @@ def of_row(row: Row, ended: Ended | None = None, **options: Any) -> Iterator[Tur
 
 
 def policies(finding: OverflowReport) -> list[str]:
-    """The policies that a finding's remedies quote, in order."""
-    named = []
-    for sentence in finding.remedies:
-        for text in _QUOTED.findall(sentence):
-            with contextlib.suppress(UsageError, UnknownNameError):
-                mezzo.policy(text)
-                named.append(text)
+    """The policies in the code of a finding's remedies, in order."""
+    named = [text for sentence in finding.remedies for text in _CODE.findall(sentence)]
     return list(dict.fromkeys(named))
 
 

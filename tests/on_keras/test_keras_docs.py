@@ -12,47 +12,19 @@ import pytest
 
 from conftest import BACKEND
 from mezzo.demos import DEMOS, transfer
+from page_blocks import blocks, run
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "keras.md"
-TEXT = PAGE.read_text(encoding="utf-8")
-# A block's fence may name the one backend that it is for. After a block may come, indented, what it prints.
-BLOCK = re.compile(r"^```python ?(\w*)\n(.*?)^```\n(?:\n((?:    [^\n]*\n)+))?", re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.every_backend
-def test_the_pages_python_runs_and_prints_what_it_shows(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("block", blocks("keras", BACKEND))
+def test_a_block_runs_alone_and_prints_what_the_page_shows(
+    block: re.Match[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = [match.groups() for match in BLOCK.finditer(TEXT)]
-    assert len(blocks) == TEXT.count("```python")
-    assert {backend for backend, _, _ in blocks} == {"", "tensorflow", "jax", "torch"}
-    names: dict[str, object] = {"__name__": "page"}
-    shown = 0
-    for backend, code, expected in blocks:
-        if backend not in ("", BACKEND):
-            continue
-        exec(compile(code, str(PAGE), "exec"), names)
-        printed = capsys.readouterr().out
-        if expected and not expected.strip().startswith("mezzo "):  # a command, not what is printed
-            assert printed == re.sub(r"^    ", "", expected, flags=re.MULTILINE)
-            shown += 1
-        for comment in re.findall(r"print\([^\n]*\)  # ([^\n]+)", code):
-            assert comment in printed
-    assert shown == 5
-
-
-@pytest.mark.parametrize(("page", "fence"), [("README.md", "python keras"), ("docs/transfer.md", "python")])
-def test_the_python_of_other_pages_runs(
-    page: str, fence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = (PAGE.parent.parent / page).read_text(encoding="utf-8")
-    blocks = re.findall(rf"^```{fence}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, page, "exec"), {"__name__": "page"})
-    assert page != "README.md" or len(list((tmp_path / "mezzo-run").rglob("*.jsonl"))) == 1
+    run(block, tmp_path, capsys)
+    assert "PrecisionMonitor(" not in block["code"] or len(list(tmp_path.rglob("fit001.jsonl"))) == 1
 
 
 def test_no_image_is_both_trained_on_and_tested() -> None:
@@ -96,6 +68,6 @@ def test_the_example_runs(
     monkeypatch.setattr(
         sys, "argv", ["x", "--epochs", "1", "--precision", "bf16", "--records", str(tmp_path / "records")]
     )
-    runpy.run_path(str(PAGE.parent.parent / "examples" / "keras_transfer.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "examples" / "keras_transfer.py"), run_name="__main__")
     assert re.search("bfloat16: [0-9.]+% right, weights float32$", capsys.readouterr().out.strip())
     assert len(list((tmp_path / "records" / "runs").glob("*.jsonl"))) == 3  # one a fit

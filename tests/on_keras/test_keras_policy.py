@@ -219,14 +219,14 @@ def test_a_pattern_that_names_no_layer_is_an_error_at_compile_or_at_the_first_st
     if make in (sequential, functional):
         table = layer_policies(model)
         assert table.unmatched == ("boddy",)
-        assert str(table).splitlines()[-1] == "module.boddy names no layer of this model"
+        assert str(table).splitlines()[-1] == "module.boddy matches no layer of this model"
 
     def train() -> None:
         model.compile("sgd", LOSS)
         assert make in (late, Subclassed)  # of the others it is told by now
         model.train_on_batch(X, Y)
 
-    with pytest.raises(UnknownNameError, match=r"module\.boddy names no layer .*Did you mean 'body'\?"):
+    with pytest.raises(UnknownNameError, match=r"module\.boddy matches no layer .*Did you mean 'body'\?"):
         train()
     set_policy("bf16,module.head=fp32,module.critic/out=fp32")
     critic = keras.Sequential([layers.Dense(1, name="out")], name="critic")
@@ -247,7 +247,7 @@ def after_clear_session() -> keras.Model:
     return sequential()
 
 
-OWN = "'net/head', which has the policy bfloat16 of its own"
+OWN = "'net/head', which keeps the policy bfloat16"
 # How a model is made and under which precision, and what is reported; it is made before set_policy if that is empty.
 ODD: list[tuple[Callable[[], keras.Model], str, str]] = [
     (sequential, "fp16", ""),
@@ -382,7 +382,7 @@ def test_a_16_bit_output_is_reported_once_before_anything_is_learnt(name: str) -
 def test_a_16_bit_output_of_a_layer_whose_own_dtype_overrides_the_policy() -> None:
     set_policy("bf16,module.head=fp32")
     model = sequential(dtype="mixed_bfloat16")
-    with pytest.warns(PolicyWarning, match="of its own and keeps it"):
+    with pytest.warns(PolicyWarning, match=r"which keeps the policy .*without dtype="):
         model.compile("sgd", LOSS)
     (text,) = warned(lambda: model(X))
     assert text.endswith('dtype="float32" at the layer.')

@@ -1,4 +1,4 @@
-"""TF1's names in today's `tf.train`, a script as the tutorials have it, and the Python of docs/tensorflow.md."""
+"""TF1's names in today's `tf.train`, a script as the tutorials have it, and the Python of docs/keras.md."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 import tensorflow as tf
 
 import mezzo.tensorflow as mt
-
-PAGE = Path(__file__).parent.parent.parent / "docs" / "tensorflow.md"
+from page_blocks import blocks, run
 
 
 @pytest.fixture(autouse=True)
@@ -77,23 +76,8 @@ def test_a_tutorial_of_tf1_with_the_names_installed_before_tensorflow_is_importe
     assert done.stdout == "5 0.5\n"
 
 
-def test_the_code_of_the_page_runs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("block", blocks("tensorflow"))
+def test_a_block_runs_alone_and_prints_what_the_page_shows(
+    block: re.Match[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    for name in re.findall(r'environ\["(\w+)"\]', text):
-        monkeypatch.setenv(name, "")  # what the page sets is taken back
-    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    names: dict[str, object] = {}
-    for block in blocks:
-        line = text[: block.start(1)].count("\n")
-        exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)
-    told = capsys.readouterr()
-    first = re.search(r"^```\n(mezzo: .*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert first is not None
-    on_stderr, on_stdout = first.group(1).splitlines()
-    assert told.err.splitlines()[0] == on_stderr
-    assert told.out.splitlines()[0] == on_stdout
-    assert "[20, 1024.0, 0]" in told.out.replace("np.int64(", "").replace("np.float32(", "").replace(")", "")
-    assert "Gradients that are not finite: culprit:0." in told.out
-    assert len(blocks) == 10
+    run(block, tmp_path, capsys)

@@ -1,20 +1,22 @@
 """Find the largest batch size with which a training script fits into memory, and the fastest.
 
-The script is not changed. It runs at one batch size after another, each run in a separate process that is ended after a
-few optimizer steps, so files that the script writes are those of an unfinished run. Say with --vary how the script
-receives its batch size:
+The script is not changed. It runs at one batch size after another, each in a separate process that ends after a few
+optimizer steps. Files that the script writes are those of an unfinished run. --vary names the option with which the
+script receives its batch size:
 
   --vary=--batch-size      an option:           train.py --batch-size 32
   --vary=--batch-size=     the same in a word:  train.py --batch-size=32
   --vary=data.batch=       Hydra and the like:  train.py data.batch=32
-  --vary={}                in place of {}:      train.py config.yaml 32   (give: -- config.yaml {})
+  --vary={}                instead of {}:       train.py config.yaml 32   (write: -- config.yaml {})
 
-On a GPU a size fails when an allocation does. A CPU would swap, so there the bytes of all tensors at a step's peak are
-compared with --limit. A step is one step of the optimizer; samples/s is the size divided by its time, data
-loading included. If the script accumulates gradients, the batch size is that of one backward pass.
+On a GPU a size does not fit if an allocation fails. A CPU would swap instead, so there the peak bytes of all tensors in
+a step are compared with --limit. A step is one step of the optimizer. samples/s is the size divided by the time of a
+step, data loading included. If the script accumulates gradients, the batch size is that of one backward pass.
 
-Exit status: 0 found, 1 nothing fits (not even the smallest size), 2 wrong usage, or a script that fails or never
-trains.
+The sizes double. The search ends when samples/s have not risen for two doublings, unless --max says how far to go, and
+after --minutes. Ctrl-C ends it too. Each time, the table has the sizes that were measured.
+
+Exit status: 0 found, 1 no size fits, 2 wrong usage, or a script that fails or never trains, 130 interrupted.
 
 Examples:
   mezzo batch-size train.py --vary=--batch-size
@@ -29,6 +31,7 @@ import json
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,11 +89,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--limit",
         metavar="BYTES",
-        help="what a step may take, such as 4GiB (default on a CPU: what is available, less 10 %% or 512 MiB; on a "
-        "GPU: until an allocation fails)",
+        help="the bytes that a step may take, such as 4GiB (default on a CPU: the available memory less 10 %% or "
+        "512 MiB; on a GPU: none, sizes grow until an allocation fails)",
     )
     add("--start", type=size, default=8, metavar="N", help="the first size (default 8)")
-    add("--max", type=size, metavar="N", help="try no size above it")
+    add("--max", type=size, metavar="N", help="try sizes up to this one, even if samples/s no longer rise")
+    add(
+        "--minutes",
+        type=whole("minutes", 10, least=1),
+        default=10,
+        metavar="N",
+        help="end the search after so many minutes, shared by the precisions (default 10)",
+    )
     add("--multiple-of", type=size, default=1, metavar="N", help="try only multiples of it (default 1)")
     add(
         "--steps",
@@ -118,10 +128,10 @@ def run(arguments: argparse.Namespace) -> int:
     target = target_of(arguments, DEMOS, "mezzo batch-size train.py --vary=--batch-size")
     if arguments.vary is None:
         raise UsageError(
-            "--vary is missing: the script's batch size option, as the script spells it. --vary=--batch-size for an "
-            "option, --vary=batch_size= for key=value"
+            "--vary is missing. Give the script's batch size option as the script spells it: --vary=--batch-size for "
+            "an option, --vary=batch_size= for key=value"
         )
-    sizes = Search(arguments.start, arguments.multiple_of, max_size=arguments.max)
+    sizes = Search(arguments.start, arguments.multiple_of, arguments.max, until_flat=arguments.max is None)
     argv_with(arguments.argv, arguments.vary, sizes.start)  # raises before anything runs
     limit = None if arguments.limit is None else parse_bytes(arguments.limit)
     request = BatchSizeRequest(
@@ -129,8 +139,15 @@ def run(arguments: argparse.Namespace) -> int:
     )
     precisions = _precisions(arguments.precision or ["fp32,bf16"])
     progress = watcher(Console(stderr=True), quiet=arguments.json)
+    found: dict[str, BatchSizeResult] = {}
+    ends = time.monotonic() + 60 * arguments.minutes
     with _opened(arguments.out) as folder, progress, terminated_like_an_interrupt():
-        found = {one: _search(request, one, folder, progress) for one in precisions}
+        for index, one in enumerate(precisions):
+            now = time.monotonic()
+            watch = _Deadline(progress, now + (ends - now) / (len(precisions) - index), arguments.minutes)
+            found[one] = _search(request, one, folder, watch)
+            if watch.interrupted:
+                break
         data = {
             "schema": SCHEMA,
             "script": target,
@@ -142,7 +159,36 @@ def run(arguments: argparse.Namespace) -> int:
         text = json.dumps(data, indent=2, allow_nan=False)
         write_whole(folder / FILE, text + "\n")
     print(text if arguments.json else _report(found, _prefix(arguments.vary) or "batch size "))
+    if watch.interrupted:
+        raise KeyboardInterrupt
     return int(not all(result.fits for result in found.values()))
+
+
+class _TimeIsUpError(Exception):
+    """The time of a search is over."""
+
+
+class _Deadline(Watcher):
+    """Shows the runs of one search, and ends it after its time. `interrupted`: whether the user ended it."""
+
+    def __init__(self, shown: Watcher, at: float, minutes: int) -> None:
+        super().__init__()
+        self.shown, self._at, self.minutes = shown, at, minutes
+        self.interrupted = False
+
+    def begin(self, name: str, index: int, runs: int, steps: int | None) -> None:
+        """A run begins."""
+        self.shown.begin(name, index, runs, steps)
+
+    def steps(self, done: int) -> None:
+        """The run has done this many steps."""
+        self.shown.steps(done)
+        if time.monotonic() > self._at:
+            raise _TimeIsUpError
+
+    def end(self, outcome: str) -> None:
+        """The run is over."""
+        self.shown.end(outcome)
 
 
 def _precisions(words: Sequence[str]) -> list[str]:
@@ -152,12 +198,12 @@ def _precisions(words: Sequence[str]) -> list[str]:
         check(policy(name))
         if policy(name).compute == "auto":
             raise UsageError(
-                f"--precision {name}: auto alternates two precisions in its first steps, so they show the memory of "
-                "neither. Name one, such as bf16 (`mezzo doctor` says which suits this machine)."
+                f"--precision {name}: auto alternates two precisions in its first steps, so their memory can't be "
+                "measured. Name one, such as bf16. mezzo doctor recommends one for this machine."
             )
         found.setdefault(policy(name).fingerprint(), name)
     if not found:
-        raise UsageError("--precision names nothing: give one such as bf16, or several such as fp32,bf16")
+        raise UsageError("--precision is empty. Examples: bf16, or fp32,bf16 for both")
     return list(found.values())
 
 
@@ -170,7 +216,7 @@ def _report(found: Mapping[str, BatchSizeResult], option: str) -> str:
     for precision, result in found.items():
         text = f"{precision}: {result.sentence(option)}"
         if precision != first and result.fits and reference.fits:
-            text += f" The largest is {result.largest / reference.largest:.2f} times that of {first}."
+            text += f" That is {result.largest / reference.largest:.2f} times the size in {first}."
         lines.append(text)
     return "\n".join(lines)
 
@@ -189,8 +235,8 @@ def argv_with(given: Sequence[str], vary: str, size: int) -> tuple[str, ...]:
     if vary == "{}":
         if not any("{}" in word for word in given):
             raise UsageError(
-                "--vary={}: no argument of the script holds {}. Write it where the batch size belongs, after --, "
-                "such as: mezzo batch-size train.py --vary={} -- config.yaml {}"
+                "--vary={}: no argument of the script contains {}. Write {} instead of the batch size, after --: "
+                "mezzo batch-size train.py --vary={} -- config.yaml {}"
             )
         return tuple(word.replace("{}", str(size)) for word in given)
     if not re.fullmatch(r"--?[^\s=-][^\s=]*=?|[^\s=-][^\s=]*=", vary):
@@ -230,17 +276,25 @@ def _opened(out: str | None) -> Iterator[Path]:
                 yield folder
 
 
-def _search(request: BatchSizeRequest, precision: str, folder: Path, progress: Watcher) -> BatchSizeResult:
+def _search(request: BatchSizeRequest, precision: str, folder: Path, watch: _Deadline) -> BatchSizeResult:
     """The result under one precision; the first size's error, if the script fails there."""
     trials, notes, device, limit = list[Trial](), list[str](), "cpu", request.limit
+    ended_early = ""
     while (size := request.sizes.next_size(trials, limit)) is not None:
         argv = argv_with(request.argv, request.vary, size)
         child = ScriptRequest(request.target, argv, request.is_module).child(
             folder, f"{file_name(precision)}-{size}", precision, observe=True, stop_after=request.steps
         )
         runs = len(trials) + 1
-        progress.begin(f"{precision}  {_prefix(request.vary)}{size}", runs, runs, request.steps)
-        finished, status = run_to_end(LAUNCH, child, progress)
+        watch.begin(f"{precision}  {_prefix(request.vary)}{size}", runs, runs, request.steps)
+        try:
+            finished, status = run_to_end(LAUNCH, child, watch)
+        except KeyboardInterrupt:
+            watch.interrupted, ended_early = True, "interrupted"
+            break
+        except _TimeIsUpError:
+            ended_early = f"stopped: the time is over (--minutes {watch.minutes})"
+            break
         device = str(finished.machine.get("device_type", device))
         if limit is None and finished.machine.get("device_type") == "cpu":
             limit = spendable_bytes()
@@ -252,14 +306,23 @@ def _search(request: BatchSizeRequest, precision: str, folder: Path, progress: W
             what, *output = str(failure).splitlines()
             notes.append(f"no further size was tried: {' '.join([what, *output[-1:]])}")
             break
-    return BatchSizeResult(tuple(trials), limit, device, tuple(notes))
+    if ended_early:
+        notes.append(f"{ended_early} before {_prefix(request.vary)}{size} was measured")
+        if not watch.interrupted:
+            notes[-1] += (
+                f". Allow more time (--minutes {3 * watch.minutes}), or try fewer sizes (--start, --max)"
+            )
+    elif size is None and request.sizes.until_flat and all(trial.fits for trial in trials):
+        since, largest = request.sizes.flat_since(trials), max(trial.size for trial in trials)
+        notes.append(f"samples/s have not risen since {since}. For larger sizes: --max {16 * largest}")
+    return BatchSizeResult(tuple(trials), limit, device, tuple(notes), complete=not ended_early)
 
 
 def _trial(script: str, size: int, finished: FinishedRun, status: int, limit: int | None) -> Trial:
     """The trial that a run's records and exit status make; ScriptError if the script fails or takes too few steps."""
     output = finished.failure()
     if status == -9:
-        return Trial(size, fits=False, why="killed by the system, most likely for its memory")
+        return Trial(size, fits=False, why="killed by the system, probably out of memory")
     if status and says_out_of_memory(output):
         return Trial(size, fits=False, why=OUT_OF_MEMORY)
     if status:
@@ -270,8 +333,8 @@ def _trial(script: str, size: int, finished: FinishedRun, status: int, limit: in
     if finished.memory is None:
         notes = "; ".join(finished.ended.notes if finished.ended else ())
         raise ScriptError(
-            f"{script} ended after {finished.steps} steps, and memory is measured in step {MEASURED}"
-            f"{notes and f' ({notes})'}. Let it train for longer: more epochs, or a smaller --start."
+            f"{script} ended after {finished.steps} steps, but memory is measured in step {MEASURED}"
+            f"{notes and f' ({notes})'}. Let it train longer: more epochs, or a smaller --start."
         )
     peak, times = finished.memory.peak_bytes, finished.times()
     if limit is not None and peak > limit:

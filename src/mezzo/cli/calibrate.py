@@ -1,17 +1,18 @@
-"""Run a few steps of a training script in FP32, measure the ranges of its numbers, and recommend a format, a loss
-scale for fp16, and the modules to keep in FP32 because fp16 can't hold their numbers, each with its histogram. Rank the
-modules by how much rounding each to bf16, fp16 and fp8 would change the loss.
+"""Recommend a format, a loss scale for fp16, and the modules that fp16 needs in FP32, from a few steps in FP32.
 
-The script is not changed. It is started once and ended after --steps updates, as by sys.exit. It writes its own files
+Mezzo measures the ranges of all numbers of the model, and shows them as histograms. It also ranks the modules by how
+much rounding each of them to bf16, fp16 or fp8 would change the loss.
+
+The script is not changed. It starts once and ends after --steps updates, as by sys.exit. It writes its own files
 (checkpoints, logs).
 
-Written to the folder: policy.toml (for mezzo run --policy and mezzo.MixedPrecision), calibration.json with every
+Files in the folder: policy.toml (for mezzo run --policy and mezzo.MixedPrecision), calibration.json with every
 histogram and the whole ranking, report.html with the watched steps, and the run's records and output.
 
-Gradients change over a run, so this is where to start, and not a proof: mezzo compare proves.
+The recommendation is a starting point and has not been tried: gradients change over a run. mezzo compare tests it.
 
 Exit status: 0 a recommendation was written, 2 wrong usage, or a script that fails or never trains (no update could be
-looked at).
+watched).
 
 Examples:
   mezzo calibrate train.py
@@ -58,10 +59,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_target(parser, DEMOS)
     add, steps = parser.add_argument, whole("updates", 20, least=1)
     formats = ", ".join(FORMATS)
-    add("--steps", type=steps, default=20, metavar="N", help="updates that are watched (default 20)")
-    add("--precision", metavar="P", help=f"recommend this format on any hardware: {formats}")
+    add("--steps", type=steps, default=20, metavar="N", help="number of updates to watch (default 20)")
+    add("--precision", metavar="P", help=f"recommend this format, whatever the hardware: {formats}")
     add("--no-check", action="store_true", help=argparse.SUPPRESS)  # of 0.1.0: nothing is tried any more
-    add("--out", metavar="DIR", help="the folder to write (default mezzo-calibrate-SCRIPT)")
+    add("--out", metavar="DIR", help="the output folder (default mezzo-calibrate-SCRIPT)")
     add("--json", action="store_true", help="print calibration.json instead of the lines")
 
 
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     own = ["--", *request.argv] if request.argv else []
     prove = ["mezzo", "compare", *script, "--precision", policy, *own]
     print(f"{found}\n")  # not folded: a histogram is one line
-    for label, value in (("Report:", report), ("Use it:", shlex.join(use)), ("Prove it:", shlex.join(prove))):
+    for label, value in (("Report:", report), ("Test it:", shlex.join(prove)), ("Use it:", shlex.join(use))):
         if value is not None:
             print(f"{label:<13}{value}")
     return 0
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class CalibrationRequest(ScriptRequest):
-    """What is calibrated: `steps` are watched."""
+    """A script, and how many of its updates are watched."""
 
     steps: int = 20
     format: str | None = None
@@ -131,10 +132,10 @@ def calibrate_script(
         try:
             if not any(isinstance(record, records.RangesRecord) and record.rows for record in written):
                 raise UsageError(
-                    f"nothing to calibrate with: {len(finished.updates)} updates were made, and none could be watched. "
-                    "Give a script that trains with a torch optimizer whose step takes no closure (SGD, Adam; not "
-                    "LBFGS), without torch.compile; or call mezzo.calibrate(model, loss_fn, batches), which needs no "
-                    "optimizer"
+                    f"nothing to calibrate with: the script made {len(finished.updates)} updates, and none could be "
+                    "watched. The script must train without torch.compile, with a torch optimizer whose step takes no "
+                    "closure (SGD, Adam; not LBFGS). Otherwise call mezzo.calibrate(model, loss_fn, batches) in "
+                    "Python, which needs no optimizer"
                 )
             found = recommend(
                 written, native=set(finished.machine.get("native_formats", ())), format=request.format

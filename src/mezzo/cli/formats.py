@@ -1,8 +1,10 @@
-"""The number formats that mixed precision chooses from, and any number's bits in each of them.
+"""The number formats of mixed precision: range, precision, and the stored value of any number.
 
-  mezzo formats                     the table: range and precision of every format
-  mezzo formats fp16 bfloat16       the table of these
-  mezzo formats show -4.2e9 1/3     what becomes of these numbers in every format
+  mezzo formats                     range and precision of every format, as a table
+  mezzo formats fp16                all about one format
+  mezzo formats fp16 bf16           the table of these two
+  mezzo formats show -4.2e9 1/3     how each format stores these numbers
+  mezzo formats bf16 show 0.1       how bf16 stores 0.1
 
 A number is a decimal (-4.2e9, 1e-400), a hexadecimal float (0x1.8p3), a fraction (1/3), a power (2^-24),
 inf or nan.
@@ -14,12 +16,15 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from itertools import chain
 from typing import Any
 
 from mezzo.core import formats
+from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import ALIASES, FORMATS, OVERFLOW, Format, magnitude, named
 from mezzo.core.records import strict
@@ -35,36 +40,46 @@ def configure(parser: argparse.ArgumentParser) -> None:
     # argparse takes -4.2 for a number, but -4.2e9, -1/3, -0x1p3 and -inf for options.
     parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
     parser.add_argument(
-        "words", nargs="*", metavar="NAME | show NUMBER", help="formats, or numbers to show in each"
+        "words",
+        nargs="*",
+        metavar="[FORMAT ...] [show NUMBER ...]",
+        help="formats, and numbers to show in them",
     )
     parser.add_argument(
-        "--overflow", default="infinity", help=f"for what is beyond a format: {', '.join(OVERFLOW)}"
+        "--overflow", default="infinity", help=f"result of a number beyond a format: {', '.join(OVERFLOW)}"
     )
     parser.add_argument("--json", action="store_true", help="print JSON (infinities and NaN as strings)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table, or numbers' bits."""
+    """Print formats, or numbers in formats."""
     words: list[str] = arguments.words
-    if words[:1] == ["show"]:
-        if not words[1:]:
-            raise UsageError("nothing to show: give a number, for instance `mezzo formats show -4.2e9`")
-        numbers: list[dict[str, Any]] = [
-            {"number": word, "formats": [stored(parse(word), name, arguments.overflow) for name in FORMATS]}
-            for word in words[1:]
-        ]
+    at = words.index("show") if "show" in words else len(words)
+    asked = [_format(word, words) for word in words[:at]]
+    forms, lines = asked or list(FORMATS.values()), list[str]()
+    if at < len(words):
+        numbers: list[dict[str, Any]] = []
+        if not words[at + 1 :]:
+            raise UsageError("show: no number is given. Example: mezzo formats show -4.2e9")
+        for word in words[at + 1 :]:
+            rows = [stored(parse(word), form.name, arguments.overflow) for form in forms]
+            numbers.append({"number": word, "formats": rows})
+            lines += _number_lines(word, rows)
         shown: dict[str, Any] = {"numbers": numbers}
-        lines: Iterable[str] = chain.from_iterable(
-            _number_lines(row["number"], row["formats"]) for row in numbers
-        )
     else:
-        asked = [_format(word, words) for word in words] or list(FORMATS.values())
-        shown = {"formats": [{name: getattr(form, name) for name in _IN_JSON.split()} for form in asked]}
-        lines = _table_lines(asked)
+        shown = {"formats": [{name: getattr(form, name) for name in _IN_JSON.split()} for form in forms]}
+        lines += _format_lines(asked[0]) if len(asked) == 1 else _table_lines(forms)
     if arguments.json:
         print(json.dumps(strict({"schema": 1, **shown}), indent=2, allow_nan=False))
         return 0
-    print("\n".join(lines))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    for line in lines:
+        indent = " " * (12 if line[:1] == " " else 2)
+        print(
+            "\n".join(textwrap.wrap(line, max(width, 30), subsequent_indent=indent))
+            if len(line) > width
+            else line
+        )
     return 0
 
 
@@ -78,6 +93,9 @@ def parse(text: str) -> float | Fraction:
         UsageError: not a number, a division by zero, or one far beyond every format's range.
     """
     plain = text.strip().lower().replace("**", "^")
+    if plain in (*FORMATS, *ALIASES):
+        show = f"mezzo formats {text}"
+        raise UsageError(f"{text!r} is a format. To show it: {show}. To show a number in it: {show} show 0.1")
     try:
         if re.fullmatch(r"[+-]?(inf|infinity|nan)", plain):
             return float(plain)
@@ -89,16 +107,16 @@ def parse(text: str) -> float | Fraction:
             raise OverflowError
         return Fraction(plain) or float(plain.partition("/")[0])  # -0 keeps its sign
     except OverflowError:
-        raise UsageError(f"{text!r} is beyond every format: fp64, the largest, ends at 1.8e308") from None
+        raise UsageError(f"{text!r} is beyond every format: the largest number of fp64 is 1.8e308.") from None
     except (ArithmeticError, ValueError):
         raise UsageError(
-            f"{text!r} is not a number: write a decimal (-4.2e9), a hexadecimal float (0x1.8p3), a fraction (1/3), a "
-            "power (2^-24), inf or nan"
+            f"{text!r} is not a number. Write a decimal (-4.2e9), a hexadecimal float (0x1.8p3), a fraction (1/3), a "
+            "power (2^-24), inf or nan."
         ) from None
 
 
 def written(value: float, digits: int = 5) -> str:
-    """A number in decimal, to so many significant digits.
+    """A number in decimal, rounded to a number of significant digits.
 
     >>> written(65504.0), written(2.0**-24), written(-0.0), written(1e100)
     ('65504', '5.9605e-8', '-0', '1e100')
@@ -107,7 +125,7 @@ def written(value: float, digits: int = 5) -> str:
 
 
 def stored(number: float | Fraction, format: str, overflow: str = "infinity") -> dict[str, Any]:
-    """What the format makes of a number: a row of the JSON. The arguments are those of `mezzo.formats.round`.
+    """How a format stores a number: a row of the JSON. The arguments are those of `mezzo.formats.round`.
 
     >>> [stored(x, "fp16")["word"] for x in (65520.0, 1e-8, 2.0**-20, 0.1, 0.5)]
     ['overflow', 'underflow', 'subnormal', 'rounded', 'exact']
@@ -140,12 +158,29 @@ def stored(number: float | Fraction, format: str, overflow: str = "infinity") ->
 
 
 def _format(word: str, words: list[str]) -> Format:
-    """The format that a word names; the error for a number says how to show it."""
+    """The format that a word names; the error for a number has the command that shows it."""
     if word.lower() in (*FORMATS, *ALIASES):
         return named(word.lower())
     if word[-1:].isdigit() and not word[:1].isalpha():
-        raise UsageError(f"to see what becomes of a number write: mezzo formats show {' '.join(words)}")
-    raise unknown_name("word", word, [*FORMATS, *ALIASES, "show"], where="give NAME, or show NUMBER: ")
+        raise UsageError(f"{word!r} is not a format. To show a number: mezzo formats show {' '.join(words)}")
+    raise unknown_name("format", word, [*FORMATS, *ALIASES, "show"])
+
+
+def _format_lines(form: Format) -> Iterator[str]:
+    """All about one format."""
+    row = "  {:<20}{}".format
+    yield f"{form.name}: {form.title}"
+    yield row("bits", f"{form.bits} (1 sign, {form.nexp} exponent, {form.nmant} mantissa)")
+    yield row("largest", written(form.max))
+    yield row("smallest normal", written(form.smallest_normal))
+    yield row("smallest subnormal", written(form.smallest_subnormal))
+    yield row("eps", f"{written(form.eps)} (the gap between 1 and the next number above)")
+    yield row("infinity", "yes" if form.has_infinity else "no: beyond the largest number is NaN")
+    names = [other for other, name in ALIASES.items() if name == form.name]
+    yield row("other names", ", ".join(names) or "none")
+    users = [each.name for each in COMPUTE.values() if form.name in (each.forward, each.backward)]
+    yield row("use it", " or ".join(f"--precision {name}" for name in users) or "no precision computes in it")
+    yield row("defined in", form.source)
 
 
 def _table_lines(forms: Sequence[Format]) -> Iterator[str]:
@@ -154,8 +189,9 @@ def _table_lines(forms: Sequence[Format]) -> Iterator[str]:
     for form in forms:
         numbers = map(written, (form.max, form.smallest_normal, form.smallest_subnormal, form.eps))
         yield row(form.name, f"1/{form.nexp}/{form.nmant}", *numbers)
-    yield "\nbits: sign/exponent/mantissa; eps: the gap between 1 and the next number above."
-    yield "`mezzo formats show NUMBER` shows what becomes of a number in each."
+    yield ""
+    yield "bits: sign/exponent/mantissa; eps: the gap between 1 and the next number above."
+    yield "One format: mezzo formats fp16. A number in each: mezzo formats show 0.1"
 
 
 def _number_lines(number: str, formats: list[dict[str, Any]]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Byte counts, read from what a person writes and written as the reports write them."""
+"""Byte counts: read from text such as 4GiB, and written as in reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", re.IGNORECASE)
 
 
 def parse_bytes(value: int | str) -> int:
-    """The bytes that a number or a text stands for, with units of 1000 (GB) or 1024 (GiB).
+    """The bytes in a number or a text, with units of 1000 (GB) or 1024 (GiB).
 
     >>> parse_bytes("4 GiB"), parse_bytes("1.5GB"), parse_bytes("800"), parse_bytes(7)
     (4294967296, 1500000000, 800, 7)
@@ -22,11 +22,11 @@ def parse_bytes(value: int | str) -> int:
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
         raise UsageError(
-            f"{value!r} is no number of bytes: write one such as 4GiB (1024^3), 4GB (1000^3), 800MB or 4294967296"
+            f"{value!r} is not a number of bytes. Examples: 4GiB (1024^3), 4GB (1000^3), 800MB, 4294967296"
         )
     count = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
     if count < 1:
-        raise UsageError(f"{value!r} leaves no byte at all: give 1 or more")
+        raise UsageError(f"{value!r} is less than 1 byte. Example: 4GiB")
     return count
 
 

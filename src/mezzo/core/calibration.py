@@ -7,9 +7,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import reduce
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import Format, named
@@ -17,8 +17,9 @@ from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale, power_text
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import is_pattern
-from mezzo.core.ranges import GRADIENTS, Histogram, RangeRow, exponent_strip, percent, shift_of
+from mezzo.core.ranges import GRADIENTS, Histogram, Merged, RangeRow, exponent_strip, merge, percent, shift_of
 from mezzo.core.records import ModuleRounding, RangesRecord, Record, SensitivityRecord, strict
+from mezzo.core.rules import RULES, Rule
 
 FORMATS = ("bf16", "fp16", "fp32")
 """What can be recommended, the first that fits."""
@@ -32,6 +33,8 @@ MARGIN = 0.005
 """The change of the loss that all modules together may make, as a share of the loss: `mezzo compare`'s own margin."""
 SHOWN = 20
 """Modules that are printed; JSON has all of them."""
+WORST = 3
+"""Modules that `conclusions` names."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class ModuleSensitivity:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """A ranking of the modules that compute something of their own, the most sensitive first.
+    """A ranking of the modules that compute something themselves, the most sensitive first.
 
     Args:
         loss: mean magnitude of the losses of the measured steps.
@@ -86,16 +89,16 @@ class Sensitivity:
     notes: list[str]
 
     def lines(self) -> list[str]:
-        """What the figures are, a line for each of the `SHOWN` most sensitive modules, and the notes."""
+        """An explanation, a line for each of the `SHOWN` most sensitive modules, and the notes."""
         found = [
-            f"change of the loss by each module, most sensitive first; at most {self.limit:.1g} each "
-            f"({self.margin:.1%} of {self.loss:.3g} over the root of {len(self.modules)})"
+            "lowest format for each module, expected change of the loss in each format, most sensitive first (limit "
+            f"{self.limit:.1g}: {self.margin:.1%} of the loss {self.loss:.3g} / sqrt({len(self.modules)} modules))"
         ]
         for one in self.modules[:SHOWN]:
             cells = ", ".join(map(one._cell, self.formats))
             found.append(f"{one.module or '(the model)'}: {one.lowest} ({cells})")
         if self.modules[SHOWN:]:
-            found.append(f"{len(self.modules[SHOWN:])} less sensitive modules are in the JSON")
+            found.append(f"{len(self.modules[SHOWN:])} less sensitive modules are in calibration.json")
         return found + self.notes
 
 
@@ -106,6 +109,18 @@ class Kept:
     module: str
     why: str
     evidence: RangeRow | None = None
+    op: str = ""
+
+    @property
+    def by_op(self) -> bool:
+        """Whether a policy can keep the operation in FP32 and can't name the module."""
+        rule = None if is_pattern(self.module) else RULES.get(self.op)
+        return rule is not None and rule.in_format("fp16")[0] not in (Rule.FP32, Rule.BANNED)
+
+    @property
+    def name(self) -> str:
+        """The module's name, for sentences."""
+        return self.module or "the model"
 
 
 @dataclass(frozen=True)
@@ -153,34 +168,35 @@ class Recommendation:
         """The policy as a file that `mezzo.policy` reads, below comments with the reasons."""
         reasons = [f"{self.format}: {self.why}", str(self.gradient)] if self.format == "fp16" else [self.why]
         if self.format == "fp16":
-            reasons += [f"{kept.module or 'the model'}: {kept.why}" for kept in self.kept]
+            reasons += [f"{kept.name}: {kept.why}" for kept in self.kept]
         head = [f"Recommended by mezzo calibrate from {self.steps} steps in FP32.", *reasons]
         return "".join(f"# {line}\n" for line in head) + policy_of(self.policy).to_toml()
 
     def __str__(self) -> str:
-        """The recommendation and the ranking: lines of a label and a value, each histogram under what it shows."""
+        """The recommendation and the ranking: lines of a label and a value, each histogram below its tensor."""
         shift = shift_of(self.start)
         scale = f"fp16: dynamic from {power_text(self.start)}, or constant {power_text(self.constant)}"
-        label, kept_as = "keep in fp32", ""
+        label, kept_as = "keep in FP32", ""
         if self.format != "fp16":
             scale = f"none: {self.format} needs none ({scale})"
-            label, kept_as = "for fp16", " would be kept in FP32"
+            label, kept_as = "for fp16", " would have to stay in FP32"
         rows = [("format", f"{self.format}: {self.why}"), ("loss scale", scale)]
         for one in self.sources:
             rows += [("", str(one)), ("", exponent_strip(one.histogram, "fp16", shift))]
         unscaled, scaled = percent(self.lost()), percent(self.lost(self.start))
-        lost = f"{unscaled} to zero unscaled, {scaled} times {power_text(self.start)}"
+        lost = f"{unscaled} to zero without a loss scale, {scaled} with {power_text(self.start)}"
         rows += [
             ("gradients", f"all: fp16 rounds {lost}"),
             ("", exponent_strip(self.gradients, "fp16", shift)),
         ]
         for kept in self.kept:
-            rows.append((label, f"{kept.module or 'the model'}{kept_as}: {kept.why}"))
+            op = f" (in the policy: op.{kept.op}=fp32)" if kept.by_op else ""
+            rows.append((label, f"{kept.name}{kept_as}: {kept.why}{op}"))
             if kept.evidence is not None:
                 by = shift if kept.evidence.what in GRADIENTS else 0
                 rows.append(("", exponent_strip(kept.evidence.histogram, "fp16", by)))
         if not self.kept:
-            rows.append(("keep in fp32", "no module: no overflow of fp16 was found"))
+            rows.append(("keep in FP32", "no module: in these steps nothing overflowed fp16"))
         rows.append(("policy", self.policy))
         if self.sensitivity is not None:
             title, *lines = self.sensitivity.lines()
@@ -212,11 +228,9 @@ def recommend(
     records = [one for one in measured if isinstance(one, RangesRecord) and one.rows]
     sensitivities = [one for one in measured if isinstance(one, SensitivityRecord)]
     sensitivity = rank(sensitivities, [named(one) for one in ranked])
-    merged: dict[tuple[str, str, str], RangeRow] = {}  # over all steps
-    for row in chain.from_iterable(record.rows for record in records):
-        key = row.module, row.what, row.name
-        known = merged[key].histogram if key in merged else Histogram()
-        merged[key] = replace(row, histogram=known.plus(row.histogram))
+    merged: Merged = {}  # over all steps
+    for record in records:
+        merge(merged, record.rows)
     tensors = list(merged.values())
     gradients = [one for one in tensors if one.what in GRADIENTS]
     sources = [
@@ -226,17 +240,17 @@ def recommend(
     ]
     if not sources:
         raise UsageError(
-            f"nothing to calibrate with: no gradient in the {len(records)} steps looked at is finite and not 0"
+            f"nothing to calibrate with: in {len(records)} watched steps no gradient was finite and not 0"
         )
     source = max(sources, key=lambda one: one.histogram.largest)
-    constant = StaticLossScale.from_largest(source.histogram.largest, "fp16", HEADROOM).scale
-    bounds = DynamicLossScale()
-    start = max(bounds.floor, min(constant, bounds.ceiling))
+    constant, start = _scales(source.histogram.largest)
     kept = _kept(tensors, start, sensitivity)
     chosen, why = _format(native, format, kept)
     notes = _notes(tensors, kept)
     if source.histogram.overflows("fp16", shift_of(start)):
-        notes.insert(0, f"{source}: it overflows fp16 under every dynamic loss scale. Train in bf16 or fp32")
+        notes.insert(
+            0, f"{source}: this overflows fp16 under every dynamic loss scale. Train in bf16 or fp32"
+        )
     return Recommendation(
         format=chosen,
         why=why,
@@ -253,7 +267,52 @@ def recommend(
     )
 
 
-def _kept(tensors: Sequence[RangeRow], start: float, sensitivity: Sensitivity | None) -> list[Kept]:
+def _scales(largest_gradient: float) -> tuple[float, float]:
+    """The constant loss scale for fp16, and the first value of a dynamic one."""
+    constant = StaticLossScale.from_largest(largest_gradient, "fp16", HEADROOM).scale
+    bounds = DynamicLossScale()
+    return constant, max(bounds.floor, min(constant, bounds.ceiling))
+
+
+def conclusions(tensors: Sequence[RangeRow], scale: float | None = None) -> list[str]:
+    """What watched tensors show, in sentences: the loss scale at which fp16 holds them, or the modules that need FP32;
+    and updates that 16-bit weights lose. `scale`: the run's own; by default the one that calibration recommends.
+
+    >>> conclusions([RangeRow("a", "weight gradient", "fp32", Histogram(-3, [4], largest=0.2), "weight")])
+    ['fp16 holds all watched tensors at loss scale 2^17; it rounds 0% of the gradients to zero']
+    """
+    where = ""
+    if any(one.format == "fp16" for one in tensors):  # a run in fp16, which keeps these modules in FP32
+        wide = {one.module for one in tensors if one.what == "activation" and one.format == "fp32"}
+        tensors = [one for one in tensors if one.module not in wide]
+        where = " outside of the modules in FP32" if wide else ""
+    gradients = [one.histogram for one in tensors if one.what in GRADIENTS and one.histogram.largest > 0]
+    found = []
+    if gradients:
+        start = scale or _scales(max(one.largest for one in gradients))[1]
+        kept = [one for one in _kept(tensors, start) if one.evidence and one.evidence.module == one.module]
+        found = [f"for fp16 keep {one.name} in FP32: it {one.why}" for one in kept[:WORST]]
+        if kept:
+            more = f"; {len(kept) - WORST} more modules are in the report (--out DIR)" if kept[WORST:] else ""
+            found.append(
+                f"bf16 has FP32's range and holds them{more}. mezzo calibrate writes a policy for fp16"
+            )
+        else:
+            shares = reduce(Histogram.plus, gradients).shares("fp16", shift_of(start))
+            lost = percent(shares.underflow if shares else 0.0)
+            at = f"loss scale {power_text(start)}"
+            found.append(
+                f"fp16 holds all watched tensors{where} at {at}; it rounds {lost} of the gradients to zero"
+            )
+    ratios = [one for one in tensors if one.what == "update ratio" and one.format in ("bf16", "fp16")]
+    worst = max(ratios, key=lambda one: one.histogram.lost(one.format) or 0.0, default=None)
+    if worst is not None and (share := worst.histogram.lost(worst.format) or 0.0) > MOST_LOST:
+        weights = f"{worst.format} weights without masters lose {percent(share)} of the updates"
+        found.append(f"{weights} of {worst.module or 'the model'}; masters=split keeps them")
+    return found
+
+
+def _kept(tensors: Sequence[RangeRow], start: float, sensitivity: Sensitivity | None = None) -> list[Kept]:
     """Modules that hold numbers beyond fp16, or whose gradients it loses, each with the module that ran after it
     (which reads the number, or makes the gradient); and modules in which an operation overflows.
     """
@@ -271,19 +330,21 @@ def _kept(tensors: Sequence[RangeRow], start: float, sensitivity: Sensitivity | 
         if one.what in ("activation", "weight") and one.histogram.overflows("fp16", HEADROOM):
             largest = f"up to {one.histogram.largest:.4g}"
             beyond = "beyond" if one.histogram.overflows("fp16") else f"within {2**HEADROOM}x of"
-            noun = "returned" if one.what == "activation" else f"has a {one.name} of"
+            noun = "returned numbers" if one.what == "activation" else f"has a {one.name} of"
             why = f"{noun} {largest}, {beyond} fp16's largest number, {named('fp16').max:.0f}"
-            keep(one, why, f"runs after {name}, which returned {largest}")
+            keep(one, why, f"may read the output of {name}, the module before it, which {why}")
         elif one.what == "activation gradient":
             shares = one.histogram.shares("fp16", shift_of(start))
             if shares is not None and shares.underflow > MOST_LOST:
                 part, scale = percent(shares.underflow), power_text(start)
-                why = f"fp16 rounds {part} of its output's gradient to zero, even at loss scale {scale}"
-                keep(one, why, f"runs after {name}, and makes that gradient, of which fp16 loses {part}")
+                why = f"has an output gradient of which fp16 rounds {part} to zero even at loss scale {scale}"
+                keep(one, why, f"computes the gradient of {name}, the module before it; {why}")
     for inside in sensitivity.modules if sensitivity else ():
         if inside.causes.get("fp16"):
-            why = f"{inside.causes['fp16']} inside it overflows in fp16"
-            found.setdefault(inside.module, Kept(inside.module, why))
+            op = inside.causes["fp16"]
+            found.setdefault(
+                inside.module, Kept(inside.module, f"its operation {op} overflows in fp16", op=op)
+            )
     return list(found.values())
 
 
@@ -291,13 +352,14 @@ def _format(native: Collection[str], asked: str | None, kept: Sequence[Kept]) ->
     if asked is not None:
         return asked, "as asked"
     if "bf16" in native:
-        fp16_needs = f"; fp16 would need {len(kept)} modules in FP32" if kept else ""
+        needs = f"at least {len(kept)} {'module' if len(kept) == 1 else 'modules'} in FP32"
+        fp16_needs = f"; fp16 would need {needs} (not tried)" if kept else ""
         return "bf16", f"it is native here, has FP32's range, and needs no loss scale{fp16_needs}"
     if "fp16" in native:
         return "fp16", "it is native here, and bf16 is not"
     return "fp32", (
-        "neither bf16 nor fp16 is native here, and emulated they save no time. For hardware that has one, name it "
-        "with --precision (format= in Python)"
+        "neither bf16 nor fp16 is native here, and emulated formats save no time. For other hardware name the format: "
+        "--precision fp16, or format='fp16' in Python"
     )
 
 
@@ -309,18 +371,19 @@ def _notes(tensors: Sequence[RangeRow], kept: Sequence[Kept]) -> list[str]:
         if bad and one.what != "update ratio":
             where = f"the {one.what} of {one.module or 'the model'}"
             notes.append(f"in FP32 itself {bad} numbers of {where} were NaN or infinite")
-    unnamed = ", ".join(repr(one.module) for one in kept if not is_pattern(one.module))
+    unnamed = ", ".join(repr(one.module) for one in kept if not is_pattern(one.module) and not one.by_op)
     if unnamed:
         notes.append(f"no policy can name {unnamed}: change the model, or train in bf16 or fp32")
-    return [*notes, "the policy has not been tried: `mezzo compare` says whether it trains as well as FP32"]
+    return [*notes, "this policy has not been tried: mezzo compare tests whether it trains as well as FP32"]
 
 
 def _policy(format: str, start: float, kept: Sequence[Kept]) -> str:
     if format != "fp16":
         return str(Policy(format))
     modules = tuple((one.module, "fp32") for one in kept if is_pattern(one.module))
+    ops = tuple({one.op: "fp32" for one in kept if one.by_op}.items())
     scale = "auto" if start == DynamicLossScale().init else f"dynamic(init={start!r})"
-    return str(Policy("fp16", loss_scale=scale, modules=modules))
+    return str(Policy("fp16", loss_scale=scale, ops=ops, modules=modules))
 
 
 def expected_square(roundings: Sequence[ModuleRounding]) -> float:

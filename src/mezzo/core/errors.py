@@ -3,43 +3,51 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from mezzo.core.overflow import OverflowReport
 
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
+
 
 class MezzoError(Exception):
-    """Base of every error that Mezzo raises on purpose."""
+    """Base class of every error that Mezzo raises on purpose."""
 
-    # AutoGraph makes a StagingError of an error that it cannot rebuild, and who catches a UsageError around a
-    # tf.function would not. One with this mark leaves the function as it was raised.
+    # AutoGraph replaces an error that it cannot rebuild by a StagingError, which `except UsageError` around a
+    # tf.function would miss. An error with this mark leaves the function as it was raised.
     ag_pass_through = True
 
 
 class UsageError(MezzoError, ValueError):
-    """The call, the policy or the command line is wrong; the message says how to mend it (CLI exit status 2)."""
+    """A wrong call, policy or command line. The message says how to fix it (exit status 2 on the command line)."""
 
 
 class UnknownNameError(UsageError, LookupError):
-    """A name (format, precision, op, demo, module pattern) that is not in its table."""
+    """An unknown name of a format, precision, op, demo or module pattern. The message suggests the nearest one."""
+
+
+class UnknownArgumentError(UnknownNameError, TypeError):
+    """An unknown keyword argument. The message suggests the nearest one."""
 
 
 class UnsupportedPrecisionError(MezzoError, RuntimeError):
-    """A precision that no path on this machine can run."""
+    """A precision that this machine cannot run."""
 
 
 class BannedOpError(MezzoError, RuntimeError):
-    """An op that the policy bans in the compute format; the message says what to use in its place."""
+    """An op that the policy bans in the compute format. The message says what to use instead."""
 
 
 class CallOrderError(UsageError, RuntimeError):
-    """The right call at the wrong time: a step before backward, gradients unscaled twice."""
+    """A call at the wrong time: a step before backward, gradients unscaled twice."""
 
 
 class LossScaleCollapseError(MezzoError, RuntimeError):
-    """The loss scale fell to its floor and steps are still skipped after the patience ran out.
+    """The loss scale is at its smallest value and `patience` steps in a row were skipped.
 
     The message has `what` happened, what to look at (`always`), and what to try while the cause is `unknown`.
     """
@@ -49,30 +57,65 @@ class LossScaleCollapseError(MezzoError, RuntimeError):
         self._what, self._always, self._unknown = what, always, unknown
 
     def named(self, culprit: OverflowReport) -> LossScaleCollapseError:
-        """The same, with what makes the steps fail; the remedies of what is found take the place of general advice."""
-        why = f"What makes them fail: {culprit}."
-        if culprit.cause in ("loss scale", "unknown"):  # nothing that is known to mend it
+        """The same error with the cause of the skipped steps, and its remedies instead of general advice."""
+        why = f"Cause: {culprit}."
+        if culprit.cause in ("loss scale", "unknown"):  # has no known fix
             return LossScaleCollapseError(self._what, why, f"{self._always} {self._unknown}".strip())
         remedies = f"Try: {'; or '.join(culprit.remedies)}." if culprit.remedies else self._always
         return LossScaleCollapseError(self._what, why, remedies)
 
     def going_on(self, how: str) -> LossScaleCollapseError:
-        """The same, with what to call once that is mended."""
-        return LossScaleCollapseError(f"{self} Once that is mended, {how}.")
+        """The same error, with the call that continues the training."""
+        return LossScaleCollapseError(f"{self} After fixing the cause, call {how}.")
 
 
 class ScriptError(MezzoError, RuntimeError):
-    """The user's script failed under its FP32 baseline, so there is nothing to compare with."""
+    """The script failed in its FP32 run, so there is nothing to compare with."""
 
 
-def unknown_name(kind: str, received: str, allowed: Iterable[str], *, where: str = "") -> UnknownNameError:
+def nearest(received: str, names: Iterable[str], cutoff: float = 0.4) -> str:
+    """The name that is most like the received one, in upper or lower case; empty if none is."""
+    plain = {name.lower(): name for name in names}  # BF16 is nearer to bf16 than to fp16
+    near = difflib.get_close_matches(received.lower(), plain, n=1, cutoff=cutoff)
+    return plain[near[0]] if near else ""
+
+
+def unknown_name(
+    kind: str,
+    received: str,
+    allowed: Iterable[str],
+    *,
+    where: str = "",
+    error: type[UnknownNameError] = UnknownNameError,
+) -> UnknownNameError:
     """The error for a wrong name of this kind: what was received, what is allowed, and the nearest right one.
 
     >>> print(unknown_name("format", "f15", ["bf16", "fp16", "fp32"], where="policy 'compute=f15': "))
     policy 'compute=f15': unknown format 'f15'. Use one of bf16, fp16, fp32. Did you mean 'fp16'?
     """
     names = sorted(allowed)
-    plain = {name.lower(): name for name in names}  # BF16 is nearer to bf16 than to fp16
-    near = difflib.get_close_matches(received.lower(), plain, n=1, cutoff=0.4)
-    mend = f" Did you mean {plain[near[0]]!r}?" if near else ""
-    return UnknownNameError(f"{where}unknown {kind} {received!r}. Use one of {', '.join(names)}.{mend}")
+    near = nearest(received, names)
+    fix = f" Did you mean {near!r}?" if near else ""
+    return error(f"{where}unknown {kind} {received!r}. Use one of {', '.join(names)}.{fix}")
+
+
+def checks_keywords(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
+    """A decorator: an unknown keyword argument raises UnknownArgumentError, with the nearest right name.
+
+    Python itself suggests names from 3.13 on. `help`, `inspect.signature` and editors see the function's own signature.
+    """
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    allowed = frozenset(names) - {"self"}
+    where = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
+        for name in kwargs:
+            if name not in allowed:
+                raise unknown_name(
+                    "argument", name, allowed, where=f"{where}(...): ", error=UnknownArgumentError
+                )
+        return function(*args, **kwargs)
+
+    return checked

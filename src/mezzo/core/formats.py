@@ -56,7 +56,8 @@ class Format:
     def __post_init__(self) -> None:
         if self.nexp > 11 or self.nmant > 52:
             raise UsageError(
-                f"format {self.name!r} is wider than float64: at most nexp=11 and nmant=52 are possible"
+                f"format {self.name!r} with nexp={self.nexp}, nmant={self.nmant} is wider than float64. Use at most "
+                "nexp=11 and nmant=52."
             )
         if not self.storage_bits:
             object.__setattr__(self, "storage_bits", self.bits)
@@ -162,7 +163,7 @@ OVERFLOW: Mapping[str, str] = MappingProxyType(
         "saturate": "beyond max, infinities included: max (OFP8 saturating)",
     }
 )
-"""What can become of a value beyond ``max``; NaN stays NaN in either."""
+"""The two results of a value beyond ``max``; NaN stays NaN under both."""
 
 # Framework -> (its array types, the module that rounds one). The module is imported only for such an array.
 _FRAMEWORKS = {
@@ -195,7 +196,7 @@ def dtype_name(value: object) -> str:
 
 
 def named(format: str | Format) -> Format:
-    """The format of that name, of that alias or of a `torch.dtype`; a `Format` is returned as it is.
+    """The format with a name, an alias or a `torch.dtype`; a `Format` is returned as it is.
 
     Raises:
         UnknownNameError: no such format; the message names the nearest.
@@ -230,12 +231,16 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
         integers, else in float32. -0 keeps its sign, subnormals are exact, NaN stays NaN: quiet, without payload.
 
     Raises:
-        UnknownNameError: an unknown format or overflow behaviour.
+        UnknownNameError: an unknown format or overflow behavior.
         UsageError: a type that cannot be rounded exactly; saturating to a format wider than the array's own.
+
+    Example:
+        >>> round(0.1, "bf16"), round(70000.0, "fp16"), round(70000.0, "fp16", overflow="saturate")
+        (0.10009765625, inf, 65504.0)
     """
     form = named(format)
     if overflow not in OVERFLOW:
-        raise unknown_name("overflow behaviour", str(overflow), OVERFLOW)
+        raise unknown_name("overflow behavior", str(overflow), OVERFLOW)
     for framework, (array_types, module) in _FRAMEWORKS.items():
         loaded = sys.modules.get(framework)
         if loaded is not None and any(isinstance(x, getattr(loaded, one, ())) for one in array_types):
@@ -274,8 +279,8 @@ def magnitude(x: Number) -> tuple[Fraction | None, int]:
     if isinstance(x, (int, Fraction)):
         return abs(Fraction(x)), -1 if x < 0 else 1
     raise UsageError(
-        f"cannot round {type(x).__name__} {str(x)[:40]!r}: give a float, int or Fraction, "
-        "a numpy array or a torch tensor (numpy.asarray makes an array of a list)"
+        f"cannot round {type(x).__name__} {str(x)[:40]!r}. Use a float, an int, a Fraction, a numpy array or a torch "
+        "tensor. For a list: numpy.asarray(x)."
     )
 
 
@@ -369,6 +374,6 @@ def decode(code: int | Bits, format: str | Format) -> float:
 def _pattern(code: int, form: Format) -> Bits:
     last = (1 << form.bits) - 1
     if not 0 <= code <= last:
-        raise UsageError(f"{code:#x} is not a code of {form}: its {form.bits} bits hold 0 to {last:#x}")
+        raise UsageError(f"{code:#x} is not a code of {form}: its {form.bits} bits hold 0 to {last:#x}.")
     field, mantissa = divmod(code, 1 << form.nmant)
     return Bits(*divmod(field, 1 << form.nexp), mantissa, form)

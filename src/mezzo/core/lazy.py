@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mezzo.core.errors import nearest
+
 
 def lazy(
-    package: str, modules: Mapping[str, str], missing: Mapping[str, str] = {}, removed: Mapping[str, str] = {}
+    package: str,
+    modules: Mapping[str, str],
+    missing: Mapping[str, str] = {},
+    removed: Mapping[str, str] = {},
+    moved: Mapping[str, tuple[str, str]] = {},
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__getattr__` and `__dir__`.
+    """A package's `__getattr__` and `__dir__`; `dir` shows the names in the package's `__all__`.
 
     `modules`: public name -> the module that it is in, or that it is. `missing`: a module that may not be installed ->
-    what to do then. `removed`: name -> what to use instead.
+    how to install it. `removed`: a former name -> what to use now. `moved`: a deprecated name -> its module, and so.
     """
 
     def get(name: str) -> Any:
+        if name in moved:
+            module_name, instead = moved[name]
+            warnings.warn(f"{package}.{name} is deprecated. Use {instead}.", DeprecationWarning, stacklevel=2)
+            return getattr(importlib.import_module(module_name), name)
         if name not in modules:
-            why = removed.get(name)
-            raise AttributeError(
-                f"{package}.{name} {why}" if why else f"module {package!r} has no attribute {name!r}"
-            )
+            if name in removed:
+                raise AttributeError(f"{package}.{name} {removed[name]}")
+            near = "" if name.startswith("_") else nearest(name, modules, cutoff=0.6)
+            fix = f". Did you mean {near!r}?" if near else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{fix}")
         try:
             module = importlib.import_module(modules[name])
         except ModuleNotFoundError as error:
@@ -34,4 +46,4 @@ def lazy(
         setattr(sys.modules[package], name, value)
         return value
 
-    return get, lambda: sorted({*vars(sys.modules[package]), *modules})
+    return get, lambda: sorted(sys.modules[package].__all__)

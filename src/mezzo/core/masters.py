@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from mezzo.core.errors import UsageError
 
-MASTERS = ("fp32", "split", "split8", "none")
-STATE_FORMATS = ("fp32", "bf16", "int8")
-
 # What may keep the FP32 value of a parameter stored in each format; the first is taken where none is named.
 _MASTERS_OF = {"fp32": ("fp32",), "bf16": ("split", "fp32", "split8", "none"), "fp16": ("fp32",)}
 
 _WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 _MASTER_BYTES = {"fp32": 4.0, "split": 2.0, "split8": 1.0, "none": 0.0}
 _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 2.0 / 64.0}  # int8: a bf16 scale for 64 codes
+
+MASTERS = tuple(_MASTER_BYTES)
+STATE_FORMATS = tuple(_STATE_BYTES)
 
 
 def usual_masters(params: str) -> str:
@@ -32,8 +32,8 @@ def storage_of(compute: str, params: str, masters: str) -> tuple[str, str]:
     """
     if params == "auto" and masters != "auto" and compute == "auto":
         raise UsageError(
-            f"policy 'compute=auto,masters={masters}': masters belong to 16-bit parameters, and auto may choose "
-            "FP32. Name the format: compute=bf16, or params=bf16."
+            f"policy 'compute=auto,masters={masters}': masters need 16-bit parameters, and auto may choose FP32. Name "
+            "the format: compute=bf16, or params=bf16."
         )
     if params == "auto":
         params = "fp32" if masters == "auto" else compute
@@ -41,15 +41,15 @@ def storage_of(compute: str, params: str, masters: str) -> tuple[str, str]:
         masters = usual_masters(params)
     if masters in _MASTERS_OF[params]:
         return params, masters
-    told = f"policy 'params={params},masters={masters}': "
+    where = f"policy 'params={params},masters={masters}': "
     if params == "fp32":
         raise UsageError(
-            f"{told}an FP32 parameter is its own master. Leave masters out, or store parameters in 16 bits: "
+            f"{where}an FP32 parameter is its own master. Leave masters out, or store parameters in 16 bits: "
             "params=bf16."
         )
     raise UsageError(
-        f"{told}split, split8 and none build on a weight that is the upper half of its FP32 value, which bf16 is "
-        "and fp16 is not. Use masters=fp32, or bf16 for compute and params."
+        f"{where}split, split8 and none need a weight that is the upper half of its FP32 value, which bf16 is and "
+        "fp16 is not. Use masters=fp32, or bf16 for compute and params."
     )
 
 

@@ -7,26 +7,27 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from mezzo.core.formats import named
+from mezzo.core.notebook import html_table
 
 OUTSIDE = "(outside the model)"
 """The module of an op that no watched model's call holds: a loss, a penalty, arithmetic between two models."""
 
 SUM = "sum of gradients"
-"""The op of a finding that is no operation: several gradients of one tensor added up."""
+"""The `op` of a finding about a sum of several gradients of one tensor, which is not an operation."""
 
 CAUSES = {
-    "loss scale": "the gradients overflow at this loss scale and not at a smaller one: a dynamic scale probes for "
-    "that, a constant one is too large",
-    "overflow": "finite numbers went in, and the result lies beyond the largest number of its format",
-    "invalid": "the operation has no finite result for what went in: log(0), 0 / 0, the root of 0 in backward",
-    "input": "the model was given NaN or infinity",
-    "state": "a parameter or a buffer held NaN or infinity before the step",
-    "loss": "the loss itself was not finite, which no loss scale mends: the batch or the model makes it so",
-    "unknown": "the step could not be repeated, and has not happened again yet",
+    "loss scale": "the gradients overflow at this loss scale and are finite at a smaller one. A dynamic loss scale "
+    "goes down by itself; a constant one is too large",
+    "overflow": "the inputs are finite and the result is larger than the largest number of its format",
+    "invalid": "the operation has no finite result for its inputs, such as log(0), 0 / 0, or the root of 0 in backward",
+    "input": "the model's input contains NaN or infinity",
+    "state": "a parameter or a buffer contained NaN or infinity before the step",
+    "loss": "the loss itself is NaN or infinite. No loss scale helps; the cause is the batch or the model",
+    "unknown": "the cause is unknown: the step could not be run again, and the overflow has not happened again yet",
 }
 """What can be behind a step whose gradients are not finite."""
 
-_NOT_RUN_AGAIN = "what made it is not known, and the step can't be run again"
+_NOT_RUN_AGAIN = "the cause is unknown, and the step can't be run again"
 _RUN = ("replay", "live")
 
 _SIXTEEN = ("fp16", "bf16")
@@ -34,8 +35,8 @@ _SIXTEEN = ("fp16", "bf16")
 
 @dataclass(frozen=True)
 class Weakness:
-    """What to do where an operation has no finite result for finite numbers (`fix`) or no finite slope (`fix_slope`,
-    or else `fix`). `takes_eps`: one commonly adds an eps to its input, which may be 0 in the format.
+    """How to fix an operation that has no finite result for finite inputs (`fix`) or no finite derivative
+    (`fix_slope`, or else `fix`). `takes_eps`: one commonly adds an eps to its input, which may be 0 in the format.
     """
 
     fix: str = ""
@@ -43,51 +44,55 @@ class Weakness:
     takes_eps: bool = False
 
     def fix_of(self, direction: str) -> str:
-        """What to do about a result (``forward``) or a slope (``backward``) that is not finite."""
+        """How to fix a result (``forward``) or a derivative (``backward``) that is not finite."""
         return (self.fix_slope or self.fix) if direction == "backward" else self.fix
 
 
-_INSIDE = "its slope is infinite at -1 and at 1: keep what goes in inside of (-1, 1): `x.clamp(-1 + 1e-6, 1 - 1e-6)`"
+_INSIDE = "keep the input inside (-1, 1), where the derivative is finite: `x.clamp(-1 + 1e-6, 1 - 1e-6)`"
 _BY_OPS = {
     "log": Weakness(
-        "clamp what goes into the logarithm: `x.clamp(min=1e-6).log()`; of a probability take log_softmax instead",
-        "take the logarithm only of what is used: torch.where(...) around it still goes through its slope",
+        "clamp the input of the logarithm: `x.clamp(min=1e-6).log()`; for a probability use log_softmax",
+        "compute the logarithm only for the elements that you use: torch.where(...) around it differentiates all",
         takes_eps=True,
     ),
-    "log2, log10": Weakness("clamp what goes into the logarithm away from 0", takes_eps=True),
-    "log1p": Weakness("keep what goes in above -1"),
-    "logit, special_logit": Weakness(
-        "keep what goes in inside of (0, 1): `torch.logit(x, eps=1e-6)` clamps it"
-    ),
+    "log2, log10": Weakness("clamp the input of the logarithm away from 0", takes_eps=True),
+    "log1p": Weakness("keep the input above -1"),
+    "logit, special_logit": Weakness("keep the input inside (0, 1): `torch.logit(x, eps=1e-6)` clamps it"),
     "div, addcdiv, reciprocal": Weakness(
         "add an eps to the denominator, or clamp it away from 0", takes_eps=True
     ),
     "rsqrt": Weakness("add an eps under the root", takes_eps=True),
     "sqrt": Weakness(
-        "clamp what goes under the root at 0, or above",
-        "add an eps under the root: its slope is infinite at 0",
+        "clamp the input of the root at 0 or above",
+        "add an eps under the root: its derivative is infinite at 0",
         takes_eps=True,
     ),
     "pow, float_power": Weakness(
-        "clamp the base away from 0, and above it for a fraction as exponent",
-        "add an eps to the base: the slope of a fraction as exponent is infinite at 0",
+        "clamp the base away from 0; with a fractional exponent keep it above 0",
+        "add an eps to the base: with a fractional exponent the derivative is infinite at 0",
         takes_eps=True,
     ),
     "softmax, log_softmax, scaled_dot_product_attention": Weakness(
-        "leave one place of each row open: a row that is masked throughout has no softmax"
+        "leave at least one position of each row unmasked: the softmax of a fully masked row is NaN"
     ),
-    "norm, linalg_vector_norm": Weakness(fix_slope="add an eps before the root: a length has no slope at 0"),
+    "norm, linalg_vector_norm": Weakness(
+        fix_slope="add an eps before the root: a norm has no derivative at 0"
+    ),
     "acos, asin, atanh": Weakness(_INSIDE),
-    "mean": Weakness("a mean over nothing: see that at least one element is left"),
+    "mean": Weakness("the mean of no elements is NaN: check that at least one element is left"),
     "std": Weakness(
-        "a deviation needs two elements, and an eps under its root for a slope",
-        "add an eps: `(x.var() + eps).sqrt()`; a deviation has no slope at 0",
+        "a standard deviation needs at least two elements",
+        "add an eps: `(x.var() + eps).sqrt()`; a standard deviation has no derivative at 0",
     ),
-    "var": Weakness("a variance needs two elements"),
-    "nll_loss, cross_entropy_loss": Weakness("a mean over no target: see that at least one is not ignored"),
-    "binary_cross_entropy": Weakness("binary_cross_entropy_with_logits on what goes into the sigmoid"),
+    "var": Weakness("a variance needs at least two elements"),
+    "nll_loss, cross_entropy_loss": Weakness(
+        "the mean over no targets is NaN: check that at least one target is not ignored"
+    ),
+    "binary_cross_entropy": Weakness("use binary_cross_entropy_with_logits on the input of the sigmoid"),
     # Not an operation: a function of the script's own on a gradient.
-    "gradient hook": Weakness(fix_slope="look at the function that is registered on that tensor's gradient"),
+    "gradient hook": Weakness(
+        fix_slope="check the hook that the script registered on that tensor's gradient"
+    ),
 }
 
 WEAK_OPS: Mapping[str, Weakness] = MappingProxyType(
@@ -126,7 +131,7 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """Where a value that is not finite was produced, not where it was passed on.
+    """Where a value that is not finite was produced, not where it was passed on. Printed, it is one sentence.
 
     Args:
         cause: a key of `CAUSES`.
@@ -137,7 +142,8 @@ class OverflowReport:
         line: the user's line that called the operation, as ``file.py:12: code``; ``""`` if unknown.
         how: ``replay`` (the step's model calls were run again), ``live`` (watched as it happened); other words of a
             step that was not run again.
-        remedies: what to try, the likeliest first.
+        remedies: what to try, the likeliest first. A command or code between backquotes was tried on the step, as far
+            as one model call and its gradients show.
         seconds, kept_bytes: the time that finding it took, and the bytes kept for it until the step's end.
         note: what limits the report.
     """
@@ -180,6 +186,14 @@ class OverflowReport:
         where = "outside the model" if self.module == OUTSIDE else f"in {self.module or 'the model'}"
         return f"{self.direction} of {self.op or 'an operation'} {where}{line}: {self.why}"
 
+    def _repr_html_(self) -> str:
+        rows = [("cause", self.why), ("module", self.module), ("operation", self.op), ("line", self.line)]
+        rows += [("input", str(facts)) for facts in self.inputs]
+        rows += [("output", str(facts)) for facts in self.outputs]
+        rows += [("passed on by", ", ".join(self.propagators)), ("note", self.note)]
+        rows += [("try", remedy) for remedy in self.remedies]
+        return html_table(str(self), [row for row in rows if row[1]])
+
     @property
     def why(self) -> str:
         """The cause in words, of this operation and these numbers where they are known."""
@@ -189,8 +203,8 @@ class OverflowReport:
             return _NOT_RUN_AGAIN
         if self.cause != "invalid":
             return CAUSES.get(self.cause, "")
-        what = "slope" if self.direction == "backward" else "result"
-        return f"the operation has no finite {what} for what went in"
+        what = "derivative" if self.direction == "backward" else "result"
+        return f"the operation has no finite {what} for its inputs"
 
     def _not_fitting(self) -> str:
         """That a number which went in lies itself beyond the format of what came out; empty where none does."""
@@ -207,7 +221,7 @@ class OverflowReport:
             f"number is {float(named(made).max):.6g}"
         )
         # A parameter by its name: nothing of this step made it.
-        return f"{told}: it was produced by an earlier operation" if what in ("input", "gradient") else told
+        return f"{told}. An earlier operation produced it" if what in ("input", "gradient") else told
 
 
 def rounded_to_infinity(name: str) -> float:

@@ -13,7 +13,6 @@ from types import MappingProxyType
 
 from mezzo.core.compute import COMPUTE, GRANULARITIES, activations_of
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
-from mezzo.core.formats import dtype_name
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.masters import MASTERS, STATE_FORMATS, storage_of, usual_masters
 from mezzo.core.policy_text import (
@@ -22,6 +21,7 @@ from mezzo.core.policy_text import (
     is_pattern,
     loss_scale_of,
     matches,
+    precision_name,
     print_loss_scale,
     print_toml,
     read_string,
@@ -63,15 +63,14 @@ class Decision:
 
 @dataclass(frozen=True, repr=False)
 class Policy:
-    """Which format everything has. Equal policies are equal values; printed, they read back as themselves.
+    """The number format of every op, module, parameter and optimizer state of a training run. Frozen and hashable.
 
-    >>> str(Policy(compute="bf16", modules=(("head", "fp32"),)))
-    'bf16,module.head=fp32'
+    `mezzo.policy("bf16,module.head=fp32")` reads one from text; printed, it reads back as an equal policy.
 
     Args:
         compute: the format of ops under the rule `lower`: fp32, tf32, bf16, fp16, fp8, or auto until `resolved`.
         params: the format in which parameters are stored: fp32, bf16, fp16, or auto, which becomes the format of
-            `activations` where `masters` are named and fp32 elsewhere. Normalisations keep FP32 parameters.
+            `activations` where `masters` are named and fp32 elsewhere. Normalizations keep FP32 parameters.
         output: the format of floating tensors that leave the model: fp32, bf16 or fp16.
         loss_scale: ``none``; ``dynamic``, with any setting of `DynamicLossScale` as in ``dynamic(init=1024)``; a number
             (``1024``, ``2**10``) for a constant; or ``auto``, which becomes ``dynamic`` where anything is computed
@@ -90,7 +89,11 @@ class Policy:
 
     Raises:
         UnknownNameError: a format, rule, op or setting that does not exist; the message has the nearest one.
-        UsageError: a pattern that is none, something given twice, or two formats that exclude each other.
+        UsageError: an invalid pattern, something given twice, or two formats that exclude each other.
+
+    Example:
+        >>> str(Policy(compute="bf16", modules=(("head", "fp32"),)))
+        'bf16,module.head=fp32'
     """
 
     compute: str = "fp32"
@@ -125,7 +128,7 @@ class Policy:
             if {self.activations, getattr(self, key)} == {"bf16", "fp16"}:
                 raise UsageError(
                     f"policy 'compute={self.compute},{key}={getattr(self, key)}': values would pass between "
-                    "two 16-bit formats and lose range one way, digits the other. "
+                    "two 16-bit formats, and lose range in fp16 and digits in bf16. "
                     f"Use {key}=fp32 or {key}={self.activations}."
                 )
         if self.loss_scale == "auto" and self.compute != "auto":
@@ -133,21 +136,21 @@ class Policy:
 
     @cached_property
     def name(self) -> str:
-        """The shortest string that reads back as this policy: a preset's name, then what departs from it."""
+        """The shortest string that reads back as this policy: a preset's name, then settings that differ from it."""
         plain = Policy(self.compute, modules=self.modules)
-        told = {key for key in KEYS if getattr(self, key) != getattr(plain, key)}
+        named = {key for key in KEYS if getattr(self, key) != getattr(plain, key)}
         # Of params and masters, each implies the other's usual value.
         if self.masters == usual_masters(self.params):
-            told.discard("masters")
+            named.discard("masters")
         elif self.params == self.activations:
-            told.discard("params")
-            told.add("masters")
+            named.discard("params")
+            named.add("masters")
         else:
-            told.add("masters")
+            named.add("masters")
         parts = [
             f"{_left(entry)}={entry.value}"
             for entry in self._entries
-            if entry.key not in KEYS or entry.key in told
+            if entry.key not in KEYS or entry.key in named
         ]
         return ",".join([self.compute, *parts])
 
@@ -164,7 +167,7 @@ class Policy:
 
     @property
     def activations(self) -> str:
-        """The format in which ops under the rule `lower` hand on their results: bf16 for fp8, fp32 for tf32."""
+        """The format of the results of ops under the rule `lower`: bf16 for fp8, fp32 for tf32."""
         return activations_of(self.compute)
 
     @property
@@ -220,7 +223,8 @@ class Policy:
         """The loss scale's first state; UsageError before the policy is resolved."""
         if self.loss_scale == "auto":
             raise UsageError(
-                f"policy '{self}': compute is still auto, so is the loss scale. Resolve it first."
+                f"policy '{self}': the loss scale depends on the compute format, which is auto. Resolve it first: "
+                "policy.resolved('fp16')."
             )
         return loss_scale_of(self.loss_scale)
 
@@ -234,8 +238,10 @@ class Policy:
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Policy:
-        """The policy in a TOML file; UsageError for a wrong key or value, with the nearest right one, and for no such
-        file.
+        """The policy in a TOML file.
+
+        Raises:
+            UsageError: no such file, or a wrong key or value; the message has the nearest right one.
         """
         return _assembled(read_toml(path), f"{os.fspath(path)}: ")
 
@@ -256,25 +262,30 @@ class Policy:
 
 
 def policy(spec: object) -> Policy:
-    """A policy from a preset's name, a short string, the path of a TOML file (ending in `.toml`), a `torch.dtype`, or
-    itself.
+    """Read a policy. Equal policies are equal values, however they were written.
 
-    >>> policy("params=fp32,compute=bf16,output=fp32") == policy("bf16") == PRESETS["bf16"]
-    True
+    Args:
+        spec: a precision (``"bf16"``, ``"fp16"``, ``"fp32"``, ``"tf32"``, ``"fp8"``, ``"auto"``), a torch dtype,
+            another name such as ``"half"`` or ``"16-mixed"``, a string with settings
+            (``"fp16,op.softmax=fp32,module.head=fp32"``), the path of a ``.toml`` file, or a `Policy`.
 
     Raises:
-        UsageError: see `Policy` and `Policy.from_toml`.
+        UsageError: an unknown name or a contradiction; see `Policy` and `Policy.from_toml`.
+
+    Example:
+        >>> policy("compute=bf16,output=float32") == policy("bf16-mixed") == policy("bf16")
+        True
     """
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, os.PathLike) or (isinstance(spec, str) and spec.endswith(".toml")):
         return Policy.from_toml(spec)
-    if not isinstance(spec, str) and dtype_name(spec) not in PRESETS:
+    if not isinstance(spec, str) and precision_name(spec) not in PRESETS:
         raise UsageError(
             f"{spec!r} is not a precision. Use one of {', '.join(PRESETS)}, torch.float32, torch.bfloat16, "
             "torch.float16, a policy such as 'bf16,op.softmax=fp32', or the path of a .toml file."
         )
-    return _parsed(dtype_name(spec))
+    return _parsed(spec if isinstance(spec, str) else precision_name(spec))
 
 
 @lru_cache(maxsize=256)
@@ -302,7 +313,9 @@ def _assembled(entries: Sequence[Entry], where: str) -> Policy:
 
 def _checked(entry: Entry) -> Entry:
     """The entry in the one way in which it is written; UsageError, which begins with `entry.where`, if it is wrong."""
-    key, name, value, where = entry = entry._replace(value=dtype_name(entry.value))
+    key, name, value, where = entry
+    if key not in ("loss_scale", "recompute"):
+        entry = entry._replace(value=(value := precision_name(value)))
     if key == "op":
         rules = [rule.value for rule in Rule]
         if value not in rules:
@@ -320,7 +333,7 @@ def _checked(entry: Entry) -> Entry:
     if key == "module" and not is_pattern(name):
         raise UsageError(
             f"{where}{name!r} is not a module pattern. Write a dotted path such as head, blocks.0.norm or "
-            "blocks.*.norm: * is one component or a part of one, ** any number of components."
+            "blocks.*.norm. * matches one component or a part of one, ** any number of components."
         )
     noun, allowed = _ALLOWED[key]
     if value not in allowed:
@@ -335,11 +348,11 @@ def _op(name: str, where: str) -> str:
     if _FOREIGN_OP.fullmatch(name):
         return name
     near = difflib.get_close_matches(plain, RULES, n=1, cutoff=0.5)
-    mend = f" Did you mean {near[0]!r}?" if near else ""
+    fix = f" Did you mean {near[0]!r}?" if near else ""
     word = plain if plain.isidentifier() else "fused"
     raise UnknownNameError(
-        f"{where}unknown op {name!r}. Use one of the {len(RULES)} ops in mezzo.core.rules.RULES, or, for any "
-        f"other, a name with its namespace: aten::{word}, mylib::{word}.{mend}"
+        f"{where}unknown op {name!r}. Use one of the {len(RULES)} ops in mezzo.core.rules.RULES, or for any "
+        f"other op its name with the namespace: aten::{word}, mylib::{word}.{fix}"
     )
 
 
@@ -356,7 +369,7 @@ def _no_duplicates(entries: Sequence[Entry]) -> None:
     seen = set()
     for entry in entries:
         if (entry.key, entry.name) in seen:
-            raise UsageError(f"{entry.where}{_left(entry)} is given twice. Keep one of the two.")
+            raise UsageError(f"{entry.where}{_left(entry)} is given twice. Remove one of the two.")
         seen.add((entry.key, entry.name))
 
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
-from mezzo.core.formats import FORMATS
+from mezzo.core.formats import ALIASES, FORMATS
 from mezzo.core.loss_scale import (
+    KINDS,
     STATISTICAL_REMOVED,
-    DynamicLossScale,
     LossScale,
     NoLossScale,
     StaticLossScale,
@@ -35,11 +35,28 @@ else:
     import tomli as tomllib
 
 _TABLES = {"ops": "op", "modules": "module"}
+
+PRECISION_NAMES: Mapping[str, str] = {
+    **{other: name for other, name in ALIASES.items() if name in COMPUTE},  # torch's: float16, half, bfloat16
+    "float": "fp32",
+    "tensorfloat32": "tf32",
+    "mixed_float16": "fp16",
+    "mixed_bfloat16": "bf16",  # Keras's
+    "32": "fp32",
+    "32-true": "fp32",
+    "16": "fp16",
+    "16-mixed": "fp16",
+    "bf16-mixed": "bf16",  # Lightning's
+}
+"""Other names of the precisions, accepted wherever a precision is given."""
 KEYS = ("compute", "params", "masters", "state", "output", "loss_scale", "recompute", "scaling", "hidden")
 
-_STATE = ("scale", "good_steps", "overflows", "stuck")
-# What a user may set in `dynamic(...)`, with its default.
-_DYNAMIC: Mapping[str, Any] = {f.name: f.default for f in fields(DynamicLossScale) if f.name not in _STATE}
+# What a user may set in `dynamic(...)`, or in another kind that moves, with its default: all but the state.
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    kind: {field.name: field.default for field in fields(cls) if field.name not in vars(cls().arrays())}
+    for kind, cls in KINDS.items()
+    if cls not in (NoLossScale, StaticLossScale)
+}
 
 _COMPONENT = r"""[^\s.,=()"'#\[\]]+"""
 _PATTERN = re.compile(rf"{_COMPONENT}(?:\.{_COMPONENT})*")
@@ -54,6 +71,15 @@ class Entry(NamedTuple):
     where: str
 
 
+def precision_name(value: object) -> str:
+    """Mezzo's name of a precision, for a `torch.dtype` or a name of `PRECISION_NAMES`; any other value as text.
+
+    >>> [precision_name(value) for value in ("half", "bf16-mixed", "mixed_float16", 16, "fp8")]
+    ['fp16', 'bf16', 'fp16', 'fp16', 'fp8']
+    """
+    return PRECISION_NAMES.get(str(value).removeprefix("torch."), str(value))
+
+
 def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
     """The entries of a short string: a preset's name first, if any, then `key=value` parts."""
     where = f"policy {text!r}: "
@@ -62,7 +88,7 @@ def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if equals:
             entries.append(_entry(key, value, where))
-        elif index == 0 and key in presets:
+        elif index == 0 and precision_name(key) in presets:
             entries.append(Entry("compute", "", key, where))
         elif index == 0 and key in FORMATS:
             using = [each.name for each in COMPUTE.values() if key in (each.forward, each.backward)]
@@ -98,10 +124,10 @@ def loss_scale_of(text: str, where: str = "") -> LossScale:
     try:
         if text.startswith("statistical"):
             raise UsageError(STATISTICAL_REMOVED)
-        dynamic = re.fullmatch(r"dynamic(?:\((.*)\))?", text, re.DOTALL)
-        if dynamic is None:
+        called = re.fullmatch(r"(\w+)(?:\((.*)\))?", text, re.DOTALL)
+        if called is None or called[1] not in _SETTINGS:
             return StaticLossScale(_number(text))
-        return DynamicLossScale(**_settings(dynamic[1] or ""))
+        return KINDS[called[1]](**_settings(called[1], called[2] or ""))
     except UsageError as error:
         raise type(error)(f"{where}{error}") from None
 
@@ -118,21 +144,22 @@ def as_loss_scale(given: LossScale | float | str | None, where: str) -> LossScal
     except UsageError as error:
         raise type(error)(f"{where}: loss_scale: {error}") from None
     raise UsageError(
-        f"{where}: loss_scale is {given!r}; give a DynamicLossScale, StaticLossScale or NoLossScale, a number, "
-        f'or "dynamic" or "none"'
+        f"{where}: loss_scale is {given!r}. Use 'dynamic', 'dynamic(init=1024)', 'none', a number such as 1024, "
+        "or a mezzo.DynamicLossScale."
     )
 
 
-def _settings(text: str) -> dict[str, Any]:
+def _settings(kind: str, text: str) -> dict[str, Any]:
+    known = _SETTINGS[kind]
     settings: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name not in _DYNAMIC:
-            raise unknown_name("setting of dynamic(...)", name, _DYNAMIC)
+        if name not in known:
+            raise unknown_name(f"setting of {kind}(...)", name, known)
         if name in settings:
-            raise UsageError(f"dynamic(...) has {name} twice. Keep one of the two.")
+            raise UsageError(f"{kind}(...) sets {name} twice. Keep one of the two.")
         given = _number(value)
-        settings[name] = int(given) if isinstance(_DYNAMIC[name], int) and given.is_integer() else given
+        settings[name] = int(given) if isinstance(known[name], int) and given.is_integer() else given
     return settings
 
 
@@ -153,11 +180,11 @@ def print_loss_scale(scale: LossScale) -> str:
         return "none"
     if isinstance(scale, StaticLossScale):
         return _print_number(scale.scale)
-    own = ((name, getattr(scale, name), default) for name, default in _DYNAMIC.items())
+    own = ((name, getattr(scale, name), default) for name, default in _SETTINGS[scale.kind].items())
     changed = ",".join(
         f"{name}={_print_number(value)}" for name, value, default in own if value != fl32(default)
     )
-    return f"dynamic({changed})" if changed else "dynamic"
+    return f"{scale.kind}({changed})" if changed else scale.kind
 
 
 def _print_number(value: float) -> str:
@@ -183,23 +210,25 @@ def read_toml(path: str | os.PathLike[str]) -> list[Entry]:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
-            f"policy file {os.fspath(path)!r}: {error.strerror or error}. Give the path of a TOML file that can be "
-            "read, such as the policy.toml that `mezzo calibrate` writes; or a preset, such as bf16"
+            f"policy file {os.fspath(path)!r}: {error.strerror or error}. Give the path of a TOML file, such as the "
+            "policy.toml that `mezzo calibrate` writes, or a precision, such as bf16."
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"policy file {os.fspath(path)!r} is not TOML: {error}") from None
+        raise UsageError(
+            f'policy file {os.fspath(path)!r} is not TOML: {error}. Example of a line: compute = "bf16"'
+        ) from None
     entries = []
     for keys, value in _leaves(data):
         where = f"{os.fspath(path)}: {'.'.join(keys)}: "
         if keys[0] not in (*KEYS, *_TABLES):
             raise unknown_name("key", keys[0], [*KEYS, *_TABLES], where=where)
         if keys[0] in _TABLES and len(keys) == 1:
-            raise UsageError(f"{where}it is a table. Write a line [{keys[0]}] and the pairs under it.")
+            raise UsageError(f'{where}it is a table. Write a line [{keys[0]}], and under it NAME = "fp32".')
         if keys[0] in KEYS and len(keys) > 1:
-            raise UsageError(f"{where}{keys[0]} is a single value, not a table")
+            raise UsageError(f'{where}{keys[0]} is a single value, not a table. Write {keys[0]} = "...".')
         number = keys[0] == "loss_scale" and isinstance(value, (int, float)) and not isinstance(value, bool)
         if not isinstance(value, str) and not number:
-            raise UsageError(f"{where}{value!r} is not a string. Write it in quotes")
+            raise UsageError(f'{where}{value!r} is not a string. Write it in quotes: "{value}".')
         entries.append(Entry(_TABLES.get(keys[0], keys[0]), ".".join(keys[1:]), str(value), where))
     return entries
 

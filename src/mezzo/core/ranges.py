@@ -7,8 +7,8 @@ the values in a format's top binade, those above its largest number are not coun
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from mezzo.core import formats
 from mezzo.core.formats import Format, named
@@ -109,7 +109,7 @@ class Histogram:
         """Of ratios update / weight, an estimate of the share too small to move a weight of this format, or None.
 
         An update is lost below half a unit in the weight's last place: a ratio between ``2**-(nmant + 2)`` and
-        ``2**-(nmant + 1)``, depending on the weight's mantissa. Of the binade between half is counted.
+        ``2**-(nmant + 1)``, depending on the weight's mantissa. Half of the binade between these is counted.
 
         >>> Histogram(lowest=-10, counts=[1, 2, 1]).lost("bf16")  # one under 2^-9, two up to 2^-8, one above
         0.5
@@ -148,11 +148,11 @@ WHAT = {
     "weight gradient": "the gradient, unscaled; before `MixedPrecision` or Keras clips it, after a script's own",
     "update ratio": "magnitude of the update over that of the weight, element by element",
 }
-"""What is looked at, and what is meant by it."""
+"""The kinds of tensors that are observed, each with its definition."""
 
 
 GRADIENTS = ("activation gradient", "weight gradient")
-"""Of `WHAT`, those that a loss scale multiplies."""
+"""The kinds of `WHAT` that a loss scale multiplies."""
 
 
 def shift_of(scale: float) -> int:
@@ -162,7 +162,7 @@ def shift_of(scale: float) -> int:
 
 @dataclass(frozen=True)
 class RangeRow:
-    """One tensor's histogram in one step, and the format that it has in the run.
+    """The histogram of one tensor in one step, and its format in the run.
 
     `module` is a path in the model, `what` a key of `WHAT`, `name` a parameter's name in the module (``""`` for
     activations). Gradients are divided by the loss scale.
@@ -177,6 +177,17 @@ class RangeRow:
     def __str__(self) -> str:
         tensor = f"{self.module or 'the model'}{'.' + self.name if self.name else ''}"
         return f"{self.what} of {tensor}, largest {self.histogram.largest:.4g}"
+
+
+Merged = dict[tuple[str, str, str], RangeRow]
+"""Rows summed over steps, by module, `what` and name; the format is that of the last step."""
+
+
+def merge(into: Merged, rows: Iterable[RangeRow]) -> None:
+    """Add one step's rows."""
+    for row in rows:
+        key = row.module, row.what, row.name
+        into[key] = replace(row, histogram=into[key].histogram.plus(row.histogram)) if key in into else row
 
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -197,12 +208,12 @@ def exponent_strip(histogram: Histogram, format: str, shift: int = 0) -> str:
     bars = [sum(histogram.counts[i : i + width]) for i in range(0, len(histogram.counts), width)]
     drawn = "".join(_BLOCKS[7 * count // max(bars)] if count else " " for count in bars)
     words = {"to zero": shares.underflow, "subnormal": shares.subnormal, "overflow": shares.overflow}
-    told = ", ".join(f"{percent(share)} {word}" for word, share in words.items() if share)
+    lost = ", ".join(f"{percent(share)} {word}" for word, share in words.items() if share)
     scaled = f" times 2^{shift}" if shift else ""
     last = histogram.lowest + len(histogram.counts) - 1
-    return f"2^{histogram.lowest} |{drawn}| 2^{last}, in {format}{scaled}: {told or 'all kept'}"
+    return f"2^{histogram.lowest} |{drawn}| 2^{last}, in {format}{scaled}: {lost or 'all kept'}"
 
 
 def percent(share: float) -> str:
     """A share with two digits; a tiny one is not written as 0."""
-    return "under 0.01%" if 0 < share < 1e-4 else f"{100 * share:.2g}%"
+    return "under 0.01%" if 0 < share < 1e-4 else f"{float(f'{100 * share:.2g}'):g}%"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from mezzo.core.errors import MezzoError
@@ -10,45 +12,48 @@ from mezzo.core.overflow import OUTSIDE, SUM, WEAK_OPS, OverflowReport, Weakness
 from mezzo.core.policy import Policy, policy
 from mezzo.core.rules import RULES, Rule
 
+POLICY = re.compile(r"`((?:fp16|bf16|fp32)[^`]*)`")
 _EXPONENTIALS = ("exp", "expm1", "sinh", "cosh", "exp2")
 _GROWN = 1e3  # a weight of this size was not made by an initialisation
 _LESS = 4  # a constant loss scale that is too large is made smaller by so many powers of two
 _READERS = 3  # modules after, or before, the one that is named, which are kept in FP32 with it
-MODULES = "this module"  # sentences that begin so offer more and more modules in FP32
-_CLIPPING = "clipping the gradients' norm helps where the gradients, not the weights, are large"
+MODULES = "module "  # sentences that begin so keep more and more modules in FP32
+_CLIPPING = "clipping the norm of the gradients helps if the gradients, not the weights, are large"
 
 
-def remedies(report: OverflowReport, used: Policy | None = None) -> list[str]:
-    """What to try, the likeliest first; the offered policies add to `used`, the one under which it happened."""
+def remedies(report: OverflowReport, used: Policy | None = None, *, has_bf16: bool = True) -> list[str]:
+    """What to try, the likeliest first; a policy stands at the end of its sentence, as in "why: `policy`".
+
+    The policies add to `used`, the one under which it happened. `has_bf16`: bf16 is an alternative to fp16.
+    """
     if report.cause == "overflow":
-        found = _of_overflow(report, used)
+        found = _of_overflow(report, used, has_bf16)
     elif report.cause == "invalid":
         found = _of_invalid(report, used)
     elif report.cause == "input":
-        given = "what the loss is given" if report.module == OUTSIDE else "what the model is given"
+        reader = "loss" if report.module == OUTSIDE else "model"
         nans, infinities = (
             sum(getattr(one, kind) for one in report.inputs) for kind in ("nans", "infinities")
         )
         found = [
-            f"look at the data: {given} has {nans} NaN and {infinities} infinite",
-            "leave such a batch out before the step: `torch.isfinite(x).all()` tells",
+            f"check the data: the {reader}'s input contains {nans} NaN and {infinities} infinite values",
+            "skip such a batch before the step: `if not torch.isfinite(x).all(): continue`",
         ]
     elif report.cause == "state":
         name = f"{report.module}.{report.op}".strip(".")
-        found = [f"go on from the last checkpoint in which {name or 'it'} was finite"]
+        found = [f"resume from the last checkpoint in which {name or 'it'} was finite"]
         if "running_" in report.op:
-            found.insert(0, "reset_running_stats() of that module, or go on from an earlier checkpoint")
-        found.append(f"if it was training that made it so: a lower learning rate; {_CLIPPING}")
+            found.insert(0, "call reset_running_stats() on that module, or resume from an earlier checkpoint")
+        found.append(f"if training made it so, use a lower learning rate; {_CLIPPING}")
     elif report.cause == "loss scale":
         found = [
-            "nothing, if the loss scale is dynamic: the next step has a smaller one",
-            "if it is a constant, it is too large: a sixteenth of it for one (`mezzo calibrate` measures which one "
-            "holds), or dynamic: `fp16,loss_scale=dynamic`",
-            "if a dynamic one overflows often, let it grow less often: "
+            "nothing, if the loss scale is dynamic: the next step uses a smaller one",
+            "if the loss scale is a constant, a dynamic one: `fp16,loss_scale=dynamic`",
+            "if a dynamic loss scale overflows often, slower growth: "
             "`fp16,loss_scale=dynamic(growth_interval=10000)`",
         ]
     elif report.cause == "loss":
-        found = ["look at the batch of this update: NaN or infinity in it makes a loss like this in FP32 too"]
+        found = ["check the batch of this update: NaN or infinity in it gives such a loss in FP32 too"]
     else:
         found = []
     return list(dict.fromkeys(found))
@@ -58,36 +63,54 @@ def of_constant_scale(scale: float) -> list[str]:
     """What to try where gradients overflow at a constant loss scale, and not at a smaller one."""
     smaller = 2.0 ** max(0, math.floor(math.log2(scale)) - _LESS) if scale > 1 else scale / 2**_LESS
     return [
-        f"a smaller constant, `fp16,loss_scale={smaller:.17g}` for one; `mezzo calibrate` measures which one holds",
-        "a scale that finds it by itself: `fp16,loss_scale=dynamic`",
+        f"a smaller constant loss scale (mezzo calibrate measures one that fits): `fp16,loss_scale={smaller:.17g}`",
+        "a loss scale that adjusts itself: `fp16,loss_scale=dynamic`",
     ]
 
 
-def _of_overflow(report: OverflowReport, used: Policy | None) -> list[str]:
+def with_fix(sentence: str, written: Callable[[str], str]) -> str:
+    """A remedy's sentence whose policy is `written` as a command or code, which comes first.
+
+    >>> with_fix("operation mul in FP32: `fp16,op.mul=fp32`", lambda policy: f"mezzo run --precision {policy} train.py")
+    '`mezzo run --precision fp16,op.mul=fp32 train.py` (operation mul in FP32)'
+    """
+    found = POLICY.search(sentence)
+    if found is None:
+        return sentence
+    why, rest = sentence[: found.start()].rstrip(": "), sentence[found.end() :]
+    return f"`{written(found[1])}` ({why}{rest})"
+
+
+def training_code(policy: str) -> str:
+    """The Python code that trains under a policy."""
+    return f'mezzo.MixedPrecision(model, optimizer, "{policy}")'
+
+
+def _of_overflow(report: OverflowReport, used: Policy | None, has_bf16: bool) -> list[str]:
     found: list[str] = []
     low = _low_format(report)
     fits = not any(one.format == "fp32" and not one.finite for one in report.outputs)
     if max((one.largest for one in report.inputs if one.name == "weight"), default=0.0) > _GROWN:
-        found.append(f"a lower learning rate: the weights have grown large; {_CLIPPING}")
+        found.append(f"use a lower learning rate: the weights have grown large; {_CLIPPING}")
     if report.op in ("half", "bfloat16", "to", "to_copy", "type"):
-        found.append("leave the conversion out: autocast converts what each operation needs")
+        found.append("remove the conversion: autocast converts the inputs of each operation as needed")
     if report.direction == "backward":
-        found.append(
-            "smaller gradients: a loss divided by a constant, inputs of size 1, or a gate that clips here"
-        )
+        found.append("smaller gradients help: divide the loss by a constant, or normalize the inputs")
     elif (low is None or not fits) and report.op in _EXPONENTIALS:
         found.append(
-            "keep what goes into the exponential below 88: subtract the largest, or clamp; FP32 ends there too"
+            "keep the input of the exponential below 88 (subtract the maximum, or clamp): FP32 overflows there too"
         )
     elif low is None or not fits:
-        found.append("make what goes in smaller, or clamp it: the result is beyond FP32's largest number too")
+        found.append("scale the input down, or clamp it: the result is larger than FP32's largest number too")
     elif _made_before(report, low):
-        found.append("scale, normalise or clamp what goes in: it was too large for the format already")
+        found.append("scale, normalize or clamp the input: it was already too large for the format")
     if low is not None and (report.direction == "backward" or fits):
         found += _in_fp32(report, low, used)
-        if low == "fp16":
+        if low == "fp16" and has_bf16:
             found.append("bf16, which has FP32's range: `bf16`")
-    return found or ["make what goes in smaller, or clamp it"]
+        elif low == "fp16":
+            found.append("FP32: this GPU has no bf16 units, and emulated bf16 is slow: `fp32`")
+    return found or ["scale the input down, or clamp it"]
 
 
 def _of_invalid(report: OverflowReport, used: Policy | None) -> list[str]:
@@ -95,10 +118,10 @@ def _of_invalid(report: OverflowReport, used: Policy | None) -> list[str]:
     found = []
     if low == "fp16" and weak.takes_eps:
         # First: an eps that is there already, and is 0 in this format, is why "add an eps" would be no help.
-        found.append("an eps of at least 2**-24 (6e-8), better 1e-5: a smaller one, 1e-8 say, is 0 in fp16")
+        found.append("use an eps of at least 2**-24 (6e-8), better 1e-5: 1e-8, for example, is 0 in fp16")
     fix = weak.fix_of(report.direction)
     if fix or not found:
-        found.append(fix or "clamp what goes in away from where the operation has no finite value or slope")
+        found.append(fix or "clamp the input away from where the operation has no finite value or derivative")
     if low is not None:
         # Not the op alone: a number that was rounded to 0 before it is 0 in FP32 too.
         found += [one for one in _in_fp32(report, low, used) if ",op." not in one]
@@ -134,14 +157,23 @@ def _in_fp32(report: OverflowReport, low: str, used: Policy | None) -> list[str]
         for count in range(int(base.format_for_module(report.module) == "fp32"), most + 1):
             text = _kept(base, report.module, *reach[:count])
             side = "before" if report.direction == "backward" else "after"
-            several = f" and {count} {side} it" if count else ""
-            found += [f"{MODULES}{several} in FP32: `{text}`"] if text is not None else []
+            others = f"{count} modules" if count > 1 else "the module"
+            several = f" and {others} {side} it" if count else ""
+            found += [f"{MODULES}{report.module}{several} in FP32: `{text}`"] if text is not None else []
     rule = RULES.get(report.op)
     if rule is not None and rule.in_format(low)[0] not in (Rule.FP32, Rule.BANNED):
         ops = {**dict(base.ops), report.op: "fp32"}
         if ops != dict(base.ops):  # last: it is for every such operation of the run
-            found.append(f"{report.op} in FP32: `{replace(base, ops=tuple(ops.items()))}`")
+            found.append(f"operation {report.op} in FP32: `{replace(base, ops=tuple(ops.items()))}`")
     return found
+
+
+def added(text: str, used: Policy) -> str:
+    """The modules and operations that a policy keeps in FP32 and another does not, in words."""
+    longer = policy(text)
+    names = [f"operation {name}" for name, rule in longer.ops if (name, rule) not in used.ops]
+    names += [f"module {name}" for name, form in longer.modules if (name, form) not in used.modules]
+    return f"{' and '.join(names)} in FP32"
 
 
 def _kept(base: Policy, *paths: str) -> str | None:

@@ -71,8 +71,8 @@ def plan_of(form: Format, storage: Format, overflow: str) -> RoundingPlan | None
             _PLANS[key] = RoundingPlan(form, storage, overflow)
         elif overflow == "saturate" and form.maxexp > storage.maxexp:
             raise UsageError(
-                f"overflow='saturate' to {form} needs storage that can hold its largest value, and {storage} "
-                "cannot: convert the array first, or round its numbers one by one"
+                f"overflow='saturate': the array is {storage}, which cannot hold the largest value of {form}. "
+                "Convert it first: x.astype(numpy.float64), or x.double() for a tensor."
             )
         else:
             _PLANS[key] = None
@@ -109,11 +109,13 @@ def held(x: NDArray[Any] | np.generic) -> NDArray[Any]:
         # Below 2**53 float64 has every integer; 2**53 + 1 already looks like 2**53 here.
         if native.itemsize == 8 and np.any(np.abs(wide) >= 2.0**53):
             raise UsageError(
-                f"{native} values from 2**53 up would be rounded on their way to float64: round them "
-                "one by one as Python ints, or convert with .astype(numpy.float64) to accept that"
+                f"{native} values of 2**53 or more do not fit float64 exactly. Round them one by one as Python ints, "
+                "or convert them first and accept that rounding: x.astype(numpy.float64)."
             )
         return wide
     # float16 and the dtypes of ml_dtypes (kind "V", or "f" in some releases) all fit into float32.
     if native.itemsize <= 2 and native.kind in "fV" and np.can_cast(native, np.float32, "safe"):
         return array.astype(np.float32)
-    raise UsageError(f"cannot round a {native} array exactly: convert it to float64 or float32 first")
+    raise UsageError(
+        f"cannot round a {native} array exactly. Convert it first: x.astype(numpy.float64), or numpy.float32."
+    )

@@ -1,7 +1,7 @@
 """The table of operations: for each op its rule, the reason, and what computes it on each kind of device, in one row.
 
 Ops are named as in ATen without the overload. An op without a row runs in the format of its inputs. The rows cover
-every op on PyTorch 2.13's autocast lists and lower what those lower; docs/policies.md lists the differences.
+every op on PyTorch 2.13's autocast lists and lower what those lower; docs/torch-amp.md lists the differences.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ _ROWS: list[OpRule] = [
         Rule.INTERNAL_FP32,
         "mean and variance cancel and accumulate, so FP32 inside; the normalised values fit sixteen bits",
         "layer_norm native_layer_norm rms_norm group_norm native_group_norm batch_norm instance_norm",
-        # With 16-bit parameters batch_norm is 20 to 160 ulp off, so normalisations keep FP32 parameters
+        # With 16-bit parameters batch_norm is 20 to 160 ulp off, so normalizations keep FP32 parameters
         # (`mezzo.pytorch.weights`). On a CPU the others fail: layer_norm's backward sums the gradients of
         # weight and bias in sixteen bits (in bf16 7 % off at 4,096 rows, 24 to 30 % at 65,536), rms_norm leaves the
         # fused kernel with FP32 weights, instance_norm is wrong in half of all elements with 16-bit ones.
@@ -246,8 +246,8 @@ _ROWS: list[OpRule] = [
         Rule.BANNED,
         "a probability that sixteen bits rounded to 0 or 1 has an infinite logarithm and a dead gradient",
         "binary_cross_entropy",
-        remedy="Use binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss) on what goes into the sigmoid, "
-        "or hand it FP32 probabilities: under this table sigmoid and softmax return FP32.",
+        remedy="Use binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss) on the input of the sigmoid, or give it "
+        "FP32 probabilities: under this table sigmoid and softmax return FP32.",
     ),
     *_family(
         "exponentials and powers",

@@ -19,9 +19,9 @@ __getattr__, __dir__ = lazy(
     __name__,
     _PUBLIC,
     {
-        "keras": "Install Keras 3, pip install 'mezzo[keras]', and one of its backends: tensorflow, jax or torch.",
-        "tensorflow": "It is Keras's default backend. Install it, or set KERAS_BACKEND=torch before Keras is imported.",
-        "jax": "It is the backend that KERAS_BACKEND names. Install it, or set KERAS_BACKEND=torch.",
+        "keras": "Install Keras 3 and one of its backends: pip install 'keras>=3.12' tensorflow (or jax, or torch).",
+        "tensorflow": "It is Keras's default backend: pip install tensorflow, or set KERAS_BACKEND=torch or jax.",
+        "jax": "KERAS_BACKEND names it: pip install jax, or set KERAS_BACKEND=torch or tensorflow.",
     },
     {
         "check_outputs": "was removed in version 0.2. The first call after model.compile(...) warns of "

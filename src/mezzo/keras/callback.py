@@ -34,14 +34,13 @@ EVERY = 16  # batches whose records are read and written together: reading waits
 NAMED = 12  # variables that a finding names at most
 
 _UNSCALED = (
-    "{0} ({1}) steps without a loss scale, and layers compute in float16: gradients under 2^-24 become 0. Wrap it: "
+    "{0} ({1}) has no loss scale, but layers compute in float16: gradients below 2^-24 become 0. Use "
     "mezzo.keras.LossScaleOptimizer({1}(...)), and take the gradients of its scale_loss(loss)"
 )
 _LOST = (
-    "{path}{more} is NaN at the end of epoch {epoch}, and stays so; inference and validation read it. Train again, or "
-    "from a checkpoint before it, without the batches that do this, in `bf16`, or with FP32 for {layer} and for the "
-    "layer before it that overflows (`fp16,module.{layer}=fp32,module.LAYER=fp32` in `mezzo.keras.set_policy`; {layer} "
-    "alone still reads the infinities of the other)"
+    "{path}{more} is NaN at the end of epoch {epoch} and stays NaN; evaluate() and predict() read it. Go back to an "
+    "earlier checkpoint. Then use `bf16`, or leave out the batches that overflow, or keep both {layer} and the layer "
+    "before it in FP32: mezzo.keras.set_policy('fp16,module.{layer}=fp32,module.LAYER=fp32')"
 )
 
 
@@ -53,14 +52,14 @@ class PrecisionMonitor(keras.callbacks.Callback):
         model.fit(x, y, callbacks=[mezzo.keras.PrecisionMonitor("mezzo-run")])
 
     Keras's progress bar and History show `loss_scale` and `skipped_steps` (of this `fit`) where there is a loss scale.
-    Each `fit` writes a file of its own, ``FOLDER/runs/fit001.jsonl`` and so on; one that is broken off leaves what it
-    had.
+    Each `fit` writes a new file, ``FOLDER/runs/fit001.jsonl`` and so on. An interrupted `fit` leaves the records that
+    were written until then.
 
     Args:
         folder: for the records.
-        every: batches after which records are read, the loss scale's patience is checked, and the numbers in the
-            progress bar are renewed.
-        verbose: whether to print at the end where the records are; and at the end of an epoch, once, that moving
+        every: number of batches after which records are read, the loss scale's patience is checked, and the numbers in
+            the progress bar change.
+        verbose: print where the records are when `fit` ends; and print once, at the end of an epoch, that moving
             statistics (or another variable that is not trained) have become NaN.
         watch, probe: removed.
 
@@ -85,22 +84,29 @@ class PrecisionMonitor(keras.callbacks.Callback):
         if watch or probe is not None:
             raise UsageError(
                 f"PrecisionMonitor({'watch' if watch else 'probe'}=...) was removed in version 0.2: Keras's mixed "
-                "policies keep weights in FP32. For the ranges of weights, activations and gradients give "
-                "mezzo.MixedPrecision(watch=...) a PyTorch model."
+                "policies keep weights in FP32. To count exponents, use mezzo.MixedPrecision(watch=...) with a PyTorch "
+                "model."
             )
         if not os.fspath(folder) or int(every) != every or every < 1:
             raise UsageError(
-                f"PrecisionMonitor({folder!r}, every={every!r}): give a folder for the records, and every as a whole "
-                "number of batches, 1 or more."
+                f"PrecisionMonitor({folder!r}, every={every!r}): folder must be a path, and every an integer of 1 or "
+                "more. Example: PrecisionMonitor('mezzo-run', every=16)."
             )
         self.folder = Path(folder)
         self._every, self._verbose = int(every), verbose
         self._recorder: _Recorder | None = None
         self._lost = False
 
+    def __repr__(self) -> str:
+        if self._recorder is None:
+            return f"PrecisionMonitor({os.fspath(self.folder)!r}, before the first fit)"
+        journal = self._recorder.journal
+        counts = f"{journal.updates} updates, {journal.skipped} skipped"
+        return f"PrecisionMonitor({os.fspath(self.folder)!r}, {_precision_of(self.model)}, {counts})"
+
     @property
     def path(self) -> Path | None:
-        """Of the current, or last, file of records; None before the first `fit`."""
+        """Path of the current or last file of records; None before the first `fit`."""
         return None if self._recorder is None else self._recorder.path
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -156,7 +162,7 @@ class PrecisionMonitor(keras.callbacks.Callback):
             journal = recorder.journal
             print(
                 f"mezzo: {', '.join([f'{journal.updates} updates', f'{journal.skipped} skipped', *scales])}. "
-                f"Records in {recorder.path}; the page: mezzo report {shlex.quote(str(self.folder))}"
+                f"Records: {recorder.path}. Make the report: mezzo report {shlex.quote(str(self.folder))}"
             )
 
 
@@ -275,16 +281,16 @@ class Skipped:
             cause, module, note = "loss", "", f"the loss was {self.loss}"
             remedies = [*remedies_of(OverflowReport(cause)), *_OF_LOSS]
         elif kept_at is None:
-            cause, note, remedies = "unknown", "no update after it was kept", list(_OF_UNKNOWN)
+            cause, note, remedies = "unknown", "no later update was taken", list(_OF_UNKNOWN)
         else:
-            note = f"the loss was finite, and the next update that was kept had loss scale {kept_at:.6g}"
+            note = f"the loss was finite, and the next update that was taken had loss scale {kept_at:.6g}"
             cause, remedies = "loss scale", list(_OF_SCALE)
         finding = OverflowReport(
             cause=cause,
             module=module,
             direction="forward" if cause == "loss" else "backward",
             propagators=named,
-            how="Concluded from what followed; the step was not run again",
+            how="Concluded from the following steps; the step was not repeated",
             remedies=[text.replace("LAYER", module or "LAYER") for text in remedies],
             note=note,
         )
@@ -292,14 +298,14 @@ class Skipped:
 
 
 _OF_SCALE = (
-    "nothing, if the loss scale is dynamic and it is rare: the next step has a smaller one",
+    "nothing, if the loss scale is dynamic and this is rare: the next step has a smaller scale",
     "if it happens often, let the scale grow less often: `fp16,loss_scale=dynamic(growth_interval=10000)` in "
     "`mezzo.keras.set_policy`, or `dynamic_growth_steps=10000` of the optimizer",
     "`mixed_bfloat16` where the device has bf16: it has FP32's range and needs no loss scale",
 )
 _OF_LOSS = (
-    "look at the model before it, if every later loss is like this: a weight, or a moving statistic of a "
-    "BatchNormalization, that is NaN or infinite stays so",
+    "if every later loss is NaN too, look at the model: a weight, or a moving statistic of a BatchNormalization, that "
+    "is NaN or infinite stays so",
     "a loss that takes logits (`from_logits=True`), and no softmax or sigmoid before it",
     'the last layer in FP32: `dtype="float32"` for it, or `fp16,module.LAYER=fp32` with its name in '
     "`mezzo.keras.set_policy`",
@@ -333,7 +339,7 @@ def _new_file(folder: Path) -> Path:
         path.touch()
     except OSError as error:
         raise UsageError(
-            f"PrecisionMonitor({str(folder)!r}): no records can be written there: {error}. Name a folder, new or not."
+            f"PrecisionMonitor({str(folder)!r}): cannot write records there: {error}. Give another folder."
         ) from error
     return path
 
@@ -354,5 +360,5 @@ def _precision_of(model: Any) -> str:
     text = ",".join(parts)
     try:
         return plan(text).precision
-    except MezzoError:  # float16 throughout, a quantised layer, a name that can't stand in a policy
+    except MezzoError:  # float16 throughout, a quantized layer, a name that can't stand in a policy
         return text

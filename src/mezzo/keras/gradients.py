@@ -92,8 +92,8 @@ def step_on_all_replicas(
 
     if tf.distribute.in_cross_replica_context():
         raise CallOrderError(
-            "apply() was called outside the replicas, where there is no gradient of any one of them. "
-            "Call it in the function that you hand to strategy.run(...)."
+            "apply() was called outside strategy.run(...), where gradients belong to no replica. "
+            "Call it in the function that strategy.run(...) runs."
         )
     replica = tf.distribute.get_replica_context()
     if tf.__internal__.distribute.strategy_supports_no_merge_call():

@@ -98,17 +98,17 @@ class LayerPolicies(tuple[LayerPolicy, ...]):
         rows = [head, *((row.path, row.kind, row.policy, row.compute, row.why) for row in self)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)) for row in rows]
-        lines += [f"module.{pattern} names no layer of this model" for pattern in self.unmatched]
+        lines += [f"module.{pattern} matches no layer of this model" for pattern in self.unmatched]
         return "\n".join(line.rstrip() for line in lines)
 
 
 def layer_policies(model: Any) -> LayerPolicies:
-    """What each layer of a Keras model (or other layer) computes in, and why; raises UsageError for anything else.
+    """The format that each layer of a Keras model computes in, and why. Raises UsageError for other objects.
 
     A layer takes its plan's policy when it is first built or called; before that its row has the default.
     """
     if not isinstance(model, keras.layers.Layer):
-        raise UsageError(f"layer_policies: model is {model!r}; give a keras.Model.")
+        raise UsageError(f"layer_policies: model is {model!r}. Give a keras.Model or another Keras layer.")
     rows: list[LayerPolicy] = []
     plans: dict[KerasPlan, None] = {}
     for path, layer in walk(model):

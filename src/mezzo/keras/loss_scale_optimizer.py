@@ -11,9 +11,9 @@ One step, with S the scale that the loss was multiplied by::
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import keras
@@ -25,6 +25,7 @@ from mezzo.core.loss_scale import (
     LossScale,
     NoLossScale,
     ScaleArrays,
+    StaticLossScale,
     from_state_dict,
     power_text,
 )
@@ -41,14 +42,20 @@ LOOK_EVERY = (
 _ON_UNSCALED = ("raise", "warn", "ignore")
 # Variables of Keras's wrapper, and the first of ours: iteration, learning_rate, step_counter, dynamic_scale.
 _KERAS_OWN = 4
+# The state that Keras's optimizer has too: its variables' names, in its order, so that what it saved can be loaded.
+_KERAS_STATE = {"good_steps": "step_counter", "scale": "dynamic_scale"}
 _NAMES_SHOWN = 100
 
 
 @keras.saving.register_keras_serializable(package="mezzo")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
-    """Wraps an optimizer: scales the loss, unscales the gradients, skips steps whose gradients are not finite.
+    """Wraps a Keras optimizer: scales the loss, unscales the gradients, skips steps whose gradients are not finite.
 
-    `compile` and Keras's callbacks recognise it as Keras's own, from which it inherits.
+    ::
+
+        model.compile(mezzo.keras.LossScaleOptimizer(keras.optimizers.Adam(1e-3)), "mse")
+
+    `compile` and Keras's callbacks treat it as Keras's own `LossScaleOptimizer`, from which it inherits.
 
     Args:
         inner_optimizer: the `keras.optimizers.Optimizer` that takes the steps. Clipping, weight decay, averages (EMA)
@@ -57,9 +64,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         dynamic_growth_steps: its `growth_interval`, under Keras's name; None leaves 2000.
         loss_scale: ``"dynamic"``, what a policy may say (``"dynamic(init=1024,hysteresis=2)"``, ``"none"``,
             ``"2**10"``), a number, or a `DynamicLossScale`, `StaticLossScale` or `NoLossScale` of `mezzo`.
-        on_unscaled: what to do where gradients are applied and the scale was never read: "raise", "warn" or "ignore".
+        on_unscaled: if gradients are applied although the scale was never read: "raise", "warn" or "ignore".
         name: of this optimizer.
-        **kwargs: none: Keras's arguments for any optimizer belong to the inner one.
+        **kwargs: not used: give Keras's arguments for optimizers to the inner one.
 
     A skipped step leaves no trace in trainable weights or inner optimizer; `iterations` counts the others. (The moving
     statistics of a `BatchNormalization`, which the forward pass assigns, stay assigned.) If `patience` steps in a row
@@ -91,8 +98,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         constant = inner_optimizer.loss_scale_factor
         if constant is not None:
             warnings.warn(
-                f"LossScaleOptimizer switches loss_scale_factor={constant!r} of the inner optimizer off. For that "
-                f"constant, give loss_scale={constant!r} here.",
+                f"loss_scale_factor={constant!r} of the inner optimizer is ignored: this class scales the loss. "
+                f"To keep that constant, use LossScaleOptimizer(..., loss_scale={constant!r}).",
                 stacklevel=2,
             )
         first = _loss_scale_of(loss_scale, initial_scale, dynamic_growth_steps)
@@ -107,12 +114,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._patience: int | None = getattr(first, "patience", None)
         self._on_unscaled = on_unscaled
         self._scale_was_read = on_unscaled == "ignore"
-        begin = transition.start(first)
-        # The first two in Keras's order, so that what its optimizer saved can be loaded.
-        self.step_counter = self._scalar("step_counter", begin.good_steps)
-        self._scale = self._scalar("dynamic_scale", begin.scale, "float32")
-        self._overflows = self._scalar("overflows", begin.overflows)
-        self._stuck = self._scalar("stuck", begin.stuck)
+        begin = vars(first.arrays())
+        for field in [*_KERAS_STATE, *(name for name in begin if name not in _KERAS_STATE)]:
+            dtype = "float32" if isinstance(begin[field], float) else "int"
+            setattr(self, f"_{field}", self._scalar(_KERAS_STATE.get(field, field), begin[field], dtype))
+        self.step_counter = self._good_steps
         self.skipped_steps = self._scalar("skipped_steps", 0)
         self.last_step_skipped = self._scalar("last_step_skipped", 0)
         self.bad_gradients: Any = None
@@ -135,26 +141,26 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def scale(self) -> Any:
-        """S for the next loss: an FP32 variable of shape ().
+        """The loss scale S for the next loss: an FP32 variable of shape ().
 
         Raises:
             CallOrderError: JAX is compiling a function in which S would be a constant.
         """
         self._scale_was_read = True
-        if isinstance(self._loss_scale, DynamicLossScale):
+        if not isinstance(self._loss_scale, (NoLossScale, StaticLossScale)):
             _check_not_baked_in(self._scale, "optimizer.stateless_scale_loss(optimizer_variables, loss)")
         return self._scale
 
     @property
     def dynamic_scale(self) -> Any:
-        """As `scale`."""
+        """Keras's name of `scale`."""
         return self.scale
 
     @property
     def initial_scale(self) -> float:
         """The first S, as a number."""
         self._scale_was_read = True
-        return float(transition.start(self._loss_scale).scale)
+        return float(self._loss_scale.arrays().scale)
 
     @initial_scale.setter
     def initial_scale(self, value: float | None) -> None:
@@ -173,8 +179,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if len(optimizer_variables) != len(self.variables):
             raise UsageError(
                 f"{len(optimizer_variables)} values were given for {len(self.variables)} optimizer variables. "
-                "Build the optimizer, optimizer.build(model.trainable_variables), and hand over the values of all of "
-                "optimizer.variables, in its order."
+                "Call optimizer.build(model.trainable_variables), then pass the values of all optimizer.variables, in "
+                "their order."
             )
         self._scale_was_read = True
         place = next(at for at, variable in enumerate(self.variables) if variable is self._scale)
@@ -202,7 +208,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 self.build(list(trainable_variables))
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if len(variables) != len(grads):
-            raise UsageError(f"{len(grads)} gradients were given for {len(variables)} trainable variables")
+            raise UsageError(
+                f"{len(grads)} gradients were given for {len(variables)} trainable variables. Give one gradient per "
+                "variable, None where there is none."
+            )
         self._check_variables_are_known(variables)
         _check_not_baked_in(
             self._scale, "optimizer.stateless_apply(optimizer_variables, grads, trainable_variables)"
@@ -226,7 +235,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _report_unscaled(self) -> None:
         message = (
             "The loss was not scaled, so the update would be too small: apply() divides gradients by the loss scale "
-            f"{power_text(transition.start(self._loss_scale).scale)}. Take gradients of optimizer.scale_loss(loss); "
+            f"{power_text(self._loss_scale.arrays().scale)}. Take gradients of optimizer.scale_loss(loss); "
             "in a compiled JAX step, of optimizer.stateless_scale_loss(optimizer_variables, loss). If they are scaled "
             "otherwise, construct LossScaleOptimizer(..., on_unscaled='ignore')."
         )
@@ -251,7 +260,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         found_inf = keras.ops.any(bad > 0)
         apply_or_keep(self.inner_optimizer, step, found_inf)
         one = keras.ops.cast(found_inf, self.skipped_steps.dtype)
-        after = transition.advance(self._loss_scale, self._arrays(), found_inf, keras.ops)
+        after = self._loss_scale.advance(self._arrays(), found_inf, keras.ops)
         bad_now = keras.ops.where(found_inf, keras.ops.minimum(bad, 1), self.bad_gradients.value)
         for variable, value in (
             *self._state(after),
@@ -274,9 +283,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         except LossScaleCollapseError as error:
             flags = [] if self.bad_gradients is None else self.bad_gradients.numpy()
             bad = [_path(variable) for variable, flag in zip(self._trainable_variables, flags) if flag]
-            whose = ", ".join(bad) or "no variable, as it was loaded"
-            collapse = LossScaleCollapseError(f"gradients that are not finite, those of {whose}: {error}")
-            raise collapse.going_on("call optimizer.reset_loss_scale()") from None
+            whose = ", ".join(bad) or "unknown variables (the state was loaded)"
+            collapse = LossScaleCollapseError(f"gradients of {whose} are NaN or infinite: {error}")
+            raise collapse.going_on("optimizer.reset_loss_scale()") from None
 
     def _check_if_due(self, found_inf: Any) -> None:
         """Check the patience where the host has waited for this step anyway, else rarely; in a graph assert it."""
@@ -288,9 +297,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 names = [_path(variable) for variable in self._trainable_variables]
                 shown = ", ".join(names[:_NAMES_SHOWN] + ["..."] * (len(names) > _NAMES_SHOWN))
                 text = (
-                    f"LossScaleCollapseError: {self._patience} steps in a row were skipped, and the loss scale gets no "
-                    "smaller. optimizer.check() says more. A 1 marks a gradient that is not finite; the variables are "
-                    f"{shown}:"
+                    f"LossScaleCollapseError: {self._patience} steps in a row were skipped, and the loss scale is at "
+                    "its minimum. optimizer.check() gives details. A 1 marks a gradient that is not finite, of these "
+                    f"variables: {shown}:"
                 )
                 fine, data = self._stuck.value < self._patience, [text, self.bad_gradients.value]
                 tf.debugging.Assert(fine, data, summarize=_NAMES_SHOWN)  # XLA drops it
@@ -314,11 +323,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def reset_loss_scale(self) -> None:
         """Set the loss scale back to what the constructor was given."""
-        for variable, value in self._state(transition.start(self._loss_scale)):
+        for variable, value in self._state(self._loss_scale.arrays()):
             variable.assign(value)
 
     def _arrays(self, of: Callable[[Any], Any] = lambda variable: variable.value) -> ScaleArrays:
-        return ScaleArrays(*map(of, (self._scale, self.step_counter, self._overflows, self._stuck)))
+        begin = self._loss_scale.arrays()
+        return replace(begin, **{name: of(getattr(self, f"_{name}")) for name in vars(begin)})
 
     def _state(self, held: ScaleArrays) -> list[tuple[Any, Any]]:
         """Each variable of the loss scale, and its value in these arrays."""
@@ -348,7 +358,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 variable.assign(store[str(at)])
         else:
             super().load_own_variables(store)
-        self._scale.assign(_allowed(self._loss_scale, _number(self._scale)))
+        self._scale.assign(self._loss_scale.allowed(_number(self._scale)))
 
     def get_config(self) -> dict[str, Any]:
         """The settings, without state; if Keras's own optimizer has names for all of them, in its names."""
@@ -419,15 +429,6 @@ def _setting_of(loss_scale: LossScale) -> dict[str, Any]:
         if loss_scale == DynamicLossScale(init=init, growth_interval=interval):
             return {"initial_scale": init, "dynamic_growth_steps": interval}
     return {"loss_scale": loss_scale.state_dict()}
-
-
-def _allowed(loss_scale: LossScale, scale: float) -> float:
-    """A loaded scale, within bounds: Keras's own can have saved 0 or infinity, which no step changes again."""
-    if not isinstance(loss_scale, DynamicLossScale):
-        return loss_scale.scale
-    if math.isnan(scale):
-        return loss_scale.init
-    return min(max(scale, loss_scale.floor), loss_scale.ceiling)
 
 
 def _give_own_buffers(variables: Sequence[Any], others: Sequence[Any]) -> None:

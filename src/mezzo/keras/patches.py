@@ -117,8 +117,8 @@ class _RunRecorder(StepRecorder):
 
 def _own_policy(what: str) -> ScriptError:
     return ScriptError(
-        f"the script {what}, so this run would not be in the precision that was asked for. Take that out: Mezzo sets "
-        "the policy of each run"
+        f"the script {what}, so this run would not have the requested precision. Remove that line: Mezzo sets the "
+        "policy of each run"
     )
 
 
@@ -136,8 +136,8 @@ def _check_model(session: Session, model: Any) -> None:
     if drawn:
         session.journal.note(
             f"{', '.join(drawn[:3])}{' and others' if drawn[3:] else ''}: TensorFlow draws random masks in the "
-            "compute format, so they are not FP32's of the same seed. One pair can't separate that from the precision: "
-            "give --seeds 3 or more"
+            "compute format, so they differ from those of FP32 with the same seed. Use --seeds 3 or more: one pair "
+            "cannot tell the effect of the masks from that of the precision"
         )
 
 
@@ -154,7 +154,7 @@ def _script_policy(session: Session, patches: Patches) -> None:
         if name != "float32":
             session.stop(_own_policy(f"sets the dtype policy {name!r} itself ({place})"))
         session.journal.note(
-            f"{place} sets the dtype policy float32, which is passed over: this run's is {session.plan.precision}"
+            f"{place} sets the dtype policy float32, which is ignored: this run uses {session.plan.precision}"
         )
 
     for module in list(sys.modules.values()):

@@ -16,7 +16,7 @@ from mezzo.core.errors import UsageError
 from mezzo.core.formats import named
 from mezzo.core.loss_scale import LossScale, NoLossScale
 from mezzo.core.policy import Policy, policy
-from mezzo.core.policy_text import as_loss_scale, is_pattern, matches, print_loss_scale
+from mezzo.core.policy_text import as_loss_scale, is_pattern, matches, precision_name, print_loss_scale
 
 # Keras's name of a dtype -> Mezzo's of its format.
 NAMES = {
@@ -42,7 +42,7 @@ _NO_POLICY = {
     "tf32": "It is a switch of the backend, not of a layer: tf.config.experimental.enable_tensor_float_32_execution, "
     'jax.config.update("jax_default_matmul_precision", "tensorfloat32") or torch.set_float32_matmul_precision("high")',
     "fp8": 'Use bf16; Keras\'s own is model.quantize("float8"), after the model is built',
-    "auto": "Nothing is measured for Keras: name bf16 where the device has it, else fp16",
+    "auto": "Mezzo does not measure Keras models: use bf16 if the device has it, else fp16",
 }
 
 # Keras's own policies without mixed precision -> what to use.
@@ -50,13 +50,13 @@ _REFUSED = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16", "float64":
 
 # What Keras can't do: a policy's key, its default, what to do instead.
 _CANNOT = (
-    ("ops", (), "Keras has a policy per layer and none for single ops: name the layer, module.PATTERN=fp32"),
-    ("params", "fp32", "Keras's mixed policies keep FP32 variables: leave params and masters out"),
-    ("state", "fp32", "Keras's optimizers keep FP32 state: leave it out"),
-    ("output", "fp32", "a model gives what its last layer gives: module.LAST_LAYER=fp32 makes that FP32"),
-    ("recompute", "none", "keras.remat makes a layer's activations again: wrap the layer in it"),
-    ("scaling", "tensorwise", "it scales fp8 factors, which Mezzo has on PyTorch alone: leave it out"),
-    ("hidden", "auto", "Keras's recurrent layers carry their policy's dtype: module.PATTERN=fp32 for FP32"),
+    ("ops", (), "Keras sets formats per layer and not per operation. Use module.PATTERN=fp32"),
+    ("params", "fp32", "its mixed policies keep FP32 variables. Remove params and masters"),
+    ("state", "fp32", "its optimizers keep FP32 state. Remove the key state"),
+    ("output", "fp32", "a model returns the format of its last layer. Use module.LAST_LAYER=fp32"),
+    ("recompute", "none", "use keras.remat, which recomputes the activations of the layer that it wraps"),
+    ("scaling", "tensorwise", "Mezzo has fp8 on PyTorch only. Remove the key scaling"),
+    ("hidden", "auto", "its recurrent layers carry the format of their policy. Use module.PATTERN=fp32"),
 )
 
 
@@ -108,7 +108,7 @@ class KerasPlan:
 
     @property
     def is_fp32(self) -> bool:
-        """Whether it is what Keras does unasked: float32 everywhere, no loss scale."""
+        """Whether it is Keras's default: float32 everywhere, no loss scale."""
         return self.policies == {"float32"} and isinstance(self.loss_scale, NoLossScale)
 
     def __str__(self) -> str:
@@ -178,7 +178,7 @@ def plan(precision: Any, loss_scale: LossScale | float | str | None = None) -> K
 def _keras_name(word: str, where: str) -> str:
     if word not in POLICIES:
         known = ", ".join(POLICIES)
-        raise UsageError(f"{where}: Keras has no policy for {word}. {_NO_POLICY[word]}. Use one of {known}.")
+        raise UsageError(f"{where}: Keras cannot compute in {word}. {_NO_POLICY[word]}. Use one of {known}.")
     return POLICIES[word]
 
 
@@ -187,10 +187,12 @@ def _as_policy(precision: Any) -> Policy:
         return policy(precision)
     if hasattr(precision, "compute_dtype") and not hasattr(precision, "default_policy"):
         precision = precision.name  # a keras.DTypePolicy
+    if not isinstance(precision, str) and precision_name(precision) in POLICIES:
+        precision = precision_name(precision)  # a torch.dtype
     if not isinstance(precision, str):
         raise UsageError(
             f"precision is {precision!r}. Give a string such as 'bf16', 'fp16,module.head=fp32' or 'mixed_float16', a "
-            "mezzo.Policy, or the path of a .toml file. Of a keras.DTypePolicyMap, write the keys as patterns."
+            "mezzo.Policy, or the path of a .toml file. Instead of a keras.DTypePolicyMap, write its keys as patterns."
         )
     return policy(precision if precision.endswith(".toml") else _in_mezzo_words(precision))
 

@@ -1,4 +1,4 @@
-"""`mezzo.keras.set_policy`: one line puts a Keras script under a precision, before its model is made.
+"""`mezzo.keras.set_policy`: one line, before the model is made, sets the precision of a Keras script.
 
 `compile` checks whether the model follows the plan, if all its layers are known by then; otherwise the first call after
 it does, which also checks whether the loss is given 16 bits: a Keras layer returns its compute dtype, the last one too.
@@ -31,11 +31,11 @@ _UNSEEN: WeakKeyDictionary[Any, tuple[KerasPlan, bool]] = WeakKeyDictionary()
 
 
 class PolicyWarning(UserWarning):
-    """A model, or a layer that a policy names, does not follow the active policy; the message says why."""
+    """A model, or a layer that a pattern matches, does not follow the active policy; the message says why."""
 
 
 class SixteenBitOutputWarning(UserWarning):
-    """A model hands its loss 16-bit values; the message has the line that fixes it."""
+    """The loss reads 16-bit values of a model; the message contains the line that fixes it."""
 
 
 def warn(text: str, kind: type[Warning]) -> None:
@@ -44,12 +44,12 @@ def warn(text: str, kind: type[Warning]) -> None:
 
 
 def set_policy(precision: Any, *, loss_scale: LossScale | float | str | None = None) -> KerasPlan:
-    """Set what every layer that is made from here on computes in, and the loss scale of what `compile` is given.
+    """Set the compute format of layers made afterwards, and the loss scale of models compiled afterwards.
 
-    It holds for layers made after it, in this thread, until it is called again; `set_policy("fp32")` undoes all of it.
-    `model.compile` then wraps its optimizer in `mezzo.keras.LossScaleOptimizer` where the plan has a loss scale (not
-    with ``auto_scale_loss=False``), and reports a model that does not follow the plan: a pattern that names no layer, a
-    model made before the plan, a 16-bit output. The naive code it equals, for a precision without patterns::
+    It applies in this thread until the next call; `set_policy("fp32")` undoes it. `model.compile` then wraps its
+    optimizer in `mezzo.keras.LossScaleOptimizer` if the policy has a loss scale (not with ``auto_scale_loss=False``),
+    and reports a model that does not follow the policy: a pattern that matches no layer, a model made before the call,
+    a 16-bit output. Naive code, for a precision without patterns::
 
         keras.config.set_dtype_policy("mixed_float16")
         ...
@@ -61,10 +61,10 @@ def set_policy(precision: Any, *, loss_scale: LossScale | float | str | None = N
         loss_scale: instead of the precision's own: ``"dynamic"``, ``"none"``, a number, a loss scale of `mezzo`.
 
     Returns:
-        The plan; printed, it says which layers compute in what.
+        The plan; `print` shows the format of each group of layers.
 
     Raises:
-        UsageError: what Keras cannot do, or a name that does not exist, with the nearest one.
+        UsageError: a key that Keras cannot apply, or an unknown name, with the nearest one.
     """
     made = plan(precision, loss_scale)
     _PATCHES.undo()
@@ -126,8 +126,8 @@ def _scaled(optimizer: Any, plan: KerasPlan, loss_scale: LossScale) -> Any:
         return optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         warn(
-            f"set_policy({plan.precision!r}): compile was given Keras's own LossScaleOptimizer, which stays as it is. "
-            f"For Mezzo's, give compile the optimizer inside it, or write mezzo.keras.LossScaleOptimizer(optimizer, "
+            f"set_policy({plan.precision!r}): compile received Keras's own LossScaleOptimizer and keeps it. To use "
+            "Mezzo's, give compile the inner optimizer, or mezzo.keras.LossScaleOptimizer(optimizer, "
             f'loss_scale="{print_loss_scale(loss_scale)}").',
             UserWarning,
         )
@@ -159,9 +159,9 @@ def check_plan(model: Any, plan: KerasPlan) -> None:
         # The patterns are not about layers with policies of their own (from a file, say).
         if known and all(layer.compute_dtype not in SIXTEEN_BITS for _, layer in known):
             warn(
-                f"no layer of the model {model.name!r} computes in 16 bits under set_policy({plan.precision!r}): its "
-                "layers were made before set_policy, or have a dtype of their own. Make the model after set_policy, in "
-                "the same thread; keras.utils.clear_session() forgets the policy.",
+                f"no layer of the model {model.name!r} computes in 16 bits under set_policy({plan.precision!r}): the "
+                "layers were made before set_policy, or with dtype=. Make the model after set_policy, in the same "
+                "thread. keras.utils.clear_session() resets the policy.",
                 PolicyWarning,
             )
         return
@@ -169,9 +169,9 @@ def check_plan(model: Any, plan: KerasPlan) -> None:
         pattern, name = plan.decision(path)
         if pattern and plan_behind(layer.dtype_policy) is None and layer.dtype_policy.name != name:
             warn(
-                f"set_policy({plan.precision!r}): module.{pattern} names the layer {path!r}, which has the policy "
-                f"{layer.dtype_policy.name} of its own and keeps it: it was given a dtype, or made before set_policy. "
-                "Make it after set_policy and without a dtype, or leave the pattern out.",
+                f"set_policy({plan.precision!r}): module.{pattern} matches the layer {path!r}, which keeps the policy "
+                f"{layer.dtype_policy.name}: it was made with dtype=, or before set_policy. Make it after set_policy "
+                "without dtype=, or remove the pattern.",
                 PolicyWarning,
             )
     paths = [path for path, _ in known]
@@ -180,9 +180,9 @@ def check_plan(model: Any, plan: KerasPlan) -> None:
         wanted = pattern.replace(".", "/").replace("*", "").strip("/")
         near = difflib.get_close_matches(wanted, ends, n=1, cutoff=0)
         raise UnknownNameError(
-            f"set_policy({plan.precision!r}): module.{pattern} names no layer of the model {model.name!r}. Did you "
-            f"mean {near[0]!r}? mezzo.keras.layer_policies(model) prints all layers. A pattern for another model needs "
-            "that model made, and called once, before this one is compiled."
+            f"set_policy({plan.precision!r}): module.{pattern} matches no layer of the model {model.name!r}. Did you "
+            f"mean {near[0]!r}? mezzo.keras.layer_policies(model) prints all layers. If the pattern is for another "
+            "model, make and call that model before you compile this one."
         )
 
 
@@ -215,8 +215,8 @@ def warn_of_outputs(model: Any, outputs: Any, plan: KerasPlan) -> None:
         # A layer with a dtype of its own keeps it, whatever the policy says.
         by_policy = f', or set_policy("{plan.precision},{pattern}") before the model is made'
         warn(
-            f"{f'output {name!r}' if name else 'the output'} of the model {model.name!r} is {dtype}: a loss sees "
-            f"values of {named(NAMES[dtype]).nmant + 1} significant bits. Make the layer that gives it float32: "
+            f"{f'output {name!r}' if name else 'the output'} of the model {model.name!r} is {dtype}: the loss reads "
+            f"values with {named(NAMES[dtype]).nmant + 1} significant bits. Make the layer of this output float32: "
             f'dtype="float32" at the layer{"" if pattern in plan.precision.split(",") else by_policy}.',
             SixteenBitOutputWarning,
         )
@@ -272,7 +272,7 @@ def _in_its_format(call: Any) -> Any:
                     raise
                 raise UsageError(
                     f"the PyTorch module {type(layer.module).__name__} in the layer {layer.name!r} cannot compute in "
-                    f'{layer.compute_dtype}: {error}. Leave it in FP32: set_policy("...,module.{layer.name}=fp32").'
+                    f'{layer.compute_dtype}: {error}. Keep it in FP32: set_policy("...,module.{layer.name}=fp32").'
                 ) from error
 
     return in_its_format

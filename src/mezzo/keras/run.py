@@ -49,8 +49,8 @@ def run(request: RunRequest) -> int:
     for name in _NOT_HERE:
         if getattr(request, name):
             raise UsageError(
-                f"a run of a Keras script can't be asked for {name} ({getattr(request, name)!r}): leave it out. "
-                "mezzo.keras.PrecisionMonitor, a callback, watches a model in fit."
+                f"{name}={getattr(request, name)!r} is not available for Keras scripts. Remove it. "
+                "To watch a training, give fit the callback mezzo.keras.PrecisionMonitor."
             )
     session = Session(request)
     target = script.locate(request.target, is_module=request.is_module)

@@ -32,14 +32,14 @@ def resolve(policy: Policy, device_type: str) -> tuple[Policy, str]:
             return policy.resolved(name), f"{name}: this {device_type} device multiplies {name} in hardware"
     return (
         policy.resolved("fp32"),
-        f"FP32: this {device_type} device has no fast 16-bit format to train in, so 16 bits would be "
-        "slower; ask for bf16 or fp16 by name to use it all the same",
+        f"FP32: this {device_type} device has no fast 16-bit format to train in, so 16 bits would be slower; "
+        "precision='bf16' uses bf16 anyway",
     )
 
 
 @dataclass(frozen=True)
 class TrialDecision:
-    """The format to go on with, its speedup (median FP32 step time over the candidate's), and a sentence why."""
+    """The decision of ``precision="auto"``: the format, its speedup over FP32 (median step times), and the reason."""
 
     precision: str
     speedup: float

@@ -30,6 +30,8 @@ from mezzo.pytorch.snapshot import Snapshot
 
 UNCHANGING = 64
 """If sizes this factor apart take the same bytes, the batch does not grow with the size."""
+RISE, DOUBLED_TWICE = 1.05, 4
+"""The speed of a size has risen if it is this many times that of one which is four times smaller."""
 MARGIN, LEAST_MARGIN = 0.10, 512 * 1024**2
 """Share and bytes (the larger counts) of the available memory that are left for everything but tensors."""
 OVER, OUT_OF_MEMORY = "over the limit", "out of memory"
@@ -71,12 +73,14 @@ class BatchSizeResult:
         limit: the bytes that a step may take; None if only a failed allocation counts.
         device: `"cpu"`, `"cuda"`, `"cuda:1"`.
         notes: sentences that qualify the result.
+        complete: whether the search ended by itself; False after an interrupt, or when its time was over.
     """
 
     trials: tuple[Trial, ...]
     limit: int | None = None
     device: str = "cpu"
     notes: tuple[str, ...] = ()
+    complete: bool = True
 
     @property
     def fits(self) -> bool:
@@ -113,15 +117,17 @@ class BatchSizeResult:
     def sentence(self, name: str = "batch size ") -> str:
         """The recommendation. `name` precedes each size, for instance ``"--batch="``."""
         limit = "" if self.limit is None else written_bytes(self.limit)
+        if not self.trials:
+            return "no size was measured."
         if not self.fits:
             smallest = min(self.trials, key=lambda trial: trial.size)
             took = None if smallest.peak_bytes is None else written_bytes(smallest.peak_bytes)
             why = f"takes {took}, and the limit is {limit}" if took else f"does not run ({smallest.why})"
-            return f"nothing fits: {name}{smallest.size} {why}."
+            return f"no size fits: {name}{smallest.size} {why}."
         by_size = {trial.size: trial for trial in self.trials}
         largest, fastest = by_size[self.largest], by_size[self.fastest]
-        bounded = not all(trial.fits for trial in self.trials)
-        text = f"{name}{largest.size} is the largest that {'fits' if bounded else 'was tried, and it fits'}"
+        bounded = self.complete and not all(trial.fits for trial in self.trials)
+        text = f"{name}{largest.size} is the largest that {'fits' if bounded else 'was tried and fits'}"
         if largest.peak_bytes is not None:
             text += f" ({written_bytes(largest.peak_bytes)}{limit and f' of {limit}'})"
         if largest.samples_per_second is None:
@@ -150,6 +156,7 @@ class BatchSizeResult:
                 for trial in self.trials
             ],
             "notes": list(self.notes),
+            "complete": self.complete,
         }
 
     def __str__(self) -> str:
@@ -163,7 +170,8 @@ def _speed(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Search:
-    """Which sizes are tried: `start` rounded up to a multiple, then twice the last, at most `max_size`.
+    """Which sizes are tried: `start` rounded up to a multiple, then twice the last, at most `max_size`. `until_flat`:
+    not beyond a size at which the samples per second have not risen for two doublings.
 
     Raises:
         UsageError: an argument out of range.
@@ -172,15 +180,16 @@ class Search:
     start: int = 8
     multiple_of: int = 1
     max_size: int | None = None
+    until_flat: bool = False
 
     def __post_init__(self) -> None:
         for name in ("start", "multiple_of"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)}: give 1 or more")
+                raise UsageError(f"{name}={getattr(self, name)} is less than 1. Example: {name}=8")
         if self.max_size is not None and self.max_size < self.multiple_of:
             raise UsageError(
-                f"max_size={self.max_size} (--max) is below multiple_of={self.multiple_of} (--multiple-of), so there "
-                "is no size to try: raise max_size or lower multiple_of"
+                f"max_size={self.max_size} (--max) is less than multiple_of={self.multiple_of} (--multiple-of), so no "
+                "size can be tried. Use a larger max_size or a smaller multiple_of"
             )
 
     def next_size(self, trials: Sequence[Trial], limit: int | None) -> int | None:
@@ -197,21 +206,31 @@ class Search:
         high = min((trial.size for trial in trials if not trial.fits), default=None)
         if high is not None:
             return None if high - low <= step else (low + high) // 2 // step * step
-        if low >= ceiling:
+        if low >= ceiling or (self.until_flat and self.flat_since(trials)):
             return None
         points = sorted((one.size, one.peak_bytes) for one in trials if one.peak_bytes is not None)
         first = min((size for size, peak in points if peak >= points[-1][1]), default=low)
         if low >= UNCHANGING * first:
             raise UsageError(
-                f"sizes from {first} to {low} take the same bytes. If the data hold no more, give max_size={first} "
-                "(--max). If they do, the step does not use its batch size (--vary is another option), or the first "
-                f"sizes are too small to matter: give a larger start (--start), such as {low}."
+                f"sizes from {first} to {low} take the same bytes. If the data set is that small, use "
+                f"max_size={first} (--max {first}). If not, check that the step uses its batch size (--vary may name "
+                f"the wrong option), or begin with a larger size: start={low} (--start {low})."
             )
         grown = min(2 * low, ceiling)
         if limit is not None and points:  # the line through the last two sizes meets the limit here
             (x0, y0), (x1, y1) = [(0, 0), *points][-2:]
             grown = min(grown, x1 + (limit - y1) * (x1 - x0) / (y1 - y0) if y1 > y0 else math.inf)
         return max(int(grown) // step * step, low + step)
+
+    def flat_since(self, trials: Sequence[Trial]) -> int | None:
+        """The size from which the samples per second have not risen for two doublings; None if they still rise."""
+        speeds = {trial.size: trial.samples_per_second for trial in trials if trial.fits}
+        timed = {size: speed for size, speed in speeds.items() if speed is not None}
+        last = max(timed, default=0)
+        early = {size: speed for size, speed in timed.items() if DOUBLED_TWICE * size <= last}
+        since = max(early, key=early.__getitem__, default=None)
+        risen = max((speed for size, speed in timed.items() if size not in early), default=0.0)
+        return since if since is not None and risen < RISE * early[since] else None
 
 
 def find_batch_size(
@@ -276,14 +295,16 @@ def find_batch_size(
     default = "cuda" if torch.cuda.is_initialized() else "cpu"
     place = torch.device(device or (default if first is None else first.device))
     if place.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {str(place)!r}: memory is measured on cpu and cuda devices only")
+        raise UsageError(f"device {str(place)!r}: memory can be measured on cpu and cuda devices only")
     if rounds < 0:
-        raise UsageError(f"rounds={rounds}: give how many steps are timed for each size, 0 or more")
+        raise UsageError(
+            f"rounds={rounds} is less than 0. It is the number of timed steps of each size, such as 3"
+        )
     search = Search(start, multiple_of, max_size)
     if distributed.is_distributed():
         raise UsageError(
-            "find_batch_size runs in one process: if one rank runs out of memory, the others wait for ever. "
-            "Call it before init_process_group, or in a separate process."
+            "find_batch_size runs in one process only: if one rank ran out of memory, the others would wait forever. "
+            "Call it before torch.distributed.init_process_group, or in a separate process."
         )
     snapshot = Snapshot(models, [*optimizers, *restore])
     most = parse_bytes(limit) if limit is not None else None
@@ -373,15 +394,15 @@ def spendable_bytes(root: Path = Path("/")) -> int:
     From Linux's `/proc/meminfo` and the limits of the process's control groups. Droppable file pages count as free.
 
     Raises:
-        UsageError: the system does not say.
+        UsageError: the system does not report it.
     """
     try:
         text = (root / "proc/meminfo").read_text()
         machine = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         raise UsageError(
-            "this system does not say how much memory is available: give the bytes that a step may take as limit "
-            "(--limit), such as 8GiB"
+            "the available memory of this system is unknown. Give the bytes that a step may take: limit='8GiB' "
+            "(--limit 8GiB)"
         ) from None
     available = max(0, min([machine * 1024, *_left_of_groups(root)]))
     return max(1, available - max(int(MARGIN * available), LEAST_MARGIN))

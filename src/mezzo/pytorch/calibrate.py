@@ -47,22 +47,22 @@ def calibrate(
     Args:
         model: in FP32; put into training mode for the steps.
         loss_fn: the loss of one batch: ``lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])``.
-        batches: its second arguments, for instance a DataLoader. The first `steps` are used.
-        steps: how many, if there are as many batches.
+        batches: an iterable of second arguments for `loss_fn`, such as a DataLoader. The first `steps` are used.
+        steps: the number of batches to use.
         optimizer: takes a step after each batch; None: the weights don't change.
-        format: ``bf16``, ``fp16`` or ``fp32`` to recommend it on any hardware.
+        format: ``bf16``, ``fp16`` or ``fp32`` to recommend it, whatever the hardware.
         rank_formats: formats of the ranking, names or `mezzo.formats.Format` values; none: no ranking.
 
     Returns:
-        A `Recommendation`: print it; `policy` goes to `MixedPrecision`, `to_toml()` into a file. Its `sensitivity` is
-        the ranking from up to 4 of the steps (docs/monitoring.md), or None if nothing could be measured. Each of its
-        `modules`, the most sensitive first, has `changes`: format -> expected change of the loss if the module alone
-        runs in that format.
+        A `Recommendation`, which has not been tried. Print it; pass its `policy` to `MixedPrecision`; `to_toml()` is
+        the text of a policy file. Its `sensitivity` is the ranking from up to 4 of the steps, or None if nothing could
+        be measured. Each of its `modules`, the most sensitive first, has `changes`: format -> expected change of the
+        loss if the module alone runs in that format.
 
     Raises:
         UsageError: parameters that aren't FP32, a call within autocast, a `loss_fn` that returns no scalar, no batch,
             no gradient.
-        UnknownNameError: no such format.
+        UnknownNameError: an unknown format.
 
     >>> import torch, mezzo
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
@@ -93,8 +93,8 @@ def calibrate(
                 if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                     told = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
                     raise UsageError(
-                        f"loss_fn returned a {type(loss).__name__}{told}: it must return one number that depends on "
-                        "the parameters, such as a mean over the batch of model(batch)"
+                        f"loss_fn returned a {type(loss).__name__}{told}: it must return a scalar tensor that depends "
+                        "on the parameters, such as lambda model, batch: model(batch).square().mean()"
                     )
                 observing.backward_begins(loss, 1.0)
                 loss.backward()
@@ -113,14 +113,14 @@ def calibrate(
 def _checked(parameters: list[nn.Parameter]) -> torch.device:
     """The device that the model is on."""
     if not parameters:
-        raise UsageError("the model has no parameter that requires a gradient: there is nothing to train")
+        raise UsageError("the model has no parameter with requires_grad=True, so there is nothing to train")
     low = {name_of(p.dtype) for p in parameters if p.is_floating_point() and p.element_size() < 4}
     if low:
         raise UsageError(
-            f"the model has {', '.join(sorted(low))} parameters: calibrate an FP32 model, before its weights are "
-            "lowered"
+            f"the model has {', '.join(sorted(low))} parameters: calibrate needs an FP32 model. Call model.float() "
+            "first, or calibrate before the weights are lowered"
         )
     device = parameters[0].device
     if torch.is_autocast_enabled(device.type):
-        raise UsageError("calibrate runs in FP32: call it outside of autocast")
+        raise UsageError("calibrate measures in FP32: call it outside of autocast")
     return device

@@ -1,13 +1,18 @@
-"""Format names and the torch dtypes that store them: the one place where the two vocabularies meet."""
+"""Format names and the torch dtypes that store them; and a warning of a version of torch that was not tested."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 
 from mezzo.core.errors import unknown_name
+from mezzo.core.version import untested_torch
+
+if _untested := untested_torch(torch.__version__):  # autocast, MixedPrecision and a run import this
+    warnings.warn(_untested, stacklevel=2)
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {

@@ -47,7 +47,7 @@ class Rounding(TorchDispatchMode):
         self._most = math.ldexp(float(self._form.max), -HEADROOM)
         self._low: dict[int, bool] = {}
         self.inside: list[Any] = []  # running calls of inner modules, whose operations are not rounded
-        # Innermost call with operations of its own -> whether it has a product.
+        # Innermost call that runs operations itself -> whether it has a product.
         self.computed: dict[Any, bool] = {}
         self.cause = ""  # what made the first number beyond the format's largest
 
@@ -84,7 +84,7 @@ class Rounding(TorchDispatchMode):
         results = floats(out)
         for place, tensor in enumerate(results):
             self._low[_storage(tensor)] = low
-            # A normalisation's other results are statistics, which are FP32.
+            # A normalization's other results are statistics, which are FP32.
             if mine and low and not exact and (place == 0 or rule is not Rule.INTERNAL_FP32):
                 tensor.copy_(self._limited(name, tensor))
         return out

@@ -1,7 +1,7 @@
 """GradScaler: a `torch.amp.GradScaler` with a bounded loss scale, closures, and `was_skipped`.
 
 It is a subclass with torch's private attributes, which scripts and libraries use. The numbers are torch's while the
-scale stays within its bounds; docs/training.md lists the differences.
+scale stays within its bounds; docs/torch-amp.md lists the differences.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
+from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError, checks_keywords
 from mezzo.core.loss_scale import LARGEST, DynamicLossScale, ScaleArrays, check, on_host
 from mezzo.pytorch import loss_scaler
 from mezzo.pytorch import step as engine
-from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.loss_scaler import from_scaler_state, moved, to_scaler_state
 
 
-def _not_traced(method: Any) -> Any:
+def _breaks_graph(method: Any) -> Any:
     """Let Dynamo break its graph here: it would lose what `unscale_` writes into the optimizer's state."""
     method._torchdynamo_disable = True
-    return unseen(method)
+    return not_traced(method)
 
 
 class GradScaler(torch.amp.GradScaler):
     """Scales losses, unscales gradients, skips steps whose gradients are not finite, and adapts the scale.
 
-    A step, as with torch.amp::
+    A subclass of `torch.amp.GradScaler`, and used as that one.
 
+    Example::
+
+        scaler = mezzo.GradScaler()
         with mezzo.autocast("fp16"):
             loss = loss_fn(model(x), y)
         scaler.scale(loss).backward()
@@ -47,22 +50,24 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
 
     Args:
-        device: `"cuda"` without CUDA disables the scaler with a warning, as torch's does. The scale is on the device
-            of the first loss in any case.
-        init_scale: first scale. FP32; powers of two scale without rounding. At most 2**126, else that with a warning.
+        device: a device type, or None. `"cuda"` without CUDA disables the scaler with a warning, as in torch. The scale
+            is always on the device of the first loss.
+        init_scale: first scale, in FP32; powers of two scale without rounding. Above 2**126 a warning is given, and
+            2**126 is used.
         growth_factor: above 1; multiplies the scale after `growth_interval` steps in a row without overflow.
         backoff_factor: between 0 and 1; multiplies the scale on overflow.
-        growth_interval: in steps.
-        enabled: False: `scale` and `unscale_` do nothing, and `step` calls the optimizer.
-        floor: least scale; by default 2**-14, or `init_scale` if that is smaller.
+        growth_interval: steps in a row without overflow after which the scale grows.
+        enabled: if False, `scale` and `unscale_` do nothing, and `step` calls the optimizer.
+        floor: smallest scale; by default 2**-14, or `init_scale` if that is smaller.
         ceiling: largest scale; by default 2**24, or `init_scale` if that is larger.
-        hysteresis: overflows in a row from which the scale backs off; each of them skips its step.
+        hysteresis: overflows in a row after which the scale backs off; each of them skips its step.
         patience: skips in a row at the floor after which `update` raises LossScaleCollapseError.
 
     Raises:
-        UsageError: a factor, an interval or a bound that makes no sense.
+        UsageError: a factor, an interval or a bound that is out of range, or an unknown keyword argument.
     """
 
+    @checks_keywords
     def __init__(
         self,
         device: str | None = None,
@@ -83,12 +88,14 @@ class GradScaler(torch.amp.GradScaler):
             )
         if device == "cuda" and enabled and not torch.cuda.is_available():
             warnings.warn(
-                "GradScaler('cuda'): CUDA is not available; disabling it. To scale on any device, leave device out.",
-                stacklevel=2,
+                "GradScaler('cuda'): CUDA is not available; disabling it. To scale on any device use GradScaler().",
+                stacklevel=3,
             )
             enabled = False
         if LARGEST < init_scale < math.inf:
-            warnings.warn(f"init_scale is {init_scale:g}: 2**126, the largest, is used", stacklevel=2)
+            warnings.warn(
+                f"GradScaler: init_scale is {init_scale:g}; the largest, 2**126, is used.", stacklevel=3
+            )
             init_scale = LARGEST
         defaults = DynamicLossScale()
         pure = DynamicLossScale(
@@ -102,6 +109,12 @@ class GradScaler(torch.amp.GradScaler):
             patience=patience,
         )
         self._begin(device, enabled, pure)
+
+    def __repr__(self) -> str:
+        if not self._enabled:
+            return "GradScaler(enabled=False)"
+        steps, interval = int(self._state().good_steps), self._growth_interval
+        return f"GradScaler(scale={self.get_scale():.10g}, {steps} of {interval} good steps until it grows)"
 
     def _begin(self, device: str | None, enabled: bool, pure: DynamicLossScale) -> None:
         super().__init__("cpu")  # enabled: a disabled one of torch's has no numbers
@@ -184,7 +197,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise CallOrderError(
-                f"{call}() is being called after step(). Call scaler.update() after each step."
+                f"{call}() was called after step() and before update(). Call scaler.update() after each step."
             )
         return state
 
@@ -193,21 +206,22 @@ class GradScaler(torch.amp.GradScaler):
         last, _ = self._last.get(optimizer, (0, None))
         if self._scale is None or 0 < last == self._scale_calls:
             raise CallOrderError(
-                f"{call}(optimizer): scale() has not been called since this optimizer's last step. Its gradients are "
-                "not scaled, so the update would be too small. Use scaler.scale(loss).backward()."
+                f"{call}(optimizer): scale() was not called since this optimizer's last step, so its gradients are not "
+                "scaled and the update would be too small. Use scaler.scale(loss).backward()."
             )
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients in place by the scale that the loss was multiplied with. Does not wait.
 
-        Raises CallOrderError if nothing was scaled or this was done already, UsageError for fp16 gradients.
+        Raises:
+            UsageError: no loss was scaled, the gradients are unscaled already, or are fp16.
         """
         if not self._enabled:
             return
         state = self._state_of(optimizer, "unscale_")
         if state["stage"] is OptState.UNSCALED:
             raise CallOrderError(
-                "unscale_() has already been called on this optimizer. Call it once per update()."
+                "unscale_() has already been called on this optimizer since update(). Call it once per update()."
             )
         self._check_scaled(optimizer, "unscale_")
         scale = self._scale_in_use()
@@ -230,7 +244,9 @@ class GradScaler(torch.amp.GradScaler):
         return engine.unscale_(grads, inv_scale, found_inf)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Unscale the optimizer's gradients unless that was done, clip them, and return their norm before, 0-dim."""
+        """Unscale the optimizer's gradients if needed, clip their total 2-norm, and return it as it was before
+        clipping, 0-dim.
+        """
         if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
         return torch.nn.utils.clip_grad_norm_(list(engine.parameters(optimizer)), max_norm)
@@ -268,14 +284,14 @@ class GradScaler(torch.amp.GradScaler):
         self._last[optimizer] = (self._scale_calls, state["skipped"])
         return result
 
-    @_not_traced
+    @_breaks_graph
     def _step_once(self, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         ready = state["stage"] is OptState.READY
         if ready:
             self._check_scaled(optimizer, "step")
         if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
             raise UsageError(
-                "no parameter of this optimizer has a gradient. Call scaler.scale(loss).backward() first."
+                "step(optimizer): no parameter of it has a gradient. Call scaler.scale(loss).backward() first."
             )
         if not engine.can_skip_on_device(optimizer):
             if ready:
@@ -304,14 +320,15 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, state: dict[str, Any], closure: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if state["stage"] is OptState.UNSCALED:
-            raise CallOrderError("step(optimizer, closure) unscales: do not call unscale_() before it")
+            raise CallOrderError("step(optimizer, closure) unscales itself. Remove the call of unscale_().")
 
         def evaluate() -> tuple[Any, bool]:
             before = self._scale_calls
             loss = closure()
             if self._scale_calls == before:
                 raise CallOrderError(
-                    "the closure did not scale its loss. It must call scaler.scale(loss).backward() and return the loss"
+                    "step(optimizer, closure): the closure did not call scale(). It must call "
+                    "scaler.scale(loss).backward(), and return the unscaled loss."
                 )
             state["stage"] = OptState.READY
             self.unscale_(optimizer)
@@ -330,10 +347,12 @@ class GradScaler(torch.amp.GradScaler):
         return None if skipped else result
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer's last `step` was skipped; CallOrderError before one. May wait for the device."""
+        """Whether this optimizer's last `step` was skipped. May wait for the device. CallOrderError before a step."""
         _, skipped = self._last.get(optimizer, (0, None))
         if skipped is None:
-            raise CallOrderError("was_skipped(optimizer): this optimizer has not stepped yet")
+            raise CallOrderError(
+                "was_skipped(optimizer): this optimizer has not stepped yet. Call scaler.step(optimizer) first."
+            )
         return bool(skipped)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -370,7 +389,7 @@ class GradScaler(torch.amp.GradScaler):
             try:
                 check(self._pure, ScaleArrays(1.0, 0, 0, self._stuck))
             except LossScaleCollapseError as collapse:
-                again = f"scaler.update({self._pure.init:.17g}) sets the scale with which it began"
+                again = f"scaler.update({self._pure.init:.17g}). It sets the scale back to its first value"
                 raise collapse.going_on(again) from collapse
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
@@ -382,7 +401,9 @@ class GradScaler(torch.amp.GradScaler):
                 self._scale = torch.full_like(self._scale, self._init_scale)
             return
         if new_scale.numel() != 1 or new_scale.requires_grad:
-            raise UsageError("update(new_scale): give a number, or a tensor of one element without gradient")
+            raise UsageError(
+                f"update({new_scale!r}): new_scale must be a number, or a tensor of one element without gradient."
+            )
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(new_scale.device)
         scale, _ = self._check_scale_growth_tracker("update")
@@ -390,14 +411,14 @@ class GradScaler(torch.amp.GradScaler):
         self._scale = given.nan_to_num(pure.floor).clamp(pure.floor, pure.ceiling)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain numbers: torch's five keys and six that torch's scaler ignores. Waits for the device."""
+        """The state as plain numbers: torch's five keys, and six that torch's scaler ignores. Waits for the device."""
         return to_scaler_state(on_host(self._fixed(), self._state()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of `torch.amp.GradScaler`, also into a disabled scaler.
 
         The empty state of a disabled torch scaler changes nothing. A scale outside the bounds is clamped to them,
-        with a warning. Raises UsageError for a state that lacks one of torch's five keys.
+        with a warning. A state that lacks one of torch's five keys is a UsageError.
         """
         if state_dict:
             self._hold(from_scaler_state(state_dict, self._fixed()))

@@ -28,7 +28,7 @@ CUDA_TF32_FROM = (8, 0)
 # CPU instruction sets, any one of which multiplies bf16 pairs into FP32 (avx_ne_convert only converts).
 CPU_BF16_BY = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 
-# Of the many names that cpuinfo knows, those that bear on floating-point speed.
+# The names of cpuinfo that matter for floating-point speed.
 ISA_SHOWN = (
     *("f16c", "fma3", "avx", "avx2", "avx_vnni", "avx_ne_convert", "avx512_f", "avx512_bw", "avx512_vl"),
     *("avx512_vnni", "avx512_bf16", "avx512_fp16", "avx10_1", "avx10_2", "amx_tile", "amx_int8", "amx_bf16"),
@@ -71,7 +71,7 @@ def describe() -> dict[str, Any]:
 def native_formats(device_type: str) -> frozenset[str]:
     """The 16-bit formats that a device trains in natively and fast: a subset of ``{"bf16", "fp16"}``.
 
-    A CPU has bf16 by `cpu_trains_in_bf16`, and never fp16 (``docs/log.md``). A CUDA device has fp16 from compute
+    A CPU has bf16 by `cpu_trains_in_bf16`, and never fp16 (``docs/dev/log.md``). A CUDA device has fp16 from compute
     capability 7.0 and bf16 from 8.0. An absent or unknown device has none. ``MEZZO_ASSUME_NATIVE`` in the environment
     overrides this.
 
@@ -128,16 +128,16 @@ def leaves_autocast_off(policy: Policy, device_type: str) -> bool:
     return policy.compute == "fp32" or (policy.compute == "tf32" and has_tf32(device_type))
 
 
-def cpu_trains_in_bf16(told: Mapping[str, Any]) -> bool:
+def cpu_trains_in_bf16(facts: Mapping[str, Any]) -> bool:
     """Whether a CPU with these capabilities multiplies bf16 itself (by oneDNN), and no slower than FP32.
 
     Intel cores that have AVX512-FP16 and whose AMX is hidden (as in many virtual machines) ran bf16 matmul at about
-    half of FP32's rate (``docs/log.md``). Instructions decide, because a measurement would depend on the load.
+    half of FP32's rate (``docs/dev/log.md``). Instructions decide, because a measurement would depend on the load.
     """
     onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call,unused-ignore]
-    has = {name for name, value in told.items() if value is True}
+    has = {name for name, value in facts.items() if value is True}
     slow = (
-        str(told.get("cpu_name", "")).startswith("Intel")
+        str(facts.get("cpu_name", "")).startswith("Intel")
         and {"avx512_bf16", "avx512_fp16"} <= has
         and "amx_bf16" not in has
     )

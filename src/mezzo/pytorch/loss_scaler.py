@@ -22,12 +22,10 @@ from mezzo.core.loss_scale import (
     Numbers,
     ScaleArrays,
     StaticLossScale,
-    advance,
     check,
-    fl32,
     on_host,
     power_text,
-    start,
+    rounded,
 )
 
 
@@ -69,18 +67,18 @@ class LossScaler:
         return on_host(self.pure, self._state)
 
     def reset(self) -> None:
-        """Begin anew with the same settings, as if no step had been skipped."""
+        """Restart with the same settings, as if no step had been skipped."""
         self.load(self.pure.begun_anew())
 
     @property
     def how_to_go_on(self) -> str:
-        """What to call after a collapse whose cause is fixed, and what would happen without."""
+        """The call that continues after a collapse, and what happens without it."""
         again = self.pure.begun_anew()
-        if not isinstance(again, DynamicLossScale):
-            return "mp.reset_loss_scale() forgets the skips; without it the next skip raises this again"
+        if isinstance(again, StaticLossScale):
+            return "mp.reset_loss_scale(). It resets the count of skipped steps; without it the next skip raises again"
         return (
-            f"mp.reset_loss_scale() lets the scale begin anew, at {power_text(again.scale)}; without it training goes "
-            f"on from {power_text(float(self.scale))}"
+            f"mp.reset_loss_scale(). It restarts the loss scale at {power_text(again.scale)}; without it training "
+            f"continues at {power_text(float(self.scale))}"
         )
 
 
@@ -89,23 +87,26 @@ def moved(
 ) -> tuple[Tensor, ScaleArrays]:
     """The scale and the state after one step; the given tensors are not written to."""
     if isinstance(state.scale, Tensor):
-        state = advance(pure, state, found_inf != 0, torch)
+        state = pure.advance(state, found_inf != 0, torch)
         return state.scale, state
-    after = advance(pure, state, bool(found_inf), Numbers)
-    if after.scale == state.scale:
+    after = pure.advance(state, bool(found_inf), Numbers)
+    if after.scale == state.scale and type(after) is ScaleArrays:
         return scale, after
-    after = ScaleArrays(fl32(after.scale), after.good_steps, after.overflows, after.stuck)
+    after = rounded(after)
     return torch.full((), after.scale, dtype=torch.float32), after
 
 
 def begun(pure: LossScale, device: torch.device) -> tuple[Tensor, ScaleArrays]:
     """The scale as a tensor, and the moving parts in the form that they have on this device."""
-    state = start(pure)
+    state = pure.arrays()
     scale = torch.full((), state.scale, dtype=torch.float32, device=device)
     if reading_is_free(scale):
         return scale, state
-    counts = (state.good_steps, state.overflows, state.stuck)
-    return scale, ScaleArrays(scale, *(torch.full((), n, dtype=torch.int32, device=device) for n in counts))
+    made = {
+        name: torch.full((), n, dtype=torch.float32 if isinstance(n, float) else torch.int32, device=device)
+        for name, n in vars(state).items()
+    }
+    return made["scale"], replace(state, **made)
 
 
 def inverse(scale: Tensor) -> Tensor:
@@ -150,15 +151,18 @@ def from_scaler_state(state: dict[str, Any], current: DynamicLossScale) -> Dynam
     """
     if not is_scaler_state(state):
         found = ", ".join(map(str, state)) or "nothing"
-        raise UsageError(f"not a GradScaler state: it has {found}, and must have {', '.join(_SHARED)}.")
+        raise UsageError(
+            f"not the state of a GradScaler: it has {found}, and must have {', '.join(_SHARED)}. Pass what "
+            "scaler.state_dict() returned."
+        )
     fixed = {key: state[key] for key in _OWN if key in state}
     floor, ceiling = float(fixed.get("floor", current.floor)), float(fixed.get("ceiling", current.ceiling))
     saved = float(state["scale"])
     scale = floor if math.isnan(saved) else min(max(saved, floor), ceiling)
     if scale != saved:
         warnings.warn(
-            f"the saved loss scale {saved:g} lies outside its bounds {floor:g} and {ceiling:g}: {scale:g} is used. "
-            "If it was 0 or infinite, the run that saved it had stopped learning.",
+            f"the saved loss scale {saved:g} lies outside its bounds {floor:g} and {ceiling:g}, so {scale:g} is used. "
+            "If the saved scale was 0 or infinite, that run skipped every step at its end.",
             stacklevel=3,
         )
     loaded = replace(

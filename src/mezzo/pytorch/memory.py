@@ -42,7 +42,7 @@ class PeakTensorBytes:
     >>> peak = PeakTensorBytes("cpu")
     >>> peak.start()
     >>> a = torch.ones(1000)
-    >>> b = a.view(10, 100)  # no bytes of its own
+    >>> b = a.view(10, 100)  # shares the bytes of a
     >>> peak.stop().how
     'tensor bytes'
     """
@@ -61,7 +61,9 @@ class PeakTensorBytes:
         if self._counter is not None:
             raise RuntimeError("PeakTensorBytes is already counting. Call stop() first.")
         if self._device_type not in ("cpu", "cuda"):
-            raise RuntimeError(f"peak memory is measured on cpu and cuda, not on {self._device_type!r}.")
+            raise RuntimeError(
+                f"device type {self._device_type!r}: peak memory is measured on cpu and cuda only."
+            )
         if self._device_type == "cpu" and _something_is_compiled():
             with contextlib.suppress(RuntimeError):  # the script uses the profiler itself
                 allocator = _AllocatorCounter()
@@ -119,7 +121,7 @@ class _StorageCounter(TorchDispatchMode):
         self._counting = False
         stack = _get_current_dispatch_mode_stack()
         place = next((n for n, mode in enumerate(stack) if mode is self), None)
-        if place is not None:  # wherever: the user's code may have entered a mode of its own since
+        if place is not None:  # at any place: the user's code may have entered a mode since
             for _ in stack[place + 1 :]:
                 torch._C._pop_torch_dispatch_stack(None)
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -24,13 +24,15 @@ def round_array(x: torch.Tensor, form: Format, overflow: str) -> torch.Tensor:
     Raises UsageError for a dtype that neither float32 nor float64 holds exactly, or a tensor that is not strided.
     """
     if x.layout is not torch.strided:
-        raise UsageError(f"cannot round a tensor of layout {x.layout}: round its values() instead")
+        raise UsageError(f"cannot round a tensor of layout {x.layout}. Round its values: x.values().")
     if x.dtype in _TO_FP32:
         x = x.to(torch.float32)
     elif x.dtype in _TO_FP64:
         x = x.to(torch.float64)
     elif x.dtype not in _HELD_IN:
-        raise UsageError(f"cannot round a {x.dtype} tensor exactly: convert it to float64 or float32 first")
+        raise UsageError(
+            f"cannot round a {x.dtype} tensor exactly. Convert it first: x.double() or x.float()."
+        )
     plan = plan_of(form, _HELD_IN[x.dtype], overflow)
     if plan is None:
         return x.clone()

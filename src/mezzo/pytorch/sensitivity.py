@@ -2,7 +2,7 @@
 
     change = sum over the module's outputs of  gradient * (output in the format - output in FP32)
 
-docs/monitoring.md says how it is measured. The training step itself is not changed.
+docs/dev/architecture.md describes the measurement. The training step itself is not changed.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ class Sensitivities(StepObserver):
             self._paths = {inner: path for path, inner in module.named_modules()}
         if module is not self._model:
             name, first = type(module).__name__, type(self._model).__name__
-            self._notes.setdefault(f"{name} is a second model: the sensitivity is that of the first, {first}")
+            self._notes.setdefault(
+                f"{name} is a second model; only the modules of the first, {first}, are ranked"
+            )
             return
         self._count += 1
         if self._outer is None:
@@ -228,9 +230,9 @@ class Sensitivities(StepObserver):
         name, kind, rows = call.path or "the model itself", type(call.module).__name__, []
         why = ""
         if [t._version for t in floats((call.args, call.kwargs))] != call.versions:
-            why = "its input is overwritten later, so it was not measured"
+            why = "not measured, because its input is overwritten later"
         elif all(gradient is None for gradient in call.gradients):
-            why = "no gradient reaches what it returns, so its errors have no weight"
+            why = "not measured, because no gradient reaches its output"
         if why:
             self._notes.setdefault(f"{name}: {why}")
             return []

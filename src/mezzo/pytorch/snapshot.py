@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.unseen import unseen
+from mezzo.pytorch.version_counters import keeping_versions
 
 _SERIALS = itertools.count()
 
@@ -40,7 +40,7 @@ class Snapshot:
         for other in others:
             if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
                 raise UsageError(
-                    f"a {type(other).__name__} can't be restored: it has no state_dict and load_state_dict"
+                    f"a {type(other).__name__} cannot be saved and restored: it lacks state_dict or load_state_dict."
                 )
         self._modes = {module: module.training for model in models for module in model.modules()}
         parameters = [parameter for model in models for parameter in model.parameters()]
@@ -164,7 +164,7 @@ class BufferSlot:
 
     @property
     def is_due(self) -> bool:
-        """Whether a forward pass may change it; a normalisation layer's flags say so."""
+        """Whether a forward pass may change it; a normalization layer's flags say so."""
         if self.norm is None:
             if self.still is not None and self.still != self.version:
                 self.still = None
@@ -201,7 +201,7 @@ class SavedBuffer:
                 slot.holder[slot.name] = self.values.clone()
                 return
             if not overlaps(tensor):  # nothing can have written into one that does
-                with unseen((tensor,)):
+                with keeping_versions((tensor,)):
                     tensor.copy_(self.values)
         elif tensor is not None and slot.norm is not None:
             layer = slot.norm()
@@ -270,7 +270,7 @@ class BufferSnapshot:
                 restored = torch.where(
                     found_inf.to(flat.device, non_blocking=True) != 0, flat, _flat(tensors)
                 )
-                with unseen(tensors):
+                with keeping_versions(tensors):
                     torch._foreach_copy_(tensors, _parts(restored, tensors))
         elif bool(found_inf):
             for each in self:

@@ -190,10 +190,10 @@ def gradients_of(params: Iterable[Tensor], *, allow_fp16: bool = False) -> list[
             continue
         if grad.dtype is torch.float16 and not allow_fp16:
             raise UsageError(
-                "cannot unscale an fp16 gradient: its small values would flush to zero. The weights are fp16 "
-                "(did you call model.half()?). Keep them FP32 and lower the compute: mezzo.autocast('fp16'). Or use a "
-                "mezzo.optim optimizer with scaler.step(optimizer) alone, or with "
-                "mezzo.MixedPrecision(clip_norm=...), which unscale in FP32."
+                "cannot unscale an fp16 gradient: its small values would become zero. The weights are fp16, for "
+                "example after model.half(). Keep them in FP32, and compute in fp16 with mezzo.autocast('fp16'). For "
+                "fp16 weights use a mezzo.optim optimizer with mezzo.MixedPrecision(clip_norm=...), or with "
+                "scaler.step(optimizer) and without scaler.unscale_(optimizer)."
             )
         if grad.is_sparse:
             # Entries of one index can be finite apart and overflow together, and a norm is of their sums.
@@ -277,7 +277,10 @@ def clip_(grads: list[Tensor], clip_value: float | None, clip_norm: float | None
 
 def no_gradient() -> UsageError:
     """The error where no parameter of an optimizer has a gradient."""
-    return UsageError("step(): the loss depends on no parameter of this optimizer. Is it another model's?")
+    return UsageError(
+        "step(): no parameter of this optimizer got a gradient, so the loss does not depend on them. Check that model "
+        "and optimizer belong together: optimizer = torch.optim.AdamW(model.parameters())."
+    )
 
 
 class AbandonedStepError(BaseException):

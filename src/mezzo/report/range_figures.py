@@ -12,7 +12,8 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from mezzo.core.ranges import GRADIENTS, WHAT, Histogram, Shares, shift_of
+from mezzo.core.calibration import conclusions
+from mezzo.core.ranges import GRADIENTS, WHAT, Histogram, RangeRow, Shares, shift_of
 from mezzo.report.charts import UNITS, Axis, Table, across, box, down, shape, text
 from mezzo.report.numbers import count, counted, power_of_two, share_text, significant
 from mezzo.report.ranges import FORMATS, LIMITS, RATIO, Ranges, Track, together
@@ -45,8 +46,11 @@ def range_figures(run: Run) -> dict[str, Any]:
     shift = shift_of(next((scale for scale in reversed(scales) if 0 < scale < math.inf), 1.0))
     used = [0, shift, *map(shift_of, scales)]
     tracks = {what: seen.of(what) for what in ORDER}
+    rows = [RangeRow(key[2], one.what, one.format, one.total, key[3]) for key, one in seen.tracks.items()]
     return {
         "name": run.name,
+        # Where a value overflowed, the findings say more.
+        "conclusions": [] if run.alarms else conclusions(rows, 2.0**shift if shift else None),
         "seen": seen,
         "shift": shift,
         "slider": (min(SLIDER[0], *used) if min(used) < 0 else 0, max(SLIDER[1], *used)),

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.core.errors import UsageError
+from mezzo.core.ranges import Merged, merge
 from mezzo.core.records import (
     LossRecord,
     MemoryRecord,
     OpFormats,
     OpsRecord,
     OverflowRecord,
+    RangesRecord,
     Record,
     RecordWriter,
     RunEnded,
@@ -60,6 +62,7 @@ class Journal:
         self.first_updates = 0  # of the first optimizer
         self.ops: list[OpFormats] = []
         self.findings: list[OverflowRecord] = []
+        self.ranges: Merged = {}  # of all watched updates
         self.notes: list[str] = []
 
     @property
@@ -124,6 +127,8 @@ class Journal:
         for record in records:
             if isinstance(record, OverflowRecord):
                 self.findings.append(record)
+            elif isinstance(record, RangesRecord):
+                merge(self.ranges, record.rows)
             self._put(record)
 
     def end(self, status: int) -> None:

@@ -20,10 +20,12 @@ __all__ = [*_PUBLIC, "install", "uninstall"]
 __getattr__, __dir__ = lazy(
     __name__,
     _PUBLIC,
-    {"tensorflow": "Install it with pip install 'mezzo[tensorflow]'; on a CPU, pip install tensorflow-cpu."},
+    {
+        "tensorflow": "Install it: pip install tensorflow, or without an NVIDIA GPU pip install tensorflow-cpu."
+    },
     {
         "explain": "was removed in version 0.2. TensorFlow writes its graphs before and after the rewrite "
-        "into the folder that TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_LOG_PATH names (docs/tensorflow.md).",
+        "into the folder that TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_LOG_PATH names (docs/keras.md).",
     },
 )
 
@@ -33,9 +35,9 @@ _patches, _imports = Patches(), ImportWatch()
 def install() -> None:
     """Put TF1's names back into `tf.train`, for scripts of TensorFlow 1.14 to 2.3; again changes nothing.
 
-    `tf.train` gets the optimizers of `tf.compat.v1.train` and `get_or_create_global_step` with its like;
-    `tf.train.experimental` Mezzo's two calls of the rewrite, and the TF1 loss scales that they take. Names that are
-    there are not replaced. Then these two lines run under today's TensorFlow, with Mezzo's loss scale::
+    `tf.train` gets the optimizers of `tf.compat.v1.train`, `get_or_create_global_step` and the related functions.
+    `tf.train.experimental` gets Mezzo's two calls of the rewrite, and the TF1 loss scales that they take. Existing
+    names are not replaced. Then these two lines run under today's TensorFlow, with Mezzo's loss scale::
 
         opt = tf.train.AdamOptimizer()
         opt = tf.train.experimental.enable_mixed_precision_graph_rewrite(opt)
@@ -46,7 +48,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take the names away again."""
+    """Remove the names that `install` added."""
     _imports.remove()
     _patches.undo()
 

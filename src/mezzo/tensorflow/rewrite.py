@@ -51,7 +51,7 @@ def enable_mixed_precision_graph_rewrite(
     precision: str = "auto",
     op_lists: Any = None,
 ) -> Any:
-    """Turn grappler's auto mixed precision on, and return the optimizer with a loss scale around it.
+    """Turn on TensorFlow's auto mixed precision, and return the optimizer wrapped in a loss scale.
 
     The two lines of TF1's tutorials, under today's TensorFlow::
 
@@ -65,12 +65,12 @@ def enable_mixed_precision_graph_rewrite(
         loss_scale: "dynamic", or "dynamic(init=1024,floor=1)"; "none"; a number; a DynamicLossScale, StaticLossScale or
             NoLossScale of Mezzo's, or a loss scale of `tf.compat.v1.mixed_precision`. "dynamic" alone means none where
             the rewrite computes in BF16 or not at all: both have FP32's range.
-        precision: "fp16" on a GPU, "bf16" on a CPU, or "auto" for what this machine is fast in, else fp32, which is no
-            rewrite. "float16" and "mixed_float16" are fp16 too, "bfloat16" and "mixed_bfloat16" bf16.
-        op_lists: removed; TensorFlow's environment variables say the same.
+        precision: "fp16" on a GPU, "bf16" on a CPU, or "auto" for the fast format of this machine, otherwise fp32 (no
+            rewrite). "float16" and "mixed_float16" mean fp16, "bfloat16" and "mixed_bfloat16" bf16.
+        op_lists: removed; use TensorFlow's environment variables.
 
     Returns:
-        An optimizer of the same family. Its `rewrite` says what was chosen.
+        An optimizer of the same family. Its attribute `rewrite` has the choice and the reason.
 
     Raises:
         UsageError: no such optimizer, one with a loss scale already, an invalid loss scale, a mixed policy of Keras's
@@ -80,7 +80,7 @@ def enable_mixed_precision_graph_rewrite(
     if op_lists is not None:
         raise UsageError(
             f"{_WHERE}: op_lists was removed in version 0.2. Set TensorFlow's environment variables, such as "
-            "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_DENYLIST_ADD=Tanh (docs/tensorflow.md)."
+            "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_DENYLIST_ADD=Tanh (docs/keras.md)."
         )
     wrap = _wrapper_for(optimizer)
     refuse_policy(_WHERE)
@@ -97,7 +97,7 @@ def enable_mixed_precision_graph_rewrite(
 
 
 def disable_mixed_precision_graph_rewrite() -> None:
-    """Turn the rewrite off; optimizers keep their loss scale, existing Sessions the rewrite."""
+    """Turn the rewrite off. Optimizers keep their loss scale, and existing Sessions keep the rewrite."""
     SWITCH.off()
 
 
@@ -154,7 +154,7 @@ def _loss_scale(given: Any, chosen: str) -> LossScale:
         return DynamicLossScale(of["initial_loss_scale"], factor, 1 / factor, of["increment_period"])
     scale = as_loss_scale(given, _WHERE)
     if scale is None:
-        raise UsageError(f'{_WHERE}: loss_scale is None; for no loss scale give loss_scale="none"')
+        raise UsageError(f'{_WHERE}: loss_scale is None. For no loss scale use loss_scale="none"')
     return scale
 
 
@@ -170,8 +170,8 @@ def _wrapper_for(optimizer: Any) -> Callable[[LossScale], Any]:
     if keras3 is not None and isinstance(optimizer, keras3.optimizers.Optimizer):
         if keras3.config.backend() != "tensorflow":
             raise UsageError(
-                f"{_WHERE}: Keras runs on {keras3.config.backend()} here, and the graph rewrite is TensorFlow's. "
-                "Set KERAS_BACKEND=tensorflow, or use mezzo.keras.set_policy('fp16')."
+                f"{_WHERE}: the graph rewrite needs the TensorFlow backend, and Keras runs on "
+                f"{keras3.config.backend()}. Set KERAS_BACKEND=tensorflow, or use mezzo.keras.set_policy('fp16')."
             )
         from mezzo.tensorflow.keras3 import GraphRewriteOptimizer
 

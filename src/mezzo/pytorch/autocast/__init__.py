@@ -1,1 +1,1 @@
-"""Which policy is in force where, and which kernel each op then gets."""
+"""The active policy of each thread and device, and the kernel that each op gets under it."""

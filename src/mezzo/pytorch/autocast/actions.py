@@ -340,7 +340,7 @@ def _banned(op_plan: OpPlan, overload: Overload, device_type: str) -> Action:
                 reason = op_plan.reason.partition(";")[0]
                 raise BannedOpError(
                     f"{op_plan.op} is banned with {name_of(tensor.dtype)} inputs: {reason}. {op_plan.remedy} "
-                    f"To run it in FP32 all the same, add op.{op_plan.op}=fp32 to the policy."
+                    f"To run it in FP32 anyway, add it to the policy: 'bf16,op.{op_plan.op}=fp32'."
                 )
         return in_fp32(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Which policy is active: a number in base 3 that travels with autocast's own thread state (docs/architecture.md).
+"""Which policy is active: a number in base 3 that travels with autocast's own thread state (docs/dev/architecture.md).
 
 Each digit is the autocast switch and dtype of a backend that this computer lacks: off, bfloat16, float16 (the dtypes
 that `torch.autocast` takes without complaint). The first is never off, so "no label" costs one query. A label stands
@@ -205,9 +205,9 @@ def _label_for(binding: Binding) -> int:
             code += 1
         if code >= 3 ** len(devices):
             raise UnsupportedPrecisionError(
-                f"mezzo.autocast: this process has used {len(_labels) - 1} different policies, and the labels of "
-                f"{len(devices)} absent autocast backends ({', '.join(devices)}) can tell no more apart. Reuse "
-                "policy values, or run further policies in a new process."
+                f"mezzo.autocast: this process has used {len(_labels) - 1} different policies, the most that it can "
+                f"distinguish with the {len(devices)} absent autocast backends ({', '.join(devices)}). Use fewer "
+                "policies, or run further ones in a new process."
             )
         for device_type, policy in binding:
             install(code, device_type, policy)  # before the label is first used

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from mezzo.pytorch.autocast import active_policy, patches
-from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.runner.patches import ImportWatch
 
 __all__ = ["begin", "end", "set_up"]
@@ -43,7 +43,7 @@ def _dynamo_imported(module: ModuleType | Any) -> None:
         _imports.remove()
 
 
-@unseen  # Dynamo holds a lock meanwhile: compiling this would deadlock
+@not_traced  # Dynamo holds a lock meanwhile: compiling this would deadlock
 def begin(*_: object) -> None:
     """A compilation begins, or a label is made in one."""
     global _before
@@ -58,7 +58,7 @@ def begin(*_: object) -> None:
         functorch_config.backward_pass_autocast = _OFF
 
 
-@unseen
+@not_traced
 def end(*_: object) -> None:
     """The compilation is over: restore both settings."""
     global _before

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import UsageError, checks_keywords, nearest
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.autocast import active_policy, compiling, patches
 from mezzo.pytorch.autocast.plan import AUTOCAST_KEYS
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.hardware import leaves_autocast_off, switch_on_tf32
-from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.kernels.not_traced import not_traced
 
 __all__ = ["Context", "autocast"]
 
@@ -31,7 +31,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Resolved(NamedTuple):
-    """The policy in force on a device type, or None, and autocast's switch and dtype."""
+    """The active policy of a device type, or None, and autocast's switch and dtype."""
 
     policy: Policy | None
     enabled: bool
@@ -39,6 +39,7 @@ class _Resolved(NamedTuple):
 
 
 _OFF = _Resolved(None, False, None)
+_DEVICES = {name: name for name in AUTOCAST_KEYS} | {"gpu": "cuda"}
 _Outside = tuple[active_policy.Transition, bool, torch.dtype, bool | None]
 
 _contexts: dict[tuple[Any, ...], Context] = {}  # one object for all calls with the same arguments
@@ -56,37 +57,51 @@ _clear_cache = torch.clear_autocast_cache
 _FP32 = torch.float32  # autocast's dtype under emulated TF32, which `torch.autocast` objects refuse
 
 
-@unseen
+@not_traced
+@checks_keywords
+@not_traced
 def autocast(
-    policy: str | os.PathLike[str] | Policy,
+    policy: str | os.PathLike[str] | Policy | torch.dtype | None = None,
     device_type: str | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Context:
     """A context manager or decorator in which ops follow a policy.
+
+    Example::
+
+        with mezzo.autocast("bf16"):                       # for torch.autocast("cuda", torch.bfloat16)
+            loss = loss_fn(model(x), y)
+        with mezzo.autocast("fp16,op.softmax=lower", "cuda"):
+            ...
 
     For ops whose rule is PyTorch's own it equals ``torch.autocast(device_type, dtype)``. Any other op behaves as if its
     inputs had been cast by hand, the op run with autocast off, and its outputs cast as the plan
     (`mezzo.pytorch.autocast.plan.plan`) says. NaN, infinities and subnormals pass as in those casts. FP64 and integer
     tensors, ``out=`` variants and in-place ops are left alone, as by torch.
 
-    Args:
-        policy: a `Policy`, a short string (``"bf16"``, ``"fp16,op.softmax=lower"``), or the path of a TOML
-            file. ``"fp32"`` is a context with autocast off. ``"auto"`` takes what this device has.
-        device_type: ``"cpu"``, ``"cuda"``, ... Default: the accelerator of this computer, else ``"cpu"``.
-        enabled: False for a context without autocast and without a policy, wherever it stands.
-        cache_enabled: whether 16-bit copies of weights are kept until the outermost context ends (autocast's
-            own cache; `mezzo.pytorch.autocast.patches` says when it is cleared). Default: as outside, but not
-            where gradients aren't recorded, since there any op may write a weight.
-
     A nested context replaces the outer one until it ends. A new thread has no context and must enter one itself. One
     context object may be entered many times, nested, and by several threads.
 
+    Args:
+        policy: a precision (``"bf16"``), a torch dtype, a string with settings (``"fp16,op.softmax=lower"``), the path
+            of a TOML file, or a `Policy`. ``"fp32"`` switches autocast off. ``"auto"`` takes what this device has.
+        device_type: ``"cpu"``, ``"cuda"``, ... Default: the accelerator of this computer, or ``"cpu"``.
+        enabled: False for a context without autocast and without a policy.
+        cache_enabled: whether 16-bit copies of weights are kept until the outermost context ends. Default: as outside,
+            but not where gradients aren't recorded, since there any op may write a weight.
+        dtype: instead of `policy`, as in ``torch.autocast("cuda", dtype=torch.float16)``: the first argument is then
+            the device type. ``mezzo.autocast("cuda", torch.float16)`` works too.
+
     Raises:
-        UnknownNameError, UsageError: the policy, or a device type that autocast does not know.
-        UnsupportedPrecisionError: more different policies in this process than labels (hundreds).
+        UsageError: an unknown precision, op, keyword argument or device type; no precision.
+        UnsupportedPrecisionError: too many different policies in this process (several hundred).
         BannedOpError: from an op that the policy bans, when it receives a 16-bit input.
     """
+    if dtype is not None or policy is None or isinstance(device_type, torch.dtype):
+        policy, device_type = _as_in_torch(policy, device_type, dtype)
     if _is_dynamo_compiling() and not _is_eager_only(policy, device_type, enabled):
         return cast("Context", _traced(policy, device_type, enabled, cache_enabled))
     key = (policy, device_type, enabled, cache_enabled, _native_key())
@@ -97,6 +112,17 @@ def autocast(
         if not is_file and found.is_as_asked:  # a file, or which devices there are, may change
             _contexts[key] = found
     return found
+
+
+def _as_in_torch(first: Any, second: Any, dtype: Any) -> tuple[torch.dtype, str | None]:
+    """Policy and device type of a call with the arguments of `torch.autocast`: a device type, and a dtype."""
+    device, chosen = (first, second) if dtype is None else (first or second, dtype)
+    if type(chosen) is torch.dtype and (device is None or device in AUTOCAST_KEYS):
+        return chosen, device
+    raise UsageError(
+        f"mezzo.autocast(policy={first!r}, device_type={second!r}, dtype={dtype}): give one precision, then a device "
+        "type: mezzo.autocast('bf16', 'cuda') or mezzo.autocast('cuda', dtype=torch.bfloat16)."
+    )
 
 
 class Context:
@@ -123,7 +149,7 @@ class Context:
 
     def __init__(
         self,
-        policy: str | os.PathLike[str] | Policy,
+        policy: str | os.PathLike[str] | Policy | torch.dtype,
         device_type: str | None = None,
         enabled: bool = True,
         cache_enabled: bool | None = None,
@@ -140,10 +166,10 @@ class Context:
         self._transitions: dict[int, active_policy.Transition] = {}  # by the label outside
         self._entered: dict[int, list[_Outside]] = {}  # by thread: the state outside, once per entry
 
-    @unseen
+    @not_traced
     def __enter__(self) -> Context:
         if _is_dynamo_compiling():
-            torch._dynamo.graph_break(msg="a Context that was made outside of what is compiled")
+            torch._dynamo.graph_break(msg="a Context that was created outside of the compiled function")
         device = self.device_type
         before = _label() if _increment_nesting() > 1 else 0
         transition = self._transitions.get(before)
@@ -176,7 +202,7 @@ class Context:
             self._entered[_get_ident()] = [outside]
         return self
 
-    @unseen
+    @not_traced
     def __exit__(self, *exc_info: object) -> None:
         transition, enabled, dtype, cached = self._entered[_get_ident()].pop()
         device = self.device_type
@@ -194,7 +220,7 @@ class Context:
         """The function, with a context around each call."""
         if not callable(function):
             raise UsageError(
-                f"mezzo.autocast(...)(function) needs a callable, received {type(function).__name__}. "
+                f"mezzo.autocast(...)(function): function is not callable, received {type(function).__name__}. "
                 "For a block of code write: with mezzo.autocast(...):"
             )
         policy, enabled = self.policy or "fp32", self.policy is not None
@@ -224,14 +250,22 @@ def default_device_type() -> str:
     return "cpu"
 
 
-def _resolve(policy: str | os.PathLike[str] | Policy, device_type: str, enabled: bool) -> _Resolved:
+def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
     if device_type not in AUTOCAST_KEYS:
-        known = ", ".join(AUTOCAST_KEYS)
-        raise UsageError(
-            f"mezzo.autocast: autocast knows no device type {device_type!r}. Use one of {known}."
+        known, near = (
+            ", ".join(AUTOCAST_KEYS),
+            _DEVICES.get(device_type) or nearest(str(device_type), AUTOCAST_KEYS),
         )
+        fix = f" Did you mean {near!r}?" if near else ""
+        raise UsageError(f"mezzo.autocast: unknown device type {device_type!r}. Use one of {known}.{fix}")
     if device_type in active_policy.label_devices():
-        raise UsageError(f"mezzo.autocast: this computer has no {device_type!r} device.")
+        here = default_device_type()
+        raise UsageError(f"mezzo.autocast: this computer has no {device_type!r} device. Use {here!r}.")
+    if isinstance(policy, str) and policy in _DEVICES:
+        raise UsageError(
+            f"mezzo.autocast: {policy!r} is a device type, and the precision comes first. Use "
+            f"mezzo.autocast('bf16', {_DEVICES[policy]!r})."
+        )
     resolved = policy_of(policy)
     if resolved.compute == "auto":
         from mezzo.pytorch.auto import resolve

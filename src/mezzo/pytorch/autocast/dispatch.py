@@ -19,7 +19,7 @@ from mezzo.pytorch.autocast.fallback import OTHER_LAYOUTS, Kernels
 from mezzo.pytorch.autocast.plan import AUTOCAST_KEYS, Overload, has_kernel, overload_named, own_table, plan
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.hardware import leaves_autocast_off
-from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.kernels.not_traced import not_traced
 
 __all__ = ["install", "registered"]
 
@@ -72,7 +72,7 @@ def _register(name: str, device_type: str) -> None:
 
     find = _actions[device_type, name].get
 
-    @unseen  # else Dynamo compiles it, once a compiled function has broken its graph
+    @not_traced  # else Dynamo compiles it, once a compiled function has broken its graph
     def run(keyset: torch._C.DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         found = find(_label())
         if found is not None and _get_dtype(device_type) is found[0]:

@@ -52,7 +52,7 @@ class Kernels:
             self._libraries[namespace].impl(op, kernel, key, with_keyset=with_keyset)
 
     def remove(self) -> None:
-        """Remove them all: the kernels beneath are in force again."""
+        """Remove them all: the kernels beneath are used again."""
         for library in self._libraries.values():
             library._destroy()
         self._libraries.clear()
@@ -75,7 +75,7 @@ def widen(tensor: Tensor) -> Tensor:
     """A tensor of any layout in FP32 if it has 16 bits, else as it is."""
     if tensor.dtype not in _HALVES:
         return tensor
-    if tensor.is_mkldnn:  # has no cast of its own
+    if tensor.is_mkldnn:  # has no cast
         return tensor.to_dense().float().to_mkldnn()
     if tensor.is_nested or not tensor.requires_grad:
         return tensor.float()

@@ -1,4 +1,4 @@
-"""Per-module overrides: modules that a policy's patterns name run in a format of their own.
+"""Per-module overrides: modules that a policy's patterns name run in the format that the policy gives them.
 
 A module's `forward` becomes a small object with a context around the class's `forward`: an attribute that refers to the
 module, so `copy.deepcopy` and `pickle` copy it too, and Dynamo traces through it.
@@ -158,8 +158,9 @@ def no_such_module(pattern: str, paths: Iterable[str], of: str = "the model") ->
     """The error for a pattern that matches none of the paths of all modules of `of`."""
     named = [path for path in paths if path]
     near = difflib.get_close_matches(pattern.replace("*", "0"), named, n=1, cutoff=0.0)
-    fix = f" The nearest is {near[0]!r}." if near else " The model has no submodules."
-    return UnknownNameError(f"policy: module pattern {pattern!r} matches no module of {of}.{fix}")
+    fix = f" Did you mean {near[0]!r}?" if near else " It has no submodules."
+    paths_of = "Use a path of model.named_modules(), such as head or blocks.*.norm."
+    return UnknownNameError(f"policy: module pattern {pattern!r} matches no module of {of}. {paths_of}{fix}")
 
 
 def heads_of(model: nn.Module) -> tuple[str, ...]:

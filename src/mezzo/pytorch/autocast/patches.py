@@ -173,9 +173,9 @@ def _under_this_label(function: Any) -> Any:
     for device_type, policy in active_policy.binding_of(code):
         if policy.compute == "tf32" and not leaves_autocast_off(policy, device_type):
             raise UnsupportedPrecisionError(
-                f"activation checkpointing under policy '{policy}': {device_type} has no TF32, so its products are "
-                "rounded by Mezzo, and torch.utils.checkpoint would recompute them without. Train without "
-                "checkpointing, or in bf16, fp16 or fp8, which it carries."
+                f"torch.utils.checkpoint under policy '{policy}': {device_type} has no TF32, so Mezzo rounds factors "
+                "of products, and the recomputation would not round them. Train without checkpointing, or in bf16, "
+                "fp16 or fp8."
             )
 
     @functools.wraps(function)

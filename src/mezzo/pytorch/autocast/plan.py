@@ -47,7 +47,7 @@ _FOREIGN: Mapping[str, frozenset[str]] = {
     ),
 }
 
-# `float_power` computes in FP64 by its definition, whatever comes in.
+# `float_power` computes in FP64 by its definition, for any input.
 _ALWAYS_FP64 = frozenset({"float_power"})
 
 # Ops of several inputs that promote by themselves although ATen does not tag them as element-wise, and the reverse.
@@ -98,7 +98,9 @@ class OpPlan:
 def plan(policy: Policy, device_type: str = "cpu") -> Mapping[str, OpPlan]:
     """The plan of every op that the table or the policy names, keyed by op; the policy's compute format is resolved."""
     if policy.compute == "auto":
-        raise UsageError("plan: compute=auto has no plan. Resolve it first: policy.resolved('bf16').")
+        raise UsageError(
+            f"plan: policy '{policy}' has no plan while compute is auto. Use policy.resolved('bf16')."
+        )
     if device_type not in AUTOCAST_KEYS:
         raise UsageError(
             f"plan: unknown device type {device_type!r}. Use one of {', '.join(sorted(AUTOCAST_KEYS))}."
@@ -273,7 +275,7 @@ def overloads_of(op: str, device_type: str) -> tuple[str, ...]:
         if namespace:
             raise UsageError(
                 f"policy: op {op!r} is not registered with PyTorch. Import the library that defines it before "
-                "the context is entered."
+                "the context is entered, or correct the name."
             )
         return ()
     return tuple(_served_overloads(packet, device_type, name in IN_PLACE))

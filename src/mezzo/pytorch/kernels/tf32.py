@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels.emulated import saving_low
+from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.kernels.packing import Reuse, Rounded, may_pack
 from mezzo.pytorch.kernels.plain import is_plain
-from mezzo.pytorch.kernels.unseen import unseen
 
 __all__ = ["product", "round_tf32"]
 
@@ -57,7 +57,7 @@ class _Factor(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None: ...
 
     @staticmethod
-    @unseen
+    @not_traced
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
 
@@ -73,7 +73,7 @@ class _Result(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None: ...
 
     @staticmethod
-    @unseen
+    @not_traced
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return round_tf32(gradients[0])
 

@@ -80,7 +80,7 @@ def recorded() -> Iterator[Recorded]:
         if not observer.is_registered or any(b"already registered" in line for line in said):
             # PyTorch says True either way. To unregister now would end the other one's recording.
             observer._registered = False
-            found.note = "another execution trace is being recorded in this process"
+            found.note = "another PyTorch execution trace is being recorded in this process"
             yield found
             return
         with _without_chatter():
@@ -102,12 +102,15 @@ def recorded() -> Iterator[Recorded]:
 def _read(path: Path) -> tuple[list[Call], str]:
     size = path.stat().st_size
     if size > _LARGEST:
-        return [], f"the trace of the step is {size >> 20} MiB, too large to read"
+        return (
+            [],
+            f"the formats of the observed step are unknown: its trace of {size >> 20} MiB is too large to read",
+        )
     try:
         trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
         return _roots(trace), ""
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        return [], f"the trace of the step can't be read ({error})"
+        return [], f"the formats of the observed step are unknown: its trace can't be read ({error})"
 
 
 def _in_forked_child() -> None:

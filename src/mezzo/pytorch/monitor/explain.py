@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mezzo.core.errors import UnsupportedPrecisionError, UsageError
+from mezzo.core.notebook import html_table
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OpFormats
@@ -62,6 +63,14 @@ class Explanation:
     def __str__(self) -> str:
         terminal = sys.stdout is not None and sys.stdout.isatty()
         return self.as_text(shutil.get_terminal_size().columns if terminal else _WIDTH)
+
+    def _repr_html_(self) -> str:
+        names = ("op", "module", "rule", "planned", "observed", "calls", "casts", "reason")
+        rows = sorted(self.ops, key=lambda row: row.as_planned)  # departures first
+        cells = [[getattr(row, name) or "" for name in names] for row in rows]
+        verdict = f"{len(self.departed)} not as planned" if self.departed else "all as planned"
+        title = f"{self.precision} on {self.device_type}: {verdict}. {' '.join(self.notes)}"
+        return html_table(title.rstrip(), cells, names)
 
     def as_text(self, width: int = _WIDTH) -> str:
         """The table, no line longer than ``width`` columns (at least 60)."""
@@ -121,10 +130,12 @@ def explain(
     policy = with_heads(context.policy or policy_of("fp32"), model)
     notes = list(policy.notes)
     if isinstance(precision, (str, Policy)) and policy_of(precision).compute == "auto":
-        notes.append(f"auto is {policy.compute} here; mezzo.MixedPrecision times it against fp32 first.")
+        notes.append(
+            f"auto selects {policy.compute} here. mezzo.MixedPrecision also times it against fp32 first."
+        )
     compiled = next((path or "the model" for path, module in walk(model) if is_opaque(module)), "")
     if compiled:
-        notes.append(f"{compiled} is compiled: these are the formats of the code as it was written.")
+        notes.append(f"{compiled} is compiled: these are the formats without compilation.")
     notes += described(policy, model)
     observer = OpObserver(policy, device_type, whole=True)
     with ExitStack() as stack:
@@ -137,7 +148,7 @@ def explain(
         stack.enter_context(observer)
         model(*inputs, **kwargs)
     if observer.note:
-        raise UnsupportedPrecisionError(f"explain: {observer.note}. End that one, then explain.")
+        raise UnsupportedPrecisionError(f"mezzo.explain: {observer.note}. Stop it before the call.")
     rows = observer.table()
     return Explanation(str(policy), device_type, _by_place(rows), notes + _kernels(rows, policy, device_type))
 
@@ -186,13 +197,12 @@ def _by_place(rows: list[OpFormats]) -> list[OpFormats]:
     return summed(replace(row, module=number.sub(r"\1.*", row.module)) for row in rows)
 
 
-# How a plan says that an op is computed -> the sentence for the ops of which it says so.
+# How an op is computed, by its plan -> the sentence for such ops.
 _BY_KERNEL = {
-    "native": "internal_fp32 by the native 16-bit kernel: {ops}.",
-    "kernel": "computed in FP32 from sixteen bits by Mezzo's own kernel: {ops}.",
-    "rounded": "internal_fp32 by the FP32 kernel between casts, rounded once, since nothing shows that the 16-bit "
-    "kernel here accumulates in FP32: {ops}.",
-    "emulated": "{compute} is not native to this device: computed in FP32 between casts: {ops}.",
+    "native": "internal_fp32, by the device's 16-bit kernel: {ops}.",
+    "kernel": "read in 16 bits and computed in FP32, by Mezzo's kernel: {ops}.",
+    "rounded": "internal_fp32, by the FP32 kernel between casts (the 16-bit kernel may not accumulate in FP32): {ops}.",
+    "emulated": "{compute} is emulated on this device, by the FP32 kernel between casts: {ops}.",
 }
 
 

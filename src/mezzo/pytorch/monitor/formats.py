@@ -33,7 +33,7 @@ _ENGINE = "autograd::engine::evaluate_function: "
 _OPTIMIZER = "Optimizer.step#"
 _WITHOUT_PLAN = {
     "compiled": "compiled: formats not observed",
-    "other": "no op of the table: in the formats of its tensors",
+    "other": "not in the op table: in the formats of its tensors",
 }
 _COMPILED_CALLS = "Torch-Compiled Region", "CompiledFunction", _ENGINE + "CompiledFunction"
 
@@ -159,7 +159,7 @@ def _planned(seen: _Seen, found: OpPlan) -> str:
     elif (
         found.rule == "fp32" and seen.outside == ("fp32",) and _SIXTEEN & set(seen.inside) and not seen.casts
     ):
-        inside = "+".join(seen.inside)  # told to return FP32, the kernel converts as it reads
+        inside = "+".join(seen.inside)  # asked for FP32, the kernel converts as it reads
     else:
         inside = found.formats_in
     return f"{inside} -> {out}" if seen.outside else ""
@@ -218,7 +218,7 @@ def _together(seen: _Seen, call: Call) -> list[_Seen]:
 
 
 def _is_kernel(call: Call) -> bool:
-    """Whether a call computes: it takes floats, gives floats, and is no view of its input."""
+    """Whether a call computes: it takes floats, gives floats, and is not a view of its input."""
     returned = call.schema.rpartition("->")[2]
     view = "(" in returned and "!" not in returned and "Tensor(" in returned
     return bool(call.inputs and call.outputs and call.schema and not view)

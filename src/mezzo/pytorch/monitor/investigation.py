@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 
 from mezzo.core.overflow import OUTSIDE, SUM, OverflowReport
 from mezzo.core.policy import policy as policy_of
-from mezzo.core.remedies import MODULES, remedies
+from mezzo.core.remedies import MODULES, POLICY, added, remedies, training_code, with_fix
 from mezzo.pytorch.autocast.context import autocast
 from mezzo.pytorch.autocast.modules import apply_module_overrides, fitting
+from mezzo.pytorch.hardware import native_formats
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, replay_backward, report_at
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Operation
 from mezzo.pytorch.monitor.module_paths import path_of
@@ -24,7 +26,10 @@ from mezzo.pytorch.monitor.replay import SavedCall
 
 _log = logging.getLogger(__name__)
 _PASSED = 8  # propagators that are reported
+_CHAIN = 3  # remedies that are combined at most, where each alone only moves the overflow
+_TRIALS = 6  # combinations of each length that are tried
 _Pairs = Sequence[tuple[Tensor, Tensor]]  # outputs on the graph, each with its gradient
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def investigate(
@@ -47,9 +52,9 @@ def investigate(
             found, forward = _replayed(call, scales, outside)
         except Exception as error:  # the user's code runs again here, and may not expect that
             missed = True
-            notes.append(f"a call could not be run again: {in_one_line(error)}")
+            notes.append(f"a model call could not be run again: {in_one_line(error)}")
         if hasattr(call.model, "_orig_mod") and not missed:
-            notes.append("a compiled model: run again as it was written, not as it was compiled")
+            notes.append("the compiled model was run again without compilation")
         if found is not None and forward:
             return _noted(found, notes), call
         if found is not None:
@@ -64,7 +69,7 @@ def investigate(
     if candidates:
         found, place = next((pair for pair in candidates if pair[0].alarms), candidates[0])
         return _noted(found, notes), place
-    note = "; ".join(notes) or "run again, every call of the step was finite"
+    note = "; ".join(notes) or "all model calls of the step were finite when run again"
     return OverflowReport("unknown", note=note), None
 
 
@@ -81,16 +86,10 @@ def _replayed(
         raise RuntimeError("the model's inputs were changed in place after they were used")
     if any(isinstance(module, nn.SyncBatchNorm) for module in call.inner.modules()):
         raise RuntimeError("the model has SyncBatchNorm, whose ranks would wait for each other")
-    with call.again() as (args, kwargs):
-        named = [(f"input {n}", tensor) for n, tensor in enumerate(tensors((args, kwargs), objects=True))]
-        trace = ForwardTrace([call.inner], named, stop=_forward.__code__, called=call.line)
-        outputs = list(tensors(_forward(call, trace, args, kwargs)))
-        if trace.trouble:
-            raise RuntimeError(trace.trouble)
-        reached = [operation for tensor in outputs if (operation := trace.reached(tensor)) is not None]
-        if reached:
-            first = min((operation.root() for operation in reached), key=lambda pair: pair[0].number)
-            return first[1], True
+    with call.again() as given:
+        trace, outputs, found = _traced(call, given, call.enter)
+        if found is not None:
+            return found, True
         for number in call.grads.keys() & scales.keys():
             came, scale = call.gradients(number, outputs), scales[number]
             if all(finite(grad) for _, grad in came):
@@ -102,9 +101,25 @@ def _replayed(
     return None, False
 
 
-def _forward(call: SavedCall, trace: ForwardTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with call.enter(), trace.watching():
-        return call.inner(*args, **kwargs)
+def _traced(
+    call: SavedCall, given: _Arguments, enter: Callable[[], AbstractContextManager[Any]]
+) -> tuple[ForwardTrace, list[Tensor], OverflowReport | None]:
+    """Run a call's forward in a context: the trace, the outputs, and what produced the first that is not finite."""
+    named = [(f"input {n}", tensor) for n, tensor in enumerate(tensors(given, objects=True))]
+    trace = ForwardTrace([call.inner], named, stop=_forward.__code__, called=call.line)
+    outputs = list(tensors(_forward(call, given, enter, trace)))
+    if trace.trouble:
+        raise RuntimeError(trace.trouble)
+    reached = [operation for tensor in outputs if (operation := trace.reached(tensor)) is not None]
+    first = min((operation.root() for operation in reached), key=lambda pair: pair[0].number, default=None)
+    return trace, outputs, None if first is None else first[1]
+
+
+def _forward(
+    call: SavedCall, given: _Arguments, enter: Callable[[], AbstractContextManager[Any]], trace: ForwardTrace
+) -> Any:
+    with enter(), trace.watching():
+        return call.inner(*given[0], **given[1])
 
 
 def _backward(trace: ForwardTrace, pairs: _Pairs, scale: float) -> OverflowReport | None:
@@ -135,50 +150,108 @@ def _came_so(
     return report_at(Operation(module, SUM), cause, (), [facts(grad, SUM)])
 
 
-_POLICY = re.compile(r"`((?:fp16|bf16|fp32)[^`]*)`")
-
-
 def remedies_for(
-    report: OverflowReport, call: SavedCall | None, scales: Mapping[int, float], model: nn.Module | None
+    report: OverflowReport,
+    call: SavedCall | None,
+    scales: Mapping[int, float],
+    model: nn.Module | None,
+    written: Callable[[str], str] = training_code,
+    *,
+    combines: bool = True,
 ) -> list[str]:
-    """What to try. Each policy is tried without the loss scale, and offered if it helps and none that helps asks for
-    less; without a call none can be. A policy for another model than `model` says so.
+    """What to try, each policy `written` as a command or as code. A policy for another model than `model` says so.
+
+    Each policy is tried on the call, without the loss scale, and offered if it helps and none that helps asks for
+    less. Where each alone only moves the overflow, up to three are combined if it `combines`. Without a call none can
+    be tried.
     """
-    used, owner = None, ""
+    used, owner, has_bf16 = None, "", True
     if call is not None:
+        native = native_formats(_device(call))
+        has_bf16 = "bf16" in native or "fp16" not in native
         with call.enter() as context:
             used = getattr(context, "policy", None)
         if model is not None and path_of(call.inner, model) is None:
-            name = type(call.inner).__name__
-            owner = f", as the policy of the MixedPrecision of that module's own model ({name})"
+            owner = f", for the MixedPrecision of the model with that module ({type(call.inner).__name__})"
     kept: list[str] = []
+    moving: list[str] = []  # policies that help at most in part
     enough = False  # modules in FP32
-    for sentence in remedies(report, used):
-        found = None if report.cause == "loss scale" else _POLICY.search(sentence)
-        modules = sentence.startswith(MODULES)
+    for sentence in remedies(report, used, has_bf16=has_bf16):
+        found = None if report.cause == "loss scale" else POLICY.search(sentence)
         if found is not None:
-            if call is None or (modules and enough) or not _helps(found.group(1), call, scales):
+            modules, whole = sentence.startswith(MODULES), found[1] in ("bf16", "fp32")
+            if whole and combines and call is not None and used is not None and moving and not enough:
+                combined = _combined(moving, call, scales)
+                kept += [f"{added(combined, used)}: `{combined}`{owner}"] if combined is not None else []
+            if call is None or (modules and enough):
                 continue
-            enough |= modules
-        kept.append(f"{sentence}{owner}" if found is not None and "module." in found.group(1) else sentence)
-    return kept
+            if not _helps(found[1], call, scales):
+                moving.append(found[1])
+                continue
+            enough |= not whole
+        kept.append(f"{sentence}{owner}" if found is not None and "module." in found[1] else sentence)
+    return [with_fix(sentence, written) for sentence in kept]
+
+
+def _combined(moving: Sequence[str], call: SavedCall, scales: Mapping[int, float]) -> str | None:
+    """The first policy under which the call is finite, of those that add to these what fixes the next overflow."""
+    tried = list(moving)
+    for _ in range(_CHAIN - 1):
+        longer: dict[str, None] = {}
+        for text in tried[:_TRIALS]:
+            following = _overflow_under(text, call, scales)
+            offered = [] if following is None else remedies(following, policy_of(text))
+            quoted = (found[1] for sentence in offered if (found := POLICY.search(sentence)))
+            longer |= dict.fromkeys(one for one in quoted if one not in ("bf16", "fp32", *moving))
+        tried = list(longer)[:_TRIALS]
+        for text in tried:
+            if _helps(text, call, scales):
+                return text
+    return None
+
+
+def _overflow_under(text: str, call: SavedCall, scales: Mapping[int, float]) -> OverflowReport | None:
+    """What overflows first in a call and its backward without the loss scale, under another policy."""
+    try:
+        with call.again() as given, _changed(text, call) as enter:
+            trace, outputs, found = _traced(call, given, enter)
+            for number in call.grads:
+                if found is None:
+                    came = call.gradients(number, outputs)
+                    scale = scales.get(number, 1.0)
+                    pairs = [(output, _unscaled(grad, output, scale)) for output, grad in came]
+                    found = replay_backward(trace, pairs)
+            return found
+    except Exception as error:
+        _log.debug("policy %s could not be traced: %s", text, error)
+        return None
+
+
+@contextmanager
+def _changed(text: str, call: SavedCall) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
+    """The call's model under another policy: yields what makes its autocast context."""
+    device = _device(call)
+    policy = fitting(policy_of(text), call.inner)  # under `mezzo run` it names other models' modules too
+    overrides = apply_module_overrides(call.inner, policy, device) if policy.modules else None
+    try:
+        yield partial(autocast, policy, device)
+    finally:
+        if overrides is not None:
+            overrides.remove()
+
+
+def _device(call: SavedCall) -> str:
+    return next((p.device.type for p in call.inner.parameters()), "cpu")
 
 
 def _helps(text: str, call: SavedCall, scales: Mapping[int, float]) -> bool:
     """Whether a call and its backward without the loss scale are finite under a policy."""
-    device = next((p.device.type for p in call.inner.parameters()), "cpu")
-    policy = fitting(policy_of(text), call.inner)  # under `mezzo run` it names other models' modules too
     try:
-        with call.again() as (args, kwargs):
-            overrides = apply_module_overrides(call.inner, policy, device) if policy.modules else None
-            try:
-                with autocast(policy, device):
-                    outputs = list(tensors(call.inner(*args, **kwargs)))
-                # Before the overrides go: a checkpoint runs its modules again in backward.
-                return _all_finite(call, outputs, scales)
-            finally:
-                if overrides is not None:
-                    overrides.remove()
+        with call.again() as (args, kwargs), _changed(text, call) as enter:
+            with enter():
+                outputs = list(tensors(call.inner(*args, **kwargs)))
+            # Before the overrides go: a checkpoint runs its modules again in backward.
+            return _all_finite(call, outputs, scales)
     except Exception as error:  # of the user's code, or of a policy that this model can't have
         _log.debug("policy %s could not be tried: %s", text, error)
         return False

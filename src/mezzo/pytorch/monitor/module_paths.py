@@ -22,7 +22,7 @@ class Paths:
 
 
 def paths(model: nn.Module, *, every: bool = False) -> Paths:
-    """The modules of a model that are leaves, or have parameters of their own, or `every` one."""
+    """The modules of a model that are leaves or hold parameters directly, or `every` one."""
     found = Paths()
     for path, module in walk(model):
         opaque = is_opaque(module)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.core.records import OverflowRecord, Record
+from mezzo.core.remedies import training_code
 from mezzo.pytorch.distributed import is_distributed
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, watch_loss
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace
@@ -45,7 +46,7 @@ def _never_raises(method: _Method) -> _Method:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            self._trouble.append(f"watching failed: {in_one_line(error)}")
+            self._trouble.append(f"tracing failed: {in_one_line(error)}")
             return None
 
     return cast("_Method", guarded)
@@ -55,6 +56,7 @@ class OverflowTracer(StepObserver):
     """A `StepObserver` that looks into skipped steps, also where the host must wait for the device if it `waits`.
 
     Several know of each other: the loss of one model may come through another's call. There are at most `limit` alarms.
+    Remedies have policies as `written`: as code, or as a command.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class OverflowTracer(StepObserver):
         waits: bool = False,
         limit: int = 20,
         model: nn.Module | None = None,
+        written: Callable[[str], str] = training_code,
     ) -> None:
-        self._enter, self._model = enter, model
+        self._enter, self._model, self._written = enter, model, written
         self._clock, self._waits, self._left = clock, waits, limit
         self.calls: list[SavedCall] = []
         self._pruned = 0  # how many calls the last `_prune` left
@@ -132,7 +135,7 @@ class OverflowTracer(StepObserver):
             sources = [source() for tracer in _ALL for call in tracer.calls for source in call.sources]
             starts += [tensor.grad_fn for tensor in sources if tensor is not None]
         if self._in_loss is None and not finite(loss):
-            note = "the next steps are watched live for the operation that made it so"
+            note = "the next steps are traced to find the operation that made it so"
             self._in_loss = OverflowReport("loss", OUTSIDE, outputs=[facts(loss, "output")], note=note)
             reached = None if live is None else live.reached(loss)
             if reached is not None:
@@ -218,7 +221,7 @@ class OverflowTracer(StepObserver):
                 trace.paused = False
             except Exception as error:
                 self._to_watch, self._live = 0, None
-                self._trouble.append(f"watching failed: {in_one_line(error)}")
+                self._trouble.append(f"tracing failed: {in_one_line(error)}")
             self._watching = True
             try:
                 yield
@@ -245,15 +248,20 @@ class OverflowTracer(StepObserver):
             kept = sum(call.nbytes for call in calls)
             scales = {number: float(scale) for number, scale in self._scales.items()}
             finding, place = investigate(calls, scales, self._in_loss, self._outside)
-            finding = replace(finding, remedies=remedies_for(finding, place, scales, self._model))
+            # A gradient by `autograd.grad` inside the step is taken under autocast: a combination for the call is not
+            # enough for it.
+            begun = {number for tracer in _ALL for number in tracer._scales}
+            combines = all(call.grads.keys() <= begun for call in every)
+            offered = remedies_for(finding, place, scales, self._model, self._written, combines=combines)
+            finding = replace(finding, remedies=offered)
         except Exception as error:
-            finding = OverflowReport("unknown", note=f"looking into it failed: {in_one_line(error)}")
+            finding = OverflowReport("unknown", note=f"the search for the cause failed: {in_one_line(error)}")
         if finding.cause == "unknown" and self._group is None and is_distributed():
-            self._trouble.append("it may have been another rank's")
+            self._trouble.append("the cause may be on another rank")
         elif finding.cause == "unknown" and not self._scales:
-            self._trouble.append("its backward was not seen")
+            self._trouble.append("no backward pass was seen for this step")
         failed = [one.trouble for one in (self._live, *self._outside.values()) if one is not None]
-        self._trouble += [f"watching failed: {trouble}" for trouble in failed if trouble]
+        self._trouble += [f"tracing failed: {trouble}" for trouble in failed if trouble]
         note = "; ".join(filter(None, (finding.note, *dict.fromkeys(self._trouble))))
         return replace(finding, note=note, seconds=time.perf_counter() - began, kept_bytes=kept)
 

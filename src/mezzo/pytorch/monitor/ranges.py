@@ -32,18 +32,17 @@ from mezzo.pytorch.monitor.module_paths import joined, parameter_paths, path_of,
 from mezzo.pytorch.monitor.observer import StepObserver
 
 DEFAULT_EVERY = 100
-"""Updates from one that is watched to the next: see docs/monitoring.md for what one costs."""
+"""Updates from one that is watched to the next."""
 
 KEPT = 32
 """Watched updates whose records are kept for `drain`."""
 
 _COMPILED = (
-    "watch: the modules of {} are compiled into one graph: what they return inside of it is left out of the ranges; "
-    "their weights, gradients and updates are not."
+    "watch: {} is compiled: outputs of its modules are not watched; its weights, gradients and updates are."
 )
 _NOT_CALLED = (
-    "watch: no call of the model was seen in a watched update, so its ranges are without activations. A model is seen "
-    "where it is called itself (not only parts of it), in training mode and outside of a compiled function."
+    "watch: the model was not called in a watched update, so activations are missing. Call the model itself (not only "
+    "parts of it), in training mode and outside of compiled functions."
 )
 
 
@@ -65,7 +64,7 @@ class RangeWatch(StepObserver):
         all_modules: bool = False,
     ) -> None:
         if not isinstance(every, int) or every < 1:
-            raise UsageError(f"watch={every!r} is not a number of updates. Example: 100")
+            raise UsageError(f"watch={every!r} is not a number of updates of at least 1. Example: watch=100")
         self.every, self.notes = every, list[str]()
         self._optimizer, self._clock, self._tell = optimizer, clock, note or _warn
         self._all_modules, self._kinds = all_modules, frozenset(kinds)

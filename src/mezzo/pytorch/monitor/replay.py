@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.monitor.operations import Line, mapped, tensors, version_of
 from mezzo.pytorch.snapshot import RandomState
-from mezzo.pytorch.unseen import unseen
+from mezzo.pytorch.version_counters import keeping_versions
 from mezzo.runner.patches import Patches
 
 _VALUES = (int, float, bool, type(None), Tensor)
@@ -105,7 +105,7 @@ class ModuleState:
     def put_back(self) -> None:
         """Random numbers and buffers as they were, and copies of the attributes, whose originals stay as they are."""
         self.random.put_back()
-        with torch.no_grad(), unseen(buffer for buffer, _, _ in self.buffers):
+        with torch.no_grad(), keeping_versions(buffer for buffer, _, _ in self.buffers):
             for buffer, kept, _ in self.buffers:
                 buffer.copy_(kept)
         for module, name, kept in self.attributes:
@@ -141,7 +141,7 @@ def nothing_left(model: nn.Module) -> Iterator[None]:
         for leaf, _ in leaves:
             leaf._backward_hooks = None
         state.put_back()  # from here on the model works on copies
-        with unseen(model.buffers()):
+        with keeping_versions(model.buffers()):
             try:
                 # Of PyTorch's own class: an open context puts a subclass in its place, which calls it.
                 classes = torch_checkpoint.CheckpointFunction.__mro__

@@ -62,7 +62,8 @@ class TensorBoardWriter(RecordWriter):
                 self._events: Any = SummaryWriter(os.fspath(logdir))
         except ImportError as error:
             raise UsageError(
-                f"TensorBoard's package is not installed ({error}). Install it with: pip install 'mezzo[tensorboard]'"
+                f"TensorBoardWriter needs the package tensorboard, which can't be imported ({error}). Install it: "
+                "pip install tensorboard"
             ) from error
         self._also = also
         self._pid = os.getpid()

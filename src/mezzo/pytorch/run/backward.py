@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.step import numbers_of
 from mezzo.pytorch.training import backward as walks
 
@@ -32,7 +32,7 @@ _CHECKED = (torch.float32, torch.float64)
 
 Backward = Callable[..., Any]
 _Run = Callable[[float, bool | None], Any]
-leaves_of = unseen(walks.leaves_of)
+leaves_of = not_traced(walks.leaves_of)
 
 
 class FoundInf:
@@ -119,7 +119,7 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
             observers.tell("step_dropped")
             raise
 
-    @unseen
+    @not_traced
     def note_loss(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> None:
         session.journal.loss(_value(roots, seeds) if session.journal.writes else None)
 
@@ -270,7 +270,7 @@ class unscaling:  # noqa: N801, a context manager is named like a function
     def __init__(self, leaves: Sequence[Tensor], scale: float, overflows: Overflows | None = None) -> None:
         self._leaves, self._scale, self._overflows = leaves, scale, overflows
 
-    @unseen
+    @not_traced
     def __enter__(self) -> None:
         inverse = 1.0 / self._scale
         found = FoundInf([leaf.device for leaf in self._leaves], inverse)
@@ -331,8 +331,8 @@ def _scaled_seed(root: Any, seed: Any, scale: float) -> Any:
         return seed * scale
     if isinstance(root, GradientEdge):
         raise UsageError(
-            "mezzo run: backward from a GradientEdge needs its gradient under a loss scale. Pass "
-            "grad_tensors=torch.ones(...), or use a policy without a loss scale, such as bf16."
+            "mezzo run: with a loss scale, backward() from a GradientEdge needs its gradient. Pass "
+            "grad_tensors=torch.ones(...), or use a policy without a loss scale: mezzo run --precision bf16 ..."
         )
     if isinstance(root, Tensor) and root.requires_grad and root.numel() == 1 and root.is_floating_point():
         return torch.full_like(root, scale, memory_format=torch.preserve_format, requires_grad=False)

@@ -31,7 +31,7 @@ from mezzo.pytorch.autocast.modules import (
     with_heads,
 )
 from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
-from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.run.weights import Storage, nudge
 
@@ -92,7 +92,7 @@ class Preparation:
         found = self._known.get(id(module))
         return found[1] if found is not None and found[0]() is module else None
 
-    @unseen
+    @not_traced
     def _first_call(self, module: nn.Module) -> bool:
         session = self._session
         params = [p for p in module.parameters() if p.is_floating_point()]
@@ -102,8 +102,8 @@ class Preparation:
         half = next((p.dtype for p in params if p.dtype in _HALVES), None)
         if half is not None and not session.lowered_weights:  # else Mezzo lowered it, or it is a copy
             session.stand_back(
-                f"{name} holds {str(half).removeprefix('torch.')} parameters: the script chooses its formats itself",
-                "to have Mezzo do it, keep the model in FP32: take out the line that makes it 16 bits",
+                f"{name} has {str(half).removeprefix('torch.')} parameters: the script chooses its formats itself",
+                "to use Mezzo instead, keep the model in FP32: remove the line that converts it to 16 bits",
             )
             return False
         first = not session.device_type
@@ -115,7 +115,7 @@ class Preparation:
         exact = session.policy.compute == "fp32" or (session.policy.compute == "tf32" and emulated)
         if first and exact and switch_off_tf32():
             session.journal.note(
-                f"the script had switched TF32 on; under the policy {session.policy.compute} products are FP32's"
+                f"the script switched TF32 on; Mezzo switched it off, because the policy is {session.policy.compute}"
             )
         if session.lowers or not session.compiled:  # a compiled step in FP32 shows inner modules, too
             session.modules.setdefault(name)
@@ -161,7 +161,7 @@ class Preparation:
             raise error
         first = f"{type(model).__name__}, the first model that is called"
         self._session.journal.note(
-            f"module pattern {pattern!r} matches nothing in {first}; it waited for another one"
+            f"module pattern {pattern!r} matches nothing in {first}; it was kept for later models"
         )
 
 
@@ -205,7 +205,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             out = original(self, *args, **kwargs)
         return to_fp32(out)
 
-    @unseen
+    @not_traced
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Context | None, bool] | None:
         """Begin an outermost call: its context, and whether observers see its end; None if it is not by the policy."""
         if session.left_alone is not None or _is_jit_tracing() or observers.busy:
@@ -235,7 +235,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             end(context)
             raise
 
-    @unseen
+    @not_traced
     def leave(
         module: nn.Module, context: Context | None, is_observed: bool, out: Any, *, failed: bool = False
     ) -> Any:
@@ -270,7 +270,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _any_autocast() or _label_on(_LABEL) or IN_FP32 in self.__dict__:
             if is_wrapped_call and self._compiled_call_impl is None:
-                return self._call_impl(*args, **kwargs)  # what `original` does, without a frame of its own
+                return self._call_impl(*args, **kwargs)  # what `original` does, without another stack frame
             return original(self, *args, **kwargs)
         if not _dynamo_compiling() and thread.in_fp32:
             return original(self, *args, **kwargs)
@@ -278,7 +278,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             return traced(self, args, kwargs)
         return outermost(self, args, kwargs)
 
-    # As a frame of its own (the module inside a compiled model), this is skipped, as PyTorch's own `__call__` is: the
+    # As a separate frame (the module inside a compiled model), this is skipped, as PyTorch's own `__call__` is: the
     # module's `forward` is compiled. It is still traced inside a compiled step.
     pieces: Any = eval_frame
     skip = pieces._FrameExecStrategy(pieces._FrameAction.SKIP, pieces._FrameAction.DEFAULT)

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from mezzo.runner.patches import ImportWatch, Patches
 
 SWITCH_OFF = (
-    "to have Mezzo do it, run the script with its own mixed precision switched off (by an option of its own, or "
-    "enabled=False)"
+    "to use Mezzo instead, switch off the script's own mixed precision: by its option, or with enabled=False"
 )
 SEARCHES = {"calibrate": "mezzo.pytorch.calibrate", "find_batch_size": "mezzo.pytorch.batch_size"}
-"""Public functions that call the model in formats of their own, and where each is."""
+"""Public functions that choose formats themselves, and their modules."""
 
 # Functions of PyTorch's that act for their caller.
 _TRANSPARENT = frozenset({"decorate_autocast", "watched", "scale", "<genexpr>", "apply_scale"})
@@ -58,7 +57,7 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
 def _noticed(
     session: Session, original: Any, name: str, is_used: Callable[..., bool] = lambda *args: True
 ) -> Any:
-    """This function, whose first call with an object that `is_used` has the script left alone."""
+    """This function, after whose first call with an object that `is_used` the script is left alone."""
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -78,11 +77,11 @@ def _imported(home: str, name: str) -> Callable[..., Any]:
 def _autocast(session: Session) -> Any:
     """The `mezzo.autocast` of a run; not noticed in a compiled function, where Dynamo traces it."""
     from mezzo.pytorch.autocast.context import autocast
-    from mezzo.pytorch.kernels.unseen import unseen
+    from mezzo.pytorch.kernels.not_traced import not_traced
 
     compiling: Any = sys.modules["torch"].compiler.is_dynamo_compiling
 
-    @unseen
+    @not_traced
     @functools.wraps(autocast)
     def watched(*args: Any, **kwargs: Any) -> Any:
         made = autocast(*args, **kwargs)
@@ -113,6 +112,6 @@ def _notice(session: Session, name: str) -> None:
 def _stand_back(session: Session, name: str, where: str) -> None:
     fix = SWITCH_OFF
     if name.startswith("mezzo."):
-        options = "; its watch= and records= do what --watch and --records do" if "Mixed" in name else ""
-        fix = f"choose its precision there{options}. Or take {name} out, and mezzo run does it"
+        options = " (and watch=, records= instead of --watch, --records)" if "Mixed" in name else ""
+        fix = f"to choose the precision, edit that line{options}, or remove {name} and use mezzo run"
     session.stand_back(f"it uses {name} itself ({where})", fix)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.kernels.not_traced import not_traced
 
 if TYPE_CHECKING:
     from mezzo.core.records import Record
@@ -55,6 +55,7 @@ def tracer_for(session: Session) -> OverflowTracer:
         enter=lambda: autocast(session.policy_now, session.device_type),
         clock=session.journal.now,
         waits=True,
+        written=session.command,
     )
 
 
@@ -137,7 +138,7 @@ class Observers:
         if self._session.compiled or _compiled_frames() != self._frames:
             self._watch_ends()
             self._session.journal.note(
-                "what the script computes itself is not watched live, for it has compiled functions"
+                "the script has compiled functions, so operations outside of model calls are not traced for overflows"
             )
         elif max(self._watched.values()) > (CALLS if self._trains else 1):
             self._watch_ends()
@@ -153,9 +154,9 @@ class Observers:
             self._watch = None
             watch.close()
 
-    @unseen
+    @not_traced
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """An outermost call begins; whether the observers are to be told of its end."""
+        """An outermost call begins; whether `call_ended` must be called at its end."""
         if not self._sees(model):
             return False
         if not self._thread:
@@ -167,7 +168,7 @@ class Observers:
         self._tell("call_begins", model, args, kwargs)
         return True
 
-    @unseen
+    @not_traced
     def tell(self, what: str, *args: Any, **kwargs: Any) -> None:
         """Call this method of `StepObserver`. Except for `call_ended`, the forward pass is over (or dropped)."""
         if what != "call_ended":
@@ -176,28 +177,30 @@ class Observers:
             self._trains = False
         self._tell(what, *args, **kwargs)
 
-    @unseen
+    @not_traced
     def backward_begins(self, losses: Sequence[Any], scale: float) -> None:
         """Backward is about to run from these. Called only while `listening`."""
         for loss in losses:
             if isinstance(loss, Tensor):
                 self.tell("backward_begins", loss, scale)
 
-    @unseen
+    @not_traced
     def backward_again(self) -> None:
         """The backward that has just run overflowed and is run again at a smaller scale, with the same hooks."""
         if self.listening:
             for one in list(self._watchers):  # which would count its gradients twice
                 self._tell_one(one, "step_dropped")
 
-    @unseen
+    @not_traced
     def closure_begins(self) -> None:
         """A step with a closure begins, which is not observed."""
         if self.listening and self._thread:
-            self._session.journal.note("steps with a closure are not watched, and not looked into")
+            self._session.journal.note(
+                "optimizer steps with a closure (LBFGS) are not watched, and their overflows are not traced"
+            )
         self.pause()
 
-    @unseen
+    @not_traced
     def pause(self) -> None:
         """Observe nothing until `resume`; what was begun is dropped."""
         if not self._pauses:
@@ -214,7 +217,7 @@ class Observers:
         self._watch_ends(anywhere=True)
         if session.compiled and not self._calls and self.listening:
             session.journal.note(
-                "the model is called inside a compiled function: it was not watched, and no skipped step looked into"
+                "the model is called inside a compiled function, so it was not watched and no skipped step was traced"
             )
         records = self.drained()
         self._tell("step_dropped")
@@ -225,7 +228,7 @@ class Observers:
                 session.journal.note(note)
         return records
 
-    @unseen
+    @not_traced
     def drained(self) -> list[Record]:
         """The observers' records since the last call."""
         return [record for one in self._all() for record in self._tell_one(one, "drain")]
@@ -245,7 +248,9 @@ class Observers:
         try:
             return getattr(one, what)(*args, **kwargs)
         except Exception as error:
-            self._session.journal.note(f"{type(one).__name__} gave up: {type(error).__name__}: {error}")
+            self._session.journal.note(
+                f"{type(one).__name__} stopped after an error: {type(error).__name__}: {error}"
+            )
             self._watchers = [other for other in self._watchers if other is not one]
             if one is self._tracer:
                 self._watch_ends()

@@ -19,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.pytorch.distributed import agreed_largest
-from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.run.backward import Attempts, Flags, FoundInf
 from mezzo.pytorch.step import AbandonedStepError, check_finite, parameters, step_with_closure
@@ -44,12 +44,12 @@ class Overflows:
         self._flags: dict[int, Flags] = {}
         self.attempts: Attempts | None = None  # of the current backward
 
-    @unseen
+    @not_traced
     def owned(self) -> set[int]:
         """The ids of all parameters of all optimizers alive."""
         return {id(p) for optimizer in self._session.optimizers for p in parameters(optimizer)}
 
-    @unseen
+    @not_traced
     def remember(self, leaves: Iterable[Tensor], found: FoundInf) -> None:
         """These leaves are about to receive gradients, with flags in `found`."""
         if self.attempts is not None:
@@ -63,7 +63,7 @@ class Overflows:
         """The flags of one leaf's gradient."""
         return self._flags.setdefault(id(leaf), [])
 
-    @unseen
+    @not_traced
     def found_inf(self, optimizer: Any) -> bool:
         """Whether the optimizer must skip its step; waits for the device. All ranks get the same answer."""
         params = list(parameters(optimizer))
@@ -167,7 +167,7 @@ class Steps:
         self._wrapped.append((kind, step))
         kind.step = within
 
-    @unseen
+    @not_traced
     def _abandon_unless_finite(self, optimizer: Any, *_: Any) -> None:
         if self._session.scaling and not check_finite(optimizer):
             raise AbandonedStepError
@@ -243,7 +243,7 @@ class Steps:
         self._done(optimizer, moved=True, scale=session.scale.scale, reason=reason)
         return result
 
-    @unseen
+    @not_traced
     def _observe(self, optimizer: Any, *, found_inf: bool) -> None:
         number = self._number(optimizer)
         try:
@@ -267,7 +267,7 @@ class Steps:
             number = self._numbers[optimizer] = next(self._next)
         return number
 
-    @unseen
+    @not_traced
     def _done(self, optimizer: Any, *, moved: bool, scale: float, reason: str = "") -> None:
         """A step was taken, or skipped: all is recorded before the scale may collapse, or the script be ended."""
         session, scaled = self._session, self._session.scaling

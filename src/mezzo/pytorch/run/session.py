@@ -6,6 +6,7 @@ This file imports no torch: a script may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_
 from __future__ import annotations
 
 import functools
+import shlex
 import sys
 import weakref
 from dataclasses import dataclass, field, replace
@@ -60,12 +61,13 @@ def check(policy: Policy) -> None:
     """Raise UsageError unless an unmodified script can be run with weights stored as this policy says."""
     if policy.params == "fp16":
         raise UsageError(
-            f"policy '{policy}': mezzo run unscales each gradient where it is stored; fp16 loses small ones. "
-            "Leave params out, use bf16, or write mezzo.MixedPrecision(..., masters='fp32') into the script."
+            f"policy '{policy}': mezzo run can't train fp16 weights, because unscaled fp16 gradients lose small "
+            "values. Remove params and masters, use bf16 instead of fp16, or call mezzo.MixedPrecision(model, "
+            "optimizer, 'fp16', masters='fp32') in the script."
         )
     if policy.params not in ("fp32", policy.activations):
         raise UsageError(
-            f"policy '{policy}': mezzo run stores weights in {policy.params} where compute is {policy.params}, too. "
+            f"policy '{policy}': mezzo run stores weights in {policy.params} only if compute is {policy.params} too. "
             f"Use {policy.params},params={policy.params}."
         )
 
@@ -161,8 +163,14 @@ class Session:
         """The script is over: finish measurements and notes."""
         for ending in self._endings:
             ending(status)
-        if not self.journal.losses and self.left_alone is None:
+        if not self.journal.losses and self.left_alone is None and status == 0:
             self.journal.note("the script never called backward()")
+
+    def command(self, policy: str) -> str:
+        """The command that runs this script under another policy."""
+        request = self.request
+        target = ["-m"] * request.is_module + [request.target]
+        return shlex.join(["mezzo", "run", "--precision", policy, *target, *request.argv])
 
     @property
     def scaling(self) -> bool:
@@ -173,7 +181,7 @@ class Session:
         """Leave the script alone from here on; note why, and what the user may do about it."""
         # A 16-bit weight fails with the FP32 inputs of a call outside autocast: then calls stay under the policy.
         if self.lowered_weights:
-            self.journal.note(f"not left alone, though {why}: inside that its own choice applies")
+            self.journal.note(f"not left alone, though {why}: there its own precision applies")
         elif self.left_alone is None:
             self.left_alone = why
             self.observers.tell("step_dropped")

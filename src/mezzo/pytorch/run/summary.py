@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from mezzo.core.calibration import conclusions
 from mezzo.core.loss_scale import NoLossScale, StaticLossScale, power_text
-from mezzo.core.remedies import of_constant_scale
+from mezzo.core.remedies import of_constant_scale, training_code, with_fix
 
 if TYPE_CHECKING:
     from mezzo.core.records import OverflowRecord
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 _PLACES = 5  # origins of values that are not finite, listed one by one
 _REMEDIES = 3
-_LOOKED_INTO = 20  # after so many findings that alarm the tracer looks into no more skipped steps of a run
+_TRACED = 20  # after so many findings that alarm the tracer looks into no more skipped steps of a run
 
 
 def summary(session: Session, failed: bool) -> str:
@@ -29,7 +30,7 @@ def summary(session: Session, failed: bool) -> str:
     if session.left_alone is not None:
         lines = [_left_alone(session)]
     elif not session.device_type:
-        lines = ["no model was called, so there was nothing to run in another precision"]
+        lines = ["no model was called, so nothing ran in another precision"]
     else:
         why = f" ({session.precision_reason})" if session.precision_reason else ""
         lines = [f"policy {policy}{why}", _calls(session), *_fallbacks()]
@@ -42,13 +43,16 @@ def summary(session: Session, failed: bool) -> str:
             lines.append(f"{steps}, {journal.skipped} skipped; {passes}")
         if not isinstance(scale, NoLossScale):
             passes = _count(session.reruns, "backward pass", "es")
-            again = f"; {passes} run again at a smaller one" if session.reruns else ""
+            again = f"; {passes} run again at a smaller scale" if session.reruns else ""
             lines.append(f"loss scale {power_text(scale.scale)} at the end{again}")
         lines += findings(
             journal.findings,
             skipped=journal.skipped if session.request.trace and session.scaling else 0,
             constant=scale.scale if isinstance(scale, StaticLossScale) else None,
+            written=session.command,
         )
+        if not any(record.finding.alarms for record in journal.findings):
+            lines += conclusions([*journal.ranges.values()], None if scale.scale == 1.0 else scale.scale)
         if journal.ops:
             counts = Counter(op.observed.split(" -> ")[0] or "no floats" for op in journal.ops)
             formats = "; ".join(f"{name}: {ops} ops" for name, ops in sorted(counts.items()))
@@ -69,10 +73,10 @@ def _of_keras(session: Session) -> str:
 def _left_alone(session: Session) -> str:
     if before := session.lowered_calls:
         calls = _count(before, "call")
-        return f"this script ran as it is from there on; {calls} before that ran in {session.policy.compute}"
+        return f"the script ran unchanged from there on; {calls} before that ran in {session.policy.compute}"
     asked = session.request.policy
     ignored = "" if asked == "auto" else f": {asked} was not applied"
-    return f"this script ran as it is; Mezzo changed nothing{ignored}"
+    return f"the script ran unchanged; Mezzo changed nothing{ignored}"
 
 
 def _calls(session: Session) -> str:
@@ -81,7 +85,7 @@ def _calls(session: Session) -> str:
     if session.compiled:
         calls = "compiled calls" if not session.model_calls else f"{calls}, and compiled ones,"
     if 0 < session.lowered_calls < session.model_calls:
-        return f"{calls} {of}, {session.lowered_calls} of them in 16 bits (first steps are timed in both)"
+        return f"{calls} {of}, {session.lowered_calls} of them in 16 bits (the first steps are timed in both)"
     if session.policy.is_fp32:
         return f"{calls} {of}, all in FP32"
     stored = "; weights stay FP32" if session.policy.params == "fp32" else ""  # else a note says how
@@ -92,13 +96,19 @@ def _fallbacks() -> list[str]:
     from mezzo.pytorch.autocast.fallback import CALLS
 
     ops = ", ".join(f"{op} ({_count(calls, 'call')})" for op, calls in CALLS.most_common())
-    return [f"in FP32, because PyTorch has no 16-bit kernel for their inputs: {ops}"] if ops else []
+    return [f"ran in FP32, because PyTorch has no 16-bit kernel for these inputs: {ops}"] if ops else []
 
 
 def findings(
-    records: Sequence[OverflowRecord], *, skipped: int = 0, constant: float | None = None
+    records: Sequence[OverflowRecord],
+    *,
+    skipped: int = 0,
+    constant: float | None = None,
+    written: Callable[[str], str] = training_code,
 ) -> list[str]:
-    """Of `skipped` steps those that were looked into: what to fix, each place once; `constant`: a static loss scale."""
+    """What to fix, of `skipped` steps those that were traced, each place once; `constant`: a static loss scale.
+    `written` makes a command of a policy, for advice that has none yet.
+    """
     lines: list[str] = []
     alarms = [record for record in records if record.finding.alarms]
     if steps := len(records) - len(alarms):
@@ -106,10 +116,9 @@ def findings(
         if constant is None:
             lines = [f"{were} while the loss scale adjusted (normal)"]
         else:
-            too_large = (
-                f"because the constant loss scale {power_text(constant)} is too large for the gradients"
-            )
-            lines = [f"{were} {too_large}", *_tries(of_constant_scale(constant))]
+            scale = f"the constant loss scale {power_text(constant)}"
+            lines = [f"{were} because {scale} is too large for the gradients"]
+            lines += _tries([with_fix(one, written) for one in of_constant_scale(constant)])
     places: dict[tuple[str, ...], list[OverflowRecord]] = {}
     for record in alarms:
         places.setdefault(record.finding.place, []).append(record)
@@ -118,16 +127,18 @@ def findings(
         lines.append(f"update {first.update} skipped{times}: {first.finding}")
         lines += _tries(first.finding.remedies)
     if len(places) > _PLACES:
-        lines.append(f"and {_count(len(places) - _PLACES, 'other place')}, in the records (--out DIR)")
+        lines.append(f"{_count(len(places) - _PLACES, 'more place')} in the records (--out DIR)")
     if (left := skipped - len(records)) > 0:
         step = _count(left, "more skipped step" if records else "skipped step")
-        limit = f": Mezzo stops looking after {_LOOKED_INTO} findings" if len(alarms) >= _LOOKED_INTO else ""
-        lines.append(f"{step} {'was' if left == 1 else 'were'} not looked into{limit}")
+        limit = f": Mezzo stops after {_TRACED} findings" if len(alarms) >= _TRACED else ""
+        lines.append(f"{step} {'was' if left == 1 else 'were'} not traced{limit}")
     return lines
 
 
 def _tries(remedies: Sequence[str]) -> list[str]:
-    lines = [f"  {'try:' if n == 0 else ' or:'} {text}" for n, text in enumerate(remedies[:_REMEDIES])]
+    """Commands without their quotes, so that they can be pasted."""
+    shown = [text.replace("`", "") if text.startswith("`") else text for text in remedies[:_REMEDIES]]
+    lines = [f"  {'Or:' if n else 'Try:'} {text}" for n, text in enumerate(shown)]
     if (left := len(remedies) - _REMEDIES) > 0:
         lines.append(f"  and {left} more in the records and the report (--out DIR)")
     return lines

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.autocast.modules import fitting
-from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.optim.adopt import adopt
 from mezzo.pytorch.optim.fused import FusedOptimizer
@@ -43,7 +43,7 @@ class Storage:
         self._counts = (0, 0)  # parameters stored in 16 bits, and all
         self._any_adopted = False
 
-    @unseen
+    @not_traced
     def settle(self, module: nn.Module, *, traced: bool) -> None:
         """Before an outermost call of a module: lower its weights and adopt their optimizers, if any is new."""
         session = self._session
@@ -70,7 +70,8 @@ class Storage:
             return
         if not self._any_adopted:
             session.journal.note(
-                "weights and states stay FP32: no optimizer that Mezzo has a form of was made before a model call"
+                "weights and optimizer states stay FP32: before its first model call, the script made no optimizer "
+                "that Mezzo can replace (torch.optim.AdamW, Adam or SGD)"
             )
             return
         weights = "weights fp32"
@@ -82,15 +83,17 @@ class Storage:
         passes, steps = session.journal.losses, session.journal.updates
         if session.lowered_weights and steps and passes >= 2 * steps:
             session.journal.note(
-                f"{passes} backward passes for {steps} optimizer steps: where gradients of {policy.params} weights "
-                f"added up, they did so in {policy.params}; mezzo.MixedPrecision(accumulate=N) adds them in FP32"
+                f"{passes} backward passes for {steps} optimizer steps: accumulated gradients of {policy.params} "
+                f"weights were added in {policy.params}; mezzo.MixedPrecision(..., accumulate=N) adds them in FP32"
             )
         session.journal.note(f"{weights}, state {policy.state}")
 
     def _adopt(self, optimizer: Any) -> None:
         policy, name = self._session.policy, type(optimizer).__name__
         if isinstance(optimizer, FusedOptimizer):
-            self._session.journal.note(f"{name} is Mezzo's own: it stores what the script says")
+            self._session.journal.note(
+                f"{name} is one of Mezzo's optimizers: the script's arguments decide how it stores states"
+            )
             return
         try:
             adopt(optimizer, masters=policy.masters, state=policy.state)

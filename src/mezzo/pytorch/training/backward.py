@@ -26,7 +26,7 @@ _FP16_SEED = 2.0**15
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
-# Its backward runs a backward of its own, and refuses to when only some inputs are asked for.
+# Its backward runs another backward, and refuses to when only some inputs are asked for.
 _REENTRANT = "CheckpointFunctionBackward"
 
 
@@ -91,7 +91,9 @@ class OptimizerBackward:
         """The parameters that get gradients; UsageError if there are none."""
         params = [p for p in parameters(self._optimizer) if p.requires_grad]
         if not params:
-            raise UsageError("step(): no parameter of the optimizer requires a gradient")
+            raise UsageError(
+                "step(): no parameter of the optimizer requires a gradient. Unfreeze some: param.requires_grad_(True)."
+            )
         return params
 
     def __call__(
@@ -118,7 +120,7 @@ class OptimizerBackward:
 class Accumulation:
     """The losses between two optimizer steps: `seen` of `accumulate`, each divided by that number.
 
-    `scale` (0-dim FP32, or None) is what each was multiplied with, `loss` the last of them, detached.
+    `scale` (0-dim FP32, or None) multiplied each of them; `loss` is the last one, detached.
     """
 
     accumulate: int

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UnsupportedPrecisionError, UsageError, unknown_name
-from mezzo.core.formats import dtype_name
 from mezzo.core.policy import Policy
+from mezzo.core.policy_text import precision_name
 from mezzo.pytorch import auto
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.optim.adopt import adopt
@@ -41,9 +41,11 @@ def former(weights: str, params: str | None, masters: str | None) -> tuple[str |
     words = _FORMER[weights]
     now = ", ".join(f"{key}={word!r}" for key, word in words.items())
     if params is not None or masters is not None:
-        raise refused(f"weights={weights!r} is now {now}. Leave weights out.")
+        raise refused(
+            f"weights={weights!r} is deprecated and means {now}. Remove it, and keep params and masters."
+        )
     warnings.warn(
-        f"MixedPrecision: weights={weights!r} is deprecated. Use {now}.", DeprecationWarning, stacklevel=3
+        f"MixedPrecision: weights={weights!r} is deprecated. Use {now}.", DeprecationWarning, stacklevel=4
     )
     return words.get("params"), words.get("masters")
 
@@ -58,18 +60,18 @@ def chosen(
 ) -> tuple[Policy, str]:
     """The policy with the storage that was asked for (None: the policy's own), and why `auto` became what it is.
 
-    Raises UsageError or UnsupportedPrecisionError for storage that the precision or the parameters can't have.
+    Raises UsageError or UnsupportedPrecisionError for storage that the precision or the parameters do not support.
     """
     why = ""
     if state is not None:
-        policy = replace(policy, state=dtype_name(state))
+        policy = replace(policy, state=precision_name(state))
     if params is not None or masters is not None:
         policy, why = _with_storage(policy, params, masters, device_type)
     if policy.params not in ("fp32", policy.activations):
         if policy.compute != "auto":
             raise refused(
-                f"policy '{policy}' stores parameters in {policy.params} and computes in {policy.compute}, which "
-                f"would not see the rest of them. Use compute={policy.params}."
+                f"policy '{policy}' stores parameters in {policy.params} and computes in {policy.compute}. Use one "
+                f"format for both: compute={policy.params}."
             )
         why = why or f"{policy.params}: parameters are stored in it, so nothing was timed"
         policy = replace(policy, compute=policy.params)
@@ -83,7 +85,7 @@ def _with_storage(
     lowered = policy.params != "fp32"
     if params is None:
         params = policy.params if lowered else "auto"
-    params = dtype_name(params)
+    params = precision_name(params)
     if masters is None:
         masters = policy.masters if lowered and params == policy.params else "auto"
     compute, why = policy.compute, ""
@@ -92,16 +94,16 @@ def _with_storage(
         compute = found.compute
         if found.activations == "fp32":
             raise UnsupportedPrecisionError(
-                f"MixedPrecision: masters='fp32' stores parameters in the compute format, and this {device_type} "
-                "device has no fast 16-bit format. Give one (precision='bf16'), or leave masters out."
+                f"MixedPrecision: masters='fp32' stores parameters in the compute format, and auto found no fast "
+                f"16-bit format on this {device_type} device. Name one, precision='bf16', or leave masters out."
             )
     elif compute == "auto" and params == "auto" and masters != "auto":
         compute, why = "bf16", f"bf16: masters={masters!r} go with bf16 parameters, so nothing was timed"
     asked = replace(policy, compute=compute, params=params, masters=masters)
     if lowered and (asked.params, asked.masters) != (policy.params, policy.masters):
         raise refused(
-            f"policy '{policy}' says params={policy.params}, masters={policy.masters}, and the arguments say "
-            f"params={asked.params}, masters={asked.masters}. Leave one of the two out."
+            f"policy '{policy}' has params={policy.params}, masters={policy.masters}, but the arguments are "
+            f"params={asked.params}, masters={asked.masters}. Remove one of the two."
         )
     return asked, why
 
@@ -114,13 +116,13 @@ def _with_stored_format(policy: Policy, why: str, optimizer: Optimizer) -> tuple
             policy, why = policy.resolved(fmt), f"{fmt}: weights are stored in it, so nothing was timed"
         if not has_masters:
             raise refused(
-                f"a parameter is {fmt}, which loses updates smaller than half a unit in the last place. Give "
-                "masters='fp32' (for bf16 also 'split', 'split8') or a mezzo.optim optimizer, or keep the model FP32."
+                f"a parameter is {fmt}, which loses updates smaller than half a unit in the last place. Use "
+                "masters='fp32' (or 'split', 'split8' for bf16), or a mezzo.optim optimizer, or keep the model in FP32."
             )
         if policy.activations != fmt:
             raise refused(
-                f"a parameter is {fmt}, and policy '{policy}' computes in {policy.compute}. Use precision={fmt!r}, or "
-                "keep the model FP32."
+                f"a parameter is {fmt}, but policy '{policy}' computes in {policy.compute}. Use precision={fmt!r}, or "
+                "keep the model in FP32: model.float()."
             )
     return policy, why
 
@@ -142,7 +144,7 @@ def apply(
         _check_storage(optimizer, policy)
     elif separate and (policy.masters != "fp32" or policy.state != "fp32"):
         raise refused(
-            f"the optimizer keeps separate FP32 masters, and policy '{policy}' says masters={policy.masters}, "
+            f"the optimizer keeps separate FP32 masters, but policy '{policy}' has masters={policy.masters}, "
             f"state={policy.state}. Use masters='fp32', or torch.optim.AdamW, Adam or SGD."
         )
     elif separate and fused:
@@ -171,8 +173,8 @@ def _with_masters(optimizer: Optimizer, policy: Policy, *, fused: bool) -> Optim
 
 def _not_fused(given: str) -> UsageError:
     return refused(
-        "release_gradients=True steps inside backward, one parameter at a time, which needs a mezzo.optim optimizer "
-        f"(or torch.optim.AdamW, Adam or SGD, which becomes one), not {given}"
+        "release_gradients=True steps one parameter at a time, inside backward, which the optimizer does not support: "
+        f"{given.rstrip('.')}. Use torch.optim.AdamW, Adam or SGD, or a mezzo.optim optimizer."
     )
 
 
@@ -201,8 +203,8 @@ def _lower(model: nn.Module, policy: Policy, others: set[int]) -> list[Tensor]:
     if lowered and isinstance(model, nn.parallel.DistributedDataParallel):
         _raise_weights(lowered)
         raise refused(
-            "DistributedDataParallel has made its buckets for FP32 gradients. Lower the weights before you wrap the "
-            f"model: mezzo.lower_weights(model, {policy.params!r})."
+            "DistributedDataParallel has created its buckets for FP32 gradients. Convert the weights before wrapping "
+            f"the model: mezzo.lower_weights(model, {policy.params!r})."
         )
     return lowered
 
@@ -216,6 +218,6 @@ def _check_storage(optimizer: FusedOptimizer, policy: Policy) -> None:
         for key, value in wanted.items():
             if value not in (None, group[key]):
                 raise refused(
-                    f"policy '{policy}' needs {key}={value!r}, and this {type(optimizer).__name__} has "
-                    f"{key}={group[key]!r}. Make it with {key}={value!r}, or use torch.optim.AdamW, Adam or SGD."
+                    f"policy '{policy}' needs {key}={value!r}, but this {type(optimizer).__name__} has "
+                    f"{key}={group[key]!r}. Create it with {key}={value!r}, or use torch.optim.AdamW, Adam or SGD."
                 )

@@ -25,31 +25,34 @@ def refused(problem: str) -> UsageError:
 def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable[Any]) -> None:
     """Raise UsageError unless the optimizer trains parameters of this model that no other MixedPrecision has."""
     if not isinstance(model, nn.Module):
-        raise refused(f"the model is a {type(model).__name__}; give a torch.nn.Module")
+        raise refused(
+            f"the model has type {type(model).__name__}, not torch.nn.Module. Use MixedPrecision(model, optimizer)."
+        )
     if not isinstance(optimizer, Optimizer):
         raise refused(
-            f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, one per MixedPrecision"
+            f"the optimizer has type {type(optimizer).__name__}, not torch.optim.Optimizer. Create one MixedPrecision "
+            "per optimizer: MixedPrecision(model, optimizer)."
         )
     in_model = {id(p) for p in model.parameters()}
     if not in_model:
         raise refused(
-            f"{type(model).__name__} has no parameters. A lazy module must have seen its first input."
+            f"{type(model).__name__} has no parameters. If it is lazy, call it once first: model(x)."
         )
     mine = {id(p) for p in parameters(optimizer)}
     if in_model.isdisjoint(mine):
         raise refused(
-            f"none of the optimizer's parameters belongs to this {type(model).__name__}. Make it from "
-            "model.parameters(), after the model is on its device."
+            f"none of the optimizer's parameters belongs to this {type(model).__name__}. Create the optimizer from "
+            "model.parameters(), after model.to(device)."
         )
     if any(id(p) in mine for other in others for p in parameters(other.optimizer)):
         raise refused(
-            "another MixedPrecision already has some of these parameters. Give both optimizers' parameters to one, or "
-            "call close() on the other first."
+            "another MixedPrecision already has some of these parameters. Call close() on it first, or put all "
+            "parameters into one optimizer."
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise refused(
-            f"{type(optimizer).__name__} evaluates the loss several times per step. Use mezzo.GradScaler: "
+            f"{type(optimizer).__name__} evaluates the loss several times per step. Use scaler = mezzo.GradScaler(), "
             "scaler.step(optimizer, closure)."
         )
 
@@ -78,12 +81,15 @@ def arguments(
     )
     for name, value, is_allowed, allowed in rows:
         if not is_allowed:
-            raise refused(f"{name} is {value!r}; give {allowed}")
+            raise refused(f"{name} is {value!r}. Use {allowed}.")
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise refused("ReduceLROnPlateau needs a metric at each step. Step it yourself, by result.stepped.")
+        raise refused(
+            "scheduler is a ReduceLROnPlateau, whose step needs a metric. Leave scheduler out, and call "
+            "scheduler.step(metric) after each evaluation."
+        )
     if release and clip_value is not None:
         raise refused(
-            "release_gradients=True frees gradients before clip_value could change them. Use clip_norm."
+            "release_gradients=True frees gradients before clip_value could clip them. Use clip_norm instead."
         )
 
 
@@ -102,13 +108,13 @@ def averager(ema: Any, *, low: bool) -> Callable[[nn.Module], Any] | None:
     update = getattr(ema, "update_parameters", None if isinstance(ema, nn.Module) else ema)
     if not callable(update):
         raise refused(
-            f"ema is a {type(ema).__name__}; give a torch.optim.swa_utils.AveragedModel, another object with "
-            "update_parameters(model), or a function of the model"
+            f"ema has type {type(ema).__name__}. Use a torch.optim.swa_utils.AveragedModel, another object with "
+            "update_parameters(model), or a function of the model."
         )
     for name, param in ema.named_parameters() if low and isinstance(ema, nn.Module) else ():
         if param.dtype in SIXTEEN_BITS:
             raise refused(
-                f"the average's {name} is {name_of(param.dtype)}, which loses small updates. Make it FP32: ema.float()."
+                f"ema has {name} in {name_of(param.dtype)}, which loses small updates. Convert it to FP32: ema.float()."
             )
     chosen: Callable[[nn.Module], Any] = update
     return chosen
@@ -117,13 +123,16 @@ def averager(ema: Any, *, low: bool) -> Callable[[nn.Module], Any] | None:
 def loss(given: Any) -> None:
     """Raise UsageError where backward can't start from a loss."""
     if not isinstance(given, Tensor):
-        problem = f"is a {type(given).__name__}; give the tensor, without .item()"
+        problem = f"has type {type(given).__name__}. Pass the tensor itself, without .item()."
     elif given.numel() != 1:
-        problem = f"has shape {tuple(given.shape)}; reduce it to one number, e.g. loss.mean()"
+        problem = f"has shape {tuple(given.shape)}. Reduce it to one number: loss.mean()."
     elif not given.requires_grad:
-        problem = "needs no gradient: computed under torch.no_grad(), detached, or from a frozen model?"
+        problem = (
+            "does not require a gradient. Compute it from the model's output, without torch.no_grad() or detach(), "
+            "with parameters that have requires_grad=True."
+        )
     elif not given.is_floating_point():
-        problem = f"is {name_of(given.dtype)}; it must be a real floating number"
+        problem = f"is {name_of(given.dtype)}. It must be a real floating-point number."
     else:
         return
     raise UsageError(f"step(loss): the loss {problem}")

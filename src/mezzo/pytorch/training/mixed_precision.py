@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
+from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError, checks_keywords
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.policy import Policy
@@ -40,7 +40,7 @@ from mezzo.pytorch.training.networks import Networks
 from mezzo.pytorch.training.observers import Observers, observers_for
 from mezzo.pytorch.training.release import GradientRelease
 from mezzo.pytorch.training.resolved_precision import ResolvedPrecision
-from mezzo.pytorch.training.result import Journal, StepResult
+from mezzo.pytorch.training.result import Journal, StepResult, short
 from mezzo.pytorch.weights.master_state import showing_masters
 
 # The open ones. No two own the same parameter: they would unscale, clip and clear each other's gradients.
@@ -49,18 +49,18 @@ _NETWORKS = Networks()
 
 
 class MixedPrecision:
-    """Trains a model in a policy's formats, with FP32 parameters or with 16-bit ones and their FP32 masters.
+    """Trains a model in mixed precision: autocast, loss scale, accumulation, clipping and optimizer step in two calls.
 
-    ::
+    Example::
 
-        mp = mezzo.MixedPrecision(model, optimizer, precision="auto", clip_norm=1.0, accumulate=4)
+        mp = mezzo.MixedPrecision(model, optimizer, "bf16", clip_norm=1.0, accumulate=4)
         for x, y in loader:
             with mp.autocast():
                 loss = loss_fn(model(x), y)
             result = mp.step(loss)
-        mp.flush()
+        mp.flush()  # the last window may have fewer than 4 losses
 
-    Naive code, for fp16 with `accumulate=1`::
+    The same without Mezzo, for fp16 with `accumulate=1`::
 
         scale = DynamicLossScale()
         with mezzo.autocast("fp16"):
@@ -76,51 +76,53 @@ class MixedPrecision:
         scale = scale.next(Observation(found_inf))
         optimizer.zero_grad()
 
-    Without a loss scale (bf16, fp32) nothing looks for NaN: a step is what the plain loop does.
+    Without a loss scale (bf16, fp32) gradients are not checked for NaN, and no step is skipped.
 
     Args:
-        model: holds the parameters that are trained; FP32, or 16-bit with a `mezzo.optim` optimizer.
-        optimizer: over parameters of the model. Make one MixedPrecision per optimizer, each with its own loss scale.
-            One that needs a closure (LBFGS) goes with `mezzo.GradScaler`.
-        precision: `"bf16"`, `"fp16"`, `"fp32"`, `"auto"`, any policy. `auto` takes a format that the hardware has,
-            times the first steps against FP32, and keeps the faster; `decision` says which, and why.
-        clip_norm: largest total 2-norm of the unscaled gradients; `math.inf` measures the norm only.
-        clip_value: largest magnitude of an element; applied before `clip_norm`.
-        accumulate: losses per optimizer step, each divided by this number: four quarters of a batch update as it would.
-        scheduler: stepped once each time the optimizer has stepped (not once per epoch).
-        ema: updated after each step, with the FP32 masters of 16-bit weights: an object with
+        model: holds the trained parameters, in FP32, or in 16 bits with a `mezzo.optim` optimizer.
+        optimizer: over parameters of the model. Create one MixedPrecision per optimizer; each has its own loss scale.
+            For an optimizer that needs a closure (LBFGS) use `mezzo.GradScaler`.
+        precision: `"bf16"`, `"fp16"`, `"fp32"`, `"auto"`, a torch dtype, or any policy. `auto` chooses a format that
+            the hardware has, times the first steps in it and in FP32, and keeps the faster one; see `decision`.
+        clip_norm: largest total 2-norm of the unscaled gradients; `math.inf` only measures the norm.
+        clip_value: largest magnitude of an element of the unscaled gradients; applied before `clip_norm`.
+        accumulate: losses per optimizer step. Each is divided by this number, so that four quarters of a batch update
+            the model as the whole batch would.
+        scheduler: stepped after each optimizer step that was taken (not once per epoch).
+        ema: updated after each step that was taken, with the FP32 masters of 16-bit weights: an object with
             `update_parameters(model)`, such as `torch.optim.swa_utils.AveragedModel`, or a function of the model.
-        params: the format that parameters are stored in: `"fp32"`, `"bf16"`, `"fp16"`; as `masters` and `state`, a key
-            of policies. Parameters of normalisations, and of modules that the policy names fp32, stay FP32. The model
-            is changed in place, and torch's AdamW, Adam and SGD become Mezzo's in the same object.
+        params: storage format of the parameters: `"fp32"`, `"bf16"`, `"fp16"`. Parameters of normalizations, and of
+            modules that the policy keeps in FP32, stay FP32. The model is changed in place, and torch's AdamW, Adam and
+            SGD become Mezzo's in the same object. `params`, `masters` and `state` are also keys of policies.
         masters: how the optimizer keeps the FP32 value of a 16-bit parameter: `"fp32"`, a separate copy; `"split"`,
             the 16 bits that bf16 lacks; `"split8"`, 8 of them; `"none"`. With `masters` alone, parameters are stored
             in the compute format; with `params="bf16"` alone, masters are split.
-        state: the format that the optimizer's moments are stored in: `"fp32"`, `"bf16"`, `"int8"`.
-        release_gradients: step each parameter inside backward and free its gradient at once.
-        loss_scale: instead of the policy's: a `DynamicLossScale`, `StaticLossScale` or `NoLossScale`, a number, or as a
-            policy writes it: `"dynamic"`, `"dynamic(init=1024)"`, `"none"`.
-        device_type: of the autocast context; by default that of the model's first parameter.
+        state: storage format of the optimizer's moments: `"fp32"`, `"bf16"`, `"int8"`.
+        release_gradients: step each parameter inside backward, and free its gradient at once.
+        loss_scale: replaces the policy's: `"dynamic"`, `"dynamic(init=1024)"`, `"none"`, a number, or a
+            `DynamicLossScale` or `StaticLossScale`.
+        device_type: of the autocast context, such as `"cuda"`; by default that of the model's first parameter.
         watch: count the exponents of weights, activations, gradients and updates, by module: True, or an interval in
-            updates. See `ranges` and docs/monitoring.md.
+            updates. The counts are in `ranges`.
         trace: when a step is skipped, replay its model calls and find the origin of the value that is not finite:
-            `result.finding`, `findings`. None: where the host learns of the skip without waiting for it.
-        records: where losses and updates are written, every 16 updates, at `close()` and where something raises.
+            `result.finding`, `findings`. None: only where the host learns of the skip without waiting for it.
+        records: a writer of losses and updates, every 16 updates, at `close()` and on an exception.
         weights: deprecated; use `params` and `masters`.
 
     Raises:
         UsageError: a model without parameters, an optimizer of another model, parameters that another MixedPrecision
-            owns, 16-bit parameters without masters, storage that precision or optimizer can't have, a number out of
-            range. Model and optimizer are then unchanged.
-        UnknownNameError: an unknown precision, format of parameters or state, or kind of masters.
+            owns, 16-bit parameters without masters, storage that precision or optimizer do not support, a number out
+            of range. Model and optimizer are then unchanged.
+        UnknownNameError: an unknown precision, keyword argument, format of parameters or state, or kind of masters.
         UnsupportedPrecisionError: 16-bit weights under `auto` on hardware without such a format.
     """
 
+    @checks_keywords
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        precision: str | os.PathLike[str] | Policy = "auto",
+        precision: str | os.PathLike[str] | Policy | torch.dtype = "auto",
         *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
@@ -215,9 +217,27 @@ class MixedPrecision:
             if mp is not self:
                 yield from parameters(mp.optimizer)
 
+    def __repr__(self) -> str:
+        journal, scaler, trial = self._journal, self._resolved.active_scaler, self._resolved.trial
+        parts = [str(self.policy) if trial is None else f"auto, now {self.precision}"]
+        scale = None if scaler is None else short(self.loss_scale)
+        shown: dict[str, Any] = {
+            "accumulate": self.accumulate if self.accumulate > 1 else None,
+            "clip_norm": self.clip_norm,
+        }
+        shown |= {"clip_value": self.clip_value, "loss_scale": scale}
+        parts += [f"{name}={value}" for name, value in shown.items() if value is not None]
+        parts += [
+            f"{journal.updates} update{'s' * (journal.updates != 1)}",
+            *([] if scaler is None else [f"{journal.skipped} skipped"]),
+        ]
+        parts += [f"{self._window.seen} of {self.accumulate} losses accumulated"] if self._window.seen else []
+        parts += [] if self in _ALIVE else ["closed"]
+        return f"MixedPrecision({', '.join(parts)})"
+
     @property
     def policy(self) -> Policy:
-        """The policy, with `auto` replaced by the format that is on trial or was decided on."""
+        """The policy, with `auto` replaced by the format that is being timed or was chosen."""
         return self._resolved.policy
 
     @property
@@ -227,12 +247,12 @@ class MixedPrecision:
 
     @property
     def decision(self) -> TrialDecision | None:
-        """Which precision and why; None while `auto` still times the first steps."""
+        """The chosen precision and the reason; None while `auto` still times the first steps."""
         return self._resolved.decision
 
     @property
     def findings(self) -> list[OverflowReport]:
-        """The diagnoses of skipped steps that `trace` has made: the last hundred."""
+        """The last hundred diagnoses of skipped steps; see `trace`."""
         return list(self._findings)
 
     @property
@@ -249,7 +269,7 @@ class MixedPrecision:
     def reset_loss_scale(self) -> None:
         """Restart the loss scale, after a `LossScaleCollapseError` whose cause is fixed.
 
-        A dynamic scale goes on from its `init`; a constant one forgets its skips. An open window keeps its scale.
+        A dynamic scale restarts at its `init`; a constant one resets its skips. An open window keeps its scale.
 
         Raises:
             UsageError: this training has no loss scale.
@@ -257,12 +277,13 @@ class MixedPrecision:
         scaler = self._resolved.scaler
         if scaler is None:
             raise UsageError(
-                f"reset_loss_scale(): precision {self.policy} has no loss scale. Give loss_scale=."
+                f"reset_loss_scale(): precision '{self.policy}' has no loss scale, so there is nothing to reset. A "
+                "loss scale comes with precision='fp16', or with loss_scale='dynamic'."
             )
         scaler.reset()
 
     def autocast(self) -> AbstractContextManager[Context]:
-        """The autocast context of this training's policy, for forward and loss. Enter it as often as you like."""
+        """The autocast context of this training, for the forward pass and the loss. May be entered repeatedly."""
         resolved = self._resolved
         copies = resolved.scaler is not None and self._watches_buffers
         if resolved.trial is not None or copies or self._watches_live:
@@ -296,24 +317,25 @@ class MixedPrecision:
 
     @_disable_dynamo
     def step(self, loss: Tensor, *, retain_graph: bool = False) -> StepResult:
-        """Backward of one loss, and at the end of a window the optimizer step.
+        """Run backward, and after `accumulate` losses the optimizer step, unless a gradient is NaN or infinite.
 
-        Gradients go to this optimizer's parameters only, and are cleared after the step, taken or skipped. Inside a
-        window `.grad` holds scaled gradients, in FP32. The host waits for the device only with a loss scale and an
-        optimizer that isn't fused, a `scheduler`, an `ema`, or another network in training. If backward raises, the
-        window is dropped with its gradients.
+        Gradients go to this optimizer's parameters only, and are cleared after the step, taken or skipped. Between the
+        losses of a window `.grad` holds scaled gradients, in FP32. The host waits for the device only with a loss scale
+        and an optimizer that isn't fused, a `scheduler`, an `ema`, or another network in training. If backward raises,
+        the window is dropped with its gradients.
 
         Args:
-            loss: one element, on the graph; not scaled, not divided.
+            loss: a tensor of one element that requires a gradient; not scaled, not divided by `accumulate`.
             retain_graph: keep the graph for the step of another MixedPrecision (its backward runs again).
 
         Returns:
-            What happened, to be read when you like.
+            The outcome: `result.stepped`, `result.skipped`, `result.loss`, `result.grad_norm`. Reading may wait for the
+            device.
 
         Raises:
-            UsageError: a loss that is no scalar, needs no gradient, or depends on no parameter of this optimizer.
-            LossScaleCollapseError: steps are skipped again and again though the scale is at its floor. At once on a
-                CPU or where the host sees the skip, else within `patience` more steps.
+            UsageError: a loss that is not a scalar, needs no gradient, or depends on no parameter of this optimizer.
+            LossScaleCollapseError: `patience` steps in a row were skipped at the smallest loss scale. Raised at once on
+                a CPU and where the host sees the skip, else within `patience` more steps.
         """
         checks.loss(loss)
         window, observing = self._window, self._observing
@@ -332,8 +354,8 @@ class MixedPrecision:
             if self._release is not None:
                 if retain_graph:
                     raise UsageError(
-                        "step(retain_graph=True): release_gradients=True changes the weights within backward, so its "
-                        "graph can't run again. Step the other MixedPrecision first."
+                        "step(retain_graph=True): release_gradients=True changes the weights during backward, so the "
+                        "graph cannot run again. Step the other MixedPrecision first, with retain_graph=True there."
                     )
                 outcome = self._release.backward(
                     loss,
@@ -365,14 +387,20 @@ class MixedPrecision:
         return self._end_window(outcome)
 
     def flush(self) -> StepResult:
-        """Step with a window that is short of losses (the end of an epoch); without any loss nothing happens.
+        """Step with fewer than `accumulate` losses, at the end of an epoch.
 
-        The gradients are rescaled by `accumulate / seen`, so that the update follows the mean of the losses, as it does
-        in a full window. Raises CallOrderError before the first `step`.
+        The gradients are rescaled by `accumulate / seen`, so that the update follows the mean of the losses, as in a
+        full window. With no loss since the last step it does nothing.
+
+        Returns:
+            The outcome, as from `step`; its `loss` is the last of the window, None if there was none.
+
+        Raises:
+            CallOrderError: `step` was never called.
         """
         if self._window.seen == 0:
             if self._journal.losses == 0:
-                raise CallOrderError("flush(): nothing has been accumulated. Call mp.step(loss) first.")
+                raise CallOrderError("flush(): no loss was given yet. Call mp.step(loss) first.")
             return StepResult(False, note="nothing accumulated since the last step")
         return self._end_window()
 
@@ -464,29 +492,30 @@ class MixedPrecision:
         return self._fused.weight_overflow.clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this object alone: save model, optimizer, scheduler and average too.
+        """The state of this object; save those of model, optimizer, scheduler and average too.
 
-        Plain values and tensors: policy, what `auto` decided, loss scale, and the open window with its gradients.
-        Training continues from it to the bit. An undecided trial starts again.
+        It holds plain values and tensors: policy, decision of `auto`, loss scale, and the accumulated gradients.
+        Training continues from it bit for bit. An unfinished trial of `auto` starts again.
         """
         return training_state.save(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` saved, or the state of a `torch.amp.GradScaler` or `mezzo.GradScaler`.
 
-        The precision stays, except that `auto` takes what was decided. A loss scale is loaded where both sides have one
+        The precision stays, except that `auto` takes the saved decision. A loss scale is loaded if both sides have one
         of the same kind.
 
         Raises:
-            UsageError: another state, or an open window of another `accumulate` or number of parameters.
+            UsageError: a state of another kind, or accumulated gradients with another `accumulate` or number of
+                parameters.
         """
         training_state.load(self, state)
 
     def close(self) -> None:
         """Release the parameters and the model's overrides, so that another MixedPrecision may have them.
 
-        16-bit weights stay as they are, with the optimizer that holds the rest of them: give both to the next.
-        `mezzo.master_state_dict` gives the model in FP32.
+        16-bit weights stay as they are; the optimizer holds their masters, so give both to the next MixedPrecision.
+        `mezzo.master_state_dict` gives the weights in FP32.
         """
         _ALIVE.discard(self)
         self._buffers.forget()

@@ -71,7 +71,7 @@ class MovingBuffers:
 
     @property
     def watches(self) -> bool:
-        """Whether the model may have moving buffers; compiled, only normalisations count: copies break the graph."""
+        """Whether the model may have moving buffers; compiled, only normalizations: copies break the graph."""
         return self._has_norm if torch.compiler.is_dynamo_compiling() else self._has_buffers
 
     @property

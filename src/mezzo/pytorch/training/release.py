@@ -40,8 +40,8 @@ class GradientRelease:
         for name, module in model.named_modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 raise UsageError(
-                    f"gradient release: {name or 'the model'} is in DistributedDataParallel, which averages gradients "
-                    "after they were released. Use fully_shard (FSDP2), or release_gradients=False."
+                    f"release_gradients=True: {name or 'the model'} is a DistributedDataParallel, which averages "
+                    "gradients after they are freed. Use fully_shard (FSDP2), or release_gradients=False."
                 )
 
     def backward(
@@ -70,8 +70,8 @@ class GradientRelease:
             self._reentrant = has_reentrant_checkpoint(loss)
         if self._reentrant:
             raise UsageError(
-                "gradient release: torch.utils.checkpoint(..., use_reentrant=True) delivers a shared weight's gradient "
-                "in pieces. Use use_reentrant=False."
+                "release_gradients=True: torch.utils.checkpoint(..., use_reentrant=True) computes a shared weight's "
+                "gradient in pieces. Use torch.utils.checkpoint(..., use_reentrant=False)."
             )
         leaves = list(dict.fromkeys(param for param in params if param.requires_grad))
         found = norm = None

@@ -8,34 +8,38 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import finalize
 
+import torch
 from torch import Tensor
 
+from mezzo.core.notebook import html_table
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import LossRecord, Record, RecordWriter, UpdateRecord
 
 EVERY = 16
 """Updates whose records are read and written together: reading one number waits for the device."""
 
+_FLAGS = 256  # of skipped steps that are kept on the device before they are added up there
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class StepResult:
-    """What `MixedPrecision.step` did. Reading any of it may wait for the device; making it does not.
+    """The result of `MixedPrecision.step`. Reading it may wait for the device; creating it does not.
 
     It holds a few 0-dim tensors, no graph and no gradients, so it can be kept.
 
     Args:
-        updated: whether the call ended a window with an optimizer step, taken or skipped.
+        updated: whether the call ended with an optimizer step, taken or skipped; False while losses accumulate.
         found_inf: 0-dim tensor or bool, whether a gradient was NaN or infinite; None without a loss scale, where
-            nothing is checked and no step is skipped.
+            gradients are not checked and no step is skipped.
         loss_tensor: 0-dim, detached, the last loss given to `step` (not divided, not scaled); None for a flush with
             nothing accumulated.
         grad_norm_tensor: 0-dim 2-norm of the unscaled gradients before clipping; None inside a window, and where the
             step did not need it.
         scale_tensor: 0-dim FP32 loss scale that this step's loss was multiplied with; None without one.
-        note: why nothing happened, where nothing did.
+        note: why the optimizer was not called, where it was not.
         weight_overflow_tensor: 0-dim FP32, above 0 once a weight has become infinite in its 16-bit format; None where
             weights are FP32 or the optimizer does not report it.
-        finding: where the value that was not finite came from, if the step was skipped and traced.
+        finding: the origin of the value that was not finite, if the step was skipped and traced.
     """
 
     updated: bool
@@ -74,7 +78,7 @@ class StepResult:
             )
         if self.updated and self.weight_overflow:
             return (
-                "a weight has become infinite in its 16-bit format: its master is above the format's largest number. "
+                "a weight became infinite in its 16-bit format: its FP32 value is above the format's largest number. "
                 "Use a smaller learning rate, or params='fp32'"
             )
         return self.note
@@ -86,7 +90,7 @@ class StepResult:
 
     @property
     def loss(self) -> float | None:
-        """The loss given to `step`; for `flush` the last of the window; None if nothing was accumulated."""
+        """The loss given to `step`; for `flush` the last loss of the window; None if nothing was accumulated."""
         return None if self.loss_tensor is None else float(self.loss_tensor)
 
     @property
@@ -104,10 +108,23 @@ class StepResult:
         return 1.0 if self.scale_tensor is None else float(self.scale_tensor)
 
     def __repr__(self) -> str:
-        return (
-            f"StepResult(stepped={self.stepped}, skipped={self.skipped}, reason={self.reason!r}, "
-            f"loss={self.loss}, grad_norm={self.grad_norm}, loss_scale={self.loss_scale:g})"
-        )
+        outcome, *numbers = self._shown()
+        return f"StepResult({', '.join([outcome[1], *map('='.join, numbers)])})"
+
+    def _repr_html_(self) -> str:
+        return html_table("StepResult", self._shown())
+
+    def _shown(self) -> list[tuple[str, str]]:
+        outcome = "skipped" if self.skipped else "stepped" if self.updated else f"no step: {self.note}"
+        scale = None if self.scale_tensor is None else self.loss_scale
+        rows = (("loss", self.loss), ("grad_norm", self.grad_norm), ("loss_scale", scale))
+        reason = [("reason", repr(self.reason))] if self.updated and self.reason else []
+        return [("outcome", outcome), *((name, short(x)) for name, x in rows if x is not None), *reason]
+
+
+def short(value: float) -> str:
+    """A number for a `repr`: four digits, or all of an integer."""
+    return str(int(value)) if value.is_integer() and abs(value) < 2**53 else f"{value:.4g}"
 
 
 _Entry = tuple[int, float, Tensor | StepResult]
@@ -119,6 +136,8 @@ class Journal:
     def __init__(self, writer: RecordWriter | None) -> None:
         self.losses = 0
         self.updates = 0
+        self.skips: Tensor | int = 0  # without `flags`
+        self.flags: list[Tensor] = []
         self._writer = writer
         start = time.monotonic()
         # Seconds since the run began. No method: an observer that holds the clock must not hold the journal.
@@ -135,12 +154,29 @@ class Journal:
         self.losses += 1
 
     def update(self, result: StepResult) -> None:
-        """Count an optimizer step, taken or skipped."""
+        """Count an optimizer step, taken or skipped. Does not wait."""
+        if isinstance(result.found_inf, Tensor):
+            self.flags.append(result.found_inf)
+            if len(self.flags) == _FLAGS:
+                self._add_up()
+        else:
+            self.skips = self.skips + (result.found_inf is True)
         if self._writer is not None:
             self._kept.append((self.updates, self.now(), result))
             if (self.updates + 1) % EVERY == 0:
                 self.flush()
         self.updates += 1
+
+    def _add_up(self) -> None:
+        if self.flags:
+            self.skips = torch.stack(self.flags).count_nonzero() + self.skips
+            self.flags.clear()
+
+    @property
+    def skipped(self) -> int:
+        """Updates that were skipped; waits for the device."""
+        self._add_up()
+        return int(self.skips)
 
     def flush(self) -> None:
         """Read and write what was kept; waits for the device once for all of it."""

@@ -9,6 +9,7 @@ import torch
 
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, from_state_dict
+from mezzo.core.version import VERSION
 from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.loss_scaler import from_scaler_state, is_scaler_state
 from mezzo.pytorch.step import parameters
@@ -46,6 +47,7 @@ def save(mp: MixedPrecision) -> dict[str, Any]:
         "window": saved_window,
         "losses": mp._journal.losses,
         "updates": mp._journal.updates,
+        "skipped": mp._journal.skipped,
     }
 
 
@@ -58,7 +60,7 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
         if scaler is not None and isinstance(scaler.pure, DynamicLossScale):
             scaler.load(from_scaler_state(state, scaler.pure))
         else:
-            ignored = f"precision {mp.policy} has no dynamic loss scale; the GradScaler's state is ignored"
+            ignored = f"precision {mp.policy} has no dynamic loss scale, so the GradScaler's state is ignored"
             warnings.warn(ignored, stacklevel=3)
         return
     params = list(parameters(mp.optimizer))
@@ -71,6 +73,8 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
         if type(saved) is type(scaler.pure):
             scaler.load(saved.begun_anew() if saved.has_collapsed else saved)
     mp._journal.losses, mp._journal.updates = state["losses"], state["updates"]
+    mp._journal.skips = state.get("skipped", 0)  # version 0.1.0 has none
+    mp._journal.flags.clear()
     mp._window = Accumulation(mp.accumulate)
     mp._buffers.forget()
     mp._gradients.clear()
@@ -91,9 +95,13 @@ def _check(mp: MixedPrecision, state: dict[str, Any], params: int) -> None:
     """Raise UsageError for a state that this training can't go on from."""
     if "schema" not in state or "loss_scale" not in state:
         found = ", ".join(map(str, state))
-        raise UsageError(f"this is no state of MixedPrecision or of a GradScaler: it has {found}")
+        raise UsageError(
+            f"load_state_dict: not the state of a MixedPrecision: its keys are {found}. Use mp.state_dict()."
+        )
     if state["schema"] > SCHEMA:
-        raise UsageError(f"this state has schema {state['schema']}; update Mezzo, which reads up to {SCHEMA}")
+        raise UsageError(
+            f"load_state_dict: the state has schema {state['schema']}; Mezzo {VERSION} reads {SCHEMA}. Update Mezzo."
+        )
     if "params" in state:
         saved_as = state["params"], state["masters"]
     else:  # version 0.1.0
@@ -104,14 +112,14 @@ def _check(mp: MixedPrecision, state: dict[str, Any], params: int) -> None:
     if saved_as != mp._stored_as and (saved_as[0] != "fp32" or window is not None):
         saved, here = ("params={}, masters={}".format(*each) for each in (saved_as, mp._stored_as))
         raise UsageError(
-            f"the state was saved with {saved}; here they are {here}. Use the params and masters of the state, or go "
-            "on in FP32 from mezzo.master_state_dict."
+            f"load_state_dict: the state was saved with {saved}, and this training has {here}. Create MixedPrecision "
+            "with the params and masters of the state, or load the model from mezzo.master_state_dict."
         )
     if window is None:
         return
     if state["accumulate"] != mp.accumulate or len(window["gradients"]) != params:
         raise UsageError(
-            f"the state was saved {window['seen']} losses into a window of {state['accumulate']} over "
-            f"{len(window['gradients'])} parameters; here a window has {mp.accumulate}, over {params}. Load it with "
-            "the same accumulate, or save after flush()."
+            f"load_state_dict: the state was saved after {window['seen']} of accumulate={state['accumulate']} losses, "
+            f"with gradients of {len(window['gradients'])} parameters. This training has accumulate={mp.accumulate} "
+            f"and {params} parameters. Use the same accumulate, or save after mp.flush()."
         )

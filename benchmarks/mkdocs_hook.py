@@ -1,0 +1,30 @@
+"""What the site changes in pages and docstrings: fences with two words and examples become plain code blocks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The page without the second word of "```python keras", which tells the tests where to run the block."""
+    return re.sub(r"^```python [a-z ]+$", "```python", markdown, flags=re.MULTILINE)
+
+
+def plain(text: str) -> str:
+    """The docstring with its ``>>>`` examples in fences, and ``::`` before an indented block as a colon."""
+    text = re.sub(
+        r"(?m)^ *>>> (?:.*\n?)+?(?=\n|\Z)", lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", text
+    )
+    return re.sub(r"(?m)::$", ":", text)
+
+
+class Docstrings(griffe.Extension):
+    """Applies `plain` to each object that mkdocstrings reads."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Change one object's docstring."""
+        if obj.docstring is not None:
+            obj.docstring.value = plain(obj.docstring.value)
