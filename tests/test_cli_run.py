@@ -15,7 +15,7 @@ from mezzo.cli.main import main
 from mezzo.core import records
 from mezzo.runner import journal
 
-PAGE = Path(__file__).parents[1] / "docs" / "run.md"
+PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 Output = pytest.CaptureFixture[str]
 
 TRAIN = """
@@ -69,7 +69,7 @@ def test_every_option_is_on_the_page_and_the_help_has_the_facts(capsys: Output) 
     page = PAGE.read_text(encoding="utf-8")
     options = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
     assert [option for option in options if f"`{option}" not in page] == []
-    assert f"every {DEFAULT_EVERY}th" in page
+    assert f"default {DEFAULT_EVERY}" in page
     assert main(["run", "--help"]) == 0
     printed = capsys.readouterr().out
     assert f"default {DEFAULT_EVERY}" in printed

@@ -111,7 +111,7 @@ class Journal:
     def stop_after(self, wanted: int | None) -> None:
         """Raise `SystemExit` once the first optimizer has made so many updates, if that is wanted."""
         if wanted is not None and self.first_updates >= wanted:
-            self.note(f"stopped after {wanted} updates of the first optimizer, as requested")
+            self.note(f"ended after {wanted} updates of the first optimizer, as requested")
             raise SystemExit(0)
 
     def observed(self, memory: MemoryRecord | None, ops: list[OpFormats] | None) -> None:
