@@ -186,7 +186,7 @@ _ROWS: list[OpRule] = [
         "relu relu6 leaky_relu hardtanh hardsigmoid hardswish threshold dropout",
     ),
     *_family(
-        "normalisations",
+        "normalizations",
         Rule.INTERNAL_FP32,
         "mean and variance cancel and accumulate, so FP32 inside; the normalised values fit sixteen bits",
         "layer_norm native_layer_norm rms_norm group_norm native_group_norm batch_norm instance_norm",
@@ -420,9 +420,9 @@ _ROWS: list[OpRule] = [
         view_as_complex""",
     ),
     *_family(
-        "quantisation",
+        "quantization",
         Rule.FP32,
-        "rounds to a grid of its own: a 16-bit rounding before it moves values across grid lines",
+        "rounds to its own grid: a 16-bit rounding before it moves values across grid lines",
         "fake_quantize_per_channel_affine fake_quantize_per_tensor_affine",
     ),
 ]
