@@ -188,7 +188,7 @@ _ROWS: list[OpRule] = [
     *_family(
         "normalizations",
         Rule.INTERNAL_FP32,
-        "mean and variance cancel and accumulate, so FP32 inside; the normalised values fit sixteen bits",
+        "mean and variance cancel and accumulate, so FP32 inside; the normalized values fit sixteen bits",
         "layer_norm native_layer_norm rms_norm group_norm native_group_norm batch_norm instance_norm",
         # With 16-bit parameters batch_norm is 20 to 160 ulp off, so normalizations keep FP32 parameters
         # (`mezzo.pytorch.weights`). On a CPU the others fail: layer_norm's backward sums the gradients of
