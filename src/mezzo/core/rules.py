@@ -186,9 +186,9 @@ _ROWS: list[OpRule] = [
         "relu relu6 leaky_relu hardtanh hardsigmoid hardswish threshold dropout",
     ),
     *_family(
-        "normalisations",
+        "normalizations",
         Rule.INTERNAL_FP32,
-        "mean and variance cancel and accumulate, so FP32 inside; the normalised values fit sixteen bits",
+        "mean and variance cancel and accumulate, so FP32 inside; the normalized values fit sixteen bits",
         "layer_norm native_layer_norm rms_norm group_norm native_group_norm batch_norm instance_norm",
         # With 16-bit parameters batch_norm is 20 to 160 ulp off, so normalizations keep FP32 parameters
         # (`mezzo.pytorch.weights`). On a CPU the others fail: layer_norm's backward sums the gradients of
@@ -420,9 +420,9 @@ _ROWS: list[OpRule] = [
         view_as_complex""",
     ),
     *_family(
-        "quantisation",
+        "quantization",
         Rule.FP32,
-        "rounds to a grid of its own: a 16-bit rounding before it moves values across grid lines",
+        "rounds to its own grid: a 16-bit rounding before it moves values across grid lines",
         "fake_quantize_per_channel_affine fake_quantize_per_tensor_affine",
     ),
 ]

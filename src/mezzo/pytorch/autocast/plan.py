@@ -283,7 +283,7 @@ def overloads_of(op: str, device_type: str) -> tuple[str, ...]:
 
 def _served_overloads(packet: Any, device_type: str, in_place: bool) -> Iterator[str]:
     # A required dtype (`norm.ScalarOpt_dtype`) is what the overload returns; `vec` only computes sizes and calls the
-    # op's own; quantised ones take scaled integers or FP8.
+    # op's own; quantized ones take scaled integers or FP8.
     for overload in (getattr(packet, name) for name in packet.overloads()):
         schema = overload._schema
         types = [str(argument.type) for argument in schema.arguments]
