@@ -84,14 +84,13 @@ def test_the_text_has_each_op_and_fits() -> None:
         assert all(word in text for word in ("calls  casts", *(row.op[:8] for row in result.ops)))
     assert str(result) == result.as_text(110)  # piped
     assert str(result).splitlines()[0] == "fp16 on cpu: 7 ops ran in the forward pass, all as planned."
-    assert "* fp16 is not native to this device: computed in FP32 between casts: linear." in str(result)
-    assert "* internal_fp32 by the native 16-bit kernel: gelu." in str(result)  # FP32 reaches the norms
+    assert "* fp16 is emulated on this device, by the FP32 kernel between casts: linear." in str(result)
+    assert "* internal_fp32, by the device's 16-bit kernel: gelu." in str(result)  # FP32 reaches the norms
 
 
-OWN = "computed in FP32 from sixteen bits by Mezzo's own kernel: "
+OWN = "read in 16 bits and computed in FP32, by Mezzo's kernel: "
 BETWEEN = (
-    "internal_fp32 by the FP32 kernel between casts, rounded once, since nothing shows that the 16-bit kernel here "
-    "accumulates in FP32: "
+    "internal_fp32, by the FP32 kernel between casts (the 16-bit kernel may not accumulate in FP32 here): "
 )
 KERNELS = [
     ("layer_norm", lambda x: F.layer_norm(x, (8,)), OWN),
@@ -99,7 +98,7 @@ KERNELS = [
     ("instance_norm", lambda x: F.instance_norm(x[None]), OWN),
     ("cross_entropy_loss", lambda x: F.cross_entropy(x.repeat(256, 32), torch.arange(1024) % 8), OWN),
     ("upsample_linear1d", lambda x: F.interpolate(x[None], scale_factor=2, mode="linear"), BETWEEN),
-    ("gelu", F.gelu, "internal_fp32 by the native 16-bit kernel: "),
+    ("gelu", F.gelu, "internal_fp32, by the device's 16-bit kernel: "),
     ("log", torch.log, ""),
     ("layer_norm", lambda x: F.layer_norm(x.float(), (8,)), ""),
 ]
@@ -158,7 +157,7 @@ def test_a_model_that_raises_is_restored_too() -> None:
 def test_auto_says_what_it_is() -> None:
     result = mezzo.explain(nn.Linear(2, 2), torch.ones(1, 2))
     assert result.precision in ("fp32", "bf16", "fp16")
-    assert any(note.startswith(f"auto is {result.precision} here") for note in result.notes)
+    assert any(note.startswith(f"auto selects {result.precision} here") for note in result.notes)
 
 
 WRONG = [
@@ -181,7 +180,10 @@ def test_errors_say_how_to_mend_it(args: Any, kwargs: Any, error: type[Exception
 
 
 def test_one_trace_at_a_time() -> None:
-    with OpObserver("bf16"), pytest.raises(UnsupportedPrecisionError, match="another execution trace"):
+    with (
+        OpObserver("bf16"),
+        pytest.raises(UnsupportedPrecisionError, match="another PyTorch execution trace"),
+    ):
         mezzo.explain(nn.Linear(2, 2), torch.ones(1, 2), precision="bf16")
 
 

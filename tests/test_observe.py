@@ -188,7 +188,7 @@ def test_a_second_observer_says_why_it_sees_nothing() -> None:
         with second:
             torch.mm(torch.ones(1, 1), torch.ones(1, 1))
     assert second.table() == []
-    assert "another execution trace" in second.note
+    assert "another PyTorch execution trace" in second.note
     assert len(first.table()) == 1
 
 

@@ -277,7 +277,7 @@ def test_why_a_scale_is_too_high_depends_on_its_kind(name: str, tmp_path: Path) 
     assert f"update 1 skipped: {told}" in scale_chart(path)
     # A remedy for the other kind of scale is none.
     assert ("nothing, if the loss scale is dynamic" in text) is (name != "constant")
-    assert ("fp16,loss_scale=65536" in text) is (name == "constant")
+    assert ("fits): fp16,loss_scale=65536" in text) is (name == "constant")
 
 
 def test_one_place_is_a_row_with_its_own_reason_though_its_numbers_differ(tmp_path: Path) -> None:

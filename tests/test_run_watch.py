@@ -173,7 +173,7 @@ def test_what_is_told(launch: Any, told: Told, name: str) -> None:
     ended = [(how["index"], how["number"]) for _, how in told.update_ended.call_args_list]
     updates = [(r.index, r.optimizer) for r in ran.of("update")]
     assert [pair for pair in updates if pair in ended] == ended
-    assert ("a closure are not watched" in ran.notes) == ("closure" in name)
+    assert ("closure (LBFGS) are not watched" in ran.notes) == ("closure" in name)
 
 
 def test_a_backward_that_is_run_again_is_told_with_each_scale(launch: Any, told: Told) -> None:

@@ -177,7 +177,7 @@ SHAPES = {
     "Mezzo's optimizer": (
         plain("AdamW(model.parameters())", "from mezzo.optim import AdamW"),
         [FP32],
-        "AdamW is Mezzo's own",
+        "AdamW is one of Mezzo's optimizers",
     ),
     "accumulation": (ACCUMULATION, [LOWERED], "12 backward passes for 3 optimizer steps"),
 }
@@ -232,7 +232,7 @@ print(int(optimizer.state[model[0].weight]["step"]))
 
 REFUSED = [
     ("fp16,params=fp16", "mezzo.MixedPrecision.*masters='fp32'"),
-    ("fp32,params=bf16", "where compute is bf16, too. Use bf16,params=bf16"),
+    ("fp32,params=bf16", "only if compute is bf16 too. Use bf16,params=bf16"),
 ]
 
 

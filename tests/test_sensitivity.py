@@ -316,7 +316,7 @@ class Overwrites(nn.Module):
     ("middle", "left", "note"),
     [
         (Once, [], "the model could not be run again: RuntimeError: only once"),
-        (Overwrites, ["0", "2"], "1.inside: its input is overwritten later, so it was not measured"),
+        (Overwrites, ["0", "2"], "1.inside: not measured, because its input is overwritten later"),
     ],
 )
 def test_what_cannot_be_measured_is_said(middle: type[nn.Module], left: list[str], note: str) -> None:

@@ -136,7 +136,7 @@ def test_after_close_and_in_a_forked_child_nothing_is_written(tmp_path: Path) ->
 
 def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UsageError, match=r"pip install 'mezzo\[tensorboard\]'"):
+    with pytest.raises(UsageError, match="pip install tensorboard"):
         TensorBoardWriter(tmp_path)
 
 
