@@ -6,7 +6,10 @@ to these rows, and to the scale after every event of each.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mezzo.core.loss_scale import DynamicLossScale, ScaleArrays
 
 TABLE: list[tuple[dict[str, Any], str, float, int, int, int]] = [
     # settings, events, scale, good_steps, overflows, stuck
@@ -33,3 +36,23 @@ TABLE: list[tuple[dict[str, Any], str, float, int, int, int]] = [
     ({"init": 1.0, "growth_factor": 1.5, "growth_interval": 1}, "..", 2.25, 0, 0, 0),
     ({"init": 1.0, "backoff_factor": 0.25}, "x", 0.25, 0, 1, 0),
 ]
+
+
+@dataclass(frozen=True)
+class RememberingArrays(ScaleArrays):
+    failed: Any
+
+
+@dataclass(frozen=True)
+class Remembering(DynamicLossScale):
+    """A kind with a field more: three fourths of the last scale that overflowed. Every framework holds and saves it."""
+
+    kind: ClassVar[str] = "remembering"
+    failed: float = 0.0
+
+    def arrays(self) -> RememberingArrays:
+        return RememberingArrays(**vars(super().arrays()), failed=self.failed)
+
+    def advance(self, state: Any, found_inf: Any, xp: Any) -> RememberingArrays:
+        after = super().advance(state, found_inf, xp)
+        return RememberingArrays(**vars(after), failed=xp.where(found_inf, state.scale * 0.75, state.failed))

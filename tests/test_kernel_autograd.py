@@ -134,7 +134,7 @@ KERNELS: dict[str, Kernel] = {
         F.linear,
         (((32, 64), FP32), ((48, 64), FP32), ((48,), FP32)),
         saved=1,
-        refuses=(r"gradient of its gradient.*module\.NAME=bf16", "is_grads_batched"),
+        refuses=(r"second derivatives are not supported.*module\.NAME=bf16", "is_grads_batched"),
     ),
     "linear_cross_entropy": Kernel(
         loss_rows,

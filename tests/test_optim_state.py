@@ -157,16 +157,16 @@ def with_entry(key: int, **entries: Any) -> Make:
 # A state for AdamW with split masters -> words of the error: what, as it was saved, what to do.
 REFUSED: dict[str, tuple[Make, list[str]]] = {
     "masters": (of_mode("AdamW", "fp32"), ['masters="fp32"', 'masters="split"', "master_state_dict"]),
-    "no masters": (of_mode("AdamW", "none"), ["no masters", 'masters="split"']),
+    "no masters": (of_mode("AdamW", "none"), ["no separate masters", 'masters="split"']),
     "states": (of_mode("AdamW", "split", "int8"), ['state="int8"', "torch_state_dict"]),
-    "Adam": (of_mode("Adam"), ["Adam's", "AdamW's"]),
+    "Adam": (of_mode("Adam"), ["by Adam,", "is AdamW"]),
     "shape": (with_entry(5, exp_avg=torch.zeros(3)), ["'exp_avg'", "[3]", "[130, 257]"]),
     "format": (with_entry(2, exp_avg=torch.zeros(5, 13).half()), ["torch.float16", "torch.float32"]),
     "missing": (altered(lambda s: s["state"][2].pop("exp_avg_sq")), ["'exp_avg_sq'"]),
     "groups": (altered(lambda s: s["param_groups"].append(s["param_groups"][0])), ["[6, 6]"]),
     "setting": (altered(lambda s: s["param_groups"][0].update(lr=-1.0)), ["lr=-1.0"]),
     "no state": (lambda _: {"model": {}}, ["model", "param_groups"]),
-    "torch's SGD": (of_torch(torch.optim.SGD, lr=0.1, momentum=0.9), ["another optimizer"]),
+    "torch's SGD": (of_torch(torch.optim.SGD, lr=0.1, momentum=0.9), ["'betas'", "class that saved it"]),
     "amsgrad": (of_torch(torch.optim.AdamW, amsgrad=True), ["amsgrad=True", "with_masters"]),
 }
 

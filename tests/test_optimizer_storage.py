@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import patterns
+from mezzo.core.masters import STATE_FORMATS, bytes_per_parameter
 from mezzo.pytorch.kernels.optimizer_step import formulas
 from mezzo.pytorch.kernels.optimizer_step.formulas import GROUP, STEP, WEIGHT, noise_key
 from mezzo.pytorch.kernels.optimizer_step.reference import (
@@ -210,6 +211,24 @@ def test_bf16_states_are_right_on_average_and_exact_where_bf16_is() -> None:
     assert float(stored(torch.full((1 << 16,), number), every).double().mean()) == number
     finite = torch.arange(0x7F81, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     assert torch.equal(stored(finite.float(), 0xFFFFF), finite)
+
+
+def test_the_table_of_formats_is_complete() -> None:
+    """Names and bytes are those of `core.masters`; a dtype names its format, and every codec can be called."""
+    formats = formulas.state_formats
+    assert tuple(formats) == STATE_FORMATS
+    assert len({how.dtype for how in formats.values()}) == len(formats)
+    assert {codec for how in formats.values() for codec in (how.signed, how.unsigned)} == {*formulas.codecs}
+    for name, how in formats.items():
+        each = bytes_per_parameter("fp32", "fp32", name, moments=1) - 8
+        assert each == how.dtype.itemsize + how.is_scaled * 2 / GROUP
+    for index, codec in enumerate(formulas.codecs):
+        code = torch.tensor([3], dtype=getattr(torch, formulas.codecs[codec]))
+        scale = torch.tensor([2.0])
+        by_name = getattr(formulas, f"value_{codec}")(code, scale)
+        assert torch.equal(formulas.value_by(index, code, scale), by_name)
+        written = getattr(formulas, f"code_{codec}")(by_name, 1 / scale, 5)
+        assert torch.equal(formulas.code_by(index, by_name, 1 / scale, 5), written)
 
 
 # Noise.

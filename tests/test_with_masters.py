@@ -246,22 +246,22 @@ def test_what_is_refused() -> None:
     mezzo.optim.adopt(adopted, masters="fp32", state="fp32")
     differentiable = torch.optim.AdamW(model_of().parameters(), differentiable=True)
     refused: list[tuple[Any, str]] = [
-        (optimizer, "AdamW has masters"),
-        (mezzo.optim.AdamW(model_of().parameters()), "AdamW has masters"),
-        (adopted, "AdamW has masters"),
+        (optimizer, "AdamW has masters already"),
+        (mezzo.optim.AdamW(model_of().parameters()), "AdamW has masters already"),
+        (adopted, "AdamW has masters already"),
         ([1], "received list"),
-        (torch.optim.SGD(model.parameters()), "AdamW before, and now this SGD"),
+        (torch.optim.SGD(model.parameters()), "two optimizers.*AdamW and SGD"),
         (differentiable, "differentiable=True"),
     ]
     for wrong, message in refused:
         with pytest.raises(UsageError, match=message):
             with_masters(wrong)
     stranger = nn.Parameter(torch.zeros(3))
-    with pytest.raises(UsageError, match="no such parameter"):
+    with pytest.raises(UsageError, match=r"shape \[3\] is in none"):
         optimizer.master(stranger)
-    with pytest.raises(UsageError, match="no such parameter"):
+    with pytest.raises(UsageError, match=r"shape \[3\] is in none"):
         optimizer.set_master(stranger, torch.zeros(3))
-    with pytest.raises(UsageError, match=r"\(3,\) .*\(16, 8\)"):
+    with pytest.raises(UsageError, match=r"\[3\].*\[16, 8\]"):
         optimizer.set_master(model[0].weight, torch.zeros(3))
 
 
@@ -309,8 +309,11 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     cases: list[tuple[Callable[[Any], object], str]] = [
         (lambda s: s["state"][0].pop("master"), "none for parameter 0, .*bfloat16"),
         (lambda s: s["state"][2].update(master=torch.zeros(16)), "parameter 2, .*float32"),
-        (lambda s: s["state"][0].update(master=torch.zeros(2, 2)), r"'master' of parameter 0 is \(2, 2\)"),
-        (lambda s: s["state"][1].update(exp_avg=torch.zeros(2)), r"'exp_avg' of parameter 1 is \(2,\)"),
+        (
+            lambda s: s["state"][0].update(master=torch.zeros(2, 2)),
+            r"'master' of parameter 0 has shape \[2, 2\]",
+        ),
+        (lambda s: s["state"][1].update(exp_avg=torch.zeros(2)), r"'exp_avg' of parameter 1 has shape \[2\]"),
         (lambda s: s["param_groups"][0]["params"].pop(), r"\[5\] .*\[6\]"),
         (lambda s: s["param_groups"].append({"params": []}), r"\[6, 0\]"),
         (lambda s: s.pop("state"), "param_groups"),

@@ -24,7 +24,7 @@ _PUBLIC = {
 
 # Name -> what to use in its place.
 _REMOVED = {
-    "bytes_per_parameter": "was removed in version 0.2: docs/optimizers.md has the bytes of every mode",
+    "bytes_per_parameter": "was removed in version 0.2: docs/memory.md has the bytes of every mode",
     "Lion": "was removed in version 0.2: use mezzo.optim.AdamW, or with_masters over another library's Lion",
 }
 __all__ = list(_PUBLIC)

@@ -20,7 +20,7 @@ from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, Observation, StaticLossScale
 from mezzo.core.policy_text import as_loss_scale
 from mezzo.keras import LossScaleOptimizer
-from scale_cases import TABLE
+from scale_cases import TABLE, Remembering
 
 pytestmark = pytest.mark.every_backend
 
@@ -176,7 +176,7 @@ def test_good_steps_are_the_inner_optimizers_and_bad_ones_leave_no_trace(name: s
 def test_the_loss_scale_event_by_event() -> None:
     """The table that every framework is held to."""
     rows: list[tuple[Any, str]] = [(DynamicLossScale(**settings), events) for settings, events, *_ in TABLE]
-    for machine, events in [*rows, (StaticLossScale(3.5), "..xx.x")]:
+    for machine, events in [*rows, (StaticLossScale(3.5), "..xx.x"), (Remembering(), ".x.")]:
         weights, optimizer = variables(), LossScaleOptimizer(sgd(), loss_scale=machine)
         optimizer.build(weights)
         for event in events:

@@ -22,7 +22,7 @@ from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, Observation, St
 from mezzo.tensorflow.keras2 import LegacyLossScaleOptimizer
 from mezzo.tensorflow.keras2 import LossScaleOptimizer as Keras2Optimizer
 from mezzo.tensorflow.v1_optimizer import LossScaleOptimizer
-from scale_cases import TABLE
+from scale_cases import TABLE, Remembering
 
 v1 = tf.compat.v1
 
@@ -53,8 +53,8 @@ def test_states_and_skips(way: str, pure: Any, events: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_table(family: str) -> None:
-    for settings, events, *state in TABLE:
-        pure = DynamicLossScale(**settings)
+    for settings, events, *state in [*TABLE, ({"failed": 1.0}, ".x.", 2.0**15, 1, 0, 0)]:
+        pure = Remembering(**settings) if "failed" in settings else DynamicLossScale(**settings)
         stepper = Eager(family, pure)
         for event in events:
             stepper(event == "x")

@@ -3,7 +3,7 @@
 fp16 rounds gradients under 2^-25 to zero. Multiplying the loss by S multiplies every gradient by S; they are multiplied
 by 1/S in FP32 before use (Micikevicius et al. 2017, arXiv 1710.03740, section 3.2). `advance` is the only transition:
 PyTorch, Keras and TensorFlow call it too, on arrays. It has no branches and never raises, since inside a compiled step
-the host can't read whether a gradient overflowed; the code that holds the arrays reads them now and then for `check`.
+the host cannot read whether a gradient overflowed; the code that holds the arrays reads them now and then for `check`.
 
 Every number is an FP32 number and every product is rounded to FP32 (ties to even), so that a device that keeps S in an
 FP32 tensor gets the same values.
@@ -49,27 +49,57 @@ class Observation:
 
 
 class _Scale:
-    """What the three kinds have in common."""
+    """What all kinds have in common; its state is constant.
+
+    A new kind is a subclass in `KINDS` whose fields are settings and state. What PyTorch, Keras and TensorFlow hold and
+    save follows from `arrays`, and the text `kind(setting=value)` in a policy from the other fields.
+    """
 
     kind: ClassVar[str]
+
+    def arrays(self) -> ScaleArrays:
+        """The state as plain numbers: FP32 numbers are floats, counters are integers."""
+        return ScaleArrays(*(getattr(self, field.name, 0) for field in fields(ScaleArrays)))
+
+    def advance(self, state: ScaleArrays, found_inf: Any, xp: Any) -> ScaleArrays:
+        """The state after one step with these settings; the state in `self` is not read.
+
+        `found_inf` is boolean, of shape (). `xp` is the framework's namespace, of which only `where` is used, or
+        `Numbers`. In each `where` the array comes first, because TensorFlow takes the dtype from it.
+        """
+        overflows = xp.where(found_inf, state.overflows + 1, 0)
+        good_steps = xp.where(overflows < 1, state.good_steps + 1, 0)
+        return ScaleArrays(state.scale, good_steps, overflows, overflows)
+
+    def allowed(self, scale: float) -> float:
+        """The scale to use after loading this one, which another program may have saved as 0, infinite or NaN."""
+        return self.arrays().scale  # type: ignore[no-any-return]
 
     def next(self: _Kind, observation: Observation) -> _Kind:
         """The state after one step; LossScaleCollapseError at the `patience`-th skip in a row (if dynamic, at its
         floor).
         """
         pure: Any = self
-        after = advance(pure, start(pure), observation.found_inf, Numbers)
+        after = self.advance(self.arrays(), observation.found_inf, Numbers)
         check(pure, after)
         return self._with(after)
 
     def _with(self: _Kind, state: ScaleArrays) -> _Kind:
-        return self
+        # `replace` would repeat the checks, which cost a small model more than its optimizer's arithmetic.
+        moved = object.__new__(type(self))
+        moved.__dict__.update(self.__dict__)
+        moved.__dict__.update(self._fields(rounded(state)))
+        return moved
+
+    def _fields(self, state: ScaleArrays) -> dict[str, Any]:
+        """The fields of this kind that a state determines."""
+        return {name: value for name, value in vars(state).items() if name in self.__dict__}
 
     @property
     def has_collapsed(self) -> bool:
         """Whether the patience ran out."""
         pure: Any = self
-        return not isinstance(pure, NoLossScale) and bool(start(pure).stuck >= pure.patience)
+        return not isinstance(pure, NoLossScale) and bool(pure.arrays().stuck >= pure.patience)
 
     def begun_anew(self: _Kind) -> _Kind:
         """The first state, as if no step had been taken."""
@@ -86,11 +116,7 @@ class NoLossScale(_Scale):
     """S = 1 always: for bf16 and FP32, whose range is wide enough. It never raises."""
 
     kind: ClassVar[str] = "none"
-
-    @property
-    def scale(self) -> float:
-        """Always 1."""
-        return 1.0
+    scale: ClassVar[float] = 1.0
 
 
 @dataclass(frozen=True)
@@ -142,8 +168,21 @@ class StaticLossScale(_Scale):
         exponent = floor_log2(room)
         return cls(2.0 ** max(-_LARGEST_CONSTANT, min(exponent - headroom_bits, _LARGEST_CONSTANT)))
 
-    def _with(self, state: ScaleArrays) -> StaticLossScale:
-        return replace(self, skips=state.stuck)
+    def arrays(self) -> ScaleArrays:
+        """The state as plain numbers."""
+        return ScaleArrays(self.scale, 0, self.skips, self.skips)
+
+    def _fields(self, state: ScaleArrays) -> dict[str, Any]:
+        return {"scale": state.scale, "skips": state.overflows}
+
+    def collapsed(self, stuck: int) -> LossScaleCollapseError:
+        """The error after this many skipped steps in a row."""
+        return LossScaleCollapseError(
+            f"{stuck} steps in a row were skipped: their gradients are not finite under the constant "
+            f"loss scale {power_text(self.scale)}.",
+            NOT_THE_SCALE,
+            "Else use a smaller constant, StaticLossScale.from_largest(...), or loss_scale='dynamic'.",
+        )
 
     def begun_anew(self) -> StaticLossScale:
         """The same scale, as if no step had been skipped."""
@@ -222,12 +261,31 @@ class DynamicLossScale(_Scale):
                     f"ceiling {power_text(self.ceiling)}"
                 )
 
-    def _with(self, state: ScaleArrays) -> DynamicLossScale:
-        # `replace` would repeat the checks, which cost a small model more than its optimizer's arithmetic.
-        moved = object.__new__(type(self))
-        moved.__dict__.update(self.__dict__)
-        moved.__dict__.update(state.__dict__, scale=fl32(state.scale))
-        return moved
+    def advance(self, state: ScaleArrays, found_inf: Any, xp: Any) -> ScaleArrays:
+        """The state after one step, as in the class's docstring."""
+        overflows = xp.where(found_inf, state.overflows + 1, 0)
+        good_steps = xp.where(overflows < 1, state.good_steps + 1, 0)
+        stuck = xp.where(found_inf & (state.scale <= self.floor), state.stuck + 1, 0)
+        waits = good_steps < self.growth_interval
+        grown = state.scale * self.growth_factor
+        grown = xp.where(grown < self.ceiling, grown, self.ceiling)
+        backed_off = state.scale * self.backoff_factor
+        backed_off = xp.where(backed_off > self.floor, backed_off, self.floor)
+        scale = xp.where(waits, state.scale, grown)
+        scale = xp.where(overflows >= self.hysteresis, backed_off, scale)
+        return ScaleArrays(scale, xp.where(waits, good_steps, 0), overflows, stuck)
+
+    def allowed(self, scale: float) -> float:
+        """The scale within the bounds; `init` for NaN."""
+        return self.init if math.isnan(scale) else min(max(scale, self.floor), self.ceiling)
+
+    def collapsed(self, stuck: int) -> LossScaleCollapseError:
+        """The error after this many skipped steps in a row."""
+        return LossScaleCollapseError(
+            f"the loss scale is at its floor {power_text(self.floor)} and the last {stuck} steps were skipped.",
+            NOT_THE_SCALE,
+            "Else train in bf16, or keep the module that overflows in FP32: fp16,module.PATTERN=fp32.",
+        )
 
     def begun_anew(self) -> DynamicLossScale:
         """The first state."""
@@ -241,7 +299,7 @@ LossScale = NoLossScale | StaticLossScale | DynamicLossScale
 class ScaleArrays:
     """The state of a loss scale, as FP32 and int32 arrays of shape (), or Python's numbers.
 
-    For a constant scale `stuck` is `overflows`.
+    For a constant scale `stuck` is `overflows`. A kind that needs more adds fields in a subclass.
     """
 
     scale: Any
@@ -259,71 +317,28 @@ class Numbers:
         return yes if condition else no
 
 
-def start(pure: LossScale) -> ScaleArrays:
-    """The state as plain numbers."""
-    if isinstance(pure, DynamicLossScale):
-        return ScaleArrays(pure.scale, pure.good_steps, pure.overflows, pure.stuck)
-    skips = pure.skips if isinstance(pure, StaticLossScale) else 0
-    return ScaleArrays(pure.scale, 0, skips, skips)
-
-
-def advance(pure: LossScale, state: ScaleArrays, found_inf: Any, xp: Any) -> ScaleArrays:
-    """The state after one step, as in `DynamicLossScale`'s docstring; the state in `pure` is not read.
-
-    `found_inf` is boolean, of shape (). `xp` is the framework's namespace, of which only `where` is used, or `Numbers`.
-    """
-    # In each `where` the array comes first, because TensorFlow takes the dtype from it.
-    overflows = xp.where(found_inf, state.overflows + 1, 0)
-    good_steps = xp.where(overflows < 1, state.good_steps + 1, 0)
-    if not isinstance(pure, DynamicLossScale):
-        return ScaleArrays(state.scale, good_steps, overflows, overflows)
-    stuck = xp.where(found_inf & (state.scale <= pure.floor), state.stuck + 1, 0)
-    waits = good_steps < pure.growth_interval
-    backs_off = overflows >= pure.hysteresis
-    grown = state.scale * pure.growth_factor
-    grown = xp.where(grown < pure.ceiling, grown, pure.ceiling)
-    backed_off = state.scale * pure.backoff_factor
-    backed_off = xp.where(backed_off > pure.floor, backed_off, pure.floor)
-    return ScaleArrays(
-        xp.where(backs_off, backed_off, xp.where(waits, state.scale, grown)),
-        xp.where(waits, good_steps, 0),
-        overflows,
-        stuck,
-    )
+def rounded(state: ScaleArrays) -> ScaleArrays:
+    """A state of plain numbers, with its floats rounded to FP32."""
+    floats = {name: fl32(value) for name, value in vars(state).items() if isinstance(value, float)}
+    return replace(state, **floats)
 
 
 def on_host(pure: LossScale, state: ScaleArrays) -> LossScale:
     """The pure state that the arrays hold; UsageError if no loss scale can have it. Synchronizes with the device."""
-    scale, *counts = (float(getattr(state, field.name)) for field in fields(state))
-    good_steps, overflows, stuck = map(int, counts)
-    if isinstance(pure, DynamicLossScale):
-        return replace(pure, scale=scale, good_steps=good_steps, overflows=overflows, stuck=stuck)
-    return replace(pure, scale=scale, skips=overflows) if isinstance(pure, StaticLossScale) else pure
+    first = pure.arrays()
+    read = {name: type(number)(float(getattr(state, name))) for name, number in vars(first).items()}
+    return replace(pure, **pure._fields(replace(first, **read)))
 
 
 def check(pure: LossScale, state: ScaleArrays) -> None:
     """Raise LossScaleCollapseError if the patience ran out. Synchronizes with the device."""
     if not isinstance(pure, NoLossScale) and (stuck := int(state.stuck)) >= pure.patience:
-        raise collapsed(pure, stuck)
+        raise pure.collapsed(stuck)
 
 
-def collapsed(pure: StaticLossScale | DynamicLossScale, stuck: int) -> LossScaleCollapseError:
-    """The error for a scale whose patience ran out after this many skipped steps."""
-    if isinstance(pure, StaticLossScale):
-        return LossScaleCollapseError(
-            f"{stuck} steps in a row were skipped: their gradients are not finite under the constant "
-            f"loss scale {power_text(pure.scale)}.",
-            NOT_THE_SCALE,
-            "Else use a smaller constant, StaticLossScale.from_largest(...), or loss_scale='dynamic'.",
-        )
-    return LossScaleCollapseError(
-        f"the loss scale is at its floor {power_text(pure.floor)} and the last {stuck} steps were skipped.",
-        NOT_THE_SCALE,
-        "Else train in bf16, or keep the module that overflows in FP32: fp16,module.PATTERN=fp32.",
-    )
-
-
-_KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in (NoLossScale, StaticLossScale, DynamicLossScale)}
+KINDS: dict[str, type[LossScale]] = {
+    cls.kind: cls for cls in (NoLossScale, StaticLossScale, DynamicLossScale)
+}
 
 
 def from_state_dict(state: dict[str, Any]) -> LossScale:
@@ -331,12 +346,11 @@ def from_state_dict(state: dict[str, Any]) -> LossScale:
     kind = str(state.get("kind", ""))
     if kind == "statistical":
         raise UsageError(STATISTICAL_REMOVED)
-    if kind not in _KINDS:
-        raise unknown_name("loss scale kind", kind, _KINDS)
-    cls = _KINDS[kind]
+    if kind not in KINDS:
+        raise unknown_name("loss scale kind", kind, KINDS)
+    cls = KINDS[kind]
     names = {field.name for field in fields(cls)}
-    loaded: LossScale = cls(**{name: value for name, value in state.items() if name in names})
-    return loaded
+    return cls(**{name: value for name, value in state.items() if name in names})
 
 
 def fl32(value: float) -> float:

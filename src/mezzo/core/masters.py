@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from mezzo.core.errors import UsageError
 
-MASTERS = ("fp32", "split", "split8", "none")
-STATE_FORMATS = ("fp32", "bf16", "int8")
-
 # What may keep the FP32 value of a parameter stored in each format; the first is taken where none is named.
 _MASTERS_OF = {"fp32": ("fp32",), "bf16": ("split", "fp32", "split8", "none"), "fp16": ("fp32",)}
 
 _WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 _MASTER_BYTES = {"fp32": 4.0, "split": 2.0, "split8": 1.0, "none": 0.0}
 _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 2.0 / 64.0}  # int8: a bf16 scale for 64 codes
+
+MASTERS = tuple(_MASTER_BYTES)
+STATE_FORMATS = tuple(_STATE_BYTES)
 
 
 def usual_masters(params: str) -> str:

@@ -20,8 +20,8 @@ from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
 from mezzo.core.formats import FORMATS
 from mezzo.core.loss_scale import (
+    KINDS,
     STATISTICAL_REMOVED,
-    DynamicLossScale,
     LossScale,
     NoLossScale,
     StaticLossScale,
@@ -37,9 +37,12 @@ else:
 _TABLES = {"ops": "op", "modules": "module"}
 KEYS = ("compute", "params", "masters", "state", "output", "loss_scale", "recompute", "scaling", "hidden")
 
-_STATE = ("scale", "good_steps", "overflows", "stuck")
-# What a user may set in `dynamic(...)`, with its default.
-_DYNAMIC: Mapping[str, Any] = {f.name: f.default for f in fields(DynamicLossScale) if f.name not in _STATE}
+# What a user may set in `dynamic(...)`, or in another kind that moves, with its default: all but the state.
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    kind: {field.name: field.default for field in fields(cls) if field.name not in vars(cls().arrays())}
+    for kind, cls in KINDS.items()
+    if cls not in (NoLossScale, StaticLossScale)
+}
 
 _COMPONENT = r"""[^\s.,=()"'#\[\]]+"""
 _PATTERN = re.compile(rf"{_COMPONENT}(?:\.{_COMPONENT})*")
@@ -98,10 +101,10 @@ def loss_scale_of(text: str, where: str = "") -> LossScale:
     try:
         if text.startswith("statistical"):
             raise UsageError(STATISTICAL_REMOVED)
-        dynamic = re.fullmatch(r"dynamic(?:\((.*)\))?", text, re.DOTALL)
-        if dynamic is None:
+        called = re.fullmatch(r"(\w+)(?:\((.*)\))?", text, re.DOTALL)
+        if called is None or called[1] not in _SETTINGS:
             return StaticLossScale(_number(text))
-        return DynamicLossScale(**_settings(dynamic[1] or ""))
+        return KINDS[called[1]](**_settings(called[1], called[2] or ""))
     except UsageError as error:
         raise type(error)(f"{where}{error}") from None
 
@@ -123,16 +126,17 @@ def as_loss_scale(given: LossScale | float | str | None, where: str) -> LossScal
     )
 
 
-def _settings(text: str) -> dict[str, Any]:
+def _settings(kind: str, text: str) -> dict[str, Any]:
+    known = _SETTINGS[kind]
     settings: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name not in _DYNAMIC:
-            raise unknown_name("setting of dynamic(...)", name, _DYNAMIC)
+        if name not in known:
+            raise unknown_name(f"setting of {kind}(...)", name, known)
         if name in settings:
-            raise UsageError(f"dynamic(...) has {name} twice. Keep one of the two.")
+            raise UsageError(f"{kind}(...) has {name} twice. Keep one of the two.")
         given = _number(value)
-        settings[name] = int(given) if isinstance(_DYNAMIC[name], int) and given.is_integer() else given
+        settings[name] = int(given) if isinstance(known[name], int) and given.is_integer() else given
     return settings
 
 
@@ -153,11 +157,11 @@ def print_loss_scale(scale: LossScale) -> str:
         return "none"
     if isinstance(scale, StaticLossScale):
         return _print_number(scale.scale)
-    own = ((name, getattr(scale, name), default) for name, default in _DYNAMIC.items())
+    own = ((name, getattr(scale, name), default) for name, default in _SETTINGS[scale.kind].items())
     changed = ",".join(
         f"{name}={_print_number(value)}" for name, value, default in own if value != fl32(default)
     )
-    return f"dynamic({changed})" if changed else "dynamic"
+    return f"{scale.kind}({changed})" if changed else scale.kind
 
 
 def _print_number(value: float) -> str:

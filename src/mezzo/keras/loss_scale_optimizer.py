@@ -11,9 +11,9 @@ One step, with S the scale that the loss was multiplied by::
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import keras
@@ -25,6 +25,7 @@ from mezzo.core.loss_scale import (
     LossScale,
     NoLossScale,
     ScaleArrays,
+    StaticLossScale,
     from_state_dict,
     power_text,
 )
@@ -41,6 +42,8 @@ LOOK_EVERY = (
 _ON_UNSCALED = ("raise", "warn", "ignore")
 # Variables of Keras's wrapper, and the first of ours: iteration, learning_rate, step_counter, dynamic_scale.
 _KERAS_OWN = 4
+# The state that Keras's optimizer has too: its variables' names, in its order, so that what it saved can be loaded.
+_KERAS_STATE = {"good_steps": "step_counter", "scale": "dynamic_scale"}
 _NAMES_SHOWN = 100
 
 
@@ -107,12 +110,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._patience: int | None = getattr(first, "patience", None)
         self._on_unscaled = on_unscaled
         self._scale_was_read = on_unscaled == "ignore"
-        begin = transition.start(first)
-        # The first two in Keras's order, so that what its optimizer saved can be loaded.
-        self.step_counter = self._scalar("step_counter", begin.good_steps)
-        self._scale = self._scalar("dynamic_scale", begin.scale, "float32")
-        self._overflows = self._scalar("overflows", begin.overflows)
-        self._stuck = self._scalar("stuck", begin.stuck)
+        begin = vars(first.arrays())
+        for field in [*_KERAS_STATE, *(name for name in begin if name not in _KERAS_STATE)]:
+            dtype = "float32" if isinstance(begin[field], float) else "int"
+            setattr(self, f"_{field}", self._scalar(_KERAS_STATE.get(field, field), begin[field], dtype))
+        self.step_counter = self._good_steps
         self.skipped_steps = self._scalar("skipped_steps", 0)
         self.last_step_skipped = self._scalar("last_step_skipped", 0)
         self.bad_gradients: Any = None
@@ -141,7 +143,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             CallOrderError: JAX is compiling a function in which S would be a constant.
         """
         self._scale_was_read = True
-        if isinstance(self._loss_scale, DynamicLossScale):
+        if not isinstance(self._loss_scale, (NoLossScale, StaticLossScale)):
             _check_not_baked_in(self._scale, "optimizer.stateless_scale_loss(optimizer_variables, loss)")
         return self._scale
 
@@ -154,7 +156,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def initial_scale(self) -> float:
         """The first S, as a number."""
         self._scale_was_read = True
-        return float(transition.start(self._loss_scale).scale)
+        return float(self._loss_scale.arrays().scale)
 
     @initial_scale.setter
     def initial_scale(self, value: float | None) -> None:
@@ -226,7 +228,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _report_unscaled(self) -> None:
         message = (
             "The loss was not scaled, so the update would be too small: apply() divides gradients by the loss scale "
-            f"{power_text(transition.start(self._loss_scale).scale)}. Take gradients of optimizer.scale_loss(loss); "
+            f"{power_text(self._loss_scale.arrays().scale)}. Take gradients of optimizer.scale_loss(loss); "
             "in a compiled JAX step, of optimizer.stateless_scale_loss(optimizer_variables, loss). If they are scaled "
             "otherwise, construct LossScaleOptimizer(..., on_unscaled='ignore')."
         )
@@ -251,7 +253,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         found_inf = keras.ops.any(bad > 0)
         apply_or_keep(self.inner_optimizer, step, found_inf)
         one = keras.ops.cast(found_inf, self.skipped_steps.dtype)
-        after = transition.advance(self._loss_scale, self._arrays(), found_inf, keras.ops)
+        after = self._loss_scale.advance(self._arrays(), found_inf, keras.ops)
         bad_now = keras.ops.where(found_inf, keras.ops.minimum(bad, 1), self.bad_gradients.value)
         for variable, value in (
             *self._state(after),
@@ -314,11 +316,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def reset_loss_scale(self) -> None:
         """Set the loss scale back to what the constructor was given."""
-        for variable, value in self._state(transition.start(self._loss_scale)):
+        for variable, value in self._state(self._loss_scale.arrays()):
             variable.assign(value)
 
     def _arrays(self, of: Callable[[Any], Any] = lambda variable: variable.value) -> ScaleArrays:
-        return ScaleArrays(*map(of, (self._scale, self.step_counter, self._overflows, self._stuck)))
+        begin = self._loss_scale.arrays()
+        return replace(begin, **{name: of(getattr(self, f"_{name}")) for name in vars(begin)})
 
     def _state(self, held: ScaleArrays) -> list[tuple[Any, Any]]:
         """Each variable of the loss scale, and its value in these arrays."""
@@ -348,7 +351,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 variable.assign(store[str(at)])
         else:
             super().load_own_variables(store)
-        self._scale.assign(_allowed(self._loss_scale, _number(self._scale)))
+        self._scale.assign(self._loss_scale.allowed(_number(self._scale)))
 
     def get_config(self) -> dict[str, Any]:
         """The settings, without state; if Keras's own optimizer has names for all of them, in its names."""
@@ -419,15 +422,6 @@ def _setting_of(loss_scale: LossScale) -> dict[str, Any]:
         if loss_scale == DynamicLossScale(init=init, growth_interval=interval):
             return {"initial_scale": init, "dynamic_growth_steps": interval}
     return {"loss_scale": loss_scale.state_dict()}
-
-
-def _allowed(loss_scale: LossScale, scale: float) -> float:
-    """A loaded scale, within bounds: Keras's own can have saved 0 or infinity, which no step changes again."""
-    if not isinstance(loss_scale, DynamicLossScale):
-        return loss_scale.scale
-    if math.isnan(scale):
-        return loss_scale.init
-    return min(max(scale, loss_scale.floor), loss_scale.ceiling)
 
 
 def _give_own_buffers(variables: Sequence[Any], others: Sequence[Any]) -> None:

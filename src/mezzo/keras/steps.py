@@ -16,7 +16,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from mezzo.core.loss_scale import start
 from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
 
 SKIPS_WITHIN = (
@@ -125,7 +124,7 @@ class StepOptimizer:
         self.iterations = getattr(_innermost(optimizer), "_iterations", None)
         self.first_scale = float(getattr(optimizer, "loss_scale_factor", None) or 1.0)
         if self.has_dynamic:
-            first = start(optimizer._loss_scale).scale if self.is_mezzos else optimizer.initial_scale
+            first = optimizer._loss_scale.arrays().scale if self.is_mezzos else optimizer.initial_scale
             self.first_scale = float(first)
 
     @property

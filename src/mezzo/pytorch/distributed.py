@@ -1,7 +1,7 @@
-"""Agreement over a process group: every rank skips a step or none does, and all clip by the same norm.
+"""Agreement of all ranks in a process group: either every rank skips a step or none does, and all clip by one norm.
 
-A replicated parameter has the same gradient on every rank, of a `DTensor` each has a part. One gather of a few numbers
-serves both: every rank computes the same sum in the same order, to the bit, and a NaN anywhere is a NaN everywhere.
+Every rank has the whole gradient of a replicated parameter, and a part of the gradient of a `DTensor`. One gather of a
+few numbers serves both: all ranks compute the same sum in the same order, to the bit, and a NaN on one is a NaN on all.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def agreed(
 
 
 def agreed_largest(value: Tensor, group: Any = None) -> Tensor:
-    """The largest of all ranks' 0-dim numbers, bit-equal on all ranks of the group; NaN wins."""
+    """The largest of all ranks' 0-dim numbers, bit-equal on all ranks of the group; NaN if one is NaN."""
     if not is_distributed(group):
         return value
     return _gathered(value.reshape(1), group).amax()
@@ -95,7 +95,7 @@ def is_distributed(group: Any = None) -> bool:
 
 def is_spread(tensor: Tensor) -> bool:
     """Whether a tensor is a `DTensor`."""
-    module = sys.modules.get("torch.distributed.tensor")  # whoever made one has imported it
+    module = sys.modules.get("torch.distributed.tensor")  # imported, if any DTensor exists
     return module is not None and isinstance(tensor, module.DTensor)
 
 

@@ -1,9 +1,8 @@
-"""Freed memory stays with the process: a training step on a CPU then pays for its pages once, and not every time.
+"""Faster training steps on a CPU: freed memory is kept in the process.
 
-glibc's `malloc` asks the kernel for each large block and gives it back when it is freed, so that the activations and
-gradients of every step are made of new pages: the kernel clears them, one fault for each 4 KiB. PyTorch's
-CUDA allocator keeps what it once got for the same reason. `benchmarks/keep_memory.py` counts the faults of a step, and
-measures what it brings.
+glibc's `malloc` gets each large block from the kernel and returns it when it is freed, so every step's activations and
+gradients are on new pages. The kernel clears each page of 4 KiB at its first use, in a page fault. PyTorch's CUDA
+allocator keeps freed memory for the same reason. `benchmarks/keep_memory.py` counts page faults and measures the gain.
 """
 
 from __future__ import annotations
@@ -19,16 +18,15 @@ _NEVER = 2**31 - 1  # bytes; mallopt takes an int
 
 
 def keep_memory() -> bool:
-    """Keep freed memory for the next allocation, for the rest of this process; whether the C library does so.
+    """Keep freed memory in this process for later allocations, which makes training steps on a CPU faster.
 
     Equals ``MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_MMAP_THRESHOLD_=2147483647`` in the environment at the process's
-    start. Call it before the model is built. Numbers do not change, and neither do the tensors' bytes; what the
-    process once needed at its peak, it keeps until it ends. It speeds up PyTorch's own operations as well, FP32 ones
-    among them: this is no precision's gain.
+    start. Call it before building the model. Results do not change. The process keeps its peak memory until it ends.
+    All of PyTorch's operations gain, in FP32 too, so use it on both sides when you compare precisions.
 
     Returns:
-        False, and nothing is done, where the C library is not glibc (macOS, Windows, Alpine), and where another
-        allocator has taken malloc's place (jemalloc, tcmalloc: they keep freed memory anyway).
+        Whether it has an effect. False without glibc (macOS, Windows, Alpine), and with another allocator (jemalloc,
+        tcmalloc), which keeps freed memory anyway.
     """
     if platform.libc_ver()[0] != "glibc" or _is_replaced():
         return False
@@ -37,7 +35,7 @@ def keep_memory() -> bool:
 
 
 def _is_replaced() -> bool:
-    """Whether `malloc` comes from elsewhere than the C library that `mallopt` would tune."""
+    """Whether `malloc` is not that of the C library, which `mallopt` would tune."""
     found, own = (
         ctypes.cast(library.malloc, ctypes.c_void_p).value
         for library in (ctypes.CDLL(None), ctypes.CDLL("libc.so.6"))

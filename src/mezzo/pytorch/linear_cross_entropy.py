@@ -1,7 +1,7 @@
-"""A linear layer and the cross entropy of its output, computed in chunks of rows, so that the logits never exist whole.
+"""A linear layer and the cross entropy of its output, in chunks of rows, so that the logits never exist as a whole.
 
-All chunks share one buffer: a chunk's logits become its loss, then its gradient, and then what that adds to the
-gradients of input and weight, in the forward pass: three products, as without chunks.
+All chunks share one buffer. The forward pass turns a chunk's logits into its loss, then into their gradient, and adds
+that to the gradients of input and weight: three products, as without chunks.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ _Formats = tuple[torch.dtype, torch.dtype]  # what operands are rounded to, and 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `F.cross_entropy` but for the class weights; refuses unknown reductions and smoothing outside [0,
-    1].
-    """
+    """The options of `F.cross_entropy` except the class weights, checked."""
 
     reduction: str = "mean"
     ignore_index: int = -100
@@ -57,7 +55,7 @@ class Options:
             raise unknown_name("reduction", str(self.reduction), reductions, where="linear_cross_entropy: ")
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise UsageError(
-                f"linear_cross_entropy: label_smoothing={self.label_smoothing}. It is a share: give 0 to 1."
+                f"linear_cross_entropy: label_smoothing={self.label_smoothing} is out of range. Use 0 to 1."
             )
 
 
@@ -74,15 +72,15 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of a linear layer's output, without holding the whole output.
 
-    Naive code, which runs itself under `torch.compile` and `torch.func`, for tensor subclasses, in FP64, for targets
-    that are probabilities, and class weights that require gradients::
+    Naive code (which is what runs under `torch.compile` and `torch.func`, and for tensor subclasses, FP64, targets that
+    are probabilities, and class weights that require gradients)::
 
         logits = F.linear(input, weight, bias).flatten(0, -2)
         F.cross_entropy(logits.float(), target.flatten(), class_weight, ignore_index=ignore_index,
                         reduction=reduction, label_smoothing=label_smoothing)
 
-    Products are computed in autocast's format, or outside of it in the tensors' own; the loss in FP32 (FP64 for FP64).
-    NaN and infinities propagate; a mean over no rows, or only ignored ones, is NaN with zero gradients.
+    Products are computed in autocast's format, or without autocast in that of the tensors; the loss in FP32 (FP64 for
+    FP64). NaN and infinities propagate; a mean over no rows, or only ignored ones, is NaN with zero gradients.
 
     Args:
         input: [..., in].
@@ -90,7 +88,7 @@ def linear_cross_entropy(
         target: integers [...], each a class or `ignore_index`; or probabilities [..., classes], floating.
         bias: [classes].
         class_weight: [classes], a factor for each class's loss.
-        ignore_index: rows with this target don't count and get no gradient.
+        ignore_index: rows with this target are ignored and get no gradient.
         reduction: ``"mean"`` (over the targets' class weights; over rows for probabilities), ``"sum"``, ``"none"``.
         label_smoothing: the share of each target that is spread evenly over all classes, from 0 to 1.
 
@@ -98,7 +96,7 @@ def linear_cross_entropy(
         A number, or for ``"none"`` the losses [...]. The weight's gradient is summed in FP32 and rounded once.
 
     Raises:
-        UsageError: shapes or dtypes that don't fit; a label smoothing outside [0, 1]; in backward, a second derivative
+        UsageError: shapes or dtypes that do not fit; a label smoothing outside [0, 1]; in backward, a second derivative
             (``create_graph=True``) or a batch of gradients (``is_grads_batched=True``).
         UnknownNameError: an unknown reduction.
         IndexError: a target is neither a class nor `ignore_index` (on a GPU, the device's own assertion).
@@ -151,21 +149,23 @@ class LinearCrossEntropy(nn.Linear):
         self.options = Options(reduction, ignore_index, label_smoothing)
         if weight is not None and tuple(weight.shape) != (num_classes,):
             raise UsageError(
-                f"LinearCrossEntropy: class weights of {list(weight.shape)}. Give [{num_classes}]."
+                f"LinearCrossEntropy: weight has shape {list(weight.shape)}. Use one number per class: [{num_classes}]."
             )
         self.register_buffer("class_weight", weight, persistent=False)
 
     def forward(self, input: Tensor, target: Tensor | None = None) -> Tensor:
-        """The loss of [..., in] against targets [...], reduced; without a target a UsageError names `logits`."""
+        """The loss of [..., in] for targets [...]. UsageError without a target; for logits call `logits`."""
         if target is None:
-            raise UsageError("LinearCrossEntropy: no target. For logits call head.logits(hidden).")
+            raise UsageError(
+                "LinearCrossEntropy: no target. Call head(hidden, target), or head.logits(hidden)."
+            )
         named: dict[str, Any] = vars(self.options)
         return linear_cross_entropy(
             input, self.weight, target, self.bias, class_weight=self.class_weight, **named
         )
 
     def logits(self, input: Tensor) -> Tensor:
-        """[..., in] -> [..., num_classes], as ``nn.Linear`` gives them: for evaluation and generation."""
+        """The logits of [..., in], [..., num_classes], as from ``nn.Linear``: for evaluation and generation."""
         return F.linear(input, self.weight, self.bias)
 
 
@@ -184,8 +184,8 @@ def _check_shapes(
     given = {"input": input, "weight": weight, "bias": bias, "class_weight": class_weight}
     shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items() if x is not None)
     raise UsageError(
-        f"linear_cross_entropy: {shapes}, target {list(target.shape)} of {target.dtype}. Give input [..., in], "
-        "weight [classes, in], bias and class_weight [classes], and as target one integer a row [...] or "
+        f"linear_cross_entropy: {shapes}, target {list(target.shape)} of {target.dtype}. Use input [..., in], "
+        "weight [classes, in], bias and class_weight [classes], and as target one integer per row [...] or "
         "probabilities [..., classes]."
     )
 
@@ -218,8 +218,8 @@ def _formats(input: Tensor, weight: Tensor, bias: Tensor | None) -> _Formats:
     elif any(tensor.dtype is not low for tensor in tensors) or not weight.is_floating_point():
         named = ", ".join(name_of(tensor.dtype) for tensor in tensors)
         raise UsageError(
-            f"linear_cross_entropy: input, weight and bias of {named}. Outside of autocast all need the same "
-            "floating format: cast one side, or enter mezzo.autocast."
+            f"linear_cross_entropy: input, weight and bias are {named}. Outside of autocast all must have the same "
+            "floating-point format. Cast them, or call it inside mezzo.autocast."
         )
     is_emulated = low in _HALVES and name_of(low) not in native_formats(device)
     return low, torch.float32 if is_emulated else low
@@ -295,8 +295,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (grad,) = arrived
         if torch.is_grad_enabled() or not is_plain(grad):
             raise UsageError(
-                "linear_cross_entropy(): a gradient of its gradient, or a batch of gradients. Its gradients are "
-                "computed in the forward pass, for one backward. Use F.cross_entropy(F.linear(input, weight), target)."
+                "linear_cross_entropy(): second derivatives and batches of gradients are not supported, because the "
+                "gradients are computed in the forward pass. Use F.cross_entropy(F.linear(input, weight), target)."
             )
         made, ctx.made = ctx.made, None
         with torch.autocast(grad.device.type, enabled=False):

@@ -22,12 +22,10 @@ from mezzo.core.loss_scale import (
     Numbers,
     ScaleArrays,
     StaticLossScale,
-    advance,
     check,
-    fl32,
     on_host,
     power_text,
-    start,
+    rounded,
 )
 
 
@@ -76,7 +74,7 @@ class LossScaler:
     def how_to_go_on(self) -> str:
         """What to call after a collapse whose cause is fixed, and what would happen without."""
         again = self.pure.begun_anew()
-        if not isinstance(again, DynamicLossScale):
+        if isinstance(again, StaticLossScale):
             return "mp.reset_loss_scale() forgets the skips; without it the next skip raises this again"
         return (
             f"mp.reset_loss_scale() lets the scale begin anew, at {power_text(again.scale)}; without it training goes "
@@ -89,23 +87,26 @@ def moved(
 ) -> tuple[Tensor, ScaleArrays]:
     """The scale and the state after one step; the given tensors are not written to."""
     if isinstance(state.scale, Tensor):
-        state = advance(pure, state, found_inf != 0, torch)
+        state = pure.advance(state, found_inf != 0, torch)
         return state.scale, state
-    after = advance(pure, state, bool(found_inf), Numbers)
-    if after.scale == state.scale:
+    after = pure.advance(state, bool(found_inf), Numbers)
+    if after.scale == state.scale and type(after) is ScaleArrays:
         return scale, after
-    after = ScaleArrays(fl32(after.scale), after.good_steps, after.overflows, after.stuck)
+    after = rounded(after)
     return torch.full((), after.scale, dtype=torch.float32), after
 
 
 def begun(pure: LossScale, device: torch.device) -> tuple[Tensor, ScaleArrays]:
     """The scale as a tensor, and the moving parts in the form that they have on this device."""
-    state = start(pure)
+    state = pure.arrays()
     scale = torch.full((), state.scale, dtype=torch.float32, device=device)
     if reading_is_free(scale):
         return scale, state
-    counts = (state.good_steps, state.overflows, state.stuck)
-    return scale, ScaleArrays(scale, *(torch.full((), n, dtype=torch.int32, device=device) for n in counts))
+    made = {
+        name: torch.full((), n, dtype=torch.float32 if isinstance(n, float) else torch.int32, device=device)
+        for name, n in vars(state).items()
+    }
+    return made["scale"], replace(state, **made)
 
 
 def inverse(scale: Tensor) -> Tensor:

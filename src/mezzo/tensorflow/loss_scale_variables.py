@@ -1,13 +1,14 @@
 """A loss scale in `tf.Variable`s: in an eager program, in a `tf.function`, and once for each graph of TF1.
 
-The transition is `mezzo.core.loss_scale.advance`. A step applies the gradients or skips, advances the scale, and raises
+The transition is the loss scale's `advance`. A step applies the gradients or skips, advances the scale, and raises
 when the patience has run out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
@@ -17,11 +18,8 @@ from mezzo.core.loss_scale import (
     LossScale,
     NoLossScale,
     ScaleArrays,
-    advance,
     check,
-    collapsed,
     on_host,
-    start,
 )
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.tensorflow.switch import in_xla, refuse_xla
@@ -29,24 +27,15 @@ from mezzo.tensorflow.switch import in_xla, refuse_xla
 _READS = "optimizer.loss_scale, optimizer.skipped_steps"
 
 
-@dataclass(frozen=True)
-class Held(ScaleArrays):
-    """The variables of one graph, or of the eager program, each of shape (); types in `_VARIABLES`."""
-
-    skipped_steps: Any
-    last_step_skipped: Any
+class Held(SimpleNamespace):
+    """The variables of one graph, or of the eager program, each of shape (): the loss scale's state and `_OWN`."""
 
 
-# Field -> name in checkpoints and graphs, and type. The first two are those of TensorFlow's and tf_keras's own
-# loss-scale optimizers, so that their checkpoints load.
-_VARIABLES = {
-    "scale": ("current_loss_scale", tf.float32),
-    "good_steps": ("good_steps", tf.int64),
-    "overflows": ("overflows", tf.int32),
-    "stuck": ("stuck", tf.int32),
-    "skipped_steps": ("skipped_steps", tf.int64),
-    "last_step_skipped": ("last_step_skipped", tf.bool),
-}
+_OWN = {"skipped_steps": 0, "last_step_skipped": False}
+# Names in checkpoints and graphs, and types. Those of the first two fields are TensorFlow's and tf_keras's, so that
+# checkpoints of their loss-scale optimizers load. Other fields have their own name; counters are int32, numbers FP32.
+_NAMES = {"scale": "current_loss_scale"}
+_TYPES = {"good_steps": tf.int64, "skipped_steps": tf.int64, "last_step_skipped": tf.bool}
 
 
 class LossScaleVariables(tf.__internal__.tracking.Trackable):
@@ -57,6 +46,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
 
     def __init__(self, pure: LossScale) -> None:
         self.pure = pure
+        self._first = pure.arrays()
         self._held: dict[Any, Held] = {}
         # The graphs in which a step was built, in order; None for the eager program.
         self._used: dict[Any, None] = {}
@@ -77,18 +67,22 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         return self._held[graph]
 
     def _make(self) -> Held:
-        values = {"skipped_steps": 0, "last_step_skipped": False} | vars(start(self.pure))
+        values = vars(self._first) | _OWN
         settings = {"trainable": False, "use_resource": True}
         with tf.name_scope("loss_scale/"):  # not aggregated: every replica comes to the same values
             made = {
-                field: tf.compat.v1.Variable(values[field], name=name, dtype=dtype, **settings)
-                for field, (name, dtype) in _VARIABLES.items()
+                field: tf.compat.v1.Variable(
+                    value,
+                    name=_NAMES.get(field, field),
+                    dtype=_TYPES.get(field, tf.float32 if isinstance(value, float) else tf.int32),
+                    **settings,
+                )
+                for field, value in values.items()
             }
         return Held(**made)
 
     def _by_name(self) -> dict[str, Any]:
-        held = self.here()
-        return {name: getattr(held, field) for field, (name, _) in _VARIABLES.items()}
+        return {_NAMES.get(field, field): variable for field, variable in vars(self.here()).items()}
 
     def variables(self) -> list[Any]:
         """The variables of `here()`."""
@@ -120,7 +114,10 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
             raise UsageError(
                 f"{what} is for eager programs. In a graph of TF1 a Session reads it: session.run([{_READS}])."
             )
-        return ScaleArrays(*(float(getattr(held, f.name).numpy()) for f in fields(ScaleArrays)))
+        return self._state(lambda name: float(getattr(held, name).numpy()))
+
+    def _state(self, of: Callable[[str], Any]) -> ScaleArrays:
+        return replace(self._first, **{name: of(name) for name in vars(self._first)})
 
     def require_scaled(self) -> None:
         """Raise CallOrderError if the loss was never scaled, or the gradients never unscaled."""
@@ -172,12 +169,12 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         """One step; `bad` is bool, shape [n]: whose gradients are NaN or infinite, agreed over replicas."""
         held = self.here(for_a_step=True)
         found_inf = tf.reduce_any(bad)
-        before = ScaleArrays(*(tf.convert_to_tensor(getattr(held, f.name)) for f in fields(ScaleArrays)))
-        after = advance(self.pure, before, found_inf, tf)
+        before = self._state(lambda name: tf.convert_to_tensor(getattr(held, name)))
+        after = self.pure.advance(before, found_inf, tf)
         skipped = tf.convert_to_tensor(held.skipped_steps)
         applied = tf.cond(found_inf, lambda: tf.constant(False), lambda: _done(apply))
         assigned = [
-            *(getattr(held, f.name).assign(getattr(after, f.name)) for f in fields(ScaleArrays)),
+            *(getattr(held, name).assign(value) for name, value in vars(after).items()),
             held.skipped_steps.assign(skipped + tf.cast(found_inf, skipped.dtype)),
             held.last_step_skipped.assign(found_inf),
         ]
@@ -186,13 +183,13 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         if tf.executing_eagerly():
             if has_collapsed:
                 bad_names = ", ".join(name for name, flag in zip(names, bad.numpy()) if flag)
-                said = str(collapsed(pure, pure.patience))
+                said = str(pure.collapsed(pure.patience))
                 raise LossScaleCollapseError(said, f"Gradients that are not finite: {bad_names}.")
             return None
 
         def stop() -> Any:
             which = tf.strings.reduce_join(tf.boolean_mask(tf.constant(list(names)), bad), separator=", ")
-            data = [str(collapsed(pure, pure.patience)), "Gradients that are not finite:", which]
+            data = [str(pure.collapsed(pure.patience)), "Gradients that are not finite:", which]
             told = tf.raw_ops.Assert(condition=tf.constant(False), data=data)
             with tf.control_dependencies([told] if told is not None else []):
                 return tf.constant(True)

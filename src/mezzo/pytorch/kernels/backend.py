@@ -23,14 +23,14 @@ KERNELS = "MEZZO_KERNELS"  # environment variable that forces one implementation
 _FILES = {"reference": "reference", "numba": "cpu", "triton": "triton"}
 
 # Device type -> the compiler that its kernels need, and how to get it.
-_COMPILED = {"cpu": ("numba", 'pip install "mezzo[cpu]"'), "cuda": ("triton", "pip install triton")}
+_COMPILED = {"cpu": ("numba", "pip install numba"), "cuda": ("triton", "pip install triton")}
 
 
 def implementation(device_type: str) -> str:
     """``"triton"``, ``"numba"`` or ``"reference"``, for a device type such as ``"cpu"`` or ``"cuda"``.
 
-    Without a device's compiler, with one warning per process, and on other devices the reference serves.
-    ``MEZZO_KERNELS`` overrides this. Neither compiler is imported here.
+    Where the compiler is missing (one warning per process) and on other devices, it is the reference.
+    ``MEZZO_KERNELS`` overrides the choice. This function imports no compiler.
     """
     forced = os.environ.get(KERNELS)
     if forced:
@@ -40,8 +40,8 @@ def implementation(device_type: str) -> str:
         runs_on = {"reference": device_type, "numba": "cpu", "triton": "cpu" if is_interpreted else "cuda"}
         if device_type != runs_on[forced]:
             raise UsageError(
-                f"{KERNELS}={forced!r}: its kernels cannot run on {device_type!r}. Use {KERNELS}=reference, or unset "
-                "it to let each device have its own."
+                f"{KERNELS}={forced!r}: these kernels cannot run on {device_type!r}. Set {KERNELS}=reference, or unset "
+                f"{KERNELS}, and Mezzo chooses for each device."
             )
         return forced
     if device_type not in _COMPILED:
@@ -69,7 +69,7 @@ def kernel(path: str) -> Callable[..., Any]:
 
 
 def serves_custom_kernels(device_type: str) -> bool:
-    """Whether the kernels can run on a device type: on a CPU always (without Numba as reference), on CUDA by Triton."""
+    """Whether the kernels can run on a device type: on a CPU always (as reference without Numba), on CUDA by Triton."""
     has_triton = bool(os.environ.get(KERNELS)) or is_installed("triton")
     return device_type == "cpu" or (device_type == "cuda" and has_triton)
 
@@ -83,8 +83,8 @@ def is_installed(module: str) -> bool:
 @functools.cache
 def _warn_once(device_type: str, compiler: str, install: str) -> None:
     warnings.warn(
-        f"{compiler} is not installed, so Mezzo's kernels on {device_type} are plain PyTorch operations: the "
-        f"same numbers, many times slower. To compile them: {install}",
+        f"{compiler} is not installed, so Mezzo's kernels on {device_type} run as plain PyTorch operations: the same "
+        f"results, many times slower. For compiled kernels: {install}",
         UserWarning,
         stacklevel=4,
     )

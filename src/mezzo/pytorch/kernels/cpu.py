@@ -54,7 +54,7 @@ class _Distinct(_numba.core.compiler.Compiler):  # type: ignore[misc]  # a class
 
 
 def loop(function: F) -> F:
-    """Mark a function whose pointers never alias, so that its loops are vectorised without checks."""
+    """Mark a function whose pointers never alias, so that its loops are vectorized without checks."""
     compiled: F = njit(pipeline_class=_Distinct, error_model="numpy")(function)
     return compiled
 

@@ -6,7 +6,7 @@
          db [N]    = sum of g                   of g itself, in FP32
 
 Scales are powers of two. Tensorwise, both products of a tensor share one scale and one set of codes. Rowwise scales
-are constant along the dimension that a product sums over, so each product quantizes anew. For backward the layer keeps
+are constant along the dimension that a product sums over, so each product quantizes again. For backward the layer keeps
 x in 8 bits and the weight itself. See Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433).
 """
 
@@ -196,11 +196,11 @@ def misfit(in_features: int, out_features: int) -> str:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
 def is_native(device: torch.device) -> bool:
-    """Whether fp8 products on a device are `torch._scaled_mm`: on CUDA from 8.9 on, or as MEZZO_FP8 says."""
+    """Whether a device computes fp8 products by `torch._scaled_mm`: CUDA from 8.9 on, unless MEZZO_FP8 forces one."""
     forced = os.environ.get(PATH)
     if forced:
         if forced not in PATHS:
-            raise unknown_name("way of fp8", forced, PATHS, where=f"{PATH}={forced!r}: ")
+            raise unknown_name("fp8 implementation", forced, PATHS, where=f"{PATH}={forced!r}: ")
         return forced == "native"
     # AMD's first fp8 has other codes (e4m3fnuz), and its capability numbers mean something else.
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
@@ -295,7 +295,7 @@ class _Fp8Linear(torch.autograd.Function):
         eager = not torch.compiler.is_compiling()
         if eager and torch._C._functorch.is_legacy_batchedtensor(grad):
             raise UsageError(
-                "fp8_linear(): is_grads_batched=True is not supported. Take gradients one at a time, or with "
+                "fp8_linear(): is_grads_batched=True is not supported. Compute one gradient at a time, or use "
                 "torch.func.vmap over torch.func.vjp."
             )
         weight, codes, inv_scale = ctx.saved_tensors
@@ -346,6 +346,6 @@ class _FirstOnly(torch.autograd.Function):
     @unseen
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise UsageError(
-            "fp8_linear(): a gradient of its gradient. The layer keeps its input in 8 bits only, which has no second "
-            "derivative. Leave the layers that need one in bf16: module.NAME=bf16 in the policy."
+            "fp8_linear(): second derivatives are not supported, because the layer keeps its input in 8 bits only. "
+            "Compute the layers that need them in bf16: add module.NAME=bf16 to the policy."
         )

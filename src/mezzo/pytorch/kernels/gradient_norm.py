@@ -25,7 +25,7 @@ def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
     devices = {grad.device for grad in grads}
     if len(devices) > 1:
         named = ", ".join(sorted(map(str, devices)))
-        raise UsageError(f"sum_of_squares(): gradients on {named}. Give those of one device at a time.")
+        raise UsageError(f"sum_of_squares(): the gradients are on {named}. Call it once per device.")
     dense = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
     if backend.implementation(dense[0].device.type) != "numba":
         return reference(dense)

@@ -1,6 +1,6 @@
 """Numba loops without branches on formats: a template module, written to a cache with other bound names.
 
-In a template the assignments marked ``# bound`` vary; machine code is cached beside the written module. The cache
+In a template the assignments marked ``# bound`` vary; machine code is cached next to the written module. The cache
 (`MEZZO_CACHE_DIR`, else ``mezzo`` in `XDG_CACHE_HOME` or ``~/.cache``) is executed, so others must not write to it.
 """
 
@@ -42,7 +42,7 @@ _BOUND = re.compile(r"^(\w+) = (\S+)  # bound$", re.MULTILINE)
 
 
 class KernelError(MezzoError, RuntimeError):
-    """A kernel that can't be compiled on this machine."""
+    """Numba could not compile a kernel on this machine."""
 
 
 class Kernel(NamedTuple):
@@ -126,15 +126,15 @@ def _compiled(name: str, file: Path, main: str) -> Kernel:
     except Exception as error:
         del sys.modules[module_name]
         raise KernelError(
-            f"Numba {numba.__version__} could not compile {file}: {type(error).__name__}: {error}. Set "
-            "MEZZO_KERNELS=reference to run the same step as PyTorch operations, many times slower."
+            f"Numba {numba.__version__} could not compile {file}: {type(error).__name__}: {error}. To "
+            "continue without it, set MEZZO_KERNELS=reference: the same results, many times slower."
         ) from error
     _keep_alive.append(compiled)
     return Kernel(compiled.address, time.perf_counter() - start, compiled.cache_hits > 0)
 
 
 def entry(main: Callable[[Any], None]) -> Any:
-    """Compile ``void main(int64_t *job)``, or load it from the cache beside its source; Numba's object for it."""
+    """Compile ``void main(int64_t *job)``, or load it from the cache next to its source; Numba's object for it."""
     types = _numba.types
     return _numba.cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")(main)
 
@@ -163,8 +163,8 @@ def _folder() -> Path:
                 with tempfile.TemporaryFile(dir=folder):
                     return folder
             warnings.warn(
-                f"the kernel cache is not used, and kernels are compiled anew in each process: {why}. Delete "
-                f"{folder} and run `chmod 700 {folder.parent}`, or set {CACHE} to a folder of your own.",
+                f"Mezzo compiles its kernels again in each process, as the kernel cache is not safe: {why}. Delete "
+                f"{folder} and run `chmod 700 {folder.parent}`, or set {CACHE} to a folder that belongs to you.",
                 UserWarning,
                 stacklevel=2,
             )

@@ -30,7 +30,7 @@ class Rounded:
 
 
 class Packing:
-    """The saved-tensor hooks of one emulated call; `outer` are those around it. Saved FP32 tensors that are no inputs
+    """The saved-tensor hooks of one emulated call; `outer` are those around it. Other saved FP32 tensors
     are rounded from `keep_rank` dimensions on, but for statistics of rows (a log-sum-exp); with None they stay FP32.
     """
 

@@ -1,6 +1,6 @@
-"""`adopt`: a `torch.optim` optimizer becomes one of Mezzo's, and stays the object that the script holds.
+"""`adopt` turns a `torch.optim` optimizer into one of Mezzo's, in place.
 
-Its class changes to a subclass of both, so schedulers, hooks, groups and `isinstance` keep working.
+The object changes its class, to a subclass of both, so schedulers, hooks, groups and `isinstance` keep working.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FUSED: dict[type[Optimizer], type[FusedOptimizer]] = {
 
 
 def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
-    """Turn an optimizer of torch's into the fused one of the same name, in place.
+    """Turn a `torch.optim` optimizer into Mezzo's fused one of the same name, in place.
 
     Naive code::
 
@@ -39,10 +39,10 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
         masters, state: see `FusedOptimizer`. The existing state is converted.
 
     Returns:
-        The same object; also for an optimizer that was adopted before, in the same modes.
+        The same object. An optimizer that was adopted before with the same modes is returned as it is.
 
     Raises:
-        UsageError: another class, a replaced `step`, `amsgrad`, `differentiable`, parameters that these modes don't
+        UsageError: another class, a replaced `step`, `amsgrad`, `differentiable`, or parameters that these modes do not
             support. The optimizer is unchanged.
         UnknownNameError: an unknown mode.
     """
@@ -52,8 +52,8 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
         for group in optimizer.param_groups:
             if any(group[name] != mode for name, mode in modes.items()):
                 raise UsageError(
-                    f'adopt(masters="{masters}", state="{state}"): this optimizer was adopted before, with '
-                    f'masters="{group["masters"]}" and state="{group["state"]}".'
+                    f'adopt(masters="{masters}", state="{state}"): this optimizer was adopted before with '
+                    f'masters="{group["masters"]}" and state="{group["state"]}". Use these, or a new optimizer.'
                 )
         return optimizer
     _refuse_unfit(optimizer)
@@ -85,15 +85,15 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
 
 def _refuse_unfit(optimizer: Optimizer) -> None:
     kind = type(optimizer)
-    instead = "Put FP32 masters under it as it is: mezzo.optim.with_masters(optimizer)."
+    instead = "For FP32 masters under any optimizer, call mezzo.optim.with_masters(optimizer)."
     if kind not in _FUSED:
         allowed = ", ".join(sorted(f"torch.optim.{each.__name__}" for each in _FUSED))
         raise UsageError(
-            f"adopt: no kernel for {kind.__module__}.{kind.__qualname__}, only for {allowed}. {instead}"
+            f"adopt: {kind.__module__}.{kind.__qualname__} has no fused kernel. Use one of {allowed}. {instead}"
         )
     for flag in ("amsgrad", "differentiable"):
         if any(group.get(flag) for group in optimizer.param_groups):
-            raise UsageError(f"adopt: this {kind.__name__} has {flag}=True. {instead}")
+            raise UsageError(f"adopt: {kind.__name__} with {flag}=True has no fused kernel. {instead}")
     step = vars(optimizer).get("step")
     code = getattr(step, "__code__", None)  # functools.wraps copies the name, but not the code
     schedulers = torch.optim.lr_scheduler.LRScheduler.__init__.__code__.co_filename
@@ -101,8 +101,8 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
     if step is not None and (code is None or code.co_filename != schedulers):
         where = repr(step) if code is None else f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
         raise UsageError(
-            f"adopt: the step of this {kind.__name__} was replaced by {where}, which would be lost. Adopt the "
-            "optimizer first and wrap its step afterwards."
+            f"adopt: {kind.__name__}.step was replaced by {where}, which adopt would drop. Adopt the optimizer first, "
+            "then replace its step."
         )
 
 

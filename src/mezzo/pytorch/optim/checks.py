@@ -1,6 +1,7 @@
-"""What an optimizer refuses: settings out of range, unknown modes, parameters and gradients that it can't step.
+"""Checks of an optimizer's settings, modes, parameters and gradients.
 
-Also ownership: only one optimizer may hold the master of a 16-bit weight (`claim`), because two would undo each other.
+Also of ownership: only one optimizer may hold the master of a 16-bit weight (`claim`), because two would undo each
+other's updates.
 """
 
 from __future__ import annotations
@@ -42,23 +43,23 @@ def group(owner: str, values: dict[str, Any]) -> None:
 
 
 def weight(param: Tensor, masters: str, what: str) -> None:
-    """Raise a UsageError for a weight whose class, format or layout can't be stepped with these masters."""
+    """Raise a UsageError for a weight whose class, format or layout these masters do not support."""
     if bool(is_traceable_wrapper_subclass(param)):
         problem = (
-            f"is a {type(param).__name__}, whose values are in other tensors. Use an optimizer of torch.optim, or "
-            "mezzo.optim.with_masters over one."
+            f"is a {type(param).__name__}, which the fused kernels cannot read. Use an optimizer of torch.optim, or "
+            "mezzo.optim.with_masters(optimizer) around one."
         )
     elif param.dtype not in GRADIENTS:
-        kind = "floats of another width" if param.is_floating_point() else "complex or integers"
         problem = (
-            f"is {param.dtype}. Weights are torch.float32, torch.bfloat16 or torch.float16. Leave out {kind}, by "
-            "(p for p in model.parameters() if p.requires_grad) or by giving them to an optimizer of torch.optim."
+            f"is {param.dtype}. Use torch.float32, torch.bfloat16 or torch.float16. Give other parameters to an "
+            "optimizer of torch.optim, or leave out those that are not trained: "
+            "(p for p in model.parameters() if p.requires_grad)."
         )
     elif param.layout is not torch.strided:
-        problem = f"is stored as {param.layout}. Only dense tensors are supported: use param.to_dense()."
+        problem = f"has the layout {param.layout}. Only dense tensors are supported. Use param.to_dense()."
     elif param.dtype is torch.float16 and masters != "fp32":
         problem = (
-            f"is torch.float16, for which masters={masters!r} doesn't exist: fp16 lacks FP32's range. Use "
+            f"is torch.float16, and masters={masters!r} needs bf16 weights, which have FP32's range. Use "
             'masters="fp32".'
         )
     elif not is_dense(param):
@@ -72,7 +73,7 @@ def weight(param: Tensor, masters: str, what: str) -> None:
 
 
 def gradient(grad: Tensor, param: Tensor, owner: str) -> None:
-    """Raise a UsageError that says why this gradient, sparse or of another format, can't be used."""
+    """Raise a UsageError for a gradient that is sparse or has another format."""
     where = f"{owner}: the gradient of a parameter of shape {list(param.shape)} is"
     if grad.layout is not torch.strided:
         raise UsageError(
@@ -85,16 +86,16 @@ def gradient(grad: Tensor, param: Tensor, owner: str) -> None:
 def number(owner: str, name: str, value: Any, *, below: float = math.inf) -> None:
     """Raise a UsageError unless a setting is one number in [0, below)."""
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise UsageError(f"{owner}: {name} is a tensor of shape {list(value.shape)}; give one number.")
+        raise UsageError(f"{owner}: {name} is a tensor of shape {list(value.shape)}. Use one number.")
     if not isinstance(value, (int, float, Tensor)) or not 0 <= float(value) < below:
-        allowed = "finite and not negative" if below == math.inf else f"from 0 to {below:g}, excluded"
+        allowed = "finite and not negative" if below == math.inf else f"at least 0 and below {below:g}"
         raise UsageError(f"{owner}: {name}={value!r} is out of range: it must be {allowed}.")
 
 
 def betas(owner: str, values: Any) -> None:
     """Raise a UsageError unless these are two decays in [0, 1)."""
     if not isinstance(values, (tuple, list)) or len(values) != 2:
-        raise UsageError(f"{owner}: betas={values!r} must be two numbers from 0 to 1.")
+        raise UsageError(f"{owner}: betas={values!r} must be two numbers, such as (0.9, 0.999).")
     for index, beta in enumerate(values):
         number(owner, f"betas[{index}]", beta, below=1.0)
 
@@ -106,9 +107,9 @@ def claim(optimizer: Optimizer, param: Tensor) -> None:
         other = _other_owner(optimizer, param)
         if other is not None:
             raise UsageError(
-                f"two optimizers hold a master for one {param.dtype} weight of shape {list(param.shape)}: the "
-                f"{type(other).__name__} before, and now this {type(optimizer).__name__}. Each would undo the other's "
-                "updates. Give the weight to one of them, or drop the first one's state: optimizer.state.clear()."
+                f"a {param.dtype} weight of shape {list(param.shape)} is in two optimizers that keep its master, "
+                f"{type(other).__name__} and {type(optimizer).__name__}. Each would undo the other's updates. Give the "
+                "weight to one of them, or clear the state of the first: optimizer.state.clear()."
             )
     _owners[param] = weakref.ref(optimizer)
 

@@ -1,7 +1,7 @@
-"""The base class of Mezzo's optimizers: everything that a step needs besides the update rule.
+"""The base class of Mezzo's optimizers: everything that a step needs except the update rule.
 
-A step looks in Python whether each parameter's tensors are those of its `Row` (else a new one is made), then calls one
-kernel per device: unscale, decode, update, encode, or nothing on overflow.
+A step checks in Python that each parameter's tensors are those of its `Row` (else it makes a new one), then calls one
+kernel per device, which unscales, decodes, updates and encodes, or does nothing on overflow.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ Work = dict[torch.device, list[tuple[Hyper, list[Row]]]]
 class FusedOptimizer(Optimizer):
     """An optimizer over FP32, bf16 and fp16 weights, whose step is one kernel per device.
 
-    Follows torch.amp's contract: if `grad_scale` is set on it, gradients are divided by it; if `found_inf` is set and
-    not 0, the step is skipped, without waiting for the device. A subclass converts its settings for the kernels.
+    Works with torch.amp's `GradScaler`: if the attribute `grad_scale` is set, gradients are divided by it; if
+    `found_inf` is set and not 0, the step is skipped, without waiting for the device.
 
     Args:
-        params: parameters, named parameters, or groups; a group may have its own `masters` and `state`.
+        params: parameters, named parameters, or groups; a group may set `masters` and `state` for itself.
         defaults: the update rule's settings.
-        state: format of the states: `"fp32"`, `"bf16"`, `"int8"`. The small formats are rounded stochastically.
-        masters: where the FP32 master of a 16-bit weight is: `"fp32"` (a tensor), `"split"` (a 16-bit remainder with a
-            bf16 weight: the same numbers as `"fp32"`), `"split8"` (an 8-bit remainder: a 24-bit master), `"none"`. An
-            FP32 weight is its own master.
+        state: format of the optimizer's states: `"fp32"`, `"bf16"` or `"int8"`. The small ones are rounded
+            stochastically.
+        masters: how the FP32 master of a 16-bit weight is kept: `"fp32"` (a separate tensor), `"split"` (bf16 weights:
+            a 16-bit remainder, same results as `"fp32"`), `"split8"` (an 8-bit remainder: a 24-bit master) or `"none"`.
+            An FP32 weight is its own master.
     """
 
     _step_supports_amp_scaling = True
@@ -80,9 +81,7 @@ class FusedOptimizer(Optimizer):
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own settings; a UsageError for what is out of range leaves the optimizer
-        unchanged.
-        """
+        """Add a group of parameters. After a UsageError (a setting out of range) the optimizer is unchanged."""
         count = len(self.param_groups)
         super().add_param_group(param_group)
         try:
@@ -105,13 +104,13 @@ class FusedOptimizer(Optimizer):
         Args:
             closure: computes loss and gradients; called once, before the update.
             multiplier: an FP32 scalar by which every gradient is multiplied first.
-            found_inf: an FP32 scalar; if it isn't 0, no weight, state or step count changes.
+            found_inf: an FP32 scalar; if it is not 0, no weight, state or step count changes.
 
         Returns:
             The closure's result.
 
         Raises:
-            UsageError: a sparse gradient, a weight whose master another optimizer holds.
+            UsageError: a sparse gradient, or a weight whose master another optimizer holds.
         """
         loss = None
         if closure is not None:
@@ -128,9 +127,7 @@ class FusedOptimizer(Optimizer):
     def step_parameters(
         self, params: Sequence[Tensor], *, multiplier: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
-        """Update only these of the optimizer's parameters, as `step` would, without hooks; a UsageError for
-        another's.
-        """
+        """Update only these parameters, as `step` does but without hooks. UsageError if one is in no group."""
         by_group: dict[int, list[Tensor]] = defaultdict(list)
         for param in params:
             by_group[self._place(param)[0]].append(param)
@@ -253,7 +250,8 @@ class FusedOptimizer(Optimizer):
                 del self._states[gone]
         if place is None:
             raise UsageError(
-                f"{type(self).__name__}: a parameter of shape {list(param.shape)} is in none of its groups."
+                f"{type(self).__name__}: a parameter of shape {list(param.shape)} is in none of its groups. Use "
+                'optimizer.add_param_group({"params": [param]}).'
             )
         return place
 
@@ -279,8 +277,8 @@ class FusedOptimizer(Optimizer):
 
     @property
     def weight_overflow(self) -> Tensor:
-        """0-dim FP32 on the first parameter's device: 1.0 once a 16-bit weight there was written as infinite (a bf16
-        weight from a master of 0x7F7F8000 (3.39e38) up, an fp16 weight from 65520).
+        """0-dim FP32 on the first parameter's device: 1.0 after a step wrote an infinite 16-bit weight there (bf16 from
+        3.39e38 up, fp16 from 65520 up).
         """
         for group in self.param_groups:
             for param in group["params"]:
@@ -292,8 +290,8 @@ class FusedOptimizer(Optimizer):
         return self._state_of(param, group, self._hyper(group).states)
 
     def master(self, param: Tensor) -> Tensor:
-        """A copy of a parameter's FP32 master: the value that the next step starts from, also if the weight was edited.
-        A UsageError for a parameter of another optimizer.
+        """A copy of a parameter's FP32 master, from which the next step starts; of an edited weight, its new value.
+        UsageError if the parameter is in no group.
         """
         known = self._held(param)
         return storage.read_master(param, known.entries, known.how)
@@ -301,20 +299,20 @@ class FusedOptimizer(Optimizer):
     def set_master(self, param: Tensor, value: Tensor) -> None:
         """Set a parameter's FP32 master, and its weight to the rounded value.
 
-        `value` has the parameter's shape, and is rounded to nearest if the master has fewer bits than FP32. A
-        UsageError for another shape, or a parameter of another optimizer.
+        `value` has the parameter's shape. It is rounded to nearest if the master has fewer bits than FP32. UsageError
+        for another shape, or a parameter in no group.
         """
         known = self._held(param)
         if value.shape != param.shape:
             raise UsageError(
-                f"set_master: the value has the shape {list(value.shape)}, and the parameter {list(param.shape)}."
+                f"set_master: the value has shape {list(value.shape)}; use the parameter's, {list(param.shape)}."
             )
         storage.write_master(param, known.entries, known.how, value)
 
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """The state for `load_state_dict`, in torch's form; its tensors are not copies. Masters that `lower_weights`
-        keeps are taken over first, so that a checkpoint made before the first step has them.
+        """The state for `load_state_dict`, in torch's form; its tensors are not copies. It includes the masters that
+        `lower_weights` keeps, also before the first step.
         """
         for group in self.param_groups:
             states = self._hyper(group).states
@@ -327,13 +325,13 @@ class FusedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class with the same modes, to the bit, or of torch's optimizer of the same name.
 
-        A state of torch's is rounded to the formats of the modes, and FP32 masters then come from the model's weights.
-        A UsageError for another optimizer, other modes, shapes or number of parameters; the optimizer is unchanged.
+        The state of a torch optimizer is rounded to the formats of the modes; masters start from the model's weights.
+        After a UsageError (another optimizer, other modes, shapes or groups) the optimizer is unchanged.
         """
         state_dicts.load(self, state_dict)
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """The state in the form of torch's optimizer of this name: FP32 states, without masters."""
+        """The state for torch's optimizer of the same name: FP32 states, no masters."""
         return state_dicts.to_torch(self)
 
 

@@ -61,11 +61,11 @@ class Adam(FusedOptimizer):
         betas: decays of the first and the second moment, each in [0, 1).
         eps: added to the denominator.
         weight_decay: coefficient of the L2 term.
-        maximize: ascend.
+        maximize: maximize the objective instead of minimizing it.
         state, masters: see `FusedOptimizer`.
 
     Raises:
-        UsageError: a number out of range, a parameter that these masters don't support.
+        UsageError: a number out of range, or a parameter that these masters do not support.
         UnknownNameError: an unknown `state` or `masters`.
     """
 
@@ -96,7 +96,7 @@ class Adam(FusedOptimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay: the weight decays itself, and the decay does not enter the moments.
+    """Adam with decoupled weight decay: the decay is applied to the weight and does not enter the moments.
 
     Naive code: as `Adam` with ``g = grad.float()``, and first ``w = w * (1 - lr * weight_decay)``. Arguments and errors
     are those of `Adam`.
@@ -134,9 +134,9 @@ class SGD(FusedOptimizer):
         w = w - lr * g
 
     Args:
-        momentum: decay of the buffer; there is no buffer if it is 0. If it is set later, the buffer starts then.
-        dampening: the part of the gradient that doesn't enter the buffer.
-        nesterov: Nesterov momentum; a UsageError without momentum or with dampening.
+        momentum: decay of the buffer. There is no buffer while it is 0; if it is set later, the buffer starts then.
+        dampening: the part of the gradient that does not enter the buffer.
+        nesterov: Nesterov momentum; UsageError without momentum or with dampening.
 
     The other arguments and the errors are those of `Adam`.
     """
@@ -166,7 +166,7 @@ class SGD(FusedOptimizer):
         if group["nesterov"] and (not group["momentum"] or group["dampening"]):
             raise UsageError(
                 f"{type(self).__name__}: nesterov=True with momentum={group['momentum']!r} and "
-                f"dampening={group['dampening']!r}. Nesterov momentum needs momentum above 0 and no dampening."
+                f"dampening={group['dampening']!r}. Nesterov momentum needs momentum above 0 and dampening=0."
             )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:

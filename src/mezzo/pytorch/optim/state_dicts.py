@@ -1,7 +1,7 @@
-"""State dicts of Mezzo's form and of torch's, loaded completely or not at all.
+"""State dicts in Mezzo's form and in torch's, loaded completely or not at all.
 
 torch's `load_state_dict` casts every state to the parameter's format, and checks no shapes. Here everything is checked
-and converted into new tensors first, and then replaced in one go that cannot fail.
+and converted into new tensors first; then the old state is replaced, which cannot fail.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def _matching_groups(where: str, state: Mapping[str, Any], groups: Sequence[Mapp
     """The groups of a saved state, if they have as many parameters as these."""
     if not isinstance(state.get("state"), Mapping) or not isinstance(state.get("param_groups"), list):
         raise UsageError(
-            f"{where}: not an optimizer's state: it has {', '.join(map(str, state))}, and must have 'state' and "
-            "'param_groups'."
+            f"{where}: this is not an optimizer's state: it has {', '.join(map(str, state)) or 'no keys'}. Pass the "
+            "result of optimizer.state_dict(), which has 'state' and 'param_groups'."
         )
     ours, theirs = ([len(group["params"]) for group in each] for each in (groups, state["param_groups"]))
     if ours != theirs:
         raise UsageError(
-            f"{where}: the state is of groups with {theirs} parameters, and the optimizer has groups with {ours}. "
-            "Nothing was changed."
+            f"{where}: the groups of the state have {theirs} parameters, and those of this optimizer {ours}. Create it "
+            "with the same groups as the saved one. Nothing was changed."
         )
     return state["param_groups"]
 
@@ -109,16 +109,17 @@ def _check_kind(where: str, group: Mapping[str, Any], saved: Mapping[str, Any]) 
     for setting in _SETTINGS:
         # torch's Adam states before 2.7 don't say whether their decay is decoupled.
         if (setting in group) != (setting in saved) and setting != decoupled:
-            has, lacks = ("has", "hasn't") if setting in saved else ("hasn't", "has")
+            sides = ("the state", "this optimizer")
+            one, other = sides if setting in saved else sides[::-1]
             raise UsageError(
-                f"{where} of the state {has} {setting!r}, and this optimizer {lacks}: the state is another optimizer's."
+                f"{where}: {one} has {setting!r}, and {other} does not. Load it into the class that saved it."
             )
     if decoupled in saved and decoupled in group and saved[decoupled] != group[decoupled]:
-        theirs, ours = ("AdamW's" if each[decoupled] else "Adam's" for each in (saved, group))
-        raise UsageError(f"{where} of the state is {theirs}, and this optimizer's is {ours}.")
+        theirs, ours = ("AdamW" if each[decoupled] else "Adam" for each in (saved, group))
+        raise UsageError(f"{where}: the state was saved by {theirs}, and this is {ours}. Use {theirs}.")
     if saved.get("amsgrad"):
         raise UsageError(
-            f"{where} of the state has amsgrad=True, which Mezzo's optimizers don't have. Load it into "
+            f"{where}: the state has amsgrad=True, which Mezzo's optimizers do not support. Load it into "
             "mezzo.optim.with_masters(torch.optim.AdamW(..., amsgrad=True))."
         )
 
@@ -130,9 +131,9 @@ def _own(
     is_another = ("own" if how.master_key is None else how.masters) != held
     if is_another or (how.specs and how.state != saved["state"]):
         raise UsageError(
-            f'{what} of {param.dtype}: the state was saved with {_masters(held)} and state="{saved["state"]}", the '
-            f'optimizer has {_masters(how.masters)} and state="{how.state}". Make the optimizer in the former modes, '
-            "or carry over the masters by mezzo.master_state_dict and the states by torch_state_dict()."
+            f'{what} of {param.dtype}: the state was saved with {_masters(held)} and state="{saved["state"]}", and the '
+            f'optimizer has {_masters(how.masters)} and state="{how.state}". Create the optimizer with the saved '
+            "settings, or transfer masters by mezzo.master_state_dict and states by optimizer.torch_state_dict()."
         )
     problem = storage.wrong(found, param, how)
     if problem:
@@ -141,7 +142,7 @@ def _own(
 
 
 def _masters(how: str) -> str:
-    return "no masters beside the weight" if how in ("own", "none") else f'masters="{how}"'
+    return "no separate masters" if how in ("own", "none") else f'masters="{how}"'
 
 
 def from_torch(what: str, found: Mapping[str, Any], param: Tensor, how: Storage) -> Entries:
@@ -152,8 +153,8 @@ def from_torch(what: str, found: Mapping[str, Any], param: Tensor, how: Storage)
         return storage.converted({}, param, how)  # SGD's buffer before its first step
     if there - names - {"step"} or not all(isinstance(found.get(name), Tensor) for name in names):
         raise UsageError(
-            f"{what}: the state has {', '.join(map(str, found))}, and must have {', '.join(sorted(names))}. Is it "
-            "another optimizer's?"
+            f"{what}: the state has {', '.join(map(str, found))}, and must have {', '.join(sorted(names))}. It was "
+            "probably saved by another class of optimizer; load it into that class."
         )
     for name in names:
         if found[name].shape != param.shape:
@@ -188,9 +189,7 @@ def to_torch(optimizer: FusedOptimizer) -> dict[str, Any]:
 def masters_in(
     state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], now: Mapping[Tensor, Any]
 ) -> dict[Tensor, Tensor]:
-    """The master of each parameter in a state for `groups`, to replace `now`; {} without masters; a UsageError if
-    unfit.
-    """
+    """The master of each parameter in a state for `groups`, to replace `now`; {} without. UsageError if unfit."""
     saved_groups = _matching_groups("with_masters", state, groups)
     params = [param for group in groups for param in group["params"]]
     keys = [key for group in saved_groups for key in group["params"]]
@@ -201,21 +200,21 @@ def masters_in(
         is_low = param.dtype in LOWERED
         if is_low and any_master and MASTER not in entry:
             raise UsageError(
-                f"the state has masters, but none for parameter {key}, which is {param.dtype} here. Lower the same "
-                "weights as when it was saved. Nothing was changed."
+                f"the state has masters, but none for parameter {key}, which is {param.dtype} here. Call "
+                "mezzo.lower_weights with the same arguments as when it was saved. Nothing was changed."
             )
         if MASTER in entry and not is_low:
             raise UsageError(
                 f"the state has a master for parameter {key}, which is {param.dtype} here. Call "
-                "mezzo.lower_weights(model) before the state is loaded. Nothing was changed."
+                "mezzo.lower_weights(model) before loading the state. Nothing was changed."
             )
         own = {**(now.get(param) or {}), MASTER: param}
         for name, value in entry.items():
             mine = own.get(name)
             if isinstance(value, Tensor) and isinstance(mine, Tensor) and value.shape != mine.shape:
                 raise UsageError(
-                    f"{name!r} of parameter {key} is {tuple(value.shape)} in the state and {tuple(mine.shape)} here. "
-                    "Nothing was changed."
+                    f"{name!r} of parameter {key} has shape {list(value.shape)} in the state and {list(mine.shape)} "
+                    "here. Build the model that was saved. Nothing was changed."
                 )
         if is_low and any_master:
             masters[param] = entry[MASTER]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.optimizer_step import Row, StateSpec
-from mezzo.pytorch.kernels.optimizer_step.formulas import NEAREST
+from mezzo.pytorch.kernels.optimizer_step.formulas import NEAREST, state_formats
 from mezzo.pytorch.kernels.optimizer_step.reference import (
     decode_master,
     encode_master,
@@ -35,7 +35,6 @@ _MASTER = {
     "split": ("remainder", torch.int16),
     "split8": ("remainder", torch.int8),
 }
-_STATE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 _DEVICES: dict[torch.device, torch.device] = {}
 
 
@@ -44,20 +43,20 @@ class Storage:
     """How one weight's master and states are stored."""
 
     masters: str  # "own" for an FP32 weight, else "fp32", "split", "split8" or "none"
-    state: str  # "fp32", "bf16" or "int8"
+    state: str  # one of formulas.state_formats
     specs: tuple[StateSpec, ...]  # the states, in the update rule's order
 
     @property
     def master_key(self) -> str | None:
-        """The entry that holds the master or its remainder; None if there is no master beside the weight."""
+        """The entry that holds the master or its remainder; None if there is no separate master."""
         return _MASTER[self.masters][0] if self.masters in _MASTER else None
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The format of every entry."""
         found = {"step": torch.float32}
         for spec in self.specs:
-            found[spec.name] = _STATE[self.state]
-            if self.state == "int8":
+            found[spec.name] = state_formats[self.state].dtype
+            if state_formats[self.state].is_scaled:
                 found[spec.name + "_scale"] = torch.bfloat16
         if self.master_key is not None:
             found[self.master_key] = _MASTER[self.masters][1]
@@ -71,8 +70,9 @@ def storage(weight: Tensor, group: Mapping[str, Any], specs: tuple[StateSpec, ..
 
 
 def _zeros(weight: Tensor, how: Storage, spec: StateSpec) -> Entries:
-    made: Entries = {spec.name: torch.zeros_like(weight, dtype=_STATE[how.state], requires_grad=False)}
-    if how.state == "int8":
+    stored = state_formats[how.state]
+    made: Entries = {spec.name: torch.zeros_like(weight, dtype=stored.dtype, requires_grad=False)}
+    if stored.is_scaled:
         scales = torch.zeros(groups(weight.numel()), dtype=torch.bfloat16, device=weight.device)
         made[spec.name + "_scale"] = scales
     return made
@@ -122,7 +122,7 @@ def _like(value: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def held_masters(entries: Mapping[str, Any]) -> str:
-    """The kind of the master in entries: ``"own"`` if there is none beside the weight."""
+    """The kind of the master in entries: ``"own"`` if there is no separate one."""
     for masters, (key, dtype) in _MASTER.items():
         if isinstance(entries.get(key), Tensor) and entries[key].dtype is dtype:
             return masters
@@ -130,7 +130,7 @@ def held_masters(entries: Mapping[str, Any]) -> str:
 
 
 def wrong(entries: Mapping[str, Any], weight: Tensor, how: Storage) -> str:
-    """Why these entries don't fit this weight and storage (names, formats, shapes), or ""."""
+    """Why these entries do not fit this weight and storage (names, formats, shapes), or ""."""
     for key in ("master", "remainder"):
         if key in entries and key != how.master_key:
             return f"{key!r} belongs to a weight of another format"
@@ -139,12 +139,12 @@ def wrong(entries: Mapping[str, Any], weight: Tensor, how: Storage) -> str:
         if not isinstance(value, Tensor):
             return f"{name!r} is missing"
         if value.dtype is not dtype:
-            return f"{name!r} is {value.dtype}, and must be {dtype}"
+            return f"{name!r} is {value.dtype} and must be {dtype}"
         shape: Sequence[int] = () if name == "step" else weight.shape
         if name.endswith("_scale"):
             shape = (groups(weight.numel()),)
         if value.shape != torch.Size(shape):
-            return f"{name!r} has the shape {list(value.shape)}, and must have {list(shape)}"
+            return f"{name!r} has shape {list(value.shape)} and must have {list(shape)}"
     return ""
 
 
@@ -179,15 +179,17 @@ def converted(
             continue
         if value.shape != weight.shape:
             raise UsageError(
-                f"the optimizer's {spec.name!r} has the shape {list(value.shape)}, and its parameter "
-                f"{list(weight.shape)}. Drop what belonged to the former parameter: optimizer.state.pop(param)."
+                f"the optimizer's {spec.name!r} has shape {list(value.shape)}, and its parameter {list(weight.shape)}. "
+                "If the parameter was replaced, drop the old state: optimizer.state.pop(param)."
             )
-        if value.dtype is _STATE[how.state] and (how.state != "int8" or _same_order(value, weight)):
+        stored = state_formats[how.state]
+        if value.dtype is stored.dtype and (not stored.is_scaled or _same_order(value, weight)):
             made |= {name: kept.detach().clone() for name, kept in old.items()}
             made[spec.name] = _like(made[spec.name], weight, value.dtype)
         else:
             made |= _zeros(weight, how, spec)
-            wide = read_state(old, spec) if value.dtype is torch.uint8 else value
+            is_code = names[1] in old or not value.is_floating_point()
+            wide = read_state(old, spec) if is_code else value
             values, scales = flat(_like(wide, weight, torch.float32)), made.get(spec.name + "_scale")
             store_state(values, flat(made[spec.name]), scales, NEAREST, signed=spec.signed)
     if master is None and how.master_key is not None and held_masters(entries) == how.masters:

@@ -33,15 +33,15 @@ def with_masters(optimizer: Any) -> WithMasters:
         optimizer_over_masters.step()
         weight.copy_(half_away16(master))       # bf16; fp16: ties to even
 
-    The optimizer steps, saves and schedules as before. An element of a weight that was edited since its last step
-    (pruned, clamped, loaded) replaces its master. Existing state is kept, in FP32. Hooks of a step see the masters.
+    Steps, schedulers and state dicts work as before. If a weight was edited since the last step (pruned, clamped,
+    loaded), the edited elements replace their masters. Existing state is kept, in FP32. Step hooks see the masters.
 
     Args:
-        optimizer: any `torch.optim.Optimizer`, also with closures (LBFGS) and sparse gradients, that keeps no list of
-            parameters besides `param_groups`.
+        optimizer: any `torch.optim.Optimizer`, also with closures (LBFGS) and sparse gradients, whose only list of
+            parameters is `param_groups`.
 
     Raises:
-        UsageError: not an optimizer; one that has masters, or ``differentiable=True``; a weight with another's master.
+        UsageError: not an optimizer; one with masters or ``differentiable=True``; a weight that is in another one.
     """
     _refuse_unfit(optimizer)
     for param in (param for group in optimizer.param_groups for param in group["params"]):
@@ -62,8 +62,8 @@ def with_masters(optimizer: Any) -> WithMasters:
 class WithMasters(Optimizer):
     """The first base class of an optimizer with masters; the second is the optimizer's own class.
 
-    Follows the contract of PyTorch's fused optimizers with a `GradScaler`: gradients are divided by the scale in FP32
-    as they are copied, and a step whose `found_inf` is not 0 changes nothing, at the cost of waiting for the device.
+    Works with a `GradScaler` as PyTorch's fused optimizers do: gradients are divided by the scale in FP32 as they are
+    copied, and a step whose `found_inf` is not 0 changes nothing, at the cost of waiting for the device.
     """
 
     _step_supports_amp_scaling = True
@@ -104,9 +104,9 @@ class WithMasters(Optimizer):
             self.state[param][MASTER] = master
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One step of the optimizer's own class on the masters, then update the weights; None for a skipped one.
+        """Run the optimizer's own step on the masters, then update the weights; returns None if the step is skipped.
 
-        `closure` may be called any number of times; each time the weights equal the masters.
+        `closure` may be called any number of times; at each call the weights are the rounded masters.
         """
         self._opt_called = True  # read by schedulers
         found_inf: Tensor | None = getattr(self, "found_inf", None)
@@ -141,7 +141,7 @@ class WithMasters(Optimizer):
             self._ensure_master(param)
 
     def master(self, param: Tensor) -> Tensor:
-        """A copy of a parameter's FP32 master; of an FP32 parameter itself. A UsageError for another's parameter."""
+        """A copy of a parameter's FP32 master, or of an FP32 parameter itself. UsageError if it is in no group."""
         self._check_own(param)
         if param.dtype not in LOWERED:
             return param.detach().clone()
@@ -149,11 +149,11 @@ class WithMasters(Optimizer):
 
     @torch.no_grad()
     def set_master(self, param: Tensor, value: Tensor) -> None:
-        """Set a parameter's master, and its weight, from an FP32 value; a UsageError for another shape or parameter."""
+        """Set a parameter's master and weight from an FP32 value. UsageError for another shape or optimizer."""
         self._check_own(param)
         if value.shape != param.shape:
             raise UsageError(
-                f"set_master: the value is {tuple(value.shape)} and the parameter {tuple(param.shape)}"
+                f"set_master: the value has shape {list(value.shape)}; use the parameter's, {list(param.shape)}."
             )
         if param.dtype in LOWERED:
             master = self._ensure_master(param)
@@ -169,10 +169,10 @@ class WithMasters(Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of `state_dict`, or of the optimizer without masters, which leaves the masters as they are.
+        """Load a state of `state_dict`, or of the optimizer without masters; masters that it lacks stay as they are.
 
-        Load the model's state too: a weight that differs from its rounded master counts as edited. A UsageError for
-        groups or masters that do not fit; nothing was changed.
+        Load the model's state too, because a weight that differs from its rounded master counts as edited. After a
+        UsageError (groups or masters that do not fit) nothing was changed.
         """
         state = dict(state_dict)
         masters = masters_in(state, self.param_groups, self.state)
@@ -195,7 +195,9 @@ class WithMasters(Optimizer):
 
     def _check_own(self, param: Tensor) -> None:
         if not any(param is one for one in self._parameters()):
-            raise UsageError(f"this optimizer has no such parameter (of shape {tuple(param.shape)})")
+            raise UsageError(
+                f"a parameter of shape {list(param.shape)} is in none of the optimizer's groups."
+            )
 
     def _ensure_master(self, param: Tensor) -> Tensor:
         """A weight's master; created if it is missing."""
@@ -207,8 +209,8 @@ class WithMasters(Optimizer):
             master = param.detach().to(torch.float32) if kept is None else kept
         elif master.shape != param.shape:
             raise UsageError(
-                f"a weight of {tuple(param.shape)} has a master of {tuple(master.shape)}: its `.data` was "
-                "replaced by another shape. Make a new optimizer for it."
+                f"a weight has shape {list(param.shape)} and its master {list(master.shape)}: `.data` was replaced "
+                "by a tensor of another shape. Create a new optimizer for the model."
             )
         entry[MASTER] = master = master.to(param.device)
         self.state[param] = entry
@@ -281,11 +283,11 @@ class WithMasters(Optimizer):
 
 def _refuse_unfit(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"with_masters takes a torch.optim.Optimizer, received {type(optimizer).__name__}.")
+        raise UsageError(f"with_masters: received {type(optimizer).__name__}. Pass a torch.optim.Optimizer.")
     if isinstance(optimizer, (WithMasters, FusedOptimizer)):
-        raise UsageError(f"with_masters: this {type(optimizer).__name__} has masters. Use it as it is.")
+        raise UsageError(f"with_masters: {type(optimizer).__name__} has masters already. Use it as it is.")
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise UsageError("with_masters: a step passes no gradient. Make it without differentiable=True.")
+        raise UsageError("with_masters: differentiable=True is not supported. Leave it out.")
 
 
 def _write(master: Tensor, weight: Tensor) -> None:

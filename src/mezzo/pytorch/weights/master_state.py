@@ -1,4 +1,4 @@
-"""A model's state in FP32, whatever format its weights are stored in: read, set, or shown in the model."""
+"""A model's state in FP32, for weights in any format: read, set, or shown in the model."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimize
             if param.dtype in (torch.bfloat16, torch.float16):
                 state[name] = optimizer.master(param)
 
-    An FP32 model of the same class can load it. A 16-bit weight that no optimizer here owns gives the value that
-    `lower_weights` kept for it, or else its own in FP32. Tied weights share one tensor. Masters are copies; other
-    weights and all buffers are the model's own storage.
+    An FP32 model of the same class can load it. For a 16-bit weight that is in none of these optimizers, the state has
+    the value that `lower_weights` kept, or the weight itself in FP32. Tied weights share one tensor. Masters are
+    copies; all other tensors share the model's memory.
 
     Args:
-        model: the model; its parameters are the objects that the optimizer holds.
-        optimizer: one of `mezzo.optim`, the result of `with_masters`, several, or any other over FP32 weights.
+        model: the model that the optimizer trains.
+        optimizer: one or several: of `mezzo.optim`, from `with_masters`, or any other for FP32 weights.
     """
     owners = _owners(optimizer)
     state: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -53,12 +53,11 @@ def load_master_state_dict(
 ) -> None:
     """Set weights and masters from a state in FP32: the inverse of `master_state_dict`, to the bit.
 
-    The `state_dict` of an FP32 or a 16-bit model is accepted too. The optimizer's moments stay; it need not have
-    stepped.
+    The `state_dict` of an FP32 or a 16-bit model works too. The optimizer's moments do not change, and it may be new.
 
     Args:
-        model, optimizer: as for `master_state_dict`. For a 16-bit weight that no optimizer here owns, what rounding
-            loses is kept as by `lower_weights`.
+        model, optimizer: as for `master_state_dict`. For a 16-bit weight that is in none of these optimizers, the FP32
+            value is kept as `lower_weights` does.
         state: name -> tensor, with the model's names and shapes.
 
     Raises:
@@ -73,8 +72,9 @@ def load_master_state_dict(
     for name, value in wide.items():
         if overflows(value, own[name].dtype):
             raise UsageError(
-                f"load_master_state_dict: {name!r} holds a finite value that overflows its "
-                f"{str(own[name].dtype).removeprefix('torch.')} weight. Nothing was changed."
+                f"load_master_state_dict: {name!r} has a finite value that overflows its "
+                f"{str(own[name].dtype).removeprefix('torch.')} weight. Store it in FP32: "
+                f"mezzo.lower_weights(model, keep=[{name!r}]). Nothing was changed."
             )
     # Buffers, FP32 weights and extra state; also 16-bit weights, rounded as by `copy_`, which are then set again.
     model.load_state_dict(state)
@@ -88,7 +88,7 @@ def load_master_state_dict(
 
 @contextmanager
 def showing_masters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Show FP32 masters in place of the model's 16-bit weights, for an average of them; 4 bytes per 16-bit parameter.
+    """Show FP32 masters instead of the model's 16-bit weights, to average them; takes 4 bytes per 16-bit parameter.
 
     Other `Parameter` objects replace the model's in the modules' tables; hooks and DDP buckets are not touched.
     """
@@ -115,7 +115,8 @@ def _owners(optimizer: Optimizer | Sequence[Optimizer]) -> dict[int, Any]:
     for one in given:
         if not isinstance(one, Optimizer):
             raise UsageError(
-                f"master_state_dict and load_master_state_dict need an optimizer or several, not {type(one).__name__}."
+                f"received {type(one).__name__} instead of an optimizer. Call master_state_dict(model, optimizer), or "
+                "give a list of optimizers."
             )
         if hasattr(one, "master"):
             owners.update({id(p): one for group in one.param_groups for p in group["params"]})
@@ -139,20 +140,20 @@ def _check(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     missing = [name for name in own if name not in state]
     if missing:
         raise UsageError(
-            f"load_master_state_dict: {missing[0]!r} is missing from the state (and {len(missing) - 1} more). Nothing "
-            "was changed."
+            f"load_master_state_dict: the state lacks {len(missing)} of the model's names, such as {missing[0]!r}. "
+            "Nothing was changed."
         )
     for name, value in state.items():
         if name not in own:
             near = difflib.get_close_matches(name, own, n=1, cutoff=0.4)
-            mend = f" Did you mean {near[0]!r}?" if near else ""
-            raise UsageError(f"load_master_state_dict: the model has no {name!r}.{mend} Nothing was changed.")
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"load_master_state_dict: the model has no {name!r}.{hint} Nothing was changed.")
         mine = own[name]
         if not isinstance(mine, Tensor):
             continue
         if not isinstance(value, Tensor) or value.shape != mine.shape:
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise UsageError(
-                f"load_master_state_dict: {name!r} is {got} in the state and {tuple(mine.shape)} in the model. "
+                f"load_master_state_dict: {name!r} is {got} in the state and {list(mine.shape)} in the model. "
                 "Nothing was changed."
             )

@@ -1,7 +1,7 @@
-"""Cast a model's parameters to 16 bits, and keep what rounding loses until an optimizer takes it over.
+"""Cast a model's parameters to 16 bits, and keep the lost bits until an optimizer takes them.
 
-What a weight lacks is held with a weak reference to its `Parameter`: an int16 remainder for bf16, the FP32 value for
-fp16. `Parameter` objects stay the same, because optimizers, hooks and tied weights refer to them.
+They are kept by a weak reference to the `Parameter`: an int16 remainder for bf16, the FP32 value for fp16. `Parameter`
+objects stay the same, because optimizers, hooks and tied weights refer to them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOWERED = (torch.bfloat16, torch.float16)
 # Parameter -> what its 16-bit weight lacks: the int16 remainder of a bf16 weight, the FP32 value of an fp16 one.
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-# Elements that are encoded at a time, so that the temporaries stay small beside the parameter.
+# Elements that are encoded at a time, so that the temporaries stay small compared to the parameter.
 _PIECE = 1 << 20
 
 _TORCH_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -46,7 +46,7 @@ _Owned = tuple[str, nn.Module, str, nn.Parameter]
 def lower_weights(
     model: nn.Module, precision: str | Policy = "bf16", *, keep: Iterable[str] = ()
 ) -> list[str]:
-    """Store a model's FP32 weights in 16 bits, in place, and keep what that rounds off for the optimizer.
+    """Store a model's FP32 weights in 16 bits, in place, and keep the lost bits for the optimizer's masters.
 
     Naive code::
 
@@ -55,17 +55,17 @@ def lower_weights(
                 master[param] = param.data
                 param.data = half_away16(param.data)        # bf16; fp16: ties to even
 
-    Peak memory is the model and one more parameter. Frozen parameters are cast too, and existing gradients with their
-    weights; other formats and buffers are not. These parameters stay in FP32 (a tied one if one of its owners does):
+    Peak memory is the model and one more parameter. Frozen parameters and existing gradients are cast too; buffers and
+    parameters in other formats are not. These parameters stay in FP32 (a tied one if one of its modules is listed):
 
-    - of normalisation modules: PyTorch's, and the parameters with at most one dimension longer than 1 that are
-      registered in classes named ``...Norm``, ``...Norm1d`` to ``...Norm3d`` themselves;
-    - of modules that the policy gives another format than the weights', with their submodules;
+    - of normalization modules: PyTorch's, and in classes named ``...Norm``, ``...Norm1d`` to ``...Norm3d`` the
+      parameters with at most one dimension longer than 1;
+    - of modules, and their submodules, to which the policy gives another format;
     - of modules and parameters that `keep` names.
 
     Args:
         model: any module, with its checkpoint loaded. Compile it and wrap it in DDP afterwards. A copy of the model
-            starts from the rounded weights. A later FP32 checkpoint sets masters by `mezzo.load_master_state_dict`.
+            starts from the rounded weights. To load an FP32 checkpoint later, use `mezzo.load_master_state_dict`.
         precision: ``"bf16"``, ``"fp16"``, or any policy (string, file or `Policy`): its ``params`` format, or, if that
             is fp32, its ``compute`` format.
         keep: patterns, as for a policy's modules, of module paths or parameter names, such as ``"head"`` or
@@ -75,12 +75,12 @@ def lower_weights(
         The names of the cast parameters, each under its first name in `named_parameters`.
 
     Raises:
-        UsageError: not a module; a precision without 16-bit format; a parameter (it is named) without values, of a
-            tensor subclass, or with a finite value beyond the format's range. Nothing was changed.
+        UsageError: not a module; a precision without a 16-bit format; a parameter without values, of a tensor
+            subclass, or with a finite value beyond the format's range (the message names it). Nothing was changed.
         UnknownNameError: a pattern that matches nothing.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"lower_weights: the model is a {type(model).__name__}; give a torch.nn.Module")
+        raise UsageError(f"lower_weights: received {type(model).__name__}. Pass a torch.nn.Module.")
     policy = policy_of(precision)
     dtype = dtype_of(_format_of(policy))
     owned = list(_owned(model))
@@ -94,15 +94,15 @@ def lower_weights(
         _lower(param, dtype)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # cuDNN wants them in one buffer, as Module.to leaves them
+            module.flatten_parameters()  # into one buffer for cuDNN, as Module.to does
     torch.clear_autocast_cache()
     return list(chosen)
 
 
 def take_master(param: Tensor) -> Tensor | None:
-    """Return the FP32 value that is kept for a 16-bit parameter, and forget it; None if there is none.
+    """The FP32 value kept for a 16-bit parameter, which is then no longer kept; None if there is none.
 
-    If the weight was edited since, the value is within one ulp of it.
+    If the weight was edited, the value is within one ulp of it.
     """
     master = peek_master(param)
     _kept.pop(param, None)
@@ -110,7 +110,7 @@ def take_master(param: Tensor) -> Tensor | None:
 
 
 def peek_master(param: Tensor) -> Tensor | None:
-    """`take_master` without forgetting the value: FP32, of the parameter's shape, strides and device."""
+    """As `take_master`, but the value stays kept: FP32, of the parameter's shape, strides and device."""
     kept: Tensor | None = _kept.get(param)
     if kept is None or not _belongs(kept, param):
         return None
@@ -129,7 +129,7 @@ def has_master(param: Tensor) -> bool:
 
 
 def keep_master(param: Tensor, master: Tensor) -> None:
-    """Set a 16-bit parameter from an FP32 value of its shape, and keep what rounding loses."""
+    """Set a 16-bit parameter from an FP32 value of its shape, and keep the lost bits."""
     weight = param.detach()
     master = torch.empty_like(weight, dtype=torch.float32).copy_(master)
     kept = _encode(master, weight)
@@ -148,7 +148,7 @@ def overflows(master: Tensor, dtype: torch.dtype) -> bool:
 
 
 def is_normalisation(module: nn.Module) -> bool:
-    """Whether a module is a normalisation: PyTorch's, or a class whose name ends in ``Norm``, ``Norm1d``, ..."""
+    """Whether a module is a normalization: PyTorch's, or a class whose name ends in ``Norm``, ``Norm1d``, ..."""
     return isinstance(module, _TORCH_NORMS) or _NORM_NAME.search(type(module).__name__) is not None
 
 
@@ -157,7 +157,7 @@ def _format_of(policy: Policy) -> str:
     if fmt in ("bf16", "fp16"):
         return fmt
     if fmt == "auto":
-        raise UsageError("lower_weights: auto is not decided. Give bf16, fp16 or policy.resolved('bf16').")
+        raise UsageError("lower_weights: 'auto' is not decided. Use bf16, fp16 or policy.resolved('bf16').")
     raise unknown_name("16-bit format", fmt, ("bf16", "fp16"), where=f"lower_weights(precision='{policy}'): ")
 
 
@@ -179,7 +179,7 @@ def _staying(owned: list[_Owned], policy: Policy, fmt: str, keep: list[str]) -> 
                 pattern.replace("*", "0"), filter(None, allowed), n=1, cutoff=0.0
             )
             hint = f" The nearest is {near[0]!r}." if near else ""
-            raise UnknownNameError(f"{where}: it matches nothing in the model.{hint}")
+            raise UnknownNameError(f"{where} matches nothing in the model.{hint}")
     stays = set()
     for (path, module, _, param), full in zip(owned, names):
         above = list(_upwards(path))
@@ -213,14 +213,14 @@ def _refuse_unfit(name: str, param: nn.Parameter, dtype: torch.dtype) -> None:
     elif is_traceable_wrapper_subclass(data) or param.layout is not torch.strided:
         kind = type(data).__name__ if param.layout is torch.strided else str(param.layout)
         problem = (
-            f"is a {kind}. Lower the model before its parameters are distributed or quantised, or leave this one out: "
+            f"is a {kind}. Lower the model before distributing or quantizing its parameters, or leave this one out: "
             f"keep=[{name!r}]."
         )
     elif overflows(param.detach(), dtype):
         largest = float(param.detach().abs().nan_to_num(0.0, 0.0).max())
-        limit = "fp16 ends at 65504" if dtype is torch.float16 else "bf16 ends at 3.3895e38"
+        limit = "fp16's largest is 65504" if dtype is torch.float16 else "bf16's largest is 3.3895e38"
         hint = ", or use bf16, which has FP32's range" if dtype is torch.float16 else ""
-        problem = f"holds {largest:g}, and {limit}. Leave it in FP32: keep=[{name!r}]{hint}."
+        problem = f"has a value of {largest:g}, and {limit}. Keep it in FP32: keep=[{name!r}]{hint}."
     else:
         return
     raise UsageError(f"lower_weights: parameter {name!r} {problem}")
@@ -272,7 +272,7 @@ def _belongs(kept: Tensor, param: Tensor) -> bool:
 
 @contextmanager
 def stored(model: torch.nn.Module, policy: Policy) -> Iterator[list[str]]:
-    """Store the weights as the policy says for a `with` block, or leave them and say why; yields notes."""
+    """Store the weights in the policy's format during a `with` block, if possible; yields notes for the user."""
     if policy.params == "fp32":
         yield [] if policy.state == "fp32" else [_sentence(model, policy)]
         return

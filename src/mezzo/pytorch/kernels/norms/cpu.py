@@ -1,4 +1,4 @@
-"""Normalisation of 16-bit rows on a CPU, in a `jit` template. With h = (x - mean) * rstd and g = dy * weight::
+"""Normalization of 16-bit rows on a CPU, in a `jit` template. With h = (x - mean) * rstd and g = dy * weight::
 
     dx      = rstd * (g - mean(g) - h * mean(g * h))       (rms_norm: h = x * rstd, and no mean(g))
     dweight = sum over rows of dy * h;  dbias = sum over rows of dy
@@ -44,13 +44,13 @@ _LEAST_ROWS, _MOST_ROWS, _BLOCKS = 16, 4096, 64  # of a block of the backward, a
 
 _Job = c_int64 * JOB_WORDS
 
-# Numba passes the elements of a tuple as arguments of their own.
+# Numba passes the elements of a tuple as separate arguments.
 Tensors = tuple[Pointer, Pointer, Pointer, Pointer]
 Statistics = tuple[Pointer, Pointer]
 
 
 def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
-    """The normalised rows of a contiguous 16-bit `x`, and their statistics: FP32 [2, rows], means and 1 / deviations.
+    """The normalized rows of a contiguous 16-bit `x`, and their statistics: FP32 [2, rows], means and 1 / deviations.
 
     `weight` and `bias` are FP32 and contiguous, or None. Without means (rms_norm) the statistics are [1, rows].
     """
@@ -102,7 +102,7 @@ def _run(kernel: int, job: object, elements: int) -> None:
 
 
 def _shared(count: int) -> int:
-    """The rows or blocks that a thread takes at once: a fourth of its part, because neighbours disturb prefetching."""
+    """The rows or blocks that a thread takes at once: a fourth of its part, because neighbors disturb prefetching."""
     return -(-count // (4 * torch.get_num_threads()))
 
 
@@ -155,7 +155,7 @@ def add_squares(x: Pointer, start: int, count: int, mean: float, lanes: Pointer)
 def normalise_rows(
     tensors: Tensors, statistics: Statistics, start: int, stop: int, columns: int, epsilon: float
 ) -> None:
-    """Normalise some rows."""
+    """Normalize some rows."""
     x, weight, bias, out = tensors
     means, rstds = statistics
     lanes = cpu.lanes_scratch()

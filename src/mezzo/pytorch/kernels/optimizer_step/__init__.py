@@ -23,9 +23,11 @@ class Row:
     grad: Tensor | None  # FP32, bf16 or fp16, in the weight's memory order; None: skip the parameter
     masters: str  # "own" for an FP32 weight, "fp32" for a 16-bit one, or for bf16 "split", "split8", "none"
     master: Tensor | None  # FP32 for "fp32", int16 for "split", int8 for "split8"
-    state: str  # one of STATE_FORMATS
-    states: tuple[Tensor, ...]  # one for each of the rule's states: FP32, bf16, or uint8 codes
-    scales: tuple[Tensor | None, ...]  # bf16, for each state in "int8": one per group of 64 elements
+    state: str  # one of formulas.state_formats
+    states: tuple[Tensor, ...]  # one for each of the rule's states, in that format's dtype
+    scales: tuple[
+        Tensor | None, ...
+    ]  # bf16, for each state in a format with scales: one per group of 64 elements
     step: Tensor  # 0-dim FP32 on the weight's device: how often it was updated; a skipped step doesn't count
     ordinal: int  # the parameter's index in the optimizer, a key of the noise
 
@@ -45,7 +47,7 @@ class StateSpec:
     """One tensor of an optimizer's state."""
 
     name: str  # its key in the optimizer's state, as in PyTorch's optimizers
-    signed: bool  # False for a second moment, whose codes use the sign bit for range
+    signed: bool  # the first state is, and a second one is not: its codes use the sign bit for range
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,37 +16,18 @@ from torch import Tensor
 from mezzo.pytorch.kernels import jit
 from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, address, form
 from mezzo.pytorch.kernels.optimizer_step import cpu_loops as words
-from mezzo.pytorch.kernels.optimizer_step.formulas import constants_of
+from mezzo.pytorch.kernels.optimizer_step.formulas import codecs, constants_of, kept_types, state_formats
 
 _PLANS = 4096  # cached by one stepper: with gradient release every parameter has its own
 
-# Storage of weight and master (`form`) -> their types in memory.
-_MEMORY = {
-    "own": ("float32", "absent"),
-    "bf16": ("int16", "float32"),
-    "fp16": ("int16", "float32"),
-    "split": ("int16", "int16"),
-    "split8": ("int16", "int8"),
-    "none": ("int16", "absent"),
-}
-# Type in memory -> the functions that load and store an element, and the type of the pointer.
-_ABSENT = ("nothing", "nothing", "cpu.int16_at")
-_ACCESS = {
-    "float32": ("cpu.load_fp32", "cpu.store_fp32", "cpu.float32_at"),
-    "int16": ("load_pattern", "store_16", "cpu.int16_at"),
-    "int8": ("load_pattern", "store_8", "cpu.int8_at"),
-    "absent": _ABSENT,
-}
-# Format of a state -> the same.
-_STATES = {
-    "fp32": ("cpu.load_fp32", "store_moment_fp32", "cpu.float32_at"),
-    "bf16": ("cpu.load_bf16", "store_moment_bf16", "cpu.int16_at"),
-    "absent": _ABSENT,
-}
+_LOADS = {"": "nothing", "float32": "cpu.load_fp32"}  # by type in memory; other types hold patterns
+_STORES = {"": "nothing", "float32": "cpu.store_fp32"}
 
 Words = npt.NDArray[np.int64]
 Call = Callable[[int, int], None]
-Kind = tuple[str, bool, int, str, str, torch.dtype]  # rule, L2, states, state, form of the weight, gradient
+Kind = tuple[
+    str, bool, int, str, str, torch.dtype
+]  # rule, L2, states, their format, form of the weight, gradient
 
 
 class DeviceStepper:
@@ -91,7 +72,7 @@ class _Plan:
         by_kind: dict[Kind, list[int]] = {}
         for index, (row, dtype, group) in enumerate(zip(rows, dtypes, group_of)):
             rule, l2, states = shape[group][0]
-            state = row.state if states else "absent"
+            state = row.state if states else "fp32"
             kind = (rule, l2, states, state, form(row.masters, row.weight.dtype), dtype)
             by_kind.setdefault(kind, []).append(index)
         order = [index for indices in by_kind.values() for index in indices]
@@ -177,19 +158,24 @@ def _kernel(kind: Kind) -> jit.Kernel:
         "infinite": infinite,
         "weight_noise": "noise_apart" if weight == "none" else "noise_same",
         **jit.elements(grad_dtype, load="load_grad", at="grad_at"),
+        **_access("weight", "float32" if weight == "own" else "int16"),
+        **_access("master", kept_types[weight]),
     }
-    for name, memory in zip(("weight", "master"), _MEMORY[weight]):
-        bindings |= _access(name, _ACCESS[memory])
-    if state != "int8":
-        for name, stored in (("first", state), ("second", state if states == 2 else "absent")):
-            bindings |= _access(name, _STATES[stored])
+    how = state_formats[state]
+    for index, (name, codec) in enumerate((("first", how.signed), ("second", how.unsigned))):
+        exists = index < states
+        bindings |= _access(name, codecs[codec] if exists else "")
+        bindings |= {
+            f"{each}_{name}": f"f.{each}_{codec}" if exists else "nothing" for each in ("value", "code")
+        }
+    if not how.is_scaled:
         return jit.kernel(words, bindings, "step_elements")
     if states == 1:
-        absent = ("load_second_code", "store_second_code", "load_second_scale", "store_second_scale")
-        bindings |= dict.fromkeys(absent, "nothing")
+        bindings |= {"load_second_scale": "nothing", "store_second_scale": "nothing"}
     return jit.kernel(words, bindings, "step_groups")
 
 
-def _access(name: str, functions: tuple[str, str, str]) -> dict[str, str]:
-    load, store, at = functions
-    return {f"load_{name}": load, f"store_{name}": store, f"{name}_at": at}
+def _access(name: str, memory: str) -> dict[str, str]:
+    """Bindings for the elements of a tensor of this type; "" for an absent tensor."""
+    load, store = _LOADS.get(memory, "load_pattern"), _STORES.get(memory, "store_pattern")
+    return {f"load_{name}": load, f"store_{name}": store, f"{name}_at": f"cpu.{memory or 'int16'}_at"}

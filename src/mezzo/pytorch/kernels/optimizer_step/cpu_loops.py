@@ -1,6 +1,6 @@
 """The compiled loops of a step, over a table of rows, in chunks that threads take by a counter: a `jit` template.
 
-With 8-bit states (`step_groups`) the new states of a group wait on the stack, because the largest determines the scale.
+With scaled states (`step_groups`) new states of a group wait on the stack, because the largest determines the scale.
 Every word of a table has 64 bits. A 16-bit tensor's elements are loaded as bit patterns.
 """
 
@@ -16,14 +16,12 @@ from mezzo.pytorch.kernels.cpu import (
     Pointer,
     expand,
     f32,
-    i8,
     i16,
     i32,
     inline,
     int64_at,
     loop,
     types,
-    u8,
     u32,
 )
 from mezzo.pytorch.kernels.optimizer_step import formulas
@@ -100,15 +98,9 @@ def load_pattern(x: Pointer, i: int) -> int:
 
 
 @inline
-def store_16(x: Pointer, i: int, pattern: int) -> None:
-    """The low 16 bits."""
-    x[i] = i16(pattern)
-
-
-@inline
-def store_8(x: Pointer, i: int, pattern: int) -> None:
-    """The low 8 bits."""
-    x[i] = i8(pattern)
+def store_pattern(x: Pointer, i: int, pattern: int) -> None:
+    """As many low bits as an element has."""
+    x[i] = pattern
 
 
 @inline
@@ -131,32 +123,8 @@ def noise_same(word: int, key: int, at: int) -> Any:
 
 @inline
 def noise_apart(word: int, key: int, at: int) -> Any:
-    """For a weight without a remainder, from a word of its own."""
+    """For a weight without a remainder, from a word of the stream `WEIGHT`."""
     return f.weight_noise(f.noise(key, at))
-
-
-@inline
-def store_moment_fp32(x: Pointer, i: int, value: float, noise: int) -> None:
-    """Unrounded."""
-    x[i] = value
-
-
-@inline
-def store_moment_bf16(x: Pointer, i: int, value: float, noise: int) -> None:
-    """Rounded stochastically."""
-    x[i] = i16(f.encode_moment(value, noise))
-
-
-@inline
-def load_unsigned(state: Pointer, i: int, scale: float) -> Any:
-    """A second moment's code, of a group with this scale."""
-    return f.decode_unsigned(i32(state[i]), scale)
-
-
-@inline
-def store_unsigned(state: Pointer, i: int, value: float, inverse: float, noise: int) -> None:
-    """A second moment's code, in a group with this scale's inverse."""
-    state[i] = u8(f.encode_unsigned(value, inverse, noise))
 
 
 rule = f.adamw  # bound
@@ -166,23 +134,25 @@ encode = f.encode_split  # bound
 infinite = infinite_bf16  # bound
 weight_noise = noise_same  # bound
 load_weight = load_pattern  # bound
-store_weight = store_16  # bound
+store_weight = store_pattern  # bound
 weight_at = cpu.int16_at  # bound
 load_master = load_pattern  # bound
-store_master = store_16  # bound
+store_master = store_pattern  # bound
 master_at = cpu.int16_at  # bound
 load_grad = cpu.load_bf16  # bound
 grad_at = cpu.int16_at  # bound
 load_first = cpu.load_fp32  # bound
-store_first = store_moment_fp32  # bound
+store_first = cpu.store_fp32  # bound
 first_at = cpu.float32_at  # bound
+value_first = f.value_fp32  # bound
+code_first = f.code_fp32  # bound
 load_second = cpu.load_fp32  # bound
-store_second = store_moment_fp32  # bound
+store_second = cpu.store_fp32  # bound
 second_at = cpu.float32_at  # bound
-load_second_code = load_unsigned  # bound
-store_second_code = store_unsigned  # bound
+value_second = f.value_fp32  # bound
+code_second = f.code_fp32  # bound
 load_second_scale = cpu.load_bf16  # bound
-store_second_scale = store_16  # bound
+store_second_scale = store_pattern  # bound
 
 Pointers = tuple[Pointer, ...]
 
@@ -232,10 +202,12 @@ def elements(of: Pointers, constants: Pointer, ordinal: int, start: int, stop: i
     for i in range(start, stop):
         w = decode(load_weight(weight, i), load_master(master, i))
         g = coupled(w, load_grad(grad, i) * multiplier, l2)
-        w, a, b = rule(w, g, load_first(first_state, i), load_second(second_state, i), own)
+        a = value_first(load_first(first_state, i), f.ONE)
+        b = value_second(load_second(second_state, i), f.ONE)
+        w, a, b = rule(w, g, a, b, own)
         word = f.noise(step_key, at)
-        store_first(first_state, i, a, f.first_noise(word))
-        store_second(second_state, i, b, f.second_noise(word))
+        store_first(first_state, i, code_first(a, f.ONE, f.first_noise(word)))
+        store_second(second_state, i, code_second(b, f.ONE, f.second_noise(word)))
         stored, kept = encode(w, weight_noise(word, weight_key, at))
         store_weight(weight, i, stored)
         store_master(master, i, kept)
@@ -280,9 +252,8 @@ def move(
         i = start + j
         w = decode(load_weight(weight, i), load_master(master, i))
         g = coupled(w, load_grad(grad, i) * multiplier, l2)
-        w, a, b = rule(
-            w, g, f.decode_signed(i32(i8(first[i])), a_scale), load_second_code(second, i, b_scale), own
-        )
+        a, b = value_first(load_first(first, i), a_scale), value_second(load_second(second, i), b_scale)
+        w, a, b = rule(w, g, a, b, own)
         a_new[j], b_new[j] = a, b
         a_largest = max(a_largest, f.magnitude(a))
         b_largest = max(b_largest, u32(cpu.bits(b)))  # not negative, unless a NaN
@@ -291,7 +262,7 @@ def move(
         stored, kept = encode(w, weight_noise(word, weight_mark, places[j]))
         store_weight(weight, i, stored)
         store_master(master, i, kept)
-    for j in range(count):  # a loop of its own over 16-bit elements, which needs half the vectors
+    for j in range(count):  # a separate loop over 16-bit elements, which needs half the vectors
         if infinite(weight, start + j):
             overflow = i32(1)
     return overflow, a_largest, i32(b_largest & u32(0x7FFFFFFF))
@@ -309,9 +280,9 @@ def store(of: Pointers, start: int, count: int, new: Pointers, a_largest: int, b
             a_new[j], b_new[j] = f.cut(a_new[j], a_largest), f.cut(b_new[j], b_largest)
     for j in range(count):
         i = start + j
-        first[i] = u8(f.encode_signed(a_new[j], a_inverse, f.first_noise(words[j])))
-        store_second_code(second, i, b_new[j], b_inverse, f.second_noise(words[j]))
-    store_16(first_scales, this, f.group_scale(a_largest))
+        store_first(first, i, code_first(a_new[j], a_inverse, f.first_noise(words[j])))
+        store_second(second, i, code_second(b_new[j], b_inverse, f.second_noise(words[j])))
+    store_pattern(first_scales, this, f.group_scale(a_largest))
     store_second_scale(second_scales, this, f.group_scale(b_largest))
 
 
@@ -343,8 +314,8 @@ def groups(of: Pointers, constants: Pointer, ordinal: int, start: int, stop: int
 def walk_groups(row: Pointer, start: int, stop: int, constants: Pointer) -> int:
     """Update one chunk of one parameter."""
     weight, master, grad = weight_at(row[WEIGHT]), master_at(row[MASTER]), grad_at(row[GRAD])
-    first, first_scales = cpu.uint8_at(row[FIRST]), cpu.int16_at(row[FIRST_SCALES])
-    second, second_scales = cpu.uint8_at(row[SECOND]), cpu.int16_at(row[SECOND_SCALES])
+    first, first_scales = first_at(row[FIRST]), cpu.int16_at(row[FIRST_SCALES])
+    second, second_scales = second_at(row[SECOND]), cpu.int16_at(row[SECOND_SCALES])
     of = weight, master, grad, first, first_scales, second, second_scales
     return groups(of, constants, row[ORDINAL], start, stop)
 

@@ -11,7 +11,7 @@ import operator
 import sys
 from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ Numbers = Any  # seven numbers, which a rule is given
 
 GROUP = 64  # consecutive elements, in memory order, that share one scale
 STEP, WEIGHT = 0, 1  # streams of noise: for states and an 8-bit remainder; for a weight without a remainder
-NEAREST = 1 << 19  # in place of a state's 20 random bits: rounds to nearest
+NEAREST = 1 << 19  # instead of a state's 20 random bits: rounds to nearest
 INFINITY = 0x7F800000
 NAN = 0x7FC00000  # the one pattern that a NaN is stored as
 MAGNITUDE = 0x7FFFFFFF
@@ -102,7 +102,7 @@ def multiply_add(a: Any, b: Any, c: Any) -> Any:
 def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
     """``a * b + c`` in exact arithmetic, rounded once, ties to even; NaN, infinities and signs of zero as in IEEE 754.
 
-    The exact FP64 product plus a third number is rounded *to odd*: an inexact sum becomes the FP64 neighbour whose last
+    The exact FP64 product plus a third number is rounded *to odd*: an inexact sum becomes the FP64 neighbor whose last
     bit is 1, never a tie of FP32 (Boldo and Melquiond 2008, IEEE Trans. Computers 57(4); error of a sum: Knuth 4.2.2).
     """
     if not isinstance(a, Tensor):
@@ -212,7 +212,8 @@ RULES = tuple(constants_of)
 ADAMW, PLAIN, MOMENTUM, NESTEROV = range(len(RULES))
 
 
-# Triton can't look a function up by its name: `moved`, `constants_by`, `decoded` and `encoded` choose one by a number.
+# Triton can't look a function up by its name: `moved`, `constants_by`, `decoded`, `encoded`, `value_by` and `code_by`
+# choose one by a number.
 
 
 def constants_by(rule: int, numbers: Numbers, step: Any) -> Numbers:
@@ -237,7 +238,7 @@ def moved(rule: int, w: Value, g: Value, m: Value, v: Value, c: Numbers) -> tupl
 
 # Masters: a weight's pattern and what is kept with it, decoded to FP32, and encoded with noise below the last bit.
 # The sum of a bit pattern and a small remainder carries from the mantissa into the exponent, and so moves to the
-# neighbouring value, up to infinity. Masters from 0x7F7F8000 (3.39e38) up are infinite weights, still decoded exactly.
+# neighboring value, up to infinity. Masters from 0x7F7F8000 (3.39e38) up are infinite weights, still decoded exactly.
 
 
 def canonical(x: Value) -> Pattern:
@@ -319,7 +320,9 @@ def encode_none(value: Value, noise: Pattern) -> tuple[Pattern, Pattern]:
     return pattern, pattern
 
 
-FORMS = ("own", "bf16", "fp16", "split", "split8", "none")
+# Form of storage -> the type in memory of what is kept with the weight (FP32 or a 16-bit pattern), "" for nothing.
+kept_types = {"own": "", "bf16": "float32", "fp16": "float32", "split": "int16", "split8": "int8", "none": ""}
+FORMS = tuple(kept_types)
 OWN, BF16, FP16, SPLIT, SPLIT8, NONE = range(len(FORMS))
 
 
@@ -353,13 +356,69 @@ def encoded(form: int, value: Value, noise: Pattern) -> tuple[Any, Any]:
         return encode_none(value, noise)
 
 
-# Moments, with noise from 0 to 2**20 - 1: FP32, bf16, or 8-bit floats with one scale (a power of two) per 64 elements.
-# The small formats are rounded stochastically, because a moving average adds less than its own ulp. Signed codes have
-# subnormals, because an average crosses zero; unsigned ones have none, because their root is a divisor.
+# States: one code per element, by itself or with one scale (a power of two) per `GROUP`. A codec is
+# `value_CODEC(code, scale)` and `code_CODEC(value, inverse of the scale, noise from 0 to 2**20 - 1)`; rounding is
+# stochastic, because a moving average adds less than its own ulp. A new format needs them, and rows in the tables below
+# and in `core.masters`.
 
 
-def encode_moment(value: Value, noise: Pattern) -> Pattern:
-    """A bf16 pattern; `decode_none` decodes it."""
+class StateFormat(NamedTuple):
+    """How a state is stored: codes with a scale per group or without, in a dtype that no other format has."""
+
+    dtype: torch.dtype
+    is_scaled: bool
+    signed: str  # the codec, one of `codecs`
+    unsigned: str  # the codec of a second moment, which is never negative
+
+
+state_formats = {
+    "fp32": StateFormat(torch.float32, False, "fp32", "fp32"),
+    "bf16": StateFormat(torch.bfloat16, False, "bf16", "bf16"),
+    "int8": StateFormat(torch.uint8, True, "e4m3", "e5m3"),
+}
+codecs = {"fp32": "float32", "bf16": "int16", "e4m3": "int8", "e5m3": "uint8"}  # -> a code's type in memory
+CODE_FP32, CODE_BF16, CODE_E4M3, CODE_E5M3 = range(len(codecs))
+
+
+def value_by(codec: int, code: Any, scale: Value) -> Value:
+    """The value of a code, by the codec with this index in `codecs`."""
+    if codec == CODE_FP32:
+        return value_fp32(code, scale)
+    elif codec == CODE_BF16:
+        return value_bf16(code, scale)
+    elif codec == CODE_E4M3:
+        return value_e4m3(code, scale)
+    else:
+        return value_e5m3(code, scale)
+
+
+def code_by(codec: int, value: Value, inverse: Value, noise: Pattern) -> Any:
+    """The code of a value, by the codec with this index in `codecs`; the low bits count that its type has."""
+    if codec == CODE_FP32:
+        return code_fp32(value, inverse, noise)
+    elif codec == CODE_BF16:
+        return code_bf16(value, inverse, noise)
+    elif codec == CODE_E4M3:
+        return code_e4m3(value, inverse, noise)
+    else:
+        return code_e5m3(value, inverse, noise)
+
+
+value_fp32 = decode_own
+
+
+def code_fp32(value: Value, inverse: Value, noise: Pattern) -> Value:
+    """FP32 as it is."""
+    return value
+
+
+def value_bf16(code: Pattern, scale: Value) -> Value:
+    """A bf16 pattern."""
+    return decode_none(i32(code), 0)
+
+
+def code_bf16(value: Value, inverse: Value, noise: Pattern) -> Pattern:
+    """A bf16 pattern, rounded stochastically."""
     pattern, _ = encode_none(value, i32(noise >> 4))
     return pattern
 
@@ -397,34 +456,34 @@ def cut(value: Value, largest: Pattern) -> Value:
     return where(largest < INFINITY, float_of(i32(pattern | i32(bits(value) & SIGN))), ZERO)
 
 
-def decode_signed(code: Pattern, scale: Value) -> Value:
-    """A code of 1 sign, 4 exponent and 3 mantissa bits with subnormals, times its group's scale. Of a pattern read as a
+def value_e4m3(code: Pattern, scale: Value) -> Value:
+    """1 sign, 4 exponent and 3 mantissa bits with subnormals, because an average crosses zero. Of a pattern read as a
     normal number and as a subnormal, the smaller one is right.
     """
-    shifted_code = i32(code << 20)
+    shifted_code = i32(i32(code) << 20)
     normal = i32(i32(shifted_code & 0x07F00000) | i32(SIGNED_BIAS << 20))
     subnormal = bits(multiply_add(float_of(normal), TWO, -SMALLEST))
     value = i32(least(normal, subnormal))
     return float_of(i32(value | i32(shifted_code & SIGN))) * scale
 
 
-def encode_signed(value: Value, inverse: Value, noise: Pattern) -> Pattern:
-    """The code of a value within the range, rounded stochastically; its low 8 bits count. From 2**-14 up the number
-    itself is the larger one; below, the sum's mantissa has the subnormals' steps.
+def code_e4m3(value: Value, inverse: Value, noise: Pattern) -> Pattern:
+    """The code of a value within the range, rounded stochastically. From 2**-14 up the number itself is the larger one;
+    below, the sum's mantissa has the subnormals' steps.
     """
     y = float_of(magnitude(value)) * inverse
     even = i32(most(bits(y), bits(multiply_add(y, HALF, HALF_SMALLEST))))
     return i32(i32(i32(i32(even + noise) >> 20) & 0x7F) | i32(i32(bits(value) >> 24) & 0x80))
 
 
-def decode_unsigned(code: Pattern, scale: Value) -> Value:
-    """A code of 5 exponent and 3 mantissa bits without subnormals, times its group's scale."""
-    value = where(code > 0, float_of(i32(i32(code + UNSIGNED_BIAS) << 20)), ZERO)
+def value_e5m3(code: Pattern, scale: Value) -> Value:
+    """5 exponent and 3 mantissa bits without subnormals, because a second moment's root is a divisor."""
+    value = where(code > 0, float_of(i32(i32(i32(code) + UNSIGNED_BIAS) << 20)), ZERO)
     return value * scale
 
 
-def encode_unsigned(value: Value, inverse: Value, noise: Pattern) -> Pattern:
-    """The code of a value, rounded stochastically; 1 where that underflows, 0 for 0 alone. Its low 8 bits count."""
+def code_e5m3(value: Value, inverse: Value, noise: Pattern) -> Pattern:
+    """The code of a value, rounded stochastically; 1 where that underflows, 0 for 0 alone."""
     biased = i32(i32(bits(value * inverse) + noise) >> 20)
     return i32(where(bits(value) != 0, i32(most(biased, i32(UNSIGNED_BIAS + 1))), i32(0)))
 
@@ -479,5 +538,5 @@ def remainder_noise(word: Bits) -> Pattern:
 
 
 def weight_noise(word: Bits) -> Pattern:
-    """For a weight without a remainder: the high 16 bits of a word of its own stream."""
+    """For a weight without a remainder: the high 16 bits of a word of the stream `WEIGHT`."""
     return i32(shifted(word, 16))

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mezzo.core.masters import STATE_FORMATS
 from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, address, form
-from mezzo.pytorch.kernels.optimizer_step.formulas import FORMS, RULES
+from mezzo.pytorch.kernels.optimizer_step.formulas import FORMS, RULES, state_formats
 
 BLOCK = 1024  # elements that a program processes at a time: 16 groups of 64
 ROW_WORDS = 10
@@ -31,10 +30,10 @@ def variant(hyper: Hyper) -> int:
 
 
 def kind(row: Row, hyper: Hyper) -> int:
-    """The code that a row needs, as a number: ``masters + 8 * state + 32 * gradient + 128 * variant``."""
+    """The code that a row needs, as a number: ``masters + 8 * state + 64 * gradient + 256 * variant``."""
     masters = FORMS.index(form(row.masters, row.weight.dtype))
-    state = STATE_FORMATS.index(row.state)
-    return masters + 8 * state + 32 * _GRADS.index(_grad(row).dtype) + 128 * variant(hyper)
+    state = tuple(state_formats).index(row.state)
+    return masters + 8 * state + 64 * _GRADS.index(_grad(row).dtype) + 256 * variant(hyper)
 
 
 class PointerTable:

@@ -103,41 +103,41 @@ def encode_master(
     weight, kept = getattr(formulas, f"encode_{form(masters, dtype)}")(value, noise)
     if masters != "own":
         weight = weight.to(torch.int16).view(dtype)
-    return weight, kept.to(_REMAINDERS[masters]) if masters in _REMAINDERS else kept
-
-
-_REMAINDERS = {"split": torch.int16, "split8": torch.int8}
+    kept_type = formulas.kept_types[form(masters, dtype)]
+    return weight, kept.to(getattr(torch, kept_type)) if kept_type else kept
 
 
 def load_state(stored: Tensor, scales: Tensor | None, *, signed: bool) -> Tensor:
-    """The ``(n,)`` FP32 values of a state that is FP32, bf16, or uint8 codes with ``(groups(n),)`` bf16 scales."""
-    if scales is None:
-        return stored.to(torch.float32)
-    scale = _per_element(scales.to(torch.float32), stored.numel())
-    if signed:
-        return formulas.decode_signed(stored.view(torch.int8).to(torch.int32), scale)  # type: ignore[no-any-return]
-    return formulas.decode_unsigned(stored.to(torch.int32), scale)  # type: ignore[no-any-return]
+    """The ``(n,)`` FP32 values of a state in one of `state_formats`, with ``(groups(n),)`` bf16 scales or None."""
+    codec, codes = _codes(stored, signed)
+    scale = None if scales is None else _per_element(scales.to(torch.float32), stored.numel())
+    value: Tensor = getattr(formulas, f"value_{codec}")(codes, scale)
+    return value
 
 
 def store_state(
     value: Tensor, stored: Tensor, scales: Tensor | None, noise: Tensor | int, *, signed: bool
 ) -> None:
-    """Write ``(n,)`` FP32 values into a state: FP32, bf16, or uint8 codes with ``(groups(n),)`` bf16 scales.
+    """Write ``(n,)`` FP32 values into a state in one of `state_formats`, with ``(groups(n),)`` bf16 scales or None.
 
     `noise` is int32, from 0 to ``2**20 - 1``; unsigned values are not negative.
     """
+    codec, codes = _codes(stored, signed)
+    inverse = None
     if scales is not None:
         largest = formulas.magnitude(value)
         largest = torch.nn.functional.pad(largest, (0, -value.numel() % GROUP)).view(-1, GROUP).amax(1)
         inverse = _per_element(formulas.group_inverse(largest), value.numel())
         value = formulas.cut(value if signed else value.abs(), _per_element(largest, value.numel()))
-        encode = formulas.encode_signed if signed else formulas.encode_unsigned
-        stored.copy_((encode(value, inverse, noise) & 0xFF).to(torch.uint8))
         scales.copy_(formulas.group_scale(largest).to(torch.int16).view(torch.bfloat16))
-    elif stored.dtype is torch.bfloat16:
-        stored.copy_(formulas.encode_moment(value, noise).to(torch.int16).view(torch.bfloat16))
-    else:
-        stored.copy_(value)
+    codes.copy_(getattr(formulas, f"code_{codec}")(value, inverse, noise))
+
+
+def _codes(stored: Tensor, signed: bool) -> tuple[str, Tensor]:
+    """The codec of a state, and the state as codes, in its memory."""
+    how = next(each for each in formulas.state_formats.values() if each.dtype is stored.dtype)
+    codec = how.signed if signed else how.unsigned
+    return codec, stored.view(getattr(torch, formulas.codecs[codec]))
 
 
 def groups(numel: int) -> int:

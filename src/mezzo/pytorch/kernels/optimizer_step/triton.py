@@ -34,8 +34,17 @@ _ROW_WORDS = tl.constexpr(pointer_table.ROW_WORDS)
 _CURRENT_WORDS = tl.constexpr(pointer_table.CURRENT_WORDS)
 _HYPER_WORDS = tl.constexpr(pointer_table.HYPER_WORDS)
 _ADAMW, _PLAIN = tl.constexpr(formulas.ADAMW), tl.constexpr(formulas.PLAIN)
-_OWN, _BF16, _FP16, _SPLIT, _SPLIT8, _NONE = (tl.constexpr(code) for code in range(len(formulas.FORMS)))
-_STATE_BF16, _STATE_INT8 = tl.constexpr(1), tl.constexpr(2)  # the index in `STATE_FORMATS`
+_OWN, _FP16, _NONE = (tl.constexpr(code) for code in (formulas.OWN, formulas.FP16, formulas.NONE))
+
+# By the index of a form of masters, of a state's format and of a codec: types in memory, codecs, whether with scales.
+_KEPT_TYPES = tl.constexpr(
+    tuple(getattr(tl, kept) if kept else None for kept in formulas.kept_types.values())
+)
+_CODES = tuple(formulas.codecs)
+_CODE_TYPES = tl.constexpr(tuple(getattr(tl, memory) for memory in formulas.codecs.values()))
+_SIGNED = tl.constexpr(tuple(_CODES.index(how.signed) for how in formulas.state_formats.values()))
+_UNSIGNED = tl.constexpr(tuple(_CODES.index(how.unsigned) for how in formulas.state_formats.values()))
+_IS_SCALED = tl.constexpr(tuple(how.is_scaled for how in formulas.state_formats.values()))
 
 
 @triton.jit
@@ -212,7 +221,7 @@ def _blocks_of_row(
     hyper = hypers + tl.load(row + 9) * _HYPER_WORDS
 
     step = (tl.load(tl.load(row + 5).to(tl.pointer_type(tl.float32))) + 1.0).to(tl.int32)
-    RULE: tl.constexpr = KINDS[0] // 128 % 8  # all are of one optimizer
+    RULE: tl.constexpr = KINDS[0] // 256 % 8  # all are of one optimizer
     numbers = [tl.load(hyper + i) for i in (1, 2, 3, 4, 5, 6, 7)]
     numbers = f.constants_by(RULE, numbers, step)
     constants = [each.to(tl.float32) for each in numbers]  # in Triton the variable outlives the brackets
@@ -261,11 +270,14 @@ def _update(
 ) -> tl.tensor:
     """Update one block of one kind; `PLAIN` for a whole, aligned one. Returns where weights are infinite."""
     MASTERS: tl.constexpr = KIND % 8
-    STATE: tl.constexpr = KIND // 8 % 4
-    GRAD: tl.constexpr = KIND // 32 % 4
-    RULE: tl.constexpr = KIND // 128 % 8
-    HAS_L2: tl.constexpr = KIND // 1024 % 2
-    MAXIMIZES: tl.constexpr = KIND // 2048
+    STATE: tl.constexpr = KIND // 8 % 8
+    GRAD: tl.constexpr = KIND // 64 % 4
+    RULE: tl.constexpr = KIND // 256 % 8
+    HAS_L2: tl.constexpr = KIND // 2048 % 2
+    MAXIMIZES: tl.constexpr = KIND // 4096
+    FIRST: tl.constexpr = _SIGNED[STATE]
+    SECOND: tl.constexpr = _UNSIGNED[STATE]
+    SCALED: tl.constexpr = _IS_SCALED[STATE]
     HAS_FIRST: tl.constexpr = RULE != _PLAIN
     HAS_SECOND: tl.constexpr = RULE == _ADAMW
     row, moving, step_key, weight_key, constants, l2, scale = given
@@ -286,15 +298,11 @@ def _update(
     g = block.load_float(grad, here, GRAD, PLAIN)
     w = block.load(weight, here, tl.float32 if MASTERS == _OWN else tl.int16, PLAIN)
     kept = 0
-    if MASTERS == _BF16 or MASTERS == _FP16:  # noqa: SIM109, there is no `in` in Triton
-        kept = block.load(master, here, tl.float32, PLAIN)
-    elif MASTERS == _SPLIT:
-        kept = block.load(master, here, tl.int16, PLAIN)
-    elif MASTERS == _SPLIT8:
-        kept = block.load(master, here, tl.int8, PLAIN)
+    if _KEPT_TYPES[MASTERS] is not None:
+        kept = block.load(master, here, _KEPT_TYPES[MASTERS], PLAIN)
     first, second = (state0, scale0, here, scales_here), (state1, scale1, here, scales_here)
-    m = _load_state(first, HAS_FIRST, tl.int8, STATE, PLAIN)
-    v = _load_state(second, HAS_SECOND, tl.uint8, STATE, PLAIN)
+    m = _load_state(first, HAS_FIRST, FIRST, SCALED, PLAIN)
+    v = _load_state(second, HAS_SECOND, SECOND, SCALED, PLAIN)
 
     w = f.decoded(MASTERS, w, kept)
     g = block.decode_float(g, GRAD) * scale
@@ -303,11 +311,11 @@ def _update(
     if HAS_L2:
         g = f.coupled(w, g, l2)
     if HAS_FIRST:
-        m = _decode_state(m, True, STATE)
+        m = _decode_state(m, FIRST, SCALED)
     else:
         m = g
     if HAS_SECOND:
-        v = _decode_state(v, False, STATE)
+        v = _decode_state(v, SECOND, SCALED)
     else:
         v = g
 
@@ -316,9 +324,9 @@ def _update(
     place = f.place(start.to(tl.uint32) + index.to(tl.uint32))
     word = f.noise(step_key, place)
     if HAS_FIRST:
-        _store_state(m, f.first_noise(word), first, True, STATE, PLAIN)
+        _store_state(m, f.first_noise(word), first, FIRST, SCALED, PLAIN)
     if HAS_SECOND:
-        _store_state(v, f.second_noise(word), second, False, STATE, PLAIN)
+        _store_state(v, f.second_noise(word), second, SECOND, SCALED, PLAIN)
     if MASTERS == _NONE:
         noise = f.weight_noise(f.noise(weight_key, place))
     else:
@@ -337,12 +345,8 @@ def _store_master(
         return tl.zeros(w.shape, tl.int1)
     else:
         high, kept = f.encoded(MASTERS, w, noise)
-        if MASTERS == _BF16 or MASTERS == _FP16:  # noqa: SIM109, there is no `in` in Triton
-            block.store(master, kept, here, tl.float32, PLAIN)
-        elif MASTERS == _SPLIT:
-            block.store(master, kept, here, tl.int16, PLAIN)
-        elif MASTERS == _SPLIT8:
-            block.store(master, kept, here, tl.int8, PLAIN)
+        if _KEPT_TYPES[MASTERS] is not None:
+            block.store(master, kept, here, _KEPT_TYPES[MASTERS], PLAIN)
         block.store(weight, high, here, tl.int16, PLAIN)
         if not PLAIN:
             _, _, mask = here
@@ -352,34 +356,27 @@ def _store_master(
 
 @triton.jit
 def _load_state(
-    at: tl.tuple, EXISTS: tl.constexpr, CODE: tl.constexpr, STATE: tl.constexpr, PLAIN: tl.constexpr
+    at: tl.tuple, EXISTS: tl.constexpr, CODEC: tl.constexpr, SCALED: tl.constexpr, PLAIN: tl.constexpr
 ) -> tl.tuple:
-    """A state as stored, if it exists: values, bf16 patterns, or codes with their scales' patterns; 0.0 otherwise."""
+    """A state's codes and the patterns of its scales, if it exists and is scaled; 0.0 and 0 otherwise."""
     address, scale, here, scales_here = at
     if not EXISTS:
         return 0.0, 0
-    elif STATE == _STATE_INT8:
-        return block.load(address, here, CODE, PLAIN), block.load(scale, scales_here, tl.int16, False)
-    elif STATE == _STATE_BF16:
-        return block.load(address, here, tl.int16, PLAIN), 0
+    elif SCALED:
+        codes = block.load(address, here, _CODE_TYPES[CODEC], PLAIN)
+        return codes, block.load(scale, scales_here, tl.int16, False)
     else:
-        return block.load(address, here, tl.float32, PLAIN), 0
+        return block.load(address, here, _CODE_TYPES[CODEC], PLAIN), 0
 
 
 @triton.jit
-def _decode_state(stored: tl.tuple, SIGNED: tl.constexpr, STATE: tl.constexpr) -> tl.tensor:
+def _decode_state(stored: tl.tuple, CODEC: tl.constexpr, SCALED: tl.constexpr) -> tl.tensor:
     """The FP32 values of what `_load_state` returned."""
-    value, scale = stored
-    if STATE == _STATE_INT8:
-        of_group = f.decode_none(scale.to(tl.int32), 0)[:, None]
-        if SIGNED:
-            return f.decode_signed(value.to(tl.int32), of_group)
-        else:
-            return f.decode_unsigned(value.to(tl.int32), of_group)
-    elif STATE == _STATE_BF16:
-        return f.decode_none(value.to(tl.int32), 0)
+    codes, scale = stored
+    if SCALED:
+        return f.value_by(CODEC, codes, f.value_bf16(scale, 1.0)[:, None])
     else:
-        return value
+        return f.value_by(CODEC, codes, 1.0)
 
 
 @triton.jit
@@ -387,26 +384,20 @@ def _store_state(
     value: tl.tensor,
     noise: tl.tensor,
     at: tl.tuple,
-    SIGNED: tl.constexpr,
-    STATE: tl.constexpr,
+    CODEC: tl.constexpr,
+    SCALED: tl.constexpr,
     PLAIN: tl.constexpr,
 ) -> None:
-    """Write FP32 values in the state's format; noise from 0 to 2**20 - 1, which FP32 does not use."""
+    """Write FP32 values as codes, with the scales of their groups if they are scaled; noise from 0 to 2**20 - 1."""
     address, scale, here, scales_here = at
-    if STATE == _STATE_INT8:
+    if SCALED:
         if not PLAIN:
             _, _, mask = here
             value = tl.where(mask, value, 0.0)  # elements beyond the end don't affect their group's scale
         largest = tl.max(f.magnitude(value), axis=1)
         value = f.cut(value, largest[:, None])
-        inverse = f.group_inverse(largest)[:, None]
-        if SIGNED:
-            codes = f.encode_signed(value, inverse, noise)
-        else:
-            codes = f.encode_unsigned(value, inverse, noise)
-        block.store(address, codes, here, tl.uint8, PLAIN)
+        codes = f.code_by(CODEC, value, f.group_inverse(largest)[:, None], noise)
+        block.store(address, codes, here, _CODE_TYPES[CODEC], PLAIN)
         block.store(scale, f.group_scale(largest), scales_here, tl.int16, False)
-    elif STATE == _STATE_BF16:
-        block.store(address, f.encode_moment(value, noise), here, tl.int16, PLAIN)
     else:
-        block.store(address, value, here, tl.float32, PLAIN)
+        block.store(address, f.code_by(CODEC, value, 1.0, noise), here, _CODE_TYPES[CODEC], PLAIN)
