@@ -13,10 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from run_scripts import Ran, launcher
 
 os.environ.setdefault("MEZZO_ASSUME_NATIVE", "bf16")
+
+# A slow machine fails no test.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
