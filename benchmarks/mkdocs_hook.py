@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from typing import Any
 
@@ -28,3 +29,9 @@ class Docstrings(griffe.Extension):
         """Change one object's docstring."""
         if obj.docstring is not None:
             obj.docstring.value = plain(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Give `mezzo.keras` and `mezzo.tensorflow` the public names that they import on first use."""
+        for package in ("keras", "tensorflow"):
+            for name, module in importlib.import_module(f"{pkg.name}.{package}")._PUBLIC.items():
+                pkg[package].set_member(name, griffe.Alias(name, f"{module}.{name}"))

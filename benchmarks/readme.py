@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import readme_api as api
 import readme_commands as commands
 import readme_emulation as emulation
 import readme_front as front
@@ -240,6 +241,7 @@ def keep_memory() -> str:
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"gains": _bench(front.gains), "compared": compared},
     "docs/index.md": {"compared": compared},
+    "docs/api.md": {"api": api.table},
     "docs/commands.md": commands.PARTS,
     "docs/compare.md": {"compared": compared, "harms": harms},
     "docs/dev/benchmarks.md": {

@@ -90,6 +90,17 @@ def test_user_pages_are_few_and_each_is_in_the_navigation() -> None:
     assert sorted(navigation) == sorted(pages)
 
 
+def test_the_api_page_names_every_public_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    names = importlib.import_module("readme_api").names()
+    assert {"mezzo.UsageError", "mezzo.optim.AdamW", "mezzo.nn.LinearCrossEntropy"} <= set(names)
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    described = {*re.findall(r"^::: (\S+)$", text, re.MULTILINE), "mezzo.optim.lower_weights"}
+    modules = {name for name, module in names.items() if name.startswith(module) or module == "mezzo.core.formats"}
+    assert [name for name in names if f"| `{name}` |" not in text] == []
+    assert set(names) - described <= modules
+
+
 def test_every_cause_and_every_kind_of_range_is_explained() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in USER_PAGES)
     assert [word for word in (*CAUSES, *WHAT) if f"| `{word}` |" not in text] == []
