@@ -8,14 +8,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGES = ("mezzo", "mezzo.optim", "mezzo.nn", "mezzo.keras", "mezzo.tensorflow")
+FORMATS = ("Format", "round", "bits", "decode", "ulp", "named")
 
 
 def names() -> dict[str, str]:
     """Public name, such as ``mezzo.nn.LinearCrossEntropy`` -> the module that it is in, or that it is."""
-    found = {}
-    for package in map(importlib.import_module, PACKAGES):
-        for name in package.__all__:
-            found[f"{package.__name__}.{name}"] = package._PUBLIC.get(name, package.__name__)
+    found = {f"mezzo.formats.{name}": "mezzo.core.formats" for name in FORMATS}
+    for package in map(importlib.import_module, reversed(PACKAGES)):
+        own = {name: package.__name__ for name in package.__all__ if name not in package._PUBLIC}
+        found = {f"{package.__name__}.{name}": at for name, at in {**package._PUBLIC, **own}.items()} | found
     return found
 
 
