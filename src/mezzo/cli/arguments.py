@@ -106,17 +106,12 @@ def add_target(parser: argparse.ArgumentParser, demos: Mapping[str, Demo]) -> No
     parser.usage = (
         parser.usage or f"{parser.prog} [options] (SCRIPT | --demo NAME | -m MODULE) [-- SCRIPT'S ARGUMENTS]"
     )
-    parser.add_argument(
-        "script", nargs="?", help="the training script: a path, or a directory with a __main__.py"
-    )
-    parser.add_argument(
-        "--demo",
-        metavar="NAME",
-        help=f"a demo that comes with Mezzo, instead of a script: {', '.join(sorted(demos))}",
-    )
-    parser.add_argument(
-        "-m", dest="module", metavar="MODULE", help="a module instead of a script, as in python -m"
-    )
+    script = "the training script: a path, or a directory with a __main__.py"
+    parser.add_argument("script", nargs="?", help=script)
+    demo = f"a demo that comes with Mezzo, instead of a script: {', '.join(sorted(demos))}"
+    parser.add_argument("--demo", metavar="NAME", help=demo)
+    module = "a module instead of a script, as in python -m"
+    parser.add_argument("-m", dest="module", metavar="MODULE", help=module)
 
 
 def target_of(arguments: argparse.Namespace, demos: Mapping[str, Demo], example: str) -> str:

@@ -88,9 +88,6 @@ def parse(text: str) -> float | Fraction:
 
     >>> parse("-4.2e9"), parse("0x1.8p3"), parse("1/3"), parse("2^-3"), parse("-0"), parse("1e-400") > 0
     (Fraction(-4200000000, 1), 12.0, Fraction(1, 3), Fraction(1, 8), -0.0, True)
-
-    Raises:
-        UsageError: not a number, a division by zero, or one far beyond every format's range.
     """
     plain = text.strip().lower().replace("**", "^")
     if plain in (*FORMATS, *ALIASES):

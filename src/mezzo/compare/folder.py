@@ -158,10 +158,4 @@ def _clear(folder: Path) -> None:
 
 def strict(value: Any) -> Any:
     """The value with every number that JSON lacks (NaN, infinities) as None."""
-    if isinstance(value, float):
-        return value if value - value == 0.0 else None
-    if isinstance(value, dict):
-        return {key: strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict(item) for item in value]
-    return value
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)

@@ -109,20 +109,11 @@ LESS_IS_BETTER = (
 
 @dataclass(frozen=True)
 class Metric:
-    """How the metric is found and judged.
+    """How the metric is found and judged; a wrong value raises UsageError."""
 
-    Args:
-        pattern: a regular expression whose first group is the number. The last match in the output counts.
-        better: ``"higher"``, ``"lower"``, or ``"auto"``: lower if the pattern's text names a loss or an error.
-        margin: the largest acceptable harm in the metric's units; None for the default.
-
-    Raises:
-        UsageError: a pattern that is wrong or has no group; a margin <= 0.
-    """
-
-    pattern: str
-    better: str = "auto"
-    margin: float | None = None
+    pattern: str  # the first group of its last match in the output is the number
+    better: str = "auto"  # "higher", "lower", or "auto": lower if the pattern's text names a loss or an error
+    margin: float | None = None  # the largest acceptable harm in the metric's units; None for the default
 
     def __post_init__(self) -> None:
         try:
