@@ -243,7 +243,7 @@ WRONG = [
     (["--gpu", "T5"], "mezzo doctor: unknown GPU 'T5'. Use one of A10, "),
     (["--gpu", "RTX 4095"], "Did you mean 'RTX 4090'?"),
     (["--gpu", ""], "unknown GPU ''."),
-    (["--capability", "8.0"], "--capability was removed"),
+    (["--gpu", "GTX 1080"], "Use its compute capability, such as 8.6"),
 ]
 
 

@@ -136,8 +136,9 @@ def calibrate_script(
                 written, native=set(finished.machine.get("native_formats", ())), format=request.format
             )
         except UsageError as error:
-            notes = " ".join(finished.ended.notes) if finished.ended else ""
-            raise ScriptError(f"{request.target}: {error}. {notes}".rstrip()) from error
+            notes = finished.ended.notes if finished.ended else []
+            told = "".join(f" {note[0].upper()}{note[1:].rstrip('.')}." for note in notes)
+            raise ScriptError(f"{request.target}: {error}.{told}") from error
         write_whole(folder / POLICY, found.to_toml())
         result = {
             "schema": 1,

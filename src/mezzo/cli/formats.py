@@ -39,15 +39,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this verb's arguments."""
     # argparse takes -4.2 for a number, but -4.2e9, -1/3, -0x1p3 and -inf for options.
     parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="[FORMAT ...] [show NUMBER ...]",
-        help="formats, and numbers to show in them",
-    )
-    parser.add_argument(
-        "--overflow", default="infinity", help=f"result of a number beyond a format: {', '.join(OVERFLOW)}"
-    )
+    words = "formats, and numbers to show in them"
+    parser.add_argument("words", nargs="*", metavar="[FORMAT ...] [show NUMBER ...]", help=words)
+    overflow = f"result of a number beyond a format: {', '.join(OVERFLOW)}"
+    parser.add_argument("--overflow", default="infinity", help=overflow)
     parser.add_argument("--json", action="store_true", help="print JSON (infinities and NaN as strings)")
 
 
@@ -160,6 +155,8 @@ def _format(word: str, words: list[str]) -> Format:
         return named(word.lower())
     if word[-1:].isdigit() and not word[:1].isalpha():
         raise UsageError(f"{word!r} is not a format. To show a number: mezzo formats show {' '.join(words)}")
+    if word == "fp8":
+        raise UsageError("fp8 is a precision with two formats. To show them: mezzo formats e4m3fn e5m2")
     raise unknown_name("format", word, [*FORMATS, *ALIASES, "show"])
 
 

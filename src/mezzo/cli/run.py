@@ -164,10 +164,7 @@ def _ranks() -> int:
 
 
 def _folder(out: Path | None) -> tuple[Path, str]:
-    """The run's folder as an absolute path (the script may change the working directory), and a note.
-
-    Without `out` it is a new one, or an empty one; several processes of one run share it.
-    """
+    """The run's folder as an absolute path (the script may change the working directory), and a note."""
     folder, number = out or _FOLDER, 1
     if out is None and _ranks() == 1:
         while os.path.lexists(folder) and not (folder.is_dir() and not os.listdir(folder)):

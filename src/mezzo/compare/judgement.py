@@ -34,8 +34,7 @@ def verdict(request: Request, runs: Runs) -> dict[str, Any]:
         "framework": request.framework,
         "baseline": BASELINE,
         "candidates": {
-            name: _candidate(request, name, runs.get(name, {}), baseline, results, margins)
-            for name in request.precisions
+            name: _candidate(request, name, runs, results, margins) for name in request.precisions
         },
         "machine": strict(baseline[min(baseline)].machine),
         "request": strict(asdict(request)),
@@ -53,11 +52,11 @@ def _margins(request: Request, baseline: Mapping[int, FinishedRun]) -> Margins:
 def _candidate(
     request: Request,
     name: str,
-    runs: Mapping[int, FinishedRun],
-    baseline: Mapping[int, FinishedRun],
+    all_runs: Runs,
     results: Mapping[str, Mapping[int, RunResult]],
     margins: Margins,
 ) -> dict[str, Any]:
+    runs, baseline = all_runs.get(name, {}), all_runs[BASELINE]
     finished = {k: run for k, run in runs.items() if run.succeeded}
     failed = next((run for run in runs.values() if not run.succeeded), None)
     if failed is not None:
@@ -66,7 +65,8 @@ def _candidate(
     else:
         judged = judge(results[BASELINE], results.get(name, {}), results.get(TWIN, {}), margins)
     pairs = [(baseline[k], finished[k]) for k in sorted(set(baseline) & set(finished))]
-    fast = speed([(fp32.times(), ours.times()) for fp32, ours in pairs])
+    twins = [run.times() for run in all_runs.get(TWIN, {}).values() if run.succeeded]
+    fast = speed([(fp32.times(), ours.times()) for fp32, ours in pairs], twins)
     reason = judged.reason
     if fast is not None:
         low, high = fast.interval

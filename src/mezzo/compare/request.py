@@ -193,10 +193,7 @@ def split_precisions(words: Sequence[str]) -> list[str]:
 
 
 def candidates(words: Sequence[str], by: str = "pytorch") -> tuple[tuple[str, ...], list[str]]:
-    """The candidates that ``--precision`` names, and remarks on those left out: FP32, and what is named twice.
-
-    Raises UsageError for an unknown precision, one that the framework `by` can't run, or if none is left.
-    """
+    """The candidates that ``--precision`` names, and remarks on those left out: FP32, and what is named twice."""
     kept: dict[str, str] = {}
     remarks = []
     for name in split_precisions(words):

@@ -44,10 +44,7 @@ def start_loss(losses: Sequence[float] | Floats) -> float:
 
 
 def window_losses(losses: Sequence[float] | Floats) -> Floats:
-    """The means of ten windows of (nearly) equal length, in order; fewer windows for under fifty losses.
-
-    NaN for a window that holds a NaN.
-    """
+    """The means of ten windows of (nearly) equal length, in order; fewer windows for under fifty losses."""
     values = np.asarray(losses, dtype=np.float64)
     count = max(1, min(WINDOWS, len(values) // LEAST))
     return np.asarray([_mean(part) for part in np.array_split(values, count)], dtype=np.float64)
