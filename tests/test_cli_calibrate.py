@@ -96,12 +96,7 @@ def test_nothing_looked_at_is_told(here: Path, capsys: pytest.CaptureFixture[str
     assert main(["calibrate", script(here, ranges=False, say="Compiled."), "--json"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    for words in (
-        "the script made 20 updates",
-        "not LBFGS",
-        "mezzo.calibrate(",
-        "Compiled.",
-    ):
+    for words in ("the script made 20 updates", "not LBFGS", "mezzo.calibrate(", "Compiled."):
         assert words in err
     assert not (here / "mezzo-calibrate-train" / "policy.toml").exists()
 

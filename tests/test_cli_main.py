@@ -125,11 +125,7 @@ WRONG: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("words", "mend"), WRONG)
 def test_wrong_usage_says_what_to_write(
-    words: str,
-    mend: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
     monkeypatch.chdir(tmp_path)
@@ -199,11 +195,7 @@ LOCKED: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("words", "mend"), LOCKED)
 def test_what_may_not_be_read_or_written_is_said(
-    words: str,
-    mend: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
     (tmp_path / "secret.py").write_text("")
@@ -229,11 +221,7 @@ def test_what_may_not_be_read_or_written_is_said(
     ],
 )
 def test_a_script_that_never_trains_is_status_2(
-    words: str,
-    mend: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text("print('no training here')\n")
     monkeypatch.chdir(tmp_path)
