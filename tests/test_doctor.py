@@ -243,7 +243,10 @@ def test_a_named_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 WRONG = [
-    (["--gpu", "T5"], "mezzo doctor: unknown GPU 'T5'. Use its compute capability, such as 8.6, or one of A10, "),
+    (
+        ["--gpu", "T5"],
+        "mezzo doctor: unknown GPU 'T5'. Use its compute capability, such as 8.6, or one of A10, ",
+    ),
     (["--gpu", "RTX 4095"], "Did you mean 'RTX 4090'?"),
     (["--gpu", ""], "unknown GPU ''."),
     (["--gpu", "GTX 1080"], "Use its compute capability, such as 8.6"),
