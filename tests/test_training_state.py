@@ -115,9 +115,17 @@ def test_shared_parameters_are_refused_until_the_other_is_closed_or_gone() -> No
     training("sgd", "fp16", model)
 
 
-def test_flush_before_any_step_is_an_error() -> None:
+def test_calls_at_the_wrong_time_are_errors() -> None:
+    mp = training("sgd", "fp16")
     with pytest.raises(CallOrderError, match=r"mp\.step\(loss\)"):
-        training("sgd", "fp16").flush()
+        mp.flush()
+    loss = mp.model(batch()[0]).mean()
+    mp.step(loss)
+    with pytest.raises(CallOrderError, match=r"one step\(\).*retain_graph=True"):
+        mp.step(loss)
+    mp.close()
+    with pytest.raises(CallOrderError, match="closed"):
+        mp.step(loss)
 
 
 def test_frozen_parameters_are_an_error_and_thawed_ones_train() -> None:

@@ -118,10 +118,7 @@ def load_state(stored: Tensor, scales: Tensor | None, *, signed: bool) -> Tensor
 def store_state(
     value: Tensor, stored: Tensor, scales: Tensor | None, noise: Tensor | int, *, signed: bool
 ) -> None:
-    """Write ``(n,)`` FP32 values into a state in one of `state_formats`, with ``(groups(n),)`` bf16 scales or None.
-
-    `noise` is int32, from 0 to ``2**20 - 1``; unsigned values are not negative.
-    """
+    """Write ``(n,)`` FP32 values into a state in one of `state_formats`, with ``(groups(n),)`` bf16 scales or None."""
     codec, codes = _codes(stored, signed)
     inverse = None
     if scales is not None:
