@@ -13,16 +13,7 @@ import torch
 import mezzo
 from mezzo.core import records
 from mezzo.core.errors import CallOrderError, UsageError
-from training_steps import (  # noqa: F401
-    INF,
-    Broken,
-    batch,
-    network,
-    nobody_owns_anything,
-    run,
-    same,
-    training,
-)
+from training_steps import INF, Broken, batch, network, nobody_owns_anything, run, same, training  # noqa: F401
 
 
 def test_states_of_grad_scalers_load() -> None:

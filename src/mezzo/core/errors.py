@@ -99,10 +99,7 @@ def unknown_name(
 
 
 def checks_keywords(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
-    """A decorator: an unknown keyword argument raises UnknownArgumentError, with the nearest right name.
-
-    Python itself suggests names from 3.13 on. `help`, `inspect.signature` and editors see the function's own signature.
-    """
+    """A decorator: an unknown keyword argument raises UnknownArgumentError, with the nearest right name."""
     code = function.__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     allowed = frozenset(names) - {"self"}

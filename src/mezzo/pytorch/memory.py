@@ -1,10 +1,8 @@
 """Peak memory of training steps: from the allocator on a GPU; on a CPU, the tensor bytes alive at the peak.
 
-On a CPU a dispatch mode counts each storage once, from the op that makes it until C++ frees it: parameters, gradients,
-optimizer state and what autograd saved for backward. A kernel's scratch space inside one op is not seen.
-
-Code made by `torch.compile` does not pass through the dispatcher. Once a graph has been compiled, the CPU allocator's
-events are read through the profiler instead, which sees scratch space too. The record's `how` tells which was used.
+On a CPU a dispatch mode counts each storage once, from the op that makes it until C++ frees it, without the scratch
+space inside one op. Code of `torch.compile` does not pass through the dispatcher: once a graph has been compiled, the
+CPU allocator's events are read through the profiler instead, which sees scratch space too (the record's `how`).
 """
 
 from __future__ import annotations

@@ -225,6 +225,7 @@ class MixedPrecision:
         )
         parts = [
             str(self.policy) if self._resolved.trial is None else f"auto, now {self.precision}",
+            self._stored_as[0] != "fp32" and f"masters={self._stored_as[1]}",
             several and f"accumulate={self.accumulate}",
             self.clip_norm is not None and f"clip_norm={self.clip_norm}",
             self.clip_value is not None and f"clip_value={self.clip_value}",

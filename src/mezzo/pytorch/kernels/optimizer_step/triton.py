@@ -126,9 +126,7 @@ f = formulas.over(
 
 
 class DeviceStepper:
-    """The step on a CUDA device, or in Triton's interpreter, without waiting for the device. Tables of the lists of
-    rows used last are cached. A step may be captured in a CUDA graph, after one of its kind has compiled the kernel.
-    """
+    """The step on a CUDA device or in Triton's interpreter, without a wait; a compiled one can be in a CUDA graph."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[object, ...], PointerTable] = {}
