@@ -224,8 +224,8 @@ def test_what_may_not_be_read_or_written_is_said(
     ("words", "mend"),
     [
         ("compare train.py", "Give a script that trains"),
-        ("calibrate train.py", "Give a script that trains with a torch optimizer"),
-        ("batch-size train.py --vary={} -- {}", "Let it train for longer"),
+        ("calibrate train.py", "mezzo.calibrate(model, loss_fn, batches)"),
+        ("batch-size train.py --vary={} -- {}", "Let it train longer"),
     ],
 )
 def test_a_script_that_never_trains_is_status_2(
