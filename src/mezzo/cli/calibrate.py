@@ -109,12 +109,7 @@ def calibrate_script(
     progress: Watcher | None = None,
     command: Sequence[str] = LAUNCH,
 ) -> Recommendation:
-    """Run the script in a child process (by `command`), recommend, and write the folder's files anew.
-
-    Raises:
-        ScriptError: the script fails, no update could be watched, or no gradient is finite and not 0.
-        UsageError: the folder can't be written.
-    """
+    """Run the script in a child process (by `command`), recommend, and write the folder's files anew."""
     with writing(folder), locked(folder), progress or Watcher() as shown, terminated_like_an_interrupt():
         (folder / "runs").mkdir(parents=True, exist_ok=True)
         for name in (POLICY, RESULT):

@@ -1,6 +1,4 @@
-"""Calibration: what to train in, from a few FP32 steps: the format, the loss scale, the modules that fp16 can't hold,
-and a ranking of the modules by how much rounding each to a format would change the loss.
-"""
+"""Calibration: the format, the loss scale and the modules to keep in FP32, from a few FP32 steps."""
 
 from __future__ import annotations
 
@@ -218,12 +216,7 @@ def recommend(
     format: str | None = None,
     ranked: Sequence[str | Format] = RANKED,
 ) -> Recommendation:
-    """What to train in, from the ranges and sensitivities of a few FP32 steps without a loss scale.
-
-    The scale follows the largest gradient, of activations and of weights: if the loss is a mean over a batch, each
-    activation's gradient is divided by the batch and the weights' gradients, which sum over it, are not. `native` are
-    the formats of the hardware to train on, `ranked` those of the sensitivity records.
-    """
+    """What to train in, from a few FP32 steps; `native` formats of the hardware, `ranked` those of the records."""
     measured = list(measured)
     records = [one for one in measured if isinstance(one, RangesRecord) and one.rows]
     sensitivities = [one for one in measured if isinstance(one, SensitivityRecord)]
@@ -313,9 +306,7 @@ def conclusions(tensors: Sequence[RangeRow], scale: float | None = None) -> list
 
 
 def _kept(tensors: Sequence[RangeRow], start: float, sensitivity: Sensitivity | None = None) -> list[Kept]:
-    """Modules that hold numbers beyond fp16, or whose gradients it loses, each with the module that ran after it
-    (which reads the number, or makes the gradient); and modules in which an operation overflows.
-    """
+    """Modules that fp16 can't hold, and those that ran after them (which read the number, or make the gradient)."""
     found: dict[str, Kept] = {}
     after = dict(pairwise(dict.fromkeys(one.module for one in tensors if one.what == "activation")))
 
@@ -400,11 +391,7 @@ def expected_square(roundings: Sequence[ModuleRounding]) -> float:
 def rank(
     records: Sequence[SensitivityRecord], formats: Sequence[Format], margin: float = MARGIN
 ) -> Sensitivity | None:
-    """The ranking of the modules, from a record per measured step; None if nothing was measured.
-
-    A module that can't bear a 16-bit format comes before one that only can't bear 8 bits. Among equals, the one that
-    changes the loss most in the first format comes first.
-    """
+    """The ranking of the modules, from a record per measured step: by 16-bit formats first; None without records."""
     found: dict[str, dict[str, list[ModuleRounding]]] = {}
     for row in (row for record in records for row in record.rows):
         found.setdefault(row.module, {}).setdefault(row.format, []).append(row)

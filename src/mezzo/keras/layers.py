@@ -74,11 +74,7 @@ def _path_of(layer: Any) -> str | None:
 
 @dataclass(frozen=True)
 class LayerPolicy:
-    """One layer's path, class and policy by Keras's name, the dtype that it computes in and returns, its variables'.
-
-    `why` is ``plan``, ``module.PATTERN`` of the plan that named it or a layer around it, or ``its own`` for a `dtype`
-    that it was given, made before the plan, or saved with.
-    """
+    """One layer's path, class, Keras policy, formats, and `why`: ``plan``, ``module.PATTERN`` or ``its own``."""
 
     path: str
     kind: str

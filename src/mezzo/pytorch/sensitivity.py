@@ -39,10 +39,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a module, to be run again.
-
-    `low`: whether each input tensor would be in the format. `gradients`: of the loss, at each floating output.
-    """
+    """One call of a module, to be run again; `low`: which input tensors would be in the format."""
 
     path: str
     module: nn.Module
@@ -71,11 +68,7 @@ class _Call:
 
 
 class Sensitivities(StepObserver):
-    """A `StepObserver` that measures the sensitivity of a model's modules every `every` updates, `STEPS` times.
-
-    Before the weights change, the step's first call of the model is run again, which gives the inputs of every module
-    and the gradients at its outputs; then each module that computes runs on them in FP32 and in each format.
-    """
+    """A `StepObserver` that measures the sensitivity of a model's modules every `every` updates, `STEPS` times."""
 
     def __init__(self, formats: Sequence[str | Format] = RANKED, *, every: int = 1) -> None:
         self._formats, self._every = [named(one) for one in formats], max(1, every)

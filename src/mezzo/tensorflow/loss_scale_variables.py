@@ -39,10 +39,7 @@ _TYPES = {"good_steps": tf.int64, "skipped_steps": tf.int64, "last_step_skipped"
 
 
 class LossScaleVariables(tf.__internal__.tracking.Trackable):
-    """The state of a loss scale, saved with the object that tracks this one, and the steps of an optimizer with it.
-
-    There is one set of variables per graph of TF1, and one for eager programs and their `tf.function`s.
-    """
+    """The state of a loss scale, one set of variables for each graph of TF1 and one for eager programs."""
 
     def __init__(self, pure: LossScale) -> None:
         self.pure = pure
@@ -134,10 +131,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         )
 
     def step(self, grads_and_vars: Sequence[tuple[Any, Any]], apply: Callable[[Any], Any]) -> Any:
-        """Apply unscaled gradients, or skip the step if any of them is not finite on any replica.
-
-        Raises LossScaleCollapseError if the patience ran out, in a graph `InvalidArgumentError` (XLA drops it).
-        """
+        """Apply unscaled gradients, or skip the step; raises LossScaleCollapseError, or its like in a graph."""
         if tf.distribute.in_cross_replica_context():
             raise UsageError(
                 "apply_gradients was called in a cross-replica context. Call it in the function that "

@@ -103,10 +103,9 @@ def _numbers(tensor: Tensor) -> Tensor | None:
 
 
 class WatchedOutputs:
-    """Counts outputs of modules and their gradients, from `call_begins` to `end`; hooks exist only in between.
+    """Counts outputs of modules and their gradients, by hooks that exist only from `call_begins` to `end`.
 
-    A module's call counts within a call of the model. A checkpoint's repetition in backward has been counted, but if it
-    is reentrant it has the only gradient. `distinct`: what several modules return counts for the innermost alone.
+    `distinct`: what several modules return counts for the innermost alone.
     """
 
     def __init__(self, kinds: Collection[str], *, distinct: bool = False) -> None:

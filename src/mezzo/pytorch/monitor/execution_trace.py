@@ -150,9 +150,7 @@ def _roots(trace: dict[str, Any]) -> list[Call]:
 
 
 def _floats(side: dict[str, Any]) -> list[tuple[int, str]]:
-    """The floating tensors among a call's arguments or results. A Python number that became a tensor (FP64, without
-    dimensions) is left out if there are others: it decides no format.
-    """
+    """The floating tensors among a call's arguments or results, without numbers that became FP64 tensors."""
     found: list[tuple[int, str, bool]] = []
     for kind, value, shape in zip(side["types"], side["values"], side["shapes"]):
         names = _TENSOR.findall(kind)

@@ -169,9 +169,7 @@ class ForwardTrace(TorchFunctionMode):
 
     @contextmanager
     def _beneath(self) -> Iterator[None]:
-        """Enter this mode beneath all others, where leaving another one does not pop it by mistake; only that of
-        `torch.set_default_device` has to be lower.
-        """
+        """Enter this mode beneath all others, so that leaving another one does not pop it by mistake."""
         above = [_pop_mode() for _ in range(_len_torch_function_stack())]
         # `with torch.device(...)` pushes one as well, without entering it, and takes the uppermost off.
         if above and isinstance(above[-1], DeviceContext) and hasattr(above[-1], "old_device"):

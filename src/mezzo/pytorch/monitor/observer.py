@@ -12,10 +12,7 @@ from mezzo.core.records import Record
 
 
 class StepObserver:
-    """Observes training steps, whose calls come in the order of the methods; this one does nothing.
-
-    An observer must not change what the step computes: no gradient, no buffer, no random number.
-    """
+    """Observes training steps, whose calls come in the order of the methods, and must not change what they compute."""
 
     finding: OverflowReport | None = None
     """Why the update that ended last was skipped; None where it was not, or is not known."""
@@ -41,9 +38,7 @@ class StepObserver:
         skipped: Tensor | bool,
         loss_scale: Tensor | float,
     ) -> None:
-        """The step is over, or was `skipped` (a tensor where only the device knows), at its loss scale or 1.0; `index`
-        and `number` are those of the update and of the optimizer in `UpdateRecord`.
-        """
+        """The step is over, or was `skipped` (a tensor where only the device knows); `number` is the optimizer's."""
 
     def step_dropped(self) -> None:
         """Backward raised: the step will not end."""

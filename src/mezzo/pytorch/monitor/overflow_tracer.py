@@ -55,8 +55,7 @@ def _never_raises(method: _Method) -> _Method:
 class OverflowTracer(StepObserver):
     """A `StepObserver` that looks into skipped steps, also where the host must wait for the device if it `waits`.
 
-    Several know of each other: the loss of one model may come through another's call. There are at most `limit` alarms.
-    Remedies have policies as `written`: as code, or as a command.
+    There are at most `limit` alarms; remedies have policies as `written`: as code, or as a command.
     """
 
     def __init__(

@@ -1,8 +1,4 @@
-"""Replay: a saved call of a model, and running it again without side effects.
-
-Kept of a call: its arguments by reference, with their tensors' versions; the random state; what the call changes of its
-model besides the parameters; and the gradients that arrive at its outputs, from which backward is replayed.
-"""
+"""Replay: a saved call of a model, and running it again, with its backward, without side effects."""
 
 from __future__ import annotations
 
@@ -59,9 +55,7 @@ def _same(kept: Any, now: Any) -> bool:
 
 
 class SideEffects:
-    """What a call of a model may change besides its parameters; after `learn`, what one call was seen to change.
-    `statistics`: running statistics too, from which nothing is computed in training.
-    """
+    """What a call of a model may change besides its parameters; after `learn`, what one call was seen to change."""
 
     def __init__(self, model: nn.Module, *, statistics: bool = False) -> None:
         self.modules = list(model.modules())

@@ -71,10 +71,7 @@ class Preparation:
         self._unmatched: list[str] = []  # patterns that match none of them so far
 
     def prepare(self, module: nn.Module, *, traced: bool = False) -> bool:
-        """Whether this module's call computes by the policy: it has floating parameters, none 16-bit by the script.
-
-        While a compiler traces the call, weights must stay what they are.
-        """
+        """Whether this module's call computes by the policy: it has floating parameters, none 16-bit by the script."""
         known = self.knows(module)
         if known is None:
             known = self._first_call(module)

@@ -84,10 +84,7 @@ def observed_step(session: Session) -> Callable[[bool], None]:
 
 
 class Observers:
-    """The observers of a run. They are made at the first call that they are to see, when the device is known.
-
-    An observer may call the model and run backward itself. `busy` tells the patched functions to ignore that.
-    """
+    """The observers of a run, made at its first call, when the device is known; while `busy`, they run the model."""
 
     def __init__(self, session: Session) -> None:
         request = session.request
