@@ -136,8 +136,15 @@ def calibrate_script(
                 written, native=set(finished.machine.get("native_formats", ())), format=request.format
             )
         except UsageError as error:
-            notes = " ".join(finished.ended.notes) if finished.ended else ""
-            raise ScriptError(f"{request.target}: {error}. {notes}".rstrip()) from error
+            if "keras" in finished.machine:
+                raise ScriptError(
+                    f"{request.target} trains with Keras, and mezzo calibrate measures PyTorch models only. For Keras: "
+                    f"mezzo compare --framework keras {request.target}"
+                ) from error
+            notes = "; ".join(finished.ended.notes) if finished.ended else ""
+            raise ScriptError(
+                f"{request.target}: {error}{notes and f'. Notes of the run: {notes}'}"
+            ) from error
         write_whole(folder / POLICY, found.to_toml())
         result = {
             "schema": 1,

@@ -59,7 +59,8 @@ class ModuleSensitivity:
     def _cell(self, format: str) -> str:
         change = self.changes.get(format)
         if change is None or math.isfinite(change):
-            return f"{format} -" if change is None else f"{format} {change:.1g}"
+            over = "" if format in self.bears else " over"
+            return f"{format} -" if change is None else f"{format} {change:.2g}{over}"
         cause = self.causes.get(format)
         return f"{format} overflow in {cause}" if cause else f"{format} not finite"
 
@@ -89,8 +90,9 @@ class Sensitivity:
     def lines(self) -> list[str]:
         """An explanation, a line for each of the `SHOWN` most sensitive modules, and the notes."""
         found = [
-            "lowest format for each module, expected change of the loss in each format, most sensitive first (limit "
-            f"{self.limit:.1g}: {self.margin:.1%} of the loss {self.loss:.3g} / sqrt({len(self.modules)} modules))"
+            "lowest format within the limit for each module, expected change of the loss in each format, the largest "
+            f"first (limit {self.limit:.2g}: {self.margin:.1%} of the loss {self.loss:.3g} / sqrt({len(self.modules)} "
+            "modules))"
         ]
         for one in self.modules[:SHOWN]:
             cells = ", ".join(map(one._cell, self.formats))
@@ -240,6 +242,22 @@ def recommend(
     kept = _kept(tensors, start, sensitivity)
     chosen, why = _format(native, format, kept)
     notes = _notes(tensors, kept)
+    held = [one.module for one in kept] if chosen == "fp16" else []
+    over = [
+        one.module
+        for one in (sensitivity.modules if sensitivity else ())
+        if chosen in one.changes
+        and chosen not in one.bears
+        and one.module not in held
+        and is_pattern(one.module)
+    ][:WORST]
+    if over:
+        add = ",".join(f"module.{module}=fp32" for module in over)
+        notes.insert(
+            0,
+            f"{chosen} changes the loss by more than the limit in {', '.join(over)}. If mezzo compare finds harm, add "
+            f"{add} to the policy",
+        )
     if source.histogram.overflows("fp16", shift_of(start)):
         notes.insert(
             0, f"{source}: this overflows fp16 under every dynamic loss scale. Train in bf16 or fp32"

@@ -1,8 +1,4 @@
-"""One step with scaled gradients on any backend of Keras: unscale them, look for overflow, take the step or skip it.
-
-The check reads the unscaled gradients, because a scale below 1 makes numbers larger; those of a 16-bit variable in its
-format, to which the inner optimizer casts them.
-"""
+"""One step with scaled gradients on any backend of Keras: unscale them, look for overflow, take the step or skip it."""
 
 from __future__ import annotations
 

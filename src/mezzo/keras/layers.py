@@ -1,8 +1,4 @@
-"""The layers of a model: their paths, the policy that a plan gives each, and `mezzo.keras.layer_policies(model)`.
-
-A layer takes its policy when it is first built or called, because Keras knows no path before. Layers without a build
-(Activation, Dropout, Add) never get one from Keras: here it is made of the scopes in which they are first used.
-"""
+"""The layers of a model: their paths, the policy that a plan gives each, and `mezzo.keras.layer_policies(model)`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""run: one unmodified Keras script under one policy, from the request to the exit status.
-
-Nothing of Keras is imported here before the script does so; `mezzo.keras.patches` patches Keras then.
-"""
+"""One unmodified Keras script under one policy, from the request to the exit status; imports nothing of Keras."""
 
 from __future__ import annotations
 

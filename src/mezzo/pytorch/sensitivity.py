@@ -25,7 +25,7 @@ from mezzo.core.formats import Format, named
 from mezzo.core.records import ModuleRounding, Record, SensitivityRecord
 from mezzo.pytorch.emulation import Rounding, floats, is_finite
 from mezzo.pytorch.monitor.module_paths import unwrapped
-from mezzo.pytorch.monitor.observer import StepObserver
+from mezzo.pytorch.monitor.observer import Scale, StepObserver
 from mezzo.pytorch.monitor.replay import ModuleState, SideEffects, devices_of, nothing_left
 from mezzo.pytorch.snapshot import RandomState
 
@@ -108,12 +108,12 @@ class Sensitivities(StepObserver):
         if self._outer is not None and unwrapped(model) is self._model and not self._outer.gradients:
             self._outer.returned(output)
 
-    def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
+    def backward_begins(self, loss: Tensor, scale: Scale) -> None:
         """Add up the step's losses."""
         if self._outer is not None:
             self._loss += float(loss.detach().sum()) * float(scale)
 
-    def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
+    def update_begins(self, optimizer: Optimizer, scale: Scale) -> None:
         """Measure, before the weights change."""
         if self._outer is not None and self._is_ours(optimizer):
             self._measure(self._outer)
@@ -251,11 +251,7 @@ class Sensitivities(StepObserver):
 
     @torch.no_grad()
     def _run(self, call: _Call, form: Format, *, rounds: bool) -> tuple[list[Tensor], str]:
-        """The floating outputs of a call, and the operation that first passed the format's range.
-
-        The call's inputs and the results of inner modules are rounded in any case, the module's own operations if
-        `rounds`: so the rounding of a number is counted in the module that computes it.
-        """
+        """The floating outputs of a call, and the operation that first passed the range; `rounds` its own too."""
         mode = Rounding(form, rounds=rounds)
         low = iter(call.low)
 

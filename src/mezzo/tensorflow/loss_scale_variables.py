@@ -1,8 +1,4 @@
-"""A loss scale in `tf.Variable`s: in an eager program, in a `tf.function`, and once for each graph of TF1.
-
-The transition is the loss scale's `advance`. A step applies the gradients or skips, advances the scale, and raises
-when the patience has run out.
-"""
+"""A loss scale in `tf.Variable`s: in an eager program, in a `tf.function`, and once for each graph of TF1."""
 
 from __future__ import annotations
 
@@ -14,13 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import (
-    LossScale,
-    NoLossScale,
-    ScaleArrays,
-    check,
-    on_host,
-)
+from mezzo.core.loss_scale import LossScale, NoLossScale, ScaleArrays, check, on_host
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.tensorflow.switch import in_xla, refuse_xla
 

@@ -200,9 +200,7 @@ class WatchedOutputs:
 
 
 class WatchedParameters:
-    """Counts weights (or their FP32 masters), gradients and update ratios of one optimizer in one update, which keeps
-    copies of the weights. `names`: id of a parameter -> path of its module, and its name there.
-    """
+    """Counts weights (or their FP32 masters), gradients and update ratios of one optimizer in one update."""
 
     def __init__(
         self, optimizer: Optimizer, names: dict[int, tuple[str, str]], kinds: Collection[str]

@@ -1,8 +1,4 @@
-"""The calls of PyTorch's dispatcher, as a tree with formats, from PyTorch's own execution trace.
-
-Unlike a dispatch mode, the trace has ``linear`` and not only its ``addmm``, the call before and after autocast, and the
-forward op to which a backward call belongs, and it is not a guard of compiled functions.
-"""
+"""The calls of PyTorch's dispatcher, as a tree with formats, from PyTorch's own execution trace."""
 
 from __future__ import annotations
 

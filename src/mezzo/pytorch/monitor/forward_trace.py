@@ -101,9 +101,7 @@ _ASKERS = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 
 
 class ForwardTrace(TorchFunctionMode):
-    """Watches every torch function inside `watching`. The user's lines are looked for inside of the code `stop`;
-    `called` is the line of operations in PyTorch's own modules, `outer` the module of those that no module holds.
-    """
+    """Watches every torch function inside `watching`; `outer` is the module of those that no module holds."""
 
     def __init__(
         self,

@@ -122,9 +122,7 @@ def running_again() -> bool:
 
 @contextmanager
 def nothing_left(model: nn.Module) -> Iterator[None]:
-    """Run a model inside; random numbers, buffers with their versions and attributes of modules are put back. Compiled
-    parts run eagerly, reentrant checkpoints as plain calls, and hooks on parameters not at all.
-    """
+    """Run a model inside, compiled parts eagerly; random numbers, buffers and attributes of modules are put back."""
     state = ModuleState(SideEffects(model, statistics=True))
     modules = [(module, dict(module._buffers), dict(module.__dict__)) for module in model.modules()]
     leaves = [(p, p._backward_hooks) for p in model.parameters() if p._backward_hooks]

@@ -244,10 +244,7 @@ def _run_until_finite(
 
 
 def _inside(session: Session, overflows: Overflows, roots: tuple[Any, ...], run: Callable[[], Any]) -> None:
-    """A backward inside a backward (reentrant checkpointing, reversible networks): its seeds are scaled already.
-
-    Parameters are unscaled here. Other leaves are copies of the outer graph's tensors: their gradients stay scaled.
-    """
+    """A backward inside a backward, whose seeds are scaled already: parameters are unscaled, other leaves not."""
     owned = overflows.owned()
     leaves = [t for t in leaves_of(roots) if isinstance(t, torch.nn.Parameter) or id(t) in owned]
     scale = session.scale.scale

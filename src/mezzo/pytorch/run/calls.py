@@ -294,10 +294,7 @@ _NOT_TRACED = (
 
 
 def hide_from_dynamo(imports: ImportWatch, patches: Patches, original_call: Any) -> None:
-    """Once the script has imported Dynamo, have it skip our files, and trace our `__call__`.
-
-    Dynamo takes a short cut past the `nn.Module.__call__` that it found at its own import: by then, ours.
-    """
+    """Once the script has imported Dynamo, have it skip our files, and trace our `__call__` without its short cut."""
 
     def utils_imported(utils: Any) -> None:
         patches.set(utils, "unpatched_nn_module_call", original_call)

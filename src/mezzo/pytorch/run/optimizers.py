@@ -278,10 +278,7 @@ class Steps:
             seen = session.observers.drained()
         if session.networks:
             session.networks.step_ended(
-                parameters(optimizer),
-                not moved,
-                self.overflows.owned,
-                alone=len(session.optimizers) == 1,
+                parameters(optimizer), not moved, self.overflows.owned, alone=len(session.optimizers) == 1
             )
         if session.scaling:
             for module in self.traced:
