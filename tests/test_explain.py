@@ -89,9 +89,7 @@ def test_the_text_has_each_op_and_fits() -> None:
 
 
 OWN = "read in 16 bits and computed in FP32, by Mezzo's kernel: "
-BETWEEN = (
-    "internal_fp32, by the FP32 kernel between casts (the 16-bit kernel may not accumulate in FP32 here): "
-)
+BETWEEN = "internal_fp32, by the FP32 kernel between casts (the 16-bit kernel may not accumulate in FP32): "
 KERNELS = [
     ("layer_norm", lambda x: F.layer_norm(x, (8,)), OWN),
     ("rms_norm", lambda x: F.rms_norm(x, (8,)), OWN),
@@ -164,6 +162,8 @@ WRONG = [
     (("bf16", torch.ones(1)), {}, UsageError, "received 'bf16'.*the precision by name"),
     ((nn.Linear, torch.ones(1)), {}, UsageError, "received the class Linear"),
     ((nn.Linear(2, 2), torch.ones(1, 2)), {"precision": "bf61"}, UnknownNameError, "Did you mean 'bf16'"),
+    ((nn.Linear(2, 2), torch.ones(1, 2), "bf16"), {}, UnknownNameError, "mean precision='bf16'"),
+    ((nn.Linear(2, 2), torch.ones(1, 2)), {"presision": "fp16"}, UnknownNameError, "mean precision='fp16'"),
     (
         (Block(), torch.ones(1, 8)),
         {"precision": "bf16,module.haed=fp32"},
