@@ -89,9 +89,7 @@ def test_the_text_has_each_op_and_fits() -> None:
 
 
 OWN = "read in 16 bits and computed in FP32, by Mezzo's kernel: "
-BETWEEN = (
-    "internal_fp32, by the FP32 kernel between casts (the 16-bit kernel may not accumulate in FP32 here): "
-)
+BETWEEN = "internal_fp32, by the FP32 kernel between casts (the 16-bit kernel may not accumulate in FP32): "
 KERNELS = [
     ("layer_norm", lambda x: F.layer_norm(x, (8,)), OWN),
     ("rms_norm", lambda x: F.rms_norm(x, (8,)), OWN),
