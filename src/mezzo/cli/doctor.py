@@ -32,16 +32,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Report on this machine, or on a GPU that is named."""
-    lines: list[str] = []
     if arguments.gpu is not None:
         models = find(arguments.gpu)
         found = from_capability(models[0].capability)
         data: dict[str, Any] = {"gpus": [_gpu_json(model) for model in models]}
-        for model in models:
-            lines += _gpu_lines(model)
+        lines = [line for model in models for line in _gpu_lines(model)]
     else:
         data, found = _measured(arguments.quick)
-        lines += _machine_lines(data)
+        lines = list(_machine_lines(data))
     if arguments.json:
         advice = {"precision": found.precision, "reasons": list(found.reasons)}
         print(json.dumps({"schema": 1, **data, "recommendation": advice}, indent=2, allow_nan=False))

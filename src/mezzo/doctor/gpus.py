@@ -114,7 +114,8 @@ VARIANTS = r"ti|super|laptop|mobile|maxq|d|pcie|sxm\d?|nvl\d*|hbm\d|\d+gb?"
 def find(name: str) -> tuple[GpuModel, ...]:
     """The models of that name, or compute capability; several if the name is a common beginning (``"A100"``)."""
     if number := re.fullmatch(r"([5-9]|1[0-2])\.(\d)", name.strip()):
-        return (GpuModel("any GPU", (int(number[1]), int(number[2])), source="--gpu"),)
+        name = "any GPU except GTX 16, which has no tensor cores" if number[0] == "7.5" else "any GPU"
+        return (GpuModel(name, (int(number[1]), int(number[2])), source="--gpu"),)
     wanted = _words(ALSO.get(" ".join(_words(name)), name))
     joined = "".join(wanted)
     same = tuple(model for model in MODELS if "".join(_words(model.name)) == joined)
@@ -127,7 +128,7 @@ def find(name: str) -> tuple[GpuModel, ...]:
             return (GpuModel(name.strip(), capability),)
     known = sorted(word for word in " ".join(BY_CAPABILITY.values()).upper().split() if not word.isdigit())
     raise UnknownNameError(
-        f"unknown GPU {name!r}. Use one of GTX 10, RTX 20, RTX 30, RTX 40, RTX 50, {', '.join(known)},\n"
+        f"unknown GPU {name!r}. Use one of GTX 10, RTX 20, RTX 30, RTX 40, RTX 50,\n{', '.join(known)},\n"
         "or the compute capability of an NVIDIA GPU. Example: mezzo doctor --gpu 8.6. To find it, see\n"
         "developer.nvidia.com/cuda-gpus, or run nvidia-smi --query-gpu=name,compute_cap --format=csv"
     )
@@ -159,7 +160,6 @@ def from_capability(capability: Capability) -> Recommendation:
         "fp16": (
             f"fp16: tensor cores support it from compute capability 7.0, {this}",
             f"bf16 needs 8.0. Below that PyTorch runs it without tensor cores, slower than fp32. {FP16_RANGE}",
-            "GTX 16 cards have compute capability 7.5, but no tensor cores: use fp32 on them.",
         ),
         "fp32": (f"FP32: GPUs before Volta (compute capability 7.0) have no tensor cores, {this}",),
     }
