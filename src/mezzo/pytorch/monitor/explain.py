@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import re
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mezzo.core.errors import UnknownArgumentError, UnsupportedPrecisionError, UsageError, nearest
+from mezzo.core.errors import UnknownArgumentError, UnsupportedPrecisionError, UsageError
 from mezzo.core.notebook import html_table
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
@@ -165,7 +166,7 @@ def _check_arguments(model: object, inputs: tuple[Any, ...], kwargs: dict[str, A
         inspect.signature(model.forward).bind(*inputs, **kwargs)
     except (TypeError, ValueError):
         meant = [repr(inputs[-1])] if inputs and isinstance(inputs[-1], (str, Policy)) else []
-        if near := nearest("precision", kwargs, cutoff=0.7):
+        for near in difflib.get_close_matches("precision", kwargs, n=1, cutoff=0.7):
             meant = [repr(kwargs[near])]
         for word in meant:
             raise UnknownArgumentError(
