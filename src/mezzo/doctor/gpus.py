@@ -119,7 +119,7 @@ def find(name: str) -> tuple[GpuModel, ...]:
     wanted = _words(ALSO.get(" ".join(_words(name)), name))
     joined = "".join(wanted)
     same = tuple(model for model in MODELS if "".join(_words(model.name)) == joined)
-    if not same and joined[:1].isalpha():  # an RTX 2080 is no RTX 2080 Ti
+    if not same and joined[:1].isalpha():  # an RTX 2080 is not an RTX 2080 Ti
         same = tuple(model for model in MODELS if _words(model.name)[: len(wanted)] == wanted)
     if same:
         return same
