@@ -364,7 +364,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     *[({name: 0}, f"{name}=0 is less than 1") for name in ("start", "multiple_of")],
     ({"max_size": 7, "multiple_of": 8}, "Use a larger max_size"),
     ({"device": "meta"}, "on cpu and cuda devices only"),
-    ({"restore": [3]}, "a int can't be restored"),
+    ({"restore": [3]}, "a int cannot be"),
     ({"rounds": 0}, "sizes from 8 to 512 take the same bytes"),
 ]
 

@@ -95,7 +95,7 @@ def test_candidates_are_read_from_the_command_line(
         (["bf61"], UnknownNameError, "Did you mean 'bf16'"),
         (["bf16,op.sofmax=fp32"], UnknownNameError, "softmax"),
         (["fp32"], UsageError, "nothing to compare with fp32"),
-        (["bf16", "fp16,masters=fp32"], UsageError, "'fp16,params=fp16': mezzo run unscales each gradient"),
+        (["bf16", "fp16,masters=fp32"], UsageError, "'fp16,params=fp16': mezzo run can't train fp16 weights"),
         (["bf16,masters=fp32,params=fp32", "fp16,masters=split"], UsageError, "Use masters=fp32, or bf16"),
         ([","], UsageError, "nothing to compare with fp32"),
     ],

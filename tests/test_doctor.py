@@ -115,12 +115,12 @@ NAN = float("nan")
 # (matmul, conv step) rates of fp32, bf16, fp16; native formats; the precision; what the reasons say
 RATES: list[tuple[tuple[float, float], tuple[float, float], tuple[float, float], str, str, list[str]]] = [
     ((199, 100), (441, 190), (1.5, 1.2), "bf16", "bf16",
-     ["matrix products are 2.22x faster than in fp32", "fp16: the CPU has no native fp16 training"]),
+     ["matrix products are 2.22x faster than in fp32", "fp16: not fast for training on the CPU"]),
     ((130, 80), (74, 64), (129, 0.5), "bf16", "fp32",
      ["products are 1.76x slower", "training step is 160x slower", "would save memory on this machine, but no time"]),
     ((8, 4), (3, 2), (60, 20), "fp16", "fp16", ["Mezzo scales the loss"]),
     ((60, 30), (900, 400), (900, 410), "bf16 fp16", "bf16", ["bf16 is preferred to fp16"]),
-    ((60, 30), (NAN, NAN), (NAN, NAN), "", "fp32", ["PyTorch cannot run it there"]),
+    ((60, 30), (NAN, NAN), (NAN, NAN), "", "fp32", ["PyTorch cannot run it"]),
     ((60, 30), (90, NAN), (NAN, NAN), "bf16", "fp32", ["training step is not available"]),
 ]  # fmt: skip
 
@@ -237,13 +237,19 @@ def test_a_named_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["gpus"][1]["dense_peak_tflop_s"]["bf16"] == 989
     assert shown["gpus"][0]["capability"]["tensor_core_formats"] == ["fp16", "tf32", "bf16", "fp8"]
     assert shown["recommendation"]["precision"] == "bf16"
+    for capability, precision in (("8.6", "bf16"), ("6.1", "fp32")):
+        assert main(["doctor", "--gpu", capability]) == 0
+        assert f"Use {precision}\n" in capsys.readouterr().out
 
 
 WRONG = [
-    (["--gpu", "T5"], "mezzo doctor: unknown GPU 'T5'. Use one of A10, "),
+    (
+        ["--gpu", "T5"],
+        "mezzo doctor: unknown GPU 'T5'. Use its compute capability, such as 8.6, or one of A10, ",
+    ),
     (["--gpu", "RTX 4095"], "Did you mean 'RTX 4090'?"),
     (["--gpu", ""], "unknown GPU ''."),
-    (["--capability", "8.0"], "--capability was removed"),
+    (["--gpu", "GTX 1080"], "Use its compute capability, such as 8.6"),
 ]
 
 
@@ -282,6 +288,7 @@ def test_the_json_is_strict_and_every_key_of_it_is_documented(
     wide = row("matmul", "fp32", 6.0, (1.0, 2.0, 3.0))
     cpu.setattr(measure, "measure", lambda device, **given: [*made_up(device), wide])
     assert shown()["unsteady"]
+    assert " faster" not in str(shown()["recommendation"])
     cpu.setattr(hardware, "gpu", lambda: Gpu("NVIDIA T4", (7, 5), 16 * 10**9, 1))
     cpu.setattr(measure, "measure", lambda device, **given: made_up("cpu", **given))
     found = keys([shown(), shown("--gpu", "T4")]) - {"fp32", "fp16"}

@@ -131,7 +131,7 @@ def test_a_state_that_can_t_be_converted_is_left_as_it_was() -> None:
     run(user, made, range(1))
     run(plain, other, range(1))
     user.state[made[-1]]["exp_avg_sq"] = torch.zeros(3)
-    with pytest.raises(UsageError, match=r"'exp_avg_sq' has shape \[3\]"):
+    with pytest.raises(UsageError, match=r"'exp_avg_sq' has the shape \[3\]"):
         adopt(user, masters="split", state="int8")
     user.state[made[-1]]["exp_avg_sq"] = plain.state[other[-1]]["exp_avg_sq"].clone()
     for optimizer in (user, plain):

@@ -22,7 +22,7 @@ def loss_of(x):
 {}
 print(loss_of(x.to(model.weight.dtype)).item().hex())
 """
-SWITCH_OFF = "or enabled=False"
+SWITCH_OFF = "enabled=False"
 
 OWN: dict[str, tuple[str, str]] = {  # whose use is told -> lines, what to do
     "mezzo.MixedPrecision": (

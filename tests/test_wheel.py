@@ -41,28 +41,18 @@ def test_the_distributions_hold_the_package_and_nothing_else(dist: Path) -> None
 def test_the_wheel_works_in_a_clean_environment(dist: Path, tmp_path: Path) -> None:
     environment, empty = tmp_path / "environment", tmp_path / "empty"
     empty.mkdir()
-    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+    def call(*command: str | Path) -> str:
+        done = subprocess.run(command, cwd=empty, env=clean, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    call(sys.executable, "-m", "venv", environment)
     python = environment / "bin" / "python"
     wheel = dist / f"mezzo-{__version__}-py3-none-any.whl"
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    constraints = ["--constraint", str(ROOT / "constraints.txt")]
-    subprocess.run([*pip, *constraints, str(wheel)], check=True)
-    command = [
-        str(environment / "bin" / "mezzo"),
-        "compare",
-        "--demo",
-        "digits",
-        "--precision",
-        "bf16",
-        "--seeds",
-        "1",
-    ]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(command, cwd=empty, env=clean, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    call(python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel)
+    call(environment / "bin" / "mezzo", "compare", "--demo", "digits", "--precision", "bf16", "--seeds", "1")
     verdict = json.loads((empty / "mezzo-compare-digits" / "verdict.json").read_text())
     assert verdict["candidates"]["bf16"]["parity"] in ("consistent", "inconclusive")
-    where = subprocess.check_output(
-        [str(python), "-c", "import mezzo; print(mezzo.__file__)"], env=clean, cwd=empty
-    )
-    assert str(environment) in where.decode()
+    assert str(environment) in call(python, "-c", "import mezzo; print(mezzo.__file__)")

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from mezzo.core.errors import UsageError
 from mezzo.doctor.gpus import GpuModel, Recommendation, architecture, find, formats_at, from_capability
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this verb's arguments."""
-    parser.add_argument(
-        "--gpu", metavar="NAME", help="show the datasheet of a GPU. Examples: T4, A100, 'RTX 4090'"
-    )
-    parser.add_argument("--capability", help=argparse.SUPPRESS)  # of 0.1.0
+    gpu = "show the datasheet of a GPU, or what a compute capability has. Examples: T4, A100, 'RTX 4090', 8.6"
+    parser.add_argument("--gpu", metavar="NAME", help=gpu)
+    parser.add_argument("--capability", dest="gpu", help=argparse.SUPPRESS)  # of 0.1.0
     parser.add_argument("--quick", action="store_true", help="smaller matrices and fewer repeats")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -32,13 +31,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Report on this machine, or on a GPU that is named."""
     lines: list[str] = []
-    if arguments.capability is not None:
-        raise UsageError(
-            "--capability was removed. Give the name of a GPU of that generation. Example: mezzo doctor --gpu H100"
-        )
     if arguments.gpu is not None:
-        models = find(arguments.gpu)
-        found = from_capability(models[0].capability)
+        number = re.fullmatch(r"(\d+)\.(\d)", arguments.gpu)
+        models = () if number else find(arguments.gpu)
+        found = from_capability((int(number[1]), int(number[2])) if number else models[0].capability)
         data: dict[str, Any] = {"gpus": [_gpu_json(model) for model in models]}
         for model in models:
             lines += _gpu_lines(model)
@@ -74,7 +70,7 @@ def _measured(quick: bool) -> tuple[dict[str, Any], Recommendation]:
         "machine": described,
         "device": device,
         "native": sorted(native),
-        "unsteady": any(row["high"] > 1.5 * row["low"] for row in rows if row["repeats"]),
+        "unsteady": measure.unsteady(rows),
         "measured": rows,
     }
     return data, measure.recommend(rows, native, device=named)
@@ -102,7 +98,8 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
     for row in data["measured"]:
         figures = (row["median"], row["low"], row["high"]) if row["repeats"] else ()
         texts = [f"{one:.0f}" if one >= 100 else f"{one:.3g}" for one in figures]
-        cells[row["what"], row["format"]] = "{} ({} to {})".format(*texts) if texts else "-"
+        shown = "{} (1 repeat)" if row["repeats"] == 1 else "{} ({} to {})" if texts else "-"
+        cells[row["what"], row["format"]] = shown.format(*texts)
     forms = dict.fromkeys(row["format"] for row in data["measured"])
     yield "{:<8}{:<24}{}".format("format", *kinds)
     for form in forms:

@@ -26,7 +26,7 @@ from typing import Any
 from mezzo.core import formats
 from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.formats import ALIASES, FORMATS, OVERFLOW, Format, magnitude, named
+from mezzo.core.formats import ALIASES, FORMATS, Format, magnitude, named
 from mezzo.core.records import strict
 
 _IN_JSON = (
@@ -39,15 +39,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this verb's arguments."""
     # argparse takes -4.2 for a number, but -4.2e9, -1/3, -0x1p3 and -inf for options.
     parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="[FORMAT ...] [show NUMBER ...]",
-        help="formats, and numbers to show in them",
-    )
-    parser.add_argument(
-        "--overflow", default="infinity", help=f"result of a number beyond a format: {', '.join(OVERFLOW)}"
-    )
+    words = "formats, and numbers to show in them"
+    parser.add_argument("words", nargs="*", metavar="[FORMAT ...] [show NUMBER ...]", help=words)
+    overflow = "result of a number beyond a format"
+    parser.add_argument("--overflow", default="infinity", metavar="{infinity,saturate}", help=overflow)
     parser.add_argument("--json", action="store_true", help="print JSON (infinities and NaN as strings)")
 
 
@@ -55,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print formats, or numbers in formats."""
     words: list[str] = arguments.words
     at = words.index("show") if "show" in words else len(words)
-    asked = [_format(word, words) for word in words[:at]]
+    asked = [form for word in words[:at] for form in _formats(word, words)]
     forms, lines = asked or list(FORMATS.values()), list[str]()
     if at < len(words):
         numbers: list[dict[str, Any]] = []
@@ -72,14 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(strict({"schema": 1, **shown}), indent=2, allow_nan=False))
         return 0
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    width = max(30, shutil.get_terminal_size().columns) if sys.stdout.isatty() else sys.maxsize
     for line in lines:
         indent = " " * (12 if line[:1] == " " else 2)
-        print(
-            "\n".join(textwrap.wrap(line, max(width, 30), subsequent_indent=indent))
-            if len(line) > width
-            else line
-        )
+        print("\n".join(textwrap.wrap(line, width, subsequent_indent=indent)))
     return 0
 
 
@@ -88,9 +79,6 @@ def parse(text: str) -> float | Fraction:
 
     >>> parse("-4.2e9"), parse("0x1.8p3"), parse("1/3"), parse("2^-3"), parse("-0"), parse("1e-400") > 0
     (Fraction(-4200000000, 1), 12.0, Fraction(1, 3), Fraction(1, 8), -0.0, True)
-
-    Raises:
-        UsageError: not a number, a division by zero, or one far beyond every format's range.
     """
     plain = text.strip().lower().replace("**", "^")
     if plain in (*FORMATS, *ALIASES):
@@ -157,10 +145,12 @@ def stored(number: float | Fraction, format: str, overflow: str = "infinity") ->
     }
 
 
-def _format(word: str, words: list[str]) -> Format:
-    """The format that a word names; the error for a number has the command that shows it."""
+def _formats(word: str, words: list[str]) -> list[Format]:
+    """The format that a word names, or those of a precision; the error for a number has the command that shows it."""
     if word.lower() in (*FORMATS, *ALIASES):
-        return named(word.lower())
+        return [named(word.lower())]
+    if word in COMPUTE:
+        return [named(COMPUTE[word].forward), named(COMPUTE[word].backward)]
     if word[-1:].isdigit() and not word[:1].isalpha():
         raise UsageError(f"{word!r} is not a format. To show a number: mezzo formats show {' '.join(words)}")
     raise unknown_name("format", word, [*FORMATS, *ALIASES, "show"])

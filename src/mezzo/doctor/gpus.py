@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mezzo.core.errors import unknown_name
+from mezzo.core.errors import UnknownNameError, nearest
 
 Capability = tuple[int, int]
 
@@ -95,16 +95,23 @@ ALSO = {"h100 sxm": "H100 80GB HBM3", "h100 sxm5": "H100 80GB HBM3", "a100 sxm":
 
 
 def find(name: str) -> tuple[GpuModel, ...]:
-    """The models of that name; several if the name is a common beginning (``"A100"``).
-
-    Case, spaces, dashes and the words NVIDIA, Tesla and GeForce do not matter.
-    """
+    """The models of that name, however it is written; several if it is a common beginning (``"A100"``)."""
     wanted = _words(ALSO.get(" ".join(_words(name)), name))
     same = tuple(model for model in MODELS if "".join(_words(model.name)) == "".join(wanted))
     found = same or tuple(model for model in MODELS if wanted and _words(model.name)[: len(wanted)] == wanted)
     if not found:
-        raise unknown_name("GPU", name, [model.name.removeprefix("GeForce ") for model in MODELS])
+        names = sorted(model.name.removeprefix("GeForce ") for model in MODELS)
+        near = nearest(name, [one for one in names if _series(one) == _series(name)])
+        raise UnknownNameError(
+            f"unknown GPU {name!r}. Use its compute capability, such as 8.6, or one of {', '.join(names)}."
+            + (f" Did you mean {near!r}?" if near else "")
+        )
     return found
+
+
+def _series(name: str) -> str:
+    """The name to its first digit: another series has other formats."""
+    return re.split(r"(?<=\d)", name.lower(), maxsplit=1)[0]
 
 
 def _words(name: str) -> list[str]:

@@ -39,10 +39,7 @@ Row = dict[str, Any]
 
 
 def row(what: str, form: str, work: float, seconds: Sequence[float] = (), reason: str = "") -> Row:
-    """The figure of 10^9 operations (or bytes read and written) per run, from the seconds of each run.
-
-    ``low`` to ``high`` is the middle half of the repeats (their range, if fewer than four).
-    """
+    """The figure of `work`, in 10^9 operations (or bytes) per run; ``low`` to ``high`` is its middle half."""
     found: Row = {"what": what, "format": form, "unit": "GB/s" if what == "copy" else "GFLOP/s"}
     found |= dict.fromkeys(("median", "low", "high", "seconds"))
     found |= {"repeats": len(seconds), "work": work, "reason": reason}
@@ -72,10 +69,7 @@ _CHANNELS = 64
 
 
 def measure(device_type: str, *, sizes: Sizes | None = None, budget: float = 3.0) -> list[Row]:
-    """Measure every format on a device; what cannot run there is in the list with its reason.
-
-    `budget` is the seconds of all timed runs together.
-    """
+    """Measure every format on a device in about `budget` seconds; what cannot run there has its reason."""
     sizes = sizes or (CPU_SIZES if device_type == "cpu" else GPU_SIZES)
     rows, tasks = list[Row](), list[Task]()
     for what, form in CELLS:
@@ -105,17 +99,14 @@ def take_turns(
     most: int = 25,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[tuple[float, ...]]:
-    """Seconds of every task, run in turn so that drift affects all of them alike.
-
-    Each runs `least` to `most` times within the `budget` in seconds; a task that takes a third of it runs once.
-    """
+    """Seconds of every task, run in turn (so drift affects all) `least` to `most` times within `budget` seconds."""
     taken: list[list[float]] = [[] for _ in tasks]
     begun, spent = clock(), 0.0
     for turn in range(most):
         if turn >= least and spent >= budget:
             break
         for seconds, task in zip(taken, tasks):
-            if not seconds or seconds[0] <= budget / 3:
+            if not seconds or seconds[0] <= budget / 3:  # a slow one runs once
                 start = clock()
                 task()
                 seconds.append(clock() - start)
@@ -187,11 +178,13 @@ def fp32_precision(precision: str) -> Iterator[None]:
             switch.fp32_precision = value
 
 
-def recommend(rows: Iterable[Row], native: Iterable[str], *, device: str) -> Recommendation:
-    """The precision to use on a device (named as in a sentence) that trains natively in these formats.
+def unsteady(rows: Iterable[Row]) -> bool:
+    """Whether repeats differ so much that speeds must not be compared."""
+    return any(one["high"] > 1.5 * one["low"] for one in rows if one["repeats"])
 
-    bf16 is preferred to fp16: it has FP32's range.
-    """
+
+def recommend(rows: Sequence[Row], native: Iterable[str], *, device: str) -> Recommendation:
+    """The precision to use on a device (named as in a sentence) that trains natively in these formats."""
     rates = {(one["what"], one["format"]): one["median"] or math.nan for one in rows}
     native, reasons, chosen = frozenset(native), list[str](), "fp32"
     for form in ("bf16", "fp16"):
@@ -202,11 +195,13 @@ def recommend(rows: Iterable[Row], native: Iterable[str], *, device: str) -> Rec
         measured = (
             f"matrix products are {_times(matmul)} fp32, a convolution's training step is {_times(conv)} fp32"
         )
+        if unsteady(rows):
+            measured = "its speed was not measured reliably"
         if form not in native:
-            found = "PyTorch cannot run it there" if math.isnan(conv) else measured
+            found = "PyTorch cannot run it" if math.isnan(conv) else measured
             reasons.append(
-                f"{form}: {device} has no native {form} training: {found}. Mezzo emulates it with fp32 arithmetic and "
-                "casts, at about the speed of fp32, so that you can test its numerics."
+                f"{form}: not fast for training on {device}: {found}. So Mezzo computes {form} there in fp32, at about "
+                "the speed of fp32, to test its numerics."
             )
         # One kind of work gains and none loses; NaN, what cannot run, is a loss.
         elif max(matmul, conv) >= WORTH_IT and all(one >= 1 / WORTH_IT for one in (matmul, conv)):
