@@ -102,11 +102,7 @@ def test_nothing_looked_at_is_told(here: Path, capsys: pytest.CaptureFixture[str
 
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
-    (
-        {},
-        "train.py --demo digits",
-        "give one of SCRIPT, --demo NAME and -m MODULE; received train.py, digits",
-    ),
+    ({}, "train.py --demo digits", "-m MODULE; received train.py, digits"),
     ({"crash": True}, "train.py", "exit status 1 in FP32. Its output ended:\nTraceback"),
     ({"largest": 0.0}, "train.py --steps 1", "in 1 watched steps no gradient was finite and not 0"),
 ]

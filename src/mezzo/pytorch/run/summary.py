@@ -41,6 +41,8 @@ def summary(session: Session, failed: bool) -> str:
                 _count(journal.losses, "backward pass", "es"),
             )
             lines.append(f"{steps}, {journal.skipped} skipped; {passes}")
+            if journal.updates and journal.skipped == journal.updates:
+                lines.insert(0, f"nothing was trained: all steps ({journal.updates}) were skipped")
         if not isinstance(scale, NoLossScale):
             passes = _count(session.reruns, "backward pass", "es")
             again = f"; {passes} run again at a smaller scale" if session.reruns else ""
