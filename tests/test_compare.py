@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from mezzo.compare import folder as folder_module
+from mezzo.compare.answer import answer
 from mezzo.compare.comparison import compare, schedule
 from mezzo.compare.measure import Metric
 from mezzo.compare.progress import Watcher, watcher
@@ -208,6 +209,17 @@ def test_a_metric_is_read_and_judged(case: Case) -> None:
     assert one["final_metric"] == pytest.approx(91.01)
     assert one["loss_parity"] == "equivalent"
     assert one["parity"] == "divergent"
+
+
+def test_where_runs_cannot_tell_no_margin_is_suggested_after_the_result(case: Case) -> None:
+    one = case.compare()["candidates"]["bf16"]
+    unclear = {**one, "parity": "inconclusive", "metric_pairs_needed": 100}
+    for metric, fix in (("accuracy: (.*)", "on more data"), (None, "--metric")):
+        told = answer("bf16", unclear, case.request(seeds=3, metric=metric), case.out)
+        assert told["command"] == ""
+        assert "100 runs" in told["advice"]
+        assert fix in told["advice"]
+        assert "margin" not in told["advice"]
 
 
 # Resuming.
