@@ -150,7 +150,7 @@ TINY = measure.Sizes(side=32, batch=1, image=4, copy_bytes=4096)
 
 def test_a_cpu_is_measured_in_every_format_and_nothing_is_left_changed() -> None:
     before = (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)  # type: ignore[attr-defined]
-    rates = measure.measure("cpu", sizes=TINY, budget=0.01)
+    rates = measure.measure("cpu", sizes=TINY, quick=True)
     cells = {(rate["what"], rate["format"]): rate for rate in rates}
     assert len(cells) == len(rates) == 10
     for what in ("matmul", "conv step"):
@@ -170,7 +170,7 @@ def test_a_format_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> N
         )
 
     monkeypatch.setattr(measure, "_conv_step", broken)
-    cells = {(one["what"], one["format"]): one for one in measure.measure("cpu", sizes=TINY, budget=0.01)}
+    cells = {(one["what"], one["format"]): one for one in measure.measure("cpu", sizes=TINY, quick=True)}
     assert cells["conv step", "fp16"]["reason"] == "could not create a primitive"
     assert cells["conv step", "bf16"]["reason"] == "NotImplementedError"
 

@@ -95,7 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(verdict, indent=2))
     else:
-        show(Console(), verdict, report, command_line(request, folder), arguments.verbose)
+        again = compare_command(request.asked(), str(folder), "--fresh")
+        show(Console(), verdict, report, again, arguments.verbose)
     return int(any(one["parity"] == "divergent" for one in verdict["candidates"].values()))
 
 
@@ -125,11 +126,6 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         framework=trains_with,
     )
     return request, remarks
-
-
-def command_line(request: Request, folder: Path) -> list[str]:
-    """The words that give the same comparison again."""
-    return compare_command(request.asked(), str(folder), "--fresh")
 
 
 STYLES = {"equivalent": "green", "consistent": "green", "inconclusive": "yellow", "divergent": "bold red"}

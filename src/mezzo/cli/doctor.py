@@ -60,11 +60,7 @@ def _measured(quick: bool) -> tuple[dict[str, Any], Recommendation]:
     described = hardware.describe()
     device = described["gpu"]["kind"] if described["gpu"] else "cpu"
     native = hardware.native_formats(device)
-    options: dict[str, Any] = {}
-    if quick:
-        sizes = measure.QUICK_CPU_SIZES if device == "cpu" else measure.QUICK_GPU_SIZES
-        options = {"sizes": sizes, "budget": 0.5}
-    rows = measure.measure(device, **options)
+    rows = measure.measure(device, quick=quick)
     named = "this CPU" if device == "cpu" else described["gpu"]["name"]
     data = {
         "machine": described,

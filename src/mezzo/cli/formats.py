@@ -70,11 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     for line in lines:
         indent = " " * (12 if line[:1] == " " else 2)
-        print(
-            "\n".join(textwrap.wrap(line, max(width, 30), subsequent_indent=indent))
-            if len(line) > width
-            else line
+        folded = (
+            textwrap.wrap(line, max(width, 30), subsequent_indent=indent) if len(line) > width else [line]
         )
+        print("\n".join(folded))
     return 0
 
 
