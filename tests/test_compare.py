@@ -93,12 +93,10 @@ def test_candidates_are_read_from_the_command_line(
 @pytest.mark.parametrize(
     ("words", "error", "says"),
     [
-        (["bf61"], UnknownNameError, "Did you mean 'bf16'"),
         (["bf16,op.sofmax=fp32"], UnknownNameError, "softmax"),
         (["fp32"], UsageError, "nothing to compare with fp32"),
         (["bf16", "fp16,masters=fp32"], UsageError, "'fp16,params=fp16': mezzo run can't train fp16 weights"),
         (["bf16,masters=fp32,params=fp32", "fp16,masters=split"], UsageError, "Use masters=fp32, or bf16"),
-        ([","], UsageError, "nothing to compare with fp32"),
     ],
 )
 def test_wrong_candidates(words: list[str], error: type[Exception], says: str) -> None:
@@ -386,12 +384,10 @@ def test_what_ends_a_comparison(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"target": "nowhere/train.py"}, "no script"),
         ({"seeds": 0}, "the minimum is 1"),
         ({"margin": float("nan")}, "between 0 and 1"),
         ({"precisions": ("a/p.toml", "a-p.toml")}, "would both write"),
         ({"precisions": ("fp32",)}, "would both write"),
-        ({"metric": "accuracy ("}, "not a valid regular expression"),
         ({"metric": "accuracy"}, "has no group"),
         ({"metric": "(a)", "metric_margin": -1.0}, "above 0"),
     ],

@@ -13,13 +13,7 @@ import torch
 
 from mezzo.cli.main import main
 from mezzo.doctor import measure
-from mezzo.doctor.gpus import (
-    ARCHITECTURES,
-    MODELS,
-    find,
-    formats_at,
-    from_capability,
-)
+from mezzo.doctor.gpus import ARCHITECTURES, MODELS, find, formats_at, from_capability
 from mezzo.doctor.measure import recommend, row, take_turns
 from mezzo.pytorch import hardware
 from mezzo.pytorch.hardware import Gpu, cuda_formats

@@ -75,10 +75,7 @@ def compare(
     watcher: Watcher | None = None,
     command: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Run what has not run yet, judge, write `verdict.json`, and return it. Finished runs in the folder are kept.
-
-    `fresh` deletes a comparison that is there; `command` runs a request's file, instead of the framework's own command.
-    """
+    """Run what has not run yet, judge, write `verdict.json`, and return it. Finished runs in the folder are kept."""
     with writing(folder), terminated_like_an_interrupt():
         check_ours(folder)
         with locked(folder):
