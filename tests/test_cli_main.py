@@ -238,7 +238,7 @@ def test_what_may_not_be_read_or_written_is_said(
     ("words", "mend"),
     [
         ("compare train.py", "Give a script that trains"),
-        ("calibrate train.py", "with a torch optimizer"),
+        ("calibrate train.py", "mezzo.calibrate(model, loss_fn, batches)"),
         ("batch-size train.py --vary={} -- {}", "Let it train longer"),
     ],
 )
