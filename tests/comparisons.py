@@ -163,6 +163,8 @@ def healthy(directory: Path, steps: int = 300, seeds: int = 3) -> Path:
         metric_gap=0.05,
         metric_better="higher",
         metric_gap_interval=[-0.02, 0.12],
+        pairs_needed=3,
+        metric_pairs_needed=14,
         metric_margin=0.2,
         notes=["seed 0: a note of the verdict"],
     )

@@ -46,6 +46,7 @@ def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureF
     )
     assert first.endswith(f". 40 % less memory, 2.0x faster. Use it: {use}")
     assert "  verdict        equivalent\n  in words       proven equal\n" in out
+    assert "  metric margin  ±0.2\n" in out
     assert "peak memory    0.60x (" in out
     assert "Final loss" not in out  # the statistics are in the report, and printed with --verbose
     assert "Report: mezzo-compare-train/report.html" in out
@@ -149,7 +150,7 @@ def test_every_width_shows_every_number(found: dict[str, Any], width: int, termi
     assert "fp16:quicklook,noharmfound(1run,notproof)" in joined
     assert "Final loss" not in text
     assert "'ab'" in joined
-    for one in ("divergent", "speed", "peak", "margin"):
+    for one in ("divergent", "speed", "peak", "lossmargin"):
         assert one in joined
     assert "power" not in joined  # one pair has none
     assert "±-" not in joined

@@ -68,6 +68,10 @@ PASSES_ON = True
 SCHEMA = 1
 FILE = "batch-size.json"
 
+_SPELL = (
+    "Write the batch size option as the script spells it: --vary=--batch-size for an option, --vary=batch_size= for "
+    "key=value, or --vary={} to replace {} in the arguments."
+)
 MEASURED = 3
 """The step whose memory is measured."""
 
@@ -112,10 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Search, print, and return the exit status."""
     target = target_of(arguments, DEMOS, "mezzo batch-size train.py --vary=--batch-size")
     if arguments.vary is None:
-        raise UsageError(
-            "--vary is missing. Give the script's batch size option as the script spells it: --vary=--batch-size for "
-            "an option, --vary=batch_size= for key=value"
-        )
+        raise UsageError(f"--vary is missing. {_SPELL}")
     sizes = Search(arguments.start, arguments.multiple_of, arguments.max, until_flat=arguments.max is None)
     argv_with(arguments.argv, arguments.vary, sizes.start)  # raises before anything runs
     limit = None if arguments.limit is None else parse_bytes(arguments.limit)
@@ -182,10 +183,7 @@ def _precisions(words: Sequence[str]) -> list[str]:
     for name in split_precisions(words):
         check(policy(name))
         if policy(name).compute == "auto":
-            raise UsageError(
-                f"--precision {name}: auto alternates two precisions in its first steps, so their memory can't be "
-                "measured. Name one, such as bf16. mezzo doctor recommends one for this machine."
-            )
+            raise UsageError(f"--precision {name}: auto alternates two precisions. Name one, such as bf16.")
         found.setdefault(policy(name).fingerprint(), name)
     if not found:
         raise UsageError("--precision is empty. Examples: bf16, or fp32,bf16 for both")
@@ -222,10 +220,7 @@ def argv_with(given: Sequence[str], vary: str, size: int) -> tuple[str, ...]:
             )
         return tuple(word.replace("{}", str(size)) for word in given)
     if not re.fullmatch(r"--?[^\s=-][^\s=]*=?|[^\s=-][^\s=]*=", vary):
-        raise UsageError(
-            f"--vary={vary}: write the batch size option as the script spells it: --vary=--batch-size for an "
-            "option, --vary=batch_size= for key=value, or --vary={} to replace {} in the arguments."
-        )
+        raise UsageError(f"--vary={vary}: is not an option. {_SPELL}")
     name, new = vary.removesuffix("="), f"{_prefix(vary)}{size}".split(" ")
     kept: list[str] = []
     words = iter(given)

@@ -69,10 +69,8 @@ def _candidate(
     fast = speed([(fp32.times(), ours.times()) for fp32, ours in pairs], twins)
     reason = judged.reason
     if fast is not None:
-        low, high = fast.interval
-        reason += (
-            f" Speed: {fast.speedup:.2f}x that of FP32 (95 % interval {low:.2f} to {high:.2f}): {fast.word}."
-        )
+        between = "95 % interval {:.2f} to {:.2f}".format(*fast.interval)
+        reason += f" Speed: {fast.speedup:.2f}x that of FP32 ({between}): {fast.word}."
     loss = judged.loss
     status = 0 if failed is None else failed.ended.status if failed.ended is not None else None
     found: dict[str, Any] = strict(
@@ -141,8 +139,9 @@ def _memory(pairs: list[tuple[FinishedRun, FinishedRun]]) -> dict[str, Any]:
         if fp32.memory and ours.memory and fp32.memory.how == ours.memory.how
     ]
     if not found:
-        keys = ("peak_memory_ratio", "peak_memory_bytes", "fp32_peak_memory_bytes", "memory_how")
-        return dict.fromkeys(keys)
+        return dict.fromkeys(
+            ("peak_memory_ratio", "peak_memory_bytes", "fp32_peak_memory_bytes", "memory_how")
+        )
     theirs = int(statistics.median(fp32.peak_bytes for fp32, _ in found))
     peak = int(statistics.median(ours.peak_bytes for _, ours in found))
     return {

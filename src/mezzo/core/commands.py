@@ -26,8 +26,8 @@ def _target(request: Mapping[str, Any]) -> list[str]:
     return ["-m"] * bool(request.get("is_module")) + [str(request["target"])]
 
 
-def compare_command(request: Mapping[str, Any], out: str, *options: str) -> list[str]:
-    """The ``mezzo compare ...`` that makes this comparison in the folder `out`."""
+def compare_command(request: Mapping[str, Any], out: str = "", *options: str) -> list[str]:
+    """The ``mezzo compare ...`` that makes this comparison, in the folder `out` if one is given."""
     words = []
     if not request.get("demo") and request.get("framework", "pytorch") != "pytorch":
         words += ["--framework", str(request["framework"])]
@@ -38,4 +38,4 @@ def compare_command(request: Mapping[str, Any], out: str, *options: str) -> list
     for key in ("seeds", "margin", "metric", "metric_better", "metric_margin"):
         if request.get(key) not in (None, "", "auto", DEFAULT_MARGIN):
             words += [f"--{key.replace('_', '-')}", str(request[key])]
-    return command("compare", request, *words, "--out", out, *options)
+    return command("compare", request, *words, *(["--out", out] if out else []), *options)

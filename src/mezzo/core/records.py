@@ -123,18 +123,16 @@ class RangesRecord:
 
 @dataclass(frozen=True)
 class ModuleRounding:
-    """To first order, how rounding one module's own arithmetic to a format changes the loss of one step.
-
-    ``signed`` and ``squares`` are the sums of e and of e * e over the elements of the module's outputs, where e is the
-    gradient times the rounding error. ``cause`` names the operation with the first number too large for the format.
-    """
+    """To first order, how rounding one module's own arithmetic to a format changes the loss of one step."""
 
     module: str
     kind: str
     format: str
-    signed: float
-    squares: float
-    cause: str = ""
+    signed: (
+        float  # the sum over the elements of the module's outputs of e, the gradient times the rounding error
+    )
+    squares: float  # the sum of e * e
+    cause: str = ""  # the operation with the first number too large for the format
 
 
 @dataclass(frozen=True)

@@ -14,20 +14,13 @@ __all__ = ["build", "build_any", "build_run"]
 
 
 def build(directory: str | os.PathLike[str]) -> Path:
-    """Write ``DIR/report.html`` from ``DIR/verdict.json`` and ``DIR/runs/*.jsonl``, and return its path.
-
-    Raises UsageError for a verdict that is missing or not readable, OSError if the page cannot be written.
-    """
+    """Write ``DIR/report.html`` from ``DIR/verdict.json`` and ``DIR/runs/*.jsonl``, and return its path."""
     folder = Path(directory)
     return write_whole(folder / "report.html", render(read(folder)))
 
 
 def build_run(records: str | os.PathLike[str]) -> Path:
-    """Write a page about runs without a verdict, and return its path.
-
-    Of a folder with ``runs/*.jsonl`` or ``*.jsonl`` it is ``DIR/report.html``; of one ``.jsonl`` file, ``NAME.html`` in
-    the same folder. Raises UsageError if there are no records, OSError if a file cannot be read or written.
-    """
+    """Write a page about the runs in a folder (``DIR/report.html``) or a file (``NAME.html``), and return its path."""
     place = Path(records)
     if place.is_dir():
         target, name = place / "report.html", place.resolve().name

@@ -24,11 +24,7 @@ Widen = Callable[[records.RecordWriter | None], records.RecordWriter | None]
 
 
 class Journal:
-    """Counts and writes down one run; a `path` of None counts only.
-
-    The `run` record waits for the first event: only then is the device known. So does `widen`, which turns the writer
-    (or None) into the one to use. Losses on an accelerator are read in batches: each reading waits for the device.
-    """
+    """Counts and writes down one run; a `path` of None counts only, and `widen` turns the writer into the right one."""
 
     def __init__(
         self, path: Path | None, started: Callable[[], records.RunStarted], widen: Widen | None = None
@@ -41,6 +37,7 @@ class Journal:
                 f"can't write records to {str(path)!r}: {error.strerror}. Give a writable file in an existing folder. "
                 "Example: --records run.jsonl"
             ) from error
+        # Called with the first event: only then is the device known.
         self._make_started: Callable[[], records.RunStarted] | None = started
         self._zero = time.perf_counter()
         self._queue: list[tuple[records.Record, Any]] = []
