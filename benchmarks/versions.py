@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results" / "versions.json"
 RELEASES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-PACKAGES = ("hypothesis", "ml_dtypes", "pytest", "pytest-xdist", "tensorboard", "triton>=3.9")
+PACKAGES = ("hypothesis", "matplotlib", "ml_dtypes", "pytest", "pytest-xdist", "tensorboard", "triton>=3.9")
 """What the fast tests need besides Mezzo."""
 ABOUT = (
     "import json, platform, torch, numba, numpy; print(json.dumps({'torch': torch.__version__, "
