@@ -32,7 +32,9 @@ NOT_THE_SCALE = (
     "learning rate and the initialization."
 )
 
-STATISTICAL_REMOVED = "the statistical loss scale was removed in version 0.2. Use 'dynamic' (DynamicLossScale)."
+STATISTICAL_REMOVED = (
+    "the statistical loss scale was removed in version 0.2. Use 'dynamic' (DynamicLossScale)."
+)
 
 _Kind = TypeVar("_Kind", bound="_Scale")
 
