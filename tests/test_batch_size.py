@@ -89,9 +89,7 @@ def test_the_sizes_that_are_tried() -> None:
 def searches(draw: st.DrawFn) -> Search:
     multiple = draw(st.integers(1, 64))
     return Search(
-        start=draw(st.integers(1, 300)),
-        multiple_of=multiple,
-        max_size=draw(st.integers(multiple, 20_000)),
+        start=draw(st.integers(1, 300)), multiple_of=multiple, max_size=draw(st.integers(multiple, 20_000))
     )
 
 

@@ -46,6 +46,7 @@ def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureF
     )
     assert first.endswith(f". 40 % less memory, 2.0x faster. Use it: {use}")
     assert "  verdict        equivalent\n  in words       proven equal\n" in out
+    assert "  metric margin  ±0.2\n" in out
     assert "peak memory    0.60x (" in out
     assert "Final loss" not in out  # the statistics are in the report, and printed with --verbose
     assert "Report: mezzo-compare-train/report.html" in out
@@ -126,30 +127,6 @@ def test_a_report_that_cannot_be_made_loses_no_verdict(
     assert err.endswith(": mezzo report mezzo-compare-train\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([], "SCRIPT, --demo NAME and -m MODULE; received none"),
-        (["train.py", "--demo", "digits"], "received train.py, digits"),
-        (["--demo", "digit"], "Use one of digits, text-gpt, transfer. Did you mean 'digits'?"),
-        (["missing.py"], "no script 'missing.py'"),
-        (["train.py", "--precision", "bf61"], "Did you mean 'bf16'?"),
-        (["train.py", "--seeds", "many"], "'many' is not an integer (the number of pairs). Example: 3"),
-        (["train.py", "--margin", "much"], "'much' is not a number. Examples: 0.005 or 0.5%"),
-        (["train.py", "--precision", "none.toml"], "none.toml"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_status_two(
-    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
-) -> None:
-    script(here, {})
-    assert main(["compare", *words]) == 2
-    err = capsys.readouterr().err
-    assert says in err
-    assert "Traceback" not in err
-    assert [path.name for path in here.iterdir()] == ["train.py"]
-
-
 @pytest.fixture
 def found(here: Path) -> dict[str, Any]:
     """The verdict of a comparison whose bf16 fails with a message that looks like markup."""
@@ -173,7 +150,7 @@ def test_every_width_shows_every_number(found: dict[str, Any], width: int, termi
     assert "fp16:quicklook,noharmfound(1run,notproof)" in joined
     assert "Final loss" not in text
     assert "'ab'" in joined
-    for one in ("divergent", "speed", "peak", "margin"):
+    for one in ("divergent", "speed", "peak", "lossmargin"):
         assert one in joined
     assert "power" not in joined  # one pair has none
     assert "±-" not in joined

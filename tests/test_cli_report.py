@@ -39,12 +39,9 @@ def test_a_runs_folder_a_comparisons_folder_and_a_file(
 
 def test_what_holds_no_record_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ok.py").write_text("print(1)\n")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "verdict.json").write_text("[]")
     for place, words in (
         (str(tmp_path), "contains no run records. A report needs a folder with runs/*.jsonl"),
         (str(tmp_path / "nowhere"), "nowhere: no such file or folder. A report needs"),
-        (str(tmp_path / "broken"), 'it has no object "candidates"'),
         (str(tmp_path / "ok.py"), "ok.py: contains no run records"),
         ("", "Give one with run records"),
     ):

@@ -162,12 +162,9 @@ WRONG = [
     (("bf16", torch.ones(1)), {}, UsageError, "received 'bf16'.*the precision by name"),
     ((nn.Linear, torch.ones(1)), {}, UsageError, "received the class Linear"),
     ((nn.Linear(2, 2), torch.ones(1, 2)), {"precision": "bf61"}, UnknownNameError, "Did you mean 'bf16'"),
-    (
-        (Block(), torch.ones(1, 8)),
-        {"precision": "bf16,module.haed=fp32"},
-        UnknownNameError,
-        "matches no module",
-    ),
+    ((nn.Linear(2, 2), torch.ones(1, 2), "bf16"), {}, UnknownNameError, "mean precision='bf16'"),
+    ((nn.Linear(2, 2), torch.ones(1, 2)), {"presision": "fp16"}, UnknownNameError, "mean precision='fp16'"),
+    ((Block(), torch.ones(1, 8)), {"precision": "bf16,module.haed=fp32"}, UnknownNameError, "no module"),
 ]
 
 
@@ -178,10 +175,7 @@ def test_errors_say_how_to_mend_it(args: Any, kwargs: Any, error: type[Exception
 
 
 def test_one_trace_at_a_time() -> None:
-    with (
-        OpObserver("bf16"),
-        pytest.raises(UnsupportedPrecisionError, match="another PyTorch execution trace"),
-    ):
+    with OpObserver("bf16"), pytest.raises(UnsupportedPrecisionError, match="another PyTorch"):
         mezzo.explain(nn.Linear(2, 2), torch.ones(1, 2), precision="bf16")
 
 

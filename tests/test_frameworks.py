@@ -14,6 +14,7 @@ from mezzo.cli.main import main
 from mezzo.compare.request import FRAMEWORKS, Request, candidates
 from mezzo.compare.runs import FinishedRun
 from mezzo.core import records
+from mezzo.core.commands import compare_command
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.demos import DEMOS, Demo
 from mezzo.report.run import Comparison, command_line
@@ -102,7 +103,7 @@ def test_the_command_repeats_the_framework(tmp_path: Path) -> None:
     script.write_text("")
     request, _ = _asked(str(script), "--framework", "keras", "--precision", "mixed_float16")
     assert request.framework == "keras"
-    again = verb.command_line(request, Path("out"))
+    again = compare_command(request.asked(), "out", "--fresh")
     assert again[3:7] == ["--framework", "keras", "--precision", "mixed_float16"]
     asked = {"target": "train.py", "framework": "keras", "precisions": ["bf16"]}
     keras = command_line(Comparison(tmp_path, {}, {}, request=asked))
@@ -117,7 +118,7 @@ def test_a_demo_brings_its_framework(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(DEMOS, "pretended", Demo(script, "a: (.)", framework="keras"))
     request, _ = _asked("--demo", "pretended")
     assert request.framework == "keras"
-    assert "--framework" not in verb.command_line(request, Path("out"))
+    assert "--framework" not in compare_command(request.asked(), "out", "--fresh")
     with pytest.raises(
         UsageError, match=r"--demo pretended trains with keras. Leave --framework pytorch out"
     ):

@@ -231,9 +231,8 @@ def test_a_skipped_update_has_no_ratios_and_shows_the_infinities() -> None:
     _, mp, _ = trained(updates=3, watch=1, spike=1, loss_scale=scale)
     first, skipped, last = (by_key(record.rows) for record in watch_of(mp).drain())
     assert {what for what, _, _ in skipped} == set(WHAT) - {"update ratio"}
-    assert skipped["weight gradient", "first", "weight"].histogram.infinities or (
-        skipped["weight gradient", "first", "weight"].histogram.nans
-    )
+    bad = skipped["weight gradient", "first", "weight"].histogram
+    assert bad.infinities or bad.nans
     assert set(first) == set(last)
     weights = [rows["weight", "first", "weight"].histogram for rows in (first, skipped, last)]
     assert weights[0] != weights[1] == weights[2]
@@ -329,10 +328,8 @@ def test_two_optimizers_of_one_loop_see_their_own() -> None:
     torch.manual_seed(0)
     maker, judge = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 1))
     sgd = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (judge, maker)]
-    mps = [
-        mezzo.MixedPrecision(judge, sgd[0], "fp16", watch=1),
-        mezzo.MixedPrecision(maker, sgd[1], "fp16", watch=2),
-    ]
+    pairs = zip((judge, maker), sgd, (1, 2))
+    mps = [mezzo.MixedPrecision(model, one, "fp16", watch=every) for model, one, every in pairs]
     for _ in range(3):
         fake, real = maker(torch.randn(5, 3)), torch.randn(5, 4)
         with mps[0].autocast():

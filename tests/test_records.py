@@ -14,29 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mezzo.core import records
 from mezzo.core.errors import UsageError
-from mezzo.core.records import (
-    LossRecord,
-    MemoryRecord,
-    OpFormats,
-    OpsRecord,
-    Record,
-    RecordWriter,
-    RunStarted,
-    UpdateRecord,
-    from_line,
-    read,
-    to_line,
-)
+from mezzo.core.records import from_line, read, to_line
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e300, 1e300) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-started = st.builds(RunStarted, machine=st.dictionaries(st.text(), plain, max_size=3))
-any_record: st.SearchStrategy[Record] = st.one_of(
-    started, *(st.from_type(kind) for kind in Record.__args__ if kind is not RunStarted)
+started = st.builds(records.RunStarted, machine=st.dictionaries(st.text(), plain, max_size=3))
+any_record: st.SearchStrategy[records.Record] = st.one_of(
+    started, *(st.from_type(kind) for kind in records.Record.__args__ if kind is not records.RunStarted)
 )
 
 
@@ -54,7 +43,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 @given(any_record)
-def test_every_record_comes_back_from_its_line(record: Record) -> None:
+def test_every_record_comes_back_from_its_line(record: records.Record) -> None:
     line = to_line(record)
     assert "\n" not in line
     json.loads(line, parse_constant=lambda name: pytest.fail(name))
@@ -65,13 +54,13 @@ def test_every_record_comes_back_from_its_line(record: Record) -> None:
 
 @given(st.lists(any_record, max_size=6), st.data())
 def test_a_file_comes_back_and_a_last_line_cut_short_is_passed_over(
-    written: list[Record], data: st.DataObject
+    written: list[records.Record], data: st.DataObject
 ) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.jsonl"
-        writer = RecordWriter(path)
+        writer = records.RecordWriter(path)
         for record in written:
             writer.write(record)
         writer.close()
@@ -86,31 +75,31 @@ def test_a_file_comes_back_and_a_last_line_cut_short_is_passed_over(
 
 def test_numbers_that_json_lacks_are_strings_in_the_line() -> None:
     assert (
-        to_line(LossRecord(0, math.nan, math.inf))
+        to_line(records.LossRecord(0, math.nan, math.inf))
         == '{"kind": "loss", "index": 0, "loss": "nan", "at": "inf"}'
     )
     back = from_line('{"kind": "loss", "index": 0, "loss": "-inf", "at": 1}')
-    assert isinstance(back, LossRecord)
+    assert isinstance(back, records.LossRecord)
     assert back.loss == -math.inf
     assert isinstance(back.at, float)
 
 
 def test_a_newer_writers_fields_are_passed_over_and_missing_defaults_filled() -> None:
-    line = json.loads(to_line(UpdateRecord(1, 0, True, False, 1.0, 2.0)))
+    line = json.loads(to_line(records.UpdateRecord(1, 0, True, False, 1.0, 2.0)))
     line |= {"colour": "red"}
     del line["reason"], line["observed"]
-    assert from_line(json.dumps(line)) == UpdateRecord(1, 0, True, False, 1.0, 2.0)
-    ops = {"kind": "ops", "ops": [{**asdict(OpFormats("mm", "lower", "a", "b", 1, 2, "r")), "colour": "red"}]}
-    assert from_line(json.dumps(ops)) == OpsRecord([OpFormats("mm", "lower", "a", "b", 1, 2, "r")])
+    assert from_line(json.dumps(line)) == records.UpdateRecord(1, 0, True, False, 1.0, 2.0)
+    ops = {
+        "kind": "ops",
+        "ops": [{**asdict(records.OpFormats("mm", "lower", "a", "b", 1, 2, "r")), "colour": "red"}],
+    }
+    assert from_line(json.dumps(ops)) == records.OpsRecord(
+        [records.OpFormats("mm", "lower", "a", "b", 1, 2, "r")]
+    )
 
 
 NO_RECORDS = [
-    "",
-    "{",
-    "[]",
-    "1",
-    "null",
-    "{}",
+    *("", "{", "[]", "1", "null", "{}"),
     '{"kind": "dance"}',
     '{"kind": "loss"}',
     '{"kind": "loss", "index": 0, "loss": "much", "at": 0}',
@@ -129,10 +118,14 @@ def test_what_is_no_record_is_refused(line: str) -> None:
 def test_a_bad_line_inside_a_file_is_named_by_its_number(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(
-        to_line(LossRecord(0, 1.0, 0.0)) + "\n" + "{oops}\n" + to_line(LossRecord(1, 1.0, 0.0)) + "\n"
+        to_line(records.LossRecord(0, 1.0, 0.0))
+        + "\n"
+        + "{oops}\n"
+        + to_line(records.LossRecord(1, 1.0, 0.0))
+        + "\n"
     )
     reading = read(path)
-    assert next(reading) == LossRecord(0, 1.0, 0.0)
+    assert next(reading) == records.LossRecord(0, 1.0, 0.0)
     with pytest.raises(UsageError, match=r"run\.jsonl:2: not a run record: '\{oops\}"):
         next(reading)
 
@@ -140,11 +133,11 @@ def test_a_bad_line_inside_a_file_is_named_by_its_number(tmp_path: Path) -> None
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.jsonl"
-    writer = RecordWriter(path)
+    writer = records.RecordWriter(path)
     parent = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: parent + 1)
-    writer.write(MemoryRecord(5, "tensor bytes"))
+    writer.write(records.MemoryRecord(5, "tensor bytes"))
     monkeypatch.undo()
-    writer.write(MemoryRecord(6, "tensor bytes"))
+    writer.write(records.MemoryRecord(6, "tensor bytes"))
     writer.close()
-    assert list(read(path)) == [MemoryRecord(6, "tensor bytes")]
+    assert list(read(path)) == [records.MemoryRecord(6, "tensor bytes")]

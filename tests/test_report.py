@@ -101,6 +101,7 @@ def test_a_healthy_folder_shows_what_a_reader_asks(tmp_path: Path) -> None:
         "bf16 equivalent Proven equal (3 runs). Use it: mezzo run --precision bf16 train.py",
         "fp16 consistent", "1.62×", "1.58 to 1.66", "0.61×", "251 MB of 412 MB",
         "Loss gap (−0.72 %) −0.00030 margin ±0.0021 (0.50 %)", "Metric gap (higher is better) +0.050",
+        "Pairs for 80 % power, loss 3 Pairs for 80 % power, metric 14",
         "of 900 updates", "bf16 98.400 98.300 98.400 98.500",
         "Difference: fp16 minus FP32 of the same seed", "averaged over 5 steps",
         "FP32 twins moved by one ulp", "2 of 300 updates skipped, at 1, 3 (inf in the gradients)",

@@ -284,6 +284,7 @@ def test_a_run_says_all_of_it(launch: Any) -> None:
     err = told(3, "1.0", "fp16,loss_scale=1073741824")
     assert "mezzo: 3 steps were skipped because the constant loss scale 2^30 is too large" in err
     assert "Try: mezzo run --precision fp16,loss_scale=67108864 " in err
+    assert "mezzo: nothing was trained: all steps (3) were skipped" in err.splitlines()[0]
     assert "mezzo: loss scale 2^30 at the end" in err
     err = told(22, "3e20", "fp16,loss_scale=1024")
     assert "an input of 3e+20 does not fit fp16, whose largest number is 65504" in err

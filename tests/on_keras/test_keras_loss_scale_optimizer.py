@@ -284,9 +284,7 @@ def test_the_patience_ends_at_once_in_an_eager_step(machine: Any) -> None:
     for _ in range(3):
         step(optimizer, weights, bad=NAN)
     optimizer.check()
-    with pytest.raises(
-        LossScaleCollapseError, match=r"gradients of weight_1 are .*reset_loss_scale"
-    ) as error:
+    with pytest.raises(LossScaleCollapseError, match=r"of weight_1 are .*reset_loss_scale") as error:
         step(optimizer, weights, bad=NAN)
     assert "weight_0" not in str(error.value)
     with pytest.raises(LossScaleCollapseError):

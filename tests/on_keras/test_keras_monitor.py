@@ -260,19 +260,14 @@ def test_float16_without_a_loss_scale_is_noted(tmp_path: Path, policy: str) -> N
     history = fit(model(keras.optimizers.SGD(1e-3), policy=policy, auto_scale_loss=False), [monitor])
     assert len(of("update", monitor.path)) == len(of("loss", monitor.path)) == BATCHES
     assert "loss_scale" not in history
-    noted = any(
-        "has no loss scale" in one and "LossScaleOptimizer(SGD" in one
-        for one in of("end", monitor.path)[0].notes
-    )
-    assert noted == (policy == "fp16")
+    notes = " ".join(of("end", monitor.path)[0].notes)
+    assert ("has no loss scale" in notes and "LossScaleOptimizer(SGD" in notes) == (policy == "fp16")
 
 
 # A training step of the model's own
 
 STEPS = 5
-needs_own_step = pytest.mark.skipif(
-    BACKEND == "jax", reason="a training step of one's own is stateless on JAX"
-)
+needs_own_step = pytest.mark.skipif(BACKEND == "jax", reason="an own training step is stateless on JAX")
 
 
 @needs_own_step

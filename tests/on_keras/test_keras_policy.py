@@ -18,13 +18,7 @@ from keras import layers
 from conftest import BACKEND
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
-from mezzo.keras import (
-    LossScaleOptimizer,
-    PolicyWarning,
-    SixteenBitOutputWarning,
-    layer_policies,
-    set_policy,
-)
+from mezzo.keras import LossScaleOptimizer, PolicyWarning, SixteenBitOutputWarning, layer_policies, set_policy
 
 X = np.random.default_rng(0).standard_normal((8, 4)).astype("float32")
 Y = np.arange(8) % 3

@@ -26,24 +26,18 @@ rng = np.random.Generator(np.random.PCG64(0))
 x = rng.normal(size=(40, 4)).astype("float32")
 y = (x @ rng.normal(size=(4, 1))).astype("float32")
 """
-LINEAR = (
-    HEAD
-    + """
+LINEAR = f"""{HEAD}
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones", name="head")])
 model.compile(keras.optimizers.SGD(0.05), "mse")
 """
-)
 FIT = "\nmodel.fit(x, y, batch_size=10, epochs=1, shuffle=False, verbose=0)"
-MANY_SEEDS = (
-    HEAD
-    + """
+MANY_SEEDS = f"""{HEAD}
 last = keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(seed=5))
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dropout(0.3), last])
 model.compile(keras.optimizers.Adam(0.01), "mse")
 model.fit(x, y, batch_size=8, epochs=1, verbose=0)
 print([w.tolist() for w in model.get_weights()])
 """
-)
 
 Launch = Callable[..., Ran]
 

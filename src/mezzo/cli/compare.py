@@ -95,7 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(verdict, indent=2))
     else:
-        show(Console(), verdict, report, command_line(request, folder), arguments.verbose)
+        again = compare_command(request.asked(), str(folder), "--fresh")
+        show(Console(), verdict, report, again, arguments.verbose)
     return int(any(one["parity"] == "divergent" for one in verdict["candidates"].values()))
 
 
@@ -125,11 +126,6 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         framework=trains_with,
     )
     return request, remarks
-
-
-def command_line(request: Request, folder: Path) -> list[str]:
-    """The words that give the same comparison again."""
-    return compare_command(request.asked(), str(folder), "--fresh")
 
 
 STYLES = {"equivalent": "green", "consistent": "green", "inconclusive": "yellow", "divergent": "bold red"}
@@ -208,7 +204,10 @@ def _rows(one: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("final loss", shown("fp32_loss", "{:.5g}", ""), shown("final_loss", "{:.5g}")),
         ("loss gap", "", shown("loss_gap", "{:+.2g}")),
         ("90 % interval", "", shown("loss_gap_interval", "{0[0]:+.2g} to {0[1]:+.2g}")),
-        ("margin", "", shown("margin", "±{:.3g}")),
+        ("loss margin", "", shown("margin", "±{:.3g}")),
+        ("metric gap", "", shown("metric_gap", "{:+.2g}")),
+        ("90 % interval", "", shown("metric_gap_interval", "{0[0]:+.2g} to {0[1]:+.2g}")),
+        ("metric margin", "", shown("metric_margin", "±{:.3g}")),
         ("speed", "1.00x" if one["speedup"] else "", speed),
         ("peak memory", size(one["fp32_peak_memory_bytes"]), memory),
         ("runs", "", f"{one['seeds']} x {one['steps']} steps" if one["steps"] else MISSING),

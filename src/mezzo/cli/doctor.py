@@ -1,9 +1,10 @@
 """Measure what this machine can do in each number format, and say which precision to use on it.
 
 Examples:
-  mezzo doctor                      measure this machine (about 8 seconds)
-  mezzo doctor --quick              the same in about a second, less accurately
+  mezzo doctor                      measure this machine (about 8 seconds, at most about 20)
+  mezzo doctor --quick              the same in 1 to 4 seconds, less accurately
   mezzo doctor --gpu A100           the datasheet of a GPU, which need not be in this machine
+  mezzo doctor --gpu 8.6            any GPU with this compute capability
   mezzo doctor --json               the same as JSON
 """
 
@@ -11,40 +12,34 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from mezzo.core.errors import UsageError
 from mezzo.doctor.gpus import GpuModel, Recommendation, architecture, find, formats_at, from_capability
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this verb's arguments."""
     parser.add_argument(
-        "--gpu", metavar="NAME", help="show the datasheet of a GPU. Examples: T4, A100, 'RTX 4090'"
+        "--gpu", metavar="NAME", help="a GPU by name or compute capability: A100, 'RTX 3060', 8.6"
     )
-    parser.add_argument("--capability", help=argparse.SUPPRESS)  # of 0.1.0
+    parser.add_argument("--capability", dest="gpu", help=argparse.SUPPRESS)  # of 0.1.0
     parser.add_argument("--quick", action="store_true", help="smaller matrices and fewer repeats")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Report on this machine, or on a GPU that is named."""
-    lines: list[str] = []
-    if arguments.capability is not None:
-        raise UsageError(
-            "--capability was removed. Give the name of a GPU of that generation. Example: mezzo doctor --gpu H100"
-        )
     if arguments.gpu is not None:
         models = find(arguments.gpu)
         found = from_capability(models[0].capability)
         data: dict[str, Any] = {"gpus": [_gpu_json(model) for model in models]}
-        for model in models:
-            lines += _gpu_lines(model)
+        lines = [line for model in models for line in _gpu_lines(model)]
     else:
         data, found = _measured(arguments.quick)
-        lines += _machine_lines(data)
+        lines = list(_machine_lines(data))
     if arguments.json:
         advice = {"precision": found.precision, "reasons": list(found.reasons)}
         print(json.dumps({"schema": 1, **data, "recommendation": advice}, indent=2, allow_nan=False))
@@ -64,17 +59,17 @@ def _measured(quick: bool) -> tuple[dict[str, Any], Recommendation]:
     described = hardware.describe()
     device = described["gpu"]["kind"] if described["gpu"] else "cpu"
     native = hardware.native_formats(device)
-    options: dict[str, Any] = {}
+    sizes, budget = None, measure.BUDGET
     if quick:
-        sizes = measure.QUICK_CPU_SIZES if device == "cpu" else measure.QUICK_GPU_SIZES
-        options = {"sizes": sizes, "budget": 0.5}
-    rows = measure.measure(device, **options)
+        sizes, budget = measure.QUICK_CPU_SIZES if device == "cpu" else measure.QUICK_GPU_SIZES, 0.5
+    print(f"Measuring, for at most about {measure.LIMIT * budget:.0f} s ...", file=sys.stderr, flush=True)
+    rows = measure.measure(device, sizes=sizes, budget=budget)
     named = "this CPU" if device == "cpu" else described["gpu"]["name"]
     data = {
         "machine": described,
         "device": device,
         "native": sorted(native),
-        "unsteady": any(row["high"] > 1.5 * row["low"] for row in rows if row["repeats"]),
+        "unsteady": any(row["unsteady"] for row in rows),
         "measured": rows,
     }
     return data, measure.recommend(rows, native, device=named)
@@ -102,10 +97,10 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
     for row in data["measured"]:
         figures = (row["median"], row["low"], row["high"]) if row["repeats"] else ()
         texts = [f"{one:.0f}" if one >= 100 else f"{one:.3g}" for one in figures]
-        cells[row["what"], row["format"]] = "{} ({} to {})".format(*texts) if texts else "-"
-    forms = dict.fromkeys(row["format"] for row in data["measured"])
+        shape = "{} (1 repeat)" if row["repeats"] == 1 else "{} ({} to {})"
+        cells[row["what"], row["format"]] = shape.format(*texts) if texts else "-"
     yield "{:<8}{:<24}{}".format("format", *kinds)
-    for form in forms:
+    for form in dict.fromkeys(row["format"] for row in data["measured"]):
         found = [cells.get((kind, form), "-") for kind in kinds]
         if found != ["-", "-"]:
             yield "{:<8}{:<24}{}".format(form, *found)
@@ -118,11 +113,11 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
 
 def _gpu_lines(model: GpuModel) -> Iterable[str]:
     number = "{}.{}".format(*model.capability)
-    size = f"{model.memory_gb} GB at {model.bandwidth} GB/s"
-    yield f"{model.name}: {architecture(model.capability)}, compute capability {number}, {size}"
+    size = f", {model.memory_gb} GB at {model.bandwidth} GB/s" if model.peaks else ""
+    yield f"{model.name}: {architecture(model.capability)}, compute capability {number}{size}"
     for form, peak in model.peaks.items():
         yield f"  {form:<6}{peak:>8g} TFLOP/s{'' if form == 'fp32' else '   tensor cores'}"
-    yield f"  dense peaks from: {model.source}"
+    yield f"  {'dense peaks' if model.peaks else 'compute capability'} from: {model.source}"
 
 
 def _gpu_json(model: GpuModel) -> dict[str, Any]:

@@ -75,8 +75,9 @@ def _speed(one: Candidate, request: Request) -> str:
     if one["speed_word"] not in ("faster", "slower"):
         return "speed unclear"
     factor = max(speed, 1 / speed)
-    about = "about " * (request.seeds < FEWEST_FOR_TOST)
-    return f"{about}{factor:.{1 + (factor < 1.2)}f}x {one['speed_word']}"
+    if request.seeds < FEWEST_FOR_TOST:
+        return f"about {factor:.2g}x {one['speed_word']}"
+    return f"{factor:.{1 + (factor < 1.2)}f}x {one['speed_word']}"
 
 
 def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tuple[str, list[str]]:
@@ -99,7 +100,8 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         found = [needed for key in ("pairs_needed", "metric_pairs_needed") if (needed := one[key])]
         seeds = max([request.seeds + 1, *(found or [2 * request.seeds])])
         if seeds > MOST_RUNS:
-            return "Accept a larger --margin, or judge by a metric (--metric)", []
+            other = "test on more data" if request.metric else "judge by a metric (--metric)"
+            return f"About {seeds} runs could tell. Train longer, or {other}", []
         more = {**asked, "precisions": [name], "seeds": seeds}
         return "More runs", compare_command(more, f"{folder}-{seeds}-seeds")
     saves = one["peak_memory_ratio"] is not None and one["peak_memory_ratio"] < 0.995

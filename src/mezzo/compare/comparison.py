@@ -21,7 +21,7 @@ from mezzo.compare.judgement import Runs, verdict
 from mezzo.compare.progress import Watcher
 from mezzo.compare.request import BASELINE, FRAMEWORKS, TWIN, Request
 from mezzo.compare.runs import FinishedRun, read_run, run_to_end, terminated_like_an_interrupt
-from mezzo.core import commands
+from mezzo.core.commands import compare_command
 from mezzo.core.comparison import FEWEST_FOR_TOST
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
 from mezzo.core.records import LEFT_ALONE, file_name
@@ -75,22 +75,7 @@ def compare(
     watcher: Watcher | None = None,
     command: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Run what has not run yet, judge, write `verdict.json`, and return it. Finished runs in the folder are kept.
-
-    Args:
-        request: what is compared.
-        folder: where everything is written; created if needed.
-        fresh: delete a comparison that is there and start over.
-        watcher: shows the progress of every run; by default nothing is printed.
-        command: runs a request's file, instead of the framework's own command (for tests).
-
-    Raises:
-        ScriptError: the script fails in FP32, never trains, trains with another framework, or has a loss that is not
-            finite.
-        UsageError: the folder belongs to another comparison or can't be written, the disk is full, or the metric's
-            pattern matches nothing.
-        UnsupportedPrecisionError: a candidate that this machine can't run.
-    """
+    """Run what has not run yet, judge, write `verdict.json`, and return it. Finished runs in the folder are kept."""
     with writing(folder), terminated_like_an_interrupt():
         check_ours(folder)
         with locked(folder):
@@ -209,7 +194,7 @@ def _has_its_own(request: Request, cause: str, notes: Sequence[str]) -> str:
     """The error, after the script's name, for one that uses mixed precision itself; `cause` says which, and where."""
     if "autocast" not in cause and "GradScaler" not in cause:
         return f"is left alone by Mezzo, since {cause}. There is no FP32 run to compare with. {' '.join(notes[1:])}"
-    off = shlex.join(commands.command("compare", {**request.asked(), "argv": [*request.argv, "--no-amp"]}))
+    off = shlex.join(compare_command({**request.asked(), "argv": [*request.argv, "--no-amp"]}))
     return (
         f"cannot be compared: {cause}, so Mezzo leaves it alone: there is no FP32 run. Switch that off, in one of "
         f"two ways.\nWith an option of the script, such as --no-amp:  {off}\n"

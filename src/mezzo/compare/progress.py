@@ -68,8 +68,8 @@ class Watcher:
         """The estimated time of so many more runs, as the end of a line; empty before the first run has ended."""
         if not self._seconds or not runs:
             return ""
-        minutes, seconds = divmod(round(runs * sum(self._seconds) / len(self._seconds)), 60)
-        return f"; about {f'{minutes} min' if minutes else f'{seconds} s'} left"
+        seconds = round(runs * sum(self._seconds) / len(self._seconds))
+        return f"; about {f'{round(seconds / 60)} min' if seconds >= 60 else f'{seconds} s'} left"
 
     def say(self, text: str) -> None:
         """Print a line."""

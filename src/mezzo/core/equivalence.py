@@ -63,10 +63,7 @@ def _spread_quantiles(freedom: int) -> Any:
 
 
 def tost_power(sd: float, pairs: int, margin: float, gap: float = 0.0) -> float:
-    """The chance that `tost` says equivalent, if differences are normal with mean `gap` and deviation `sd`.
-
-    0 for fewer than two pairs; for ``sd == 0`` it is 1 within the margin and else 0.
-    """
+    """The chance that `tost` says equivalent, if differences are normal with mean `gap` and deviation `sd`."""
     if pairs < 2:
         return 0.0
     if sd <= 0.0:

@@ -117,7 +117,7 @@ class NoLossScale(_Scale):
 
 @dataclass(frozen=True)
 class StaticLossScale(_Scale):
-    """A constant S. A step whose gradients are not finite is skipped.
+    """A constant loss scale S. A step whose gradients are not finite is skipped.
 
     Args:
         scale: S, between 2^-126 and 2^126; rounded to FP32. Use a power of two: others round every gradient once more.

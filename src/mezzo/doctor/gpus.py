@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from mezzo.core.errors import unknown_name
+from mezzo.core.errors import UnknownNameError
 
 Capability = tuple[int, int]
 
@@ -36,14 +36,14 @@ def architecture(capability: Capability) -> str:
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One GPU by its datasheet: memory in GB, bandwidth in GB/s, dense peaks in TFLOP/s (fp32 without tensor cores)."""
+    """One GPU, by its datasheet if it is here: memory in GB, GB/s, dense peaks in TFLOP/s."""
 
     name: str
     capability: Capability
-    memory_gb: int
-    bandwidth: int
-    peaks: Mapping[str, float]
-    source: str
+    memory_gb: int | None = None
+    bandwidth: int | None = None
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    source: str = "NVIDIA, CUDA GPU Compute Capability (developer.nvidia.com/cuda-gpus, /cuda-legacy-gpus)"
 
 
 # Columns: name, compute capability, GB, GB/s, dense TFLOP/s in fp32, tf32, bf16, fp16, fp8, fp4 (- for none), source.
@@ -93,23 +93,49 @@ def formats_at(capability: Capability) -> tuple[str, ...]:
 ALSO = {"h100 sxm": "H100 80GB HBM3", "h100 sxm5": "H100 80GB HBM3", "a100 sxm": "A100-SXM4-80GB"}
 """Names that people use -> the names that the driver reports."""
 
+BY_CAPABILITY = {
+    (6, 0): "p100",
+    (6, 1): "10 1050 1060 1070 1080 p4 p40",
+    (7, 0): "v100",
+    (7, 5): "20 2060 2070 2080 t4",
+    (8, 0): "a30 a100",
+    (8, 6): "30 3050 3060 3070 3080 3090 a2 a10 a16 a40",
+    (8, 9): "40 4050 4060 4070 4080 4090 l4 l40 l40s",
+    (9, 0): "h100 h200 gh200",
+    (10, 0): "b200 gb200",
+    (12, 0): "50 5050 5060 5070 5080 5090",
+}
+"""Compute capability -> names of GPUs, without GeForce, GTX and RTX (``30`` is the RTX 30 series)."""
+
+VARIANTS = r"ti|super|laptop|mobile|maxq|d|pcie|sxm\d?|nvl\d*|hbm\d|\d+gb?"
+"""What may follow a name: it changes speed and memory, not the compute capability."""
+
 
 def find(name: str) -> tuple[GpuModel, ...]:
-    """The models of that name; several if the name is a common beginning (``"A100"``).
-
-    Case, spaces, dashes and the words NVIDIA, Tesla and GeForce do not matter.
-    """
+    """The models of that name, or compute capability; several if the name is a common beginning (``"A100"``)."""
+    if number := re.fullmatch(r"([5-9]|1[0-2])\.(\d)", name.strip()):
+        name = "any GPU except GTX 16, which has no tensor cores" if number[0] == "7.5" else "any GPU"
+        return (GpuModel(name, (int(number[1]), int(number[2])), source="--gpu"),)
     wanted = _words(ALSO.get(" ".join(_words(name)), name))
-    same = tuple(model for model in MODELS if "".join(_words(model.name)) == "".join(wanted))
-    found = same or tuple(model for model in MODELS if wanted and _words(model.name)[: len(wanted)] == wanted)
-    if not found:
-        raise unknown_name("GPU", name, [model.name.removeprefix("GeForce ") for model in MODELS])
-    return found
+    joined = "".join(wanted)
+    same = tuple(model for model in MODELS if "".join(_words(model.name)) == joined)
+    if not same and joined[:1].isalpha():  # an RTX 2080 is not an RTX 2080 Ti
+        same = tuple(model for model in MODELS if _words(model.name)[: len(wanted)] == wanted)
+    if same:
+        return same
+    for capability, names in BY_CAPABILITY.items():
+        if re.fullmatch(f"({names.replace(' ', '|')})({VARIANTS})*", joined):
+            return (GpuModel(name.strip(), capability),)
+    known = sorted(word for word in " ".join(BY_CAPABILITY.values()).upper().split() if not word.isdigit())
+    raise UnknownNameError(
+        f"unknown GPU {name!r}. Use one of GTX 10, RTX 20, RTX 30, RTX 40, RTX 50,\n{', '.join(known)},\n"
+        "or the compute capability of an NVIDIA GPU. Example: mezzo doctor --gpu 8.6. To find it, see\n"
+        "developer.nvidia.com/cuda-gpus, or run nvidia-smi --query-gpu=name,compute_cap --format=csv"
+    )
 
 
 def _words(name: str) -> list[str]:
-    words = re.sub(r"[^a-z0-9]+", " ", name.lower()).split()
-    return [word for word in words if word not in ("nvidia", "tesla", "geforce", "gpu")]
+    return re.sub(r"[^a-z0-9.]+|nvidia|tesla|geforce|gpu|series|[gr]tx", " ", name.lower()).split()
 
 
 @dataclass(frozen=True)
@@ -125,18 +151,17 @@ FP16_RANGE = "fp16 only represents 6e-8 to 65504, so Mezzo scales the loss and s
 
 def from_capability(capability: Capability) -> Recommendation:
     """The precision to use on a CUDA device of this compute capability, without having it."""
-    formats = formats_at(capability)
     this = "and this is {}.{}.".format(*capability)
-    if "bf16" in formats:
-        reasons = (
+    reasons = {
+        "bf16": (
             f"bf16: tensor cores support it from compute capability 8.0, {this}",
             "bf16 is preferred to fp16: it is as fast and has fp32's range, so it needs no loss scale.",
-        )
-        return Recommendation("bf16", reasons)
-    if "fp16" in formats:
-        reasons = (
+        ),
+        "fp16": (
             f"fp16: tensor cores support it from compute capability 7.0, {this}",
             f"bf16 needs 8.0. Below that PyTorch runs it without tensor cores, slower than fp32. {FP16_RANGE}",
-        )
-        return Recommendation("fp16", reasons)
-    return Recommendation("fp32", (f"fp32: GPUs have tensor cores from compute capability 7.0, {this}",))
+        ),
+        "fp32": (f"FP32: GPUs before Volta (compute capability 7.0) have no tensor cores, {this}",),
+    }
+    chosen = next(form for form in reasons if form == "fp32" or form in formats_at(capability))
+    return Recommendation(chosen, reasons[chosen])

@@ -37,20 +37,22 @@ Task = Callable[[], object]
 Row = dict[str, Any]
 """One measured figure, with the keys of the JSON (docs/formats.md); None where it could not run, for its ``reason``."""
 
+LATE = "the time was up before it ran"
+BUDGET = 2.5  # seconds of all timed runs together
+LIMIT = 8  # no task starts after this many times the budget
+
 
 def row(what: str, form: str, work: float, seconds: Sequence[float] = (), reason: str = "") -> Row:
-    """The figure of 10^9 operations (or bytes read and written) per run, from the seconds of each run.
-
-    ``low`` to ``high`` is the middle half of the repeats (their range, if fewer than four).
-    """
+    """The figure of 10^9 operations (or bytes) per run, with the middle half of the repeats, or all if below four."""
     found: Row = {"what": what, "format": form, "unit": "GB/s" if what == "copy" else "GFLOP/s"}
     found |= dict.fromkeys(("median", "low", "high", "seconds"))
-    found |= {"repeats": len(seconds), "work": work, "reason": reason}
+    found |= {"repeats": len(seconds), "work": work, "reason": reason, "unsteady": False}
     if seconds:
         fast, middle, slow = min(seconds), statistics.median(seconds), max(seconds)
         if len(seconds) >= 4:
             fast, _, slow = statistics.quantiles(seconds, n=4, method="inclusive")
         found |= {"median": work / middle, "low": work / slow, "high": work / fast, "seconds": middle}
+        found["unsteady"] = slow > 1.5 * fast
     return found
 
 
@@ -71,55 +73,55 @@ QUICK_GPU_SIZES = Sizes(side=4096, batch=32, image=56, copy_bytes=256 << 20)
 _CHANNELS = 64
 
 
-def measure(device_type: str, *, sizes: Sizes | None = None, budget: float = 3.0) -> list[Row]:
-    """Measure every format on a device; what cannot run there is in the list with its reason.
-
-    `budget` is the seconds of all timed runs together.
-    """
+def measure(device_type: str, *, sizes: Sizes | None = None, budget: float = BUDGET) -> list[Row]:
+    """Measure every format on a device; the first run of a task, a warm-up, counts only if the time is up after it."""
     sizes = sizes or (CPU_SIZES if device_type == "cpu" else GPU_SIZES)
     rows, tasks = list[Row](), list[Task]()
+    torch.empty(1, device=device_type)  # starting a GPU takes seconds, which are not measured
+    until = time.perf_counter() + LIMIT * budget
     for what, form in CELLS:
         try:
+            if time.perf_counter() >= until:
+                raise NotImplementedError(LATE)
             if form in ("tf32", "e4m3fn") and device_type != "cuda":
                 raise NotImplementedError(f"PyTorch has no fast {form} path on {device_type}")
             make = {"matmul": _matmul, "conv step": _conv_step, "copy": _copy}[what]
             work, task = make(form, device_type, sizes)
+            start = time.perf_counter()
             task()
         except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
             lines = str(error).strip().splitlines()
             rows.append(row(what, form, 0.0, reason=lines[0] if lines else type(error).__name__))
         else:
-            rows.append(row(what, form, work))
+            rows.append(row(what, form, work, (time.perf_counter() - start,)))
             tasks.append(task)
-    timings = iter(take_turns(tasks, budget=budget))
-    return [
-        one if one["reason"] else row(one["what"], one["format"], one["work"], next(timings)) for one in rows
-    ]
+    taken = iter(take_turns(tasks, budget=budget, until=until))
+    for one in rows:
+        if not one["reason"]:
+            one.update(row(one["what"], one["format"], one["work"], next(taken) or (one["seconds"],)))
+    return rows
 
 
 def take_turns(
     tasks: Sequence[Task],
     *,
     budget: float,
+    until: float = math.inf,
     least: int = 3,
     most: int = 25,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[tuple[float, ...]]:
-    """Seconds of every task, run in turn so that drift affects all of them alike.
-
-    Each runs `least` to `most` times within the `budget` in seconds; a task that takes a third of it runs once.
-    """
+    """Seconds of every task, run in turn so that drift affects all alike; once if it takes a third of `budget`."""
     taken: list[list[float]] = [[] for _ in tasks]
-    begun, spent = clock(), 0.0
+    begun = clock()
     for turn in range(most):
-        if turn >= least and spent >= budget:
+        if turn >= least and clock() - begun >= budget:
             break
         for seconds, task in zip(taken, tasks):
-            if not seconds or seconds[0] <= budget / 3:
-                start = clock()
+            start = clock()
+            if start < until and (not seconds or seconds[0] <= budget / 3):
                 task()
                 seconds.append(clock() - start)
-        spent = clock() - begun
     return [tuple(seconds) for seconds in taken]
 
 
@@ -188,28 +190,31 @@ def fp32_precision(precision: str) -> Iterator[None]:
 
 
 def recommend(rows: Iterable[Row], native: Iterable[str], *, device: str) -> Recommendation:
-    """The precision to use on a device (named as in a sentence) that trains natively in these formats.
-
-    bf16 is preferred to fp16: it has FP32's range.
-    """
-    rates = {(one["what"], one["format"]): one["median"] or math.nan for one in rows}
+    """The precision for a device (named as in a sentence) with these native formats; bf16 first, for its range."""
+    cells = {(one["what"], one["format"]): one for one in rows}
     native, reasons, chosen = frozenset(native), list[str](), "fp32"
     for form in ("bf16", "fp16"):
-        matmul, conv = (
-            rates.get((what, form), math.nan) / rates.get((what, "fp32"), math.nan)
-            for what in ("matmul", "conv step")
-        )
-        measured = (
-            f"matrix products are {_times(matmul)} fp32, a convolution's training step is {_times(conv)} fp32"
-        )
-        if form not in native:
-            found = "PyTorch cannot run it there" if math.isnan(conv) else measured
-            reasons.append(
-                f"{form}: {device} has no native {form} training: {found}. Mezzo emulates it with fp32 arithmetic and "
-                "casts, at about the speed of fp32, so that you can test its numerics."
-            )
+        used = [cells[what, one] for what in ("matmul", "conv step") for one in (form, "fp32")]
+        rates = [one["median"] or math.nan for one in used]
+        speedups = matmul, conv = rates[0] / rates[1], rates[2] / rates[3]
         # One kind of work gains and none loses; NaN, what cannot run, is a loss.
-        elif max(matmul, conv) >= WORTH_IT and all(one >= 1 / WORTH_IT for one in (matmul, conv)):
+        gains = max(speedups) >= WORTH_IT and all(one >= 1 / WORTH_IT for one in speedups)
+        measured = (
+            f"matrix products are {_times(matmul)} fp32, {'but ' if min(speedups) < 1 < max(speedups) else ''}"
+            f"a convolution's training step is {_times(conv)} fp32"
+        )
+        runs = all(one["reason"] in ("", LATE) for one in used)
+        # A format that Mezzo emulates may have run only once because it is slow.
+        few = [one for one in used if one["repeats"] == 1 and (form in native or one["format"] == "fp32")]
+        if few or any(one["unsteady"] or one["reason"] == LATE for one in used):
+            measured, gains = "its speed was not measured reliably", runs
+        if form not in native:
+            found = measured if runs else "PyTorch cannot run it there"
+            reasons.append(
+                f"{form}: {found}. Mezzo {'therefore ' * ('slower' in found)}computes {form} in FP32 here, with casts, "
+                "at about the speed of FP32, so that you can test its numerics."
+            )
+        elif gains:
             reasons.append(f"{form}: {device} has native {form}: {measured}.")
             chosen = form if chosen == "fp32" else chosen
         else:

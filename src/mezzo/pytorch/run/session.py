@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from mezzo.core.commands import run_command
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.loss_scale import LossScale, NoLossScale, Observation, StaticLossScale
 from mezzo.core.policy import Policy
@@ -168,9 +169,7 @@ class Session:
 
     def command(self, policy: str) -> str:
         """The command that runs this script under another policy."""
-        request = self.request
-        target = ["-m"] * request.is_module + [request.target]
-        return shlex.join(["mezzo", "run", "--precision", policy, *target, *request.argv])
+        return shlex.join(run_command(vars(self.request), "--precision", policy))
 
     @property
     def scaling(self) -> bool:
@@ -217,11 +216,7 @@ class Session:
         return _FP32 if self.trial is not None and self.trial.precision == "fp32" else self.policy
 
     def observe(self, *, found_inf: bool, optimizer: int | None = None) -> None:
-        """One step of this optimizer (None: of the last one) is over: the scale for the next.
-
-        All optimizers share one scale; hysteresis and patience are counted for each, or good steps of one would hide
-        that another never moves.
-        """
+        """One step of this optimizer (None: of the last one) is over: the scale for the next, its counts for each."""
         if optimizer is not None and optimizer != self._counting:
             counts = {name: getattr(self.scale, name) for name in _COUNTS if hasattr(self.scale, name)}
             mine = (

@@ -41,6 +41,8 @@ def summary(session: Session, failed: bool) -> str:
                 _count(journal.losses, "backward pass", "es"),
             )
             lines.append(f"{steps}, {journal.skipped} skipped; {passes}")
+            if journal.updates and journal.skipped == journal.updates:
+                lines.insert(0, f"nothing was trained: all steps ({journal.updates}) were skipped")
         if not isinstance(scale, NoLossScale):
             passes = _count(session.reruns, "backward pass", "es")
             again = f"; {passes} run again at a smaller scale" if session.reruns else ""
@@ -106,9 +108,7 @@ def findings(
     constant: float | None = None,
     written: Callable[[str], str] = training_code,
 ) -> list[str]:
-    """What to fix, of `skipped` steps those that were traced, each place once; `constant`: a static loss scale.
-    `written` makes a command of a policy, for advice that has none yet.
-    """
+    """What to fix, of `skipped` steps those that were traced, each place once; `constant`: a static loss scale."""
     lines: list[str] = []
     alarms = [record for record in records if record.finding.alarms]
     if steps := len(records) - len(alarms):
