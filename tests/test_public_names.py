@@ -148,8 +148,9 @@ def test_objects_show_their_state() -> None:
     assert repr(mp) == expected
     mp.load_state_dict({key: value for key, value in state.items() if key != "skipped"})  # of version 0.1.0
     assert "4 updates, 0 skipped" in repr(mp)
-    mp, results = steps("bf16", accumulate=3)
-    assert repr(mp) == "MixedPrecision(bf16, accumulate=3, 1 update, 1 of 3 losses accumulated)"
+    mp, results = steps("bf16", accumulate=3, masters="split")
+    expected = "bf16,params=bf16, masters=split, accumulate=3, 1 update, 1 of 3 losses accumulated"
+    assert repr(mp) == f"MixedPrecision({expected})"
     assert "no step: 1 of 3 losses" in repr(results[0])
     assert "loss=" not in repr(mezzo.StepResult(False, note="nothing"))
     scaler = mezzo.GradScaler(init_scale=2.0**24)
