@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,9 +18,11 @@ def executed(path: Path) -> nbformat.NotebookNode:
     book = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         where = {"metadata": {"path": folder}}
-        NotebookClient(
+        client = NotebookClient(
             book, timeout=600, kernel_name="python3", resources=where, coalesce_streams=True
-        ).execute()
+        )
+        path_here = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # for `!python`
+        client.execute(env={**os.environ, "PATH": path_here})
     for cell in book.cells:
         cell.metadata.pop("execution", None)  # times
     return book

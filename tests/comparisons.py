@@ -11,16 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mezzo.core.records import (
-    LossRecord,
-    MemoryRecord,
-    OpFormats,
-    OpsRecord,
-    RecordWriter,
-    RunEnded,
-    RunStarted,
-    UpdateRecord,
-)
+from mezzo.core import records
 
 HOSTILE = (
     '</script></style></svg><img src=x onerror="window.stolen=1"><script>window.stolen=1</script>'
@@ -39,11 +30,11 @@ MACHINE = {
 }
 BF16, FP32 = "bf16 -> bf16", "fp32 -> fp32"
 OPS = [
-    OpFormats("convolution", "lower", BF16, BF16, 3, 6, "tensor cores and half the bytes"),
-    OpFormats("addmm", "lower", BF16, BF16, 2, 5, "tensor cores and half the bytes"),
-    OpFormats("relu", "promote", BF16, BF16, 3, 0, "follows its input"),
-    OpFormats("log_softmax", "fp32", FP32, FP32, 1, 1, "ends the model: exp overflows"),
-    OpFormats("nll_loss_forward", "fp32", FP32, FP32, 1, 0, "a loss is a sum over the batch"),
+    records.OpFormats("convolution", "lower", BF16, BF16, 3, 6, "tensor cores and half the bytes"),
+    records.OpFormats("addmm", "lower", BF16, BF16, 2, 5, "tensor cores and half the bytes"),
+    records.OpFormats("relu", "promote", BF16, BF16, 3, 0, "follows its input"),
+    records.OpFormats("log_softmax", "fp32", FP32, FP32, 1, 1, "ends the model: exp overflows"),
+    records.OpFormats("nll_loss_forward", "fp32", FP32, FP32, 1, 0, "a loss is a sum over the batch"),
 ]
 
 
@@ -55,7 +46,7 @@ class Written:
     scales: Sequence[float] = ()
     skipped: Mapping[int, str] = field(default_factory=dict)
     peak: int | None = 400_000_000
-    ops: Sequence[OpFormats] = ()
+    ops: Sequence[records.OpFormats] = ()
     status: int | None = 0
     notes: Sequence[str] = ()
     policy: str = "fp32"
@@ -72,23 +63,23 @@ def write(directory: Path, verdict: Mapping[str, Any], runs: Mapping[str, Writte
     (directory / "verdict.json").write_text(json.dumps(verdict), encoding="utf-8")
     for name, run in runs.items():
         seed, twin = int(name.rsplit("-", 1)[1]), "-ulp-" in name
-        writer = RecordWriter(folder / f"{name}.jsonl")
+        writer = records.RecordWriter(folder / f"{name}.jsonl")
         writer.write(
-            RunStarted(
+            records.RunStarted(
                 run.script, list(run.argv), run.policy, seed, twin, dict(run.machine), "2026-11-21T04:00:00"
             )
         )
         for i, loss in enumerate(run.losses):
-            writer.write(LossRecord(i, float(loss), 0.01 * i))
+            writer.write(records.LossRecord(i, float(loss), 0.01 * i))
             if run.scales:
                 why, at = run.skipped.get(i, ""), 0.01 * i + 0.005
-                writer.write(UpdateRecord(i, 0, not why, bool(why), run.scales[i], at, why, i < 3))
+                writer.write(records.UpdateRecord(i, 0, not why, bool(why), run.scales[i], at, why, i < 3))
         if run.peak is not None:
-            writer.write(MemoryRecord(run.peak, "tensor bytes"))
+            writer.write(records.MemoryRecord(run.peak, "tensor bytes"))
         if run.ops:
-            writer.write(OpsRecord(list(run.ops)))
+            writer.write(records.OpsRecord(list(run.ops)))
         if run.status is not None:
-            writer.write(RunEnded(run.status, 0.01 * len(run.losses), list(run.notes)))
+            writer.write(records.RunEnded(run.status, 0.01 * len(run.losses), list(run.notes)))
         writer.close()
         if run.log:
             (folder / f"{name}.log").write_text(run.log, encoding="utf-8", errors="surrogateescape")
@@ -193,7 +184,7 @@ def healthy(directory: Path, steps: int = 300, seeds: int = 3) -> Path:
 
 def hostile(directory: Path) -> Path:
     """Every text that a script or a user can put into a folder, replaced by one that tries to break out."""
-    ops = [OpFormats(HOSTILE, HOSTILE, HOSTILE, HOSTILE + "!", 1, 1, HOSTILE, HOSTILE)]
+    ops = [records.OpFormats(HOSTILE, HOSTILE, HOSTILE, HOSTILE + "!", 1, 1, HOSTILE, HOSTILE)]
     run = Written(
         curve(20, 0),
         [1.0] * 20,
@@ -266,9 +257,12 @@ def bare(directory: Path) -> Path:
 
 def many_ops(directory: Path) -> Path:
     """A candidate with more ops than one wants to see, two of them not as planned."""
-    ops = [OpFormats(f"op_{i:02}", "lower", BF16, BF16, i, 1, "matmul", f"blocks.{i}.up") for i in range(60)]
-    ops[7] = OpFormats("op_07", "fp32", FP32, BF16, 7, 0, "a sum", "blocks.7.norm")
-    ops[9] = OpFormats("op_09", "lower", BF16, FP32, 9, 0, "matmul", "head")
+    ops = [
+        records.OpFormats(f"op_{i:02}", "lower", BF16, BF16, i, 1, "matmul", f"blocks.{i}.up")
+        for i in range(60)
+    ]
+    ops[7] = records.OpFormats("op_07", "fp32", FP32, BF16, 7, 0, "a sum", "blocks.7.norm")
+    ops[9] = records.OpFormats("op_09", "lower", BF16, FP32, 9, 0, "matmul", "head")
     base = curve(50, 0)
     runs = {"fp32-0": Written(base), "bf16-0": Written(base, ops=ops)}
     return write(directory, verdict({"bf16": candidate(seeds=1, steps=50)}), runs)

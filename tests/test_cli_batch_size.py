@@ -194,36 +194,6 @@ def test_what_ends_a_search_ends_the_child_and_leaves_the_table(
     assert not list((here / "found" / "runs").glob("*.request.json"))
 
 
-# words after `train.py --vary=--batch`, or instead of them -> what is said of it
-MISUSED = [
-    (["--vary=--batch"], "received none"),
-    (["train.py", "-m", "x", "--vary=--batch"], "received train.py, x"),
-    (["train.py"], "--vary is missing"),
-    (["train.py", "--vary=batch"], "--vary=batch_size= for key=value"),
-    (["train.py", "--vary={}"], "no argument of the script contains {}"),
-    ("--precision bf61", "Did you mean 'bf16'?"),
-    ("--precision auto", "Name one, such as bf16"),
-    ("--limit 4giga", "is not a number of bytes"),
-    ("--steps 3", "The minimum is 4"),
-    ("--max 4 --multiple-of 8", "max_size=4 (--max) is less than multiple_of=8 (--multiple-of)"),
-    ("--out train.py", "--out train.py: is a file"),
-    ("--out .", "holds other files (train.py)"),
-]
-
-
-@pytest.mark.parametrize(("words", "says"), MISUSED, ids=[str(row[0]) for row in MISUSED])
-def test_wrong_usage_is_one_line_and_status_two(
-    here: Path, capsys: pytest.CaptureFixture[str], words: list[str] | str, says: str
-) -> None:
-    script(here)
-    words = ["train.py", "--vary=--batch", *words.split()] if isinstance(words, str) else words
-    assert main(["batch-size", *words]) == 2
-    err = capsys.readouterr().err
-    assert says in err
-    assert "Traceback" not in err
-    assert [path.name for path in here.iterdir()] == ["train.py"]
-
-
 # how it is spelled, the script's arguments -> the arguments with size 32
 SPELLINGS = [
     ("--batch", "", "--batch 32"),

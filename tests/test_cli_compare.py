@@ -126,30 +126,6 @@ def test_a_report_that_cannot_be_made_loses_no_verdict(
     assert err.endswith(": mezzo report mezzo-compare-train\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([], "SCRIPT, --demo NAME and -m MODULE; received none"),
-        (["train.py", "--demo", "digits"], "received train.py, digits"),
-        (["--demo", "digit"], "Use one of digits, text-gpt, transfer. Did you mean 'digits'?"),
-        (["missing.py"], "no script 'missing.py'"),
-        (["train.py", "--precision", "bf61"], "Did you mean 'bf16'?"),
-        (["train.py", "--seeds", "many"], "'many' is not an integer (the number of pairs). Example: 3"),
-        (["train.py", "--margin", "much"], "'much' is not a number. Examples: 0.005 or 0.5%"),
-        (["train.py", "--precision", "none.toml"], "none.toml"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_status_two(
-    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
-) -> None:
-    script(here, {})
-    assert main(["compare", *words]) == 2
-    err = capsys.readouterr().err
-    assert says in err
-    assert "Traceback" not in err
-    assert [path.name for path in here.iterdir()] == ["train.py"]
-
-
 @pytest.fixture
 def found(here: Path) -> dict[str, Any]:
     """The verdict of a comparison whose bf16 fails with a message that looks like markup."""

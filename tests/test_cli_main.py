@@ -106,6 +106,7 @@ def test_python_dash_m_and_a_reader_that_leaves_early() -> None:
 # Every complaint ends with what to write instead, and with status 2.
 
 AFTER = "go after --: mezzo {} train.py -- --epochs 3\n"
+SIZES = "batch-size train.py --vary=--batch"
 WRONG: list[tuple[str, str]] = [
     ("compair", "Did you mean 'compare'?"),
     ("formats --no-such-option", "usage: mezzo formats"),
@@ -115,21 +116,38 @@ WRONG: list[tuple[str, str]] = [
     ("compare train.py --metric (", "Example: --metric 'accuracy: ([0-9.]+)'"),
     ("compare .", "'.' is a directory without a __main__.py"),
     ("compare train.py --margin x", "'x' is not a number. Examples: 0.005 or 0.5%"),
+    ("compare train.py --seeds many", "'many' is not an integer (the number of pairs). Example: 3"),
     ("batch-size train.py --vary=--b --start x", "'x' is not an integer. Example: 8"),
     ("batch-size train.py --vary --batch", "Write --vary=VALUE as one word"),
     *((f"{verb} train.py --epochs 3", AFTER.format(verb)) for verb in ("calibrate", "compare")),
     ("compare train.py --presicion=bf16", "Did you mean --precision?"),
+    ("compare", "SCRIPT, --demo NAME and -m MODULE; received none"),
+    ("compare train.py --demo digits", "received train.py, digits"),
+    ("compare --demo digit", "Use one of digits, text-gpt, transfer. Did you mean 'digits'?"),
+    ("compare missing.py", "no script 'missing.py'"),
+    ("compare train.py --precision bf61", "Did you mean 'bf16'?"),
+    ("compare train.py --precision none.toml", "none.toml"),
+    ("calibrate train.py --precision fp17", "unknown format 'fp17'"),
+    ("batch-size --vary=--batch", "received none"),
+    ("batch-size train.py -m x --vary=--batch", "received train.py, x"),
+    ("batch-size train.py", "--vary is missing"),
+    ("batch-size train.py --vary=batch", "--vary=batch_size= for key=value"),
+    ("batch-size train.py --vary={}", "no argument of the script contains {}"),
+    (f"{SIZES} --precision bf61", "Did you mean 'bf16'?"),
+    (f"{SIZES} --precision auto", "Name one, such as bf16"),
+    (f"{SIZES} --limit 4giga", "is not a number of bytes"),
+    (f"{SIZES} --steps 3", "The minimum is 4"),
+    (f"{SIZES} --max 4 --multiple-of 8", "max_size=4 (--max) is less than multiple_of=8 (--multiple-of)"),
+    (f"{SIZES} --out train.py", "--out train.py: is a file"),
+    (f"{SIZES} --out .", "holds other files (train.py)"),
+    ("formats fp8", "mezzo formats e4m3fn e5m2"),
     ("doctor A100", "unrecognized arguments: A100. Every option: mezzo doctor --help"),
 ]
 
 
 @pytest.mark.parametrize(("words", "mend"), WRONG)
 def test_wrong_usage_says_what_to_write(
-    words: str,
-    mend: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
     monkeypatch.chdir(tmp_path)
@@ -199,11 +217,7 @@ LOCKED: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("words", "mend"), LOCKED)
 def test_what_may_not_be_read_or_written_is_said(
-    words: str,
-    mend: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
     (tmp_path / "secret.py").write_text("")
@@ -224,27 +238,14 @@ def test_what_may_not_be_read_or_written_is_said(
     ("words", "mend"),
     [
         ("compare train.py", "Give a script that trains"),
-        ("calibrate train.py", "Give a script that trains with a torch optimizer"),
-        ("batch-size train.py --vary={} -- {}", "Let it train for longer"),
+        ("calibrate train.py", "mezzo.calibrate(model, loss_fn, batches)"),
+        ("batch-size train.py --vary={} -- {}", "Let it train longer"),
     ],
 )
 def test_a_script_that_never_trains_is_status_2(
-    words: str,
-    mend: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text("print('no training here')\n")
     monkeypatch.chdir(tmp_path)
     assert main(words.split()) == 2
     assert mend in capsys.readouterr().err
-
-
-def test_run_ends_as_a_script_that_never_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
-    monkeypatch.chdir(tmp_path)
-    assert main(["run", "train.py"]) == 7
-    assert capsys.readouterr().err == ""  # it fails by itself

@@ -89,18 +89,8 @@ def test_every_option_is_on_the_page_and_the_help_has_the_facts(capsys: Output) 
 def test_a_watched_run_leaves_records_and_a_report(
     options: list[str], folder: str, watched: list[int], train: str, tmp_path: Path, capsys: Output
 ) -> None:
-    words = [
-        "--precision",
-        "fp16",
-        "--watch",
-        "7",
-        "--watch=8",
-        "-m",
-        "-h",
-        "--",
-        "--out",
-        "x",
-    ]  # the script's own
+    # The script's own:
+    words = ["--precision", "fp16", "--watch", "7", "--watch=8", "-m", "-h", "--", "--out", "x"]
     assert main(["run", *options, train, *words]) == 3
     captured = capsys.readouterr()
     assert captured.out == f"{words}\n"

@@ -257,6 +257,9 @@ def test_a_named_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["gpus"][1]["dense_peak_tflop_s"]["bf16"] == 989
     assert shown["gpus"][0]["capability"]["tensor_core_formats"] == ["fp16", "tf32", "bf16", "fp8"]
     assert shown["recommendation"]["precision"] == "bf16"
+    for capability, precision in (("8.6", "bf16"), ("6.1", "fp32")):
+        assert main(["doctor", "--gpu", capability]) == 0
+        assert f"Use {precision}\n" in capsys.readouterr().out
 
 
 WRONG = [

@@ -60,6 +60,13 @@ def test_the_ratio_is_fp32s_time_over_the_candidates() -> None:
     assert (found.pairs, found.steps) == (3, 360)
 
 
+def test_one_pair_is_as_uncertain_as_fp32s_own_runs_differ() -> None:
+    rng = np.random.default_rng(0)
+    pair = [(times(rng, 0.30), times(rng, 0.15))]
+    told = [speed(pair, [times(rng, twin)]) for twin in (0.30, 0.20)]
+    assert [one and one.word for one in told] == ["faster", "not told apart"]
+
+
 def test_long_steps_do_not_move_it_and_the_same_times_give_the_same_interval() -> None:
     fp32, ours = np.full(50, 0.2), np.full(50, 0.1)
     ours[::10] = 9.0  # a validation pass now and then

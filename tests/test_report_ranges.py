@@ -16,14 +16,7 @@ import run_records
 from mezzo.core.ranges import WHAT, Histogram, RangeRow, shift_of
 from mezzo.core.records import RangesRecord, Record, UpdateRecord
 from mezzo.report.page import render_runs
-from mezzo.report.range_figures import (
-    COLUMNS,
-    LINES,
-    bar_path,
-    exponents,
-    heat,
-    range_figures,
-)
+from mezzo.report.range_figures import COLUMNS, LINES, bar_path, exponents, heat, range_figures
 from mezzo.report.ranges import FORMATS, Ranges
 from mezzo.report.run import Run, read_run
 from test_report import Outline, drawn

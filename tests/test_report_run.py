@@ -187,13 +187,7 @@ def test_a_file_without_any_record_is_refused_and_no_page_written(name: str, tmp
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_place_without_records_is_refused(tmp_path: Path) -> None:
-    for place, what in (
-        (tmp_path, "contains no run records"),
-        (tmp_path / "nowhere", "no such file or folder"),
-    ):
-        with pytest.raises(UsageError, match=f"{what}. A report needs a folder with"):
-            build_run(place)
+def test_a_file_without_records_is_named_on_the_page_of_the_others(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     run_records.write(tmp_path / "b.jsonl", run_records.records(steps=5))
     assert "a.jsonl:1: not a run record" in outline(tmp_path).text

@@ -228,10 +228,7 @@ for step in range(60):
     of_bad.step()
 print("through")
 """
-PATIENT = {
-    "dynamic": "loss_scale=dynamic(init=2**4,floor=2**2,patience=6)",
-    "static": "loss_scale=16",
-}
+PATIENT = {"dynamic": "loss_scale=dynamic(init=2**4,floor=2**2,patience=6)", "static": "loss_scale=16"}
 
 
 @pytest.mark.parametrize("name", PATIENT)
@@ -405,10 +402,7 @@ WAYS: dict[str, tuple[str, str]] = {
         "    put(torch.autograd.grad(loss, params)); return loss\noptimizer.step(closure)",
     ),
 }  # fmt: skip
-EACH = {
-    "clipped, and read by two optimizers": 2,
-    "stepped in backward": 4,
-}
+EACH = {"clipped, and read by two optimizers": 2, "stepped in backward": 4}
 POLICY = "fp16,loss_scale=128"
 
 

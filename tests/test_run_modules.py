@@ -48,10 +48,7 @@ print(seen[0] if seen else "unseen", repr(loss.item()))
 
 
 # policy -> formats of the inner layer's input and output
-INSIDE = {
-    "fp16": "(torch.float16, torch.float16)",
-    "fp16,module.1=fp32": "(torch.float32, torch.float32)",
-}
+INSIDE = {"fp16": "(torch.float16, torch.float16)", "fp16,module.1=fp32": "(torch.float32, torch.float32)"}
 
 
 @pytest.mark.parametrize("policy", INSIDE)

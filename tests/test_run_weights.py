@@ -161,11 +161,7 @@ LAST = "float32 float32 float32 float32 bfloat16 bfloat16"
 SHAPES = {
     "an optimizer after the first call": (LATE_OPTIMIZER, [FP32, FP32, LOWERED, "3"], "4 of 6 parameters"),
     "two optimizers": (TWO_OPTIMIZERS, [f"{LOWERED} bfloat16 bfloat16"], "6 of 8 parameters"),
-    "one part is trained": (
-        plain("torch.optim.AdamW(model[3].parameters())"),
-        [LAST],
-        "2 of 6 parameters",
-    ),
+    "one part is trained": (plain("torch.optim.AdamW(model[3].parameters())"), [LAST], "2 of 6 parameters"),
     "an autocast of its own": (OWN_AUTOCAST, ["bfloat16", LOWERED], "it uses torch.autocast itself"),
     "data parallelism": (DATA_PARALLEL, [FP32], "the weights of Sequential stay FP32"),
     "a saved state goes back": (SAVED, "halves", "4 of 6 parameters"),

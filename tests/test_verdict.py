@@ -328,11 +328,7 @@ LENGTHS: list[tuple[str, dict[int, RunResult], RunResult, dict[int, RunResult], 
     ids=[r[0] for r in LENGTHS],
 )
 def test_a_run_of_another_length(
-    baseline: dict[int, RunResult],
-    twin: RunResult,
-    candidate: dict[int, RunResult],
-    word: Parity,
-    says: str,
+    baseline: dict[int, RunResult], twin: RunResult, candidate: dict[int, RunResult], word: Parity, says: str
 ) -> None:
     verdict = judge(baseline, candidate, {0: twin})
     assert verdict.parity is word, verdict.reason

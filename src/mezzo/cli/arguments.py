@@ -37,16 +37,10 @@ class Parser(argparse.ArgumentParser):
         super().error(message + fix)
 
     def parse_with_script(self, words: Sequence[str], *, owns_rest: bool) -> argparse.Namespace:
-        """Parse Mezzo's words, which are kept as `options`; `script` is the script, and `argv` its own arguments.
-
-        Both orders are allowed, and the first ``--`` ends Mezzo's options::
-
-            [options] SCRIPT args
-            SCRIPT [options] -- args
+        """Parse ``[options] SCRIPT args`` or ``SCRIPT [options] -- args`` into `options`, `script` and `argv`.
 
         With `owns_rest` all words after SCRIPT are the script's, unless only Mezzo's options stand between it and a
-        ``--``. Without it, Mezzo's options are Mezzo's on both sides of SCRIPT, and other words after it are the
-        script's only if no option of Mezzo's follows.
+        ``--``. Without it, other words than Mezzo's options are the script's only if no such option follows.
         """
         at = 0
         while at < len(words) and (taken := self._taken(words[at])):
@@ -106,24 +100,16 @@ def add_target(parser: argparse.ArgumentParser, demos: Mapping[str, Demo]) -> No
     parser.usage = (
         parser.usage or f"{parser.prog} [options] (SCRIPT | --demo NAME | -m MODULE) [-- SCRIPT'S ARGUMENTS]"
     )
-    parser.add_argument(
-        "script", nargs="?", help="the training script: a path, or a directory with a __main__.py"
-    )
-    parser.add_argument(
-        "--demo",
-        metavar="NAME",
-        help=f"a demo that comes with Mezzo, instead of a script: {', '.join(sorted(demos))}",
-    )
-    parser.add_argument(
-        "-m", dest="module", metavar="MODULE", help="a module instead of a script, as in python -m"
-    )
+    script = "the training script: a path, or a directory with a __main__.py"
+    parser.add_argument("script", nargs="?", help=script)
+    demo = f"a demo that comes with Mezzo, instead of a script: {', '.join(sorted(demos))}"
+    parser.add_argument("--demo", metavar="NAME", help=demo)
+    module = "a module instead of a script, as in python -m"
+    parser.add_argument("-m", dest="module", metavar="MODULE", help=module)
 
 
 def target_of(arguments: argparse.Namespace, demos: Mapping[str, Demo], example: str) -> str:
-    """The script's path, or the module's name where `arguments.module` is given.
-
-    `demos` are those that the verb can run; `example` is a right command, for the error.
-    """
+    """The script's path, or the module's name; `demos` are the verb's, `example` is a right command, for the error."""
     given = [word for word in (arguments.script, arguments.demo, arguments.module) if word]
     if len(given) != 1:
         received = f"received {', '.join(given)}" if given else "received none"
@@ -145,10 +131,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 def whole(what: str, example: int, least: int | None = None) -> Callable[[str], int]:
-    """A reader of integers, for `add_argument(type=...)`.
-
-    `what` is counted, in the plural, or empty; `example` makes sense there; `least` is the smallest that is allowed.
-    """
+    """A reader of integers from `least`, for `add_argument(type=...)`; `what` is counted, in the plural, or empty."""
     read = _reader(int, f"an integer{what and f' (the number of {what})'}. Example: {example}")
 
     def read_at_least(text: str) -> int:

@@ -80,35 +80,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_target(parser, DEMOS)
     add, size = parser.add_argument, whole("", 8, least=1)
     add("--vary", metavar="OPTION", help="the script's batch size option, as the script spells it")
-    add(
-        "--precision",
-        action="append",
-        metavar="P",
-        help="presets, policy strings or .toml files, with commas or given again (default fp32,bf16)",
+    precision = "presets, policy strings or .toml files, with commas or given again (default fp32,bf16)"
+    add("--precision", action="append", metavar="P", help=precision)
+    limit = (
+        "the bytes that a step may take, such as 4GiB (default on a CPU: the available memory less 10 %% or 512 MiB; "
+        "on a GPU: none, sizes grow until an allocation fails)"
     )
-    add(
-        "--limit",
-        metavar="BYTES",
-        help="the bytes that a step may take, such as 4GiB (default on a CPU: the available memory less 10 %% or "
-        "512 MiB; on a GPU: none, sizes grow until an allocation fails)",
-    )
+    add("--limit", metavar="BYTES", help=limit)
     add("--start", type=size, default=8, metavar="N", help="the first size (default 8)")
     add("--max", type=size, metavar="N", help="try sizes up to this one, even if samples/s no longer rise")
-    add(
-        "--minutes",
-        type=whole("minutes", 10, least=1),
-        default=10,
-        metavar="N",
-        help="end the search after so many minutes, shared by the precisions (default 10)",
-    )
+    minutes = "end the search after so many minutes, shared by the precisions (default 10)"
+    add("--minutes", type=whole("minutes", 10, least=1), default=10, metavar="N", help=minutes)
     add("--multiple-of", type=size, default=1, metavar="N", help="try only multiples of it (default 1)")
-    add(
-        "--steps",
-        type=whole("steps", 12, least=MEASURED + 1),
-        default=12,
-        metavar="N",
-        help="end each run after this many optimizer steps (default 12)",
-    )
+    steps = "end each run after this many optimizer steps (default 12)"
+    add("--steps", type=whole("steps", 12, least=MEASURED + 1), default=12, metavar="N", help=steps)
     add("--out", metavar="DIR", help=f"keep every run's records and output there, and {FILE}")
     add("--json", action="store_true", help="print JSON instead of the table")
 
@@ -228,9 +213,6 @@ def argv_with(given: Sequence[str], vary: str, size: int) -> tuple[str, ...]:
     ('--batch', '32', '--lr', '1')
     >>> argv_with(("model=big",), "data.batch=", 32)
     ('model=big', 'data.batch=32')
-
-    Raises:
-        UsageError: the spelling is not one of those in the module's docstring, or no argument holds ``{}``.
     """
     if vary == "{}":
         if not any("{}" in word for word in given):

@@ -41,6 +41,7 @@ from mezzo.compare.request import ScriptRequest
 from mezzo.compare.runs import LAUNCH, run_to_end, terminated_like_an_interrupt
 from mezzo.core import records
 from mezzo.core.calibration import FORMATS, Recommendation, check_format, recommend
+from mezzo.core.commands import command, run_command
 from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
@@ -79,10 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print((folder / RESULT).read_text(encoding="utf-8"), end="")
         return 0
-    policy, script = str(folder / POLICY), ["-m"] * request.is_module + [request.target]
-    use = ["mezzo", "run", "--policy", policy, *script, *request.argv]
-    own = ["--", *request.argv] if request.argv else []
-    prove = ["mezzo", "compare", *script, "--precision", policy, *own]
+    policy = str(folder / POLICY)
+    use = run_command(vars(request), "--policy", policy)
+    prove = command("compare", vars(request), "--precision", policy)
     print(f"{found}\n")  # not folded: a histogram is one line
     for label, value in (("Report:", report), ("Test it:", shlex.join(prove)), ("Use it:", shlex.join(use))):
         if value is not None:
@@ -109,12 +109,7 @@ def calibrate_script(
     progress: Watcher | None = None,
     command: Sequence[str] = LAUNCH,
 ) -> Recommendation:
-    """Run the script in a child process (by `command`), recommend, and write the folder's files anew.
-
-    Raises:
-        ScriptError: the script fails, no update could be watched, or no gradient is finite and not 0.
-        UsageError: the folder can't be written.
-    """
+    """Run the script in a child process (by `command`), recommend, and write the folder's files anew."""
     with writing(folder), locked(folder), progress or Watcher() as shown, terminated_like_an_interrupt():
         (folder / "runs").mkdir(parents=True, exist_ok=True)
         for name in (POLICY, RESULT):
@@ -141,8 +136,9 @@ def calibrate_script(
                 written, native=set(finished.machine.get("native_formats", ())), format=request.format
             )
         except UsageError as error:
-            notes = " ".join(finished.ended.notes) if finished.ended else ""
-            raise ScriptError(f"{request.target}: {error}. {notes}".rstrip()) from error
+            notes = finished.ended.notes if finished.ended else []
+            told = "".join(f" {note[0].upper()}{note[1:].rstrip('.')}." for note in notes)
+            raise ScriptError(f"{request.target}: {error}.{told}") from error
         write_whole(folder / POLICY, found.to_toml())
         result = {
             "schema": 1,

@@ -39,15 +39,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this verb's arguments."""
     # argparse takes -4.2 for a number, but -4.2e9, -1/3, -0x1p3 and -inf for options.
     parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="[FORMAT ...] [show NUMBER ...]",
-        help="formats, and numbers to show in them",
-    )
-    parser.add_argument(
-        "--overflow", default="infinity", help=f"result of a number beyond a format: {', '.join(OVERFLOW)}"
-    )
+    words = "formats, and numbers to show in them"
+    parser.add_argument("words", nargs="*", metavar="[FORMAT ...] [show NUMBER ...]", help=words)
+    overflow = f"result of a number beyond a format: {', '.join(OVERFLOW)}"
+    parser.add_argument("--overflow", default="infinity", help=overflow)
     parser.add_argument("--json", action="store_true", help="print JSON (infinities and NaN as strings)")
 
 
@@ -88,9 +83,6 @@ def parse(text: str) -> float | Fraction:
 
     >>> parse("-4.2e9"), parse("0x1.8p3"), parse("1/3"), parse("2^-3"), parse("-0"), parse("1e-400") > 0
     (Fraction(-4200000000, 1), 12.0, Fraction(1, 3), Fraction(1, 8), -0.0, True)
-
-    Raises:
-        UsageError: not a number, a division by zero, or one far beyond every format's range.
     """
     plain = text.strip().lower().replace("**", "^")
     if plain in (*FORMATS, *ALIASES):
@@ -163,6 +155,8 @@ def _format(word: str, words: list[str]) -> Format:
         return named(word.lower())
     if word[-1:].isdigit() and not word[:1].isalpha():
         raise UsageError(f"{word!r} is not a format. To show a number: mezzo formats show {' '.join(words)}")
+    if word == "fp8":
+        raise UsageError("fp8 is a precision with two formats. To show them: mezzo formats e4m3fn e5m2")
     raise unknown_name("format", word, [*FORMATS, *ALIASES, "show"])
 
 

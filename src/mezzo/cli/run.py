@@ -47,51 +47,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options. All that follows the script is its own."""
     parser.usage = "mezzo run [OPTIONS] (SCRIPT | -m MODULE) [ARGS...]"
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--precision",
-        metavar="P",
-        help="auto (default), bf16, fp16, fp8, tf32, fp32, or a policy: bf16,op.softmax=lower or bf16,masters=split",
+    precision = "auto (default), bf16, fp16, fp8, tf32, fp32, or a policy: bf16,op.softmax=lower or bf16,masters=split"
+    which.add_argument("--precision", metavar="P", help=precision)
+    policy = "a policy in a TOML file"
+    which.add_argument("--policy", metavar="FILE", dest="precision", type=_toml, help=policy)
+    add = parser.add_argument
+    watch = (
+        "--watch, or --watch=N: record the exponents of weights, activations, gradients and updates, by module, "
+        "at the first update and every Nth after it (default 100)"
     )
-    which.add_argument(
-        "--policy", metavar="FILE", dest="precision", type=_toml, help="a policy in a TOML file"
-    )
-    parser.add_argument(
-        "--watch",
-        metavar="N",
-        type=_interval,
-        nargs="?",
-        const=-1,
-        default=0,
-        help="--watch, or --watch=N: record the exponents of weights, activations, gradients and updates, by module, "
-        "at the first update and every Nth after it (default 100)",
-    )
-    parser.add_argument(
-        "--no-trace",
-        action="store_true",
-        help="do not search skipped steps for the origin of their NaN or infinity (fp16)",
-    )
+    add("--watch", metavar="N", type=_interval, nargs="?", const=-1, default=0, help=watch)
+    no_trace = "do not search skipped steps for the origin of their NaN or infinity (fp16)"
+    add("--no-trace", action="store_true", help=no_trace)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--out",
-        metavar="DIR",
-        type=Path,
-        help="folder for the run's records and their report; an earlier run in it is replaced (default with --watch: "
-        f"{_FOLDER}, or {_FOLDER}-2 and so on if that is not empty)",
+    out = (
+        "folder for the run's records and their report; an earlier run in it is replaced (default with --watch: "
+        f"{_FOLDER}, or {_FOLDER}-2 and so on if that is not empty)"
     )
-    where.add_argument(
-        "--records", metavar="FILE", type=Path, help="write the run's records to this file, as JSON lines"
-    )
-    parser.add_argument(
-        "--tensorboard", metavar="DIR", type=Path, help="also write the records as TensorBoard events"
-    )
-    parser.add_argument(
-        "--observe",
-        action="store_true",
-        help="measure one early step: its peak memory and the formats of its ops",
-    )
-    parser.add_argument("--quiet", action="store_true", help="print no summary at the end")
-    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
-    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="the script, or the module with -m")
+    where.add_argument("--out", metavar="DIR", type=Path, help=out)
+    file = "write the run's records to this file, as JSON lines"
+    where.add_argument("--records", metavar="FILE", type=Path, help=file)
+    add("--tensorboard", metavar="DIR", type=Path, help="also write the records as TensorBoard events")
+    observe = "measure one early step: its peak memory and the formats of its ops"
+    add("--observe", action="store_true", help=observe)
+    add("--quiet", action="store_true", help="print no summary at the end")
+    add("-m", dest="module", action="store_true", help="run a module, as python -m does")
+    add("script", nargs="?", metavar="SCRIPT", help="the script, or the module with -m")
 
 
 def _toml(text: str) -> str:
@@ -183,10 +164,7 @@ def _ranks() -> int:
 
 
 def _folder(out: Path | None) -> tuple[Path, str]:
-    """The run's folder as an absolute path (the script may change the working directory), and a note.
-
-    Without `out` it is a new one, or an empty one; several processes of one run share it.
-    """
+    """The run's folder as an absolute path (the script may change the working directory), and a note."""
     folder, number = out or _FOLDER, 1
     if out is None and _ranks() == 1:
         while os.path.lexists(folder) and not (folder.is_dir() and not os.listdir(folder)):

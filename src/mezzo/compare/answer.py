@@ -99,7 +99,9 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         found = [needed for key in ("pairs_needed", "metric_pairs_needed") if (needed := one[key])]
         seeds = max([request.seeds + 1, *(found or [2 * request.seeds])])
         if seeds > MOST_RUNS:
-            return "Accept a larger --margin, or judge by a metric (--metric)", []
+            wide = "metric-margin" if one["metric_parity"] == word else "margin"
+            other = "" if request.metric else ", or judge by a metric (--metric)"
+            return f"Accept a larger --{wide}{other}", []
         more = {**asked, "precisions": [name], "seeds": seeds}
         return "More runs", compare_command(more, f"{folder}-{seeds}-seeds")
     saves = one["peak_memory_ratio"] is not None and one["peak_memory_ratio"] < 0.995

@@ -77,19 +77,7 @@ def compare(
 ) -> dict[str, Any]:
     """Run what has not run yet, judge, write `verdict.json`, and return it. Finished runs in the folder are kept.
 
-    Args:
-        request: what is compared.
-        folder: where everything is written; created if needed.
-        fresh: delete a comparison that is there and start over.
-        watcher: shows the progress of every run; by default nothing is printed.
-        command: runs a request's file, instead of the framework's own command (for tests).
-
-    Raises:
-        ScriptError: the script fails in FP32, never trains, trains with another framework, or has a loss that is not
-            finite.
-        UsageError: the folder belongs to another comparison or can't be written, the disk is full, or the metric's
-            pattern matches nothing.
-        UnsupportedPrecisionError: a candidate that this machine can't run.
+    `fresh` deletes a comparison that is there; `command` runs a request's file, instead of the framework's own command.
     """
     with writing(folder), terminated_like_an_interrupt():
         check_ours(folder)

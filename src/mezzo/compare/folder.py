@@ -26,17 +26,14 @@ LOCK = ".lock"
 
 
 def prepare(folder: Path, request: Request, *, fresh: bool = False) -> bool:
-    """Make the folder ready for the request's runs; return whether it holds runs that are kept.
-
-    A folder that holds another comparison is an error, unless none of its candidates has run yet. Seeds may be added to
-    fewer than three: those cannot be called equivalent, so the test is still made only once.
-    """
+    """Make the folder ready for the request's runs; return whether it holds runs that are kept."""
     declared, path, runs = request.declared(), folder / FILE, folder / "runs"
     if fresh:
         _clear(folder)
     if path.exists():
         before = read_request(path)
         changed = differences(declared, before)
+        # Fewer than three pairs are never called equivalent, so the test is still made only once.
         may_grow = before.get("seeds", 0) < min(FEWEST_FOR_TOST, request.seeds)
         compared = any(not run.name.startswith(f"{BASELINE}-") for run in runs.glob("*.jsonl"))
         if compared and changed.keys() - ({"seeds"} if may_grow else set()):
@@ -64,11 +61,7 @@ def _refusal(folder: Path, request: Request, changed: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder and let no other process of Mezzo write into it: UsageError if one does.
-
-    The operating system releases the lock when the process ends, also by SIGKILL. Windows, and file systems without
-    flock, have no lock.
-    """
+    """Make the folder and let no other process of Mezzo write into it, except on Windows: UsageError if one does."""
     folder.mkdir(parents=True, exist_ok=True)
     if sys.platform == "win32":
         yield
@@ -158,10 +151,4 @@ def _clear(folder: Path) -> None:
 
 def strict(value: Any) -> Any:
     """The value with every number that JSON lacks (NaN, infinities) as None."""
-    if isinstance(value, float):
-        return value if value - value == 0.0 else None
-    if isinstance(value, dict):
-        return {key: strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict(item) for item in value]
-    return value
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)

@@ -34,8 +34,7 @@ def verdict(request: Request, runs: Runs) -> dict[str, Any]:
         "framework": request.framework,
         "baseline": BASELINE,
         "candidates": {
-            name: _candidate(request, name, runs.get(name, {}), baseline, results, margins)
-            for name in request.precisions
+            name: _candidate(request, name, runs, results, margins) for name in request.precisions
         },
         "machine": strict(baseline[min(baseline)].machine),
         "request": strict(asdict(request)),
@@ -53,11 +52,11 @@ def _margins(request: Request, baseline: Mapping[int, FinishedRun]) -> Margins:
 def _candidate(
     request: Request,
     name: str,
-    runs: Mapping[int, FinishedRun],
-    baseline: Mapping[int, FinishedRun],
+    all_runs: Runs,
     results: Mapping[str, Mapping[int, RunResult]],
     margins: Margins,
 ) -> dict[str, Any]:
+    runs, baseline = all_runs.get(name, {}), all_runs[BASELINE]
     finished = {k: run for k, run in runs.items() if run.succeeded}
     failed = next((run for run in runs.values() if not run.succeeded), None)
     if failed is not None:
@@ -66,15 +65,15 @@ def _candidate(
     else:
         judged = judge(results[BASELINE], results.get(name, {}), results.get(TWIN, {}), margins)
     pairs = [(baseline[k], finished[k]) for k in sorted(set(baseline) & set(finished))]
-    fast = speed([(fp32.times(), ours.times()) for fp32, ours in pairs])
+    twins = [run.times() for run in all_runs.get(TWIN, {}).values() if run.succeeded]
+    fast = speed([(fp32.times(), ours.times()) for fp32, ours in pairs], twins)
     reason = judged.reason
     if fast is not None:
         low, high = fast.interval
         reason += (
             f" Speed: {fast.speedup:.2f}x that of FP32 (95 % interval {low:.2f} to {high:.2f}): {fast.word}."
         )
-    memory = _memory(pairs)
-    loss, metric = _quantity(judged.loss), _quantity(judged.metric)
+    loss = judged.loss
     status = 0 if failed is None else failed.ended.status if failed.ended is not None else None
     found: dict[str, Any] = strict(
         {
@@ -85,32 +84,14 @@ def _candidate(
             "speedup_interval": fast.interval if fast else None,
             "speed_word": fast.word if fast else None,
             "steps_timed": fast.steps if fast else 0,
-            **memory,
+            **_memory(pairs),
             "seeds": judged.pairs,
-            "margin": loss["margin"],
             "margin_relative": margins.loss,
-            "loss_gap": loss["gap"],
-            "loss_gap_relative": loss["gap"] / abs(loss["baseline"]) if loss["baseline"] else None,
-            "loss_gap_interval": loss["interval"],
-            "final_loss": loss["candidate"],
-            "fp32_loss": loss["baseline"],
-            "loss_parity": loss["parity"],
-            "power": loss["power"],
-            "pairs_needed": loss["pairs_needed"],
-            "noise_floor": loss["twin_noise"],
-            "seed_noise": loss["seed_noise"],
-            "resolution": loss["resolution"],
-            "final_metric": metric["candidate"],
-            "fp32_metric": metric["baseline"],
-            "metric_gap": metric["gap"],
-            "metric_gap_interval": metric["interval"],
-            "metric_margin": metric["margin"],
+            **_quantity(judged.loss, "loss", ""),
+            "loss_gap_relative": loss.gap / abs(loss.baseline) if loss and loss.baseline else None,
+            "resolution": loss.resolution if loss else None,
+            **_quantity(judged.metric, "metric", "metric_"),
             "metric_better": ("higher" if margins.metric_higher else "lower") if judged.metric else None,
-            "metric_parity": metric["parity"],
-            "metric_power": metric["power"],
-            "metric_pairs_needed": metric["pairs_needed"],
-            "metric_noise_floor": metric["twin_noise"],
-            "metric_seed_noise": metric["seed_noise"],
             "steps": int(statistics.median(run.steps for run in finished.values())) if finished else 0,
             "skipped_steps": sum(update.skipped for run in runs.values() for update in run.updates),
             "pairs": [
@@ -129,12 +110,21 @@ def _candidate(
     return found
 
 
-def _quantity(part: Comparison | None) -> dict[str, Any]:
-    return (
-        {**asdict(part), "parity": part.parity.value}
-        if part
-        else dict.fromkeys(Comparison.__dataclass_fields__)
-    )
+def _quantity(part: Comparison | None, name: str, prefix: str) -> dict[str, Any]:
+    """The numbers of one quantity under their keys; None for each if it was not compared."""
+    keys = {
+        f"{prefix}margin": "margin",
+        f"{name}_gap": "gap",
+        f"{name}_gap_interval": "interval",
+        f"final_{name}": "candidate",
+        f"fp32_{name}": "baseline",
+        f"{name}_parity": "parity",
+        f"{prefix}power": "power",
+        f"{prefix}pairs_needed": "pairs_needed",
+        f"{prefix}noise_floor": "twin_noise",
+        f"{prefix}seed_noise": "seed_noise",
+    }
+    return {key: getattr(part, field, None) for key, field in keys.items()}
 
 
 def _failure(run: FinishedRun) -> str:

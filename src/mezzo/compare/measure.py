@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mezzo.core.comparison import NOISE_WIDTH
 from mezzo.core.equivalence import t_quantile
 from mezzo.core.errors import UsageError
 from mezzo.core.records import LossRecord, UpdateRecord
@@ -61,11 +62,14 @@ def step_times(updates: Sequence[UpdateRecord], losses: Sequence[LossRecord] = (
     return times
 
 
-def speed(pairs: Sequence[tuple[Floats, Floats]], seed: int = 0) -> Speed | None:
+def speed(
+    pairs: Sequence[tuple[Floats, Floats]], twins: Sequence[Floats] = (), seed: int = 0
+) -> Speed | None:
     """The geometric mean over pairs of ``median(FP32's times) / median(candidate's)``, with a bootstrap interval.
 
     Pairs are resampled, and within each run blocks of consecutive steps; deviations between pairs are widened by
-    Student's t, since three pairs resampled look more certain than they are. None if no pair has five timed steps.
+    Student's t, since three pairs resampled look more certain than they are. One pair does not show how the machine's
+    speed differs between runs: then FP32's own runs (`twins`) do. None if no pair has five timed steps.
     """
     usable = [(a, b) for a, b in pairs if min(len(a), len(b)) >= FEWEST_STEPS and min(a.min(), b.min()) > 0]
     if not usable:
@@ -83,6 +87,10 @@ def speed(pairs: Sequence[tuple[Floats, Floats]], seed: int = 0) -> Speed | None
         between = few * (ratios[picks] - ratios.mean())
         within = np.take_along_axis(drawn - ratios, picks, axis=-1)
         means = ratios.mean() + (between + within).mean(axis=-1)
+    else:
+        own = [np.log(np.median(usable[0][0]) / np.median(one)) for one in twins if len(one) >= FEWEST_STEPS]
+        drift = NOISE_WIDTH * max(map(abs, own), default=0.0)
+        means = np.concatenate([means - drift, means + drift])
     low, high = np.exp(np.quantile(means, [1 - level, level]))
     middle = float(np.exp(ratios.mean()))
     interval = (min(float(low), middle), max(float(high), middle))
@@ -109,20 +117,11 @@ LESS_IS_BETTER = (
 
 @dataclass(frozen=True)
 class Metric:
-    """How the metric is found and judged.
+    """How the metric is found and judged; a wrong value raises UsageError."""
 
-    Args:
-        pattern: a regular expression whose first group is the number. The last match in the output counts.
-        better: ``"higher"``, ``"lower"``, or ``"auto"``: lower if the pattern's text names a loss or an error.
-        margin: the largest acceptable harm in the metric's units; None for the default.
-
-    Raises:
-        UsageError: a pattern that is wrong or has no group; a margin <= 0.
-    """
-
-    pattern: str
-    better: str = "auto"
-    margin: float | None = None
+    pattern: str  # the first group of its last match in the output is the number
+    better: str = "auto"  # "higher", "lower", or "auto": lower if the pattern's text names a loss or an error
+    margin: float | None = None  # the largest acceptable harm in the metric's units; None for the default
 
     def __post_init__(self) -> None:
         try:

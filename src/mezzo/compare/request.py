@@ -36,23 +36,14 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Framework:
-    """What a script trains with.
+    """What a script trains with."""
 
-    Args:
-        launch: the command that runs a request's file.
-        read: a precision's name -> its fingerprint (equal for equal precisions), and whether it is FP32.
-        packages: those whose versions decide the runs.
-        emulates: whether Mezzo itself emulates a format that the device lacks.
-        untrained: the error, after the script's name, if it recorded no loss.
-        mistaken: of an FP32 run: why it was not this framework's, and what to do; None if it was.
-    """
-
-    launch: tuple[str, ...]
-    read: Callable[[str], tuple[str, bool]]
-    packages: tuple[str, ...]
-    emulates: bool
-    untrained: str
-    mistaken: Callable[[FinishedRun], str | None]
+    launch: tuple[str, ...]  # the command that runs a request's file
+    read: Callable[[str], tuple[str, bool]]  # a precision's name -> its fingerprint, and whether it is FP32
+    packages: tuple[str, ...]  # those whose versions decide the runs
+    emulates: bool  # whether Mezzo itself emulates a format that the device lacks
+    untrained: str  # the error, after the script's name, if it recorded no loss
+    mistaken: Callable[[FinishedRun], str | None]  # why an FP32 run was not this framework's; None if it was
 
 
 def _pytorch_precision(name: str) -> tuple[str, bool]:
@@ -132,25 +123,16 @@ class ScriptRequest:
 
 @dataclass(frozen=True)
 class Request(ScriptRequest):
-    """A comparison, fully declared. A wrong value, or a script that is missing, raises UsageError.
+    """A comparison, fully declared. A wrong value, or a script that is missing, raises UsageError."""
 
-    Args:
-        precisions: the candidates: presets, policy strings or paths of `.toml` files; see `candidates`.
-        seeds: how many pairs, >= 1.
-        margin: of the loss, as a share of FP32's final loss.
-        metric: where the final metric is found; None judges the loss alone.
-        demo: the demo's name, if the script is one.
-        framework: what the script trains with: a key of `FRAMEWORKS`.
-    """
-
-    precisions: tuple[str, ...] = ("bf16", "fp16")
-    seeds: int = 3
-    margin: float = DEFAULT_MARGIN
-    metric: str | None = None
+    precisions: tuple[str, ...] = ("bf16", "fp16")  # presets, policy strings or paths of `.toml` files
+    seeds: int = 3  # how many pairs
+    margin: float = DEFAULT_MARGIN  # of the loss, as a share of FP32's final loss
+    metric: str | None = None  # the pattern of `Metric`; None judges the loss alone
     metric_better: str = "auto"
     metric_margin: float | None = None
-    demo: str | None = None
-    framework: str = "pytorch"
+    demo: str | None = None  # its name, if the script is one
+    framework: str = "pytorch"  # a key of `FRAMEWORKS`
     schema: int = field(default=SCHEMA)
 
     def __post_init__(self) -> None:
@@ -211,10 +193,7 @@ def split_precisions(words: Sequence[str]) -> list[str]:
 
 
 def candidates(words: Sequence[str], by: str = "pytorch") -> tuple[tuple[str, ...], list[str]]:
-    """The candidates that ``--precision`` names, and remarks on those left out: FP32, and what is named twice.
-
-    Raises UsageError for an unknown precision, one that the framework `by` can't run, or if none is left.
-    """
+    """The candidates that ``--precision`` names, and remarks on those left out: FP32, and what is named twice."""
     kept: dict[str, str] = {}
     remarks = []
     for name in split_precisions(words):

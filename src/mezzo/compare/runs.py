@@ -47,8 +47,7 @@ def run_child(
 ) -> int:
     """Run ``command REQUEST.json`` to its end; return its exit status (negative: killed by that signal).
 
-    The child has its own session: an interrupt ends it and its workers by SIGTERM, and by SIGKILL after five seconds.
-    If this process is killed, a guard process kills the session. `on_steps` receives the number of steps so far.
+    The child has its own session, which ends with an interrupt, and by a guard process if this process is killed.
     """
     assert request.records is not None
     asked = request.records.with_suffix(".request.json")

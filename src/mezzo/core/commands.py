@@ -10,13 +10,8 @@ DEFAULT_MARGIN = 0.005
 
 def command(verb: str, request: Mapping[str, Any], *options: str) -> list[str]:
     """``mezzo VERB TARGET options -- args`` for the target and the arguments of a request."""
-    words = ["mezzo", verb]
-    if request.get("demo"):
-        words += ["--demo", str(request["demo"])]
-    else:
-        words += ["-m"] * bool(request.get("is_module")) + [str(request["target"])]
-    words += options
-    arguments = request.get("argv")
+    demo, arguments = request.get("demo"), request.get("argv")
+    words = ["mezzo", verb, *(["--demo", str(demo)] if demo else _target(request)), *options]
     if isinstance(arguments, (list, tuple)) and arguments:
         words += ["--", *map(str, arguments)]
     return words
@@ -24,8 +19,11 @@ def command(verb: str, request: Mapping[str, Any], *options: str) -> list[str]:
 
 def run_command(request: Mapping[str, Any], *options: str) -> list[str]:
     """``mezzo run options TARGET args`` for the target and the arguments of a request."""
-    target = ["-m"] * bool(request.get("is_module")) + [str(request["target"])]
-    return ["mezzo", "run", *options, *target, *map(str, request.get("argv") or ())]
+    return ["mezzo", "run", *options, *_target(request), *map(str, request.get("argv") or ())]
+
+
+def _target(request: Mapping[str, Any]) -> list[str]:
+    return ["-m"] * bool(request.get("is_module")) + [str(request["target"])]
 
 
 def compare_command(request: Mapping[str, Any], out: str, *options: str) -> list[str]:

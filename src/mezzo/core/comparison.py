@@ -44,10 +44,7 @@ def start_loss(losses: Sequence[float] | Floats) -> float:
 
 
 def window_losses(losses: Sequence[float] | Floats) -> Floats:
-    """The means of ten windows of (nearly) equal length, in order; fewer windows for under fifty losses.
-
-    NaN for a window that holds a NaN.
-    """
+    """The means of ten windows of (nearly) equal length, in order; fewer windows for under fifty losses."""
     values = np.asarray(losses, dtype=np.float64)
     count = max(1, min(WINDOWS, len(values) // LEAST))
     return np.asarray([_mean(part) for part in np.array_split(values, count)], dtype=np.float64)
@@ -79,26 +76,21 @@ READING = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """One quantity, FP32's against the candidate's, over the pairs.
-
-    `gap` is candidate - FP32 in the quantity's own units, `interval` its 90 % interval (None with one pair), `margin`
-    in the same units. The noise floors are those of a single run: `twin_noise` of one ulp in FP32's initial weights,
-    `seed_noise` of another seed (None: not measured). `power` estimates the chance that this many pairs, this noisy,
-    prove equivalence if there is no gap; `pairs_needed` is how many would have 80 % of it; both are None with fewer
-    than three pairs. `resolution` is the harm that the runs cannot exclude.
-    """
+    """One quantity, FP32's against the candidate's, over the pairs, in its own units."""
 
     quantity: str
     baseline: float
     candidate: float
-    gap: float
-    interval: tuple[float, float] | None
+    gap: float  # candidate - FP32
+    interval: tuple[float, float] | None  # the gap's 90 % interval; None with one pair
     margin: float
-    twin_noise: float | None
-    seed_noise: float | None
-    power: float | None
-    pairs_needed: int | None
-    resolution: float | None
+    twin_noise: float | None  # of a single run: of one ulp in FP32's initial weights; None: not measured
+    seed_noise: float | None  # of a single run: of another seed
+    power: (
+        float | None
+    )  # the chance that so many pairs prove equivalence if there is no gap; None below three
+    pairs_needed: int | None  # how many have 80 % of it
+    resolution: float | None  # the harm that the runs cannot exclude
     parity: Parity
     why: str
 

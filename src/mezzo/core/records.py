@@ -60,10 +60,7 @@ class LossRecord:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """One call of an optimizer's step. Optimizers are numbered in the order in which they first stepped.
-
-    ``observed`` steps, in which memory and formats were measured, are slower and must not be timed.
-    """
+    """One call of an optimizer's step. Optimizers are numbered in the order in which they first stepped."""
 
     kind: ClassVar[str] = "update"
     index: int
@@ -73,7 +70,7 @@ class UpdateRecord:
     loss_scale: float
     at: float
     reason: str = ""
-    observed: bool = False
+    observed: bool = False  # memory and formats were measured, so the step is slower
 
 
 @dataclass(frozen=True)
@@ -267,9 +264,7 @@ class RecordWriter:
 
 
 def read(path: Path) -> Iterator[Record]:
-    """The records of a file, without a last line cut short by a kill; UsageError with the number of any other bad
-    line.
-    """
+    """The records of a file, without a last line cut short by a kill; UsageError names any other bad line."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):  # only the last can

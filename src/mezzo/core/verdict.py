@@ -60,21 +60,17 @@ class Margins:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The word for one candidate, the sentence behind it, and the comparisons that it rests on.
-
-    `pairs` counts distinct pairs: bit-equal FP32 runs under different seeds are one. `differences` holds, for each
-    pair, its seed's number, candidate - FP32 of the final loss, and both metrics. `cause` is the event that decided the
-    word, if the final numbers did not: broken training, or a run that is not as long as FP32's.
-    """
+    """The word for one candidate, the sentence behind it, and the comparisons that it rests on."""
 
     parity: Parity
     reason: str
-    pairs: int
+    pairs: int  # distinct ones: bit-equal FP32 runs under different seeds are one
     loss: Comparison | None = None
     metric: Comparison | None = None
+    # Of each pair its seed's number, candidate - FP32 of the final loss, and both metrics.
     differences: tuple[tuple[int, float, float | None, float | None], ...] = ()
     notes: tuple[str, ...] = ()
-    cause: str = ""
+    cause: str = ""  # broken training, or a run not as long as FP32's, if that decided the word
 
 
 def judge(

@@ -16,12 +16,7 @@ __all__ = ["build", "build_any", "build_run"]
 def build(directory: str | os.PathLike[str]) -> Path:
     """Write ``DIR/report.html`` from ``DIR/verdict.json`` and ``DIR/runs/*.jsonl``, and return its path.
 
-    The page is one file that needs no network. It is written completely or not at all. The same folder gives the same
-    bytes. Runs that are missing, crashed or damaged are listed with the reason.
-
-    Raises:
-        UsageError: there is no `verdict.json` in the folder, or this version cannot read it.
-        OSError: the file cannot be written (a full disk); nothing is left behind.
+    Raises UsageError for a verdict that is missing or not readable, OSError if the page cannot be written.
     """
     folder = Path(directory)
     return write_whole(folder / "report.html", render(read(folder)))
@@ -30,13 +25,8 @@ def build(directory: str | os.PathLike[str]) -> Path:
 def build_run(records: str | os.PathLike[str]) -> Path:
     """Write a page about runs without a verdict, and return its path.
 
-    Args:
-        records: a folder with ``runs/*.jsonl`` or ``*.jsonl``, whose page is ``DIR/report.html``; or one ``.jsonl``
-            file, whose page is ``NAME.html`` in the same folder.
-
-    Raises:
-        UsageError: there are no records.
-        OSError: they cannot be read, or the page cannot be written (a full disk); nothing is left behind.
+    Of a folder with ``runs/*.jsonl`` or ``*.jsonl`` it is ``DIR/report.html``; of one ``.jsonl`` file, ``NAME.html`` in
+    the same folder. Raises UsageError if there are no records, OSError if a file cannot be read or written.
     """
     place = Path(records)
     if place.is_dir():

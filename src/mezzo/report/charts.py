@@ -72,10 +72,7 @@ class Axis:
 
 
 def axis_over(parts: Iterable[Array], *, log: bool | None = None, about_zero: bool = False) -> Axis:
-    """The axis that shows every finite value of ``parts``, with a little room, and zero if ``about_zero``.
-
-    It is logarithmic by ``log``; None: if all values are positive and span a ratio of `LOG_FROM`.
-    """
+    """The axis of every finite value; logarithmic by ``log`` (None: if all are positive and span `LOG_FROM`)."""
     values = np.concatenate([np.ravel(part) for part in parts] or [np.zeros(0)])
     values = values[np.isfinite(values)]
     if not len(values):
@@ -142,20 +139,16 @@ class Table(NamedTuple):
 
 @dataclass
 class Chart:
-    """Curves in a frame: add bands, lines and marks; the template draws what was added.
-
-    ``described`` is for a reader who cannot see it; with ``powers`` a height is an exponent of two; ``height`` is a
-    class of style.css, ``tall`` or ``low``.
-    """
+    """Curves in a frame: add bands, lines and marks; the template draws what was added."""
 
     title: str
     x: Axis
     y: Axis
     unit: str
     x_name: str = "step"
-    described: str = ""
-    height: str = "tall"
-    powers: bool = False
+    described: str = ""  # for a reader who cannot see it
+    height: str = "tall"  # a class of style.css
+    powers: bool = False  # whether a height is an exponent of two
     keys: list[Key] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     inner: list[Markup] = field(default_factory=list)

@@ -35,11 +35,7 @@ LIMITS = {
 
 @dataclass
 class Track:
-    """One tensor over the watched steps. Arrays hold one value per step, in order.
-
-    A share ``lost`` rounds to zero or overflows at that step's loss scale (of an update ratio: `Histogram.lost`). It is
-    NaN if no number is finite and not zero.
-    """
+    """One tensor over the watched steps: arrays hold one value per step (`lost`: NaN without a finite number)."""
 
     label: str  # path of the module, with the parameter's name if it is a parameter's
     what: str  # a key of `mezzo.core.ranges.WHAT`

@@ -101,11 +101,7 @@ class Run:
 
 
 def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
-    """Read a run's file of records; ``known`` maps `file_name` of a precision to the precision as the user wrote it.
-
-    Reading stops at the first line that is not a record: a missing loss would shift all that follow. The records of a
-    user's own loop (``MixedPrecision(records=...)``) have neither a start nor an end; that is not a fault.
-    """
+    """Read a run's file of records; ``known`` maps `file_name` of a precision to the precision as the user wrote it."""
     found: defaultdict[str, list[Any]] = defaultdict(list)
     ranges = Ranges()
     read, fault = 0, ""
@@ -117,6 +113,7 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
                 try:
                     record = records.from_line(line.rstrip("\r\n"))
                 except UsageError as error:
+                    # A missing loss would shift all that follow.
                     fault = f"{path.name}:{read + 1}: {error}; this line and those after it were not read"
                     break
                 read += 1

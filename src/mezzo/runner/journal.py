@@ -12,27 +12,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from mezzo.core import records
 from mezzo.core.errors import UsageError
 from mezzo.core.ranges import Merged, merge
-from mezzo.core.records import (
-    LossRecord,
-    MemoryRecord,
-    OpFormats,
-    OpsRecord,
-    OverflowRecord,
-    RangesRecord,
-    Record,
-    RecordWriter,
-    RunEnded,
-    RunStarted,
-    UpdateRecord,
-)
 
 _BATCH = 50
 # What `torch.utils.tensorboard` writes with. It imports neither torch nor TensorFlow.
 WRITER = "tensorboard.summary.writer.event_file_writer"
 
-Widen = Callable[[RecordWriter | None], RecordWriter | None]
+Widen = Callable[[records.RecordWriter | None], records.RecordWriter | None]
 
 
 class Journal:
@@ -43,25 +31,25 @@ class Journal:
     """
 
     def __init__(
-        self, path: Path | None, started: Callable[[], RunStarted], widen: Widen | None = None
+        self, path: Path | None, started: Callable[[], records.RunStarted], widen: Widen | None = None
     ) -> None:
         self._widen = widen
         try:
-            self._writer = None if path is None else RecordWriter(path)
+            self._writer = None if path is None else records.RecordWriter(path)
         except OSError as error:
             raise UsageError(
                 f"can't write records to {str(path)!r}: {error.strerror}. Give a writable file in an existing folder. "
                 "Example: --records run.jsonl"
             ) from error
-        self._make_started: Callable[[], RunStarted] | None = started
+        self._make_started: Callable[[], records.RunStarted] | None = started
         self._zero = time.perf_counter()
-        self._queue: list[tuple[Record, Any]] = []
+        self._queue: list[tuple[records.Record, Any]] = []
         self._held = False
         self.losses = 0
         self.updates = self.skipped = 0
         self.first_updates = 0  # of the first optimizer
-        self.ops: list[OpFormats] = []
-        self.findings: list[OverflowRecord] = []
+        self.ops: list[records.OpFormats] = []
+        self.findings: list[records.OverflowRecord] = []
         self.ranges: Merged = {}  # of all watched updates
         self.notes: list[str] = []
 
@@ -78,7 +66,7 @@ class Journal:
     def loss(self, value: Any, at: float | None = None) -> None:
         """An outermost backward on this loss: a float, or a 0-dim tensor that does not change; `at` if not now."""
         if self.writes:
-            self._put(LossRecord(self.losses, math.nan, self.now() if at is None else at), value)
+            self._put(records.LossRecord(self.losses, math.nan, self.now() if at is None else at), value)
         self.losses += 1
 
     def update(
@@ -93,7 +81,7 @@ class Journal:
     ) -> None:
         """An optimizer's step that moved the parameters, or was skipped; `at` if not now."""
         if self.writes:
-            record = UpdateRecord(
+            record = records.UpdateRecord(
                 index=self.updates,
                 optimizer=optimizer,
                 moved=moved,
@@ -114,26 +102,26 @@ class Journal:
             self.note(f"ended after {wanted} updates of the first optimizer, as requested")
             raise SystemExit(0)
 
-    def observed(self, memory: MemoryRecord | None, ops: list[OpFormats] | None) -> None:
+    def observed(self, memory: records.MemoryRecord | None, ops: list[records.OpFormats] | None) -> None:
         """The measurements of the observed step."""
         if memory is not None:
             self._put(memory)
         if ops is not None:
             self.ops = ops
-            self._put(OpsRecord(ops))
+            self._put(records.OpsRecord(ops))
 
-    def seen(self, records: Iterable[Record]) -> None:
+    def seen(self, found: Iterable[records.Record]) -> None:
         """Records of the observers."""
-        for record in records:
-            if isinstance(record, OverflowRecord):
+        for record in found:
+            if isinstance(record, records.OverflowRecord):
                 self.findings.append(record)
-            elif isinstance(record, RangesRecord):
+            elif isinstance(record, records.RangesRecord):
                 merge(self.ranges, record.rows)
             self._put(record)
 
     def end(self, status: int) -> None:
         """The script is over: write everything that waits, then the end."""
-        self._put(RunEnded(status=status, seconds=self.now(), notes=list(self.notes)))
+        self._put(records.RunEnded(status=status, seconds=self.now(), notes=list(self.notes)))
         self.close()
 
     def close(self) -> None:
@@ -147,7 +135,7 @@ class Journal:
         queue, self._queue = self._queue, []
         self._held = False
         for record, value in queue:
-            if isinstance(record, LossRecord):
+            if isinstance(record, records.LossRecord):
                 record = replace(record, loss=_number(value))
             if self._writer is not None:
                 self._writer.write(record)
@@ -161,7 +149,7 @@ class Journal:
             if self._writer is not None:
                 self._writer.write(make())
 
-    def _put(self, record: Record, value: Any = None) -> None:
+    def _put(self, record: records.Record, value: Any = None) -> None:
         self.begin()
         if self._writer is None:
             return

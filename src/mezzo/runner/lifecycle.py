@@ -56,12 +56,10 @@ class RunRequest:
 
 
 class StepWatch:
-    """Observes one early step: after the second update that moved, to the next of that optimizer (the first allocate).
-
-    `begin` starts to observe, and returns a function that ends it and is given whether to keep the measurement.
-    """
+    """Observes one early step: after the second update that moved, to the next of that optimizer."""
 
     def __init__(self, wanted: bool, begin: Callable[[], Callable[[bool], None]]) -> None:
+        # `begin` returns a function that ends it, and is given whether to keep the measurement.
         self._wanted = wanted
         self._begin = begin
         self._moved: dict[int, int] = {}
@@ -121,14 +119,10 @@ def run(
     target: script.Target,
     parts: Sequence[Part],
     *,
-    finish: Callable[[int], None],
-    summary: Callable[[bool], str],
+    finish: Callable[[int], None],  # gets the status once the parts are removed
+    summary: Callable[[bool], str],  # gets whether the script failed; its lines come before a traceback
 ) -> int:
-    """Run a script as `python SCRIPT ARGS...` would, with these parts installed; its exit status. Raises `fatal`.
-
-    `finish` gets the status once the parts are removed. `summary` gets whether the script failed; its lines come before
-    the script's traceback.
-    """
+    """Run a script as `python SCRIPT ARGS...` would, with these parts installed; its exit status. Raises `fatal`."""
     status = 1
     request, printed = session.request, False
 

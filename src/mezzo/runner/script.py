@@ -105,10 +105,7 @@ def surroundings(target: Target, argv: tuple[str, ...]) -> Iterator[dict[str, An
 
 
 def execute(target: Target, namespace: dict[str, Any], before_error: Callable[[BaseException], bool]) -> int:
-    """Run the code and wait for its threads; the exit status is the one with which Python would have ended.
-
-    `before_error` is called before a traceback or message is printed; it returns False to print no traceback.
-    """
+    """Run the code, wait for its threads, return Python's exit status; no traceback where `before_error` is False."""
     failed: BaseException | None = None
     status = 0
     try:

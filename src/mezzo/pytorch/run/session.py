@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from mezzo.core.commands import run_command
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.loss_scale import LossScale, NoLossScale, Observation, StaticLossScale
 from mezzo.core.policy import Policy
@@ -168,9 +169,7 @@ class Session:
 
     def command(self, policy: str) -> str:
         """The command that runs this script under another policy."""
-        request = self.request
-        target = ["-m"] * request.is_module + [request.target]
-        return shlex.join(["mezzo", "run", "--precision", policy, *target, *request.argv])
+        return shlex.join(run_command(vars(self.request), "--precision", policy))
 
     @property
     def scaling(self) -> bool:
