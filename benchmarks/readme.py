@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import readme_api as api
 import readme_commands as commands
 import readme_emulation as emulation
 import readme_front as front
@@ -156,10 +157,14 @@ def optimizer_modes() -> str:
     modes = _read("optimizers.json").get("modes")
     if not modes:
         return NOT_MEASURED
-    names = list(next(iter(modes.values())))
-    lines = [f"| masters/state | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for mode, found in modes.items():
-        lines.append(f"| {mode} | {' | '.join(_bytes(found[name]['total']) for name in names)} |")
+    lines = ["| weights | masters | AdamW, Adam | SGD, momentum | SGD |", "|---" * 5 + "|"]
+    for masters in dict.fromkeys(mode.split("/")[0] for mode in modes):
+        of = [modes[f"{masters}/{state}"] for state in ("fp32", "bf16", "int8")]
+        adam, momentum = (
+            ", ".join(_bytes(found[name]["total"]) for found in of) for name in ("AdamW", "SGD, momentum")
+        )
+        weights = "FP32 | none needed" if "weights" in masters else f"16-bit | `{masters}`"
+        lines.append(f"| {weights} | {adam} | {momentum} | {_bytes(of[0]['SGD']['total'])} |")
     return "\n".join(lines)
 
 
@@ -240,10 +245,13 @@ def keep_memory() -> str:
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"gains": _bench(front.gains), "compared": compared},
     "docs/index.md": {"compared": compared},
+    "docs/api.md": {"api": api.table},
     "docs/commands.md": commands.PARTS,
-    "docs/compare.md": {"compared": compared, "harms": harms},
+    "docs/compare.md": {"compared": compared},
     "docs/dev/benchmarks.md": {
         "figures": _bench(steps.figures),
+        "harms": harms,
+        "softmax": lambda: recipes.softmax(json.loads((RESULTS / "softmax_ends.json").read_text("utf-8"))),
         "optimizers": optimizers,
         "first-steps": optimizer_first_steps,
         "times": optimizer_times,
@@ -260,7 +268,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "small-models": lambda: recipes.small_models(_read("small_models.json")),
     },
     "docs/policies.md": {
-        "softmax": lambda: recipes.softmax(json.loads((RESULTS / "softmax_ends.json").read_text("utf-8"))),
         "op-table": recipes.op_table,
     },
     "docs/troubleshooting.md": {

@@ -31,13 +31,11 @@ def tracing(results: dict[str, Any]) -> str:
     """The cost of a step that is traced and not skipped."""
     machine = results["machine"]
     costs = ", ".join(
-        f"{found['traced_over_plain'][0]:.3f} ({name}, {found['plain_step_seconds'] * 1e3:.3g} ms)"
+        f"{found['traced_over_plain'][0]:.3f} times as long as {found['plain_step_seconds'] * 1e3:.3g} ms ({name})"
         for name, found in results["tracing"].items()
     )
-    return (
-        f"A step that is traced and not skipped takes this multiple of a plain step on {machine['threads']} threads of"
-        f"\n{machine['cpu']} (`python benchmarks/watch.py`): {costs}."
-    )
+    where = f"on {machine['threads']} threads of {machine['cpu']} (`python benchmarks/watch.py`)"
+    return f"A step that is traced and not skipped takes, {where},\n{costs}."
 
 
 def faults(results: dict[str, Any]) -> str:

@@ -160,6 +160,10 @@ def test_a_module_in_which_fp16_overflows_is_kept() -> None:
     assert [(one.module, one.evidence) for one in found.kept] == [("block", None)]
     assert "mul overflows" in found.kept[0].why
     assert policy(found.policy).modules == (("block", "fp32"),)
+    bf16 = recommend([*steps(FINE), SensitivityRecord(0, 2.0, [row("a", "bf16", 0.5)])], native={"bf16"})
+    assert (
+        "module.a=fp32" in bf16.notes[0]
+    )  # a module that the recommended format changes by more than the limit
     outside = SensitivityRecord(
         0, 2.0, [row("", "fp16", math.inf, "mul")]
     )  # in no module that a policy can name

@@ -68,10 +68,10 @@ CHANGES = {"a": {"bf16": 1e-3, "fp16": 1e-4, "e4m3fn": 2e-3}, "": {"bf16": 0.5, 
 def test_the_modules_are_ranked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", script(here, changes=CHANGES), "--steps", "2"]) == 0
     out = capsys.readouterr().out
-    title, *lines = out[out.index("sensitivity  lowest format for each module") :].splitlines()
-    assert "0.007: 0.5% of the loss 2 / sqrt(2 modules)" in title
+    title, *lines = out[out.index("sensitivity  lowest format within the limit") :].splitlines()
+    assert "0.0071: 0.5% of the loss 2 / sqrt(2 modules)" in title
     assert lines[:2] == [
-        "             (the model): fp32 (bf16 0.5, fp16 overflow in mul, e5m2 -, e4m3fn -)",
+        "             (the model): fp32 (bf16 0.5 over, fp16 overflow in mul, e5m2 -, e4m3fn -)",
         "             a: e4m3fn (bf16 0.001, fp16 0.0001, e5m2 -, e4m3fn 0.002)",
     ]
     found = json.loads((here / "mezzo-calibrate-train" / "calibration.json").read_text())

@@ -37,6 +37,7 @@ SHOWN = [
     for path in sorted((ROOT / "src").rglob("*.py"))
     if ">>> " in path.read_text(encoding="utf-8")
 ]
+PACKAGES = ("mezzo", "mezzo.optim", "mezzo.nn", "mezzo.keras", "mezzo.tensorflow")
 # Examples that measure memory run in a separate process: tensors of other tests would count.
 MEASURE = ("mezzo.pytorch.batch_size", "mezzo.pytorch.memory")
 CHILD = """
@@ -88,6 +89,17 @@ def test_user_pages_are_few_and_each_is_in_the_navigation() -> None:
     navigation = re.findall(r"([\w/-]+\.md)$", text, re.MULTILINE)
     pages = (path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
     assert sorted(navigation) == sorted(pages)
+
+
+def test_the_api_page_names_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    packages = [importlib.import_module(name) for name in PACKAGES]
+    assert [
+        f"{package.__name__}.{name}"
+        for package in packages
+        for name in package.__all__
+        if not re.search(rf"^\| `{package.__name__}\.{name}` \| \w.+\. \|$", text, re.MULTILINE)
+    ] == []
 
 
 def test_every_cause_and_every_kind_of_range_is_explained() -> None:

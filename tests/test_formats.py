@@ -204,9 +204,9 @@ def test_one_format_is_shown_in_full_and_numbers_in_those_asked_for(
         assert main(["formats", name]) == 0
         form, printed = formats.named(name), capsys.readouterr().out
         assert all(text in printed for text in (form.name, form.title, form.source, written(form.max)))
-    assert main(["formats", "bf16", "half", "show", "0.1"]) == 0
+    assert main(["formats", "bf16", "fp8", "show", "0.1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1::2]] == ["bf16", "fp16"]
+    assert [line.split()[0] for line in lines[1::2]] == ["bf16", "e4m3fn", "e5m2"]
 
 
 def test_the_table_as_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,11 +42,9 @@ def test_blocks_are_made_of_the_same_pages_again() -> None:
     assert faults(keep=False)[1] >= pages
 
 
-def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.platform, "libc_ver", lambda: ("", ""))
-    assert module.keep_memory() is False
-
-
-def test_another_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_c_libraries_and_allocators_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_is_replaced", lambda: True)
+    assert module.keep_memory() is False
+    monkeypatch.setattr(module.platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(module, "_is_replaced", lambda: False)
     assert module.keep_memory() is False

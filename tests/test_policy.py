@@ -129,14 +129,7 @@ def test_the_order_of_patterns_matters_and_that_of_ops_does_not() -> None:
 
 
 def test_presets() -> None:
-    scales = {
-        "fp32": "none",
-        "tf32": "none",
-        "bf16": "none",
-        "fp16": "dynamic",
-        "fp8": "none",
-        "auto": "auto",
-    }
+    scales = dict.fromkeys(PRESETS, "none") | {"fp16": "dynamic", "auto": "auto"}
     assert {name: value.loss_scale for name, value in PRESETS.items()} == scales
     assert [name for name, value in PRESETS.items() if value.is_fp32] == ["fp32"]
     for departing in ("module.head=bf16", "params=bf16", "state=bf16"):
@@ -176,6 +169,7 @@ LOSS_SCALES = [
     ("none", NoLossScale()),
     ("1024", StaticLossScale(1024.0)),
     ("2**-3", StaticLossScale(0.125)),
+    ("2^-3", StaticLossScale(0.125)),
     ("dynamic(init=2**10,floor=1,hysteresis=2)", DynamicLossScale(init=1024.0, floor=1.0, hysteresis=2)),
 ]
 
@@ -199,11 +193,11 @@ REFUSED = [
     ),
     ("fp16,masters=split", r"upper half of its FP32 value, .* fp16 is not\. Use masters=fp32, or bf16"),
     ("auto,masters=split", r"auto may choose FP32\. Name the format: compute=bf16, or params=bf16"),
-    ("bf16,op.sofmax=fp32", r"'bf16,op\.sofmax=fp32': unknown op 'sofmax'.*mylib::sofmax.*'softmax'\?$"),
+    ("bf16,op.nn.functional.sofmax=fp32", r"unknown op 'nn.functional.sofmax'.*'softmax'\?.*mylib::"),
     ("bf16,op.softmax=fp32,op.aten::softmax=lower", "op.softmax is given twice"),
     ("bf16,module.a..b=fp32", "'a..b' is not a module pattern"),
     ("bf16,modul.x=fp32", "unknown key 'modul.x'.*'module.PATTERN'"),
-    ("bf16,fp16", "'fp16' is not key=value. Only the first part may be a preset's name"),
+    ("bf16,fp16", "'fp16' is not key=value.*commas.*the first part may be"),
     ("params=bf16,compute=fp16", r"^policy 'params=bf16,compute=fp16': .*Use params=fp32 or params=fp16\."),
     ("fp16,loss_scale=dynamic(inits=3)", "unknown setting .* 'inits'.*Did you mean 'init'"),
 ]
@@ -232,6 +226,8 @@ TOML = [
 @pytest.mark.parametrize(("text", "words"), TOML)
 def test_a_wrong_toml_file_names_the_key(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "policy.toml"
+    with pytest.raises(UsageError, match="No such file"):
+        policy(path)
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=words) as caught:
         policy(path)
@@ -249,11 +245,6 @@ def test_a_toml_file_as_a_person_writes_it(tmp_path: Path) -> None:
         "fp16,loss_scale=1024,op.mylib::fused=fp32,op.softmax=lower,"
         "module.head=fp32,module.blocks.0.norm=bf16,module.blocks.*.norm=fp32"
     )
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="No such file"):
-        policy(tmp_path / "none.toml")
 
 
 # What it decides.
@@ -300,18 +291,11 @@ def test_the_last_matching_pattern_decides() -> None:
     assert {path: value.format_for_module(path) for path in paths} == paths
 
 
-@pytest.mark.parametrize(
-    ("text", "starts"),
-    [
-        ("fp16", []),
-        ("fp16,loss_scale=none", ["fp16 without a loss scale"]),
-        ("bf16,op.sigmoid=lower", ["op.sigmoid=lower in place of fp32: near 1"]),
-    ],
-)
-def test_notes_say_what_is_seldom_meant(text: str, starts: list[str]) -> None:
-    notes = policy(text).notes
-    assert len(notes) == len(starts)
-    assert all(note.startswith(start) for note, start in zip(notes, starts))
+def test_notes_say_what_is_seldom_meant() -> None:
+    assert policy("fp16").notes == ()
+    (scale,), (rule,) = policy("fp16,loss_scale=none").notes, policy("bf16,op.sigmoid=lower").notes
+    assert scale.startswith("fp16 without a loss scale")
+    assert rule.startswith("op.sigmoid=lower in place of fp32: near 1")
 
 
 def test_fingerprints_are_the_same_in_every_process() -> None:
@@ -344,7 +328,9 @@ def test_the_documents_bytes_are_those_of_the_table() -> None:
 def test_the_document_explains_every_rule_and_key() -> None:  # test_readme.py compares the op table
     text = DOCUMENT.read_text(encoding="utf-8")
     assert [
-        word for word in (*Rule, *KEYS, *PRESETS) if not re.search(rf"^\| `{word}` \|", text, re.MULTILINE)
+        word
+        for word in (*Rule, *{*KEYS} - {"output"}, *PRESETS)
+        if not re.search(rf"^\| `{word}` \|", text, re.MULTILINE)
     ] == []
 
 
@@ -367,9 +353,9 @@ TAKES: dict[str, Callable[[Any], str]] = {
 
 
 OTHER_NAMES = {
-    "fp32": ("float32", "32", "32-true"),
-    "fp16": ("float16", "half", "16", "16-mixed", "mixed_float16"),
-    "bf16": ("bfloat16", "bf16-mixed", "mixed_bfloat16"),
+    "fp32": ("float32", "32", "32-true", "single"),
+    "fp16": ("float16", "half", "16", "16-mixed", "fp16-mixed", "mixed_float16"),
+    "bf16": ("bfloat16", "bf16-mixed", "mixed_bfloat16", "BF16"),
 }
 
 

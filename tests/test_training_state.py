@@ -13,16 +13,7 @@ import torch
 import mezzo
 from mezzo.core import records
 from mezzo.core.errors import CallOrderError, UsageError
-from training_steps import (  # noqa: F401
-    INF,
-    Broken,
-    batch,
-    network,
-    nobody_owns_anything,
-    run,
-    same,
-    training,
-)
+from training_steps import INF, Broken, batch, network, nobody_owns_anything, run, same, training  # noqa: F401
 
 
 def test_states_of_grad_scalers_load() -> None:
@@ -115,9 +106,17 @@ def test_shared_parameters_are_refused_until_the_other_is_closed_or_gone() -> No
     training("sgd", "fp16", model)
 
 
-def test_flush_before_any_step_is_an_error() -> None:
+def test_calls_at_the_wrong_time_are_errors() -> None:
+    mp = training("sgd", "fp16")
     with pytest.raises(CallOrderError, match=r"mp\.step\(loss\)"):
-        training("sgd", "fp16").flush()
+        mp.flush()
+    loss = mp.model(batch()[0]).mean()
+    mp.step(loss)
+    with pytest.raises(CallOrderError, match=r"one step\(\).*retain_graph=True"):
+        mp.step(loss)
+    mp.close()
+    with pytest.raises(CallOrderError, match="closed"):
+        mp.step(loss)
 
 
 def test_frozen_parameters_are_an_error_and_thawed_ones_train() -> None:

@@ -136,6 +136,11 @@ def calibrate_script(
                 written, native=set(finished.machine.get("native_formats", ())), format=request.format
             )
         except UsageError as error:
+            if "keras" in finished.machine:
+                raise ScriptError(
+                    f"{request.target} trains with Keras, and mezzo calibrate measures PyTorch models only. For Keras: "
+                    f"mezzo compare --framework keras {request.target}"
+                ) from error
             notes = finished.ended.notes if finished.ended else []
             told = "".join(f" {note[0].upper()}{note[1:].rstrip('.')}." for note in notes)
             raise ScriptError(f"{request.target}: {error}.{told}") from error

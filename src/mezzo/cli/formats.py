@@ -26,7 +26,7 @@ from typing import Any
 from mezzo.core import formats
 from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.formats import ALIASES, FORMATS, OVERFLOW, Format, magnitude, named
+from mezzo.core.formats import ALIASES, FORMATS, Format, magnitude, named
 from mezzo.core.records import strict
 
 _IN_JSON = (
@@ -41,8 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
     words = "formats, and numbers to show in them"
     parser.add_argument("words", nargs="*", metavar="[FORMAT ...] [show NUMBER ...]", help=words)
-    overflow = f"result of a number beyond a format: {', '.join(OVERFLOW)}"
-    parser.add_argument("--overflow", default="infinity", help=overflow)
+    overflow = "result of a number beyond a format"
+    parser.add_argument("--overflow", default="infinity", metavar="{infinity,saturate}", help=overflow)
     parser.add_argument("--json", action="store_true", help="print JSON (infinities and NaN as strings)")
 
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print formats, or numbers in formats."""
     words: list[str] = arguments.words
     at = words.index("show") if "show" in words else len(words)
-    asked = [_format(word, words) for word in words[:at]]
+    asked = [form for word in words[:at] for form in _formats(word, words)]
     forms, lines = asked or list(FORMATS.values()), list[str]()
     if at < len(words):
         numbers: list[dict[str, Any]] = []
@@ -67,14 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(strict({"schema": 1, **shown}), indent=2, allow_nan=False))
         return 0
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    width = max(30, shutil.get_terminal_size().columns) if sys.stdout.isatty() else sys.maxsize
     for line in lines:
         indent = " " * (12 if line[:1] == " " else 2)
-        print(
-            "\n".join(textwrap.wrap(line, max(width, 30), subsequent_indent=indent))
-            if len(line) > width
-            else line
-        )
+        print("\n".join(textwrap.wrap(line, width, subsequent_indent=indent)))
     return 0
 
 
@@ -149,14 +145,14 @@ def stored(number: float | Fraction, format: str, overflow: str = "infinity") ->
     }
 
 
-def _format(word: str, words: list[str]) -> Format:
-    """The format that a word names; the error for a number has the command that shows it."""
+def _formats(word: str, words: list[str]) -> list[Format]:
+    """The format that a word names, or those of a precision; the error for a number has the command that shows it."""
     if word.lower() in (*FORMATS, *ALIASES):
-        return named(word.lower())
+        return [named(word.lower())]
+    if word in COMPUTE:
+        return [named(COMPUTE[word].forward), named(COMPUTE[word].backward)]
     if word[-1:].isdigit() and not word[:1].isalpha():
         raise UsageError(f"{word!r} is not a format. To show a number: mezzo formats show {' '.join(words)}")
-    if word == "fp8":
-        raise UsageError("fp8 is a precision with two formats. To show them: mezzo formats e4m3fn e5m2")
     raise unknown_name("format", word, [*FORMATS, *ALIASES, "show"])
 
 

@@ -1,6 +1,4 @@
-"""Calibration: what to train in, from a few FP32 steps: the format, the loss scale, the modules that fp16 can't hold,
-and a ranking of the modules by how much rounding each to a format would change the loss.
-"""
+"""Calibration: the format, the loss scale and the modules to keep in FP32, from a few FP32 steps."""
 
 from __future__ import annotations
 
@@ -61,7 +59,8 @@ class ModuleSensitivity:
     def _cell(self, format: str) -> str:
         change = self.changes.get(format)
         if change is None or math.isfinite(change):
-            return f"{format} -" if change is None else f"{format} {change:.1g}"
+            over = "" if format in self.bears else " over"
+            return f"{format} -" if change is None else f"{format} {change:.2g}{over}"
         cause = self.causes.get(format)
         return f"{format} overflow in {cause}" if cause else f"{format} not finite"
 
@@ -91,8 +90,9 @@ class Sensitivity:
     def lines(self) -> list[str]:
         """An explanation, a line for each of the `SHOWN` most sensitive modules, and the notes."""
         found = [
-            "lowest format for each module, expected change of the loss in each format, most sensitive first (limit "
-            f"{self.limit:.1g}: {self.margin:.1%} of the loss {self.loss:.3g} / sqrt({len(self.modules)} modules))"
+            "lowest format within the limit for each module, expected change of the loss in each format, the largest "
+            f"first (limit {self.limit:.2g}: {self.margin:.1%} of the loss {self.loss:.3g} / sqrt({len(self.modules)} "
+            "modules))"
         ]
         for one in self.modules[:SHOWN]:
             cells = ", ".join(map(one._cell, self.formats))
@@ -218,12 +218,7 @@ def recommend(
     format: str | None = None,
     ranked: Sequence[str | Format] = RANKED,
 ) -> Recommendation:
-    """What to train in, from the ranges and sensitivities of a few FP32 steps without a loss scale.
-
-    The scale follows the largest gradient, of activations and of weights: if the loss is a mean over a batch, each
-    activation's gradient is divided by the batch and the weights' gradients, which sum over it, are not. `native` are
-    the formats of the hardware to train on, `ranked` those of the sensitivity records.
-    """
+    """What to train in, from a few FP32 steps; `native` formats of the hardware, `ranked` those of the records."""
     measured = list(measured)
     records = [one for one in measured if isinstance(one, RangesRecord) and one.rows]
     sensitivities = [one for one in measured if isinstance(one, SensitivityRecord)]
@@ -247,6 +242,22 @@ def recommend(
     kept = _kept(tensors, start, sensitivity)
     chosen, why = _format(native, format, kept)
     notes = _notes(tensors, kept)
+    held = [one.module for one in kept] if chosen == "fp16" else []
+    over = [
+        one.module
+        for one in (sensitivity.modules if sensitivity else ())
+        if chosen in one.changes
+        and chosen not in one.bears
+        and one.module not in held
+        and is_pattern(one.module)
+    ][:WORST]
+    if over:
+        add = ",".join(f"module.{module}=fp32" for module in over)
+        notes.insert(
+            0,
+            f"{chosen} changes the loss by more than the limit in {', '.join(over)}. If mezzo compare finds harm, add "
+            f"{add} to the policy",
+        )
     if source.histogram.overflows("fp16", shift_of(start)):
         notes.insert(
             0, f"{source}: this overflows fp16 under every dynamic loss scale. Train in bf16 or fp32"
@@ -313,9 +324,7 @@ def conclusions(tensors: Sequence[RangeRow], scale: float | None = None) -> list
 
 
 def _kept(tensors: Sequence[RangeRow], start: float, sensitivity: Sensitivity | None = None) -> list[Kept]:
-    """Modules that hold numbers beyond fp16, or whose gradients it loses, each with the module that ran after it
-    (which reads the number, or makes the gradient); and modules in which an operation overflows.
-    """
+    """Modules that fp16 can't hold, and those that ran after them (which read the number, or make the gradient)."""
     found: dict[str, Kept] = {}
     after = dict(pairwise(dict.fromkeys(one.module for one in tensors if one.what == "activation")))
 
@@ -400,11 +409,7 @@ def expected_square(roundings: Sequence[ModuleRounding]) -> float:
 def rank(
     records: Sequence[SensitivityRecord], formats: Sequence[Format], margin: float = MARGIN
 ) -> Sensitivity | None:
-    """The ranking of the modules, from a record per measured step; None if nothing was measured.
-
-    A module that can't bear a 16-bit format comes before one that only can't bear 8 bits. Among equals, the one that
-    changes the loss most in the first format comes first.
-    """
+    """The ranking of the modules, from a record per measured step: by 16-bit formats first; None without records."""
     found: dict[str, dict[str, list[ModuleRounding]]] = {}
     for row in (row for record in records for row in record.rows):
         found.setdefault(row.module, {}).setdefault(row.format, []).append(row)

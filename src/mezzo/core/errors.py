@@ -73,11 +73,11 @@ class ScriptError(MezzoError, RuntimeError):
     """The script failed in its FP32 run, so there is nothing to compare with."""
 
 
-def nearest(received: str, names: Iterable[str], cutoff: float = 0.4) -> str:
-    """The name that is most like the received one, in upper or lower case; empty if none is."""
+def did_you_mean(received: str, names: Iterable[str], cutoff: float = 0.4) -> str:
+    """A question with the name that is most like the received one, in upper or lower case; empty if none is."""
     plain = {name.lower(): name for name in names}  # BF16 is nearer to bf16 than to fp16
     near = difflib.get_close_matches(received.lower(), plain, n=1, cutoff=cutoff)
-    return plain[near[0]] if near else ""
+    return f" Did you mean {plain[near[0]]!r}?" if near else ""
 
 
 def unknown_name(
@@ -94,16 +94,12 @@ def unknown_name(
     policy 'compute=f15': unknown format 'f15'. Use one of bf16, fp16, fp32. Did you mean 'fp16'?
     """
     names = sorted(allowed)
-    near = nearest(received, names)
-    fix = f" Did you mean {near!r}?" if near else ""
+    fix = did_you_mean(received, names)
     return error(f"{where}unknown {kind} {received!r}. Use one of {', '.join(names)}.{fix}")
 
 
 def checks_keywords(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
-    """A decorator: an unknown keyword argument raises UnknownArgumentError, with the nearest right name.
-
-    Python itself suggests names from 3.13 on. `help`, `inspect.signature` and editors see the function's own signature.
-    """
+    """A decorator: an unknown keyword argument raises UnknownArgumentError, with the nearest right name."""
     code = function.__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     allowed = frozenset(names) - {"self"}

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mezzo.core.errors import nearest
+from mezzo.core.errors import did_you_mean
 
 
 def lazy(
@@ -32,9 +32,8 @@ def lazy(
         if name not in modules:
             if name in removed:
                 raise AttributeError(f"{package}.{name} {removed[name]}")
-            near = "" if name.startswith("_") else nearest(name, modules, cutoff=0.6)
-            fix = f". Did you mean {near!r}?" if near else ""
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{fix}")
+            fix = "" if name.startswith("_") else did_you_mean(name, modules, cutoff=0.6)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}.{fix}")
         try:
             module = importlib.import_module(modules[name])
         except ModuleNotFoundError as error:

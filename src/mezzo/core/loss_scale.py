@@ -33,10 +33,8 @@ NOT_THE_SCALE = (
 )
 
 STATISTICAL_REMOVED = (
-    "the statistical loss scale was removed in version 0.2, since it showed no clear gain over a dynamic one. Use "
-    "'dynamic' (DynamicLossScale), or 'dynamic(init=1024)' with the first scale that `mezzo calibrate` recommends."
+    "the statistical loss scale was removed in version 0.2. Use 'dynamic' (DynamicLossScale)."
 )
-
 
 _Kind = TypeVar("_Kind", bound="_Scale")
 
@@ -76,9 +74,7 @@ class _Scale:
         return self.arrays().scale  # type: ignore[no-any-return]
 
     def next(self: _Kind, observation: Observation) -> _Kind:
-        """The state after one step; LossScaleCollapseError at the `patience`-th skip in a row (if dynamic, at its
-        floor).
-        """
+        """The state after one step; LossScaleCollapseError at the `patience`-th skip in a row where it can't fall."""
         pure: Any = self
         after = self.advance(self.arrays(), observation.found_inf, Numbers)
         check(pure, after)
@@ -121,7 +117,7 @@ class NoLossScale(_Scale):
 
 @dataclass(frozen=True)
 class StaticLossScale(_Scale):
-    """A constant S. A step whose gradients are not finite is skipped.
+    """A constant loss scale S. A step whose gradients are not finite is skipped.
 
     Args:
         scale: S, between 2^-126 and 2^126; rounded to FP32. Use a power of two: others round every gradient once more.

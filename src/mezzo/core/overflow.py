@@ -35,9 +35,7 @@ _SIXTEEN = ("fp16", "bf16")
 
 @dataclass(frozen=True)
 class Weakness:
-    """How to fix an operation that has no finite result for finite inputs (`fix`) or no finite derivative
-    (`fix_slope`, or else `fix`). `takes_eps`: one commonly adds an eps to its input, which may be 0 in the format.
-    """
+    """How to fix an op without a finite result (`fix`) or derivative (`fix_slope`); `takes_eps`: users add one."""
 
     fix: str = ""
     fix_slope: str = ""

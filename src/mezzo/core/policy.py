@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import re
@@ -12,7 +11,7 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from mezzo.core.compute import COMPUTE, GRANULARITIES, activations_of
-from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
+from mezzo.core.errors import UnknownNameError, UsageError, did_you_mean, unknown_name
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.masters import MASTERS, STATE_FORMATS, storage_of, usual_masters
 from mezzo.core.policy_text import (
@@ -347,12 +346,10 @@ def _op(name: str, where: str) -> str:
         return plain
     if _FOREIGN_OP.fullmatch(name):
         return name
-    near = difflib.get_close_matches(plain, RULES, n=1, cutoff=0.5)
-    fix = f" Did you mean {near[0]!r}?" if near else ""
-    word = plain if plain.isidentifier() else "fused"
+    fix = did_you_mean(plain.rpartition(".")[2], RULES, cutoff=0.5)
     raise UnknownNameError(
-        f"{where}unknown op {name!r}. Use one of the {len(RULES)} ops in mezzo.core.rules.RULES, or for any "
-        f"other op its name with the namespace: aten::{word}, mylib::{word}.{fix}"
+        f"{where}unknown op {name!r}.{fix} Use one of the {len(RULES)} ops in mezzo.core.rules.RULES, or for any "
+        "other op its name with the namespace, such as mylib::fused."
     )
 
 

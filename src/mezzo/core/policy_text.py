@@ -39,6 +39,7 @@ _TABLES = {"ops": "op", "modules": "module"}
 PRECISION_NAMES: Mapping[str, str] = {
     **{other: name for other, name in ALIASES.items() if name in COMPUTE},  # torch's: float16, half, bfloat16
     "float": "fp32",
+    "single": "fp32",
     "tensorfloat32": "tf32",
     "mixed_float16": "fp16",
     "mixed_bfloat16": "bf16",  # Keras's
@@ -46,6 +47,7 @@ PRECISION_NAMES: Mapping[str, str] = {
     "32-true": "fp32",
     "16": "fp16",
     "16-mixed": "fp16",
+    "fp16-mixed": "fp16",
     "bf16-mixed": "bf16",  # Lightning's
 }
 """Other names of the precisions, accepted wherever a precision is given."""
@@ -77,7 +79,8 @@ def precision_name(value: object) -> str:
     >>> [precision_name(value) for value in ("half", "bf16-mixed", "mixed_float16", 16, "fp8")]
     ['fp16', 'bf16', 'fp16', 'fp16', 'fp8']
     """
-    return PRECISION_NAMES.get(str(value).removeprefix("torch."), str(value))
+    lower = str(value).removeprefix("torch.").lower()
+    return lower if lower in COMPUTE else PRECISION_NAMES.get(lower, str(value))
 
 
 def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
@@ -101,8 +104,8 @@ def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
             raise unknown_name("precision", key, presets, where=where)
         else:
             raise UsageError(
-                f"{where}{key!r} is not key=value. Only the first part may be a preset's name: "
-                f"{', '.join(presets)}."
+                f"{where}{key!r} is not key=value. Write key=value parts with commas between them; the first part "
+                f"may be one of {', '.join(presets)}."
             )
     return entries
 
@@ -164,7 +167,7 @@ def _settings(kind: str, text: str) -> dict[str, Any]:
 
 
 def _number(text: str) -> float:
-    power = re.fullmatch(r"2\s*\*\*\s*(-?\d{1,4})", text)
+    power = re.fullmatch(r"2\s*(?:\*\*|\^)\s*(-?\d{1,4})", text)
     try:
         return math.ldexp(1.0, int(power[1])) if power else float(text)
     except (ValueError, OverflowError):

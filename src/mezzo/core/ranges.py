@@ -26,9 +26,7 @@ _BIAS = 127
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of the finite nonzero numbers that a format rounds to zero, keeps with fewer bits, keeps, makes
-    infinite.
-    """
+    """Shares of the nonzero numbers that a format rounds to zero, keeps with fewer bits, keeps, makes infinite."""
 
     underflow: float
     subnormal: float

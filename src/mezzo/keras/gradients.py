@@ -1,8 +1,4 @@
-"""One step with scaled gradients on any backend of Keras: unscale them, look for overflow, take the step or skip it.
-
-The check reads the unscaled gradients, because a scale below 1 makes numbers larger; those of a 16-bit variable in its
-format, to which the inner optimizer casts them.
-"""
+"""One step with scaled gradients on any backend of Keras: unscale them, look for overflow, take the step or skip it."""
 
 from __future__ import annotations
 
@@ -18,10 +14,7 @@ from mezzo.keras.plan import NARROW
 def unscale(
     gradients: Sequence[Any], variables: Sequence[Any], scale: Any, *, in_variables_format: bool
 ) -> tuple[list[Any], list[Any]]:
-    """The unscaled gradients, in FP32 where they were narrower; and for each a boolean of shape (): is it not finite?
-
-    None stays None. `in_variables_format` casts back to the format of a 16-bit variable, for gradient accumulators.
-    """
+    """The unscaled gradients, in FP32 or `in_variables_format`; and for each a boolean: is it not finite?"""
     unscaled: list[Any] = list(gradients)
     bad: list[Any] = [None] * len(unscaled)
     here = [at for at, gradient in enumerate(gradients) if gradient is not None]
@@ -83,11 +76,7 @@ def step_on_all_replicas(
     conclude: Callable[[Callable[[], None], Any], None],
     apply: Callable[[Sequence[Any], Sequence[Any]], None],
 ) -> None:
-    """One step on TensorFlow, with one decision for all replicas of a `tf.distribute` strategy.
-
-    Keras 3 hands `apply` each replica's own gradients, which the inner optimizer sums later: an infinity on one replica
-    would reach every weight. So `conclude` is given `examine`'s bad gradients (int32 [n]) summed over the replicas.
-    """
+    """One step on TensorFlow, whose decision is the same on all replicas: `conclude` gets the summed bad gradients."""
     import tensorflow as tf
 
     if tf.distribute.in_cross_replica_context():
@@ -114,10 +103,7 @@ def step_on_all_replicas(
 
 
 def apply_or_keep(inner: Any, step: Callable[[], None], found_inf: Any) -> None:
-    """Take the step, unless `found_inf`: then the weights and all of `inner`'s variables stay as they were.
-
-    On PyTorch's accelerators it is taken and put back, so that the host does not wait: at the cost of a second copy.
-    """
+    """Take the step, unless `found_inf`; PyTorch's accelerators put it back instead, so that the host never waits."""
     backend = keras.backend.backend()
     # All that a step may write to: every trainable variable (averages may overwrite them), and the optimizer's.
     written = [*inner._trainable_variables, *inner.variables]

@@ -1,8 +1,4 @@
-"""The hardware that a Keras script runs on: its description, true FP32, and the peak memory of a step.
-
-Nothing is imported that the script has not imported. `mezzo.pytorch.hardware` describes it for PyTorch, whose tables of
-formats agree with these.
-"""
+"""The hardware that a Keras script runs on: its description, true FP32, and the peak memory of a step."""
 
 from __future__ import annotations
 
@@ -21,11 +17,7 @@ _CPU_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16
 
 
 def describe(backend: str, *, used: bool = True) -> dict[str, Any]:
-    """The hardware and the frameworks, as plain JSON values.
-
-    Keys: os, python, the version of each framework imported (jax: as the backend), mezzo, backend, device_type, cpu,
-    usable_cores, gpu, native_formats (those of bf16 and fp16 that the device multiplies itself).
-    """
+    """The hardware, the frameworks that are imported and `native_formats` (of bf16 and fp16), as plain JSON values."""
     versions: dict[str, Any] = {
         name: str(getattr(sys.modules[name], "__version__", ""))
         for name in ("keras", "tensorflow", "jax", "torch", "tf_keras")

@@ -1,8 +1,4 @@
-"""The layers of a model: their paths, the policy that a plan gives each, and `mezzo.keras.layer_policies(model)`.
-
-A layer takes its policy when it is first built or called, because Keras knows no path before. Layers without a build
-(Activation, Dropout, Add) never get one from Keras: here it is made of the scopes in which they are first used.
-"""
+"""The layers of a model: their paths, the policy that a plan gives each, and `mezzo.keras.layer_policies(model)`."""
 
 from __future__ import annotations
 
@@ -74,11 +70,7 @@ def _path_of(layer: Any) -> str | None:
 
 @dataclass(frozen=True)
 class LayerPolicy:
-    """One layer's path, class and policy by Keras's name, the dtype that it computes in and returns, its variables'.
-
-    `why` is ``plan``, ``module.PATTERN`` of the plan that named it or a layer around it, or ``its own`` for a `dtype`
-    that it was given, made before the plan, or saved with.
-    """
+    """One layer's path, class, Keras policy, formats, and `why`: ``plan``, ``module.PATTERN`` or ``its own``."""
 
     path: str
     kind: str

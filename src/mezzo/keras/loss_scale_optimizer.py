@@ -35,9 +35,7 @@ from mezzo.keras.gradients import apply_or_keep, is_traced, reading_is_free, ste
 # Bound now: a script or a plugin may put another class in this attribute.
 _Keras: Any = keras.optimizers.LossScaleOptimizer
 
-LOOK_EVERY = (
-    50  # steps between two checks of the patience on PyTorch's accelerators, where one makes the host wait
-)
+LOOK_EVERY = 50  # steps between checks of the patience on accelerators of PyTorch: each makes the host wait
 
 _ON_UNSCALED = ("raise", "warn", "ignore")
 # Variables of Keras's wrapper, and the first of ours: iteration, learning_rate, step_counter, dynamic_scale.
@@ -346,10 +344,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.check()
 
     def load_own_variables(self, store: Any) -> None:
-        """Load what this class saved, or Keras's own LossScaleOptimizer around the same inner optimizer.
-
-        A scale beyond this loss scale's bounds becomes the bound; a constant scale stays as it is.
-        """
+        """Load what this class or Keras's LossScaleOptimizer saved; a scale beyond the bounds becomes the bound."""
         own, inner = self._variables, self.inner_optimizer.variables
         if len(own) != _KERAS_OWN and len(store.keys()) == _KERAS_OWN + len(inner):
             for variable in own[_KERAS_OWN:]:

@@ -1,7 +1,4 @@
-"""What `mezzo run` changes in Keras: it records the steps of Keras's trainers, and notices what the script sets itself.
-
-Reading the loss waits for the step, so that its time is its own: JAX returns long before a step is done.
-"""
+"""What `mezzo run` changes in Keras: it records the steps of Keras's trainers, and notices what the script sets."""
 
 from __future__ import annotations
 

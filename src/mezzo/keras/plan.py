@@ -119,10 +119,7 @@ class KerasPlan:
 
 
 class PlannedName(str):
-    """The name of a policy, ``"mixed_float16"``, that a plan set, with the plan.
-
-    A layer passes it on to the layers inside it and its copies. One with a `dtype` of its own has a plain string.
-    """
+    """A planned policy's name, ``"mixed_float16"``, with the plan; a layer passes it on to the layers inside it."""
 
     plan: KerasPlan
 

@@ -1,7 +1,4 @@
-"""run: one unmodified Keras script under one policy, from the request to the exit status.
-
-Nothing of Keras is imported here before the script does so; `mezzo.keras.patches` patches Keras then.
-"""
+"""One unmodified Keras script under one policy, from the request to the exit status; imports nothing of Keras."""
 
 from __future__ import annotations
 
@@ -40,12 +37,7 @@ _LOOP_SCALE = (
 
 
 def run(request: RunRequest) -> int:
-    """Run a script as `python SCRIPT ARGS...` would, under a dtype policy; its exit status, as `lifecycle.run`.
-
-    Raises:
-        UsageError: nothing has run: no such script or policy, a request for what only PyTorch's runs do.
-        ScriptError: the script sets a mixed policy of its own.
-    """
+    """Run a script as `python SCRIPT ARGS...` would, under a dtype policy; its exit status, as `lifecycle.run`."""
     for name in _NOT_HERE:
         if getattr(request, name):
             raise UsageError(

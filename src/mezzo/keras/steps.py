@@ -1,8 +1,4 @@
-"""What each training step of `fit` and `train_on_batch` did: its loss, its loss scale, whether it was skipped.
-
-A `StepRecorder` wraps a model's `train_function`. After each call it copies a few numbers on the device into one FP32
-vector; `read` fetches all waiting vectors at once. `PrecisionMonitor` and `mezzo run` record their steps by it.
-"""
+"""What each training step of `fit` and `train_on_batch` did: its loss, its loss scale, whether it was skipped."""
 
 from __future__ import annotations
 
@@ -112,10 +108,7 @@ class Step:
 
 
 class StepOptimizer:
-    """One optimizer of a model: with Mezzo's loss scale, Keras's, a constant `loss_scale_factor`, or none.
-
-    Its state is read as a row: iterations; loss scale and a counter of its steps, if dynamic; Mezzo's `bad_gradients`.
-    """
+    """One optimizer of a model, whose state is a row: iterations; a dynamic scale, its counter; `bad_gradients`."""
 
     def __init__(self, optimizer: Any, name: str) -> None:
         self.optimizer, self.name = optimizer, name

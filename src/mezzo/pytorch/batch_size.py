@@ -89,11 +89,7 @@ class BatchSizeResult:
 
     @property
     def largest(self) -> int:
-        """The largest batch size that fits.
-
-        Raises:
-            NothingFitsError: none does.
-        """
+        """The largest batch size that fits; raises NothingFitsError if none does."""
         if not self.fits:
             raise NothingFitsError(self.sentence())
         return max(trial.size for trial in self.trials if trial.fits)
@@ -170,12 +166,7 @@ def _speed(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Search:
-    """Which sizes are tried: `start` rounded up to a multiple, then twice the last, at most `max_size`. `until_flat`:
-    not beyond a size at which the samples per second have not risen for two doublings.
-
-    Raises:
-        UsageError: an argument out of range.
-    """
+    """Which sizes are tried: `start`, then twice the last up to `max_size`; `until_flat`: while samples/s rise."""
 
     start: int = 8
     multiple_of: int = 1
@@ -193,11 +184,7 @@ class Search:
             )
 
     def next_size(self, trials: Sequence[Trial], limit: int | None) -> int | None:
-        """The size to try after these trials, of which a step may take `limit` bytes; None when the search is over.
-
-        Raises:
-            UsageError: far larger sizes take no more bytes, so the search would never end.
-        """
+        """The size to try after these trials, of which a step may take `limit` bytes; None when the search is over."""
         step = self.multiple_of
         ceiling = math.inf if self.max_size is None else self.max_size // step * step
         if not trials:
@@ -389,13 +376,7 @@ def says_out_of_memory(text: str) -> bool:
 
 
 def spendable_bytes(root: Path = Path("/")) -> int:
-    """Bytes that a process can allocate now without swapping, less 10 % or 512 MiB (the larger) for all but tensors.
-
-    From Linux's `/proc/meminfo` and the limits of the process's control groups. Droppable file pages count as free.
-
-    Raises:
-        UsageError: the system does not report it.
-    """
+    """Bytes that a process can allocate now without swapping, less 10 % or 512 MiB (the larger) for all but tensors."""
     try:
         text = (root / "proc/meminfo").read_text()
         machine = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("MemAvailable:"))

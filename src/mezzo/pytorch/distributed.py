@@ -24,10 +24,7 @@ _Layout = tuple[Any, tuple[int, ...]]
 def agreed(
     found_inf: Tensor | None, sum_of_squares: Tensor, params: Sequence[Tensor]
 ) -> tuple[Tensor | None, Tensor]:
-    """The largest `found_inf` (None: not checked) and the sum of squares over all shards; 0-dim, equal on all ranks.
-
-    `sum_of_squares` is from `own_sum_of_squares`. Every rank calls it with the same parameters in the same order.
-    """
+    """The largest `found_inf` (None: not checked) and the sum of squares over all shards; 0-dim, equal on all ranks."""
     if not is_distributed():
         return found_inf, (sum_of_squares if sum_of_squares.dim() == 0 else sum_of_squares.sum())
     members = _members(params)

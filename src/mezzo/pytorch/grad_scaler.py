@@ -244,9 +244,7 @@ class GradScaler(torch.amp.GradScaler):
         return engine.unscale_(grads, inv_scale, found_inf)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Unscale the optimizer's gradients if needed, clip their total 2-norm, and return it as it was before
-        clipping, 0-dim.
-        """
+        """Unscale the optimizer's gradients if needed, clip their total 2-norm, and return the norm before, 0-dim."""
         if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
         return torch.nn.utils.clip_grad_norm_(list(engine.parameters(optimizer)), max_norm)

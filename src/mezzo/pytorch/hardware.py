@@ -48,10 +48,7 @@ class Gpu:
 
 
 def describe() -> dict[str, Any]:
-    """The hardware and software as plain JSON values, for run records and `mezzo doctor`. Makes no CUDA context.
-
-    ``cores`` are physical, ``usable_cores`` those that this process may use, ``threads`` PyTorch's.
-    """
+    """The hardware and software as plain JSON values, for run records and `mezzo doctor`. Makes no CUDA context."""
     has = capabilities()
     device = gpu()
     capability = None if device is None or device.capability is None else "{}.{}".format(*device.capability)
@@ -69,15 +66,7 @@ def describe() -> dict[str, Any]:
 
 
 def native_formats(device_type: str) -> frozenset[str]:
-    """The 16-bit formats that a device trains in natively and fast: a subset of ``{"bf16", "fp16"}``.
-
-    A CPU has bf16 by `cpu_trains_in_bf16`, and never fp16 (``docs/dev/log.md``). A CUDA device has fp16 from compute
-    capability 7.0 and bf16 from 8.0. An absent or unknown device has none. ``MEZZO_ASSUME_NATIVE`` in the environment
-    overrides this.
-
-    Raises:
-        UnknownNameError: ``MEZZO_ASSUME_NATIVE`` names something other than bf16 and fp16.
-    """
+    """The 16-bit formats in which a device trains natively and fast (a CPU never in fp16: ``docs/dev/log.md``)."""
     assumed = os.environ.get(ASSUME_NATIVE)
     if assumed is not None:
         return _parse(assumed)
@@ -92,10 +81,7 @@ def native_formats(device_type: str) -> frozenset[str]:
 
 
 def has_tf32(device_type: str) -> bool:
-    """Whether a device's matrix units read TF32: CUDA devices from compute capability 8.0.
-
-    False if ``MEZZO_ASSUME_NATIVE`` is set.
-    """
+    """Whether a device's matrix units read TF32: CUDA devices from compute capability 8.0."""
     if os.environ.get(ASSUME_NATIVE) is not None or device_type != "cuda":
         return False
     device = gpu()
@@ -107,10 +93,7 @@ def has_tf32(device_type: str) -> bool:
 
 
 def switch_off_tf32() -> bool:
-    """Compute matmuls, convolutions and RNNs in true FP32, on GPUs and CPUs; whether the script had asked for less.
-
-    On a CPU, `set_float32_matmul_precision("medium")` computes in bf16. cuDNN's convolutions use TF32 by default.
-    """
+    """Compute matmuls, convolutions and RNNs in true FP32, on GPUs and CPUs; whether the script had asked for less."""
     asked = torch.get_float32_matmul_precision() != "highest"
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -186,11 +169,7 @@ def _nvidia_smi() -> str | None:
 
 
 def visible_gpu(listing: str, visible: str | None) -> Gpu | None:
-    """The first GPU of an ``nvidia-smi`` listing that ``CUDA_VISIBLE_DEVICES`` lets a process see, or None.
-
-    Lines are ``index, uuid, compute capability, memory in MiB, name``. As in CUDA, reading ``visible`` (None: unset)
-    stops at the first entry that names no GPU.
-    """
+    """The first listed GPU (index, uuid, compute capability, MiB, name) that ``CUDA_VISIBLE_DEVICES`` shows."""
     rows = [
         [cell.strip() for cell in line.split(",", 4)] for line in listing.splitlines() if line.count(",") >= 4
     ]

@@ -53,10 +53,7 @@ class LossScaler:
         self.scale, self._state = moved(self.pure, self.scale, self._state, found_inf)
 
     def check(self, skipped: Tensor | bool = True) -> None:
-        """Raise LossScaleCollapseError if `patience` steps in a row were skipped where the scale can't fall.
-
-        Looks at once where the host knows of a skip, else every `patience` calls.
-        """
+        """Raise LossScaleCollapseError if `patience` steps in a row were skipped where the scale can't fall."""
         self._unchecked += 1
         if skipped is True or self._unchecked >= self.pure.patience:
             self._unchecked = 0
@@ -145,10 +142,7 @@ def is_scaler_state(state: dict[str, Any]) -> bool:
 
 
 def from_scaler_state(state: dict[str, Any], current: DynamicLossScale) -> DynamicLossScale:
-    """The loss scale in a state of ours or of torch's; what the state does not have stays as in `current`.
-
-    A scale outside the bounds is clamped to them, with a warning. A scale that had collapsed starts again.
-    """
+    """The loss scale in a state of ours or of torch's; what the state does not have stays as in `current`."""
     if not is_scaler_state(state):
         found = ", ".join(map(str, state)) or "nothing"
         raise UsageError(

@@ -1,10 +1,8 @@
 """Peak memory of training steps: from the allocator on a GPU; on a CPU, the tensor bytes alive at the peak.
 
-On a CPU a dispatch mode counts each storage once, from the op that makes it until C++ frees it: parameters, gradients,
-optimizer state and what autograd saved for backward. A kernel's scratch space inside one op is not seen.
-
-Code made by `torch.compile` does not pass through the dispatcher. Once a graph has been compiled, the CPU allocator's
-events are read through the profiler instead, which sees scratch space too. The record's `how` tells which was used.
+On a CPU a dispatch mode counts each storage once, from the op that makes it until C++ frees it, without the scratch
+space inside one op. Code of `torch.compile` does not pass through the dispatcher: once a graph has been compiled, the
+CPU allocator's events are read through the profiler instead, which sees scratch space too (the record's `how`).
 """
 
 from __future__ import annotations
@@ -26,18 +24,7 @@ from mezzo.core.records import MemoryRecord
 class PeakTensorBytes:
     """The most bytes that tensors of a ``"cpu"`` or ``"cuda"`` device occupied at once between `start` and `stop`.
 
-    On a CPU this equals::
-
-        max(sum(s.nbytes() for s in {t.untyped_storage() for t in every tensor alive}) at each op)
-
-    On CUDA it is `torch.cuda.max_memory_allocated` after `reset_peak_memory_stats`, on the current device.
-
-    Counting costs a few microseconds per op and a scan of Python's objects at `start`: never time such a step. Tensors
-    that are alive before `start` are counted if Python knows them, or as soon as an op reads them; so start before a
-    forward pass.
-
-    Raises:
-        RuntimeError: started twice, or stopped without a start.
+    Counting costs a few microseconds per op and a scan of Python's objects at `start`: never time such a step.
 
     >>> peak = PeakTensorBytes("cpu")
     >>> peak.start()
@@ -192,9 +179,7 @@ class _AllocatorCounter:
     def stop(self) -> int:
         self._watched.clear()
         total = peak = self._before
-        freed = (
-            0  # bytes of a marked storage, until the next event shows whether the allocator reported it too
-        )
+        freed = 0  # bytes of a marked storage, until an event shows whether the allocator reported it too
         for event in (e for thread in torch._C._autograd._disable_profiler_legacy() for e in thread):
             if str(event.kind()) == "memory_alloc":
                 change = int(event.cpu_memory_usage())

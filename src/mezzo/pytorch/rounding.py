@@ -19,10 +19,7 @@ _TO_FP64 = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torc
 
 
 def round_array(x: torch.Tensor, form: Format, overflow: str) -> torch.Tensor:
-    """`mezzo.formats.round` for a tensor of any shape; under autograd the gradient passes unchanged, as for a cast.
-
-    Raises UsageError for a dtype that neither float32 nor float64 holds exactly, or a tensor that is not strided.
-    """
+    """`mezzo.formats.round` for a tensor of any shape; under autograd the gradient passes unchanged, as for a cast."""
     if x.layout is not torch.strided:
         raise UsageError(f"cannot round a tensor of layout {x.layout}. Round its values: x.values().")
     if x.dtype in _TO_FP32:

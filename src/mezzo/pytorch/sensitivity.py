@@ -25,7 +25,7 @@ from mezzo.core.formats import Format, named
 from mezzo.core.records import ModuleRounding, Record, SensitivityRecord
 from mezzo.pytorch.emulation import Rounding, floats, is_finite
 from mezzo.pytorch.monitor.module_paths import unwrapped
-from mezzo.pytorch.monitor.observer import StepObserver
+from mezzo.pytorch.monitor.observer import Scale, StepObserver
 from mezzo.pytorch.monitor.replay import ModuleState, SideEffects, devices_of, nothing_left
 from mezzo.pytorch.snapshot import RandomState
 
@@ -39,10 +39,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a module, to be run again.
-
-    `low`: whether each input tensor would be in the format. `gradients`: of the loss, at each floating output.
-    """
+    """One call of a module, to be run again; `low`: which input tensors would be in the format."""
 
     path: str
     module: nn.Module
@@ -71,11 +68,7 @@ class _Call:
 
 
 class Sensitivities(StepObserver):
-    """A `StepObserver` that measures the sensitivity of a model's modules every `every` updates, `STEPS` times.
-
-    Before the weights change, the step's first call of the model is run again, which gives the inputs of every module
-    and the gradients at its outputs; then each module that computes runs on them in FP32 and in each format.
-    """
+    """A `StepObserver` that measures the sensitivity of a model's modules every `every` updates, `STEPS` times."""
 
     def __init__(self, formats: Sequence[str | Format] = RANKED, *, every: int = 1) -> None:
         self._formats, self._every = [named(one) for one in formats], max(1, every)
@@ -115,12 +108,12 @@ class Sensitivities(StepObserver):
         if self._outer is not None and unwrapped(model) is self._model and not self._outer.gradients:
             self._outer.returned(output)
 
-    def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
+    def backward_begins(self, loss: Tensor, scale: Scale) -> None:
         """Add up the step's losses."""
         if self._outer is not None:
             self._loss += float(loss.detach().sum()) * float(scale)
 
-    def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
+    def update_begins(self, optimizer: Optimizer, scale: Scale) -> None:
         """Measure, before the weights change."""
         if self._outer is not None and self._is_ours(optimizer):
             self._measure(self._outer)
@@ -258,11 +251,7 @@ class Sensitivities(StepObserver):
 
     @torch.no_grad()
     def _run(self, call: _Call, form: Format, *, rounds: bool) -> tuple[list[Tensor], str]:
-        """The floating outputs of a call, and the operation that first passed the format's range.
-
-        The call's inputs and the results of inner modules are rounded in any case, the module's own operations if
-        `rounds`: so the rounding of a number is counted in the module that computes it.
-        """
+        """The floating outputs of a call, and the operation that first passed the range; `rounds` its own too."""
         mode = Rounding(form, rounds=rounds)
         low = iter(call.low)
 

@@ -236,10 +236,7 @@ class _Group(NamedTuple):
 
 
 class BufferSnapshot:
-    """Buffers at one moment: all of one dtype and device in one flat tensor, so that a copy costs few launches.
-
-    `single` are copied one by one: those to be compared, and those that can't be part of a flat tensor.
-    """
+    """Buffers at one moment: all of one dtype and device in one flat tensor, so that a copy costs few launches."""
 
     def __init__(self, slots: Iterable[BufferSlot], single: Iterable[BufferSlot] = ()) -> None:
         self.serial = next(_SERIALS)
@@ -340,10 +337,7 @@ def _parts(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class RandomState:
-    """Which random numbers come next: PyTorch's on the CPU and on devices, `random`'s and NumPy's.
-
-    As NumPy arrays: a tensor would be counted among those that a step keeps.
-    """
+    """Which random numbers come next: PyTorch's on the CPU and on devices, `random`'s and NumPy's."""
 
     cpu: npt.NDArray[np.uint8]
     devices: tuple[tuple[torch.device, npt.NDArray[np.uint8]], ...]

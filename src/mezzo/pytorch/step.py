@@ -97,10 +97,7 @@ def step_fused(
 def decide(
     sums: Tensor, multiplier: Tensor | None, clip_norm: float | None, params: list[Tensor], *, looks: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """found_inf (None unless `looks`), the multiplier that also clips, and the norm; all ranks get the same.
-
-    `sums` are FP64 sums of squares of the gradients before `multiplier`: 0-dim, or one for each of `params`.
-    """
+    """found_inf (None unless `looks`), the multiplier that also clips, and the norm; all ranks get the same."""
     found = 1.0 - sums.isfinite().all().float() if looks else None
     found, total = distributed.agreed(found, sums, params)
     norm = total.sqrt()
@@ -116,10 +113,7 @@ def decide(
 def take(
     optimizer: Optimizer, found_inf: Tensor | None, *, host_must_know: bool = False, **kwargs: Any
 ) -> Tensor | bool:
-    """Call `optimizer.step(**kwargs)` unless `found_inf` (0-dim FP32; None steps), and return whether it was skipped.
-
-    The device decides only where the host need not know, reading is not free, and the optimizer can skip by itself.
-    """
+    """Call `optimizer.step(**kwargs)` unless `found_inf` (0-dim FP32; None steps); return whether it was skipped."""
     if found_inf is None:
         optimizer.step(**kwargs)
         return False
@@ -160,10 +154,7 @@ def can_skip_on_device(optimizer: Optimizer) -> bool:
 def step_on_device(
     optimizer: Any, found_inf: Tensor, *args: Any, grad_scale: Tensor | None = None, **kwargs: Any
 ) -> Any:
-    """Call `optimizer.step`, which does nothing where `found_inf` (0-dim FP32) is not 0, as PyTorch's protocol says.
-
-    `grad_scale` is what gradients are still multiplied with; one that the user set on the optimizer is multiplied in.
-    """
+    """Call `optimizer.step`, which does nothing where `found_inf` (0-dim FP32) is not 0, as PyTorch's protocol says."""
     own = getattr(optimizer, "grad_scale", None)
     if own is not None:
         grad_scale = own if grad_scale is None else grad_scale * own
@@ -230,10 +221,7 @@ def check_finite(optimizer: Optimizer) -> bool:
 def unscale_(
     grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor | None = None
 ) -> dict[torch.device, Tensor]:
-    """Multiply gradients in place by `inv_scale`, and check them; no wait.
-
-    Returns device -> 0-dim FP32, 1.0 where a gradient was not finite. `found_inf` (0.0) is written to on its device.
-    """
+    """Multiply gradients in place by `inv_scale`; returns device -> 0-dim FP32, 1.0 where a gradient was not finite."""
     grouped: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         grouped.setdefault((grad.device, grad.dtype), []).append(grad)
@@ -258,10 +246,7 @@ def combined(found: Iterable[Tensor], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def clip_(grads: list[Tensor], clip_value: float | None, clip_norm: float | None) -> Tensor | None:
-    """Clip unscaled gradients in place and return their total 2-norm before, 0-dim, if `clip_norm` is given.
-
-    Value first, then norm: scaling down can't push an element past the value bound again.
-    """
+    """Clip unscaled gradients in place and return their total 2-norm before, 0-dim, if `clip_norm` is given."""
     total = None if clip_norm is None else torch.nn.utils.get_total_norm(grads)
     if clip_value is not None:
         torch._foreach_clamp_min_(grads, -clip_value)
@@ -297,15 +282,8 @@ def step_with_closure(
 ) -> tuple[Any, bool]:
     """A step whose closure runs again at a smaller scale until its gradients are finite; else the step is undone.
 
-    Returns what `step` returned and False, or the last loss and True if it was skipped. LBFGS evaluates its closure
-    many times in one step and changes the parameters in between (`copies`).
-
-    Args:
-        optimizer: whose step it is.
-        step: calls the optimizer's step with a closure.
-        evaluate: runs the user's closure and unscales; returns its loss, and whether all gradients are finite.
-        back_off: lowers the scale after an overflow; False if it is at its floor.
-        copies: whether to copy parameters and state, to undo the step.
+    Returns what `step` returned and False, or the last loss and True if it was skipped. `evaluate` runs the user's
+    closure and tells whether all gradients are finite; `back_off` is False at the scale's floor.
     """
     before: OptimizerSnapshot | None = None
     loss: Any = None

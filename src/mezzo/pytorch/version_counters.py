@@ -10,9 +10,6 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
 def keeping_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Writes inside raise no version counter of these tensors, so graphs that saved one still run backward.
-
-    BatchNorm saves its running statistics, but its backward uses them only in evaluation mode.
-    """
+    """Writes inside raise no version counter of these tensors, so graphs that saved one still run backward."""
     counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
     return _unsafe_preserve_version_counter(counted)

@@ -69,13 +69,7 @@ class LossScaleOptimizer(_Scaled, Parent):
     def apply_gradients(
         self, grads_and_vars: Any, skip_gradients_aggregation: bool = False, **kwargs: Any
     ) -> Any:
-        """Apply unscaled gradients, or skip the step; `iterations` counts the steps that were not skipped.
-
-        Raises:
-            CallOrderError: the loss was never scaled, or the gradients never unscaled.
-            UsageError: no variable has a gradient, or it was called in a cross-replica context.
-            LossScaleCollapseError: eagerly, if the patience ran out.
-        """
+        """Apply unscaled gradients, or skip the step; `iterations` counts the steps that were not skipped."""
         self._scaled.require_scaled()
         pairs = list(grads_and_vars)
         with tf.init_scope():

@@ -24,11 +24,7 @@ class GraphRewriteOptimizer(LossScaleOptimizer):
         return f"GraphRewriteOptimizer({inner}, loss_scale={print_loss_scale(self._loss_scale)}{rewrite})"
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """As the parent's.
-
-        Raises:
-            UsageError: the rewrite is on, and XLA compiles the function, or Keras's global policy is mixed precision.
-        """
+        """As the parent's; raises UsageError under XLA, or with a mixed policy of Keras's."""
         refuse_xla()
         if SWITCH.is_on:
             refuse_policy("the optimizer of the graph rewrite")

@@ -1,8 +1,4 @@
-"""A loss scale in `tf.Variable`s: in an eager program, in a `tf.function`, and once for each graph of TF1.
-
-The transition is the loss scale's `advance`. A step applies the gradients or skips, advances the scale, and raises
-when the patience has run out.
-"""
+"""A loss scale in `tf.Variable`s: in an eager program, in a `tf.function`, and once for each graph of TF1."""
 
 from __future__ import annotations
 
@@ -14,13 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import (
-    LossScale,
-    NoLossScale,
-    ScaleArrays,
-    check,
-    on_host,
-)
+from mezzo.core.loss_scale import LossScale, NoLossScale, ScaleArrays, check, on_host
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.tensorflow.switch import in_xla, refuse_xla
 
@@ -39,10 +29,7 @@ _TYPES = {"good_steps": tf.int64, "skipped_steps": tf.int64, "last_step_skipped"
 
 
 class LossScaleVariables(tf.__internal__.tracking.Trackable):
-    """The state of a loss scale, saved with the object that tracks this one, and the steps of an optimizer with it.
-
-    There is one set of variables per graph of TF1, and one for eager programs and their `tf.function`s.
-    """
+    """The state of a loss scale, one set of variables for each graph of TF1 and one for eager programs."""
 
     def __init__(self, pure: LossScale) -> None:
         self.pure = pure
@@ -134,10 +121,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         )
 
     def step(self, grads_and_vars: Sequence[tuple[Any, Any]], apply: Callable[[Any], Any]) -> Any:
-        """Apply unscaled gradients, or skip the step if any of them is not finite on any replica.
-
-        Raises LossScaleCollapseError if the patience ran out, in a graph `InvalidArgumentError` (XLA drops it).
-        """
+        """Apply unscaled gradients, or skip the step; raises LossScaleCollapseError, or its like in a graph."""
         if tf.distribute.in_cross_replica_context():
             raise UsageError(
                 "apply_gradients was called in a cross-replica context. Call it in the function that "

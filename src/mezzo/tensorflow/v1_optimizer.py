@@ -49,14 +49,7 @@ class LossScaleOptimizer(
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None, **kwargs: Any
     ) -> Any:
-        """Apply unscaled gradients, as `compute_gradients` returns them, or skip the step.
-
-        Raises:
-            CallOrderError: the loss was never scaled, or the gradients never unscaled.
-            UsageError: no variable has a gradient, it was called in a cross-replica context, or the variables are
-                of a kind that cannot be updated inside a branch.
-            LossScaleCollapseError: eagerly, if the patience ran out.
-        """
+        """Apply unscaled gradients, as `compute_gradients` returns them, or skip the step."""
         self._scaled.require_scaled()
         pairs = list(grads_and_vars)
         _refuse_references([variable for _, variable in pairs])

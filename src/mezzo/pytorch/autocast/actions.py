@@ -89,10 +89,7 @@ def _custom_kernel(op_plan: OpPlan, overload: Overload, device_type: str, policy
 
 
 def for_other_layouts(op_plan: OpPlan, name: str, device_type: str) -> Action | None:
-    """The action of one overload where an input is sparse, nested, negated or oneDNN's; None: as with dense ones.
-
-    PyTorch has few 16-bit kernels for such tensors, and not all can be cast, so 16-bit inputs are widened.
-    """
+    """The action of one overload where an input is sparse, nested, negated or oneDNN's; None: as with dense ones."""
     overload = overload_named(name)
     if op_plan.how == "banned":
         return None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from mezzo.core.errors import UsageError, checks_keywords, nearest
+from mezzo.core.errors import UsageError, checks_keywords, did_you_mean
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.autocast import active_policy, compiling, patches
@@ -252,11 +252,10 @@ def default_device_type() -> str:
 
 def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
     if device_type not in AUTOCAST_KEYS:
-        known, near = (
+        known, fix = (
             ", ".join(AUTOCAST_KEYS),
-            _DEVICES.get(device_type) or nearest(str(device_type), AUTOCAST_KEYS),
+            did_you_mean(_DEVICES.get(device_type, device_type), AUTOCAST_KEYS),
         )
-        fix = f" Did you mean {near!r}?" if near else ""
         raise UsageError(f"mezzo.autocast: unknown device type {device_type!r}. Use one of {known}.{fix}")
     if device_type in active_policy.label_devices():
         here = default_device_type()

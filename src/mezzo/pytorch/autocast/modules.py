@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.core.errors import UnknownNameError
+from mezzo.core.errors import UnknownNameError, did_you_mean
 from mezzo.core.policy import Policy
 from mezzo.core.policy_text import is_pattern, matches
 from mezzo.pytorch.autocast import active_policy
@@ -52,14 +51,7 @@ class ModuleOverrides:
 def apply_module_overrides(
     model: nn.Module, policy: Policy, device_type: str | None = None
 ) -> ModuleOverrides:
-    """Inside the policy's contexts, run each module that one of its patterns matches in that pattern's format.
-
-    An ``fp32`` module, which needs FP32 parameters, gets its 16-bit arguments in FP32. A 16-bit module where the policy
-    around it computes in FP32 returns FP32. Ops that use a submodule's weights without calling it are not reached.
-
-    Raises:
-        UnknownNameError: a pattern matches no module; the message names the nearest. Nothing was changed.
-    """
+    """Inside the policy's contexts, run each module that one of its patterns matches in that pattern's format."""
     paths = [path for path, _ in model.named_modules()]
     for pattern, _ in policy.modules:
         if not any(matches(pattern, path) for path in paths):
@@ -116,10 +108,7 @@ _is_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def to_fp32(value: Any) -> Any:
-    """`value` with each bf16 or fp16 tensor in it replaced by `tensor.float()`; the value itself if there is none.
-
-    Looks into dicts, lists, tuples, dataclasses, `types.SimpleNamespace` and `torch.distributions`, which are copied.
-    """
+    """`value` with each bf16 or fp16 tensor in it replaced by `tensor.float()`; the value itself if there is none."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in _HALVES else value
     if isinstance(value, tuple):
@@ -157,17 +146,15 @@ def fitting(policy: Policy, model: torch.nn.Module) -> Policy:
 def no_such_module(pattern: str, paths: Iterable[str], of: str = "the model") -> UnknownNameError:
     """The error for a pattern that matches none of the paths of all modules of `of`."""
     named = [path for path in paths if path]
-    near = difflib.get_close_matches(pattern.replace("*", "0"), named, n=1, cutoff=0.0)
-    fix = f" Did you mean {near[0]!r}?" if near else " It has no submodules."
-    paths_of = "Use a path of model.named_modules(), such as head or blocks.*.norm."
-    return UnknownNameError(f"policy: module pattern {pattern!r} matches no module of {of}. {paths_of}{fix}")
+    own = ", ".join([*named[:8], *["..."] * (len(named) > 8)]) or "none"
+    fix = did_you_mean(pattern.replace("*", "0"), named)
+    return UnknownNameError(
+        f"policy: module pattern {pattern!r} matches no module of {of}. Its modules: {own}.{fix}"
+    )
 
 
 def heads_of(model: nn.Module) -> tuple[str, ...]:
-    """The paths of a model's last `nn.Linear` in the order of definition, and of those with tied embeddings.
-
-    A model that is a single linear layer has none, and an `nn.MultiheadAttention` does not call its projection.
-    """
+    """The paths of a model's last `nn.Linear` in the order of definition, and of those with tied embeddings."""
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = list(_linear_layers(model))
     tied = [path for path, layer in layers if id(layer.weight) in embedded]

@@ -24,11 +24,8 @@ from mezzo.pytorch.hardware import leaves_autocast_off
 __all__ = ["hold", "release", "resume", "suspend"]
 
 _open: list[None] = []  # an entry for each outermost context; `append` and `pop` are atomic
-_clear, _is_enabled, _DEVICE = (
-    torch.clear_autocast_cache,
-    torch.is_autocast_enabled,
-    active_policy.LABEL_DEVICE,
-)
+_clear, _is_enabled = torch.clear_autocast_cache, torch.is_autocast_enabled
+_DEVICE = active_policy.LABEL_DEVICE
 _CORE, _CHECKPOINT = vars(torch._C), vars(torch_checkpoint)
 
 
@@ -165,10 +162,7 @@ _ours: tuple[Any, ...] = tuple(wrap(found) for wrap, found in zip(_WRAPPERS, _th
 
 
 def _under_this_label(function: Any) -> Any:
-    """The function, each call of which runs under the present label.
-
-    Emulated TF32 is refused: `torch.utils.checkpoint` recomputes inside `torch.autocast` objects, which have no FP32.
-    """
+    """The function, each call of which runs under the present label."""
     code = active_policy.label()
     for device_type, policy in active_policy.binding_of(code):
         if policy.compute == "tf32" and not leaves_autocast_off(policy, device_type):

@@ -250,11 +250,7 @@ def has_kernel(op: str, device_type: str) -> bool:
 
 @functools.cache
 def own_table(device_type: str) -> Mapping[str, Rule]:
-    """What PyTorch's own autocast does with each overload that it has a kernel for, before any registration.
-
-    It follows `RULES`, but computes in FP32 where a row says `internal_fp32`, and on GPUs promotes `grid_sampler`.
-    `tests/test_dispatch.py` compares this with what a plain `torch.autocast` returns.
-    """
+    """What PyTorch's own autocast does with each overload that it has a kernel for, before any registration."""
 
     def theirs(op: str) -> Rule:
         if op == "grid_sampler" and device_type != "cpu":

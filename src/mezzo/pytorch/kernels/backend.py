@@ -27,11 +27,7 @@ _COMPILED = {"cpu": ("numba", "pip install numba"), "cuda": ("triton", "pip inst
 
 
 def implementation(device_type: str) -> str:
-    """``"triton"``, ``"numba"`` or ``"reference"``, for a device type such as ``"cpu"`` or ``"cuda"``.
-
-    Where the compiler is missing (one warning per process) and on other devices, it is the reference.
-    ``MEZZO_KERNELS`` overrides the choice. This function imports no compiler.
-    """
+    """``"triton"`` or ``"numba"``; ``"reference"`` without the compiler (one warning per process) and elsewhere."""
     forced = os.environ.get(KERNELS)
     if forced:
         if forced not in _FILES:

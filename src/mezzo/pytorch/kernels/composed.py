@@ -45,10 +45,7 @@ def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor
 
 
 def keeping_short_indices(op: str, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """PyTorch's max-pooling op `call` that keeps its indices for backward in 16 or 32 bits, not in 64.
-
-    int16 holds the place of a maximum in planes of up to 2^15 elements (181 x 181), int32 in all that fit memory.
-    """
+    """PyTorch's max-pooling op `call` that keeps its indices for backward in 16 or 32 bits, not in 64."""
     spatial = _SPATIAL[op]
 
     def pooled(x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:

@@ -45,10 +45,7 @@ def embedding_bag(
     per_sample_weights: Tensor | None = None,
     *rest: Any,
 ) -> Any:
-    """``aten.embedding_bag(weight.float(), indices, ...)`` with its output in the format of `weight`.
-
-    The op sees a small FP32 table of the distinct rows, and the places of `indices` in it.
-    """
+    """``aten.embedding_bag(weight.float(), indices, ...)`` with its output in the format of `weight`."""
     dtype, samples = weight.dtype, per_sample_weights
     if samples is not None and samples.dtype is not dtype:
         dtype = torch.promote_types(samples.dtype, dtype)

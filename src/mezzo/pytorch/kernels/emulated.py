@@ -47,12 +47,7 @@ _nesting = _Nesting()
 def emulated(
     op: Callable[..., Any], compute: torch.dtype, keep_rank: int | None = None
 ) -> Callable[..., Any]:
-    """The op in `compute`, `torch.float16` or `torch.bfloat16`, with FP32 arithmetic.
-
-    Naive code: ``op(*[x.to(compute).float() for x in inputs]).to(compute)``, for floating tensors, in lists too.
-    Rounding is to nearest even, beyond the largest value to infinity. A call within such a call (``torch.func``
-    dispatches the op again) is the op itself.
-    """
+    """The op in `compute` with FP32 arithmetic: ``op(*[x.to(compute).float() for x in inputs]).to(compute)``."""
     fast: Callable[..., Any] = getattr(op, "_op", op)
 
     def run(*args: Any, **kwargs: Any) -> Any:

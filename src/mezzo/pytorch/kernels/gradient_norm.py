@@ -16,10 +16,7 @@ BLOCK = 1 << 14
 
 
 def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
-    """The FP64 sum of squares of all gradients of one device, without a host sync; in a fixed order on a CPU.
-
-    NaN or infinite if and only if some element is: the square of a finite FP32 fits FP64. 0 without gradients.
-    """
+    """The FP64 sum of squares of one device's gradients: NaN or infinite if and only if some element is."""
     if not grads:
         return torch.zeros((), dtype=torch.float64)
     devices = {grad.device for grad in grads}

@@ -72,9 +72,7 @@ _keep_alive: list[Any] = []
 
 
 def kernel(template: ModuleType, bindings: Mapping[str, str], main: str = "main") -> Kernel:
-    """A template's function ``main(job)`` with other values of bound names; KernelError if Numba can't
-    compile it.
-    """
+    """A template's function ``main(job)`` with other values of bound names; KernelError if it can't be compiled."""
     key = (template.__name__, main, tuple(sorted(bindings.items())))
     found = _kernels.get(key)
     if found is None:

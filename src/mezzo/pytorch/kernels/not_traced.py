@@ -15,10 +15,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def not_traced(function: _Function) -> _Function:
-    """`function` itself; Dynamo skips its frames and those that begin while one runs.
-
-    Does to the code object, once, what `torch.compiler.disable` does at each call, and imports no compiler.
-    """
+    """`function` itself; Dynamo skips its frames and those that begin while one runs."""
     pieces: Any = eval_frame
     skip = pieces._FrameAction.SKIP
     code = function.__code__

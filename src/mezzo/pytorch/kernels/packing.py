@@ -147,9 +147,7 @@ class _Kept:
 
 
 class Reuse:
-    """The FP32 form of an input that a call saved many times: made at the first use in backward, dropped after the
-    last.
-    """
+    """The FP32 form of an input that a call saved many times, from the first use in backward to the last."""
 
     __slots__ = ("again", "left", "saved", "wide")
 

@@ -13,10 +13,7 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor  # torch.autograd.grad
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether all are plain tensors, or None, outside `torch.func`, forward-mode differentiation and compilers.
-
-    Everything else (DTensor, FakeTensor, wrappers of batches, graphs being traced) needs PyTorch operations.
-    """
+    """Whether all are plain tensors, or None, outside `torch.func`, forward-mode differentiation and compilers."""
     return (
         not torch.compiler.is_compiling()  # first: Dynamo reads no further
         and torch._C._functorch.peek_interpreter_stack() is None

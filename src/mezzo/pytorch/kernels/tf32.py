@@ -23,10 +23,7 @@ _CUT = 13  # bits of FP32's mantissa that TF32 lacks
 
 
 def round_tf32(x: Tensor) -> Tensor:
-    """FP32, bf16 or fp16 values as new FP32 ones with 10 bits of mantissa, as ``mezzo.formats.round(x, "tf32")``.
-
-    The gradient passes unchanged.
-    """
+    """FP32, bf16 or fp16 values as new FP32 ones with 10 bits of mantissa, as ``mezzo.formats.round(x, "tf32")``."""
     if x.dtype in (torch.bfloat16, torch.float16):
         return x.to(torch.float32)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -88,11 +85,7 @@ class _InTF32(Rounded):
 
 
 def product(op: Any) -> Callable[..., Any]:
-    """The op on TF32 factors; addends (a bias, a mask, a recurrent layer's first state) keep their 24 bits.
-
-    The incoming gradient is rounded before it is multiplied. Inside one kernel (a recurrent layer's steps, attention's
-    second product) intermediate factors stay FP32.
-    """
+    """The op on TF32 factors; addends (a bias, a mask, a recurrent layer's first state) keep their 24 bits."""
     names = [argument.name for argument in op._schema.arguments]
     addends = {"bias", "b_ih", "b_hh", "hx", "attn_mask"}
     if op._schema.name.removeprefix("aten::").removeprefix("_").startswith(("add", "badd")):

@@ -1,7 +1,4 @@
-"""BackwardTrace: where the gradients of a backward pass cease to be finite, by hooks on the nodes of the graph.
-
-In a replay these are all nodes of a call; in a step those outside of the calls (losses, penalties), which are few.
-"""
+"""BackwardTrace: where the gradients of a backward pass cease to be finite, by hooks on the nodes of the graph."""
 
 from __future__ import annotations
 
@@ -44,9 +41,7 @@ def report_at(
 
 
 class BackwardTrace:
-    """Watches nodes of one backward pass; `found` is the first that made a gradient that is not finite of finite ones.
-    `place` gives a node's operation. `whole`: these are all nodes that run, so that a gradient hook can be recognised.
-    """
+    """Watches nodes of one backward pass (`whole`: all) for the first to make a gradient that is not finite."""
 
     def __init__(
         self,
@@ -172,9 +167,7 @@ def _is_finite_without(scale: float, node: Any, coming: Gradients) -> bool:
 
 
 def replay_backward(trace: ForwardTrace, pairs: Sequence[tuple[Tensor, Tensor]]) -> OverflowReport | None:
-    """The first operation that makes a gradient that is not finite, in backward from a traced call's outputs, each with
-    its finite gradient; None if those of all leaves are finite. `.grad` does not change.
-    """
+    """The first operation of a traced call's backward that makes a gradient not finite, or None; keeps `.grad`."""
     outputs, grads = [output for output, _ in pairs], [grad for _, grad in pairs]
     starts = [output.grad_fn for output in outputs]
     watch = BackwardTrace(trace.operations, starts, trace.operations.__getitem__)
@@ -196,9 +189,7 @@ def replay_backward(trace: ForwardTrace, pairs: Sequence[tuple[Tensor, Tensor]])
 def watch_loss(
     starts: Sequence[Any], scale: Tensor | float, operations: Mapping[Any, Operation] | None
 ) -> BackwardTrace:
-    """Watch one backward from the loss's node, and those that led into later calls. Nodes that were traced forward, in
-    `operations`, are watched within calls too.
-    """
+    """Watch one backward from the loss's node, within calls too for nodes in `operations`."""
     live = operations is not None
     seen = operations or {}
     return BackwardTrace(

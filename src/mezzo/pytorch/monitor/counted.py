@@ -103,10 +103,9 @@ def _numbers(tensor: Tensor) -> Tensor | None:
 
 
 class WatchedOutputs:
-    """Counts outputs of modules and their gradients, from `call_begins` to `end`; hooks exist only in between.
+    """Counts outputs of modules and their gradients, by hooks that exist only from `call_begins` to `end`.
 
-    A module's call counts within a call of the model. A checkpoint's repetition in backward has been counted, but if it
-    is reentrant it has the only gradient. `distinct`: what several modules return counts for the innermost alone.
+    `distinct`: what several modules return counts for the innermost alone.
     """
 
     def __init__(self, kinds: Collection[str], *, distinct: bool = False) -> None:
@@ -201,9 +200,7 @@ class WatchedOutputs:
 
 
 class WatchedParameters:
-    """Counts weights (or their FP32 masters), gradients and update ratios of one optimizer in one update, which keeps
-    copies of the weights. `names`: id of a parameter -> path of its module, and its name there.
-    """
+    """Counts weights (or their FP32 masters), gradients and update ratios of one optimizer in one update."""
 
     def __init__(
         self, optimizer: Optimizer, names: dict[int, tuple[str, str]], kinds: Collection[str]

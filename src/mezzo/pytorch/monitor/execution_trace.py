@@ -1,8 +1,4 @@
-"""The calls of PyTorch's dispatcher, as a tree with formats, from PyTorch's own execution trace.
-
-Unlike a dispatch mode, the trace has ``linear`` and not only its ``addmm``, the call before and after autocast, and the
-forward op to which a backward call belongs, and it is not a guard of compiled functions.
-"""
+"""The calls of PyTorch's dispatcher, as a tree with formats, from PyTorch's own execution trace."""
 
 from __future__ import annotations
 
@@ -150,9 +146,7 @@ def _roots(trace: dict[str, Any]) -> list[Call]:
 
 
 def _floats(side: dict[str, Any]) -> list[tuple[int, str]]:
-    """The floating tensors among a call's arguments or results. A Python number that became a tensor (FP64, without
-    dimensions) is left out if there are others: it decides no format.
-    """
+    """The floating tensors among a call's arguments or results, without numbers that became FP64 tensors."""
     found: list[tuple[int, str, bool]] = []
     for kind, value, shape in zip(side["types"], side["values"], side["shapes"]):
         names = _TENSOR.findall(kind)

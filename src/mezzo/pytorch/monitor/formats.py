@@ -60,8 +60,7 @@ class _Seen:
 class OpObserver:
     """A context that records what runs inside, in all threads; `table` compares it with the plan of a policy.
 
-    ``linear.backward`` has no plan, since it computes in the formats that forward saved. Calls inside compiled
-    functions make one row. Unless it is the `whole`, ops may run outside of the autocast context (a loss, a metric).
+    Unless it is the `whole`, ops may run outside of the autocast context (a loss, a metric).
     """
 
     def __init__(self, policy: str | Policy, device_type: str = "cpu", *, whole: bool = False) -> None:

@@ -101,9 +101,7 @@ _ASKERS = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 
 
 class ForwardTrace(TorchFunctionMode):
-    """Watches every torch function inside `watching`. The user's lines are looked for inside of the code `stop`;
-    `called` is the line of operations in PyTorch's own modules, `outer` the module of those that no module holds.
-    """
+    """Watches every torch function inside `watching`; `outer` is the module of those that no module holds."""
 
     def __init__(
         self,
@@ -169,9 +167,7 @@ class ForwardTrace(TorchFunctionMode):
 
     @contextmanager
     def _beneath(self) -> Iterator[None]:
-        """Enter this mode beneath all others, where leaving another one does not pop it by mistake; only that of
-        `torch.set_default_device` has to be lower.
-        """
+        """Enter this mode beneath all others, so that leaving another one does not pop it by mistake."""
         above = [_pop_mode() for _ in range(_len_torch_function_stack())]
         # `with torch.device(...)` pushes one as well, without entering it, and takes the uppermost off.
         if above and isinstance(above[-1], DeviceContext) and hasattr(above[-1], "old_device"):

@@ -159,11 +159,8 @@ def remedies_for(
     *,
     combines: bool = True,
 ) -> list[str]:
-    """What to try, each policy `written` as a command or as code. A policy for another model than `model` says so.
-
-    Each policy is tried on the call, without the loss scale, and offered if it helps and none that helps asks for
-    less. Where each alone only moves the overflow, up to three are combined if it `combines`. Without a call none can
-    be tried.
+    """What to try, each policy `written` as a command or as code, if it helps on the call and none that helps asks for
+    less; up to three are combined if it `combines`. A policy for another model than `model` says so.
     """
     used, owner, has_bf16 = None, "", True
     if call is not None:

@@ -68,10 +68,7 @@ def is_opaque(module: nn.Module) -> bool:
 def walk(
     module: nn.Module, path: str = "", visited: set[int] | None = None, *, inside: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with their paths, each once, parents first; a wrapper and what it wraps have the same path.
-
-    `visited` has ids of modules to leave out; `inside`: go into compiled modules too.
-    """
+    """Modules not in `visited` (ids) with their paths, each once, parents first; `inside`: compiled modules too."""
     visited = set() if visited is None else visited
     if id(module) in visited:
         return

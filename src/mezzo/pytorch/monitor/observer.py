@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -10,12 +10,11 @@ from torch.optim import Optimizer
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import Record
 
+Scale: TypeAlias = Tensor | float
+
 
 class StepObserver:
-    """Observes training steps, whose calls come in the order of the methods; this one does nothing.
-
-    An observer must not change what the step computes: no gradient, no buffer, no random number.
-    """
+    """Observes training steps, whose calls come in the order of the methods, and must not change what they compute."""
 
     finding: OverflowReport | None = None
     """Why the update that ended last was skipped; None where it was not, or is not known."""
@@ -26,24 +25,16 @@ class StepObserver:
     def call_ended(self, model: nn.Module, output: Any) -> None:
         """That call has returned; `output` is on the graph."""
 
-    def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
+    def backward_begins(self, loss: Tensor, scale: Scale) -> None:
         """Backward is about to run from an unscaled loss; gradients in its graph will be `scale` times too large."""
 
-    def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
+    def update_begins(self, optimizer: Optimizer, scale: Scale) -> None:
         """An optimizer's step begins: `.grad` is complete, and `scale` times too large."""
 
     def update_ended(
-        self,
-        optimizer: Optimizer,
-        *,
-        index: int,
-        number: int,
-        skipped: Tensor | bool,
-        loss_scale: Tensor | float,
+        self, optimizer: Optimizer, *, index: int, number: int, skipped: Tensor | bool, loss_scale: Scale
     ) -> None:
-        """The step is over, or was `skipped` (a tensor where only the device knows), at its loss scale or 1.0; `index`
-        and `number` are those of the update and of the optimizer in `UpdateRecord`.
-        """
+        """The step is over, or was `skipped` (a tensor where only the device knows); `number` is the optimizer's."""
 
     def step_dropped(self) -> None:
         """Backward raised: the step will not end."""

@@ -26,7 +26,7 @@ from mezzo.pytorch.monitor.backward_trace import BackwardTrace, watch_loss
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace
 from mezzo.pytorch.monitor.investigation import investigate, remedies_for
 from mezzo.pytorch.monitor.module_paths import unwrapped
-from mezzo.pytorch.monitor.observer import StepObserver
+from mezzo.pytorch.monitor.observer import Scale, StepObserver
 from mezzo.pytorch.monitor.operations import facts, finite, in_one_line, users_line
 from mezzo.pytorch.monitor.replay import SavedCall, SideEffects, eager, running_again, within_compiled
 
@@ -55,8 +55,7 @@ def _never_raises(method: _Method) -> _Method:
 class OverflowTracer(StepObserver):
     """A `StepObserver` that looks into skipped steps, also where the host must wait for the device if it `waits`.
 
-    Several know of each other: the loss of one model may come through another's call. There are at most `limit` alarms.
-    Remedies have policies as `written`: as code, or as a command.
+    There are at most `limit` alarms; remedies have policies as `written`: as code, or as a command.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class OverflowTracer(StepObserver):
         self._pruned = 0  # how many calls the last `_prune` left
         self._effects: weakref.WeakKeyDictionary[nn.Module, SideEffects] = weakref.WeakKeyDictionary()
         self._open: SavedCall | None = None
-        self._scales: dict[int, Tensor | float] = {}  # number of a backward of this step -> its scale
+        self._scales: dict[int, Scale] = {}  # number of a backward of this step -> its scale
         self._outside: dict[int, BackwardTrace] = {}
         self._in_loss: OverflowReport | None = None
         self._live: ForwardTrace | None = None
@@ -118,7 +117,7 @@ class OverflowTracer(StepObserver):
                 self.calls.append(call)
 
     @_never_raises
-    def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
+    def backward_begins(self, loss: Tensor, scale: Scale) -> None:
         """Watch what is outside of the calls."""
         if running_again() or self._left <= 0:
             return
@@ -146,13 +145,7 @@ class OverflowTracer(StepObserver):
         )
 
     def update_ended(
-        self,
-        optimizer: Optimizer,
-        *,
-        index: int,
-        number: int,
-        skipped: Tensor | bool,
-        loss_scale: Tensor | float,
+        self, optimizer: Optimizer, *, index: int, number: int, skipped: Tensor | bool, loss_scale: Scale
     ) -> None:
         """Look into it if it was skipped; let go of everything."""
         self.finding = None

@@ -29,7 +29,7 @@ from mezzo.pytorch.monitor.counted import (
     WatchedParameters,
 )
 from mezzo.pytorch.monitor.module_paths import joined, parameter_paths, path_of, paths
-from mezzo.pytorch.monitor.observer import StepObserver
+from mezzo.pytorch.monitor.observer import Scale, StepObserver
 
 DEFAULT_EVERY = 100
 """Updates from one that is watched to the next."""
@@ -47,10 +47,7 @@ _NOT_CALLED = (
 
 
 class RangeWatch(StepObserver):
-    """A `StepObserver` that counts some `kinds` of `WHAT` every `every` updates; without `model`, `optimizer`: of any.
-
-    `all_modules`: also of modules that contain others. `notes` lists what was not counted; `note` is called with each.
-    """
+    """A `StepObserver` that counts some `kinds` of `WHAT` every `every` updates; `notes`: what was not counted."""
 
     def __init__(
         self,
@@ -79,8 +76,8 @@ class RangeWatch(StepObserver):
         self._parameters: WatchedParameters | None = None
         self._releases = False  # the optimizer steps within backward, without `update_begins`
         self._begun = False
-        self._gradient_scale: Tensor | float | None = None  # of the window's activation gradients
-        self._weight_scale: Tensor | float = 1.0
+        self._gradient_scale: Scale | None = None  # of the window's activation gradients
+        self._weight_scale: Scale = 1.0
         self._waiting: deque[_Watched] = deque(maxlen=KEPT)
         self._last: _Watched | None = None
 
@@ -110,7 +107,7 @@ class RangeWatch(StepObserver):
         """What the model itself returned."""
         self._outputs.call_ended(model, output)
 
-    def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
+    def backward_begins(self, loss: Tensor, scale: Scale) -> None:
         """From here gradients count."""
         self._outputs.backward_begins()
         if self._gradient_scale is None:
@@ -119,7 +116,7 @@ class RangeWatch(StepObserver):
         if self._releases and self._parameters is None and optimizer is not None and self._due(optimizer):
             self._watch(optimizer, scale).before_each()
 
-    def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
+    def update_begins(self, optimizer: Optimizer, scale: Scale) -> None:
         """Weights and gradients, before they move."""
         self._outputs.backward = 0
         if self._of_interest(optimizer):
@@ -128,13 +125,7 @@ class RangeWatch(StepObserver):
                 self._watch(optimizer, scale).before()
 
     def update_ended(
-        self,
-        optimizer: Optimizer,
-        *,
-        index: int,
-        number: int,
-        skipped: Tensor | bool,
-        loss_scale: Tensor | float,
+        self, optimizer: Optimizer, *, index: int, number: int, skipped: Tensor | bool, loss_scale: Scale
     ) -> None:
         """The ratios, and with them the record; all hooks go."""
         if not self._of_interest(optimizer):
@@ -193,7 +184,7 @@ class RangeWatch(StepObserver):
             self._models[model] = next(known, new)
         return self._models[model]
 
-    def _watch(self, optimizer: Optimizer, scale: Tensor | float) -> WatchedParameters:
+    def _watch(self, optimizer: Optimizer, scale: Scale) -> WatchedParameters:
         names: dict[int, tuple[str, str]] = {}
         for model, prefix in reversed([*self._models.items()]):
             found = parameter_paths(model)
@@ -214,9 +205,9 @@ class _Watched:
 
     rows: ExponentRows
     ratios: ExponentRows  # count only if the update was not skipped
-    scales: dict[str, Tensor | float]  # kind of gradient -> its loss scale
+    scales: dict[str, Scale]  # kind of gradient -> its loss scale
     record: RangesRecord  # without rows and loss scale until it is read
-    loss_scale: Tensor | float
+    loss_scale: Scale
     skipped: Tensor | bool
     is_read: bool = False
 

@@ -1,8 +1,4 @@
-"""Replay: a saved call of a model, and running it again without side effects.
-
-Kept of a call: its arguments by reference, with their tensors' versions; the random state; what the call changes of its
-model besides the parameters; and the gradients that arrive at its outputs, from which backward is replayed.
-"""
+"""Replay: a saved call of a model, and running it again, with its backward, without side effects."""
 
 from __future__ import annotations
 
@@ -59,9 +55,7 @@ def _same(kept: Any, now: Any) -> bool:
 
 
 class SideEffects:
-    """What a call of a model may change besides its parameters; after `learn`, what one call was seen to change.
-    `statistics`: running statistics too, from which nothing is computed in training.
-    """
+    """What a call of a model may change besides its parameters; after `learn`, what one call was seen to change."""
 
     def __init__(self, model: nn.Module, *, statistics: bool = False) -> None:
         self.modules = list(model.modules())
@@ -128,9 +122,7 @@ def running_again() -> bool:
 
 @contextmanager
 def nothing_left(model: nn.Module) -> Iterator[None]:
-    """Run a model inside; random numbers, buffers with their versions and attributes of modules are put back. Compiled
-    parts run eagerly, reentrant checkpoints as plain calls, and hooks on parameters not at all.
-    """
+    """Run a model inside, compiled parts eagerly; random numbers, buffers and attributes of modules are put back."""
     state = ModuleState(SideEffects(model, statistics=True))
     modules = [(module, dict(module._buffers), dict(module.__dict__)) for module in model.modules()]
     leaves = [(p, p._backward_hooks) for p in model.parameters() if p._backward_hooks]

@@ -1,8 +1,4 @@
-"""Checks of an optimizer's settings, modes, parameters and gradients.
-
-Also of ownership: only one optimizer may hold the master of a 16-bit weight (`claim`), because two would undo each
-other's updates.
-"""
+"""Checks of an optimizer's settings, modes, parameters and gradients, and that no two hold one weight's master."""
 
 from __future__ import annotations
 

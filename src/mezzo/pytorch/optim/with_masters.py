@@ -104,10 +104,7 @@ class WithMasters(Optimizer):
             self.state[param][MASTER] = master
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Run the optimizer's own step on the masters, then update the weights; returns None if the step is skipped.
-
-        `closure` may be called any number of times; at each call the weights are the rounded masters.
-        """
+        """Run the optimizer's own step on the masters, then update the weights; returns None if the step is skipped."""
         self._opt_called = True  # read by schedulers
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None and bool(found_inf):

@@ -36,10 +36,7 @@ leaves_of = not_traced(walks.leaves_of)
 
 
 class FoundInf:
-    """For each leaf of one backward pass, on the leaf's device: whether its gradient was not finite.
-
-    A leaf's hook writes its slot (0-dim FP32, a view of its device's flags), and multiplies by `inverses[device]`.
-    """
+    """For each leaf of one backward pass, its flag (a view of its device's): whether its gradient was not finite."""
 
     def __init__(self, devices: Sequence[torch.device], inv_scale: float) -> None:
         self.spent: set[int] = set()  # ids of the optimizers that have read the flags at a step
@@ -247,10 +244,7 @@ def _run_until_finite(
 
 
 def _inside(session: Session, overflows: Overflows, roots: tuple[Any, ...], run: Callable[[], Any]) -> None:
-    """A backward inside a backward (reentrant checkpointing, reversible networks): its seeds are scaled already.
-
-    Parameters are unscaled here. Other leaves are copies of the outer graph's tensors: their gradients stay scaled.
-    """
+    """A backward inside a backward, whose seeds are scaled already: parameters are unscaled, other leaves not."""
     owned = overflows.owned()
     leaves = [t for t in leaves_of(roots) if isinstance(t, torch.nn.Parameter) or id(t) in owned]
     scale = session.scale.scale
@@ -262,10 +256,7 @@ def _inside(session: Session, overflows: Overflows, roots: tuple[Any, ...], run:
 
 
 class unscaling:  # noqa: N801, a context manager is named like a function
-    """Meanwhile gradients that arrive at these leaves are multiplied by 1/scale, before any other hook.
-
-    With `overflows` their flags are remembered. (A class: Dynamo would trace `contextlib`'s generators.)
-    """
+    """Meanwhile gradients of these leaves are divided by the scale, before any other hook."""
 
     def __init__(self, leaves: Sequence[Tensor], scale: float, overflows: Overflows | None = None) -> None:
         self._leaves, self._scale, self._overflows = leaves, scale, overflows

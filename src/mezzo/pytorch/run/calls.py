@@ -71,10 +71,7 @@ class Preparation:
         self._unmatched: list[str] = []  # patterns that match none of them so far
 
     def prepare(self, module: nn.Module, *, traced: bool = False) -> bool:
-        """Whether this module's call computes by the policy: it has floating parameters, none 16-bit by the script.
-
-        While a compiler traces the call, weights must stay what they are.
-        """
+        """Whether this module's call computes by the policy: it has floating parameters, none 16-bit by the script."""
         known = self.knows(module)
         if known is None:
             known = self._first_call(module)
@@ -297,10 +294,7 @@ _NOT_TRACED = (
 
 
 def hide_from_dynamo(imports: ImportWatch, patches: Patches, original_call: Any) -> None:
-    """Once the script has imported Dynamo, have it skip our files, and trace our `__call__`.
-
-    Dynamo takes a short cut past the `nn.Module.__call__` that it found at its own import: by then, ours.
-    """
+    """Once the script has imported Dynamo, have it skip our files, and trace our `__call__` without its short cut."""
 
     def utils_imported(utils: Any) -> None:
         patches.set(utils, "unpatched_nn_module_call", original_call)

@@ -1,8 +1,4 @@
-"""A script that uses mixed precision itself is left alone. Importing it is not using it.
-
-Noticed at the first use by code that is neither PyTorch's nor Mezzo's. An autocast that is only switched off
-(`enabled=False`, as many libraries do around a sensitive op) is ignored. `Preparation` notices 16-bit parameters.
-"""
+"""A script that uses mixed precision itself, in its own code, is left alone. Importing it is not using it."""
 
 from __future__ import annotations
 

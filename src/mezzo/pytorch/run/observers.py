@@ -84,10 +84,7 @@ def observed_step(session: Session) -> Callable[[bool], None]:
 
 
 class Observers:
-    """The observers of a run. They are made at the first call that they are to see, when the device is known.
-
-    An observer may call the model and run backward itself. `busy` tells the patched functions to ignore that.
-    """
+    """The observers of a run, made at its first call, when the device is known; while `busy`, they run the model."""
 
     def __init__(self, session: Session) -> None:
         request = session.request
@@ -121,11 +118,7 @@ class Observers:
         return _graph_task() == -1  # else a checkpoint's recomputation
 
     def watch_begins(self, model: nn.Module) -> None:
-        """An outermost call is about to begin, before its autocast: the following operations may be watched live.
-
-        They are until the backward, a teacher's call in evaluation mode among them, but not a second one in a row:
-        that is evaluation. Not in a script that has compiled anything: its functions would run uncompiled.
-        """
+        """An outermost call is about to begin, before its autocast: what follows may be watched live."""
         tracer = self._tracer
         if tracer is None or (self._watch is None and not tracer.watches_live):
             return

@@ -33,11 +33,7 @@ Step = Callable[..., Any]
 
 
 class Overflows:
-    """Whether an optimizer must skip: one of its gradients is not finite, or was not when it was computed.
-
-    One check reads `.grad` at the step, the other flags that backward left: `clip_grad_value_` hides an overflow. Flags
-    end when `.grad` is None, and at the first backward after a step.
-    """
+    """Whether an optimizer must skip: one of its gradients is not finite, or was not before the script clipped it."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -282,10 +278,7 @@ class Steps:
             seen = session.observers.drained()
         if session.networks:
             session.networks.step_ended(
-                parameters(optimizer),
-                not moved,
-                self.overflows.owned,
-                alone=len(session.optimizers) == 1,
+                parameters(optimizer), not moved, self.overflows.owned, alone=len(session.optimizers) == 1
             )
         if session.scaling:
             for module in self.traced:

@@ -216,11 +216,7 @@ class Session:
         return _FP32 if self.trial is not None and self.trial.precision == "fp32" else self.policy
 
     def observe(self, *, found_inf: bool, optimizer: int | None = None) -> None:
-        """One step of this optimizer (None: of the last one) is over: the scale for the next.
-
-        All optimizers share one scale; hysteresis and patience are counted for each, or good steps of one would hide
-        that another never moves.
-        """
+        """One step of this optimizer (None: of the last one) is over: the scale for the next, its counts for each."""
         if optimizer is not None and optimizer != self._counting:
             counts = {name: getattr(self.scale, name) for name in _COUNTS if hasattr(self.scale, name)}
             mine = (

@@ -106,9 +106,7 @@ def findings(
     constant: float | None = None,
     written: Callable[[str], str] = training_code,
 ) -> list[str]:
-    """What to fix, of `skipped` steps those that were traced, each place once; `constant`: a static loss scale.
-    `written` makes a command of a policy, for advice that has none yet.
-    """
+    """What to fix, of `skipped` steps those that were traced, each place once; `constant`: a static loss scale."""
     lines: list[str] = []
     alarms = [record for record in records if record.finding.alarms]
     if steps := len(records) - len(alarms):

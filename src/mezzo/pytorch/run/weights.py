@@ -126,10 +126,7 @@ class Storage:
 
 
 def nudge(parameters: Iterable[Tensor]) -> int:
-    """Move each element of each FP32 parameter to the next FP32 number up or down; the number of tensors moved.
-
-    The coins come from a generator of our own with a fixed seed: the script's random streams are untouched.
-    """
+    """Move each element of each FP32 parameter one ulp, by coins of a generator of our own; the number of tensors."""
     generator = torch.Generator("cpu")
     generator.manual_seed(0x6E75646765)
     moved: set[int] = set()

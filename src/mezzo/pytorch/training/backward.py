@@ -157,12 +157,7 @@ class Accumulation:
 
 
 class Gradients:
-    """The gradients of a window, as PyTorch keeps them, or those of 16-bit parameters in FP32.
-
-    Args:
-        fp32: whether the sums are FP32.
-        in_buckets: whether they are kept apart, next to the 16-bit gradients of DistributedDataParallel.
-    """
+    """The gradients of a window, as PyTorch keeps them, or as FP32 sums: in the engine, or apart from DDP's buckets."""
 
     def __init__(self, *, fp32: bool = False, in_buckets: bool = False) -> None:
         self._in_engine, self._apart = fp32 and not in_buckets, fp32 and in_buckets

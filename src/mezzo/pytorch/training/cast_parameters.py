@@ -58,10 +58,7 @@ def chosen(
     device_type: str,
     optimizer: Optimizer,
 ) -> tuple[Policy, str]:
-    """The policy with the storage that was asked for (None: the policy's own), and why `auto` became what it is.
-
-    Raises UsageError or UnsupportedPrecisionError for storage that the precision or the parameters do not support.
-    """
+    """The policy with the storage that was asked for (None: the policy's own), and why `auto` became what it is."""
     why = ""
     if state is not None:
         policy = replace(policy, state=precision_name(state))
@@ -135,10 +132,7 @@ def apply(
     *,
     fused: bool = False,
 ) -> Optimizer:
-    """Store the model's weights as the policy says, and return the optimizer whose `step` updates their masters.
-
-    `others`, parameters of other optimizers, stay as they are. Model and optimizer are as before if it raises.
-    """
+    """Store the model's weights as the policy says, and return the optimizer whose `step` updates their masters."""
     separate = isinstance(optimizer, WithMasters)
     if isinstance(optimizer, FusedOptimizer):
         _check_storage(optimizer, policy)

@@ -69,11 +69,11 @@ def arguments(
     release: bool,
 ) -> None:
     """Raise UsageError for an argument that is out of range, of the wrong kind, or impossible with `release`."""
-    integers = isinstance(accumulate, int) and not isinstance(accumulate, bool)
+    counts = type(accumulate) is int and accumulate >= 1
     rows = (
         ("clip_norm", clip_norm, _is_bound(clip_norm) or clip_norm == math.inf, "a number above 0, or None"),
         ("clip_value", clip_value, _is_bound(clip_value), "a finite number above 0, or None"),
-        ("accumulate", accumulate, integers and accumulate >= 1, "an integer of at least 1"),
+        ("accumulate", accumulate, counts, "an integer of at least 1"),
         ("watch", watch, isinstance(watch, int) and watch >= 0, "True, False, or an interval in updates"),
         ("trace", trace, trace is None or isinstance(trace, bool), "True, False, or None"),
         ("scheduler", scheduler, _has(scheduler, "step"), "an object with step()"),

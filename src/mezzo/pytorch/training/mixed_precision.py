@@ -218,22 +218,24 @@ class MixedPrecision:
                 yield from parameters(mp.optimizer)
 
     def __repr__(self) -> str:
-        journal, scaler, trial = self._journal, self._resolved.active_scaler, self._resolved.trial
-        parts = [str(self.policy) if trial is None else f"auto, now {self.precision}"]
-        scale = None if scaler is None else short(self.loss_scale)
-        shown: dict[str, Any] = {
-            "accumulate": self.accumulate if self.accumulate > 1 else None,
-            "clip_norm": self.clip_norm,
-        }
-        shown |= {"clip_value": self.clip_value, "loss_scale": scale}
-        parts += [f"{name}={value}" for name, value in shown.items() if value is not None]
-        parts += [
+        journal, scaled, several = (
+            self._journal,
+            self._resolved.active_scaler is not None,
+            self.accumulate > 1,
+        )
+        parts = [
+            str(self.policy) if self._resolved.trial is None else f"auto, now {self.precision}",
+            self._stored_as[0] != "fp32" and f"masters={self._stored_as[1]}",
+            several and f"accumulate={self.accumulate}",
+            self.clip_norm is not None and f"clip_norm={self.clip_norm}",
+            self.clip_value is not None and f"clip_value={self.clip_value}",
+            scaled and f"loss_scale={short(self.loss_scale)}",
             f"{journal.updates} update{'s' * (journal.updates != 1)}",
-            *([] if scaler is None else [f"{journal.skipped} skipped"]),
+            scaled and f"{journal.skipped} skipped",
+            self._window.seen > 0 and f"{self._window.seen} of {self.accumulate} losses accumulated",
+            self not in _ALIVE and "closed",
         ]
-        parts += [f"{self._window.seen} of {self.accumulate} losses accumulated"] if self._window.seen else []
-        parts += [] if self in _ALIVE else ["closed"]
-        return f"MixedPrecision({', '.join(parts)})"
+        return f"MixedPrecision({', '.join(part for part in parts if part)})"
 
     @property
     def policy(self) -> Policy:
@@ -334,10 +336,13 @@ class MixedPrecision:
 
         Raises:
             UsageError: a loss that is not a scalar, needs no gradient, or depends on no parameter of this optimizer.
+            CallOrderError: a loss that was given to a step before; after `close`.
             LossScaleCollapseError: `patience` steps in a row were skipped at the smallest loss scale. Raised at once on
                 a CPU and where the host sees the skip, else within `patience` more steps.
         """
         checks.loss(loss)
+        if self not in _ALIVE:
+            raise CallOrderError("step(): this MixedPrecision is closed. Create a new one.")
         window, observing = self._window, self._observing
         scaler = self._resolved.active_scaler
         if window.seen == 0:
@@ -371,10 +376,15 @@ class MixedPrecision:
                     self._gradients.cover(self.optimizer)
                 self._backward(loss, window.seed(loss), self._others(), retain_graph=retain_graph)
                 self._gradients.take(self.optimizer)
-        except BaseException:
+        except BaseException as error:
             # Out of memory halfway: what was accumulated must not reach the next step.
             self._window = Accumulation(self.accumulate)
             self._drop_step()
+            if "backward through the graph a second time" in str(error):
+                raise CallOrderError(
+                    "step(loss): an earlier backward has freed this loss's graph. Give each loss to one step(). If two "
+                    "MixedPrecision share a graph, call mp.step(loss, retain_graph=True) first."
+                ) from error
             raise
         window.seen += 1
         value = window.loss = loss.detach()

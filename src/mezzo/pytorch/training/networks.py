@@ -124,10 +124,7 @@ class MovingBuffers:
 
     @torch.no_grad()
     def restore(self, found_inf: Tensor | bool, *, keep: bool = False) -> None:
-        """End the step: restore the copies where `found_inf` is not 0, and drop them; `keep` leaves the newest.
-
-        The host waits for a 0-dim `found_inf` only where a buffer was replaced or copied by itself.
-        """
+        """End the step: restore the copies where `found_inf` is not 0, and drop them; `keep` leaves the newest."""
         if not self.holds_copies:
             self._look |= found_inf is not False
             return

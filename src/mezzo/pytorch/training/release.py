@@ -56,15 +56,8 @@ class GradientRelease:
     ) -> StepOutcome:
         """Backward of one loss, and the optimizer's step; afterwards no parameter has a gradient.
 
-        Gradients that are there already are part of the sum. Where backward raises, the parameters whose gradients had
-        come are updated; in the first of two passes, none is. Raises UsageError without gradients, and for reentrant
-        checkpoints.
-
-        Args:
-            loss, seed, params: as for `backward_into`.
-            multiplier: 0-dim FP32 that every gradient is multiplied with, 1 / loss scale; None for 1.
-            clip_norm: largest total 2-norm of the multiplied gradients. Two passes.
-            check: change nothing if some gradient is not finite. Two passes; on a CPU one if it isn't.
+        `clip_norm`, and `check` (change nothing if a gradient is not finite), take two passes. Where backward raises,
+        the parameters whose gradients had come are updated; in the first of two passes, none is.
         """
         if self._reentrant is None:
             self._reentrant = has_reentrant_checkpoint(loss)

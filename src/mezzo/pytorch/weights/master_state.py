@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import UsageError, did_you_mean
 from mezzo.pytorch.weights.stored_parameters import LOWERED, keep_master, overflows, peek_master
 
 
@@ -145,8 +144,7 @@ def _check(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         )
     for name, value in state.items():
         if name not in own:
-            near = difflib.get_close_matches(name, own, n=1, cutoff=0.4)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, own)
             raise UsageError(f"load_master_state_dict: the model has no {name!r}.{hint} Nothing was changed.")
         mine = own[name]
         if not isinstance(mine, Tensor):

@@ -6,7 +6,6 @@ objects stay the same, because optimizers, hooks and tied weights refer to them.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
+from mezzo.core.errors import UnknownNameError, UsageError, did_you_mean, unknown_name
 from mezzo.core.masters import bytes_per_parameter
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
@@ -100,10 +99,7 @@ def lower_weights(
 
 
 def take_master(param: Tensor) -> Tensor | None:
-    """The FP32 value kept for a 16-bit parameter, which is then no longer kept; None if there is none.
-
-    If the weight was edited, the value is within one ulp of it.
-    """
+    """The FP32 value kept for a 16-bit parameter, which is then no longer kept; None if there is none."""
     master = peek_master(param)
     _kept.pop(param, None)
     return master
@@ -175,10 +171,7 @@ def _staying(owned: list[_Owned], policy: Policy, fmt: str, keep: list[str]) -> 
     asked += [(f"policy: module pattern {pattern!r}", pattern, paths) for pattern, _ in policy.modules]
     for where, pattern, allowed in asked:
         if not any(matches(pattern, each) for each in allowed):
-            near = difflib.get_close_matches(
-                pattern.replace("*", "0"), filter(None, allowed), n=1, cutoff=0.0
-            )
-            hint = f" The nearest is {near[0]!r}." if near else ""
+            hint = did_you_mean(pattern.replace("*", "0"), filter(None, allowed))
             raise UnknownNameError(f"{where} matches nothing in the model.{hint}")
     stays = set()
     for (path, module, _, param), full in zip(owned, names):

@@ -51,10 +51,7 @@ def rows_loss(given: Rows) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def rows_gradient(given: Rows, lse: Tensor, scale: Tensor, out: Tensor) -> None:
-    """Write ``scale[i] * d loss[i] / d logits[i]`` into row i of `out`, which may be the logits: FP32, rounded once.
-
-    `lse` is the result of `rows_loss`, from which compiled kernels start; `scale` is FP32 [n], of any stride.
-    """
+    """Write ``scale[i] * d loss[i] / d logits[i]`` into row i of `out`, which may be the logits: FP32, rounded once."""
     for rows in _chunks(given.logits):
         with torch.enable_grad():
             x = given.logits[rows].float().requires_grad_()

@@ -50,10 +50,7 @@ Statistics = tuple[Pointer, Pointer]
 
 
 def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
-    """The normalized rows of a contiguous 16-bit `x`, and their statistics: FP32 [2, rows], means and 1 / deviations.
-
-    `weight` and `bias` are FP32 and contiguous, or None. Without means (rms_norm) the statistics are [1, rows].
-    """
+    """The normalized rows of a contiguous 16-bit `x`, and their statistics: FP32 [2, rows], means and 1 / deviation."""
     _, columns, epsilon, is_centred = form
     rows = x.numel() // columns
     out = torch.empty_like(x)

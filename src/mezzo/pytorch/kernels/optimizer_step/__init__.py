@@ -70,10 +70,7 @@ class Stepper(Protocol):
     def __call__(
         self, groups: Groups, *, multiplier: Tensor | None, found_inf: Tensor | None, overflow: Tensor | None
     ) -> None:
-        """Update every row that has a gradient, times `multiplier`, in place; nothing changes if `found_inf` is not 0.
-
-        All are 0-dim FP32 on the rows' device. `overflow` is set to 1 if a 16-bit weight is written as an infinity.
-        """
+        """Update every row that has a gradient, times `multiplier`, in place; or nothing if `found_inf` is not 0."""
 
 
 def stepper(device_type: str) -> Stepper:

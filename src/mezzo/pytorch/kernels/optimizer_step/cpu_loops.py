@@ -12,18 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mezzo.pytorch.kernels import cpu
-from mezzo.pytorch.kernels.cpu import (
-    Pointer,
-    expand,
-    f32,
-    i16,
-    i32,
-    inline,
-    int64_at,
-    loop,
-    types,
-    u32,
-)
+from mezzo.pytorch.kernels.cpu import Pointer, expand, f32, i16, i32, inline, int64_at, loop, types, u32
 from mezzo.pytorch.kernels.optimizer_step import formulas
 from mezzo.pytorch.kernels.optimizer_step.formulas import GROUP
 

@@ -126,9 +126,7 @@ root = math.sqrt  # likewise
 def over(
     words: Mapping[str, Any], inline: Callable[[Any], Any], name: str, number: Callable[[Any], Any]
 ) -> Any:
-    """Make module `name` of these formulas with other primitives (`words`), compiled by `inline`; `number` converts
-    constants. Numba looks for the module under its name when it loads compiled code.
-    """
+    """Make module `name`, which Numba looks for, of these formulas: other `words`, `inline` functions, `number`s."""
     if name in sys.modules:
         return sys.modules[name]
     made = sys.modules[name] = ModuleType(name)

@@ -97,9 +97,7 @@ def decode_master(masters: str, weight: Tensor, kept: Tensor | None) -> Tensor:
 def encode_master(
     masters: str, value: Tensor, dtype: torch.dtype = torch.bfloat16, noise: Tensor | int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The weights of FP32 values, and what is kept with them; `noise` is up to 255 for ``"split8"`` and 65,535 for
-    ``"none"``, and 0 truncates.
-    """
+    """The weights of FP32 values, and what is kept with them; `noise` (``"split8"``, ``"none"``) of 0 truncates."""
     weight, kept = getattr(formulas, f"encode_{form(masters, dtype)}")(value, noise)
     if masters != "own":
         weight = weight.to(torch.int16).view(dtype)
@@ -118,10 +116,7 @@ def load_state(stored: Tensor, scales: Tensor | None, *, signed: bool) -> Tensor
 def store_state(
     value: Tensor, stored: Tensor, scales: Tensor | None, noise: Tensor | int, *, signed: bool
 ) -> None:
-    """Write ``(n,)`` FP32 values into a state in one of `state_formats`, with ``(groups(n),)`` bf16 scales or None.
-
-    `noise` is int32, from 0 to ``2**20 - 1``; unsigned values are not negative.
-    """
+    """Write ``(n,)`` FP32 values into a state in one of `state_formats`, with ``(groups(n),)`` bf16 scales or None."""
     codec, codes = _codes(stored, signed)
     inverse = None
     if scales is not None:

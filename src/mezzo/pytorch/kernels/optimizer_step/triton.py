@@ -49,11 +49,7 @@ _IS_SCALED = tl.constexpr(tuple(how.is_scaled for how in formulas.state_formats.
 
 @triton.jit
 def power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
-    """``base ** exponent`` of an FP64 scalar by squaring, the same on every device; error about `exponent` * 2**-53.
-
-    Only the device knows how often a parameter was updated. Against the C library's power, in the reference, about one
-    of a million bias corrections should differ by one FP32 ulp.
-    """
+    """``base ** exponent`` of an FP64 scalar by squaring, the same on every device; error about `exponent` * 2**-53."""
     result = base * 0.0 + 1.0
     while exponent > 0:
         result = tl.where((exponent & 1) == 1, result * base, result)
@@ -130,9 +126,7 @@ f = formulas.over(
 
 
 class DeviceStepper:
-    """The step on a CUDA device, or in Triton's interpreter, without waiting for the device. Tables of the lists of
-    rows used last are cached. A step may be captured in a CUDA graph, after one of its kind has compiled the kernel.
-    """
+    """The step on a CUDA device or in Triton's interpreter, without a wait; a compiled one can be in a CUDA graph."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[object, ...], PointerTable] = {}
@@ -190,10 +184,7 @@ def step_kernel(
     blocks: tl.tensor,
     KINDS: tl.constexpr,
 ) -> None:
-    """One program's `blocks` of one parameter; the tables are those of `PointerTable`, KINDS the kinds of rows in them.
-
-    `multiplier`, `found_inf` and `overflow` are FP32 scalars in memory, or None.
-    """
+    """One program's `blocks` of one parameter; the tables are those of `PointerTable`, KINDS their kinds of rows."""
     is_live = True
     if found_inf is not None:
         is_live = tl.load(found_inf) == 0
