@@ -140,7 +140,6 @@ WRONG: list[tuple[str, str]] = [
     (f"{SIZES} --max 4 --multiple-of 8", "max_size=4 (--max) is less than multiple_of=8 (--multiple-of)"),
     (f"{SIZES} --out train.py", "--out train.py: is a file"),
     (f"{SIZES} --out .", "holds other files (train.py)"),
-    ("formats fp8", "mezzo formats e4m3fn e5m2"),
     ("doctor A100", "unrecognized arguments: A100. Every option: mezzo doctor --help"),
 ]
 
