@@ -1,8 +1,8 @@
 """`mezzo COMMAND ...`: find the command's file, parse, call, and turn every error into one line and an exit status.
 
 A command is a module of this package with `configure(parser)` and `run(arguments) -> int`, imported only when it is
-called. With `PASSES_ON = True` it runs a script, whose own words are `arguments.argv`: those after `--`, and with
-`OWNS_REST = True` all after the script's name (`Parser.parse_with_script`).
+called. With `PASSES_ON = True` it runs a script, and `arguments.argv` has the script's arguments: the words after `--`,
+and with `OWNS_REST = True` all words after the script's name (`Parser.parse_with_script`).
 """
 
 from __future__ import annotations
