@@ -156,6 +156,13 @@ class Request(ScriptRequest):
     def how_metric(self) -> Metric | None:
         return Metric(self.metric, self.metric_better, self.metric_margin) if self.metric else None
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The module patterns of all candidates; Keras checks its own when a model is built."""
+        if self.framework != "pytorch":
+            return ()
+        return tuple(dict.fromkeys(path for name in self.precisions for path, _ in policy(name).modules))
+
     def asked(self) -> dict[str, Any]:
         """What a command line has to say: every field, without the metric that belongs to a demo."""
         known = self.demo is not None and DEMOS[self.demo].metric == self.metric
