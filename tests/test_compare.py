@@ -147,7 +147,7 @@ QUICK, MORE, RUN = "quick look, ", "mezzo compare ", "mezzo run --precision bf16
             "mezzo calibrate ",
         ),
         ({"bf16": {"shift": 0.02}}, "inconclusive", "harm is not established", f"{QUICK}too few runs", MORE),
-        ({}, "consistent", "within the margin", f"{QUICK}no harm found (1 run, not proof). Same", MORE),
+        ({}, "consistent", "within the margin", f"{QUICK}no harm found (1 run, not proof), loss ", MORE),
         (
             {"bf16": {"losses": 25}},
             "divergent",
@@ -474,13 +474,14 @@ def test_a_bar_on_a_terminal(case: Case) -> None:
 @pytest.mark.parametrize(
     ("pattern", "text", "expected"),
     [
-        (r"acc ([0-9.]+)", "acc 1\nacc 97.5 %\n", (97.5, True)),
-        (r"acc (\S+)", "acc 97.5%", (97.5, True)),
+        (r"acc ([0-9.]+)", "acc 1\nacc 97.5 %\n", (97.5, True, 1)),
+        (r"acc (\S+)", "acc 97.50%", (97.5, True, 2)),
         (r"acc ([0-9.]+)", "nothing", None),
-        (r"^loss (\S+)$", "x loss 9\nloss 1e-3\n", (0.001, False)),
+        (r"^loss (\S+)$", "x loss 9\nloss 1e-3\n", (0.001, False, 3)),
+        (r"n (\S+)", "n nan", (pytest.approx(float("nan"), nan_ok=True), False, 0)),
     ],
 )
-def test_the_last_match_counts(pattern: str, text: str, expected: tuple[float, bool] | None) -> None:
+def test_the_last_match_counts(pattern: str, text: str, expected: tuple[Any, bool, int] | None) -> None:
     assert Metric(pattern).read(text) == expected
 
 

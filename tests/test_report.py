@@ -106,7 +106,7 @@ def test_a_healthy_folder_shows_what_a_reader_asks(tmp_path: Path) -> None:
         "Difference: fp16 minus FP32 of the same seed", "averaged over 5 steps",
         "FP32 twins moved by one ulp", "2 of 300 updates skipped, at 1, 3 (inf in the gradients)",
         "1 op did not run as planned.", "Every op ran as planned.", "not as planned", "AMD EPYC 9R14", "memory 16 GB",
-        "mezzo compare --demo digits --precision bf16 --precision fp16 --seeds 3 --out run --fresh -- --epochs 3",
+        "mezzo compare --demo digits --precision bf16,fp16 --seeds 3 --out run --fresh -- --epochs 3",
         "2¹⁶",
     ):  # fmt: skip
         assert words in found.text, words

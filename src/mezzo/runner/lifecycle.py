@@ -41,7 +41,7 @@ class RunRequest:
     refuse_own: bool = False  # end a script that uses mixed precision itself at its first use of it
     patterns: tuple[
         str, ...
-    ] = ()  # module patterns of other runs' policies: the first model call checks them, too
+    ] = ()  # module patterns of other runs' policies; the first model call checks them
 
     def to_json(self) -> str:
         """The request as one line of JSON."""
