@@ -98,7 +98,7 @@ def test_every_folder_gives_a_sound_page_that_asks_for_nothing(name: str, tmp_pa
 def test_a_healthy_folder_shows_what_a_reader_asks(tmp_path: Path) -> None:
     found = outline(comparisons.healthy(tmp_path / "run"))
     for words in (
-        "bf16 equivalent Proven equal (3 runs). Use it: mezzo run --precision bf16 train.py",
+        "bf16 equivalent Proven equal (3 runs). Next: use bf16: mezzo run --precision bf16 train.py",
         "fp16 consistent", "1.62×", "1.58 to 1.66", "0.61×", "251 MB of 412 MB",
         "Loss gap (−0.72 %) −0.00030 margin ±0.0021 (0.50 %)", "Metric gap (higher is better) +0.050",
         "Pairs for 80 % power, loss 3 Pairs for 80 % power, metric 14",
