@@ -41,11 +41,10 @@ def gains(results: dict[str, Any]) -> str:
 
 
 def compared(text: str) -> str:
-    """The command that `demo.txt` is the output of, and the lines that answer, one per precision."""
-    (again,) = re.findall(r"^Again: +(.*)", text, re.MULTILINE)
-    command = re.sub(r" --(seeds 3|margin 0.005|out \S+|fresh)", "", again)
-    lines = re.findall(r"^(?!Report|Again|Next)\S+: .*", text, re.MULTILINE)
-    return "\n".join(("```text", f"$ {command}", *lines, "```"))
+    """The command that `demo.txt` is the output of, and the lines that answer: precisions, notes, next step."""
+    lines = re.findall(r"^(?!Report)\S+: .*", text, re.MULTILINE)
+    last = text.rstrip().rpartition("\n")[2]
+    return "\n".join(("```text", "$ mezzo compare --demo digits", *lines, last, "```"))
 
 
 def _cell(row: dict[str, Any], way: str) -> str:

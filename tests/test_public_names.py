@@ -14,8 +14,12 @@ import torch
 
 import mezzo
 from mezzo.core import errors
+from mezzo.core.calibration import recommend
 from mezzo.core.overflow import OverflowReport, TensorFacts
+from mezzo.core.ranges import Histogram, RangeRow
+from mezzo.core.records import RangesRecord
 from mezzo.core.version import TORCH_TESTED, untested_torch
+from mezzo.pytorch.batch_size import Trial
 from mezzo.pytorch.training.result import StepResult
 
 PUBLIC = {
@@ -166,7 +170,13 @@ def test_notebooks_show_results_as_escaped_html(capsys: pytest.CaptureFixture[st
     explanation = mezzo.explain(
         torch.nn.Sequential(torch.nn.Linear(4, 2)), torch.ones(1, 4), precision="bf16"
     )
-    for shown in (report, steps("fp16")[1][3], explanation):
+    sizes = mezzo.BatchSizeResult((Trial(8, True, 10, 1.0), Trial(16, False, why="<limit>")))
+    assert repr(sizes) == "BatchSizeResult(largest=8, fastest=8, 2 sizes tried on cpu)"
+    assert "<td>no: &lt;limit&gt;</td>" in sizes._repr_html_()
+    gradient = RangeRow("a", "activation gradient", "fp32", Histogram(0, [2], largest=1.5), "")
+    advice = recommend([RangesRecord(0, 0, 0.0, 1.0, [gradient])], native={"fp16"})
+    assert repr(advice).startswith("Recommendation('fp16,")
+    for shown in (report, steps("fp16")[1][3], explanation, sizes, advice):
         html = shown._repr_html_()
         assert html.count("<table>") == 1
         assert "<b>" in html

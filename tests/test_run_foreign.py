@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
 
 import mezzo
+from mezzo.core.errors import UsageError
+from mezzo.core.records import read
 
 SCRIPT = """
 import torch
@@ -92,6 +96,20 @@ def test_a_script_that_does_it_itself_is_left_alone(launch: Any, name: str) -> N
     assert word in note
     assert word == "bfloat16 parameters" or f"it uses {word} itself (script.py line " in note
     assert what_to_do in ran.err
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_comparison_ends_it_at_the_first_use(
+    launch: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the script catches every error."""
+    with pytest.raises(UsageError, match=re.escape(OWN[name][1])):
+        launch(SCRIPT.format(OWN[name][0]) + "print('the end')", policy="fp32", refuse_own=True)
+    assert "the end" not in capsys.readouterr().out
+    assert "left alone: " in " ".join(list(read(tmp_path / "run.jsonl"))[-1].notes)
+    caught = f"try:\n{indent(OWN[name][0].strip(), ' ')}\nexcept Exception: pass"
+    with pytest.raises(UsageError):
+        launch(SCRIPT.format(caught), policy="fp32", refuse_own=True)
 
 
 @pytest.mark.parametrize("name", NOT_OWN)

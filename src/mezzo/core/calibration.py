@@ -12,6 +12,7 @@ from itertools import pairwise
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import Format, named
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale, power_text
+from mezzo.core.notebook import html_table
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import is_pattern
@@ -171,6 +172,16 @@ class Recommendation:
             reasons += [f"{kept.name}: {kept.why}" for kept in self.kept]
         head = [f"Recommended by mezzo calibrate from {self.steps} steps in FP32.", *reasons]
         return "".join(f"# {line}\n" for line in head) + policy_of(self.policy).to_toml()
+
+    def __repr__(self) -> str:
+        return f"Recommendation({self.policy!r}, steps={self.steps})"
+
+    def _repr_html_(self) -> str:
+        rows = [("policy", self.policy), ("format", f"{self.format}: {self.why}")]
+        if self.format == "fp16":
+            rows.append(("loss scale", f"dynamic from {power_text(self.start)}"))
+            rows += [("keep in FP32", f"{one.name}: {one.why}") for one in self.kept]
+        return html_table(repr(self), rows + [("note", note) for note in self.notes])
 
     def __str__(self) -> str:
         """The recommendation and the ranking: lines of a label and a value, each histogram below its tensor."""
