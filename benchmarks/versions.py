@@ -56,9 +56,9 @@ def install(inside: Path, python: str, release: str, index: str | None) -> None:
 
 
 def reason(error: subprocess.CalledProcessError) -> str:
-    """Why pip failed: its last line that names an error."""
+    """Why pip failed: its last error that is not a link to its documentation."""
     lines = [line.strip() for line in (error.stderr or "").splitlines() if line.strip()]
-    named = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
+    named = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR") and "://" not in line]
     return (named or lines or [str(error)])[-1]
 
 
