@@ -11,7 +11,14 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from mezzo.core.compute import COMPUTE, GRANULARITIES, activations_of
-from mezzo.core.errors import UnknownNameError, UsageError, did_you_mean, unknown_name
+from mezzo.core.errors import (
+    UnknownArgumentError,
+    UnknownNameError,
+    UsageError,
+    checks_fields,
+    did_you_mean,
+    unknown_name,
+)
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.masters import MASTERS, STATE_FORMATS, storage_of, usual_masters
 from mezzo.core.policy_text import (
@@ -60,6 +67,7 @@ class Decision:
     remedy: str = ""
 
 
+@checks_fields
 @dataclass(frozen=True, repr=False)
 class Policy:
     """The number format of every op, module, parameter and optimizer state of a training run. Frozen and hashable.
@@ -260,7 +268,7 @@ class Policy:
         return {bare(op): Rule(rule) for op, rule in self.ops}
 
 
-def policy(spec: object) -> Policy:
+def policy(spec: object, **settings: object) -> Policy:
     """Read a policy. Equal policies are equal values, however they were written.
 
     Args:
@@ -275,6 +283,11 @@ def policy(spec: object) -> Policy:
         >>> policy("compute=bf16,output=float32") == policy("bf16-mixed") == policy("bf16")
         True
     """
+    if settings:
+        text = ",".join([str(spec), *(f"{key}={value}" for key, value in settings.items())])
+        raise UnknownArgumentError(
+            f"settings are part of the policy's text: mezzo.policy({str(policy(text))!r})"
+        )
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, os.PathLike) or (isinstance(spec, str) and spec.endswith(".toml")):
