@@ -60,7 +60,12 @@ DECISIONS = [
     # fp32 seconds, candidate seconds, the decision, words of the reason
     (0.1, 0.06, "bf16", "60 ms in bf16, 100 ms in FP32 (medians of 8 steps), so bf16 is 1.66x"),
     (0.1051, 0.100, "bf16", "1.05x as fast"),
-    (0.1049, 0.100, "fp32", "auto chose FP32: a step takes 100 ms in bf16, 105 ms in FP32 (medians of 8 steps), so bf16 is 1.04x"),
+    (
+        0.1049,
+        0.100,
+        "fp32",
+        "auto chose FP32: a step takes 100 ms in bf16, 105 ms in FP32 (medians of 8 steps), so bf16 is 1.04x",
+    ),
 ]
 
 

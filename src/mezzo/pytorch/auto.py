@@ -29,7 +29,9 @@ def resolve(policy: Policy, device_type: str) -> tuple[Policy, str]:
     native = hardware.native_formats(device_type)
     for name in PREFERENCE:
         if name in native:
-            return policy.resolved(name), f"auto chose {name}: this {device_type} device multiplies {name} in hardware"
+            return policy.resolved(
+                name
+            ), f"auto chose {name}: this {device_type} device multiplies {name} in hardware"
     return (
         policy.resolved("fp32"),
         f"auto chose FP32: this {device_type} device has no fast 16-bit format. To use bf16 anyway, ask for bf16",
