@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -19,11 +19,8 @@ _UNKNOWN = "unrecognized arguments: "
 
 def folded(text: str, width: int) -> str:
     """A text with its paragraphs folded to this width (at most 100); indented lines, such as commands, stay whole."""
-    parts: list[str] = []
-    for whole_lines, lines in groupby(text.strip().splitlines(), lambda line: line[:1] in ("", " ")):
-        wrap = textwrap.TextWrapper(min(width, 100), break_on_hyphens=False, break_long_words=False)
-        parts += lines if whole_lines else [wrap.fill(" ".join(lines))]
-    return "\n".join(parts)
+    wrap = textwrap.TextWrapper(min(width, 100), break_on_hyphens=False, break_long_words=False)
+    return re.sub(r"(?m)(^\S.*\n?)+", lambda found: wrap.fill(found[0]) + "\n", text.strip()).rstrip()
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -32,7 +29,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, which keeps the paragraphs and commands of docstrings, accepts no abbreviated option, and suggests fixes."""
+    """argparse's parser, which folds the text of docstrings, accepts no abbreviated option, and suggests fixes."""
 
     def __init__(self, prog: str, description: str | None) -> None:
         super().__init__(

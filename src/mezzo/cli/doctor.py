@@ -46,6 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"schema": 1, **data, "recommendation": advice}, indent=2, allow_nan=False))
         return 0
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    indent = " " * 14
+    lines = [
+        textwrap.fill(one, width, subsequent_indent=indent) if len(one) > width else one for one in lines
+    ]
     reasons = [
         textwrap.fill(one, width, initial_indent="  ", subsequent_indent="  ") for one in found.reasons
     ]
@@ -96,7 +100,8 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
     for name, line in lines.items():
         yield f"{name:<14}{line}"
     where = "on the CPU" if data["device"] == "cpu" else "on the GPU"
-    yield f"\nMeasured {where}, in GFLOP/s: median (and the range of the middle half of the repeats)"
+    yield ""
+    yield f"Measured {where}, in GFLOP/s: median (and the range of the middle half of the repeats)"
     kinds, cells = ["matmul", "conv step"], {}
     for row in data["measured"]:
         figures = (row["median"], row["low"], row["high"]) if row["repeats"] else ()
@@ -112,7 +117,7 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
     for reason in dict.fromkeys(row["reason"] for row in data["measured"] if row["reason"]):
         yield f"not measured: {reason}"
     if data["unsteady"]:
-        yield "The repeats vary by more than 1.5x: something else\nis using this machine. Measure again when it is idle."
+        yield "The repeats vary by more than 1.5x: something else is using this machine. Measure again when it is idle."
 
 
 def _gpu_lines(model: GpuModel) -> Iterable[str]:
