@@ -26,6 +26,8 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,10 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
     policy = str(folder / POLICY)
     use = run_command(vars(request), "--policy", policy)
     prove = command("compare", vars(request), "--precision", policy)
-    print(f"{found}\n")  # not folded: a histogram is one line
+    width, indent = shutil.get_terminal_size((10_000, 24)).columns, " " * 14
+    for line in str(found).splitlines():  # a histogram stays one line
+        print(line if "|" in line else textwrap.fill(line, width, subsequent_indent=indent))
+    print()
     for label, value in (("Report:", report), ("Test it:", shlex.join(prove)), ("Use it:", shlex.join(use))):
         if value is not None:
-            print(f"{label:<13}{value}")
+            print(f"{label:<14}{value}")
     return 0
 
 

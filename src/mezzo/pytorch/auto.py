@@ -103,7 +103,7 @@ class TimedTrial:
         times = f"a step takes {_duration(low)} in {name}, {_duration(plain)} in FP32 (medians of {STEPS_EACH} steps)"
         # Rounded down: 1.049 must not be printed as the 1.05 that it failed to reach.
         ratio = f"{name} is {math.floor(100 * speedup) / 100:.2f}x as fast"
-        least = "" if chosen == name else f"; auto takes it from {MIN_SPEEDUP:g}x on"
+        least = "" if chosen == name else f"; at least {MIN_SPEEDUP:g}x is needed"
         shown = chosen.replace("fp32", "FP32")
         return TrialDecision(chosen, speedup, f"auto chose {shown}: {times}, so {ratio}{least}")
 
