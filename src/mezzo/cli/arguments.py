@@ -14,6 +14,9 @@ from typing import NoReturn, TypeVar
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.demos import Demo
 
+KERAS = (
+    "trains with Keras, and mezzo {} measures PyTorch models only. For Keras: mezzo compare --framework keras"
+)
 _UNKNOWN = "unrecognized arguments: "
 
 

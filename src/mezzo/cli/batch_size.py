@@ -40,7 +40,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from mezzo.cli.arguments import add_target, target_of, whole
+from mezzo.cli.arguments import KERAS, add_target, target_of, whole
 from mezzo.compare.folder import check_ours, locked, writing
 from mezzo.compare.progress import Watcher, watcher
 from mezzo.compare.request import ScriptRequest, split_precisions
@@ -312,6 +312,8 @@ def _trial(script: str, size: int, finished: FinishedRun, status: int, limit: in
         raise ScriptError(
             f"{script} {how}. Is --vary the option of its batch size? Its output ended:\n{output}"
         )
+    if finished.memory is None and "keras" in finished.machine:
+        raise ScriptError(f"{script} {KERAS.format('batch-size')} {script}")
     if finished.memory is None:
         notes = "; ".join(finished.ended.notes if finished.ended else ())
         raise ScriptError(

@@ -35,7 +35,7 @@ from pathlib import Path
 from rich.console import Console
 
 import mezzo
-from mezzo.cli.arguments import add_target, folder_of, target_of, whole
+from mezzo.cli.arguments import KERAS, add_target, folder_of, target_of, whole
 from mezzo.cli.report import page
 from mezzo.compare.folder import forget_run, locked, writing
 from mezzo.compare.progress import Watcher, watcher
@@ -142,10 +142,7 @@ def calibrate_script(
             )
         except UsageError as error:
             if "keras" in finished.machine:
-                raise ScriptError(
-                    f"{request.target} trains with Keras, and mezzo calibrate measures PyTorch models only. For Keras: "
-                    f"mezzo compare --framework keras {request.target}"
-                ) from error
+                raise ScriptError(f"{request.target} {KERAS.format('calibrate')} {request.target}") from error
             notes = finished.ended.notes if finished.ended else []
             told = "".join(f" {note[0].upper()}{note[1:].rstrip('.')}." for note in notes)
             raise ScriptError(f"{request.target}: {error}.{told}") from error
