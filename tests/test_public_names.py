@@ -114,7 +114,21 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 @pytest.mark.parametrize(
     ("function", "wrong", "right"),
-    [(mezzo.MixedPrecision, "clip_nrom", "clip_norm"), (mezzo.autocast, "enable", "enabled")],
+    [
+        (mezzo.MixedPrecision, "clip_nrom", "clip_norm"),
+        (mezzo.autocast, "enable", "enabled"),
+        (mezzo.Policy, "op", "ops"),
+        (mezzo.DynamicLossScale, "initial", "init"),
+        (mezzo.StaticLossScale, "patient", "patience"),
+        *((one, "mastres", "masters") for one in (mezzo.optim.Adam, mezzo.optim.AdamW, mezzo.optim.SGD)),
+        (mezzo.optim.adopt, "stat", "state"),
+        (mezzo.calibrate, "batch", "batches"),
+        (mezzo.find_batch_size, "maxsize", "max_size"),
+        (mezzo.lower_weights, "kep", "keep"),
+        (mezzo.master_state_dict, "optim", "optimizer"),
+        (mezzo.load_master_state_dict, "stat", "state"),
+        (mezzo.TensorBoardWriter, "log_dir", "logdir"),
+    ],
 )
 def test_an_unknown_keyword_argument_names_the_nearest(function: Any, wrong: str, right: str) -> None:
     for kind in (TypeError, mezzo.UsageError):

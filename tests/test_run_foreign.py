@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -155,3 +156,14 @@ for _ in range(2):
     ran = launch(SCRIPT.format(body), policy="fp16")
     assert ran.status == 0, ran.err
     assert len(ran.of("update")) == 2
+
+
+def test_a_run_whose_updates_are_measured_ends_at_fit_of_keras(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keras: Any = types.ModuleType("keras")
+    keras.Model = type("Model", (), {"fit": lambda self: print("fit")})
+    monkeypatch.setitem(sys.modules, "keras", keras)
+    source = "import keras\nkeras.Model().fit()\nprint('end')"
+    assert launch(source, stop_after=3, policy="fp32").lines == []
+    assert launch(source, policy="fp32").lines == ["fit", "end"]

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
+_Class = TypeVar("_Class", bound=type)
 
 
 class MezzoError(Exception):
@@ -119,3 +120,9 @@ def checks_keywords(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
         return function(*args, **kwargs)
 
     return checked
+
+
+def checks_fields(cls: _Class) -> _Class:
+    """`checks_keywords` for the constructor that `dataclass` made."""
+    cls.__init__ = checks_keywords(cls.__init__)  # type: ignore[misc]
+    return cls

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mezzo.core.byte_counts import parse_bytes, written_bytes
-from mezzo.core.errors import MezzoError, UsageError
+from mezzo.core.errors import MezzoError, UsageError, checks_keywords
 from mezzo.core.notebook import html_table
 from mezzo.pytorch import distributed
 from mezzo.pytorch.memory import PeakTensorBytes
@@ -230,6 +230,7 @@ class Search:
         return since if since is not None and risen < RISE * early[since] else None
 
 
+@checks_keywords
 def find_batch_size(
     step: Callable[[int], object],
     start: int = 8,

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mezzo.core.errors import UnknownNameError, UsageError, did_you_mean, unknown_name
+from mezzo.core.errors import UnknownNameError, UsageError, checks_keywords, did_you_mean, unknown_name
 from mezzo.core.masters import bytes_per_parameter
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
@@ -42,6 +42,7 @@ _NORM_NAME = re.compile(r"norm(?:ali[sz]ation)?(?:[123]d)?$", re.IGNORECASE)
 _Owned = tuple[str, nn.Module, str, nn.Parameter]
 
 
+@checks_keywords
 def lower_weights(
     model: nn.Module, precision: str | Policy = "bf16", *, keep: Iterable[str] = ()
 ) -> list[str]:
