@@ -348,15 +348,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Load what this class (also before its first step) or Keras's LossScaleOptimizer saved; a scale beyond the
         bounds becomes the bound.
         """
-        own, inner = self._variables, self.inner_optimizer.variables
-        if len(own) != _KERAS_OWN and len(store.keys()) == _KERAS_OWN + len(inner):
+        own, inner, saved = self._variables, self.inner_optimizer.variables, len(store.keys())
+        # Before the first step there are only scalars.
+        is_first = self.built and saved == len(own) - 1 + _UNBUILT_INNER and not store[str(saved - 1)].shape
+        if is_first:
+            own = [variable for variable in own if variable is not self.bad_gradients]
+            for at, variable in enumerate([*own, *inner[:_UNBUILT_INNER]]):
+                variable.assign(store[str(at)])
+        elif len(own) != _KERAS_OWN and saved == _KERAS_OWN + len(inner):
             for variable in own[_KERAS_OWN:]:
                 variable.assign(keras.ops.zeros(variable.shape, variable.dtype))
             for at, variable in enumerate([*own[:_KERAS_OWN], *inner]):
-                variable.assign(store[str(at)])
-        elif self.built and len(store.keys()) == len(own) - 1 + _UNBUILT_INNER:
-            first = [variable for variable in own if variable is not self.bad_gradients]
-            for at, variable in enumerate([*first, *inner[:_UNBUILT_INNER]]):
                 variable.assign(store[str(at)])
         else:
             super().load_own_variables(store)
