@@ -53,7 +53,7 @@ wheel: .venv/test.stamp
 	$(BIN)/pytest -q tests/test_wheel.py
 	$(BIN)/python -m build --outdir dist
 
-# The fast tests against several releases of PyTorch; the newer ones bring gigabytes. `make versions VERSIONS="2.14.1 2.15.0"` for some.
+# The fast tests against several releases of PyTorch; the newer ones bring gigabytes. `make versions VERSIONS="2.13.0 2.14.1"` for some.
 versions: .venv/test.stamp
 	$(BIN)/python benchmarks/versions.py $(VERSIONS)
 

@@ -1,7 +1,7 @@
 """`make versions`: the fast tests against several releases of PyTorch, each in its own environment.
 
     python benchmarks/versions.py                        # every release of RELEASES: benchmarks/results/versions.json
-    python benchmarks/versions.py 2.14.1 2.15.0          # only these; the file's other rows stay
+    python benchmarks/versions.py 2.13.0 2.14.1          # only these; the file's other rows stay
     python benchmarks/versions.py --python python3.12    # with another interpreter
     python benchmarks/versions.py --envs DIR             # reuse the environments in DIR, and keep new ones there
     python benchmarks/versions.py nightly --index URL    # PyTorch's nightly index, from pytorch.org's "Get started"
@@ -29,9 +29,10 @@ import readme
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results" / "versions.json"
-RELEASES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-PACKAGES = ("hypothesis", "matplotlib", "ml_dtypes", "pytest", "pytest-xdist", "tensorboard", "triton>=3.9")
+RELEASES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1")
+PACKAGES = ("hypothesis", "matplotlib", "ml_dtypes", "pytest", "pytest-xdist", "tensorboard", "triton")
 """What the fast tests need besides Mezzo."""
+VERSION = "import importlib.metadata; print(importlib.metadata.version('torch'))"
 ABOUT = (
     "import json, platform, torch, numba, numpy; print(json.dumps({'torch': torch.__version__, "
     "'python': platform.python_version(), 'numba': numba.__version__, 'numpy': numpy.__version__}))"
@@ -53,7 +54,9 @@ def install(inside: Path, python: str, release: str, index: str | None) -> None:
         subprocess.run([*pip, *torch], check=True, stderr=subprocess.PIPE, text=True)
         (folder / "ready").touch()
     print(f"  installing Mezzo and what its tests need into {folder}", flush=True)
-    command = [*pip, "--editable", str(ROOT), *PACKAGES]
+    # With the release: another package's requirement must not replace it.
+    kept = subprocess.check_output([str(inside), "-c", VERSION], text=True).strip() if index else release
+    command = [*pip, f"torch=={kept}", "--editable", str(ROOT), *PACKAGES]
     subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True)
 
 
@@ -64,9 +67,11 @@ def reason(error: subprocess.CalledProcessError) -> str:
     return (named or lines or [str(error)])[-1]
 
 
-def tested(python: Path, extra: list[str]) -> dict[str, Any]:
+def tested(python: Path, release: str, extra: list[str]) -> dict[str, Any]:
     """The versions of an environment, and how its tests ended."""
     about: dict[str, Any] = json.loads(subprocess.check_output([str(python), "-c", ABOUT], text=True))
+    if release != "nightly" and about["torch"].partition("+")[0] != release:
+        raise RuntimeError(f"{python} has torch {about['torch']}, not {release}: remove its environment")
     report = python.parent.parent / "junit.xml"
     report.unlink(missing_ok=True)
     began = time.monotonic()
@@ -113,7 +118,7 @@ def main() -> int:
         inside = given.envs.resolve() / name / "bin" / "python"
         try:
             install(inside, given.python, release, given.index if release == "nightly" else None)
-            row = tested(inside, given.pytest.split())
+            row = tested(inside, release, given.pytest.split())
             print(
                 f"  {row['tests']} tests, {len(row['failed'])} failed, {row['skipped']} skipped, {row['minutes']} min"
             )
