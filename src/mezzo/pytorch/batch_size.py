@@ -102,7 +102,7 @@ class BatchSizeResult:
 
     def table(self) -> list[str]:
         """A header, and a line per size, in order of size."""
-        lines = [f"{'size':>8}{'peak':>10}{'steps/s':>10}{'samples/s':>11}  fits"]
+        lines = [f"{'size':>8}{'peak':>10}{'steps/s':>10}{'samples/s':>11}  fits"] if self.trials else []
         for trial in sorted(self.trials, key=lambda trial: trial.size):
             peak = "-" if trial.peak_bytes is None else written_bytes(trial.peak_bytes)
             steps = _speed(1 / trial.seconds if trial.seconds else None)
