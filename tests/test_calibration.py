@@ -176,7 +176,7 @@ def test_what_is_concluded_from_watched_tensors(
 NOTES: list[tuple[list[RangeRow], str]] = [
     ([gradient("b", math.nan, 1.0)], "in FP32 itself 1 numbers of the activation gradient of b"),
     ([activation("", 1e6)], "no policy can name ''"),
-    ([gradient("b", 1e10)], "b, largest 1e+10: this overflows fp16 under every dynamic"),
+    ([gradient("b", 1e10)], "b, up to 1e+10: this overflows fp16 under every dynamic"),
 ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import mezzo
-from mezzo.cli.arguments import Parser, folded
+from mezzo.cli.arguments import Parser
 from mezzo.cli.main import REMOVED, VERBS, main
 from mezzo.core.errors import MezzoError, UsageError
 
@@ -58,9 +58,6 @@ def test_help_fits_a_narrow_terminal(
     assert main(words) == 0
     prose = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("usage:", "  "))]
     assert max(map(len, prose)) <= 60
-    assert (
-        folded("one two\nthree\n\nfour\n  a long command\n", 9) == "one two\nthree\n\nfour\n  a long command"
-    )
 
 
 ENDS = [

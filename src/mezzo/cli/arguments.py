@@ -6,6 +6,7 @@ import argparse
 import difflib
 import re
 import shlex
+import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,21 +15,15 @@ from typing import NoReturn, TypeVar
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.demos import Demo
 
-KERAS = (
-    "trains with Keras, and mezzo {} measures PyTorch models only. For Keras: mezzo compare --framework keras"
-)
+KERAS = "trains with Keras. mezzo {} is for PyTorch; for Keras there is mezzo compare --framework keras"
 _UNKNOWN = "unrecognized arguments: "
 
 
-def folded(text: str, width: int) -> str:
-    """A text with its paragraphs folded to this width (at most 100); indented lines, such as commands, stay whole."""
-    wrap = textwrap.TextWrapper(min(width, 100), break_on_hyphens=False, break_long_words=False)
+def folded(text: str) -> str:
+    """A text with its paragraphs folded to the terminal's width; indented lines, such as commands, stay whole."""
+    columns = min(shutil.get_terminal_size().columns, 100)
+    wrap = textwrap.TextWrapper(columns, break_on_hyphens=False, break_long_words=False)
     return re.sub(r"(?m)(^\S.*\n?)+", lambda found: wrap.fill(found[0]) + "\n", text.strip()).rstrip()
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return folded(text, width)
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,8 +32,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str | None) -> None:
         super().__init__(
             prog=prog,
-            description=description,
-            formatter_class=_HelpFormatter,
+            description=folded(description or ""),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
 

@@ -194,8 +194,7 @@ def _report(found: Mapping[str, BatchSizeResult], option: str) -> str:
     """Each precision's table, and then the recommendations."""
     lines: list[str] = []
     for precision, result in found.items():
-        table = result.table() if result.trials else []
-        lines += [precision, *table, *(f"note: {note}" for note in result.notes), ""]
+        lines += [precision, *result.table(), *(f"note: {note}" for note in result.notes), ""]
     first, reference = next(iter(found.items()))
     for precision, result in found.items():
         text = f"{precision}: {result.sentence(option)}"
@@ -294,9 +293,7 @@ def _search(request: BatchSizeRequest, precision: str, folder: Path, watch: _Dea
         since, largest = request.sizes.flat_since(trials), max(trial.size for trial in trials)
         notes.append(f"samples/s have not risen since {since}. For larger sizes: --max {16 * largest}")
     if any(one.fits for one in trials) and not any(one.seconds for one in trials):
-        notes.append(
-            f"no speed: the runs had too few steps to time. Use --steps {max(12, 2 * request.steps)}"
-        )
+        notes.append(f"no speed: too few steps to time. Use --steps {max(12, 2 * request.steps)}")
     return BatchSizeResult(tuple(trials), limit, device, tuple(notes), complete=not ended_early)
 
 

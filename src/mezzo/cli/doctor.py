@@ -46,13 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"schema": 1, **data, "recommendation": advice}, indent=2, allow_nan=False))
         return 0
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    indent = " " * 14
-    lines = [
-        textwrap.fill(one, width, subsequent_indent=indent) if len(one) > width else one for one in lines
-    ]
-    reasons = [
-        textwrap.fill(one, width, initial_indent="  ", subsequent_indent="  ") for one in found.reasons
-    ]
+    reasons = [textwrap.indent(textwrap.fill(one, width - 2), "  ") for one in found.reasons]
     candidates = "bf16,fp16" if found.precision == "fp32" else found.precision
     print(*lines, f"\nUse {found.precision}", *reasons, sep="\n")
     print(f"\nTry it: mezzo compare --precision {candidates} train.py")
@@ -100,8 +94,7 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
     for name, line in lines.items():
         yield f"{name:<14}{line}"
     where = "on the CPU" if data["device"] == "cpu" else "on the GPU"
-    yield ""
-    yield f"Measured {where}, in GFLOP/s: median (and the range of the middle half of the repeats)"
+    yield f"\nMeasured {where}, in GFLOP/s: median (and the range of the middle half of the repeats)"
     kinds, cells = ["matmul", "conv step"], {}
     for row in data["measured"]:
         figures = (row["median"], row["low"], row["high"]) if row["repeats"] else ()
@@ -126,8 +119,7 @@ def _gpu_lines(model: GpuModel) -> Iterable[str]:
     yield f"{model.name}: {architecture(model.capability)}, compute capability {number}{size}"
     for form, peak in model.peaks.items():
         yield f"  {form:<6}{peak:>8g} TFLOP/s{'' if form == 'fp32' else '   tensor cores'}"
-    if model.source != "--gpu":
-        yield f"  {'dense peaks' if model.peaks else 'compute capability'} from: {model.source}"
+    yield f"  {'dense peaks' if model.peaks else 'compute capability'} from: {model.source}"
 
 
 def _gpu_json(model: GpuModel) -> dict[str, Any]:

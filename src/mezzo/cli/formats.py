@@ -180,8 +180,7 @@ def _table_lines(forms: Sequence[Format]) -> Iterator[str]:
         numbers = map(written, (form.max, form.smallest_normal, form.smallest_subnormal, form.eps))
         yield row(form.name, f"1/{form.nexp}/{form.nmant}", *numbers)
     yield ""
-    yield "bits: sign/exponent/mantissa. normal, subnormal: the smallest number of each kind."
-    yield "eps: the gap between 1 and the next number above."
+    yield "bits: sign/exponent/mantissa; normal, subnormal: the smallest; eps: from 1 to the next number."
     yield "One format: mezzo formats fp16. A number in each: mezzo formats show 0.1"
 
 

@@ -86,12 +86,9 @@ def _run(verb: str, words: list[str]) -> int:
 
 
 def _help() -> str:
-    width = shutil.get_terminal_size().columns - 2
-    indent = " " * (max(map(len, VERBS)) + 4)
-    verbs = "\n".join(
-        textwrap.fill(summary, width, initial_indent=f"  {name}".ljust(len(indent)), subsequent_indent=indent)
-        for name, summary in VERBS.items()
-    )
+    width, indent = shutil.get_terminal_size().columns, " " * 14
+    rows = (f"  {name:<12}{summary}" for name, summary in VERBS.items())
+    verbs = "\n".join(textwrap.fill(row, width, subsequent_indent=indent) for row in rows)
     return folded(
         "mezzo: train in bf16 or fp16 instead of FP32, and check that it did no harm\n\n"
         f"usage: mezzo COMMAND [...]\n\n{verbs}\n\n"
@@ -102,8 +99,7 @@ def _help() -> str:
         "  mezzo run --precision bf16 train.py --epochs 3       train your script in bf16\n\n"
         "Exit status: 0 success; 1 a finding (for example, a candidate is worse than FP32); 2 wrong usage, or a\n"
         "script that fails or never trains; 130 interrupted. `mezzo run` ends with the status of the script.\n\n"
-        "`mezzo COMMAND --help` explains a command and has examples.",
-        width,
+        "`mezzo COMMAND --help` explains a command and has examples."
     )
 
 

@@ -197,8 +197,7 @@ class Recommendation:
             ("", exponent_strip(self.gradients, "fp16", shift)),
         ]
         for one in self.sources:
-            where = f"the largest {one.what} is {one.histogram.largest:.4g}, in {one.tensor}"
-            rows += [("", where), ("", exponent_strip(one.histogram, "fp16", shift))]
+            rows += [("", f"{one} (the largest)"), ("", exponent_strip(one.histogram, "fp16", shift))]
         for kept in self.kept:
             op = f" (in the policy: op.{kept.op}=fp32)" if kept.by_op else ""
             rows.append((label, f"{kept.name}{kept_as}: {kept.why}{op}"))

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from mezzo.core.compute import COMPUTE, GRANULARITIES, activations_of
-from mezzo.core.errors import (
-    UnknownArgumentError,
-    UnknownNameError,
-    UsageError,
-    checks_fields,
-    did_you_mean,
-    unknown_name,
-)
-from mezzo.core.loss_scale import LossScale, power_text
+from mezzo.core.errors import UnknownNameError, UsageError, checks_fields, did_you_mean, unknown_name
+from mezzo.core.loss_scale import LossScale
 from mezzo.core.masters import MASTERS, STATE_FORMATS, storage_of, usual_masters
 from mezzo.core.policy_text import (
     KEYS,
     Entry,
-    ignore_output,
     is_pattern,
     loss_scale_of,
     matches,
@@ -44,6 +36,7 @@ HIDDEN = ("auto", "fp32", "compute")
 _ALLOWED = {
     "compute": ("format", COMPUTE_FORMATS),
     "params": ("format", (*STORED_FORMATS, "auto")),
+    "output": ("format", STORED_FORMATS),
     "masters": ("kind of masters", (*MASTERS, "auto")),
     "state": ("state format", STATE_FORMATS),
     "scaling": ("fp8 scaling", GRANULARITIES),
@@ -117,7 +110,10 @@ class Policy:
     hidden: str = "auto"
 
     def __post_init__(self, output: str) -> None:
-        ignore_output(output)
+        if output != "fp32":  # which the policy files of 0.1 have
+            warnings.warn(
+                f"policy: output={output} has no effect. Remove it.", DeprecationWarning, stacklevel=3
+            )
         given = [Entry(key, "", str(getattr(self, key)), "") for key in KEYS]
         given += [Entry("op", name, rule, "") for name, rule in _pairs(self.ops)]
         given += [Entry("module", name, fmt, "") for name, fmt in _pairs(self.modules)]
@@ -189,12 +185,6 @@ class Policy:
         if "fp16" in self.computed and self.loss_scale == "none":
             notes.append(
                 "fp16 without a loss scale: gradients under 2^-25 become zero. loss_scale=dynamic keeps them."
-            )
-        scale = loss_scale_of(self.loss_scale).scale if self.loss_scale[0].isdigit() else 1.0
-        if math.frexp(scale)[0] != 0.5:
-            near = power_text(2.0 ** round(math.log2(scale)))
-            notes.append(
-                f"loss_scale={scale:g} rounds every gradient; a power of two such as {near} does not."
             )
         wide = (Rule.FP32, Rule.BANNED)
         for op, rule in () if self.is_fp32 else self.ops:
@@ -291,9 +281,7 @@ def policy(spec: object, **settings: object) -> Policy:
     """
     if settings:
         text = ",".join([str(spec), *(f"{key}={value}" for key, value in settings.items())])
-        raise UnknownArgumentError(
-            f"settings are part of the policy's text: mezzo.policy({str(policy(text))!r})"
-        )
+        raise UsageError(f"policy: write settings in the text: mezzo.policy({str(policy(text))!r}).")
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, os.PathLike) or (isinstance(spec, str) and spec.endswith(".toml")):
@@ -321,7 +309,7 @@ def _assembled(entries: Sequence[Entry], where: str) -> Policy:
     _no_duplicates(checked)
     try:
         return Policy(
-            **{entry.key: entry.value for entry in checked if entry.key in KEYS},
+            **{entry.key: entry.value for entry in checked if not entry.name},
             ops=tuple((entry.name, entry.value) for entry in checked if entry.key == "op"),
             modules=tuple((entry.name, entry.value) for entry in checked if entry.key == "module"),
         )

@@ -10,7 +10,6 @@ import math
 import os
 import re
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
@@ -52,11 +51,10 @@ PRECISION_NAMES: Mapping[str, str] = {
     "bf16-mixed": "bf16",  # Lightning's
 }
 """Other names of the precisions, accepted wherever a precision is given."""
-_WEIGHTS = {
-    "bf16-true": "bf16 weights without FP32 masters. Use 'bf16,masters=none', or 'bf16,masters=split' with masters",
-    "16-true": "fp16 weights without FP32 masters, which would lose small updates. Use 'fp16,masters=fp32'",
+_WEIGHTS = {  # Lightning's
+    "bf16-true": "bf16 weights without masters. Use 'bf16,masters=none', or with FP32 masters 'bf16,masters=split'",
+    "16-true": "fp16 weights without masters, which lose small updates. Use 'fp16,masters=fp32'",
 }
-"""Lightning's names for 16-bit weights, and what they mean."""
 KEYS = ("compute", "params", "masters", "state", "loss_scale", "recompute", "scaling", "hidden")
 
 # What a user may set in `dynamic(...)`, or in another kind that moves, with its default: all but the state.
@@ -95,16 +93,12 @@ def precision_name(value: object) -> str:
 def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
     """The entries of a short string: a preset's name first, if any, then `key=value` parts."""
     where = f"policy {text!r}: "
-    if _NO_COMMA.search(text):
-        raise UsageError(
-            f"{where}settings are separated by commas. Write {_NO_COMMA.sub(',', text.strip())!r}."
-        )
+    if (fixed := _NO_COMMA.sub(",", text)) != text:
+        raise UsageError(f"{where}settings are separated by commas. Write {fixed!r}.")
     entries = []
     for index, part in enumerate(re.split(r",(?![^(]*\))", text)):  # commas outside parentheses
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if key == "output":
-            ignore_output(value)
-        elif equals:
+        if equals:
             entries.append(_entry(key, value, where))
         elif index == 0 and precision_name(key) in presets:
             entries.append(Entry("compute", "", key, where))
@@ -119,8 +113,6 @@ def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
             raise UnknownNameError(f"{where}{key} stands for {_WEIGHTS[key.lower()]}.")
         elif index == 0:
             raise unknown_name("precision", key, presets, where=where)
-        elif not key:
-            raise UsageError(f"{where}there is a comma too many. Remove it.")
         else:
             raise UsageError(
                 f"{where}{key!r} is not key=value. Write key=value parts with commas between them; the first part "
@@ -129,18 +121,11 @@ def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
     return entries
 
 
-def ignore_output(value: object) -> None:
-    """Warn of the key `output` of version 0.1, which had no effect; not of fp32, which its policy files all have."""
-    if precision_name(value) != "fp32":
-        text = f"policy: output={value} has no effect. Remove it."
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-
-
 def _entry(key: str, value: str, where: str) -> Entry:
     head, dot, name = key.partition(".")
     if head in ("op", "module") and dot:
         return Entry(head, name, value, where)
-    if key in KEYS:
+    if key in (*KEYS, "output"):  # output is ignored
         return Entry(key, "", value, where)
     raise unknown_name("key", key, [*KEYS, "op.NAME", "module.PATTERN"], where=where)
 
@@ -248,11 +233,8 @@ def read_toml(path: str | os.PathLike[str]) -> list[Entry]:
         ) from None
     entries = []
     for keys, value in _leaves(data):
-        if keys == ("output",):
-            ignore_output(value)
-            continue
         where = f"{os.fspath(path)}: {'.'.join(keys)}: "
-        if keys[0] not in (*KEYS, *_TABLES):
+        if keys[0] not in (*KEYS, "output", *_TABLES):
             raise unknown_name("key", keys[0], [*KEYS, *_TABLES], where=where)
         if keys[0] in _TABLES and len(keys) == 1:
             raise UsageError(f'{where}it is a table. Write a line [{keys[0]}], and under it NAME = "fp32".')

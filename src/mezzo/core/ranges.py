@@ -172,13 +172,9 @@ class RangeRow:
     histogram: Histogram
     name: str = ""
 
-    @property
-    def tensor(self) -> str:
-        """The module and the parameter, for sentences."""
-        return f"{self.module or 'the model'}{'.' + self.name if self.name else ''}"
-
     def __str__(self) -> str:
-        return f"{self.what} of {self.tensor}, largest {self.histogram.largest:.4g}"
+        tensor = f"{self.module or 'the model'}{'.' + self.name if self.name else ''}"
+        return f"{self.what} of {tensor}, up to {self.histogram.largest:.4g}"
 
 
 Merged = dict[tuple[str, str, str], RangeRow]
@@ -213,9 +209,8 @@ def exponent_strip(histogram: Histogram, format: str, shift: int = 0) -> str:
     lost = ", ".join(f"{percent(share)} {word}" for word, share in words.items() if share)
     scaled = f" at loss scale 2^{shift}" if shift else ""
     last = histogram.lowest + len(histogram.counts) - 1
-    return (
-        f"2^{histogram.lowest} |{drawn}| 2^{last}: {format}{scaled} {f'has {lost}' if lost else 'keeps all'}"
-    )
+    kept = f"has {lost}" if lost else "keeps all"
+    return f"2^{histogram.lowest} |{drawn}| 2^{last}: {format}{scaled} {kept}"
 
 
 def percent(share: float) -> str:

@@ -29,9 +29,8 @@ def resolve(policy: Policy, device_type: str) -> tuple[Policy, str]:
     native = hardware.native_formats(device_type)
     for name in PREFERENCE:
         if name in native:
-            return policy.resolved(
-                name
-            ), f"auto chose {name}: this {device_type} device multiplies {name} in hardware"
+            why = f"auto chose {name}: this {device_type} device multiplies {name} in hardware"
+            return policy.resolved(name), why
     return (
         policy.resolved("fp32"),
         f"auto chose FP32: this {device_type} device has no fast 16-bit format. To use bf16 anyway, ask for bf16",
@@ -102,10 +101,9 @@ class TimedTrial:
         chosen = name if speedup >= MIN_SPEEDUP else "fp32"
         times = f"a step takes {_duration(low)} in {name}, {_duration(plain)} in FP32 (medians of {STEPS_EACH} steps)"
         # Rounded down: 1.049 must not be printed as the 1.05 that it failed to reach.
-        ratio = f"{name} is {math.floor(100 * speedup) / 100:.2f}x as fast"
-        least = "" if chosen == name else f"; at least {MIN_SPEEDUP:g}x is needed"
-        shown = chosen.replace("fp32", "FP32")
-        return TrialDecision(chosen, speedup, f"auto chose {shown}: {times}, so {ratio}{least}")
+        ratio = f"{math.floor(100 * speedup) / 100:.2f}x as fast (auto needs {MIN_SPEEDUP:g}x)"
+        why = f"auto chose {chosen.replace('fp32', 'FP32')}: {times}, so {name} is {ratio}"
+        return TrialDecision(chosen, speedup, why)
 
 
 def _duration(seconds: float) -> str:

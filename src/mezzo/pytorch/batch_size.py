@@ -104,7 +104,8 @@ class BatchSizeResult:
 
     def table(self) -> list[str]:
         """A header, and a line per size, in order of size."""
-        return [f"{a:>8}{b:>10}{c:>10}{d:>11}  {e}" for a, b, c, d, e in [_HEADER, *self._rows()]]
+        rows = [_HEADER, *self._rows()] if self.trials else []
+        return [f"{a:>8}{b:>10}{c:>10}{d:>11}  {e}" for a, b, c, d, e in rows]
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for trial in sorted(self.trials, key=lambda trial: trial.size):

@@ -67,12 +67,7 @@ class Explanation:
         return self.as_text(shutil.get_terminal_size().columns if terminal else _WIDTH)
 
     def __repr__(self) -> str:
-        return f"<Explanation: {self._headline()} print() shows the table.>"
-
-    def _headline(self) -> str:
-        count = len({row.op for row in self.ops})
-        verdict = f"{len(self.departed)} NOT AS PLANNED" if self.departed else "all as planned"
-        return f"{self.precision} on {self.device_type}: {count} ops ran in the forward pass, {verdict}."
+        return f"<Explanation: {self.as_text(1000).splitlines()[0]} print() shows them.>"
 
     def _repr_html_(self) -> str:
         names = ("op", "module", "rule", "planned", "observed", "calls", "casts", "reason")
@@ -85,7 +80,10 @@ class Explanation:
     def as_text(self, width: int = _WIDTH) -> str:
         """The table, no line longer than ``width`` columns (at least 60)."""
         width = max(width, _NARROWEST)
-        lines = textwrap.wrap(self._headline(), width)
+        count = len({row.op for row in self.ops})
+        verdict = f"{len(self.departed)} NOT AS PLANNED" if self.departed else "all as planned"
+        headline = f"{self.precision} on {self.device_type}: {count} ops ran in the forward pass, {verdict}."
+        lines = textwrap.wrap(headline, width)
         for row in self.departed:
             place = f" in {row.module}" if row.module else ""
             text = f"! {row.op}{place}: planned {row.planned}, observed {row.observed}. {row.reason}."
