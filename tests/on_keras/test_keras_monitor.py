@@ -258,6 +258,8 @@ def test_a_collapse_comes_out_of_fit(tmp_path: Path) -> None:
     [
         ({"folder": ""}, "folder must be"),
         ({"every": 0}, "every=0"),
+        ({"watch": True}, r"watch=.* was removed.*mezzo\.MixedPrecision"),
+        ({"probe": (1, 2)}, "probe=.* was removed"),
     ],
 )
 def test_bad_arguments(given: dict[str, Any], told: str) -> None:

@@ -131,7 +131,7 @@ class _StorageCounter(TorchDispatchMode):
         storage = _storage_of(tensor)
         if storage is None:
             return
-        key = id(storage)  # of the one Python object that C++ keeps for it
+        key = storage._cdata
         size = storage.nbytes()
         known = self._alive.get(key)
         if known is not None and known[0]() is storage:
@@ -172,7 +172,7 @@ class _AllocatorCounter:
             profiler.ProfilerState.CPU, False, True, False, False, False, profiler._ExperimentalConfig()
         )
         torch._C._autograd._enable_profiler_legacy(config)
-        storages = {id(s): s for s in map(_storage_of, _tensors_alive()) if s is not None}
+        storages = {s._cdata: s for s in map(_storage_of, _tensors_alive()) if s is not None}
         self._before = sum(s.nbytes() for s in storages.values())
         self._watched = [weakref.ref(s, _mark(f"{self._MARK}{s.nbytes()}")) for s in storages.values()]
 

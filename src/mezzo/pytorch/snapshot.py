@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.version_counters import keeping_versions, set_versions
+from mezzo.pytorch.version_counters import keeping_versions
 
 _SERIALS = itertools.count()
 
@@ -303,7 +303,7 @@ def _write_back(tensor: Tensor, values: Tensor, version: int) -> None:
     """Give a tensor its former values and version, so that graphs which saved it then still run backward."""
     tensor.detach().copy_(values)
     if version >= 0:
-        set_versions((tensor,), (version,))
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def _version(tensor: Tensor) -> int:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-set_versions = torch._C._autograd._unsafe_set_version_counter
 
-
-@contextmanager
-def keeping_versions(tensors: Iterable[Tensor]) -> Iterator[None]:
+def keeping_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Writes inside raise no version counter of these tensors, so graphs that saved one still run backward."""
     counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
-    versions = tuple(tensor._version for tensor in counted)
-    try:
-        yield
-    finally:
-        set_versions(counted, versions)
+    return _unsafe_preserve_version_counter(counted)
