@@ -53,7 +53,9 @@ class Kernels:
 
     def remove(self) -> None:
         """Remove them all: the kernels beneath are used again."""
-        self._libraries.clear()  # a library ends with its object
+        for library in self._libraries.values():
+            library._destroy()
+        self._libraries.clear()
 
 
 class _Widened(torch.autograd.Function):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.core.errors import UsageError, unknown_name
@@ -39,7 +40,7 @@ def group(owner: str, values: dict[str, Any]) -> None:
 
 def weight(param: Tensor, masters: str, what: str) -> None:
     """Raise a UsageError for a weight whose class, format or layout these masters do not support."""
-    if hasattr(param, "__tensor_flatten__"):
+    if bool(is_traceable_wrapper_subclass(param)):
         problem = (
             f"is a {type(param).__name__}, which the fused kernels cannot read. Use an optimizer of torch.optim, or "
             "mezzo.optim.with_masters(optimizer) around one."
