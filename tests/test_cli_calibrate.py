@@ -24,6 +24,7 @@ FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_calibrati
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory in which runs are pretended."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it, and lines are folded to it
     monkeypatch.setattr(verb, "calibrate_script", functools.partial(calibrate_script, command=FAKE))
     return tmp_path
 

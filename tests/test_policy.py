@@ -311,25 +311,27 @@ def test_fingerprints_are_the_same_in_every_process() -> None:
 
 # The documentation, as far as it can be run.
 
-DOCUMENT = Path(__file__).parents[1] / "docs/policies.md"
+PAGES = Path(__file__).parents[1] / "docs"
 
 
-def test_the_documents_bytes_are_those_of_the_table() -> None:
-    section = DOCUMENT.read_text(encoding="utf-8").partition("## 16-bit weights")[2].partition("\n## ")[0]
-    rows = [
-        [cell.strip() for cell in row.strip("|").split("|")] for row in section.splitlines() if "| `" in row
-    ]
-    told = {text: figures for text, *figures in rows if len(figures) == 6}
-    assert len(told) >= 6
-    for text, figures in told.items():
-        value = policy(text.strip("`"))
-        total = bytes_per_parameter(value.params, value.masters, value.state)
-        *parts, whole = [float(figure) for figure in figures[1:]]
-        assert whole == round(total, 2) == round(sum(parts), 2), text
+def test_the_measured_bytes_are_those_of_the_table() -> None:
+    text = (
+        (PAGES / "memory.md")
+        .read_text(encoding="utf-8")
+        .partition("<!-- modes -->")[2]
+        .partition("<!-- /modes -->")[0]
+    )
+    rows = [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in text.strip().splitlines()[2:]]
+    measured = {(weights, masters): adamw for weights, masters, adamw, *_ in rows}
+    assert len(measured) == 5
+    for (weights, masters), adamw in measured.items():
+        stored = ("fp32", "none") if weights == "FP32" else ("bf16", masters)
+        for state, figure in zip(("fp32", "bf16", "int8"), adamw.split(", ")):
+            assert float(figure) == round(bytes_per_parameter(*stored, state), 2), (masters, state)
 
 
 def test_the_document_explains_every_rule_and_key() -> None:  # test_readme.py compares the op table
-    text = DOCUMENT.read_text(encoding="utf-8")
+    text = (PAGES / "policies.md").read_text(encoding="utf-8")
     assert [
         word for word in (*Rule, *KEYS, *PRESETS) if not re.search(rf"^\| `{word}` \|", text, re.MULTILINE)
     ] == []

@@ -406,7 +406,8 @@ _ROWS: list[OpRule] = [
         linalg_cond linalg_det linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
         linalg_householder_product linalg_inv linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex
         linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve
-        linalg_matrix_exp linalg_matrix_power linalg_matrix_rank linalg_pinv linalg_qr linalg_slogdet linalg_solve
+        linalg_matrix_exp linalg_matrix_power linalg_matrix_rank linalg_matrix_sqrth linalg_pinv linalg_qr
+        linalg_slogdet linalg_solve
         linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve
         linalg_vander logdet lu_solve _lu_with_info matrix_exp orgqr ormqr pinverse qr
         slogdet svd triangular_solve""",

@@ -199,7 +199,10 @@ class ForwardTrace(TorchFunctionMode):
 
     def _apply(self) -> Callable[..., Any]:
         """Replaces `Function.apply`: the user's autograd Functions become operations with a name and a line."""
-        before = torch.autograd.Function.__dict__["apply"].__func__
+        method = torch.autograd.Function.__dict__["apply"]  # Python's classmethod, from torch 2.14 on one of C
+
+        def before(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return method.__get__(None, cls)(*args, **kwargs)
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if self._running or self.paused or threading.get_ident() != self._thread:
