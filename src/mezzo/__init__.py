@@ -78,6 +78,9 @@ _ERRORS = dict.fromkeys(
 )
 _PUBLIC = _NAMES | _RESULTS | _ERRORS
 
+# Modules for other libraries: `import mezzo` and `mezzo.lightning` are enough, and `dir(mezzo)` does not list them.
+_INTEGRATIONS = {name: f"mezzo.{name}" for name in ("accelerate", "amp", "apex", "lightning", "transformers")}
+
 # Name -> the module that it is in, and what to use instead.
 _MOVED = {"NoLossScale": ("mezzo.core.loss_scale", "loss_scale='none'")}
 # Name -> what to use instead.
@@ -120,7 +123,7 @@ if TYPE_CHECKING:
     from mezzo.pytorch.weights.master_state import master_state_dict as master_state_dict
     from mezzo.pytorch.weights.stored_parameters import lower_weights as lower_weights
 
-__getattr__, __dir__ = lazy("mezzo", _PUBLIC, removed=_REMOVED, moved=_MOVED)
+__getattr__, __dir__ = lazy("mezzo", _PUBLIC | _INTEGRATIONS, removed=_REMOVED, moved=_MOVED)
 
 
 def load_ipython_extension(shell: object) -> None:
