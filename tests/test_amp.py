@@ -85,6 +85,10 @@ def test_the_arguments_of_torch_bind_to_the_same_values() -> None:
     for name in ("custom_fwd", "custom_bwd", "is_autocast_available"):
         assert getattr(mezzo.amp, name) is getattr(torch.amp, name)
     assert issubclass(mezzo.amp.GradScaler, torch.amp.GradScaler)
+    assert mezzo.amp.GradScaler().is_enabled()  # without a device it is not for CUDA only
+    with pytest.raises(UsageError, match=r"init_scale=1024\.0"):
+        mezzo.amp.GradScaler(1024.0)  # type: ignore[arg-type]
+    assert not isinstance(amp("cpu"), torch.amp.autocast)
 
 
 def test_without_a_dtype_the_dtype_outside_is_kept_as_in_torch() -> None:
