@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import mezzo
 import mezzo.amp
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.autocast import active_policy
+from mezzo.pytorch.hardware import native_formats
 from run_scripts import launcher
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -25,24 +25,18 @@ autocast, amp = mezzo.autocast, mezzo.amp.autocast
 FORMS: dict[str, str] = {
     "autocast('cpu')": "bf16",
     "autocast(device_type='cpu')": "bf16",
-    "autocast('cpu', torch.float16)": "fp16",
     "autocast('cpu', torch.float16, True, False)": "fp16",
     "autocast('cpu', 'bfloat16')": "bf16",
     "autocast('cpu', LOW)": LOW,
-    "autocast('cpu', mezzo.policy(LOW))": LOW,
     "autocast('cpu', dtype=torch.bfloat16, enabled=True, cache_enabled=False)": "bf16",
-    "autocast('cpu', dtype='float16')": "fp16",
     "autocast('cpu', dtype=LOW)": LOW,
     "autocast(device_type='cpu', dtype=torch.float16)": "fp16",
+    "autocast(None, 'cpu', dtype='float16')": "fp16",
     "autocast('cpu', dtype=torch.bfloat16, enabled=False)": "fp32",
     "autocast('cpu', dtype=torch.float64, enabled=False)": "fp32",
-    "autocast('cpu', enabled=False)": "fp32",
     "autocast('cpu', dtype=torch.float32)": "fp32",
-    "autocast('bfloat16', 'cpu')": "bf16",
     "amp('cpu')": "bf16",
     "amp('cpu', torch.float16)": "fp16",
-    "amp(device_type='cpu', dtype=torch.float16, enabled=False)": "fp32",
-    "amp('fp16', 'cpu')": "fp16",
 }
 # The arguments of torch.cuda.amp.autocast, which has no device type, on a computer without an accelerator.
 WITHOUT_DEVICE = {
@@ -76,12 +70,7 @@ def test_every_form_of_the_call(call: str, precision: str) -> None:
     assert context(lambda: torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)() is dtype
 
 
-def test_the_arguments_of_torch_bind_to_the_same_values() -> None:
-    theirs, ours = inspect.signature(torch.amp.autocast), inspect.signature(autocast)
-    assert [*theirs.parameters][2:] == ["enabled", "cache_enabled"] == [*ours.parameters][2:4]
-    assert {*inspect.signature(torch.amp.GradScaler).parameters} <= {
-        *inspect.signature(mezzo.amp.GradScaler).parameters
-    }
+def test_the_names_of_torch_amp() -> None:
     for name in ("custom_fwd", "custom_bwd", "is_autocast_available"):
         assert getattr(mezzo.amp, name) is getattr(torch.amp, name)
     assert issubclass(mezzo.amp.GradScaler, torch.amp.GradScaler)
@@ -104,16 +93,14 @@ def test_without_a_dtype_the_dtype_outside_is_kept_as_in_torch() -> None:
 def test_the_forms_compile() -> None:
     def body(x: Tensor) -> list[Tensor]:
         found = []
-        for context in (amp("cpu"), amp("cpu", dtype=torch.float16), autocast("cpu", LOW), autocast("cpu")):
+        for context in (amp("cpu"), amp("cpu", dtype=FP16), autocast("cpu", LOW), autocast("cpu")):
             with context:
                 found.append(torch.softmax(x @ x, -1))
         return found
 
-    x = torch.randn(4, 4)
     torch._dynamo.reset()
-    compiled = torch.compile(body, backend="aot_eager", fullgraph=True)(x)
-    assert [t.dtype for t in compiled] == [FP32, FP32, FP16, FP32]
-    for got, expected in zip(compiled, body(x)):
+    x = torch.randn(4, 4)
+    for got, expected in zip(torch.compile(body, backend="aot_eager", fullgraph=True)(x), body(x)):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
@@ -130,12 +117,10 @@ for step in range(20):
     with autocast("cpu", dtype=dtype):
         loss = torch.nn.functional.mse_loss(model(x), x[:, :4].tanh())
     scaler.scale(loss).backward()
-    if step == 10:
-        model[0].weight.grad[0, 0] = float("inf") if scaler.is_enabled() else 0.0
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)
-    scaler.update()
+    if step == 10 and scaler.is_enabled():
+        model[0].weight.grad[0, 0] = torch.inf
+    scaler.unscale_(optimizer), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer), scaler.update()
 """
 
 
@@ -161,7 +146,6 @@ WRONG: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: autocast("cdua", dtype=FP16), UsageError, "'cdua'.*mean 'cuda'"),
     (lambda: autocast("cuda", "cpu"), UsageError, "'cuda'.*'cpu'.*one device type"),
     (lambda: autocast("cpu", dtype=FP64), UsageError, r"torch\.float64.*torch\.bfloat16"),
-    (lambda: autocast("cpu", dtype=torch.int8), UsageError, r"torch\.int8.*torch\.bfloat16"),
     (lambda: autocast("cpu", dtyp=BF16), TypeError, "'dtyp'.*mean 'dtype'"),
     (lambda: amp(enable=True), TypeError, "'enable'.*mean 'enabled'"),
     (lambda: amp(True, enabled=False), TypeError, "enabled"),  # type: ignore[call-overload]
@@ -190,15 +174,9 @@ def test_errors_are_those_that_torch_raises_and_say_its_words() -> None:
         assert str(theirs.value).partition(". ")[0] in str(ours.value)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about a computer without CUDA")
-def test_an_absent_cuda_switches_autocast_off_with_torchs_warning() -> None:
-    for call in (torch.amp.autocast, autocast, amp):
-        with pytest.warns(UserWarning, match="CUDA is not available"), call("cuda", dtype=FP16):
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is FP32
-
-
-def test_fp16_on_a_cpu_is_no_less_exact_than_torchs() -> None:
-    """The documented difference: sums of FP16 products in FP32, where PyTorch's CPU kernels round parts of them."""
+@pytest.mark.skipif("fp16" in native_formats("cpu"), reason="about a CPU without FP16 units")
+def test_fp16_on_a_cpu_is_more_exact_than_torchs() -> None:
+    """A documented difference: sums of FP16 products in FP32, where PyTorch's CPU kernels round parts of them."""
     a, b, c = torch.randn(8, 8), torch.randn(64, 8, 16), torch.randn(64, 16, 8)
     truth = torch.addbmm(*(t.half().double() for t in (a, b, c)))
     errors = []
@@ -215,21 +193,17 @@ def test_fp16_on_a_cpu_is_no_less_exact_than_torchs() -> None:
 def custom() -> Iterator[Any]:
     """An op without a rule; in bf16; in FP32; and one of the older kind, in fp16."""
 
-    def rescaled(x: Tensor, weight: Tensor) -> Tensor:
+    def halved(x: Tensor, weight: Tensor) -> Tensor:
         return x * weight
 
-    ops = {}
     for name in ("plain", "low", "wide"):
-        ops[name] = torch.library.custom_op(f"mezzoamp::{name}", rescaled, mutates_args=())
-        ops[name].register_autograd(
-            lambda ctx, grad: (grad * ctx.saved_tensors[0], None),
-            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
-        )
+        op = torch.library.custom_op(f"mezzoamp::{name}", halved, mutates_args=())
+        op.register_autograd(lambda ctx, grad: (grad * 0.5, None))
     torch.library.register_autocast("mezzoamp::low", "cpu", BF16)
     torch.library.register_autocast("mezzoamp::wide", "cpu", FP32)
     with torch.library._scoped_library("mezzoamp", "FRAGMENT") as library:
-        library.define("older(Tensor x, Tensor weight) -> Tensor")
-        library.impl("older", rescaled, "CompositeExplicitAutograd")
+        library.define("older(Tensor x) -> Tensor")
+        library.impl("older", torch.sin, "CompositeExplicitAutograd")
         torch.library.register_autocast("mezzoamp::older", "cpu", FP16, lib=library)
         yield torch.ops.mezzoamp
 
@@ -255,7 +229,7 @@ def test_registered_rules_apply_as_under_torch(custom: Any, dtype: torch.dtype) 
     for call in (torch.amp.autocast, autocast):
         with call("cpu", dtype=dtype):
             model(x).sum().backward()
-            older = custom.older(x, torch.ones(4)).dtype
+            older = custom.older(x).dtype
         seen.append((dict(model.seen), older))
     assert seen[0] == seen[1] == ({"plain": dtype, "low": BF16, "wide": FP32}, FP16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -266,52 +240,28 @@ def test_registered_rules_apply_as_under_torch(custom: Any, dtype: torch.dtype) 
     assert model.seen == seen[0][0]
 
 
-def test_a_policys_rule_comes_before_the_registered_one(custom: Any) -> None:
-    x = torch.randn(4, dtype=FP16)
-    for spec, expected in (("fp16,op.mezzoamp::low=fp32", FP32), ("fp16", BF16), ("fp32", FP16)):
-        with autocast(spec, "cpu"):
-            assert custom.low(x, x).dtype is expected
-
-
 def test_explain_names_registered_rules(custom: Any) -> None:
-    for precision in ("bf16", "fp16", "fp16,op.mezzoamp::low=fp32"):
-        found = {
-            row.op: row for row in mezzo.explain(Layers(custom), torch.randn(2, 4), precision=precision).ops
-        }
-        own = found["mezzoamp::low"]
-        if "op." in precision:
-            assert (own.rule, own.planned, own.as_planned) == ("fp32", "fp32 -> fp32", True)
-        else:
-            assert (own.rule, own.observed) == ("registered", "bf16 -> bf16")
-            assert "register_autocast" in own.reason
-        assert (found["mezzoamp::wide"].rule, found["mezzoamp::wide"].observed) == (
-            "registered",
-            "fp32 -> fp32",
-        )
-        assert (found["mezzoamp::plain"].rule, "no rule" in found["mezzoamp::plain"].reason) == ("", True)
-    in_fp32 = {row.op: row for row in mezzo.explain(Layers(custom), torch.randn(2, 4), precision="fp32").ops}
-    assert in_fp32["mezzoamp::low"].rule == ""
+    registered, wide = ("registered", "bf16 -> bf16"), "fp32 -> fp32"
+    policies = {"bf16": registered, "fp16": registered, "fp16,op.mezzoamp::low=fp32": ("fp32", wide)}
+    for precision, expected in {**policies, "fp32": ("", wide)}.items():
+        shown = mezzo.explain(Layers(custom), torch.randn(2, 4), precision=precision)
+        rows = {row.op.removeprefix("mezzoamp::"): row for row in shown.ops}
+        assert (rows["low"].rule, rows["low"].observed) == expected
+        assert (rows["plain"].rule, shown.departed) == ("", [])
+        assert ("register_autocast" in str(shown)) == (precision != "fp32")
 
 
 SCRIPT = """
 import torch
 from mezzo import amp
-x = torch.randn(2, 4)
-model = torch.nn.Linear(4, 4)
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-    def forward(self, x):
-        out = torch.ops.mezzoamp.low(self.linear(x), torch.ones(4))
-        print(out.dtype)
-        return out
-model = Net()
+from test_amp import Layers
+model, x = Layers(torch.ops.mezzoamp), torch.randn(2, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with amp.autocast("cpu", enabled={own}):
     loss = model(x).float().square().mean()
 loss.backward()
 optimizer.step()
+print(model.seen["low"])
 """
 
 
