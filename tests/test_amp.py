@@ -14,6 +14,7 @@ import mezzo
 import mezzo.amp
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.autocast import active_policy
+from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.hardware import native_formats
 from run_scripts import launcher
 
@@ -133,10 +134,11 @@ def test_one_changed_import_trains_as_torch_amp(dtype: torch.dtype) -> None:
         runs.append((names["model"], names["scaler"].get_scale(), names["loss"].item()))
     (theirs, scale, loss), (ours, our_scale, our_loss) = runs
     assert our_scale == scale == (2.0**9 if dtype is FP16 else 1.0)
-    # fp16 products are computed in FP32 on a CPU, and PyTorch's own there are not; bf16 is the same kernel.
+    # A format that is not native here is computed in FP32 between casts, and by PyTorch's own kernels otherwise.
+    bound = 0 if name_of(dtype) in native_formats("cpu") else 2e-3
     for a, b in zip(ours.parameters(), theirs.parameters()):
-        torch.testing.assert_close(a, b, rtol=0, atol=0 if dtype is BF16 else 2e-3)
-    assert our_loss == pytest.approx(loss, rel=0 if dtype is BF16 else 2e-2)
+        torch.testing.assert_close(a, b, rtol=0, atol=bound)
+    assert our_loss == pytest.approx(loss, rel=10 * bound)
 
 
 # A wrong call -> its error, and what the message has: what was received, and what to write.
@@ -174,7 +176,6 @@ def test_errors_are_those_that_torch_raises_and_say_its_words() -> None:
         assert str(theirs.value).partition(". ")[0] in str(ours.value)
 
 
-@pytest.mark.skipif("fp16" in native_formats("cpu"), reason="about a CPU without FP16 units")
 def test_fp16_on_a_cpu_is_more_exact_than_torchs() -> None:
     """A documented difference: sums of FP16 products in FP32, where PyTorch's CPU kernels round parts of them."""
     a, b, c = torch.randn(8, 8), torch.randn(64, 8, 16), torch.randn(64, 16, 8)
