@@ -373,7 +373,7 @@ def _settings(
     policy: Any, device_type: str | None, enabled: bool, cache_enabled: bool | None, before: int
 ) -> tuple[tuple[str, torch.dtype, bool, bool | None], ...]:
     """The arguments of each `torch.autocast` object that makes up the context, in order."""
-    policy = Policy(*policy) if isinstance(policy, tuple) else policy
+    policy = Policy(**dict(zip(_FIELDS, policy))) if isinstance(policy, tuple) else policy
     context = Context(policy, device_type, enabled, cache_enabled)
     code = active_policy.successor(before, context.device_type, context.policy)
     compiling.begin()
