@@ -7,8 +7,7 @@ test/test_autocast.py. Without --pytorch the environment variable PYTORCH_SOURCE
 contain these tests. They also need the package `expecttest`.
 
 Each suite runs twice, in a process each: with PyTorch's own class, then with Mezzo's. Only tests that pass with
-PyTorch's own count. "autocast" calls `mezzo.autocast` with the arguments of `torch.autocast`. "autocast, by policy"
-translates the dtype to a policy first: it compares what a region does, and not how it is called.
+PyTorch's own count.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class Suite:
     holders: tuple[str, ...]
 
 
-_AUTOCAST = ("test/test_autocast.py", "", "autocast", ("torch", "torch.amp"))
 SUITES = {
     "GradScaler": Suite(
         "test/test_torch.py",
@@ -46,8 +44,7 @@ SUITES = {
         "GradScaler",
         ("torch", "torch.amp", "torch.amp.grad_scaler"),
     ),
-    "autocast": Suite(*_AUTOCAST),
-    "autocast, by policy": Suite(*_AUTOCAST),
+    "autocast": Suite("test/test_autocast.py", "", "autocast", ("torch", "torch.amp")),
 }
 
 
@@ -62,26 +59,11 @@ def pytest_configure() -> None:
 
 
 def _stand_in(suite: str, theirs: Any) -> Any:
-    import torch
+    import mezzo.amp
 
-    import mezzo
-
-    scaler, autocast = mezzo.GradScaler, mezzo.autocast  # both are imported while torch still holds its own
     if suite == "GradScaler":
-        return scaler
-
-    def by_policy(
-        device_type: str,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
-    ) -> Any:
-        names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-        known = isinstance(device_type, str)  # otherwise Mezzo's own error is what is tested
-        policy = names[dtype or (torch.get_autocast_dtype(device_type) if known else torch.bfloat16)]
-        return autocast(policy, device_type, enabled, cache_enabled)
-
-    ours: Any = autocast if suite == "autocast" else by_policy
+        return mezzo.amp.GradScaler
+    ours = mezzo.amp.autocast
 
     def region(*args: Any, **kwargs: Any) -> Any:
         # Mezzo and PyTorch themselves go on using PyTorch's: they are not what is tested.

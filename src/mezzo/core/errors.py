@@ -35,6 +35,14 @@ class UnknownArgumentError(UnknownNameError, TypeError):
     """An unknown keyword argument. The message suggests the nearest one."""
 
 
+class UnknownDeviceError(UnknownNameError, RuntimeError):
+    """An unknown device type; a RuntimeError as in PyTorch. The message suggests the nearest one."""
+
+
+class ArgumentTypeError(UsageError, TypeError):
+    """An argument of the wrong type."""
+
+
 class UnsupportedPrecisionError(MezzoError, RuntimeError):
     """A precision that this machine cannot run."""
 

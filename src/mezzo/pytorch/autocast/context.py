@@ -16,7 +16,13 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 
-from mezzo.core.errors import UsageError, did_you_mean, unknown_argument
+from mezzo.core.errors import (
+    ArgumentTypeError,
+    UnknownDeviceError,
+    UsageError,
+    did_you_mean,
+    unknown_argument,
+)
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.autocast import active_policy, compiling, patches
@@ -60,11 +66,11 @@ _FP32 = torch.float32  # autocast's dtype under emulated TF32, which `torch.auto
 @not_traced
 def autocast(
     policy: str | os.PathLike[str] | Policy | torch.dtype | None = None,
-    device_type: str | None = None,
+    device_type: str | torch.dtype | Policy | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | Policy | None = None,
     **unknown: NoReturn,
 ) -> Context:
     """A context manager or decorator in which ops follow a policy.
@@ -92,39 +98,91 @@ def autocast(
         cache_enabled: whether 16-bit copies of weights are kept until the outermost context ends. Default: as outside,
             but not where gradients aren't recorded, since there any op may write a weight.
         dtype: instead of `policy`, as in ``torch.autocast("cuda", dtype=torch.float16)``: the first argument is then
-            the device type. ``mezzo.autocast("cuda", torch.float16)`` works too.
+            the device type. ``mezzo.autocast("cuda", torch.float16)`` works too. With a device type alone it is
+            ``torch.get_autocast_dtype(device_type)``, as in PyTorch: fp16 on CUDA, bf16 on a CPU.
         unknown: any other keyword argument is an error.
 
     Raises:
-        UsageError: an unknown precision, op, keyword argument or device type; no precision.
+        UsageError: an unknown precision, op, keyword argument or device type; no precision, or two.
         UnsupportedPrecisionError: too many different policies in this process (several hundred).
         BannedOpError: from an op that the policy bans, when it receives a 16-bit input.
     """
     if unknown:
         raise unknown_argument(autocast, next(iter(unknown)))
-    if dtype is not None or policy is None or isinstance(device_type, torch.dtype):
+    if dtype is not None or policy is None:
         policy, device_type = _as_in_torch(policy, device_type, dtype)
-    if _is_dynamo_compiling() and not _is_eager_only(policy, device_type, enabled):
-        return cast("Context", _traced(policy, device_type, enabled, cache_enabled))
+    if _is_dynamo_compiling():
+        first, second = _policy_first(policy, device_type)
+        if not _is_eager_only(first, second, enabled):
+            return cast("Context", _traced(first, second, enabled, cache_enabled))
     key = (policy, device_type, enabled, cache_enabled, _native_key())
     found = _contexts.get(key)
     if found is None:
-        found = Context(policy, device_type, enabled, cache_enabled)
+        first, second = _policy_first(policy, device_type)
+        if first is not policy:
+            return autocast(first, second, enabled, cache_enabled)
+        found = Context(first, second, enabled, cache_enabled)
         is_file = not isinstance(policy, (Policy, str, torch.dtype)) or str(policy).endswith(".toml")
         if not is_file and found.is_as_asked:  # a file, or which devices there are, may change
             _contexts[key] = found
     return found
 
 
-def _as_in_torch(first: Any, second: Any, dtype: Any) -> tuple[torch.dtype, str | None]:
-    """Policy and device type of a call with the arguments of `torch.autocast`: a device type, and a dtype."""
-    device, chosen = (first, second) if dtype is None else (first or second, dtype)
-    if type(chosen) is torch.dtype and (device is None or device in AUTOCAST_KEYS):
-        return chosen, device
-    raise UsageError(
-        f"mezzo.autocast(policy={first!r}, device_type={second!r}, dtype={dtype}): give one precision, then a device "
-        "type: mezzo.autocast('bf16', 'cuda') or mezzo.autocast('cuda', dtype=torch.bfloat16)."
+def _as_in_torch(first: Any, second: Any, dtype: Any) -> tuple[Any, str | None]:
+    """Policy and device type of a call with `dtype`, or with a device type alone, as `torch.autocast` takes them."""
+    if first is None and dtype is not None:
+        return dtype, second
+    if first is None and second is not None:
+        return _default_dtype(second), second
+    if second is None and type(first) is str and first in AUTOCAST_KEYS:
+        return dtype, first
+    raise _not_one_precision(policy=first, device_type=second, dtype=dtype)
+
+
+def _policy_first(first: Any, second: Any) -> tuple[Any, Any]:
+    """Policy and device type, where the arguments are in PyTorch's order: a device type, then a dtype or none."""
+    if type(first) is str and first in AUTOCAST_KEYS and second not in AUTOCAST_KEYS:
+        return _default_dtype(first) if second is None else second, first
+    if type(first) is torch.device:
+        raise _unknown_device(first)
+    if second is not None and (first in AUTOCAST_KEYS or isinstance(second, (torch.dtype, Policy))):
+        raise _not_one_precision(policy=first, device_type=second)
+    return first, second
+
+
+def _not_one_precision(**given: Any) -> UsageError:
+    arguments = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+    fix = did_you_mean(str(given["policy"]), AUTOCAST_KEYS, cutoff=0.6)
+    return UsageError(
+        f"mezzo.autocast({arguments}): give one precision and one device type, mezzo.autocast('bf16', 'cuda') or "
+        f"mezzo.autocast('cuda', dtype=torch.bfloat16).{fix}"
     )
+
+
+def _default_dtype(device_type: Any) -> torch.dtype:
+    """The dtype of PyTorch's autocast on a device type, if none is given: that of an outer context, or its default."""
+    if type(device_type) is not str or device_type not in AUTOCAST_KEYS:
+        raise _unknown_device(device_type)
+    return _get_dtype(device_type)
+
+
+def _unknown_device(device_type: Any) -> UnknownDeviceError:
+    if isinstance(device_type, torch.device):
+        what = f"device_type is {device_type!r}. Use its type: {device_type.type!r}."
+    else:
+        name = _DEVICES.get(device_type, device_type)
+        fix = did_you_mean(str(name), AUTOCAST_KEYS)
+        what = f"unknown device type {device_type!r}. Use one of {', '.join(AUTOCAST_KEYS)}.{fix}"
+    return UnknownDeviceError(f"mezzo.autocast: {what}{_torch_says(lambda: torch.autocast(device_type))}")
+
+
+def _torch_says(call: Callable[[], object]) -> str:
+    """What PyTorch's own error for this call says: scripts may look for its words."""
+    try:
+        call()
+    except Exception as error:
+        return f" (PyTorch: {str(error).partition('. ')[0]})"
+    return ""
 
 
 class Context:
@@ -221,9 +279,10 @@ class Context:
     def __call__(self, function: _Function) -> _Function:
         """The function, with a context around each call."""
         if not callable(function):
-            raise UsageError(
+            raise ArgumentTypeError(
                 f"mezzo.autocast(...)(function): function is not callable, received {type(function).__name__}. "
                 "For a block of code write: with mezzo.autocast(...):"
+                + _torch_says(lambda: torch.autocast("cpu", enabled=False)(function))
             )
         policy, enabled = self.policy or "fp32", self.policy is not None
         device_type, cache_enabled = self.device_type, self._cache_enabled
@@ -254,19 +313,14 @@ def default_device_type() -> str:
 
 def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
     if device_type not in AUTOCAST_KEYS:
-        known, fix = (
-            ", ".join(AUTOCAST_KEYS),
-            did_you_mean(_DEVICES.get(device_type, device_type), AUTOCAST_KEYS),
-        )
-        raise UsageError(f"mezzo.autocast: unknown device type {device_type!r}. Use one of {known}.{fix}")
+        raise _unknown_device(device_type)
     if device_type in active_policy.label_devices():
         here = default_device_type()
         raise UsageError(f"mezzo.autocast: this computer has no {device_type!r} device. Use {here!r}.")
-    if isinstance(policy, str) and policy in _DEVICES:
-        raise UsageError(
-            f"mezzo.autocast: {policy!r} is a device type, and the precision comes first. Use "
-            f"mezzo.autocast('bf16', {_DEVICES[policy]!r})."
-        )
+    if isinstance(policy, str) and policy.partition(":")[0] in _DEVICES:  # cuda:0, gpu
+        raise _unknown_device(policy)
+    if isinstance(policy, torch.dtype) and not enabled:
+        return _OFF  # of any dtype, as in PyTorch
     resolved = policy_of(policy)
     if resolved.compute == "auto":
         from mezzo.pytorch.auto import resolve

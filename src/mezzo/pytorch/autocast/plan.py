@@ -248,6 +248,16 @@ def has_kernel(op: str, device_type: str) -> bool:
     return _dispatcher_has(name, AUTOCAST_KEYS[device_type])
 
 
+def has_own_rule(op: str, device_type: str) -> bool:
+    """Whether an op of another library has an autocast kernel there, as `torch.library.register_autocast` makes it."""
+    namespace, _, name = op.rpartition("::")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if namespace not in ("", "aten") else None
+    return packet is not None and any(
+        getattr(packet, each).has_kernel_for_dispatch_key(AUTOCAST_KEYS[device_type])
+        for each in packet.overloads()
+    )
+
+
 @functools.cache
 def own_table(device_type: str) -> Mapping[str, Rule]:
     """What PyTorch's own autocast does with each overload that it has a kernel for, before any registration."""

@@ -15,7 +15,7 @@ from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OpFormats
 from mezzo.core.rules import RULES, bare
 from mezzo.pytorch.auto import resolve
-from mezzo.pytorch.autocast.plan import FIRST, WIDEST, OpPlan, plan
+from mezzo.pytorch.autocast.plan import FIRST, WIDEST, OpPlan, has_own_rule, plan
 from mezzo.pytorch.monitor.execution_trace import Call, Recorded, recorded
 
 MODULE_MARK = "mezzo::module "  # of the module in which calls run, set by `explain`
@@ -101,7 +101,11 @@ class OpObserver:
             decision = self.policy.rule_for(op)
             rule = decision.rule.value if decision else ""
             return _row(replace(seen, op=f"{op}.backward"), f"gradient of {op}", rule)
-        plans = (plan(one, self.device_type).get(bare(seen.op)) for one in self._policies_at(seen.module))
+        policies = list(self._policies_at(seen.module))
+        plans = [plan(one, self.device_type).get(bare(seen.op)) for one in policies]
+        lowers = any(one.compute != "fp32" for one in policies)
+        if lowers and not any(plans) and has_own_rule(seen.op, self.device_type):
+            return _row(seen, "the op's own rule, by torch.library.register_autocast", "registered")
         rows = [_forward_row(seen, found) for found in plans]
         row = next((row for row in rows if row.as_planned), rows[0])
         untouched = row.rule == "lower" and set(seen.arrived) == {"fp32"} == set(seen.outside)

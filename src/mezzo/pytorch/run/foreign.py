@@ -43,7 +43,8 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
 
         at(torch.amp.autocast, "__enter__", "torch.autocast", lambda this: bool(this._enabled))
         at(torch.amp.GradScaler, "scale", "GradScaler", is_enabled)
-        patches.set(mezzo, "autocast", _autocast(session))
+        autocast = importlib.import_module("mezzo.pytorch.autocast.context").autocast
+        patches.set(mezzo, "autocast", _autocast(session, autocast))
         for name, home in SEARCHES.items():
             patches.set(mezzo, name, _noticed(session, _imported(home, name), f"mezzo.{name}"))
 
@@ -51,6 +52,9 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     imports.when("torch", torch_imported)
     imports.when(scaler, lambda module: at(module.GradScaler, "scale", "mezzo.GradScaler", is_enabled))
     imports.when(precision, lambda module: at(module.MixedPrecision, "__init__", "mezzo.MixedPrecision"))
+    imports.when(
+        "mezzo.amp", lambda module: patches.set(module, "autocast", _autocast(session, module.autocast))
+    )
     for library in ("deepspeed", "apex.amp"):
         imports.when(library, lambda module: at(module, "initialize", module.__name__))
     if session.request.stop_after is not None or session.request.seed_offset is not None:
@@ -77,9 +81,8 @@ def _imported(home: str, name: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: getattr(importlib.import_module(home), name)(*args, **kwargs)
 
 
-def _autocast(session: Session) -> Any:
+def _autocast(session: Session, autocast: Any) -> Any:
     """The `mezzo.autocast` of a run; not noticed in a compiled function, where Dynamo traces it."""
-    from mezzo.pytorch.autocast.context import autocast
     from mezzo.pytorch.kernels.not_traced import not_traced
 
     compiling: Any = sys.modules["torch"].compiler.is_dynamo_compiling
