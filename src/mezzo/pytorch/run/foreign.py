@@ -27,10 +27,10 @@ _TRANSPARENT = frozenset({"decorate_autocast", "watched", "scale", "<genexpr>", 
 def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     """Notice the first use of PyTorch's mixed precision, of another library's, or of Mezzo's."""
 
-    def at(owner: Any, name: str, what: str, is_used: Callable[..., bool] = lambda *args: True) -> None:
+    def at(owner: Any, name: str, what: str, is_used: Callable[..., bool] = lambda *_, **__: True) -> None:
         patches.set(owner, name, _noticed(session, getattr(owner, name), what, is_used))
 
-    def is_enabled(scaler: Any) -> bool:
+    def is_enabled(scaler: Any, *args: Any) -> bool:
         return bool(scaler.is_enabled())
 
     def torch_imported(torch: Any) -> None:
@@ -46,18 +46,25 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     imports.when("torch", torch_imported)
     imports.when(scaler, lambda module: at(module.GradScaler, "scale", "mezzo.GradScaler", is_enabled))
     imports.when(precision, lambda module: at(module.MixedPrecision, "__init__", "mezzo.MixedPrecision"))
-    for library in ("deepspeed", "apex.amp"):
-        imports.when(library, lambda module: at(module, "initialize", module.__name__))
+    imports.when("deepspeed", lambda module: at(module, "initialize", "deepspeed"))
+
+    def apex_imported(amp: Any) -> None:
+        def is_enabled(models: Any, optimizers: Any = None, enabled: bool = True, *_: Any, **__: Any) -> bool:
+            return enabled and not getattr(amp, "replaced_by", "")  # by --precision, in mezzo.apex.amp
+
+        at(amp, "initialize", "apex.amp", is_enabled)
+
+    imports.when("apex.amp", apex_imported)
 
 
 def _noticed(
-    session: Session, original: Any, name: str, is_used: Callable[..., bool] = lambda *args: True
+    session: Session, original: Any, name: str, is_used: Callable[..., bool] = lambda *_, **__: True
 ) -> Any:
     """This function, after whose first call with an object that `is_used` the script is left alone."""
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if session.left_alone is None and is_used(*args[:1]):
+        if session.left_alone is None and is_used(*args, **kwargs):
             _notice(session, name)
         return original(*args, **kwargs)
 
@@ -107,6 +114,8 @@ def _notice(session: Session, name: str) -> None:
 
 def _stand_back(session: Session, name: str, where: str) -> None:
     fix = SWITCH_OFF
+    if session.request.apex:
+        fix = f"to replace amp's opt_level: {session.command('bf16')}"
     if name.startswith("mezzo."):
         options = " (and watch=, records= instead of --watch, --records)" if "Mixed" in name else ""
         fix = f"to choose the precision, edit that line{options}, or remove {name} and use mezzo run"
