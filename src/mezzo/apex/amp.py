@@ -113,10 +113,7 @@ def initialize(
         _refuse_unfit_model(model, options)
     for optimizer in all_optimizers:
         if hasattr(optimizer, "_amp_stash"):
-            raise CallOrderError(
-                f"amp.initialize: this {type(optimizer).__name__} was initialized before. Call amp.initialize once, "
-                "with lists of all models and optimizers."
-            )
+            raise _twice(optimizer)
     exact = _cast_weights(all_models, all_optimizers, options)
     for model in all_models:
         _cast_calls(model, options.cast_model_type or None, cast_model_outputs)
@@ -262,11 +259,20 @@ def _listed(name: str, given: Any, kind: type) -> list[Any]:
     return one_by_one
 
 
+def _twice(one: object) -> CallOrderError:
+    return CallOrderError(
+        f"amp.initialize: this {type(one).__name__} was initialized before. Call amp.initialize once, with lists of "
+        "all models and optimizers."
+    )
+
+
 def _refuse_unfit_model(model: nn.Module, options: Options) -> None:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise UsageError(
             f"amp.initialize: the model is wrapped in {type(model).__name__}. Initialize it first, then wrap it."
         )
+    if any(getattr(hook, "func", None) is _before_call for hook in model._forward_pre_hooks.values()):
+        raise _twice(model)
     if _amp_state.allow_incoming_model_not_fp32:
         return
     for name, param in [*model.named_parameters(), *model.named_buffers()]:

@@ -24,7 +24,7 @@ from mezzo.pytorch.autocast.modules import mapped
 from mezzo.runner.patches import Patches
 
 _Function = Callable[..., Any]
-registered: dict[tuple[Any, str], str] = {}  # (module, name) -> cast, until the next `init`
+registered: list[tuple[Any, str, str]] = []  # module, name and cast, until the next `init`
 
 
 class Handle:
@@ -38,7 +38,7 @@ class Handle:
         if policy is not None:
             self._context = autocast(policy, device_type)
             self._context.__enter__()
-            for (module, name), how in registered.items():
+            for module, name, how in registered:
                 self._patches.set(module, name, _cast(how, getattr(module, name)))
             registered.clear()
 
@@ -121,7 +121,7 @@ def _register(how: str, module: Any, name: str) -> None:
             f"amp.register_{how}_function: {where} has no function {name!r}. Example: "
             f"amp.register_{how}_function(torch, 'bmm')"
         )
-    registered[module, name] = how
+    registered.append((module, name, how))
 
 
 # Decorators: while casts are on, inputs become fp16, or FP32, or FP32 if they are of both formats. The `register_`

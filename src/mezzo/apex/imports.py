@@ -28,7 +28,7 @@ def provided(instead: str = "") -> Iterator[None]:
         _forget_apex()
         sys.modules.update(before)
         if amp := sys.modules.get("mezzo.apex.amp"):
-            amp.replaced_by = ""
+            vars(amp).update(replaced_by="")
             amp.reset()
 
 
@@ -64,6 +64,6 @@ class _Finder(MetaPathFinder, Loader):
         name = module.__name__.removeprefix("mezzo.")
         module.__spec__ = self._spec  # the import system has replaced it
         if name == "apex.amp":
-            module.replaced_by = self._instead  # type: ignore[attr-defined]
+            vars(module).update(replaced_by=self._instead)
         if name in _SAME:
             sys.modules[f"{name}.{_SAME[name]}"] = module

@@ -48,13 +48,21 @@ def resolved(opt_level: str, **given: Any) -> Options:
         raise unknown_name("opt_level", str(opt_level), LEVELS, where="amp.initialize (with the letter O): ")
     given = {name: value for name, value in given.items() if value is not None}
     if opt_level == "O1":
-        for name, allowed in (("cast_model_type", _CAST_TO[:2]), ("keep_batchnorm_fp32", ()), ("master_weights", ())):
+        for name, allowed in (
+            ("cast_model_type", _CAST_TO[:2]),
+            ("keep_batchnorm_fp32", ()),
+            ("master_weights", ()),
+        ):
             if name in given and given[name] not in allowed:
-                raise _refused(f"{name} is {given[name]} with O1, which keeps all weights in FP32", "opt_level='O2'")
+                raise _refused(
+                    f"{name} is {given[name]} with O1, which keeps all weights in FP32", "opt_level='O2'"
+                )
     elif given.get("patch_torch_functions"):
         raise _refused(f"patch_torch_functions is True with {opt_level}", "opt_level='O1'")
     if given.get("cast_model_type", False) not in _CAST_TO:
-        raise _refused(f"cast_model_type is {given['cast_model_type']!r}", f"one of {', '.join(map(str, _CAST_TO))}")
+        raise _refused(
+            f"cast_model_type is {given['cast_model_type']!r}", f"one of {', '.join(map(str, _CAST_TO))}"
+        )
     norm = given.get("keep_batchnorm_fp32", False)
     if norm not in (True, False, *_BOOLEANS):
         raise _refused(f"keep_batchnorm_fp32 is {norm!r}", "True or False")

@@ -30,7 +30,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         super().__init__(module, find_unused_parameters=delay_allreduce)
 
 
-def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
+def convert_syncbn_model(
+    module: nn.Module, process_group: Any = None, channel_last: bool = False
+) -> nn.Module:
     """`torch.nn.SyncBatchNorm.convert_sync_batchnorm`; `channel_last` is ignored, since PyTorch's takes both."""
     converted: nn.Module = SyncBatchNorm.convert_sync_batchnorm(module, process_group)
     return converted

@@ -28,7 +28,9 @@ class LossScaler:
             first = min(ceiling, DynamicLossScale.init)
             floor = min(DynamicLossScale.floor, first) if lowest is None else lowest
             if not 0 < floor <= first:
-                raise UsageError(f"amp.initialize: min_loss_scale is {lowest!r}. Use one from 2**-126 to {first:g}.")
+                raise UsageError(
+                    f"amp.initialize: min_loss_scale is {lowest!r}. Use one from 2**-126 to {first:g}."
+                )
             self._pure = DynamicLossScale(init=first, floor=floor, ceiling=ceiling)
         else:
             self._pure = StaticLossScale(loss_scale)

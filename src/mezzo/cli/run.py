@@ -73,7 +73,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     observe = "measure one early step: its peak memory and the formats of its ops"
     add("--observe", action="store_true", help=observe)
     add("--quiet", action="store_true", help="print no summary at the end")
-    apex = "let the script import Mezzo's apex.amp, also with its own opt_level; --precision replaces that level"
+    apex = (
+        "let the script import Mezzo's apex.amp, also with its own opt_level; --precision replaces that level"
+    )
     add("--apex", action="store_true", help=apex)
     add("-m", dest="module", action="store_true", help="run a module, as python -m does")
     add("script", nargs="?", metavar="SCRIPT", help="the script, or the module with -m")
