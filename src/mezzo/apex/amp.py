@@ -65,46 +65,38 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> Any:
-    """Prepare models and optimizers for mixed precision, in place, and return them.
+    """Prepare models and optimizers for mixed precision, in place, and return them, single or as lists, as given.
 
     Args:
-        models: a module, or a list of modules, in FP32 and not wrapped in DistributedDataParallel.
-        optimizers: an optimizer, a list of optimizers, or None.
+        models, optimizers: FP32 modules, not wrapped in DistributedDataParallel, and their optimizers; None for none.
         enabled: False makes every call of `amp` do nothing.
-        opt_level: O0 (FP32), O1 (autocast in fp16), O2 (fp16 weights with FP32 masters and FP32 BatchNorm) or O3 (fp16
-            weights). O1 and O2 scale the loss. The next six arguments replace one default of the level each.
+        opt_level: O0: FP32. O1: autocast in fp16. O2: fp16 weights with FP32 masters, and FP32 BatchNorm. O3: fp16
+            weights. O1 and O2 scale the loss. The next five arguments each replace a default of the level.
         cast_model_type: dtype of weights and inputs: FP32, fp16 or bf16. False leaves them.
-        patch_torch_functions: False switches O1's casts off.
-        keep_batchnorm_fp32, master_weights: of O2; also for O3.
         loss_scale: ``"dynamic"`` or a number, also as a string.
         cast_model_outputs: dtype of what the models return. Default: FP32 where inputs are cast.
-        num_losses: number of loss scales, one of which `scale_loss(loss_id=...)` uses.
+        num_losses: number of loss scales, of which `scale_loss(loss_id=...)` uses one.
         verbosity: 0 prints nothing.
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
 
-    Returns:
-        Models and optimizers as they were given, single or as lists; without optimizers only the models.
-
     Raises:
-        UsageError: options that do not fit, a model that is wrapped, not FP32 or beyond fp16's range, or an optimizer
-            that was initialized before. Nothing was changed.
+        UsageError: options that do not fit, a model that is wrapped, not FP32 or beyond fp16's range, or a model or an
+            optimizer that was initialized before. Nothing was changed.
     """
+    given = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+    }
     _amp_state.verbosity = verbosity
     if replaced_by or not enabled:
-        if replaced_by and enabled:
-            _amp_state.tell(
-                f"initialize(opt_level={opt_level!r}) does nothing under --precision {replaced_by}"
-            )
+        if enabled:
+            _amp_state.tell(f"opt_level {opt_level!r} is not used: --precision {replaced_by} replaces it")
         _amp_state.opt_properties, _amp_state.loss_scalers = Options(), []
         return models if optimizers is None else (models, optimizers)
-    options = resolved(
-        opt_level,
-        cast_model_type=cast_model_type,
-        patch_torch_functions=patch_torch_functions,
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights,
-        loss_scale=loss_scale,
-    )
+    options = resolved(opt_level, given)
     check_whole("amp.initialize: num_losses", num_losses, 1)
     all_models = _listed("models", models, nn.Module)
     all_optimizers = [] if optimizers is None else _listed("optimizers", optimizers, Optimizer)
@@ -114,20 +106,22 @@ def initialize(
     for optimizer in all_optimizers:
         if hasattr(optimizer, "_amp_stash"):
             raise _twice(optimizer)
-    exact = _cast_weights(all_models, all_optimizers, options)
+    owned = [param for optimizer in all_optimizers for param in engine.parameters(optimizer)]
+    exact = {param: param.data for param in owned if options.master_weights}
+    _cast_weights(all_models, options)
     for model in all_models:
-        _cast_calls(model, options.cast_model_type or None, cast_model_outputs)
+        _cast_calls(model, options.cast_model_type, cast_model_outputs)
     for optimizer in all_optimizers:
         Stash(optimizer, masters=bool(options.master_weights), exact=exact)
     if options.patch_torch_functions:
         first = next((param for model in all_models for param in model.parameters()), None)
         init(device_type=None if first is None else first.device.type)
     _amp_state.opt_properties, _amp_state.loss_scalers = options, scalers
-    _amp_state.tell(str(options))
-    given = all_models if isinstance(models, (list, tuple)) else all_models[0]
+    _amp_state.tell(f"opt_level {opt_level}, loss scale {options.loss_scale}")
+    result = all_models if isinstance(models, (list, tuple)) else all_models[0]
     if optimizers is None:
-        return given
-    return given, all_optimizers if isinstance(optimizers, (list, tuple)) else all_optimizers[0]
+        return result
+    return result, all_optimizers if isinstance(optimizers, (list, tuple)) else all_optimizers[0]
 
 
 @contextmanager
@@ -151,13 +145,8 @@ def scale_loss(
         elif there were 2000 good backward passes since the last change:
             scale = scale * 2
 
-    Args:
-        loss: any tensor that you call `backward` on.
-        optimizers: one or a list: of all parameters that get gradients.
-        loss_id: which of the `num_losses` scales.
-        model: ignored.
-        delay_unscale: leave the gradients scaled; a later `scale_loss` without it unscales their sum.
-        delay_overflow_check: leave the check to a later `scale_loss` with the same loss_id.
+    `delay_unscale` leaves this to a later `scale_loss`, and `delay_overflow_check` its last four lines. `optimizers`
+    are those of all parameters that get gradients. `model` is ignored.
 
     Raises:
         UsageError: `initialize` was not called, or not for these optimizers; there is no such loss_id.
@@ -289,36 +278,28 @@ def _refuse_unfit_model(model: nn.Module, options: Options) -> None:
             )
 
 
-def _cast_weights(models: list[nn.Module], optimizers: list[Any], options: Options) -> dict[Tensor, Tensor]:
-    """Cast parameters and buffers; returns weight of an optimizer -> its value before, if there will be masters."""
+def _cast_weights(models: list[nn.Module], options: Options) -> None:
     dtype = options.cast_model_type
-    if not dtype:
-        return {}
-    owned = [param for optimizer in optimizers for param in engine.parameters(optimizer)]
-    exact = {param: param.data for param in owned if options.master_weights}
-    for model in models:
-        for module in model.modules():
-            is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
-            if not (is_batch_norm and options.keep_batchnorm_fp32):
-                module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
-    return exact
+    for module in (module for model in models for module in model.modules()):
+        is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
+        if dtype and not (is_batch_norm and options.keep_batchnorm_fp32):
+            module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
 
 
 def _cast_calls(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
     """Cast what goes into each call of a model, and what comes out; `state_dict()` is FP32."""
-    if inputs is not None:
+    if inputs:
         before = functools.partial(_before_call, inputs)
         model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         for module in model.modules():
             module.register_state_dict_post_hook(_in_fp32)
-        outputs = torch.float32 if outputs is None else outputs
-    if outputs is not None:
+        outputs = outputs or torch.float32
+    if outputs:
         model.register_forward_hook(functools.partial(_after_call, outputs))
 
 
-def _before_call(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    cast = functools.partial(_to, dtype)
-    return mapped(args, cast), mapped(kwargs, cast)
+def _before_call(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return mapped((args, kwargs), functools.partial(_to, dtype))
 
 
 def _after_call(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:

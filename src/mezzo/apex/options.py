@@ -10,9 +10,6 @@ import torch
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.loss_scale import checked_scale
 
-_CAST_TO = (False, torch.float32, torch.float16, torch.bfloat16)
-_BOOLEANS = {"True": True, "False": False}
-
 
 @dataclass(frozen=True)
 class Options:
@@ -26,13 +23,6 @@ class Options:
     master_weights: bool | None = None
     loss_scale: float | str = 1.0
 
-    def __str__(self) -> str:
-        parts = ["fp16 autocast"] if self.patch_torch_functions else []
-        parts += [f"weights in {self.cast_model_type}"] if self.cast_model_type else []
-        parts += ["BatchNorm in FP32"] if self.keep_batchnorm_fp32 else []
-        parts += ["FP32 masters"] if self.master_weights else []
-        return ", ".join([*parts, f"loss scale {self.loss_scale}"])
-
 
 LEVELS = {
     "O0": Options(True, "O0", torch.float32, master_weights=False),
@@ -40,34 +30,30 @@ LEVELS = {
     "O2": Options(True, "O2", torch.float16, False, True, True, "dynamic"),
     "O3": Options(True, "O3", torch.float16, False, False, False),
 }
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, False)
+_O1_ALLOWS = {
+    "cast_model_type": (torch.float32, False),
+    "keep_batchnorm_fp32": (),
+    "master_weights": (),
+}
 
 
-def resolved(opt_level: str, **given: Any) -> Options:
+def resolved(opt_level: str, given: dict[str, Any]) -> Options:
     """The options of a level, each replaced by what is given instead of it, if that is not None."""
     if opt_level not in LEVELS:
         raise unknown_name("opt_level", str(opt_level), LEVELS, where="amp.initialize (with the letter O): ")
     given = {name: value for name, value in given.items() if value is not None}
-    if opt_level == "O1":
-        for name, allowed in (
-            ("cast_model_type", _CAST_TO[:2]),
-            ("keep_batchnorm_fp32", ()),
-            ("master_weights", ()),
-        ):
-            if name in given and given[name] not in allowed:
-                raise _refused(
-                    f"{name} is {given[name]} with O1, which keeps all weights in FP32", "opt_level='O2'"
-                )
-    elif given.get("patch_torch_functions"):
-        raise _refused(f"patch_torch_functions is True with {opt_level}", "opt_level='O1'")
-    if given.get("cast_model_type", False) not in _CAST_TO:
-        raise _refused(
-            f"cast_model_type is {given['cast_model_type']!r}", f"one of {', '.join(map(str, _CAST_TO))}"
-        )
-    norm = given.get("keep_batchnorm_fp32", False)
-    if norm not in (True, False, *_BOOLEANS):
-        raise _refused(f"keep_batchnorm_fp32 is {norm!r}", "True or False")
-    if norm in _BOOLEANS:
-        given["keep_batchnorm_fp32"] = _BOOLEANS[norm]
+    if isinstance(norm := given.get("keep_batchnorm_fp32"), str):
+        given["keep_batchnorm_fp32"] = {"True": True, "False": False}.get(norm, norm)
+    for name, value in given.items():
+        if opt_level == "O1" and value not in _O1_ALLOWS.get(name, (value,)):
+            raise _refused(f"{name} is {value!r} with O1, which keeps all weights in FP32", "opt_level='O2'")
+        if name == "patch_torch_functions" and value and opt_level != "O1":
+            raise _refused(f"{name} is {value!r} with {opt_level}", "opt_level='O1'")
+        if name == "cast_model_type" and value not in _DTYPES:
+            raise _refused(f"{name} is {value!r}", f"one of {', '.join(map(str, _DTYPES))}")
+        if name == "keep_batchnorm_fp32" and not isinstance(value, bool):
+            raise _refused(f"{name} is {value!r}", "True or False")
     if given.get("loss_scale", "dynamic") != "dynamic":
         given["loss_scale"] = _number(given["loss_scale"])
     return replace(LEVELS[opt_level], **given)
@@ -75,7 +61,7 @@ def resolved(opt_level: str, **given: Any) -> Options:
 
 def _number(value: Any) -> float:
     try:
-        return checked_scale("amp.initialize: loss_scale", float(value) if isinstance(value, str) else value)
+        return checked_scale("loss_scale", float(value) if isinstance(value, str) else value)
     except ValueError:
         raise _refused(f"loss_scale is {value!r}", "'dynamic' or a number such as 128.0") from None
 

@@ -26,17 +26,12 @@ _Own = Callable[..., Any]
 
 
 class Stash:
-    """The attribute `_amp_stash` of an optimizer that `initialize` returned.
-
-    Attributes:
-        masters: 16-bit weight of the model -> its FP32 master in the optimizer's groups.
-        skips: whether the next step is skipped.
-    """
+    """The attribute `_amp_stash` of an optimizer that `initialize` returned."""
 
     def __init__(self, optimizer: Any, *, masters: bool, exact: Mapping[Tensor, Tensor]) -> None:
         """Patch an optimizer's methods; `exact`: weight -> its FP32 value before the model was cast."""
-        self.masters: dict[Tensor, nn.Parameter] = {}
-        self.skips = False
+        self.masters: dict[Tensor, nn.Parameter] = {}  # of the model's 16-bit weights
+        self.skips = False  # the next step
         self._optimizer = optimizer
         self._has_masters = masters
         self._is_scaled = False  # from `begin` until the gradients are unscaled
