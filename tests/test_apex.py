@@ -347,6 +347,8 @@ def test_o1_casts_functions_until_it_is_deactivated() -> None:
         assert (x @ x).dtype is torch.float32
     with amp.scale_loss(x.sum(), optimizer):
         assert (x @ x).dtype is torch.float32
+        with pytest.raises(CallOrderError, match="after the scale_loss"):
+            optimizer.step()
     optimizer.register_step_pre_hook(lambda *_: setattr(w, "grad", w @ w))
     optimizer.step()
     assert w.grad is not None
@@ -459,6 +461,8 @@ def test_wrong_models_optimizers_and_calls_are_refused() -> None:
     ):
         with pytest.raises(UsageError, match=match):
             amp.initialize(wrong, opt_level="O2")
+    model.register_buffer("mask", torch.tensor(-1e9))  # which becomes -inf, as it should
+    amp.initialize(copy.deepcopy(model), opt_level="O2", verbosity=0)
     with torch.no_grad():
         model[0].bias[0] = 1e5
     with pytest.raises(UsageError, match=r"0\.bias.*65504"):

@@ -83,13 +83,7 @@ def initialize(
         UsageError: options that do not fit, a model that is wrapped, not FP32 or beyond fp16's range, or a model or an
             optimizer that was initialized before. Nothing was changed.
     """
-    given = {
-        "cast_model_type": cast_model_type,
-        "patch_torch_functions": patch_torch_functions,
-        "keep_batchnorm_fp32": keep_batchnorm_fp32,
-        "master_weights": master_weights,
-        "loss_scale": loss_scale,
-    }
+    given = locals()
     _amp_state.verbosity = verbosity
     if replaced_by or not enabled:
         if enabled:
@@ -106,8 +100,8 @@ def initialize(
     for optimizer in all_optimizers:
         if hasattr(optimizer, "_amp_stash"):
             raise _twice(optimizer)
-    owned = [param for optimizer in all_optimizers for param in engine.parameters(optimizer)]
-    exact = {param: param.data for param in owned if options.master_weights}
+    parameters = [param for optimizer in all_optimizers for param in engine.parameters(optimizer)]
+    exact = {param: param.data for param in parameters if options.master_weights}
     _cast_weights(all_models, options)
     for model in all_models:
         _cast_calls(model, options.cast_model_type, cast_model_outputs)
@@ -264,7 +258,7 @@ def _refuse_unfit_model(model: nn.Module, options: Options) -> None:
         raise _twice(model)
     if _amp_state.allow_incoming_model_not_fp32:
         return
-    for name, param in [*model.named_parameters(), *model.named_buffers()]:
+    for name, param in model.named_parameters():
         if param.dtype in LOWERED:
             raise UsageError(
                 f"amp.initialize: {name} is {param.dtype}. Pass the model in FP32 (model.float()), also for O2 and O3, "

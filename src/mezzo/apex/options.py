@@ -31,6 +31,13 @@ LEVELS = {
     "O3": Options(True, "O3", torch.float16, False, False, False),
 }
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, False)
+_OVERRIDES = (
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+)
 _O1_ALLOWS = {
     "cast_model_type": (torch.float32, False),
     "keep_batchnorm_fp32": (),
@@ -42,7 +49,7 @@ def resolved(opt_level: str, given: dict[str, Any]) -> Options:
     """The options of a level, each replaced by what is given instead of it, if that is not None."""
     if opt_level not in LEVELS:
         raise unknown_name("opt_level", str(opt_level), LEVELS, where="amp.initialize (with the letter O): ")
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: given[name] for name in _OVERRIDES if given[name] is not None}
     if isinstance(norm := given.get("keep_batchnorm_fp32"), str):
         given["keep_batchnorm_fp32"] = {"True": True, "False": False}.get(norm, norm)
     for name, value in given.items():

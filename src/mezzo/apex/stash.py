@@ -80,8 +80,8 @@ class Stash:
     def _add_masters(self, group: dict[str, Any], exact: Mapping[Tensor, Tensor] = {}) -> None:
         for index, weight in enumerate(group["params"]):
             if weight.dtype in LOWERED:
-                value = exact.get(weight, weight)
-                master = nn.Parameter(value.detach().clone().float(), requires_grad=weight.requires_grad)
+                value = exact.get(weight, weight).detach().float()
+                master = nn.Parameter(value, requires_grad=weight.requires_grad)
                 with torch.no_grad():
                     write_weight(master, weight)
                 if weight in self._optimizer.state:
@@ -105,8 +105,8 @@ class Stash:
             return None
         if self._is_scaled:
             raise CallOrderError(
-                "amp: optimizer.step() was called while its gradients are still scaled, after "
-                "scale_loss(delay_unscale=True). Use delay_unscale=False in the last scale_loss before a step."
+                "amp: optimizer.step() was called while its gradients are still scaled. Call it after the scale_loss "
+                "block, and leave out delay_unscale=True in the last block before a step."
             )
         with disable_casts():
             result = own(**kwargs)
