@@ -327,13 +327,15 @@ class Named(nn.Module):
 def test_o2_and_o3_cast_inputs_and_outputs_also_of_a_copy(outputs: torch.dtype | None) -> None:
     given = {"x": torch.ones(1, 2), "ids": torch.ones(1, dtype=torch.long)}
     options: Any = {"cast_model_outputs": outputs, "verbosity": 0}
-    model = amp.initialize(Named(), opt_level="O3", cast_model_type=torch.bfloat16, **options)
+    model, inside = Named(), []
+    model.register_forward_hook(lambda module, args, output: inside.append(output["out"].dtype))
+    model = amp.initialize(model, opt_level="O3", cast_model_type=torch.bfloat16, **options)
     for one in (model, copy.deepcopy(model)):
         with torch.no_grad():
             one.layer.weight.zero_()
         result = one(given, scale=[torch.ones(1, dtype=torch.float64)])
         assert one.seen == [torch.bfloat16, torch.int64, torch.bfloat16]
-        assert result["out"].dtype is (outputs or torch.float32)
+        assert result["out"].dtype is inside.pop() is (outputs or torch.float32)
     model = amp.initialize(nn.Linear(2, 2), opt_level="O1", **options)
     assert model(torch.ones(1, 2)).dtype is (outputs or torch.float16)
 

@@ -41,7 +41,7 @@ from mezzo.apex.state import state as _amp_state
 from mezzo.core.errors import CallOrderError, UsageError, checks_keywords
 from mezzo.core.loss_scale import check_whole
 from mezzo.pytorch import step as engine
-from mezzo.pytorch.autocast.modules import mapped
+from mezzo.pytorch.autocast.modules import cast_inside
 from mezzo.pytorch.weights.stored_parameters import LOWERED, overflows
 
 replaced_by = ""
@@ -284,20 +284,20 @@ def _cast_calls(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dty
     """Cast what goes into each call of a model, and what comes out; `state_dict()` is FP32."""
     if inputs:
         before = functools.partial(_before_call, inputs)
-        model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        model.register_forward_pre_hook(before, with_kwargs=True)
         for module in model.modules():
             module.register_state_dict_post_hook(_in_fp32)
         outputs = outputs or torch.float32
     if outputs:
-        model.register_forward_hook(functools.partial(_after_call, outputs))
+        model.register_forward_hook(functools.partial(_after_call, outputs), prepend=True)
 
 
 def _before_call(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return mapped((args, kwargs), functools.partial(_to, dtype))
+    return cast_inside((args, kwargs), functools.partial(_to, dtype))
 
 
 def _after_call(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    return mapped(output, functools.partial(_to, dtype))
+    return cast_inside(output, functools.partial(_to, dtype))
 
 
 def _to(dtype: torch.dtype, value: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from mezzo.apex.state import state
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.autocast.context import autocast, default_device_type
-from mezzo.pytorch.autocast.modules import mapped
+from mezzo.pytorch.autocast.modules import cast_inside
 from mezzo.runner.patches import Patches
 
 _Function = Callable[..., Any]
@@ -102,7 +102,7 @@ def _cast(how: str, function: _Function) -> _Function:
         dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if how != "promote" or {torch.float16, torch.float32} <= dtypes:
             to = functools.partial(_to, dtype, handle.device_type)
-            args, kwargs = mapped((args, kwargs), to)
+            args, kwargs = cast_inside((args, kwargs), to)
         with disable_casts() if is_torch else nullcontext():
             return function(*args, **kwargs)
 

@@ -23,7 +23,15 @@ from mezzo.core.policy_text import is_pattern, matches
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import autocast, default_device_type
 
-__all__ = ["ModuleOverrides", "apply_module_overrides", "described", "heads_of", "to_fp32", "with_heads"]
+__all__ = [
+    "ModuleOverrides",
+    "apply_module_overrides",
+    "cast_inside",
+    "described",
+    "heads_of",
+    "to_fp32",
+    "with_heads",
+]
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -109,19 +117,19 @@ _is_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def to_fp32(value: Any) -> Any:
     """`value` with each bf16 or fp16 tensor in it replaced by `tensor.float()`; the value itself if there is none."""
-    return mapped(value, _widened)
+    return cast_inside(value, _widened)
 
 
 def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in _HALVES else value
 
 
-def mapped(value: Any, cast: Callable[[Any], Any]) -> Any:
-    """`value` with `cast` applied to what is in it that is no container; the value itself if that changes nothing."""
+def cast_inside(value: Any, cast: Callable[[Any], Any]) -> Any:
+    """`value` with each object in it that is no container replaced by `cast(object)`; itself if nothing changes."""
     if isinstance(value, Tensor):
         return cast(value)
     if isinstance(value, tuple):
-        parts = [mapped(item, cast) for item in value]
+        parts = [cast_inside(item, cast) for item in value]
         if all(new is old for new, old in zip(parts, value)):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -135,7 +143,7 @@ def mapped(value: Any, cast: Callable[[Any], Any]) -> Any:
         before = dict(vars(value))
     else:
         return cast(value)
-    after = {key: mapped(old, cast) for key, old in before.items()}
+    after = {key: cast_inside(old, cast) for key, old in before.items()}
     changed = {key: new for key, new in after.items() if new is not before[key]}
     if not changed:
         return value
