@@ -124,7 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
         # The script may change the working directory; of several processes one is enough.
         tensorboard=None if arguments.tensorboard is None or rank else arguments.tensorboard.absolute(),
     )
-    with provided(arguments.precision or "") if arguments.apex else nullcontext():
+    instead = "" if request.policy == "auto" else request.policy
+    with provided(instead) if arguments.apex else nullcontext():
         return _run(request, arguments, rank)
 
 

@@ -27,10 +27,10 @@ _TRANSPARENT = frozenset({"decorate_autocast", "watched", "scale", "<genexpr>", 
 def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     """Notice the first use of PyTorch's mixed precision, of another library's, or of Mezzo's."""
 
-    def at(owner: Any, name: str, what: str, is_used: Callable[..., bool] = lambda *_, **__: True) -> None:
+    def at(owner: Any, name: str, what: str, is_used: Callable[..., bool] = lambda *args: True) -> None:
         patches.set(owner, name, _noticed(session, getattr(owner, name), what, is_used))
 
-    def is_enabled(scaler: Any, *args: Any) -> bool:
+    def is_enabled(scaler: Any) -> bool:
         return bool(scaler.is_enabled())
 
     def torch_imported(torch: Any) -> None:
@@ -46,25 +46,34 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     imports.when("torch", torch_imported)
     imports.when(scaler, lambda module: at(module.GradScaler, "scale", "mezzo.GradScaler", is_enabled))
     imports.when(precision, lambda module: at(module.MixedPrecision, "__init__", "mezzo.MixedPrecision"))
-    imports.when("deepspeed", lambda module: at(module, "initialize", "deepspeed"))
+    for library in ("deepspeed", "apex.amp"):
+        imports.when(library, lambda module: at(module, "initialize", module.__name__))
+    if session.request.stop_after is not None or session.request.seed_offset is not None:
+        imports.when(
+            "keras", lambda keras: patches.set(keras.Model, "fit", _ending(session, keras.Model.fit))
+        )
 
-    def apex_imported(amp: Any) -> None:
-        def is_enabled(models: Any, optimizers: Any = None, enabled: bool = True, *_: Any, **__: Any) -> bool:
-            return enabled and not getattr(amp, "replaced_by", "")  # by --precision, in mezzo.apex.amp
 
-        at(amp, "initialize", "apex.amp", is_enabled)
+def _ending(session: Session, fit: Any) -> Any:
+    """Keras's `fit`, which ends a run whose updates are measured: it makes none that PyTorch's tools see."""
 
-    imports.when("apex.amp", apex_imported)
+    @functools.wraps(fit)
+    def ended(*args: Any, **kwargs: Any) -> Any:
+        if not session.journal.updates:
+            raise SystemExit(0)
+        return fit(*args, **kwargs)
+
+    return ended
 
 
 def _noticed(
-    session: Session, original: Any, name: str, is_used: Callable[..., bool] = lambda *_, **__: True
+    session: Session, original: Any, name: str, is_used: Callable[..., bool] = lambda *args: True
 ) -> Any:
     """This function, after whose first call with an object that `is_used` the script is left alone."""
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if session.left_alone is None and is_used(*args, **kwargs):
+        if session.left_alone is None and kwargs.get("enabled", True) and is_used(*args[:1]):
             _notice(session, name)
         return original(*args, **kwargs)
 
@@ -114,8 +123,10 @@ def _notice(session: Session, name: str) -> None:
 
 def _stand_back(session: Session, name: str, where: str) -> None:
     fix = SWITCH_OFF
-    if session.request.apex:
-        fix = f"to replace amp's opt_level: {session.command('bf16')}"
+    if name == "mezzo.apex.amp" and session.request.apex:
+        if session.request.policy == "auto":  # else every call of amp does nothing
+            session.stand_back(f"it uses apex.amp itself ({where})", f"another: {session.command('bf16')}")
+        return
     if name.startswith("mezzo."):
         options = " (and watch=, records= instead of --watch, --records)" if "Mixed" in name else ""
         fix = f"to choose the precision, edit that line{options}, or remove {name} and use mezzo run"
