@@ -161,9 +161,11 @@ def test_an_overflow_skips_one_step(level: str, capsys: pytest.CaptureFixture[st
 def test_a_constant_scale_skips_too_and_stays() -> None:
     model, optimizer = made("O1", loss_scale="128.0")
     before = model[0].weight.detach().clone()
+    backward(model, optimizer)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 1}}
     overflow(optimizer)
     optimizer.step()
-    assert scales() == [128.0]
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 0}}
     assert torch.equal(model[0].weight, before)
 
 

@@ -181,8 +181,6 @@ def scale_loss(
         for stash in stashes:
             stash.abandon()
         raise
-    finally:
-        torch.clear_autocast_cache()
     if delay_unscale:
         return
     for stash in stashes:

@@ -114,7 +114,6 @@ class Stash:
             for weight, master in self.masters.items():
                 refresh_master(master, weight) if master.grad is None else write_weight(master, weight)
         self._drop_master_gradients()
-        torch.clear_autocast_cache()
         return result
 
     def _zero_grad(self, own: _Own, *args: Any, **kwargs: Any) -> None:
@@ -137,5 +136,4 @@ def _patched(function: Callable[..., Any], own: _Own, optimizer: Optimizer) -> M
     def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return function(own, *args, **kwargs)
 
-    method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # `_step` does what a scheduler's wrapper does
     return MethodType(method, optimizer)
