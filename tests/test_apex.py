@@ -293,6 +293,7 @@ def test_masters_of_o2() -> None:
     assert torch.equal(masters[0].half(), exact[0].half())
     optimizer.zero_grad()
     assert model[0].weight.grad is masters[0].grad is None
+    assert made("O2", keep_batchnorm_fp32="False")[0][1].weight.dtype is torch.half
 
 
 def test_o2_keeps_the_state_of_an_optimizer_that_has_stepped_and_adds_groups() -> None:
