@@ -5,6 +5,7 @@
   mezzo run --precision fp16 train.py --epochs 3     fp16, with loss scaling
   mezzo run --precision bf16,masters=split train.py  bf16 weights with exact FP32 masters: 14 bytes per parameter
   mezzo run --watch train.py --epochs 3              also record the exponents of all tensors, and write a report
+  mezzo run --apex train.py --epochs 3               for scripts of NVIDIA Apex: Mezzo's apex.amp
   mezzo run -m package.train --epochs 3              run a module, as python -m does
   mezzo run train.py --precision bf16 -- --epochs 3  the same as the second line
 
@@ -24,10 +25,11 @@ import argparse
 import os
 import shlex
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from mezzo.apex.imports import provided
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.run.session import checked
 from mezzo.pytorch.run.session import run as run_request
@@ -71,6 +73,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     observe = "measure one early step: its peak memory and the formats of its ops"
     add("--observe", action="store_true", help=observe)
     add("--quiet", action="store_true", help="print no summary at the end")
+    apex = (
+        "let the script import Mezzo's apex.amp, also with its own opt_level; --precision replaces that level"
+    )
+    add("--apex", action="store_true", help=apex)
     add("-m", dest="module", action="store_true", help="run a module, as python -m does")
     add("script", nargs="?", metavar="SCRIPT", help="the script, or the module with -m")
 
@@ -114,9 +120,17 @@ def run(arguments: argparse.Namespace) -> int:
         summary=not arguments.quiet,
         watch=arguments.watch,
         trace=not arguments.no_trace,
+        apex=arguments.apex,
         # The script may change the working directory; of several processes one is enough.
         tensorboard=None if arguments.tensorboard is None or rank else arguments.tensorboard.absolute(),
     )
+    instead = "" if request.policy == "auto" else request.policy
+    with provided(instead) if arguments.apex else nullcontext():
+        return _run(request, arguments, rank)
+
+
+def _run(request: RunRequest, arguments: argparse.Namespace, rank: int) -> int:
+    """The run, with its folder and report if they are wanted."""
     if arguments.out is None and (not arguments.watch or arguments.records is not None):
         return run_request(request)
     checked(request)  # before anything of an earlier run is touched

@@ -19,7 +19,8 @@ def command(verb: str, request: Mapping[str, Any], *options: str) -> list[str]:
 
 def run_command(request: Mapping[str, Any], *options: str) -> list[str]:
     """``mezzo run options TARGET args`` for the target and the arguments of a request."""
-    return ["mezzo", "run", *options, *_target(request), *map(str, request.get("argv") or ())]
+    apex = ["--apex"] * bool(request.get("apex"))
+    return ["mezzo", "run", *apex, *options, *_target(request), *map(str, request.get("argv") or ())]
 
 
 def _target(request: Mapping[str, Any]) -> list[str]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from mezzo.core.commands import run_command
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.records import RunStarted
 from mezzo.runner import script
@@ -37,6 +40,7 @@ class RunRequest:
     tensorboard: Path | None = None  # folder for the records as TensorBoard events
     sensitivity: bool = False  # measure the sensitivity of each module in a few steps
     watch_all: bool = False  # histograms of every module's outputs, also of those that only contain others
+    apex: bool = False  # `import apex` gives Mezzo's modules
     report: Path | None = None  # page that the caller makes afterwards, named before a traceback
     refuse_own: bool = False  # end a script that uses mixed precision itself at its first use of it
     patterns: tuple[
@@ -137,7 +141,7 @@ def run(
         if session.fatal is None and request.summary and not printed:
             printed = True
             failed = error is not None or status != 0
-            if text := summary(failed):
+            if text := "\n".join(filter(None, (summary(failed), _hint(request, error)))):
                 named = failed and request.report is not None
                 sys.stdout.flush()
                 print(text + (f"\nmezzo: report: {request.report}" if named else ""), file=sys.stderr)
@@ -157,6 +161,14 @@ def run(
         raise session.fatal
     account()
     return status
+
+
+def _hint(request: RunRequest, error: BaseException | None) -> str:
+    """What to try where the script lacks Apex, or has one without `amp`."""
+    lacks = isinstance(error, ImportError) and re.search(r"\bapex\b", f"{error.name} {error.msg}")
+    if not lacks or request.apex:
+        return ""
+    return f"mezzo: to run it with Mezzo's apex.amp: {shlex.join(run_command(vars(request), '--apex'))}"
 
 
 def started(request: RunRequest, policy: str, machine: dict[str, Any]) -> RunStarted:

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,15 @@ from mezzo.core.policy_text import is_pattern, matches
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import autocast, default_device_type
 
-__all__ = ["ModuleOverrides", "apply_module_overrides", "described", "heads_of", "to_fp32", "with_heads"]
+__all__ = [
+    "ModuleOverrides",
+    "apply_module_overrides",
+    "cast_inside",
+    "described",
+    "heads_of",
+    "to_fp32",
+    "with_heads",
+]
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -109,10 +117,19 @@ _is_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def to_fp32(value: Any) -> Any:
     """`value` with each bf16 or fp16 tensor in it replaced by `tensor.float()`; the value itself if there is none."""
+    return cast_inside(value, _widened)
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _HALVES else value
+
+
+def cast_inside(value: Any, cast: Callable[[Any], Any]) -> Any:
+    """`value` with each object in it that is no container replaced by `cast(object)`; itself if nothing changes."""
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in _HALVES else value
+        return cast(value)
     if isinstance(value, tuple):
-        parts = [to_fp32(item) for item in value]
+        parts = [cast_inside(item, cast) for item in value]
         if all(new is old for new, old in zip(parts, value)):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -125,8 +142,8 @@ def to_fp32(value: Any) -> Any:
     elif isinstance(value, (types.SimpleNamespace, torch.distributions.Distribution)):
         before = dict(vars(value))
     else:
-        return value
-    after = {key: to_fp32(old) for key, old in before.items()}
+        return cast(value)
+    after = {key: cast_inside(old, cast) for key, old in before.items()}
     changed = {key: new for key, new in after.items() if new is not before[key]}
     if not changed:
         return value

@@ -155,7 +155,7 @@ class WithMasters(Optimizer):
         if param.dtype in LOWERED:
             master = self._ensure_master(param)
             master.copy_(value)
-            _write(master, param)
+            write_weight(master, param)
         else:
             param.copy_(value)
 
@@ -225,8 +225,7 @@ class WithMasters(Optimizer):
                     grad.div_(scale.to(grad.device))
                 continue
             tensor = self._ensure_master(param)
-            for part, weight in pieces(tensor, param.detach()):
-                part.copy_(decode_master("fp32", weight, part))
+            refresh_master(tensor, param)
             if grad is not None:
                 wide = grad.to(torch.float32)
                 self._parameter(param).grad = wide if scale is None else wide / scale.to(grad.device)
@@ -238,7 +237,7 @@ class WithMasters(Optimizer):
         self._swap_out()
         for param in self._lowered():
             self._parameter(param).grad = None
-            _write(self.state[param][MASTER], param)
+            write_weight(self.state[param][MASTER], param)
 
     def _parameter(self, param: Tensor) -> nn.Parameter:
         """The `Parameter` that replaces a weight during a step: the same one at each step."""
@@ -287,7 +286,14 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
         raise UsageError("with_masters: differentiable=True is not supported. Leave it out.")
 
 
-def _write(master: Tensor, weight: Tensor) -> None:
+def refresh_master(master: Tensor, weight: Tensor) -> None:
+    """Replace those elements of an FP32 master whose 16-bit weight was edited since it was written."""
+    for part, low in pieces(master, weight.detach()):
+        part.copy_(decode_master("fp32", low, part))
+
+
+def write_weight(master: Tensor, weight: Tensor) -> None:
+    """Round an FP32 master into its 16-bit weight."""
     for part, out in pieces(master, weight.detach()):
         out.copy_(encode_master("fp32", part, weight.dtype)[0])
 

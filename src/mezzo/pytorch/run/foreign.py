@@ -68,7 +68,7 @@ def _noticed(
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if session.left_alone is None and is_used(*args[:1]):
+        if session.left_alone is None and kwargs.get("enabled", True) and is_used(*args[:1]):
             _notice(session, name)
         return original(*args, **kwargs)
 
@@ -117,6 +117,10 @@ def _notice(session: Session, name: str) -> None:
 
 def _stand_back(session: Session, name: str, where: str) -> None:
     fix = SWITCH_OFF
+    if name == "mezzo.apex.amp" and session.request.apex:
+        if session.request.policy == "auto":  # else every call of amp does nothing
+            session.stand_back(f"it uses apex.amp itself ({where})", f"another: {session.command('bf16')}")
+        return
     if name.startswith("mezzo."):
         options = " (and watch=, records= instead of --watch, --records)" if "Mixed" in name else ""
         fix = f"to choose the precision, edit that line{options}, or remove {name} and use mezzo run"

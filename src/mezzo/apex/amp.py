@@ -1,0 +1,312 @@
+"""`amp`, as in Apex: `initialize`, `scale_loss`, `master_params`, `state_dict`, and the functions of O1 (`casts`).
+
+Example::
+
+    from mezzo.apex import amp
+
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    optimizer.step()
+
+docs/torch-amp.md lists what differs from Apex.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mezzo.apex import casts
+from mezzo.apex.casts import disable_casts as disable_casts
+from mezzo.apex.casts import float_function as float_function
+from mezzo.apex.casts import half_function as half_function
+from mezzo.apex.casts import init as init
+from mezzo.apex.casts import promote_function as promote_function
+from mezzo.apex.casts import register_float_function as register_float_function
+from mezzo.apex.casts import register_half_function as register_half_function
+from mezzo.apex.casts import register_promote_function as register_promote_function
+from mezzo.apex.options import Options, resolved
+from mezzo.apex.stash import Stash
+from mezzo.apex.state import LossScaler
+from mezzo.apex.state import state as _amp_state
+from mezzo.core.errors import CallOrderError, UsageError, checks_keywords
+from mezzo.core.loss_scale import check_whole
+from mezzo.pytorch import step as engine
+from mezzo.pytorch.autocast.modules import cast_inside
+from mezzo.pytorch.weights.stored_parameters import LOWERED, overflows
+
+replaced_by = ""
+"""A precision of `mezzo run --apex --precision`, with which every call of `amp` does nothing."""
+
+
+@checks_keywords
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> Any:
+    """Prepare models and optimizers for mixed precision, in place, and return them, single or as lists, as given.
+
+    Args:
+        models, optimizers: FP32 modules, not wrapped in DistributedDataParallel, and their optimizers; None for none.
+        enabled: False makes every call of `amp` do nothing.
+        opt_level: O0: FP32. O1: autocast in fp16. O2: fp16 weights with FP32 masters, and FP32 BatchNorm. O3: fp16
+            weights. O1 and O2 scale the loss. The next five arguments each replace a default of the level.
+        cast_model_type: dtype of weights and inputs: FP32, fp16 or bf16. False leaves them.
+        loss_scale: ``"dynamic"`` or a number, also as a string.
+        cast_model_outputs: dtype of what the models return. Default: FP32 where inputs are cast.
+        num_losses: number of loss scales, of which `scale_loss(loss_id=...)` uses one.
+        verbosity: 0 prints nothing.
+        min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
+
+    Raises:
+        UsageError: options that do not fit, a model that is wrapped, not FP32 or beyond fp16's range, or a model or an
+            optimizer that was initialized before. Nothing was changed.
+    """
+    given = locals()
+    _amp_state.verbosity = verbosity
+    if replaced_by or not enabled:
+        if enabled:
+            _amp_state.tell(f"opt_level {opt_level!r} is not used: --precision {replaced_by} replaces it")
+        _amp_state.opt_properties, _amp_state.loss_scalers = Options(), []
+        return models if optimizers is None else (models, optimizers)
+    options = resolved(opt_level, given)
+    check_whole("amp.initialize: num_losses", num_losses, 1)
+    all_models = _listed("models", models, nn.Module)
+    all_optimizers = [] if optimizers is None else _listed("optimizers", optimizers, Optimizer)
+    scalers = [LossScaler(options.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
+    for model in all_models:
+        _refuse_unfit_model(model, options)
+    for optimizer in all_optimizers:
+        if hasattr(optimizer, "_amp_stash"):
+            raise _twice(optimizer)
+    parameters = [param for optimizer in all_optimizers for param in engine.parameters(optimizer)]
+    exact = {param: param.data for param in parameters if options.master_weights}
+    _cast_weights(all_models, options)
+    for model in all_models:
+        _cast_calls(model, options.cast_model_type, cast_model_outputs)
+    for optimizer in all_optimizers:
+        Stash(optimizer, masters=bool(options.master_weights), exact=exact)
+    if options.patch_torch_functions:
+        first = next((param for model in all_models for param in model.parameters()), None)
+        init(device_type=None if first is None else first.device.type)
+    _amp_state.opt_properties, _amp_state.loss_scalers = options, scalers
+    _amp_state.tell(f"opt_level {opt_level}, loss scale {options.loss_scale}")
+    result = all_models if isinstance(models, (list, tuple)) else all_models[0]
+    if optimizers is None:
+        return result
+    return result, all_optimizers if isinstance(optimizers, (list, tuple)) else all_optimizers[0]
+
+
+@contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """A block that yields ``loss.float() * scale`` for one backward pass; at its end the gradients are unscaled.
+
+    Naive code for its end::
+
+        master.grad = weight.grad.float()               # with masters
+        grad = grad / scale + grad_of_earlier_backward_passes
+        if the new gradients have a NaN or infinity:
+            optimizer.step = lambda: None               # once
+            scale = scale / 2
+        elif there were 2000 good backward passes since the last change:
+            scale = scale * 2
+
+    `delay_unscale` leaves this to a later `scale_loss`, and `delay_overflow_check` its last four lines. `optimizers`
+    are those of all parameters that get gradients. `model` is ignored.
+
+    Raises:
+        UsageError: `initialize` was not called, or not for these optimizers; there is no such loss_id.
+        LossScaleCollapseError: 50 overflows in a row at the smallest scale.
+    """
+    options = _amp_state.opt_properties
+    if options is None:
+        raise CallOrderError(
+            "amp.scale_loss: call model, optimizer = amp.initialize(model, optimizer, opt_level='O1') first."
+        )
+    if not options.enabled:
+        yield loss
+        return
+    stashes: list[Stash] = []
+    for optimizer in _listed("optimizers", optimizers, Optimizer):
+        if not hasattr(optimizer, "_amp_stash"):
+            raise UsageError(
+                f"amp.scale_loss: this {type(optimizer).__name__} was not initialized. Use the optimizer that "
+                "amp.initialize returned."
+            )
+        stashes.append(optimizer._amp_stash)
+    scalers = _amp_state.loss_scalers
+    if loss_id not in range(len(scalers)):
+        raise UsageError(
+            f"amp.scale_loss: loss_id is {loss_id!r}, and num_losses={len(scalers)}. Use 0 to {len(scalers) - 1}, or "
+            "amp.initialize(..., num_losses=N)."
+        )
+    scaler = scalers[loss_id]
+    scale = scaler.loss_scale()
+    if not options.master_weights and not scaler.dynamic and scale == 1.0:
+        stashes, delay_unscale = [], True  # nothing to unscale
+    for stash in stashes:
+        stash.begin()
+    try:
+        with disable_casts():
+            yield loss.float() * scale
+    except BaseException:
+        for stash in stashes:
+            stash.abandon()
+        raise
+    if delay_unscale:
+        return
+    for stash in stashes:
+        scaler.found_inf |= stash.unscale(scale)
+    if delay_overflow_check:
+        return
+    if overflow := scaler.found_inf:
+        for stash in stashes:
+            stash.skips = True
+    scaler.update()
+    if overflow:
+        _amp_state.tell(f"overflow: step skipped, scale of loss {loss_id} is now {scaler.loss_scale():g}")
+
+
+def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters that the optimizer updates: FP32 masters where there are some. Clip these."""
+    return engine.parameters(optimizer)
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The loss scales: ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``."""
+    state = OrderedDict() if destination is None else destination
+    for index, scaler in enumerate(_amp_state.loss_scalers):
+        state[f"loss_scaler{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+    return state
+
+
+def load_state_dict(state_dict: dict[str, Any]) -> None:
+    """Load what `state_dict` returned, as far as there are losses for it; a different number is only printed."""
+    wrong = [key for key in state_dict if not str(key).startswith("loss_scaler")]
+    if wrong:
+        raise UsageError(
+            f"amp.load_state_dict: unknown keys {', '.join(map(repr, wrong))}. Pass what amp.state_dict() returned."
+        )
+    scalers = _amp_state.loss_scalers
+    if len(state_dict) != len(scalers):
+        _amp_state.tell(f"the state has {len(state_dict)} loss scales, and num_losses is {len(scalers)}")
+    for scaler, saved in zip(scalers, state_dict.values()):
+        scaler._loss_scale, scaler._unskipped = saved["loss_scale"], saved["unskipped"]
+
+
+def reset() -> None:
+    """End O1's casts and forget everything, as if `initialize` had not been called; for tests and notebooks."""
+    if _amp_state.handle is not None:
+        _amp_state.handle._deactivate()
+    casts.registered.clear()
+    _amp_state.__init__()  # type: ignore[misc]
+
+
+def _listed(name: str, given: Any, kind: type) -> list[Any]:
+    one_by_one = list(given) if isinstance(given, (list, tuple)) else [given]
+    for one in one_by_one:
+        if not isinstance(one, kind):
+            raise UsageError(
+                f"amp: {name} is {type(one).__name__}. Use a torch {kind.__name__}, or a list of them."
+            )
+    return one_by_one
+
+
+def _twice(one: object) -> CallOrderError:
+    return CallOrderError(
+        f"amp.initialize: this {type(one).__name__} was initialized before. Call amp.initialize once, with lists of "
+        "all models and optimizers."
+    )
+
+
+def _refuse_unfit_model(model: nn.Module, options: Options) -> None:
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise UsageError(
+            f"amp.initialize: the model is wrapped in {type(model).__name__}. Initialize it first, then wrap it."
+        )
+    if any(getattr(hook, "func", None) is _before_call for hook in model._forward_pre_hooks.values()):
+        raise _twice(model)
+    if _amp_state.allow_incoming_model_not_fp32:
+        return
+    for name, param in model.named_parameters():
+        if param.dtype in LOWERED:
+            raise UsageError(
+                f"amp.initialize: {name} is {param.dtype}. Pass the model in FP32 (model.float()), also for O2 and O3, "
+                "and only once."
+            )
+        is_cast = options.cast_model_type is torch.float16 and param.dtype is torch.float32
+        if is_cast and overflows(param.detach(), torch.float16):
+            raise UsageError(
+                f"amp.initialize: {name} has a value beyond fp16's range, 65504. Use opt_level='O1', or "
+                "cast_model_type=torch.bfloat16."
+            )
+
+
+def _cast_weights(models: list[nn.Module], options: Options) -> None:
+    dtype = options.cast_model_type
+    for module in (module for model in models for module in model.modules()):
+        is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
+        if dtype and not (is_batch_norm and options.keep_batchnorm_fp32):
+            module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
+
+
+def _cast_calls(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+    """Cast what goes into each call of a model, and what comes out; `state_dict()` is FP32."""
+    if inputs:
+        before = functools.partial(_before_call, inputs)
+        model.register_forward_pre_hook(before, with_kwargs=True)
+        for module in model.modules():
+            module.register_state_dict_post_hook(_in_fp32)
+        outputs = outputs or torch.float32
+    if outputs:
+        model.register_forward_hook(functools.partial(_after_call, outputs), prepend=True)
+
+
+def _before_call(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return cast_inside((args, kwargs), functools.partial(_to, dtype))
+
+
+def _after_call(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return cast_inside(output, functools.partial(_to, dtype))
+
+
+def _to(dtype: torch.dtype, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    is_batch = hasattr(value, "to") and not isinstance(value, nn.Module)  # of the script's own class
+    return value.to(dtype) if is_batch else value
+
+
+def _in_fp32(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in (*module._parameters, *module._buffers):
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and value.dtype in LOWERED:
+            state[prefix + name] = value.float()

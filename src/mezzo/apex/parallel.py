@@ -1,0 +1,38 @@
+"""`apex.parallel`: PyTorch's DistributedDataParallel and SyncBatchNorm with Apex's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn import SyncBatchNorm as SyncBatchNorm
+
+from mezzo.core.errors import UsageError
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """PyTorch's. `delay_allreduce` allows for unused parameters; the other arguments set up Apex's own buckets."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 0,
+        delay_allreduce: bool = False,
+        *ignored: Any,
+        gradient_average: bool = True,
+        **also_ignored: Any,
+    ) -> None:
+        if not gradient_average:
+            raise UsageError(
+                "apex.parallel.DistributedDataParallel: gradient_average is False. PyTorch averages gradients; for "
+                "their sum multiply the loss by the number of processes."
+            )
+        super().__init__(module, find_unused_parameters=delay_allreduce)
+
+
+def convert_syncbn_model(
+    module: nn.Module, process_group: Any = None, channel_last: bool = False
+) -> nn.Module:
+    """`torch.nn.SyncBatchNorm.convert_sync_batchnorm`; `channel_last` is ignored, since PyTorch's takes both."""
+    converted: nn.Module = SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+    return converted
