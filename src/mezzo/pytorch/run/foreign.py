@@ -46,6 +46,7 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     imports.when("torch", torch_imported)
     imports.when(scaler, lambda module: at(module.GradScaler, "scale", "mezzo.GradScaler", is_enabled))
     imports.when(precision, lambda module: at(module.MixedPrecision, "__init__", "mezzo.MixedPrecision"))
+    imports.when("mezzo.lightning", lambda module: at(module, "precision", "mezzo.lightning.precision"))
     for library in ("deepspeed", "apex.amp"):
         imports.when(library, lambda module: at(module, "initialize", module.__name__))
 
