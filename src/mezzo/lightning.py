@@ -489,11 +489,15 @@ class _Plugin:
         self._unscale(optimizer)
 
     def main_params(self, optimizer: Any) -> Iterator[Tensor]:
-        """The parameters to clip; in Fabric none where the step will be skipped, whose norm would raise."""
+        """The parameters to clip; in Fabric, which raises for an infinite norm, a zero if the step will be skipped."""
         optimizer = _unwrapped(optimizer)
         scaler = self.scaler if self._trainer is None and optimizer in self._unscaled else None
         if scaler is None or not bool(scaler._found(scaler._per_optimizer_states[id(optimizer)])):
             yield from parameters(optimizer)
+        else:
+            nothing = torch.zeros(1, requires_grad=True)
+            nothing.grad = torch.zeros(1)
+            yield nothing
 
     # Checkpoints.
 
