@@ -174,7 +174,7 @@ def test_a_dynamic_scale_goes_down_and_is_logged_by_step(tmp_path: Path) -> None
         [float(row.split(",")[columns.index(name)]) for row in rows[1:]]
         for name in ("loss_scale", "skipped_steps")
     ]
-    assert seen == [[1024, 1024, 2048, 2048, 1024, 1024], [0, 0, 0, 1, 1, 1]]
+    assert seen == [[1024, 2048, 2048, 1024, 1024, 2048], [0, 0, 0, 1, 1, 1]]
 
 
 def test_a_collapse_names_the_cause() -> None:

@@ -8,14 +8,13 @@ each package has its own base class and tests for it.
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -38,7 +37,7 @@ from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.optim.adopt import class_of
 from mezzo.pytorch.snapshot import BufferSnapshot
 from mezzo.pytorch.step import parameters
-from mezzo.pytorch.training import cast_parameters
+from mezzo.pytorch.training import cast_parameters, checks
 from mezzo.pytorch.training.backward import Gradients, leaves_of
 from mezzo.pytorch.training.networks import Networks
 from mezzo.pytorch.training.observers import Observers, observers_for
@@ -48,11 +47,11 @@ from mezzo.pytorch.weights.stored_parameters import lower_weights
 OLDEST = (2, 6, 4)
 """The oldest version of Lightning; 2.6.2 and 2.6.3 were compromised."""
 
-# Package -> the module with its base class, and that class. The last one has Fabric alone.
+# Package -> its base class. The last one has Fabric alone.
 _TREES = {
-    "lightning": ("lightning.pytorch.plugins.precision", "MixedPrecision"),
-    "pytorch_lightning": ("pytorch_lightning.plugins.precision", "MixedPrecision"),
-    "lightning_fabric": ("lightning_fabric.plugins.precision", "MixedPrecision"),
+    "lightning": "lightning.pytorch.plugins.precision.MixedPrecision",
+    "pytorch_lightning": "pytorch_lightning.plugins.precision.MixedPrecision",
+    "lightning_fabric": "lightning_fabric.plugins.precision.Precision",
 }
 _NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 
@@ -87,28 +86,17 @@ def precision(
         UsageError: no Lightning, or one before 2.6.4; an argument that is out of range.
         UnknownNameError: an unknown precision, keyword argument or format.
     """
-    trees = [name for name in _TREES if name != "lightning_fabric" and name in sys.modules]
-    trees = trees or ["lightning_fabric"] * ("lightning_fabric" in sys.modules) or [_installed()]
+    arguments: dict[str, Any] = dict(policy=policy, loss_scale=loss_scale, params=params, masters=masters)
+    arguments |= dict(state=state, trace=trace)
+    trees = [tree for tree in _TREES if tree in sys.modules]
+    trees = trees or [tree for tree in _TREES if importlib.util.find_spec(tree) is not None][:1]
+    if not trees:
+        raise UsageError("mezzo.lightning: Lightning is not installed: pip install 'lightning>=2.6.4'.")
     for tree in trees:
         _check_version(tree, importlib.import_module(tree).__version__)
-    arguments = {
-        "policy": policy,
-        "loss_scale": loss_scale,
-        "params": params,
-        "masters": masters,
-        "state": state,
-        "trace": trace,
-    }
+    if "pytorch_lightning" in trees:  # which imports the other one
+        trees = [tree for tree in trees if tree != "lightning_fabric"]
     return _class_for(*trees)(arguments)
-
-
-def _installed() -> str:
-    for tree in _TREES:
-        if importlib.util.find_spec(tree) is not None:
-            return tree
-    raise UsageError(
-        "mezzo.lightning: Lightning is not installed. Install it: pip install 'lightning>=2.6.4'."
-    )
 
 
 def _check_version(tree: str, version: str) -> None:
@@ -123,36 +111,25 @@ def _check_version(tree: str, version: str) -> None:
 
 @cache
 def _class_for(*trees: str) -> Any:
-    """The plugin's class for these packages. Its name is the key of its state in a checkpoint, and Lightning's own."""
-    bases = [getattr(importlib.import_module(_TREES[tree][0]), _TREES[tree][1]) for tree in trees]
-    return type(
-        "MixedPrecision", (_Plugin, *bases), {"__module__": __name__, "_bases": dict(zip(trees, bases))}
-    )
-
-
-def _again(arguments: dict[str, Any]) -> Any:
-    return precision(**arguments)
+    """The plugin's class for these packages; its name, which is that of Lightning's own, is its key in checkpoints."""
+    homes = [_TREES[tree].rpartition(".") for tree in trees]
+    bases = [getattr(importlib.import_module(module), name) for module, _, name in homes]
+    return type("MixedPrecision", (_Plugin, *bases), {"__module__": __name__})
 
 
 class _Scaler(GradScaler):
-    """The loss scale of a plugin, which looks at what each evaluation of a closure gave."""
+    """The loss scale of a plugin, whose `look` is called after each evaluation of a closure."""
 
-    def __init__(self, pure: DynamicLossScale | StaticLossScale) -> None:
+    def __init__(self, pure: Any, look: Callable[[Optimizer, bool], None]) -> None:
         if isinstance(pure, StaticLossScale):
             s = pure.scale
             pure = DynamicLossScale(init=s, floor=s, ceiling=s, patience=pure.patience)
         self._begin(None, True, pure)
-        self.look: Callable[[Optimizer, bool], None] | None = None
-
-    def _evaluated(self, optimizer: Optimizer, finite: bool) -> None:
-        if self.look is not None:
-            self.look(optimizer, finite)
+        self._evaluated = look  # type: ignore[assignment, method-assign]
 
 
 class _Plugin:
     """What the plugin does, without Lightning's base classes."""
-
-    _bases: dict[str, Any]
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._arguments, where = arguments, "mezzo.lightning.precision"
@@ -162,12 +139,13 @@ class _Plugin:
         asked, _ = cast_parameters.stored(policy_of(arguments["policy"]), params, masters, state, device_type)
         self.policy, _ = auto.resolve(asked, device_type)
         self._loss_scale = as_loss_scale(arguments["loss_scale"], where) or self.policy.make_loss_scale()
-        self.scaler = None if isinstance(self._loss_scale, NoLossScale) else _Scaler(self._loss_scale)
+        scaled = not isinstance(self._loss_scale, NoLossScale)
+        self.scaler = _Scaler(self._loss_scale, self._closure_ran) if scaled else None
         self.precision = _NAMES.get(self.policy.compute, "32-true")
         self.skipped_steps = 0
         self.findings: list[OverflowReport] = []
-        self._base: Any = next(iter(self._bases.values())).__mro__[1]  # Lightning's `Precision`
         self._trainer: Any = None
+        self._base = self._precision("fabric.plugins")
         self._steps = 0
         self._models: list[nn.Module] = []
         self._resolved: list[ResolvedPrecision] = []
@@ -185,8 +163,13 @@ class _Plugin:
         self._before: BufferSnapshot | None = None  # its last evaluation
         self._checked = False  # whether a step has ended since the last update of the scale
 
+    def _precision(self, ending: str) -> Any:
+        """Lightning's base class whose module's package ends so: of the Trainer, or of Fabric."""
+        module = f"{ending}.precision.precision"
+        return next(kind for kind in type(self).__mro__ if kind.__module__.endswith(module))
+
     def __reduce__(self) -> Any:
-        return _again, (self._arguments,)
+        return partial(precision, **self._arguments), ()
 
     def __repr__(self) -> str:
         given = {name: value for name, value in self._arguments.items() if value is not None}
@@ -196,8 +179,6 @@ class _Plugin:
 
     def __str__(self) -> str:  # in Lightning's own errors, where a strategy takes other plugins only
         return f"{self!r} (for one device, or strategy='ddp')"
-
-    # Models and optimizers.
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Store the weights as the policy says, in place."""
@@ -218,8 +199,10 @@ class _Plugin:
                 f"Trainer: Trainer(plugins=[{self!r}])."
             )
         self._trainer = trainer
-        tree = next(tree for tree in self._bases if isinstance(trainer, sys.modules[tree].Trainer))
-        self._base = self._bases[tree].__mro__[1]
+        tree = next(t for t in _TREES if t in sys.modules and isinstance(trainer, sys.modules[t].Trainer))
+        self._base = self._precision(
+            "lightning.pytorch.plugins" if tree == "lightning" else f"{tree}.plugins"
+        )
         self._models = [root]
         self._optimizers.clear()
         in_ddp = model is not root
@@ -264,7 +247,6 @@ class _Plugin:
         trace, clock = self._arguments["trace"], lambda: 0.0
         observers = observers_for(self._resolved[0], root, None, False, trace, clock, _written)
         self._observing = Observers(outermost, observers)
-        self.scaler.look = self._evaluated
 
     def _release(self) -> None:
         for resolved in self._resolved:
@@ -280,8 +262,6 @@ class _Plugin:
         self._release()
         self._gradients.undo()
 
-    # Forward and backward.
-
     def _called(self, module: nn.Module, *_: Any) -> None:
         """Copy the buffers of a network that is about to be called in training."""
         if module.training and torch.is_grad_enabled() and _graph_task() == -1:  # not recomputed in backward
@@ -291,12 +271,8 @@ class _Plugin:
         """The autocast context; inputs and outputs are not cast."""
         if not self._resolved:
             self._prepare()
-        context = self._resolved[0].context()
-        if torch.compiler.is_dynamo_compiling() or not (
-            torch.is_grad_enabled() and self._observing.watches_live
-        ):
-            return context
-        return self._live(context)
+        context, watches = self._resolved[0].context(), self._observing.watches_live
+        return self._live(context) if watches and torch.is_grad_enabled() else context
 
     autocast_context_manager = forward_context
 
@@ -319,17 +295,11 @@ class _Plugin:
         if not module.automatic_optimization:
             self._update()
 
-    def convert_input(self, data: Any) -> Any:
-        """The data itself."""
-        return data
-
-    def convert_output(self, data: Any) -> Any:
-        """The data itself."""
-        return data
-
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Lightning's hooks, with the unscaled loss."""
-        return tensor if self._trainer is None else self._base.pre_backward(self, tensor, module)
+        return self._base.pre_backward(self, tensor, module)
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Any:
+        return self._base.post_backward(self, tensor, module)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Backward of the scaled loss."""
@@ -339,16 +309,7 @@ class _Plugin:
                 self._observing.backward_begins(loss, self.scaler._scale_in_use())
             if len(self._networks) > 1:
                 self._networks.backward(leaves_of([loss]))
-        if self._trainer is None:
-            tensor.backward(*args, **kwargs)
-        else:
-            self._base.backward(self, tensor, model, *args, **kwargs)
-
-    def post_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Lightning's hooks."""
-        return tensor if self._trainer is None else self._base.post_backward(self, tensor, module)
-
-    # The optimizer step.
+        self._base.backward(self, tensor, model, *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Any, model: Any = None, closure: Callable[[], Any] | None = None, **kwargs: Any
@@ -361,10 +322,9 @@ class _Plugin:
         self._adopt(optimizer)
         scaler = self.scaler
         if scaler is None:
-            if model is not None:
-                return self._base.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
-            return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
-        if closure is not None and _needs_closure(optimizer):
+            given = {name: one for name, one in (("model", model), ("closure", closure)) if one is not None}
+            return self._base.optimizer_step(self, optimizer, **given, **kwargs)
+        if closure is not None and checks.needs_closure(optimizer):
             results: list[Any] = []
 
             def evaluate() -> Any:
@@ -394,7 +354,7 @@ class _Plugin:
         self._ended(optimizer, skipped)
         return result
 
-    def _evaluated(self, optimizer: Optimizer, finite: bool) -> None:
+    def _closure_ran(self, optimizer: Optimizer, finite: bool) -> None:
         """The closure of an optimizer that needs one has run, and the gradients are unscaled."""
         if not finite:
             self._explain(optimizer, skipped=True)
@@ -407,9 +367,8 @@ class _Plugin:
         if not self._observing.listening or self.scaler is None:
             return
         scale = self.scaler._scale_in_use()
-        finding = self._observing.update_ended(
-            optimizer, index=self._steps, skipped=skipped, loss_scale=scale
-        )
+        how: Any = {"index": self._steps, "skipped": skipped, "loss_scale": scale}
+        finding = self._observing.update_ended(optimizer, **how)
         self._observing.drain()
         if finding is not None:
             self.findings = [*self.findings[-99:], finding]
@@ -439,16 +398,14 @@ class _Plugin:
         if scaler is None or not self._checked:
             return
         self._checked = False
-        if self._trainer is not None:
-            for name, value in (
-                ("loss_scale", scaler._scale_in_use()),
-                ("skipped_steps", self.skipped_steps),
-            ):
-                self._trainer.lightning_module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
         try:
             scaler.update()
         except LossScaleCollapseError as collapse:
             raise collapse.named(self.findings[-1]) if self.findings else collapse from None
+        if self._trainer is not None:
+            log = partial(self._trainer.lightning_module.log, on_step=True, on_epoch=False, batch_size=1)
+            log("loss_scale", scaler._scale)
+            log("skipped_steps", self.skipped_steps)
 
     def _unscale(self, optimizer: Optimizer) -> None:
         scaler = self.scaler
@@ -466,10 +423,8 @@ class _Plugin:
         """Whether the optimizer's last step was skipped: if so, do not step its scheduler (a Trainer does it)."""
         return self.scaler is not None and self.scaler.was_skipped(_unwrapped(optimizer))
 
-    # Clipping.
-
-    def _after_closure(self, model: Any, optimizer: Any) -> None:
-        self._base._after_closure(self, model, optimizer)
+    def _after_closure(self, *args: Any) -> None:
+        self._base._after_closure(self, *args)
 
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         self._base._clip_gradients(self, *args, **kwargs)
@@ -498,8 +453,6 @@ class _Plugin:
             nothing = torch.zeros(1, requires_grad=True)
             nothing.grad = torch.zeros(1)
             yield nothing
-
-    # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, which Lightning's own plugin reads as well; nothing without one."""
@@ -548,11 +501,6 @@ def _parts(model: nn.Module) -> Iterator[nn.Module]:
 def _unwrapped(optimizer: Any) -> Any:
     """The user's optimizer in a LightningOptimizer or a _FabricOptimizer, which only looks like it."""
     return optimizer.optimizer if hasattr(optimizer, "_strategy") else optimizer
-
-
-def _needs_closure(optimizer: Any) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _device_type(model: nn.Module) -> str:
