@@ -214,7 +214,7 @@ class _Plugin:
         self._schedulers = [config.scheduler for config in lr_schedulers]
         for scheduler in self._schedulers if self.scaler is not None else ():
             _hold(scheduler)
-        self._prepare(in_ddp=in_ddp)
+        self._prepare(model)
         return model, optimizers, lr_schedulers
 
     def _adopt(self, optimizer: Optimizer) -> None:
@@ -229,7 +229,7 @@ class _Plugin:
             cast_parameters.apply(root, optimizer, policy)
         self._optimizers.add(optimizer)
 
-    def _prepare(self, *, in_ddp: bool = False) -> None:
+    def _prepare(self, wrapped: nn.Module | None = None) -> None:
         """Apply the policy to the models, whose device is known now, and begin to observe their calls."""
         self._release()
         single = len(self._models) == 1
@@ -243,9 +243,9 @@ class _Plugin:
         if self._trainer is None or len(self._optimizers) > 1:
             self._handles = [part.register_forward_pre_hook(self._called) for part in called]
         # In DDP the root's call is the whole `training_step`, which can't be called again by itself.
-        outermost = called if in_ddp or self._trainer is None else [root, *called]
+        outermost = [root, *called] if wrapped is root else called
         trace, clock = self._arguments["trace"], lambda: 0.0
-        observers = observers_for(self._resolved[0], root, None, False, trace, clock, _written)
+        observers = observers_for(self._resolved[0], wrapped or root, None, False, trace, clock, _written)
         self._observing = Observers(outermost, observers)
 
     def _release(self) -> None:
