@@ -6,6 +6,8 @@ import copy
 import importlib
 import logging
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -470,3 +472,48 @@ def test_fabric_skips_an_overflow(clip: Any, tmp_path: Path) -> None:
     fresh = mezzo.lightning.precision("fp16")
     fabric.load(tmp_path / "state.ckpt", {"precision": fresh})
     assert (fresh.scaler.get_scale(), fresh.skipped_steps) == (128, 1)
+
+
+ALONE = """
+import logging, torch, pytorch_lightning as pl, mezzo
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    def training_step(self, batch, batch_idx):
+        return self.body(batch[0]).float().square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), fused=True)
+    def on_train_end(self):
+        plugin, rank = self.trainer.precision_plugin, self.global_rank
+        found = [(one.module, one.note) for one in plugin.findings]
+        weights = self.body[0].weight.double().sum().item()
+        torch.save([plugin.skipped_steps, found, weights, self.body[1].num_batches_tracked.item()], f"rank{rank}.pt")
+
+torch.manual_seed(0)
+x = torch.randn(32, 8)
+x[13] = 1e30  # of the second rank, in its second batch of four
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+plugins = [mezzo.lightning.precision("fp16", loss_scale=64)]
+trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, plugins=plugins, **quiet)
+trainer.fit(Net(), DataLoader(TensorDataset(x), batch_size=4, shuffle=False))
+"""
+
+
+@pytest.mark.heavy
+def test_ddp_with_one_package_imported(tmp_path: Path) -> None:
+    child = [sys.executable, "-W", "ignore", "-c", ALONE]
+    done = subprocess.run(child, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
+    assert first[:2] == [1, [("body.0", "found by rank 1")]]
+    assert second[:2] == [1, [("body.0", "")]]
+    assert first[2:] == second[2:]
+    assert first[3] == 3
+
+
+def test_mezzo_run_leaves_a_script_with_the_plugin_alone(launch: Any) -> None:
+    ran = launch("import mezzo\nmezzo.lightning.precision('bf16')", policy="fp16")
+    assert "mezzo.lightning.precision" in ran.notes
