@@ -357,10 +357,9 @@ def gan(library: str = "lightning", *, steps: int = 1, clip: float = 0.0) -> Any
 @pytest.mark.parametrize("steps", [1, 2])
 def test_manual_optimization_updates_the_scale_once_per_batch(library: str, steps: int) -> None:
     plugin = mezzo.lightning.precision("fp16", loss_scale="dynamic(init=256)")
-    model = gan(library, steps=steps, clip=0.5)
+    model = gan(library, steps=steps)
     fit(model, loader(), plugin, library)
     assert plugin.scaler.state_dict()["_growth_tracker"] == 6
-    assert max(model.norms) == pytest.approx(0.5, rel=1e-3)
     assert plugin.skipped_steps == 0
 
 
@@ -374,12 +373,13 @@ def test_an_overflow_of_one_network_skips_its_step_alone() -> None:
     assert model.gen[1].num_batches_tracked == 6 + 5  # its call for the other's step stays
 
 
-def test_two_networks_train_as_in_fp32() -> None:
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_two_networks_train_as_in_fp32(clip: float) -> None:
     weights = []
     for plugin in (None, mezzo.lightning.precision("fp32,loss_scale=1024")):
-        model = gan(steps=2)
+        model = gan(steps=2, clip=clip)
         fit(model, loader(), plugin)
-        weights.append(model.state_dict())
+        weights.append({**model.state_dict(), "norms": torch.tensor(model.norms)})
     same(*weights)
 
 

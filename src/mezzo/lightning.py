@@ -31,6 +31,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import as_loss_scale
 from mezzo.pytorch import auto
+from mezzo.pytorch.autocast.context import autocast
 from mezzo.pytorch.autocast.modules import fitting
 from mezzo.pytorch.grad_scaler import GradScaler
 from mezzo.pytorch.monitor.module_paths import unwrapped
@@ -269,6 +270,8 @@ class _Plugin:
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """The autocast context; inputs and outputs are not cast."""
+        if not self._models:
+            return autocast(self.policy)  # Fabric's own `autocast()`, before `setup`
         if not self._resolved:
             self._prepare()
         context, watches = self._resolved[0].context(), self._observing.watches_live
