@@ -223,6 +223,15 @@ def test_resumes_to_the_bit(policy: str, settings: Any, tmp_path: Path) -> None:
     same(*states)
 
 
+def test_an_epoch_without_backward_takes_no_step() -> None:
+    average = importlib.import_module("lightning.pytorch.callbacks").StochasticWeightAveraging(1e-2)
+    plugin = mezzo.lightning.precision("fp16", loss_scale=64)
+    model = net()
+    model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters())
+    trainer = fit(model, loader(), plugin, max_epochs=2, callbacks=[average])
+    assert trainer.optimizers[0].state_dict()["state"][0]["step"] == 12
+
+
 def test_checkpoints_go_both_ways_between_the_plugins(tmp_path: Path) -> None:
     theirs = importlib.import_module("lightning.pytorch.plugins.precision").MixedPrecision
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)

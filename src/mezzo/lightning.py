@@ -343,9 +343,10 @@ class _Plugin:
             self._observing.step_dropped()
             self._ended(optimizer, scaler.was_skipped(optimizer))
             return results[0]
+        calls = scaler._scale_calls
         result = None if closure is None else closure()
-        if model is not None and model.automatic_optimization and result is None:
-            return None  # `training_step` asked to leave the batch out
+        if model is not None and model.automatic_optimization and calls == scaler._scale_calls:
+            return result  # `training_step` returned None, or weight averaging only updates BatchNorm
         self._unscale(optimizer)
         if model is not None:
             self._after_closure(model, optimizer)
