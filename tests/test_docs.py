@@ -67,6 +67,8 @@ def clean() -> Iterator[None]:
 @pytest.mark.heavy
 @pytest.mark.usefixtures("clean")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # Inductor's own imports
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning 2.6.6 with torch 2.13
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_runs_alone_and_prints_what_is_shown(
     block: re.Match[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -84,7 +86,7 @@ def test_a_block_runs_alone_and_prints_what_is_shown(
 
 
 def test_user_pages_are_few_and_each_is_in_the_navigation() -> None:
-    assert len(USER_PAGES) <= 14
+    assert len(USER_PAGES) <= 15
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     navigation = re.findall(r"([\w/-]+\.md)$", text, re.MULTILINE)
     pages = (path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))

@@ -179,6 +179,32 @@ def test_a_hand_written_update_never_meets_an_infinite_gradient(launch: Any, row
     assert json.loads(ours.lines[0])[0][-1] < json.loads(ours.lines[0])[0][0] / 2
 
 
+@pytest.mark.parametrize(("kind", "evaluation"), [("SGD", 1), ("LBFGS", 1), ("LBFGS", 3)])
+def test_an_overflow_in_a_closure_is_explained_and_the_step_returns_the_loss(
+    launch: Any, kind: str, evaluation: int
+) -> None:
+    ran = launch(
+        HEAD
+        + f"""
+optimizer = torch.optim.{kind}(model.parameters(), lr=0.1)
+calls = 0
+def closure():
+    global calls
+    calls += 1
+    optimizer.zero_grad()
+    loss = model(x * (1e30 if calls == {evaluation} else 1.0)).square().mean()
+    loss.backward()
+    return loss
+print(optimizer.step(closure).isfinite().item(), calls)
+""",
+        policy="fp16",
+    )
+    assert ran.status == 0, ran.err
+    assert ran.lines == [f"False {evaluation}"]
+    [found] = ran.of("overflow")
+    assert (found.update, found.finding.module, found.finding.op) == (0, "0", "linear")
+
+
 def test_a_closure_is_run_again_until_its_gradients_are_finite(launch: Any) -> None:
     ran = launch(
         HEAD

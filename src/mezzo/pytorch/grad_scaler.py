@@ -330,7 +330,9 @@ class GradScaler(torch.amp.GradScaler):
                 )
             state["stage"] = OptState.READY
             self.unscale_(optimizer)
-            return loss, not bool(self._found(state))
+            finite = not bool(self._found(state))
+            self._evaluated(optimizer, finite)
+            return loss, finite
 
         def back_off() -> bool:
             if self.get_scale() <= self._fixed().floor:
@@ -343,6 +345,9 @@ class GradScaler(torch.amp.GradScaler):
         )
         state["skipped"] = skipped
         return None if skipped else result
+
+    def _evaluated(self, optimizer: Optimizer, finite: bool) -> None:
+        """For subclasses: a closure has run, and its gradients are unscaled."""
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's last `step` was skipped. May wait for the device. CallOrderError before a step."""

@@ -106,7 +106,7 @@ def _traced(
 ) -> tuple[ForwardTrace, list[Tensor], OverflowReport | None]:
     """Run a call's forward in a context: the trace, the outputs, and what produced the first that is not finite."""
     named = [(f"input {n}", tensor) for n, tensor in enumerate(tensors(given, objects=True))]
-    trace = ForwardTrace([call.inner], named, stop=_forward.__code__, called=call.line)
+    trace = ForwardTrace([call.root], named, stop=_forward.__code__, called=call.line)
     outputs = list(tensors(_forward(call, given, enter, trace)))
     if trace.trouble:
         raise RuntimeError(trace.trouble)
@@ -228,8 +228,8 @@ def _overflow_under(text: str, call: SavedCall, scales: Mapping[int, float]) -> 
 def _changed(text: str, call: SavedCall) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
     """The call's model under another policy: yields what makes its autocast context."""
     device = _device(call)
-    policy = fitting(policy_of(text), call.inner)  # under `mezzo run` it names other models' modules too
-    overrides = apply_module_overrides(call.inner, policy, device) if policy.modules else None
+    policy = fitting(policy_of(text), call.root)  # under `mezzo run` it names other models' modules too
+    overrides = apply_module_overrides(call.root, policy, device) if policy.modules else None
     try:
         yield partial(autocast, policy, device)
     finally:

@@ -25,7 +25,7 @@ from mezzo.pytorch.distributed import is_distributed
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, watch_loss
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace
 from mezzo.pytorch.monitor.investigation import investigate, remedies_for
-from mezzo.pytorch.monitor.module_paths import unwrapped
+from mezzo.pytorch.monitor.module_paths import path_of, unwrapped
 from mezzo.pytorch.monitor.observer import Scale, StepObserver
 from mezzo.pytorch.monitor.operations import facts, finite, in_one_line, users_line
 from mezzo.pytorch.monitor.replay import SavedCall, SideEffects, eager, running_again, within_compiled
@@ -73,6 +73,7 @@ class OverflowTracer(StepObserver):
         self.calls: list[SavedCall] = []
         self._pruned = 0  # how many calls the last `_prune` left
         self._effects: weakref.WeakKeyDictionary[nn.Module, SideEffects] = weakref.WeakKeyDictionary()
+        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of the model, called by themselves
         self._open: SavedCall | None = None
         self._scales: dict[int, Scale] = {}  # number of a backward of this step -> its scale
         self._outside: dict[int, BackwardTrace] = {}
@@ -81,7 +82,8 @@ class OverflowTracer(StepObserver):
         self._watching = False
         self._to_watch = 0
         self._trouble: list[str] = []
-        self._group: Any = None
+        parallel = isinstance(model, nn.parallel.DistributedDataParallel)
+        self._group: Any = model.process_group if parallel else None  # type: ignore[union-attr]
         self._last: OverflowReport | None = None
         self._records: list[Record] = []
         _ALL.add(self)
@@ -105,7 +107,11 @@ class OverflowTracer(StepObserver):
         inner = unwrapped(model)
         if inner not in self._effects:
             self._effects[inner] = SideEffects(inner)
+            if self._model is not None and path_of(inner, self._model):
+                self._parts.add(inner)
         self._open = SavedCall(model, args, kwargs, self._effects[inner], self._enter, users_line())
+        if self._model is not None and inner in self._parts:
+            self._open.root = unwrapped(self._model)
 
     @_never_raises
     def call_ended(self, model: nn.Module, output: Any) -> None:

@@ -194,6 +194,7 @@ class SavedCall:
         line: Line | None,
     ) -> None:
         self.model, self.inner = model, unwrapped(model)
+        self.root = self.inner  # the model whose paths and policy name its modules
         self.enter, self.line, self.number = enter, line, next(SavedCall._numbers)
         given = (args, kwargs)
         self.sources = [weakref.ref(tensor) for tensor in tensors(given) if tensor.grad_fn is not None]

@@ -70,6 +70,8 @@ class WithMasters(Optimizer):
 
     def __init_subclass__(cls) -> None:
         kind: Any = cls
+        if kind.__bases__[0] is not WithMasters:
+            return  # a wrapper's class that only looks like the optimizer's, as Lightning makes
 
         @functools.wraps(kind.__bases__[-1].step)  # the signature says whether a closure is needed
         def step(self: WithMasters, *args: Any, **kwargs: Any) -> Any:

@@ -49,6 +49,7 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
             patches.set(mezzo, name, _noticed(session, _imported(home, name), f"mezzo.{name}"))
 
     scaler, precision = "mezzo.pytorch.grad_scaler", "mezzo.pytorch.training.mixed_precision"
+    imports.when("mezzo.lightning", lambda module: at(module, "precision", "mezzo.lightning.precision"))
     imports.when("torch", torch_imported)
     imports.when(scaler, lambda module: at(module.GradScaler, "scale", "mezzo.GradScaler", is_enabled))
     imports.when(precision, lambda module: at(module.MixedPrecision, "__init__", "mezzo.MixedPrecision"))

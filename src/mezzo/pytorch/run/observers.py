@@ -1,7 +1,7 @@
 """The observers of a run's training steps, called at the moments at which `MixedPrecision` calls them.
 
-Not observed: calls inside a compiled function, steps with a closure, the step whose memory and formats are measured,
-threads other than the first, a script without optimizer.
+Not observed: calls inside a compiled function, the step whose memory and formats are measured, threads other than the
+first, a script without optimizer. Of a step with a closure, only overflows are.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class Observers:
         self._tracer: OverflowTracer | None = None
         self._thread = 0
         self._pauses = 0
+        self._closures = 0
         self._calls = 0
         self._watch: ExitStack | None = None
         self._watched: Counter[int] = Counter()  # id of a module -> its calls since the last backward
@@ -186,12 +187,17 @@ class Observers:
 
     @not_traced
     def closure_begins(self) -> None:
-        """A step with a closure begins, which is not observed."""
-        if self.listening and self._thread:
-            self._session.journal.note(
-                "optimizer steps with a closure (LBFGS) are not watched, and their overflows are not traced"
-            )
-        self.pause()
+        """A step with a closure begins: only the tracer observes it, one evaluation at a time."""
+        if self._wanted and self.listening:
+            self._session.journal.note("optimizer steps with a closure (LBFGS) are not watched")
+        self.tell("step_dropped")
+        self._closures += 1
+
+    @not_traced
+    def closure_ended(self) -> None:
+        """It has ended."""
+        self.tell("step_dropped")
+        self._closures -= 1
 
     @not_traced
     def pause(self) -> None:
@@ -228,7 +234,7 @@ class Observers:
 
     def _all(self) -> list[StepObserver]:
         tracer = self._tracer if self._session.scaling else None  # `auto` may have decided for FP32 since
-        return [*self._watchers, *(() if tracer is None else (tracer,))]
+        return [*(() if self._closures else self._watchers), *(() if tracer is None else (tracer,))]
 
     def _tell(self, what: str, *args: Any, **kwargs: Any) -> None:
         if not self.busy:

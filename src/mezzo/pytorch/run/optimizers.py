@@ -176,7 +176,7 @@ class Steps:
             try:
                 return self._step_with_closure(step, optimizer, closure, args, kwargs)
             finally:
-                session.observers.resume()
+                session.observers.closure_ended()
         if session.observers.listening:
             session.observers.tell("update_begins", optimizer, 1.0)  # `.grad` is unscaled
         scale = session.scale.scale
@@ -211,9 +211,15 @@ class Steps:
             self._done(optimizer, moved=True, scale=1.0)
             return result
         again = 0
+        seen: list[Record] = []
 
         def evaluate(*inner_args: Any, **inner_kwargs: Any) -> tuple[Any, bool]:
-            return closure(*inner_args, **inner_kwargs), not self.overflows.found_inf(optimizer)
+            session.observers.tell("step_dropped")
+            loss = closure(*inner_args, **inner_kwargs)
+            finite = not self.overflows.found_inf(optimizer)
+            if not finite:  # explained before the step is undone, with the weights that this evaluation had
+                seen[:] = self._explained(optimizer, skipped=True, scale=session.scale.scale)
+            return loss, finite
 
         def back_off() -> bool:
             nonlocal again
@@ -233,10 +239,11 @@ class Steps:
         copies = _evaluates_again(optimizer)
         result, skipped = step_with_closure(optimizer, with_closure, evaluate, back_off, copies=copies)
         if skipped:
-            self._done(optimizer, moved=False, scale=scale, reason="a gradient of the closure was not finite")
+            why = "a gradient of the closure was not finite"
+            self._done(optimizer, moved=False, scale=scale, reason=why, seen=seen)
             return result
         reason = f"closure run again {again} times at a smaller loss scale" if again else ""
-        self._done(optimizer, moved=True, scale=session.scale.scale, reason=reason)
+        self._done(optimizer, moved=True, scale=session.scale.scale, reason=reason, seen=[])
         return result
 
     @not_traced
@@ -263,19 +270,26 @@ class Steps:
             number = self._numbers[optimizer] = next(self._next)
         return number
 
+    def _explained(self, optimizer: Any, *, skipped: bool, scale: float) -> list[Record]:
+        """What the observers record about a step, or about an evaluation of its closure."""
+        session = self._session
+        if not session.observers.listening:
+            return []
+        how = {"index": session.journal.updates, "number": self._number(optimizer)}
+        session.observers.tell("update_ended", optimizer, **how, skipped=skipped, loss_scale=scale)
+        return session.observers.drained()
+
     @not_traced
-    def _done(self, optimizer: Any, *, moved: bool, scale: float, reason: str = "") -> None:
+    def _done(
+        self, optimizer: Any, *, moved: bool, scale: float, reason: str = "", seen: list[Record] | None = None
+    ) -> None:
         """A step was taken, or skipped: all is recorded before the scale may collapse, or the script be ended."""
         session, scaled = self._session, self._session.scaling
         if session.trial is not None:
             session.trial.finish(counts=moved)
         number = self._number(optimizer)
-        seen: list[Record] = []
-        if session.observers.listening:
-            index = session.journal.updates
-            how = {"index": index, "number": number, "skipped": not moved, "loss_scale": scale}
-            session.observers.tell("update_ended", optimizer, **how)
-            seen = session.observers.drained()
+        if seen is None:
+            seen = self._explained(optimizer, skipped=not moved, scale=scale)
         if session.networks:
             session.networks.step_ended(
                 parameters(optimizer), not moved, self.overflows.owned, alone=len(session.optimizers) == 1

@@ -49,12 +49,17 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
             "another MixedPrecision already has some of these parameters. Call close() on it first, or put all "
             "parameters into one optimizer."
         )
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(optimizer):
         raise refused(
             f"{type(optimizer).__name__} evaluates the loss several times per step. Use scaler = mezzo.GradScaler(), "
             "scaler.step(optimizer, closure)."
         )
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Whether its step evaluates the loss itself, as LBFGS's does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def arguments(

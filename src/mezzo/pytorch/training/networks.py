@@ -108,10 +108,11 @@ class MovingBuffers:
             return
         if self._last is not None:  # a step that is still to come may have overflowed
             self.restore_lost()
-        self._last = self._copied()
+        self._last = self.copied()
         self._first = self._first or self._last
 
-    def _copied(self) -> BufferSnapshot:
+    def copied(self) -> BufferSnapshot:
+        """What a forward pass may change, as it is now."""
         due = [slot for slot in self._slots if slot.is_due]
         return BufferSnapshot(
             (slot for slot in due if not slot.learning), (slot for slot in due if slot.learning)
@@ -155,7 +156,7 @@ class MovingBuffers:
     def undo(self) -> None:
         """Put the newest copies back, for another network's skipped step; `restore` may take this back."""
         if self._last is not None:
-            self._undone = self._copied(), self._last
+            self._undone = self.copied(), self._last
             self._last.put_back()
             self.restore_lost()
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.ranges import RangeRow
 from mezzo.core.records import Record
+from mezzo.core.remedies import training_code
 from mezzo.pytorch.monitor.observer import StepObserver
 from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
 from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
@@ -25,31 +26,36 @@ from mezzo.pytorch.training.resolved_precision import ResolvedPrecision
 def observers_for(
     resolved: ResolvedPrecision,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     watch: bool | int,
     trace: bool | None,
     clock: Callable[[], float],
+    written: Callable[[str], str] = training_code,
 ) -> list[StepObserver]:
-    """The observers that `watch` and `trace` ask for; `clock` counts the seconds since the run's start."""
+    """The observers that `watch` and `trace` ask for; `clock` counts the seconds since the run's start.
+
+    Remedies have policies as `written`.
+    """
     observers: list[StepObserver] = []
     if watch:
         every = DEFAULT_EVERY if watch is True else watch
         observers.append(RangeWatch(model, optimizer, every=every, clock=clock))
     if trace or (trace is None and resolved.scaler is not None and host_knows(next(model.parameters()))):
-        observers.append(OverflowTracer(enter=resolved.context, clock=clock, waits=bool(trace), model=model))
+        enter, waits = resolved.context, bool(trace)
+        observers.append(OverflowTracer(enter=enter, clock=clock, waits=waits, model=model, written=written))
     return observers
 
 
 class Observers:
-    """Reports a model's calls in training mode, backward and optimizer steps to observers."""
+    """Reports calls of models in training mode, outermost ones, backward and optimizer steps to observers."""
 
-    def __init__(self, model: nn.Module, observers: Sequence[StepObserver]) -> None:
+    def __init__(self, models: nn.Module | Sequence[nn.Module], observers: Sequence[StepObserver]) -> None:
         self._observers = list(observers)
         self.listening = bool(observers)
         self._handles: list[Any] = []
         self._inside = 0
-        if observers:
-            self._handles = [
+        for model in ([models] if isinstance(models, nn.Module) else models) if observers else ():
+            self._handles += [
                 model.register_forward_pre_hook(self._call_begins, with_kwargs=True),
                 model.register_forward_hook(self._call_ended, always_call=True),
             ]

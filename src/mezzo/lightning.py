@@ -1,0 +1,512 @@
+"""Mezzo's precision as a plugin of Lightning's Trainer and Fabric, of both packages: `lightning`, `pytorch_lightning`.
+
+Lightning calls the plugin around each model call, backward and optimizer step. The plugin calls the parts of Mezzo that
+`MixedPrecision` calls; there is no loss scaling here. `precision` makes the plugin's class when it is called, because
+each package has its own base class and tests for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backward pass
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from mezzo.core.errors import LossScaleCollapseError, UsageError, checks_keywords
+from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from mezzo.core.overflow import OverflowReport
+from mezzo.core.policy import Policy
+from mezzo.core.policy import policy as policy_of
+from mezzo.core.policy_text import as_loss_scale
+from mezzo.pytorch import auto
+from mezzo.pytorch.autocast.context import autocast
+from mezzo.pytorch.autocast.modules import fitting
+from mezzo.pytorch.grad_scaler import GradScaler
+from mezzo.pytorch.monitor.module_paths import unwrapped
+from mezzo.pytorch.optim.adopt import class_of
+from mezzo.pytorch.snapshot import BufferSnapshot
+from mezzo.pytorch.step import parameters
+from mezzo.pytorch.training import cast_parameters, checks
+from mezzo.pytorch.training.backward import Gradients, leaves_of
+from mezzo.pytorch.training.networks import Networks
+from mezzo.pytorch.training.observers import Observers, observers_for
+from mezzo.pytorch.training.resolved_precision import ResolvedPrecision
+from mezzo.pytorch.weights.stored_parameters import lower_weights
+
+OLDEST = (2, 6, 4)
+"""The oldest version of Lightning; 2.6.2 and 2.6.3 were compromised."""
+
+# Package -> its base class. The last one has Fabric alone.
+_TREES = {
+    "lightning": "lightning.pytorch.plugins.precision.MixedPrecision",
+    "pytorch_lightning": "pytorch_lightning.plugins.precision.MixedPrecision",
+    "lightning_fabric": "lightning_fabric.plugins.precision.Precision",
+}
+_NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
+
+# Scheduler -> its optimizer's steps since its own last step: how many were skipped (True) and taken (False).
+_SINCE: WeakKeyDictionary[Any, Counter[bool]] = WeakKeyDictionary()
+
+
+@checks_keywords
+def precision(
+    policy: str | Policy | torch.dtype = "auto",
+    *,
+    loss_scale: LossScale | float | str | None = None,
+    params: str | None = None,
+    masters: str | None = None,
+    state: str | None = None,
+    trace: bool | None = None,
+) -> Any:
+    """The precision plugin for `Trainer(plugins=[...])` and `Fabric(plugins=[...])`; one for each Trainer or Fabric.
+
+    Example::
+
+        trainer = lightning.Trainer(plugins=[mezzo.lightning.precision("fp16,module.head=fp32")])
+
+    It has the attributes `scaler` (a `mezzo.GradScaler`, or None), `policy`, `skipped_steps` and `findings`, and the
+    method `was_skipped(optimizer)`. Under a Trainer, `loss_scale` and `skipped_steps` are logged each step.
+
+    Args:
+        policy: any precision of `mezzo.MixedPrecision`. `"auto"` is the device's fast 16-bit format; nothing is timed.
+        loss_scale, params, masters, state, trace: as for `mezzo.MixedPrecision`.
+
+    Raises:
+        UsageError: no Lightning, or one before 2.6.4; an argument that is out of range.
+        UnknownNameError: an unknown precision, keyword argument or format.
+    """
+    arguments: dict[str, Any] = dict(policy=policy, loss_scale=loss_scale, params=params, masters=masters)
+    arguments |= dict(state=state, trace=trace)
+    trees = [tree for tree in _TREES if tree in sys.modules]
+    trees = trees or [tree for tree in _TREES if importlib.util.find_spec(tree) is not None][:1]
+    if not trees:
+        raise UsageError("mezzo.lightning: Lightning is not installed: pip install 'lightning>=2.6.4'.")
+    for tree in trees:
+        _check_version(tree, importlib.import_module(tree).__version__)
+    if "pytorch_lightning" in trees:  # which imports the other one
+        trees = [tree for tree in trees if tree != "lightning_fabric"]
+    return _class_for(*trees)(arguments)
+
+
+def _check_version(tree: str, version: str) -> None:
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
+        oldest, name = ".".join(map(str, OLDEST)), tree.replace("_", "-")
+        bad = " (2.6.2 and 2.6.3 were compromised releases)" if version in ("2.6.2", "2.6.3") else ""
+        raise UsageError(
+            f"mezzo.lightning: {name} {version} is installed{bad}; version {oldest} or later is needed. Update it: "
+            f"pip install -U '{name}>={oldest}'."
+        )
+
+
+@cache
+def _class_for(*trees: str) -> Any:
+    """The plugin's class for these packages; its name, which is that of Lightning's own, is its key in checkpoints."""
+    homes = [_TREES[tree].rpartition(".") for tree in trees]
+    bases = [getattr(importlib.import_module(module), name) for module, _, name in homes]
+    return type("MixedPrecision", (_Plugin, *bases), {"__module__": __name__})
+
+
+class _Scaler(GradScaler):
+    """The loss scale of a plugin, whose `look` is called after each evaluation of a closure."""
+
+    def __init__(self, pure: Any, look: Callable[[Optimizer, bool], None]) -> None:
+        if isinstance(pure, StaticLossScale):
+            s = pure.scale
+            pure = DynamicLossScale(init=s, floor=s, ceiling=s, patience=pure.patience)
+        self._begin(None, True, pure)
+        self._evaluated = look  # type: ignore[assignment, method-assign]
+
+
+class _Plugin:
+    """What the plugin does, without Lightning's base classes."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._arguments, where = arguments, "mezzo.lightning.precision"
+        params, masters, state = (arguments[name] for name in ("params", "masters", "state"))
+        accelerator = torch.accelerator.current_accelerator()
+        device_type = "cpu" if accelerator is None else accelerator.type
+        asked, _ = cast_parameters.stored(policy_of(arguments["policy"]), params, masters, state, device_type)
+        self.policy, _ = auto.resolve(asked, device_type)
+        self._loss_scale = as_loss_scale(arguments["loss_scale"], where) or self.policy.make_loss_scale()
+        scaled = not isinstance(self._loss_scale, NoLossScale)
+        self.scaler = _Scaler(self._loss_scale, self._closure_ran) if scaled else None
+        self.precision = _NAMES.get(self.policy.compute, "32-true")
+        self.skipped_steps = 0
+        self.findings: list[OverflowReport] = []
+        self._trainer: Any = None
+        self._base = self._precision("fabric.plugins")
+        self._steps = 0
+        self._models: list[nn.Module] = []
+        self._resolved: list[ResolvedPrecision] = []
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._schedulers: list[Any] = []
+        self._gradients = Gradients()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._handles: list[Any] = []
+        self._networks = Networks()
+        self._observing = Observers([], [])
+        self._unscaled: WeakSet[Optimizer] = WeakSet()  # in this batch
+        self._in_closure = False  # which an optimizer runs as often as it likes
+        self._before: BufferSnapshot | None = None  # its last evaluation
+        self._checked = False  # whether a step has ended since the last update of the scale
+
+    def _precision(self, ending: str) -> Any:
+        """Lightning's base class whose module's package ends so: of the Trainer, or of Fabric."""
+        module = f"{ending}.precision.precision"
+        return next(kind for kind in type(self).__mro__ if kind.__module__.endswith(module))
+
+    def __reduce__(self) -> Any:
+        return partial(precision, **self._arguments), ()
+
+    def __repr__(self) -> str:
+        given = {name: value for name, value in self._arguments.items() if value is not None}
+        first = given.pop("policy")
+        rest = "".join(f", {name}={value!r}" for name, value in given.items())
+        return f"mezzo.lightning.precision({str(first) if isinstance(first, Policy) else first!r}{rest})"
+
+    def __str__(self) -> str:  # in Lightning's own errors, where a strategy takes other plugins only
+        return f"{self!r} (for one device, or strategy='ddp')"
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Store the weights as the policy says, in place."""
+        if self.policy.params != "fp32":
+            lower_weights(module, fitting(self.policy, module))
+        self._release()
+        if self._trainer is None:
+            self._models.append(module)
+        return module
+
+    def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Begin a `fit`, or another call, of a Trainer: its model is on its device, perhaps wrapped in DDP."""
+        root: Any = unwrapped(model)
+        trainer = root.trainer
+        if self._trainer not in (None, trainer):
+            raise UsageError(
+                f"{self!r} is the plugin of another Trainer already, with that one's loss scale. Create one for each "
+                f"Trainer: Trainer(plugins=[{self!r}])."
+            )
+        self._trainer = trainer
+        tree = next(t for t in _TREES if t in sys.modules and isinstance(trainer, sys.modules[t].Trainer))
+        self._base = self._precision(
+            "lightning.pytorch.plugins" if tree == "lightning" else f"{tree}.plugins"
+        )
+        self._models = [root]
+        self._optimizers.clear()
+        in_ddp = model is not root
+        rewrites = self.scaler is not None or trainer.accumulate_grad_batches > 1 or trainer.gradient_clip_val
+        self._gradients = Gradients(fp32=bool(rewrites) and not in_ddp)
+        for optimizer in optimizers:
+            self._adopt(optimizer)
+            self._gradients.cover(optimizer)
+        self._schedulers = [config.scheduler for config in lr_schedulers]
+        for scheduler in self._schedulers if self.scaler is not None else ():
+            _hold(scheduler)
+        self._prepare(model)
+        return model, optimizers, lr_schedulers
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Give a new optimizer the masters and states that the policy asks for."""
+        if optimizer in self._optimizers:
+            return
+        mine = {id(param) for param in parameters(optimizer)}
+        roots = [model for model in self._models if any(id(param) in mine for param in model.parameters())]
+        for root in roots[:1]:
+            policy = fitting(self.policy, root)
+            cast_parameters.chosen(policy, None, None, None, _device_type(root), optimizer)
+            cast_parameters.apply(root, optimizer, policy)
+        self._optimizers.add(optimizer)
+
+    def _prepare(self, wrapped: nn.Module | None = None) -> None:
+        """Apply the policy to the models, whose device is known now, and begin to observe their calls."""
+        self._release()
+        single = len(self._models) == 1
+        for model in self._models:
+            policy = self.policy if single else fitting(self.policy, model)
+            self._resolved.append(ResolvedPrecision(model, policy, _device_type(model), self._loss_scale, ""))
+        if self.scaler is None:
+            return
+        root = self._models[0]
+        called = self._models if self._trainer is None else list(_parts(root))
+        if self._trainer is None or len(self._optimizers) > 1:
+            self._handles = [part.register_forward_pre_hook(self._called) for part in called]
+        # In DDP the root's call is the whole `training_step`, which can't be called again by itself.
+        outermost = [root, *called] if wrapped is root else called
+        trace, clock = self._arguments["trace"], lambda: 0.0
+        observers = observers_for(self._resolved[0], wrapped or root, None, False, trace, clock, _written)
+        self._observing = Observers(outermost, observers)
+
+    def _release(self) -> None:
+        for resolved in self._resolved:
+            resolved.end()
+        self._resolved.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._observing.undo()
+        self._begin_anew()
+
+    def teardown(self) -> None:
+        """The Trainer's call is over: take hooks and overrides off the model."""
+        self._release()
+        self._gradients.undo()
+
+    def _called(self, module: nn.Module, *_: Any) -> None:
+        """Copy the buffers of a network that is about to be called in training."""
+        if module.training and torch.is_grad_enabled() and _graph_task() == -1:  # not recomputed in backward
+            self._networks.call(module)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """The autocast context; inputs and outputs are not cast."""
+        if not self._models:
+            return autocast(self.policy)  # Fabric's own `autocast()`, before `setup`
+        if not self._resolved:
+            self._prepare()
+        context, watches = self._resolved[0].context(), self._observing.watches_live
+        return self._live(context) if watches and torch.is_grad_enabled() else context
+
+    autocast_context_manager = forward_context
+
+    @contextmanager
+    def _live(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        with context, self._observing.live():
+            yield
+
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        """Around `training_step`. With manual optimization it holds all steps of a batch: then the scale is updated."""
+        module = self._trainer.lightning_module
+        self._unscaled.clear()
+        if self.scaler is not None and len(self._optimizers) == 1:
+            self._called(module)
+            if self._in_closure:
+                self._before = self._networks.of(module).copied()
+        with self.forward_context():
+            yield
+        if not module.automatic_optimization:
+            self._update()
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
+        return self._base.pre_backward(self, tensor, module)
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Any:
+        return self._base.post_backward(self, tensor, module)
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Backward of the scaled loss."""
+        if self.scaler is not None:
+            loss, tensor = tensor, self.scaler.scale(tensor)
+            if self._observing.listening:
+                self._observing.backward_begins(loss, self.scaler._scale_in_use())
+            if len(self._networks) > 1:
+                self._networks.backward(leaves_of([loss]))
+        self._base.backward(self, tensor, model, *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any = None, closure: Callable[[], Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Run the closure, unscale, clip, and step unless a gradient is not finite; returns the closure's result.
+
+        Only an optimizer that needs its closure (LBFGS) runs it again, at a smaller scale, after an overflow.
+        """
+        optimizer = _unwrapped(optimizer)
+        self._adopt(optimizer)
+        scaler = self.scaler
+        if scaler is None:
+            given = {name: one for name, one in (("model", model), ("closure", closure)) if one is not None}
+            return self._base.optimizer_step(self, optimizer, **given, **kwargs)
+        if closure is not None and checks.needs_closure(optimizer):
+            results: list[Any] = []
+
+            def evaluate() -> Any:
+                self._observing.step_dropped()  # only the last evaluation is explained
+                results[:] = [closure()]
+                return results[0]
+
+            self._in_closure = True
+            try:
+                scaler.step(optimizer, evaluate, **kwargs)
+            finally:
+                self._in_closure, self._before = False, None
+            self._observing.step_dropped()
+            self._ended(optimizer, scaler.was_skipped(optimizer))
+            return results[0]
+        calls = scaler._scale_calls
+        result = None if closure is None else closure()
+        if model is not None and model.automatic_optimization and calls == scaler._scale_calls:
+            return result  # `training_step` returned None, or weight averaging only updates BatchNorm
+        self._unscale(optimizer)
+        if model is not None:
+            self._after_closure(model, optimizer)
+        if self._observing.listening:
+            self._observing.update_begins(optimizer, 1.0)
+        scaler.step(optimizer, **kwargs)
+        skipped = scaler.was_skipped(optimizer)
+        self._explain(optimizer, skipped)
+        self._ended(optimizer, skipped)
+        return result
+
+    def _closure_ran(self, optimizer: Optimizer, finite: bool) -> None:
+        """The closure of an optimizer that needs one has run, and the gradients are unscaled."""
+        if not finite:
+            self._explain(optimizer, skipped=True)
+            if self._before is not None:
+                self._before.put_back()  # what this evaluation changed; perhaps it is run again
+        elif self._trainer is not None:
+            self._after_closure(self._trainer.lightning_module, optimizer)
+
+    def _explain(self, optimizer: Optimizer, skipped: bool) -> None:
+        if not self._observing.listening or self.scaler is None:
+            return
+        scale = self.scaler._scale_in_use()
+        how: Any = {"index": self._steps, "skipped": skipped, "loss_scale": scale}
+        finding = self._observing.update_ended(optimizer, **how)
+        self._observing.drain()
+        if finding is not None:
+            self.findings = [*self.findings[-99:], finding]
+            if finding.alarms:
+                remedies = f" Try: {'; or '.join(finding.remedies)}." if finding.remedies else ""
+                warnings.warn(f"overflow in optimizer step {self._steps}: {finding}.{remedies}", stacklevel=3)
+
+    def _ended(self, optimizer: Optimizer, skipped: bool) -> None:
+        """An optimizer has stepped, or its step was skipped."""
+        if self._networks.hold_copies:
+            owned = {id(param) for each in self._optimizers for param in parameters(each)}
+            alone = len(self._optimizers) == 1
+            self._networks.step_ended(parameters(optimizer), skipped, lambda: owned, alone=alone)
+        for scheduler in self._schedulers:
+            if getattr(scheduler, "optimizer", optimizer) is optimizer and scheduler in _SINCE:
+                _SINCE[scheduler][skipped] += 1
+        self._unscaled.discard(optimizer)
+        self._steps += 1
+        self.skipped_steps += skipped
+        self._checked = True
+        if self._trainer is None or self._trainer.lightning_module.automatic_optimization:
+            self._update()
+
+    def _update(self) -> None:
+        """The next loss scale, once for all optimizers that have stepped."""
+        scaler = self.scaler
+        if scaler is None or not self._checked:
+            return
+        self._checked = False
+        try:
+            scaler.update()
+        except LossScaleCollapseError as collapse:
+            raise collapse.named(self.findings[-1]) if self.findings else collapse from None
+        if self._trainer is not None:
+            log = partial(self._trainer.lightning_module.log, on_step=True, on_epoch=False, batch_size=1)
+            log("loss_scale", scaler._scale)
+            log("skipped_steps", self.skipped_steps)
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        scaler = self.scaler
+        if scaler is None or optimizer in self._unscaled:
+            return
+        states = scaler._per_optimizer_states
+        if states[id(optimizer)]["stage"] is OptState.STEPPED:
+            # It steps twice between two updates of the scale, which depends on the checks of both steps.
+            earlier = states.pop(id(optimizer))
+            states[id(earlier)] = earlier
+        scaler.unscale_(optimizer)
+        self._unscaled.add(optimizer)
+
+    def was_skipped(self, optimizer: Any) -> bool:
+        """Whether the optimizer's last step was skipped: if so, do not step its scheduler (a Trainer does it)."""
+        return self.scaler is not None and self.scaler.was_skipped(_unwrapped(optimizer))
+
+    def _after_closure(self, *args: Any) -> None:
+        self._base._after_closure(self, *args)
+
+    def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        self._base._clip_gradients(self, *args, **kwargs)
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
+        """Clip the unscaled gradients, of fused optimizers too."""
+        optimizer = _unwrapped(optimizer)
+        if clip_val > 0:
+            self._unscale(optimizer)
+        self._base.clip_gradients(self, optimizer, clip_val, *args, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        """Fabric is about to clip."""
+        optimizer = _unwrapped(optimizer)
+        self._adopt(optimizer)
+        self._unscaled.discard(optimizer)  # a second call for one step is an error
+        self._unscale(optimizer)
+
+    def main_params(self, optimizer: Any) -> Iterator[Tensor]:
+        """The parameters to clip; in Fabric, which raises for an infinite norm, a zero if the step will be skipped."""
+        optimizer = _unwrapped(optimizer)
+        scaler = self.scaler if self._trainer is None and optimizer in self._unscaled else None
+        if scaler is None or not bool(scaler._found(scaler._per_optimizer_states[id(optimizer)])):
+            yield from parameters(optimizer)
+        else:
+            nothing = torch.zeros(1, requires_grad=True)
+            nothing.grad = torch.zeros(1)
+            yield nothing
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, which Lightning's own plugin reads as well; nothing without one."""
+        return {} if self.scaler is None else self.scaler.state_dict() | {"skipped_steps": self.skipped_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state of this plugin, or of Lightning's own; ignored without a loss scale."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)
+            self.skipped_steps = int(state_dict.get("skipped_steps", 0))
+
+
+class _Held:
+    """The first base class of a scheduler that does not step if its optimizer has only skipped since the last time."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        since = _SINCE.setdefault(self, Counter())
+        held = since[True] > 0 and since[False] == 0
+        since.clear()
+        if not held:
+            super().step(*args, **kwargs)  # type: ignore[misc]
+
+
+def _written(policy: str) -> str:
+    """A policy in a report's remedies."""
+    return f'mezzo.lightning.precision("{policy}")'
+
+
+def _hold(scheduler: Any) -> None:
+    """Its class changes, because an attribute would be in its `state_dict`."""
+    _SINCE[scheduler] = Counter()
+    if not isinstance(scheduler, _Held):
+        kind: Any = type(scheduler)
+        scheduler.__class__ = class_of(_Held, kind)
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules with parameters that a LightningModule's own code may call."""
+    for child in model.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _parts(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The user's optimizer in a LightningOptimizer or a _FabricOptimizer, which only looks like it."""
+    return optimizer.optimizer if hasattr(optimizer, "_strategy") else optimizer
+
+
+def _device_type(model: nn.Module) -> str:
+    first = next(model.parameters(), None)
+    return "cpu" if first is None else first.device.type

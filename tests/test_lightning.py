@@ -1,0 +1,528 @@
+"""`mezzo.lightning` under the Trainers of `lightning` and `pytorch_lightning`, and their own mixed precision."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import mezzo
+from mezzo.core.errors import LossScaleCollapseError, UnknownArgumentError, UnknownNameError, UsageError
+
+LIBRARIES = ("lightning", "pytorch_lightning")
+L = pytest.importorskip("lightning")
+PL = pytest.importorskip("pytorch_lightning")
+for each in LIBRARIES:
+    logging.getLogger(f"{each}.fabric" if each == "lightning" else "lightning_fabric").setLevel(logging.ERROR)
+    logging.getLogger(each if each != "lightning" else "lightning.pytorch").setLevel(logging.ERROR)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*overflow in optimizer step"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning 2.6.6 with torch 2.13
+    pytest.mark.filterwarnings("ignore:.*returned `None`"),
+    pytest.mark.filterwarnings("ignore:.*not supported by the model summary"),
+]
+
+
+def net(
+    library: str = "lightning", make: Any = torch.optim.AdamW, *, manual: bool = False, **settings: Any
+) -> Any:
+    base = importlib.import_module(library).LightningModule
+
+    class Net(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU())
+            self.head = nn.Linear(32, 1)
+            self.losses: list[float] = []
+            self.automatic_optimization = not manual
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.body(x))
+            return out
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            x, y = batch
+            loss = nn.functional.mse_loss(self(x).float(), y)
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = make(self.parameters(), **{"lr": 1e-2, **settings})
+            scheduler = StepLR(optimizer, 1, gamma=0.9)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    torch.manual_seed(0)
+    return Net()
+
+
+def loader(plant: int | None = None, left_out: tuple[int, ...] = (), batches: int = 6) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8 * batches, 8, generator=generator)
+    y = x.sum(1, keepdim=True)
+    if plant is not None:
+        x[8 * plant : 8 * plant + 8] = 1e30
+    keep = [row for row in range(8 * batches) if row // 8 not in left_out]
+    return DataLoader(TensorDataset(x[keep], y[keep]), batch_size=8)
+
+
+def fit(
+    model: Any, data: Any, plugin: Any = None, library: str = "lightning", ckpt: Any = None, **settings: Any
+) -> Any:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
+    settings = {**quiet, "enable_model_summary": False, "accelerator": "cpu", **settings}
+    if plugin is not None:
+        settings["plugins"] = [plugin]
+    trainer = importlib.import_module(library).Trainer(**settings)
+    trainer.fit(model, data, ckpt_path=ckpt)
+    return trainer
+
+
+def same(a: Any, b: Any) -> None:
+    """Two structures of tensors and numbers are equal to the bit."""
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def state(model: Any, trainer: Any) -> Any:
+    scheduler = trainer.lr_scheduler_configs[0].scheduler.state_dict()
+    held = {name: scheduler[name] for name in ("last_epoch", "_last_lr")}
+    return {**model.state_dict(), "optimizer": trainer.optimizers[0].state_dict()["state"], "scheduler": held}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_as_good_as_its_own_bf16(library: str) -> None:
+    losses = {}
+    for name, how in {"fp32": {}, "own": {"precision": "bf16-mixed"}, "mezzo": {}}.items():
+        model = net(library)
+        plugin = mezzo.lightning.precision("bf16") if name == "mezzo" else None
+        trainer = fit(model, loader(), plugin, library, **how)
+        losses[name] = torch.tensor(model.losses)
+    own, ours = ((losses[name] - losses["fp32"]).abs().max() for name in ("own", "mezzo"))
+    assert 0 < ours <= own + 1e-6
+    assert trainer.precision == "bf16-mixed"
+    assert trainer.scaler is None
+
+
+ROWS: dict[str, Any] = {
+    "adamw": ({}, {}, {}),
+    "fused, clipped by norm": ({"fused": True}, {}, {"gradient_clip_val": 0.1}),
+    "fused, clipped by value": (
+        {"fused": True},
+        {},
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+    ),
+    "momentum": ({"make": torch.optim.SGD, "momentum": 0.9}, {}, {}),
+    "accumulation": ({}, {}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "fp16 weights": ({}, {"params": "fp16", "masters": "fp32"}, {"gradient_clip_val": 0.1}),
+    "masters under any optimizer": ({"make": torch.optim.NAdam}, {"params": "fp16", "masters": "fp32"}, {}),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("row", ROWS)
+def test_a_skipped_step_is_a_batch_left_out(row: str, library: str) -> None:
+    optimizer, masters, settings = ROWS[row]
+    left_out = (2, 3) if "accumulate_grad_batches" in settings else (3,)
+    states = []
+    for data in (loader(plant=3), loader(left_out=left_out)):
+        model = net(library, **optimizer)
+        plugin = mezzo.lightning.precision("fp16", loss_scale=256, **masters)
+        trainer = fit(model, data, plugin, library, **settings)
+        states.append(state(model, trainer))
+        assert trainer.scaler is plugin.scaler
+        assert trainer.precision == "16-mixed"
+        assert plugin.skipped_steps == len(states) % 2 == trainer.callback_metrics["skipped_steps"]
+        assert trainer.callback_metrics["loss_scale"] == 256
+        if len(states) == 1:
+            assert plugin.findings[0].module == "body.0"
+            assert plugin.findings[0].op == "linear"
+            code = any("mezzo.lightning.precision(" in remedy for remedy in plugin.findings[0].remedies)
+            assert code or masters
+            assert not plugin.was_skipped(trainer.optimizers[0])
+    same(*states)
+    assert states[0]["body.1.num_batches_tracked"] == 6 - len(left_out)
+
+
+@pytest.mark.parametrize("settings", [{}, {"fused": True}, {"make": torch.optim.SGD}])
+def test_clipping_is_of_unscaled_gradients(settings: Any) -> None:
+    weights = []
+    for plugin in (None, mezzo.lightning.precision("fp32,loss_scale=1024")):
+        model = net(**settings)
+        fit(model, loader(), plugin, gradient_clip_val=0.1)
+        weights.append(model.state_dict())
+    same(*weights)
+
+
+def test_a_dynamic_scale_goes_down_and_is_logged_by_step(tmp_path: Path) -> None:
+    logger = importlib.import_module("lightning.pytorch.loggers").CSVLogger(tmp_path)
+    scale = mezzo.DynamicLossScale(init=2.0**10, growth_interval=2)
+    plugin = mezzo.lightning.precision("fp16", loss_scale=scale)
+    fit(net(), loader(plant=3), plugin, logger=logger, log_every_n_steps=1)
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    columns = rows[0].split(",")
+    seen = [
+        [float(row.split(",")[columns.index(name)]) for row in rows[1:]]
+        for name in ("loss_scale", "skipped_steps")
+    ]
+    assert seen == [[1024, 2048, 2048, 1024, 1024, 2048], [0, 0, 0, 1, 1, 1]]
+
+
+def test_a_collapse_names_the_cause() -> None:
+    scale = mezzo.DynamicLossScale(init=1.0, floor=1.0, patience=1)
+    with pytest.raises(LossScaleCollapseError, match=r"body\.0"):
+        fit(net(), loader(plant=1), mezzo.lightning.precision("fp16", loss_scale=scale))
+
+
+def test_an_overflow_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"optimizer step 3: forward of linear in body\.0"):
+        fit(net(), loader(plant=3), mezzo.lightning.precision("fp16", loss_scale=256))
+
+
+def test_a_training_step_without_a_loss_leaves_the_batch_out() -> None:
+    weights = []
+    for plugin in (None, mezzo.lightning.precision("fp32,loss_scale=1024")):
+        model = net()
+        whole = model.training_step
+        model.training_step = lambda batch, index, whole=whole: None if index == 3 else whole(batch, index)
+        fit(model, loader(), plugin, gradient_clip_val=0.1)
+        weights.append(model.state_dict())
+    same(*weights)
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [
+        ("fp16", {"loss_scale": "dynamic(init=256)"}),
+        ("bf16", {"masters": "split"}),
+        ("bf16", {"params": "bf16"}),
+    ],
+)
+def test_resumes_to_the_bit(policy: str, settings: Any, tmp_path: Path) -> None:
+    states = []
+    for parts in ((2,), (1, 2)):
+        ckpt = None
+        for epochs in parts:
+            model = net()
+            plugin = mezzo.lightning.precision(policy, **settings)
+            trainer = fit(model, loader(plant=2), plugin, ckpt=ckpt, max_epochs=epochs)
+            ckpt = tmp_path / f"{len(parts)}-{epochs}.ckpt"
+            trainer.save_checkpoint(ckpt)
+        states.append((state(model, trainer), plugin.state_dict()))
+    same(*states)
+
+
+def test_an_epoch_without_backward_takes_no_step() -> None:
+    average = importlib.import_module("lightning.pytorch.callbacks").StochasticWeightAveraging(1e-2)
+    plugin = mezzo.lightning.precision("fp16", loss_scale=64)
+    model = net()
+    model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters())
+    trainer = fit(model, loader(), plugin, max_epochs=2, callbacks=[average])
+    assert trainer.optimizers[0].state_dict()["state"][0]["step"] == 12
+
+
+def test_checkpoints_go_both_ways_between_the_plugins(tmp_path: Path) -> None:
+    theirs = importlib.import_module("lightning.pytorch.plugins.precision").MixedPrecision
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    fit(net(), loader(), theirs("16-mixed", "cpu", scaler)).save_checkpoint(tmp_path / "theirs.ckpt")
+    old = torch.load(tmp_path / "theirs.ckpt")
+    old["native_amp_scaling_state"] = old.pop("MixedPrecision")
+    torch.save(old, tmp_path / "old.ckpt")
+    for name in ("theirs", "old"):
+        plugin = mezzo.lightning.precision("fp16")
+        trainer = fit(net(), loader(), plugin, ckpt=tmp_path / f"{name}.ckpt", max_epochs=2)
+        assert plugin.scaler.get_scale() == 128
+        assert plugin.scaler.state_dict()["_growth_tracker"] == 12
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    scaler = torch.amp.GradScaler("cpu")
+    fit(net(), loader(), theirs("16-mixed", "cpu", scaler), ckpt=tmp_path / "ours.ckpt", max_epochs=3)
+    assert scaler.get_scale() == 128
+
+
+def test_split_masters_lower_the_weights_in_place_and_keep_the_updates() -> None:
+    losses = {}
+    for name, plugin in {"fp32": None, "split": mezzo.lightning.precision("bf16", masters="split")}.items():
+        model = net(lr=1e-5)
+        weight = model.head.weight
+        before = weight.detach().clone()
+        trainer = fit(model, loader(), plugin)
+        assert model.head.weight is weight
+        masters = mezzo.master_state_dict(model, trainer.optimizers)
+        losses[name] = masters["head.weight"] - before
+    assert weight.dtype is torch.bfloat16
+    assert model.body[1].weight.dtype is torch.float32
+    torch.testing.assert_close(losses["split"], losses["fp32"], rtol=0.05, atol=1e-6)
+
+
+def test_validation_runs_in_the_format_and_overrides_end_with_the_fit() -> None:
+    model = net()
+    seen: list[torch.dtype] = []
+    model.validation_step = lambda batch, batch_idx: seen.append(model.body(batch[0]).dtype)
+    model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    plugin = mezzo.lightning.precision("bf16,module.head=fp32")
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        plugins=[plugin],
+        logger=False,
+        enable_checkpointing=False,
+        barebones=False,
+    )
+    trainer.fit(model, loader(batches=1), loader(batches=1))
+    # BatchNorm's result of a bf16 input is bf16; the head's is bf16 outside, computed in FP32.
+    assert set(seen) == {torch.bfloat16, torch.float32}
+    assert "forward" not in vars(model.head)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_plugin_serves_one_trainer_and_pickles() -> None:
+    plugin = mezzo.lightning.precision("fp16", loss_scale=64)
+    assert repr(pickle.loads(pickle.dumps(plugin))) == repr(copy.deepcopy(plugin)) == repr(plugin)
+    assert repr(plugin) == "mezzo.lightning.precision('fp16', loss_scale=64)"
+    fit(net(), loader(), plugin)
+    with pytest.raises(UsageError, match=r"plugins=\[mezzo.lightning.precision\('fp16', loss_scale=64\)\]"):
+        fit(net(), loader(), plugin)
+
+
+def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = mezzo.lightning.precision("bf16")
+    for make in (L.Trainer, PL.Trainer, L.Fabric):
+        with pytest.raises(ValueError, match=r"precision=16-mixed.*mezzo\.lightning\.precision\('bf16'\)"):
+            make(accelerator="cpu", precision="16-mixed", plugins=[plugin])
+    strategies = importlib.import_module("lightning.pytorch.strategies")
+    with pytest.raises(
+        TypeError, match=r"FSDPPrecision.*mezzo\.lightning\.precision\('bf16'\).*strategy='ddp'"
+    ):
+        strategies.FSDPStrategy(precision_plugin=plugin)
+    with pytest.raises(UnknownNameError, match=r"'hed'.*Did you mean 'head'"):
+        fit(net(), loader(), mezzo.lightning.precision("bf16,module.hed=fp32"))
+    with pytest.raises(UnknownArgumentError, match="Did you mean 'loss_scale'"):
+        mezzo.lightning.precision("fp16", los_scale=1)
+    with pytest.raises(UsageError, match=r"mezzo\.lightning\.precision.*'never'"):
+        mezzo.lightning.precision("fp16", loss_scale="never")
+    for version in ("2.6.3", "2.5.0.post0", "1.9"):
+        monkeypatch.setattr(PL, "__version__", version)
+        with pytest.raises(
+            UsageError, match=rf"pytorch-lightning {version}.*pip install -U 'pytorch-lightning>=2.6.4'"
+        ):
+            mezzo.lightning.precision("bf16")
+
+
+# Manual optimization, closures, Fabric.
+
+
+def gan(library: str = "lightning", *, steps: int = 1, clip: float = 0.0) -> Any:
+    base = importlib.import_module(library).LightningModule
+
+    class Gan(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.gen = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+            self.dis = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+            self.norms: list[float] = []
+
+        def training_step(self, batch: Any, index: int) -> None:
+            real, _ = batch
+            gen, dis = self.optimizers()
+            for _ in range(steps):
+                loss = self.dis(real).pow(2).mean() + (self.dis(self.gen(real).detach()) - 1).pow(2).mean()
+                self.step(dis, loss)
+            loss = self.dis(self.gen(real)).pow(2).mean()
+            self.step(gen, loss * (1e30 if index == self.plant else 1))
+
+        def step(self, optimizer: Any, loss: Tensor) -> None:
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            if clip:
+                self.clip_gradients(optimizer, gradient_clip_val=clip, gradient_clip_algorithm="norm")
+                grads = [
+                    p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+                ]
+                self.norms.append(torch.nn.utils.get_total_norm(grads).item())
+            optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (self.gen, self.dis)]
+
+    torch.manual_seed(0)
+    made = Gan()
+    made.plant = None
+    return made
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_manual_optimization_updates_the_scale_once_per_batch(library: str, steps: int) -> None:
+    plugin = mezzo.lightning.precision("fp16", loss_scale="dynamic(init=256)")
+    model = gan(library, steps=steps)
+    fit(model, loader(), plugin, library)
+    assert plugin.scaler.state_dict()["_growth_tracker"] == 6
+    assert plugin.skipped_steps == 0
+
+
+def test_an_overflow_of_one_network_skips_its_step_alone() -> None:
+    plugin = mezzo.lightning.precision("fp16", loss_scale="dynamic(init=256)")
+    model = gan()
+    model.plant = 3
+    trainer = fit(model, loader(), plugin)
+    gen, dis = (optimizer.state_dict()["state"][0]["step"].item() for optimizer in trainer.optimizers)
+    assert (gen, dis, plugin.skipped_steps, plugin.scaler.get_scale()) == (5, 6, 1, 128)
+    assert model.gen[1].num_batches_tracked == 6 + 5  # its call for the other's step stays
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_two_networks_train_as_in_fp32(clip: float) -> None:
+    weights = []
+    for plugin in (None, mezzo.lightning.precision("fp32,loss_scale=1024")):
+        model = gan(steps=2, clip=clip)
+        fit(model, loader(), plugin)
+        weights.append({**model.state_dict(), "norms": torch.tensor(model.norms)})
+    same(*weights)
+
+
+@pytest.mark.parametrize("plant", [None, 3])
+def test_lbfgs(plant: int | None) -> None:
+    def close(model: Any) -> float:
+        x, y = loader().dataset.tensors
+        return nn.functional.mse_loss(model.eval()(x), y).item()
+
+    plain, model = (net(make=torch.optim.LBFGS, lr=0.1, max_iter=4) for _ in range(2))
+    fit(plain, loader(left_out=() if plant is None else (plant,)))
+    plugin = mezzo.lightning.precision("fp16", loss_scale=mezzo.DynamicLossScale(init=2.0**16))
+    trainer = fit(model, loader(plant), plugin)
+    assert close(model) == pytest.approx(close(plain), rel=0.1)
+    reruns = sum(finding.cause == "loss scale" for finding in plugin.findings)
+    assert reruns > 0
+    assert len(model.losses) == len(plain.losses) + reruns + (plant is not None)
+    assert model.body[1].num_batches_tracked == plain.body[1].num_batches_tracked
+    assert plugin.skipped_steps == (plant is not None)
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 6 - (plant is not None)
+    if plant is not None:
+        assert [one.module for one in plugin.findings if one.cause == "overflow"] == ["body.0"]
+
+
+def test_a_skipped_closure_step_returns_the_loss() -> None:
+    returned = []
+    for make in (torch.optim.SGD, torch.optim.LBFGS):
+        model = net(make=make, lr=1e-3, manual=True)
+
+        def training_step(batch: Any, batch_idx: int, model: Any = model) -> None:
+            def closure() -> Tensor:
+                model.optimizers().zero_grad()
+                loss = nn.functional.mse_loss(model(batch[0]).float(), batch[1])
+                model.manual_backward(loss)
+                return loss
+
+            returned.append(model.optimizers().step(closure))
+
+        model.training_step = training_step
+        fit(model, loader(plant=1, batches=2), mezzo.lightning.precision("fp16", loss_scale=64))
+    assert [bool(loss.isfinite()) for loss in returned] == [True, False] * 2
+
+
+def fabric_run(
+    plugin: Any, plant: int | None = None, masters: bool = False, library: str = "lightning", **clip: Any
+) -> Any:
+    how = {"plugins": [plugin]} if plugin is not None else {}
+    fabric = importlib.import_module(library).Fabric(accelerator="cpu", **how)
+    model = net()
+    seen: list[Any] = []
+    model = nn.Sequential(model.body, model.head)
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model, optimizer = fabric.setup(model, optimizer)
+    losses = []
+    for x, y in loader(plant):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x).float(), y)
+        fabric.backward(loss)
+        if clip:
+            fabric.clip_gradients(model, optimizer, **clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return fabric, model, optimizer, losses, set(seen)
+
+
+@pytest.mark.parametrize("settings", [{}, {"masters": "split"}])
+def test_fabric_casts_neither_inputs_nor_outputs(settings: Any) -> None:
+    losses = fabric_run(None)[3]
+    _, model, optimizer, ours, seen = fabric_run(mezzo.lightning.precision("bf16", **settings))
+    assert ours == pytest.approx(losses, rel=5e-3)
+    assert ours != losses
+    assert seen == {torch.float32}
+    assert model(torch.ones(2, 8)).dtype is torch.bfloat16
+    assert model.module[1].weight.dtype is (torch.bfloat16 if settings else torch.float32)
+    assert isinstance(optimizer.optimizer, mezzo.optim.AdamW) == bool(settings)
+
+
+@pytest.mark.parametrize("clip", [{}, {"max_norm": 0.1}, {"clip_val": 0.1}])
+def test_fabric_skips_an_overflow(clip: Any, tmp_path: Path) -> None:
+    plugin = mezzo.lightning.precision("fp16", loss_scale="dynamic(init=256)")
+    fabric, model, optimizer, _, _ = fabric_run(plugin, plant=5, **clip)
+    assert plugin.skipped_steps == 1
+    assert plugin.was_skipped(optimizer)
+    assert model.module[0][1].num_batches_tracked == 5
+    assert plugin.findings[0].module == "0.0"
+    reference = mezzo.lightning.precision("fp32,loss_scale=256")
+    assert fabric_run(None, **clip)[3] == fabric_run(reference, **clip)[3]
+    fabric.save(tmp_path / "state.ckpt", {"precision": plugin})
+    fresh = mezzo.lightning.precision("fp16")
+    fabric.load(tmp_path / "state.ckpt", {"precision": fresh})
+    assert (fresh.scaler.get_scale(), fresh.skipped_steps) == (128, 1)
+
+
+ALONE = """
+import logging, torch, pytorch_lightning as pl, mezzo
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    def training_step(self, batch, batch_idx):
+        return self.body(batch[0]).float().square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), fused=True)
+    def on_train_end(self):
+        plugin, rank = self.trainer.precision_plugin, self.global_rank
+        found = [(one.module, one.note) for one in plugin.findings]
+        weights = self.body[0].weight.double().sum().item()
+        torch.save([plugin.skipped_steps, found, weights, self.body[1].num_batches_tracked.item()], f"rank{rank}.pt")
+
+torch.manual_seed(0)
+x = torch.randn(32, 8)
+x[13] = 1e30  # of the second rank, in its second batch of four
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+plugins = [mezzo.lightning.precision("fp16", loss_scale=64)]
+trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, plugins=plugins, **quiet)
+trainer.fit(Net(), DataLoader(TensorDataset(x), batch_size=4, shuffle=False))
+"""
+
+
+@pytest.mark.heavy
+def test_ddp_with_one_package_imported(tmp_path: Path) -> None:
+    child = [sys.executable, "-W", "ignore", "-c", ALONE]
+    done = subprocess.run(child, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
+    assert first[:2] == [1, [("body.0", "found by rank 1")]]
+    assert second[:2] == [1, [("body.0", "")]]
+    assert first[2:] == second[2:]
+    assert first[3] == 3
+
+
+def test_mezzo_run_leaves_a_script_with_the_plugin_alone(launch: Any) -> None:
+    ran = launch("import mezzo\nmezzo.lightning.precision('bf16')", policy="fp16")
+    assert "mezzo.lightning.precision" in ran.notes
