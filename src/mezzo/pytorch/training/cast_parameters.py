@@ -56,9 +56,12 @@ def chosen(
     masters: str | None,
     state: str | None,
     device_type: str,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
 ) -> tuple[Policy, str]:
-    """The policy with the storage that was asked for (None: the policy's own), and why `auto` became what it is."""
+    """The policy with the storage that was asked for (None: the policy's own), and why `auto` became what it is.
+
+    Without an optimizer the weights' present formats are not looked at.
+    """
     why = ""
     if state is not None:
         policy = replace(policy, state=precision_name(state))
@@ -72,7 +75,7 @@ def chosen(
             )
         why = why or f"{policy.params}: parameters are stored in it, so nothing was timed"
         policy = replace(policy, compute=policy.params)
-    return _with_stored_format(policy, why, optimizer)
+    return (policy, why) if optimizer is None else _with_stored_format(policy, why, optimizer)
 
 
 def _with_storage(
