@@ -275,7 +275,7 @@ def _half(masters: str | None) -> Any:
     accelerator = mezzo.accelerate.attach(plain(), "fp16", masters=masters)
     model = network()
     model = model if masters else model.half()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     accelerator.backward(model(batches()[0][0]).sum())
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
 
