@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,20 @@ from mezzo.core.loss_scale import LossScale, NoLossScale
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
-from mezzo.core.policy_text import as_loss_scale
+from mezzo.core.policy_text import as_loss_scale, matches
 from mezzo.core.version import library
 from mezzo.pytorch import auto
 from mezzo.pytorch.autocast.context import Context, autocast
-from mezzo.pytorch.autocast.modules import ModuleOverrides, apply_module_overrides, to_fp32, with_heads
+from mezzo.pytorch.autocast.modules import (
+    ModuleOverrides,
+    apply_module_overrides,
+    fitting,
+    no_such_module,
+    to_fp32,
+    with_heads,
+)
 from mezzo.pytorch.grad_scaler import GradScaler
+from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.monitor.observer import Scale, StepObserver
 from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
 from mezzo.pytorch.optim.adopt import class_of
@@ -105,8 +114,7 @@ def attached(accelerator: Any, precision: Precision, *, late: bool = False) -> A
             f"{precision.where}: the accelerator has prepared a {type(prepared[0]).__name__} already. Call it before "
             "accelerator.prepare(...)."
         )
-    for model in accelerator._models:
-        precision.apply(model, stores=False)
+    precision.apply(list(map(unwrapped, accelerator._models)), stores=False)
     kind: Any = type(accelerator)
     accelerator.__class__ = class_of(_Attached, kind)
     accelerator.mezzo, accelerator.scaler = precision, precision.scaler
@@ -144,6 +152,8 @@ class Precision:
         self._accelerator = accelerator
         self._updates = 0
         self._gradients = Gradients(fp32=True)
+        finalize(self, self._gradients.undo).atexit = False
+        self._paths: set[str] = set()  # of the modules of all models
         self._observers: list[StepObserver] = []
         if self.scaler is not None:
             self._observers.append(_MovingBuffers(self._trained))
@@ -165,21 +175,25 @@ class Precision:
         """The autocast context of the policy."""
         return autocast(self.policy, self.device_type, enabled)
 
-    def apply(self, model: nn.Module, *, stores: bool) -> None:
-        """Let a model compute by the policy, and store its weights as the policy says, if it `stores`."""
-        forward = model.__dict__.get("forward")
-        if isinstance(forward, _Forward) and forward.owner is not self:
-            forward.remove()  # of another accelerator
-        if not isinstance(model.__dict__.get("forward"), _Forward):
-            policy = with_heads(self.policy, model)
-            overrides = apply_module_overrides(model, policy, self.device_type) if policy.modules else None
-            model.forward = _Forward(self, model, policy, overrides)
-        if stores and self.policy.params != "fp32":
-            lower_weights(model, self.policy)
+    def apply(self, models: Sequence[nn.Module], *, stores: bool = True) -> None:
+        """Let models compute by the policy, and store their weights as the policy says, if it `stores`."""
+        self._paths.update(path for model in models for path, _ in model.named_modules())
+        for pattern, _ in self.policy.modules if models and stores else ():
+            if not any(matches(pattern, path) for path in self._paths):
+                raise no_such_module(pattern, sorted(self._paths), "the prepared models")
+        for model in models:
+            policy = fitting(self.policy, model)
+            forward = model.__dict__.get("forward")
+            if isinstance(forward, _Forward) and forward.owner is not self:
+                forward.remove()  # of another accelerator
+            if not isinstance(model.__dict__.get("forward"), _Forward):
+                model.forward = _Forward(self, model, with_heads(policy, model))
+            if stores and policy.params != "fp32":
+                lower_weights(model, policy)
 
     def observe(self, model: nn.Module) -> None:
         """Report the calls of a model, as it is called: perhaps compiled, or wrapped for data parallelism."""
-        forward = _inner(model).__dict__["forward"]
+        forward = unwrapped(model).__dict__["forward"]
         if self._observers and forward.observers is None:
             forward.observers = Observers(model, self._observers)
 
@@ -190,7 +204,7 @@ class Precision:
         with _as_from(self.where):
             policy, _ = cast_parameters.chosen(self.policy, None, None, None, self.device_type, optimizer)
             if owner is not None:
-                cast_parameters.apply(owner, optimizer, policy)
+                cast_parameters.apply(owner, optimizer, fitting(policy, owner))
             elif (policy.params, policy.state) != ("fp32", "fp32"):
                 raise UsageError(
                     f"policy '{policy}' stores weights and states in other formats, but the optimizer's model was not "
@@ -253,13 +267,13 @@ class Precision:
 class _Forward:
     """A model's `forward` inside the policy's context; an attribute of the model, so that copies of it have it too."""
 
-    def __init__(
-        self, owner: Precision, model: nn.Module, policy: Policy, overrides: ModuleOverrides | None
-    ) -> None:
+    def __init__(self, owner: Precision, model: nn.Module, policy: Policy) -> None:
         self.owner: Precision | None = owner
         self.observers: Observers | None = None
-        self._overrides = overrides
         self._model, self._policy, self._device_type = model, policy, owner.device_type
+        self._overrides: ModuleOverrides | None = None
+        if policy.modules:
+            self._overrides = apply_module_overrides(model, policy, owner.device_type)
         self._before = model.__dict__.get("forward")
 
     @property
@@ -278,11 +292,11 @@ class _Forward:
         """Take it off the model, with the policy's overrides and the observers."""
         if self.observers is not None:
             self.observers.undo()
-        if self._overrides is not None:
-            self._overrides.remove()
         del self._model.forward
         if self._before is not None:
             self._model.forward = self._before
+        if self._overrides is not None:
+            self._overrides.remove()
 
 
 class _MovingBuffers(StepObserver):
@@ -315,15 +329,13 @@ class _Attached:
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare the models first: their optimizers take the bits that 16-bit weights lack."""
-        for model in args:
-            if isinstance(model, nn.Module):
-                self.mezzo.apply(_inner(model), stores=True)
+        self.mezzo.apply([unwrapped(model) for model in args if isinstance(model, nn.Module)])
         base: Any = super()
         return base.prepare(*args, **kwargs)
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         """As Accelerate's, under the policy."""
-        self.mezzo.apply(_inner(model), stores=not evaluation_mode)
+        self.mezzo.apply([unwrapped(model)], stores=not evaluation_mode)
         base: Any = super()
         prepared = base.prepare_model(model, device_placement, evaluation_mode)
         self.mezzo.observe(prepared)
@@ -335,7 +347,7 @@ class _Attached:
         accelerator: Any = self
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return base.prepare_optimizer(optimizer, device_placement)
-        self.mezzo.adopt(optimizer, map(_inner, accelerator._models))
+        self.mezzo.adopt(optimizer, map(unwrapped, accelerator._models))
         prepared = base.prepare_optimizer(optimizer, device_placement)
         kind: Any = type(prepared)
         prepared.__class__ = class_of(_Optimizer, kind)
@@ -411,12 +423,6 @@ class Accelerator(_Attached, _library.Accelerator):  # type: ignore[misc, name-d
         super().__init__(**kwargs)
         self.mezzo = Precision(self, policy, params, masters, state, loss_scale, trace, where)
         self.scaler = self.mezzo.scaler
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """The module whose `forward` Accelerate would replace: inside `torch.compile` and data parallelism."""
-    inner: nn.Module = _library.utils.extract_model_from_parallel(model, keep_torch_compile=False)
-    return inner
 
 
 def _innermost(optimizer: Any) -> Any:
