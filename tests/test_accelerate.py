@@ -118,6 +118,13 @@ def test_an_overflow_skips_the_step_and_the_schedule(optimizer: Any, options: di
         assert Run(theirs, [], optimizer, **options).step(3, factor=math.inf) is not bool(options)
 
 
+def test_a_skipped_step_leaves_split_masters() -> None:
+    run = Run(attached("bf16", masters="split", loss_scale=1024.0), range(3))
+    before = run.state()
+    assert run.step(3, factor=math.inf)
+    assert all(map(torch.equal, run.state(), before))
+
+
 @pytest.mark.parametrize(("policy", "masters"), [("fp16", None), ("bf16", "split")])
 def test_accumulated_gradients_are_those_of_the_whole_batch(policy: str, masters: str | None) -> None:
     def trained(steps: list[int], times: int) -> list[Tensor]:
