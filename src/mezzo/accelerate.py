@@ -53,6 +53,7 @@ _library = library("accelerate", "1.10")
 __all__ = ["Accelerator", "Precision", "attach"]
 
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU")
+_OPTIONS = ("params", "masters", "state", "loss_scale", "trace")
 
 
 @checks_keywords
@@ -143,9 +144,8 @@ class Precision:
         _refuse_unfit(accelerator, where)
         self.device_type: str = accelerator.device.type
         with _as_from(where):
-            asked = policy_of(policy)
-            asked, _ = cast_parameters.chosen(asked, params, masters, state, self.device_type, None)
-            self.policy = auto.resolve(asked, self.device_type)[0]
+            asked, _ = cast_parameters.stored(policy_of(policy), params, masters, state, self.device_type)
+            self.policy, _ = auto.resolve(asked, self.device_type)
             self.scaler = _scaler(as_loss_scale(loss_scale, where), self.policy, accelerator.scaler_handler)
         self.skipped_steps = 0
         self.findings: deque[OverflowReport] = deque(maxlen=100)
@@ -161,10 +161,8 @@ class Precision:
                 self._observers.append(OverflowTracer(enter=self.context, waits=bool(trace), written=written))
 
     def __repr__(self) -> str:
-        scale = (
-            "" if self.scaler is None else f", loss_scale={self.loss_scale:g}, {self.skipped_steps} skipped"
-        )
-        return f"Precision('{self.policy}'{scale})"
+        scaled = f", loss_scale={self.loss_scale:g}, {self.skipped_steps} skipped"
+        return f"Precision('{self.policy}'{'' if self.scaler is None else scaled})"
 
     @property
     def loss_scale(self) -> float:
@@ -215,7 +213,7 @@ class Precision:
         """A loss is about to be scaled and backpropagated."""
         accelerator = self._accelerator
         if not accelerator.sync_gradients and accelerator.num_processes == 1:
-            for optimizer in map(_innermost, accelerator._optimizers):  # sums of several backward passes
+            for optimizer in map(_own, accelerator._optimizers):  # sums of several backward passes
                 self._gradients.cover(optimizer)
         for observer in self._observers if isinstance(loss, Tensor) else ():
             observer.backward_begins(loss, self._scale_now() / accelerator.gradient_accumulation_steps)
@@ -223,7 +221,7 @@ class Precision:
     def unscale(self, optimizers: Iterable[Any]) -> None:
         """Unscale the gradients of optimizers where that was not done."""
         scaler = self.scaler
-        for optimizer in map(_innermost, optimizers if scaler is not None else ()):
+        for optimizer in map(_own, optimizers if scaler is not None else ()):
             assert scaler is not None
             if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
                 scaler.unscale_(optimizer)
@@ -408,27 +406,16 @@ class Accelerator(_Attached, _library.Accelerator):  # type: ignore[misc, name-d
     Keyword arguments that `attach` does not have go to `accelerate.Accelerator`.
     """
 
-    def __init__(
-        self,
-        policy: str | os.PathLike[str] | Policy | torch.dtype = "auto",
-        *,
-        params: str | None = None,
-        masters: str | None = None,
-        state: str | None = None,
-        loss_scale: LossScale | float | str | None = None,
-        trace: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
-        where = "mezzo.accelerate.Accelerator"
+    def __init__(self, policy: str | os.PathLike[str] | Policy | torch.dtype = "auto", **kwargs: Any) -> None:
+        mine = {name: kwargs.pop(name, None) for name in _OPTIONS}
         super().__init__(**kwargs)
-        self.mezzo = Precision(self, policy, params, masters, state, loss_scale, trace, where)
+        self.mezzo = Precision(self, policy, where="mezzo.accelerate.Accelerator", **mine)
         self.scaler = self.mezzo.scaler
 
 
-def _innermost(optimizer: Any) -> Any:
-    while isinstance(optimizer, _library.optimizer.AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
+def _own(optimizer: Any) -> Any:
+    """The user's optimizer inside a prepared one."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _scaler(given: LossScale | None, policy: Policy, handler: Any) -> GradScaler | None:

@@ -7,7 +7,6 @@ Subclasses of Trainer, such as TRL's SFTTrainer, work the same way.
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
@@ -90,17 +89,13 @@ def use(
         )
     if trainer.accelerator._optimizers:
         raise CallOrderError(f"{_WHERE}: training has begun. Call it before trainer.train().")
-    make = functools.partial(
-        Precision,
-        policy=policy,
-        params=params,
-        masters=masters,
-        state=state,
-        loss_scale=loss_scale,
-        trace=trace,
-        where=_WHERE,
-        written='mezzo.transformers.use(trainer, "{}")'.format,
-    )
+    written = 'mezzo.transformers.use(trainer, "{}")'.format
+
+    def make(accelerator: Any) -> Precision:
+        return Precision(
+            accelerator, policy, params, masters, state, loss_scale, trace, where=_WHERE, written=written
+        )
+
     precision = make(trainer.accelerator)
     if precision.policy.params == "fp16" or any(
         param.dtype is torch.float16 and param.requires_grad for param in trainer.model.parameters()

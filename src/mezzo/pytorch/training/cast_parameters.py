@@ -56,12 +56,16 @@ def chosen(
     masters: str | None,
     state: str | None,
     device_type: str,
-    optimizer: Optimizer | None,
+    optimizer: Optimizer,
 ) -> tuple[Policy, str]:
-    """The policy with the storage that was asked for (None: the policy's own), and why `auto` became what it is.
+    """As `stored`, checked against parameters of the optimizer that are 16-bit already."""
+    return _with_stored_format(*stored(policy, params, masters, state, device_type), optimizer)
 
-    Without an optimizer the weights' present formats are not looked at.
-    """
+
+def stored(
+    policy: Policy, params: str | None, masters: str | None, state: str | None, device_type: str
+) -> tuple[Policy, str]:
+    """The policy with the storage that was asked for (None: the policy's own), and why `auto` became what it is."""
     why = ""
     if state is not None:
         policy = replace(policy, state=precision_name(state))
@@ -75,7 +79,7 @@ def chosen(
             )
         why = why or f"{policy.params}: parameters are stored in it, so nothing was timed"
         policy = replace(policy, compute=policy.params)
-    return (policy, why) if optimizer is None else _with_stored_format(policy, why, optimizer)
+    return policy, why
 
 
 def _with_storage(
