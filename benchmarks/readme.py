@@ -21,7 +21,7 @@ import readme_recipes as recipes
 import readme_reproduce as reproduce
 import readme_steps as steps
 import readme_troubleshooting as troubleshooting
-from readme_steps import busy
+from readme_steps import busy, header
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -38,6 +38,13 @@ def compared() -> str:
     return front.compared((RESULTS / "demo.txt").read_text(encoding="utf-8"))
 
 
+def versions() -> str:
+    """How the fast tests ended with each release of PyTorch."""
+    if not (RESULTS / "versions.json").exists():
+        return "Not run yet: `make versions` writes this table."
+    return front.versions(_read("versions.json")["rows"])
+
+
 PARITY = ("speed", "peak memory", "final loss", "loss gap", "margin", "pairs")
 
 
@@ -50,8 +57,7 @@ def parity() -> str:
         (
             "Measured with `mezzo compare --demo text-gpt --seeds 3` (`benchmarks/results/lean_parity.txt`):",
             "",
-            f"| result | {' | '.join(PARITY)} |",
-            "|---" * (len(PARITY) + 1) + "|",
+            *header("result", *PARITY),
             f"| {result} | {' | '.join(printed[name] for name in PARITY)} |",
         )
     )
@@ -60,7 +66,7 @@ def parity() -> str:
 def harms() -> str:
     """One row per planted harm, with the verdict on each of its sizes."""
     results = _read("harms.json")
-    lines = ["| harm | demo | size is | verdict by size |", "|---|---|---|---|"]
+    lines = header("harm", "demo", "size is", "verdict by size")
     for name, found in results["harms"].items():
         verdicts = ", ".join(
             f"{size['size']:g}: **{size['parity']}**"
@@ -81,7 +87,7 @@ def _where(results: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
     where = f"{machine['threads']} threads of {machine['cpu']}, torch {machine['torch']}, {packages}"
     if busy(results):
-        where += f" (busy with other work, load {results['load_at_start']:g}: times are not shown)"
+        where += f" (load {results['load_at_start']:g} at the start: times are not shown)"
     return where
 
 
@@ -157,7 +163,7 @@ def optimizer_modes() -> str:
     modes = _read("optimizers.json").get("modes")
     if not modes:
         return NOT_MEASURED
-    lines = ["| weights | masters | AdamW, Adam | SGD, momentum | SGD |", "|---" * 5 + "|"]
+    lines = header("weights", "masters", "AdamW, Adam", "SGD, momentum", "SGD")
     for masters in dict.fromkeys(mode.split("/")[0] for mode in modes):
         of = [modes[f"{masters}/{state}"] for state in ("fp32", "bf16", "int8")]
         adam, momentum = (
@@ -244,7 +250,7 @@ def keep_memory() -> str:
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"gains": _bench(front.gains), "compared": compared},
-    "docs/index.md": {"compared": compared},
+    "docs/index.md": {"compared": compared, "versions": versions},
     "docs/api.md": {"api": api.table},
     "docs/commands.md": commands.PARTS,
     "docs/compare.md": {"compared": compared},

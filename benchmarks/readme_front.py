@@ -1,9 +1,11 @@
-"""The README's figures: speed and memory of each way to use Mezzo over FP32, and what a comparison prints."""
+"""What a visitor sees first: speed and memory of each way to use Mezzo, a comparison's output, tested versions."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
+
+from readme_steps import header, machine
 
 WAYS = {
     "amp-bf16": "torch.amp, bf16",
@@ -24,14 +26,11 @@ MODELS = {
 
 def gains(results: dict[str, Any]) -> str:
     """One row per model: how many times as fast as FP32, and the share of FP32's peak memory saved."""
-    machine = results["machine"]
-    fast = ", ".join(name for name in machine["isa"] if name.startswith(("avx512_bf", "amx")))
     lines = [
-        f"Eager training steps on {machine['threads']} threads of {machine['cpu']} ({fast}), torch {machine['torch']}",
+        f"Eager training steps on {machine(results)}",
         "(`make bench`). Each cell has the speed over FP32 and the change of peak tensor memory.",
         "",
-        f"| model | {' | '.join(WAYS.values())} |",
-        "|---" * (len(WAYS) + 1) + "|",
+        *header("model", *WAYS.values()),
     ]
     for name, label in MODELS.items():
         row = results["rows"][name]["eager"]
@@ -41,11 +40,24 @@ def gains(results: dict[str, Any]) -> str:
 
 
 def compared(text: str) -> str:
-    """The command that `demo.txt` is the output of, and the lines that answer, one per precision."""
-    (again,) = re.findall(r"^Again: +(.*)", text, re.MULTILINE)
-    command = re.sub(r" --(seeds 3|margin 0.005|out \S+|fresh)", "", again)
-    lines = re.findall(r"^(?!Report|Again|Next)\S+: .*", text, re.MULTILINE)
-    return "\n".join(("```text", f"$ {command}", *lines, "```"))
+    """The command that `demo.txt` is the output of, and the lines that answer: precisions, notes, next step."""
+    lines = re.findall(r"^(?!Report)\S+: .*", text, re.MULTILINE)
+    last = text.rstrip().rpartition("\n")[2]
+    return "\n".join(("```text", "$ mezzo compare --demo digits", *lines, last, "```"))
+
+
+def versions(rows: dict[str, dict[str, Any]]) -> str:
+    """One row per release of PyTorch, from `versions.json`."""
+    lines = header("PyTorch", "Python", "fast tests")
+    for row in rows.values():
+        if "reason" in row:
+            result = f"not installed: {row['reason']}"
+        elif row["status"] == 0:
+            result = f"{row['tests'] - row['skipped']:,} passed, {row['skipped']:,} skipped"
+        else:
+            result = f"{len(row['failed'])} of {row['tests']:,} failed"
+        lines.append(f"| {row['torch']} | {row['python']} | {result} |")
+    return "\n".join(lines)
 
 
 def _cell(row: dict[str, Any], way: str) -> str:

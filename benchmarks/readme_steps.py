@@ -7,7 +7,7 @@ from typing import Any
 
 
 def busy(results: dict[str, Any]) -> bool:
-    """Whether the machine was busy with other work, which makes times unreliable."""
+    """Whether the load at the start, left by the benchmark before it or by other work, makes times unreliable."""
     return bool(results["load_at_start"] > results["machine"]["threads"] / 2)
 
 
@@ -23,16 +23,22 @@ SHOWN = {
 AMP = "amp-bf16"
 
 
-def _machine(results: dict[str, Any]) -> str:
-    machine = results["machine"]
-    fast = [name for name in machine["isa"] if name.startswith(("avx512_bf", "avx512_fp", "amx"))]
-    return f"{machine['threads']} threads of {machine['cpu']} ({', '.join(fast)}), torch {machine['torch']}"
+def header(*columns: str) -> list[str]:
+    """The two lines that begin a table."""
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+
+
+def machine(results: dict[str, Any]) -> str:
+    """Where the times come from: threads, CPU, its fast instructions, torch."""
+    found = results["machine"]
+    fast = [name for name in found["isa"] if name.startswith(("avx512_bf", "avx512_fp", "amx"))]
+    return f"{found['threads']} threads of {found['cpu']} ({', '.join(fast)}), torch {found['torch']}"
 
 
 def figures(results: dict[str, Any]) -> str:
     """The plot of training steps, and its ratios to torch.amp."""
     lines = [
-        f"Training steps on {_machine(results)}: `make bench`, one run of {results['minutes']:.0f} minutes"
+        f"Training steps on {machine(results)}: `make bench`, one run of {results['minutes']:.0f} minutes"
         f"{_about(results)}.",
         "Ratios below 1 mean faster, or smaller, than torch.amp in bf16.",
         "",
@@ -46,8 +52,7 @@ def figures(results: dict[str, Any]) -> str:
         lines += [
             f"Time relative to torch.amp, {mode}:",
             "",
-            f"| | {' | '.join(SHOWN[name] for name in columns)} |",
-            "|---" * (len(columns) + 1) + "|",
+            *header("workload", *(SHOWN[name] for name in columns)),
         ]
         for name, row in results["rows"].items():
             cells = [_ratio(_ratios(row, mode).get(column)) for column in columns]
@@ -57,8 +62,7 @@ def figures(results: dict[str, Any]) -> str:
     lines += [
         "Peak tensor bytes of a step relative to torch.amp, eager:",
         "",
-        f"| | torch.amp | {' | '.join(SHOWN[name] for name in columns)} |",
-        "|---" * (len(columns) + 2) + "|",
+        *header("workload", "torch.amp", *(SHOWN[name] for name in columns)),
     ]
     for name, row in results["rows"].items():
         peaks = _peaks(row)
@@ -74,9 +78,7 @@ def _about(results: dict[str, Any]) -> str:
     if results["settings"]["keep_memory"]:
         notes += ", with `mezzo.keep_memory()` for every contender"
     if busy(results):
-        notes += (
-            f", on a machine busy with other work (load {results['load_at_start']:g}): times are unreliable"
-        )
+        notes += f", with a load of {results['load_at_start']:g} at the start: times are unreliable"
     return notes
 
 
@@ -112,8 +114,7 @@ def bars(results: dict[str, Any]) -> str:
         f"{counts['met']} met, {counts['missed']} missed, {counts['open']} open (worse than the goal, but the interval"
         f" includes it), {counts['not measured']} not measured.",
         "",
-        "| goal | workload | compared | at most | measured | result |",
-        "|---|---|---|---|---|---|",
+        *header("goal", "workload", "compared", "at most", "measured", "result"),
     ]
     for line in results["bars"]:
         low, high = line.get("interval", (0, 0))
@@ -131,10 +132,13 @@ def bars(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+STEP_COLUMNS = ("workload", "contender", "median step", "time / baseline", "rounds", "peak", "loss")
+
+
 def training_steps(results: dict[str, Any]) -> str:
     """Seconds, rounds, bytes and losses of every contender: one table per mode."""
     parts = [
-        f"{_machine(results)}; `make bench`, `benchmarks/results/bench.json`, {results['minutes']:.0f} minutes"
+        f"{machine(results)}; `make bench`, `benchmarks/results/bench.json`, {results['minutes']:.0f} minutes"
         f"{_about(results)}."
     ]
     for mode in ("eager", "compiled", "fp16"):
@@ -146,16 +150,11 @@ def training_steps(results: dict[str, Any]) -> str:
             "",
             f"### {mode}",
             "",
-            f"| workload | contender | median step | time / baseline | rounds | peak | loss |{_more(compiled)}",
-            f"|---|---|---|---|---|---|---|{'---|---|' * compiled}",
+            *header(*STEP_COLUMNS, *(("first step", "graphs, breaks") if compiled else ())),
         ]
         for name, found in rows.items():
             parts += _contenders(name, found, compiled)
     return "\n".join(parts)
-
-
-def _more(compiled: bool) -> str:
-    return " first step | graphs, breaks |" if compiled else ""
 
 
 def _contenders(name: str, found: dict[str, Any], compiled: bool) -> list[str]:
@@ -180,10 +179,7 @@ def _contenders(name: str, found: dict[str, Any], compiled: bool) -> list[str]:
 
 def loss_alone(results: dict[str, Any]) -> str:
     """Time and bytes of the loss at growing vocabularies."""
-    lines = [
-        "| classes | tokens | scope | contender | time / torch.amp's | peak |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = header("classes", "tokens", "scope", "contender", "time / torch.amp's", "peak")
     for classes, scopes in results["loss"].items():
         for scope, found in scopes.items():
             for name, peak in found["peak_bytes"].items():
@@ -197,10 +193,9 @@ def loss_alone(results: dict[str, Any]) -> str:
 def other_machine(results: dict[str, Any]) -> str:
     """Seconds, rounds and bytes on a CPU whose bf16 is slow."""
     parts = [
-        f"{_machine(results)}; `benchmarks/results/training_step_xeon.json`.",
+        f"{machine(results)}; `benchmarks/results/training_step_xeon.json`.",
         "",
-        "| workload | contender | median step | rounds | peak tensor bytes |",
-        "|---|---|---|---|---|",
+        *header("workload", "contender", "median step", "rounds", "peak tensor bytes"),
     ]
     for name, found in results["workloads"].items():
         for contender, seconds in found["median_seconds"].items():
@@ -224,12 +219,11 @@ LOSSES = {
 def losses(results: dict[str, Any]) -> str:
     """Time and bytes of a linear layer and its loss, per vocabulary size."""
     lines = [
-        f"`python benchmarks/bench_loss.py` on {_machine(results)}: a linear layer of width 384 with FP32 weights",
+        f"`python benchmarks/bench_loss.py` on {machine(results)}: a linear layer of width 384 with FP32 weights",
         "and its loss, forward and backward. Peak bytes without hidden states and weights, and time relative to",
         f"torch.autocast{_about(results)}.",
         "",
-        f"| classes | tokens | {' | '.join(LOSSES.values())} |",
-        "|---" * (len(LOSSES) + 2) + "|",
+        *header("classes", "tokens", *LOSSES.values()),
     ]
     for classes, scopes in results["loss"].items():
         found = scopes["head"]
@@ -251,12 +245,11 @@ def kept(results: dict[str, Any]) -> str:
     rows = {name: found["eager"] for name, found in results["workloads"].items()}
     columns = [name for name in SHOWN if any(name in row["ratios"] for row in rows.values())]
     lines = [
-        f"Time relative to torch.amp, eager, all with `mezzo.keep_memory()`, on {_machine(results)}",
+        f"Time relative to torch.amp, eager, all with `mezzo.keep_memory()`, on {machine(results)}",
         f"(`python benchmarks/training_step.py {KEPT}",
         "--out benchmarks/results/training_step_kept.json`):",
         "",
-        f"| | torch.amp | {' | '.join(SHOWN[name] for name in columns)} |",
-        "|---" * (len(columns) + 2) + "|",
+        *header("workload", "torch.amp", *(SHOWN[name] for name in columns)),
     ]
     for name, row in rows.items():
         cells = [_ratio(row["ratios"].get(column)) for column in columns]

@@ -31,11 +31,11 @@ def tracing(results: dict[str, Any]) -> str:
     """The cost of a step that is traced and not skipped."""
     machine = results["machine"]
     costs = ", ".join(
-        f"{found['traced_over_plain'][0]:.3f} times as long as {found['plain_step_seconds'] * 1e3:.3g} ms ({name})"
+        f"{100 * (found['traced_over_plain'][0] - 1):.1f} % for {found['plain_step_seconds'] * 1e3:.3g} ms ({name})"
         for name, found in results["tracing"].items()
     )
     where = f"on {machine['threads']} threads of {machine['cpu']} (`python benchmarks/watch.py`)"
-    return f"A step that is traced and not skipped takes, {where},\n{costs}."
+    return f"Tracing makes a step that is not skipped slower, {where}:\n{costs}."
 
 
 def faults(results: dict[str, Any]) -> str:

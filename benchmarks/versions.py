@@ -1,14 +1,16 @@
-"""`make versions`: the fast tests against several releases of PyTorch, each in an environment of its own.
+"""`make versions`: the fast tests against several releases of PyTorch, each in its own environment.
 
     python benchmarks/versions.py                        # every release of RELEASES: benchmarks/results/versions.json
     python benchmarks/versions.py 2.14.1 2.15.0          # only these; the file's other rows stay
     python benchmarks/versions.py --python python3.12    # with another interpreter
+    python benchmarks/versions.py --envs DIR             # reuse the environments in DIR, and keep new ones there
     python benchmarks/versions.py nightly --index URL    # PyTorch's nightly index, from pytorch.org's "Get started"
 
-An environment is made once under .versions/ and kept. Newer releases for Linux bring several gigabytes of CUDA
-libraries. The tests are those of `make fast`: PyTorch's, without the heavy ones, Keras's and TensorFlow's.
+An environment is made once and kept. Newer releases for Linux bring several gigabytes of CUDA libraries. Each run
+installs this working tree into the environment. The tests are those of `make fast` for PyTorch: not the heavy ones, and
+not those of Keras and TensorFlow. The table in docs/index.md is filled from the file.
 
-Exit status: 0 all tests pass with every release, 1 one does not, 2 an environment could not be made.
+Exit status: 0 all tests pass with every release, 1 a test fails or a release cannot be installed.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+import readme
+
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results" / "versions.json"
 RELEASES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
@@ -34,23 +38,30 @@ ABOUT = (
 )
 
 
-def environment(release: str, python: str, index: str | None) -> Path:
-    """The interpreter of an environment with this release, Mezzo's working tree and what its fast tests need."""
-    name = subprocess.check_output(
-        [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], text=True
-    )
-    folder = ROOT / ".versions" / f"torch-{release}-python-{name.strip()}"
-    inside = folder / "bin" / "python"
+def install(inside: Path, python: str, release: str, index: str | None) -> None:
+    """Make the environment of the interpreter `inside`, or reuse it, and install Mezzo's working tree there.
+
+    Raises:
+        subprocess.CalledProcessError: pip could not install something; `stderr` says what.
+    """
+    folder = inside.parent.parent
+    pip = [str(inside), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if not (folder / "ready").exists():
-        subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
-        pip = [str(inside), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        if index:
-            subprocess.run([*pip, "--pre", "--index-url", index, "torch"], check=True)
-        else:
-            subprocess.run([*pip, f"torch=={release}"], check=True)
-        subprocess.run([*pip, "--editable", str(ROOT), *PACKAGES], check=True)
+        print(f"  making {folder} and downloading PyTorch", flush=True)
+        subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
+        torch = ["--pre", "--index-url", index, "torch"] if index else [f"torch=={release}"]
+        subprocess.run([*pip, *torch], check=True, stderr=subprocess.PIPE, text=True)
         (folder / "ready").touch()
-    return inside
+    print(f"  installing Mezzo and what its tests need into {folder}", flush=True)
+    command = [*pip, "--editable", str(ROOT), *PACKAGES]
+    subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True)
+
+
+def reason(error: subprocess.CalledProcessError) -> str:
+    """Why pip failed: its last error that is not a link to its documentation."""
+    lines = [line.strip() for line in (error.stderr or "").splitlines() if line.strip()]
+    named = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR") and "://" not in line]
+    return (named or lines or [str(error)])[-1]
 
 
 def tested(python: Path, extra: list[str]) -> dict[str, Any]:
@@ -84,28 +95,36 @@ def main() -> int:
     )
     parser.add_argument("releases", nargs="*", default=RELEASES, help=f"default: {' '.join(RELEASES)}")
     parser.add_argument("--python", default=sys.executable, help="the interpreter (default: this one)")
+    parser.add_argument("--envs", type=Path, default=ROOT / ".versions", help="default: %(default)s")
     parser.add_argument("--index", default=os.environ.get("TORCH_NIGHTLY_INDEX"), help="for `nightly`")
     parser.add_argument("--pytest", default="", help="more arguments of pytest, such as '-k autocast'")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
+    if "nightly" in given.releases and not given.index:
+        parser.error('nightly needs --index URL or TORCH_NIGHTLY_INDEX: pytorch.org\'s "Get started" has it')
+    version = subprocess.check_output(
+        [given.python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], text=True
+    ).strip()
     rows: dict[str, Any] = json.loads(given.out.read_text())["rows"] if given.out.exists() else {}
     bad = False
-    for release in given.releases:
-        if release == "nightly" and not given.index:
-            parser.error(
-                'nightly needs --index URL or TORCH_NIGHTLY_INDEX: pytorch.org\'s "Get started" has it'
-            )
-        print(f"torch {release}", flush=True)
+    for number, release in enumerate(given.releases, 1):
+        print(f"[{number}/{len(given.releases)}] torch {release}, Python {version}", flush=True)
+        name = f"torch-{release}-python-{version}"
+        inside = given.envs.resolve() / name / "bin" / "python"
         try:
-            python = environment(release, given.python, given.index if release == "nightly" else None)
+            install(inside, given.python, release, given.index if release == "nightly" else None)
+            row = tested(inside, given.pytest.split())
+            print(
+                f"  {row['tests']} tests, {len(row['failed'])} failed, {row['skipped']} skipped, {row['minutes']} min"
+            )
         except subprocess.CalledProcessError as error:
-            print(f"torch {release}: no environment: {error}", file=sys.stderr)
-            return 2
-        row = tested(python, given.pytest.split())
+            row = {"torch": release, "python": version, "status": error.returncode, "reason": reason(error)}
+            print(f"  not installed: {row['reason']}")
         bad |= row["status"] != 0
-        print(f"  {row['tests']} tests, {len(row['failed'])} failed, {row['skipped']} skipped")
-        rows[f"torch {row['torch']}, Python {row['python']}"] = row
-        given.out.write_text(json.dumps({"schema": 1, "rows": rows}, indent=1) + "\n")
+        rows[name] = row
+        given.out.write_text(json.dumps({"schema": 1, "rows": dict(sorted(rows.items()))}, indent=1) + "\n")
+        if given.out == OUT:
+            readme.main()  # the next release's tests compare the page with the file
     return int(bad)
 
 

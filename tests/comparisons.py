@@ -118,7 +118,7 @@ def candidate(**changes: Any) -> dict[str, Any]:
         "skipped_steps": 0,
         "reason": "The gap's 90 % interval, from -0.0011 to 0.0005, lies within the margin of 0.0021.",
         "plain": "proven equal (3 runs).",
-        "advice": "Use it",
+        "advice": "use bf16",
         "command": "mezzo run --precision bf16 train.py",
     }
     return {**values, **changes}

@@ -58,9 +58,14 @@ def timed(seconds: Callable[[str, int], float]) -> tuple[list[str], auto.TrialDe
 
 DECISIONS = [
     # fp32 seconds, candidate seconds, the decision, words of the reason
-    (0.1, 0.06, "bf16", "60 ms in bf16 and 100 ms in FP32 (medians of 8 steps each, 1.66x"),
+    (0.1, 0.06, "bf16", "60 ms in bf16, 100 ms in FP32 (medians of 8 steps), so bf16 is 1.66x"),
     (0.1051, 0.100, "bf16", "1.05x as fast"),
-    (0.1049, 0.100, "fp32", "1.04x as fast); bf16 is used only where it is at least 1.05x as fast"),
+    (
+        0.1049,
+        0.100,
+        "fp32",
+        "auto chose FP32: a step takes 100 ms in bf16, 105 ms in FP32 (medians of 8 steps), so bf16 is 1.04x",
+    ),
 ]
 
 
@@ -90,7 +95,7 @@ def test_neither_drift_nor_warm_up_nor_one_stall_decides() -> None:
     [
         ("bf16,fp16", "auto", "bf16", "bf16: this cpu device multiplies bf16 in hardware"),
         ("", "auto", "fp32", "no fast 16-bit format"),
-        ("", "bf16", "bf16", "as asked"),
+        ("", "bf16", "bf16", "bf16 was asked for"),
         ("fp16", "compute=auto,op.softmax=fp32", "fp16,op.softmax=fp32", "fp16"),
     ],
 )

@@ -88,7 +88,7 @@ def test_the_modules_are_ranked_by_what_low_precision_does_to_the_loss() -> None
     assert modules["3"].bears == ["bf16"]
     assert modules["3"].causes == {"fp16": "mul"}
     assert modules["0"].changes["bf16"] > 4 * modules["0"].changes["fp16"]
-    assert "1: fp32 (bf16 " in str(found)
+    assert "1: bf16 over (" in str(found)
     assert json.loads(found.to_json())["sensitivity"]["modules"][0]["module"] == "1"
 
 

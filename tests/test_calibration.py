@@ -132,9 +132,9 @@ def test_as_a_file_as_json_and_as_text(tmp_path: Path) -> None:
     assert data["kept"][0]["evidence"]["histogram"]["largest"] == 1e6
     for words in (
         "dynamic from 2^16",
-        "keep in FP32 b: returned numbers up to 1e+06",
+        "keep in FP32: b: returned numbers up to 1e+06",
         found.policy,
-        "\nnote ",
+        "\nnote: ",
     ):
         assert words in str(found)
 

@@ -39,13 +39,13 @@ def test_it_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str
     assert main(["calibrate", name, "--steps", "5", "--", "--epochs", "3"]) == 0
     out, err = capsys.readouterr()
     for line in (
-        "format       fp16: it is native here, and bf16 is not\n",
-        "loss scale   fp16: dynamic from 2^16, or constant 2^16\n",
-        "keep in FP32 b: returned numbers up to 1e+06, beyond fp16's largest number, 65504\n",
-        "             2^-2 |█▃| 2^-1, in fp16: all kept\n",
-        "policy       fp16,module.b=fp32\n",
-        "Use it:      mezzo run --policy mezzo-calibrate-train/policy.toml train.py --epochs 3\n",
-        "Test it:     mezzo compare train.py --precision mezzo-calibrate-train/policy.toml -- --epochs 3\n",
+        "format:       fp16: it is native here, and bf16 is not\n",
+        "loss scale:   fp16: dynamic from 2^16, or constant 2^16\n",
+        "keep in FP32: b: returned numbers up to 1e+06, beyond fp16's largest number, 65504\n",
+        "              2^-2 |█▃| 2^-1: fp16 keeps all\n",
+        "policy:       fp16,module.b=fp32\n",
+        "Use it:       mezzo run --policy mezzo-calibrate-train/policy.toml train.py --epochs 3\n",
+        "Test it:      mezzo compare train.py --precision mezzo-calibrate-train/policy.toml -- --epochs 3\n",
     ):
         assert line in out
     folder = here / "mezzo-calibrate-train"
@@ -58,7 +58,7 @@ def test_it_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str
     assert (request["watch_all"], request["sensitivity"]) == (True, True)
     assert not list((folder / "runs").glob("*.request.json"))
     assert main(["calibrate", script(here), "--precision", "fp16", "--no-check"]) == 0  # of 0.1.0
-    assert "format       fp16: as asked" in capsys.readouterr().out
+    assert "format:       fp16: as asked" in capsys.readouterr().out
     assert {path.name for path in (folder / "runs").iterdir()} == {"fp32-0.jsonl", "fp32-0.log"}
 
 
@@ -68,11 +68,11 @@ CHANGES = {"a": {"bf16": 1e-3, "fp16": 1e-4, "e4m3fn": 2e-3}, "": {"bf16": 0.5, 
 def test_the_modules_are_ranked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", script(here, changes=CHANGES), "--steps", "2"]) == 0
     out = capsys.readouterr().out
-    title, *lines = out[out.index("sensitivity  lowest format within the limit") :].splitlines()
-    assert "0.0071: 0.5% of the loss 2 / sqrt(2 modules)" in title
+    title, *lines = out[out.index("sensitivity:  expected change of the loss") :].splitlines()
+    assert "0.00707 (0.5% of the loss 2, " in title
     assert lines[:2] == [
-        "             (the model): fp32 (bf16 0.5 over, fp16 overflow in mul, e5m2 -, e4m3fn -)",
-        "             a: e4m3fn (bf16 0.001, fp16 0.0001, e5m2 -, e4m3fn 0.002)",
+        "              (the model): bf16 over (0.5), fp16 overflows in mul",
+        "              a: bf16 ok (0.001), fp16 ok (0.0001), e4m3fn ok (0.002)",
     ]
     found = json.loads((here / "mezzo-calibrate-train" / "calibration.json").read_text())
     ranking = found["recommendation"]["sensitivity"]

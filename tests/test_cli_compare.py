@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -42,19 +43,21 @@ def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureF
     out, err = capsys.readouterr()
     first, use = out.splitlines()[1], "mezzo run --precision bf16 train.py --epochs 3"
     assert first.startswith(
-        "bf16: proven equal within ±0.2 in accuracy and ±0.5 % in loss (3 runs), accuracy 97"
+        "bf16: proven equal within ±0.2 points in accuracy and ±0.5 % in loss (3 runs), accuracy 97"
     )
-    assert first.endswith(f". 40 % less memory, 2.0x faster. Use it: {use}")
-    assert "  verdict        equivalent\n  in words       proven equal\n" in out
+    assert first.endswith("accuracy 97.01 % (FP32 97.01 %). 40 % less memory, 2.0x faster.")
+    assert "  verdict        equivalent\n  accuracy       97.01 %   (FP32 97.01 %)\n" in out
     assert "  metric margin  ±0.2\n" in out
     assert "peak memory    0.60x (" in out
     assert "Final loss" not in out  # the statistics are in the report, and printed with --verbose
     assert "Report: mezzo-compare-train/report.html" in out
-    assert "Again:  mezzo compare train.py --precision bf16 --seeds 3" in out
-    assert out.endswith(f"--out mezzo-compare-train --fresh -- --epochs 3\nNext:   {use}\n")
+    assert out.endswith(f"\nNext: use bf16:\n  {use}\n")
+    assert out.count("mezzo run") == 1
     assert "7 runs: 3 FP32, 3 bf16, 1 perturbed FP32 (noise check)" in err
     assert "[7/7] bf16-2: 40 steps" in err
-    assert (here / "mezzo-compare-train" / "report.html").read_text().startswith("<!")
+    page = (Path(__file__).parent.parent / "docs" / "compare.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r'IFrame\("([^"]+)"', page)
+    assert (here / shown).read_text().startswith("<!")
     assert json.loads((here / "mezzo-compare-train" / "comparison.json").read_text())["argv"] == [
         "--epochs",
         "3",
@@ -142,18 +145,20 @@ def test_every_width_shows_every_number(found: dict[str, Any], width: int, termi
     next(iter(found["candidates"].values()))["notes"].append(note)
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=terminal, color_system=None)
-    show(console, found, Path("r.html"), ["a b"])
+    show(console, found, Path("r.html"))
     text = file.getvalue()
     joined = "".join(text.split())
     assert "".join(note.split()) in joined
     assert "[bold]ValueError[/]:[red]x" in joined  # the script's words are not markup
     assert "fp16:quicklook,noharmfound(1run,notproof)" in joined
     assert "Final loss" not in text
-    assert "'ab'" in joined
+    assert joined.count("Next:") == joined.count("mezzocompare") == 1
     for one in ("divergent", "speed", "peak", "lossmargin"):
         assert one in joined
     assert "power" not in joined  # one pair has none
     assert "±-" not in joined
+    plain = [line for line in text.splitlines() if "quick look" in line]
+    assert all(len(line) <= width for line in plain) or not terminal
     assert ("┃" in text) is (terminal and width >= 80)
 
 

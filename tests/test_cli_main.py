@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import mezzo
-from mezzo.cli.arguments import Parser
+from mezzo.cli.arguments import Parser, folded
 from mezzo.cli.main import REMOVED, VERBS, main
 from mezzo.core.errors import MezzoError, UsageError
 
@@ -32,7 +32,8 @@ def test_help_names_every_command(words: list[str], capsys: pytest.CaptureFixtur
     assert main(words) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    assert all(f"  {name} " in captured.out and summary in captured.out for name, summary in VERBS.items())
+    printed = " ".join(captured.out.split())
+    assert all(f" {name} {summary}" in printed for name, summary in VERBS.items())
 
 
 def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +48,19 @@ def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     assert f"usage: mezzo {name}" in printed
     assert printed.count("\n") > 8
+
+
+@pytest.mark.parametrize("words", [["help"], *([name, "--help"] for name in VERBS)])
+def test_help_fits_a_narrow_terminal(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(words) == 0
+    prose = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("usage:", "  "))]
+    assert max(map(len, prose)) <= 60
+    assert (
+        folded("one two\nthree\n\nfour\n  a long command\n", 9) == "one two\nthree\n\nfour\n  a long command"
+    )
 
 
 ENDS = [

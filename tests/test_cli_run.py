@@ -148,7 +148,7 @@ def test_a_keras_script_gets_the_way_for_keras(
     [
         (["--watch=0"], "'0'"),
         (["--watch", "5"], "--watch=5"),
-        (["--presicion", "bf16"], "Did you mean --precision?"),
+        (["--presicion", "bf16"], "Did you mean --precision? Every option"),
         (["--records", "."], "can't write records to '.'"),
         (["--policy", "absent.toml"], "TOML file"),
         (["-m", "absent.module"], "dotted name of a module"),

@@ -147,7 +147,7 @@ QUICK, MORE, RUN = "quick look, ", "mezzo compare ", "mezzo run --precision bf16
             "mezzo calibrate ",
         ),
         ({"bf16": {"shift": 0.02}}, "inconclusive", "harm is not established", f"{QUICK}too few runs", MORE),
-        ({}, "consistent", "within the margin", f"{QUICK}no harm found (1 run, not proof). Same", MORE),
+        ({}, "consistent", "within the margin", f"{QUICK}no harm found (1 run, not proof), loss ", MORE),
         (
             {"bf16": {"losses": 25}},
             "divergent",
@@ -238,7 +238,8 @@ def test_finished_runs_are_kept(case: Case) -> None:
         ({"margin": 0.01}, "margin was 0.005 and is now 0.01"),
         ({"seeds": 4}, "--seeds was 3 and is now 4. Choose"),
         ({"argv": ("--epochs", "3")}, "the script's argument list was none and is now --epochs 3"),
-        ({"precisions": ("fp16",)}, "--precision was bf16 and is now fp16"),
+        ({"precisions": ("fp16",)}, "--precision was bf16 and is now fp16.\n"),
+        ({"metric_margin": 2.0}, "--metric-margin was none and is now 2.0.\n"),
     ],
 )
 def test_another_declaration_is_refused_once_a_candidate_ran(
@@ -277,6 +278,17 @@ def test_an_edited_script_is_another_comparison(case: Case) -> None:
     (case.out / "comparison.json").write_text("{")
     with pytest.raises(UsageError, match=r"not readable.*--fresh"):
         case.compare()
+
+
+def test_an_edited_policy_is_named(case: Case) -> None:
+    files = [case.script.with_name(name) for name in ("a.toml", "b.toml")]
+    for file in files:
+        file.write_text('compute = "bf16"\nloss_scale = "none"\n')
+    files[1].write_text('compute = "fp16"\n')
+    case.compare(precisions=tuple(map(str, files)))
+    files[1].write_text('compute = "fp16"\nparams = "fp32"\nloss_scale = 4\n')
+    with pytest.raises(UsageError, match=rf"other settings: policy {files[1]} has changed since\."):
+        case.compare(precisions=tuple(map(str, files)))
 
 
 def test_a_wrong_metric_can_be_mended_without_running_fp32_again(case: Case) -> None:
@@ -474,13 +486,14 @@ def test_a_bar_on_a_terminal(case: Case) -> None:
 @pytest.mark.parametrize(
     ("pattern", "text", "expected"),
     [
-        (r"acc ([0-9.]+)", "acc 1\nacc 97.5 %\n", (97.5, True)),
-        (r"acc (\S+)", "acc 97.5%", (97.5, True)),
+        (r"acc ([0-9.]+)", "acc 1\nacc 97.5 %\n", (97.5, True, 1)),
+        (r"acc (\S+)", "acc 97.50%", (97.5, True, 2)),
         (r"acc ([0-9.]+)", "nothing", None),
-        (r"^loss (\S+)$", "x loss 9\nloss 1e-3\n", (0.001, False)),
+        (r"^loss (\S+)$", "x loss 9\nloss 1e-3\n", (0.001, False, 3)),
+        (r"n (\S+)", "n nan", (pytest.approx(float("nan"), nan_ok=True), False, 0)),
     ],
 )
-def test_the_last_match_counts(pattern: str, text: str, expected: tuple[float, bool] | None) -> None:
+def test_the_last_match_counts(pattern: str, text: str, expected: tuple[Any, bool, int] | None) -> None:
     assert Metric(pattern).read(text) == expected
 
 

@@ -61,7 +61,7 @@ def policies(draw: st.DrawFn) -> Policy:
     return Policy(
         compute,
         "auto" if implied and draw(st.booleans()) else params,
-        draw(stored),
+        "fp32",
         draw(scales),
         tuple(draw(ops).items()),
         tuple(draw(modules).items()),
@@ -197,6 +197,10 @@ REFUSED = [
     ("bf16,op.softmax=fp32,op.aten::softmax=lower", "op.softmax is given twice"),
     ("bf16,module.a..b=fp32", "'a..b' is not a module pattern"),
     ("bf16,modul.x=fp32", "unknown key 'modul.x'.*'module.PATTERN'"),
+    ("bf16 op.exp=fp32; module.a = fp32", "commas.*'bf16,op.exp=fp32,module.a = fp32'"),
+    ("bf16,", "comma too many"),
+    ("BF16-true", "'bf16,masters=none'.*'bf16,masters=split'"),
+    ("16-true", "'fp16,masters=fp32'"),
     ("bf16,fp16", "'fp16' is not key=value.*commas.*the first part may be"),
     ("params=bf16,compute=fp16", r"^policy 'params=bf16,compute=fp16': .*Use params=fp32 or params=fp16\."),
     ("fp16,loss_scale=dynamic(inits=3)", "unknown setting .* 'inits'.*Did you mean 'init'"),
@@ -292,7 +296,8 @@ def test_the_last_matching_pattern_decides() -> None:
 
 
 def test_notes_say_what_is_seldom_meant() -> None:
-    assert policy("fp16").notes == ()
+    assert policy("fp16").notes == policy("fp16,loss_scale=0.5").notes == ()
+    assert "2^10" in policy("fp16,loss_scale=1000").notes[0]
     (scale,), (rule,) = policy("fp16,loss_scale=none").notes, policy("bf16,op.sigmoid=lower").notes
     assert scale.startswith("fp16 without a loss scale")
     assert rule.startswith("op.sigmoid=lower in place of fp32: near 1")
@@ -328,10 +333,22 @@ def test_the_documents_bytes_are_those_of_the_table() -> None:
 def test_the_document_explains_every_rule_and_key() -> None:  # test_readme.py compares the op table
     text = DOCUMENT.read_text(encoding="utf-8")
     assert [
-        word
-        for word in (*Rule, *{*KEYS} - {"output"}, *PRESETS)
-        if not re.search(rf"^\| `{word}` \|", text, re.MULTILINE)
+        word for word in (*Rule, *KEYS, *PRESETS) if not re.search(rf"^\| `{word}` \|", text, re.MULTILINE)
     ] == []
+
+
+def test_output_of_version_0_1_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text('compute = "bf16"\noutput = "fp32"\n', encoding="utf-8")
+    assert policy(path) == policy("bf16,output=fp32") == Policy("bf16", output="fp32") == Policy("bf16")
+    for read in (lambda: policy("bf16,output=fp16"), lambda: Policy("bf16", output="fp16")):
+        with pytest.warns(DeprecationWarning, match="output=fp16"):
+            assert read() == Policy("bf16")
+
+
+def test_settings_belong_into_the_text() -> None:
+    with pytest.raises(TypeError, match=r"mezzo\.policy\('bf16,loss_scale=8'\)"):
+        policy("bf16", loss_scale=8)
 
 
 def test_built_in_python() -> None:

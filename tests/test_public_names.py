@@ -14,8 +14,12 @@ import torch
 
 import mezzo
 from mezzo.core import errors
+from mezzo.core.calibration import recommend
 from mezzo.core.overflow import OverflowReport, TensorFacts
+from mezzo.core.ranges import Histogram, RangeRow
+from mezzo.core.records import RangesRecord
 from mezzo.core.version import TORCH_TESTED, untested_torch
+from mezzo.pytorch.batch_size import Trial
 from mezzo.pytorch.training.result import StepResult
 
 PUBLIC = {
@@ -110,7 +114,21 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 @pytest.mark.parametrize(
     ("function", "wrong", "right"),
-    [(mezzo.MixedPrecision, "clip_nrom", "clip_norm"), (mezzo.autocast, "enable", "enabled")],
+    [
+        (mezzo.MixedPrecision, "clip_nrom", "clip_norm"),
+        (mezzo.autocast, "enable", "enabled"),
+        (mezzo.Policy, "op", "ops"),
+        (mezzo.DynamicLossScale, "initial", "init"),
+        (mezzo.StaticLossScale, "patient", "patience"),
+        *((one, "mastres", "masters") for one in (mezzo.optim.Adam, mezzo.optim.AdamW, mezzo.optim.SGD)),
+        (mezzo.optim.adopt, "stat", "state"),
+        (mezzo.calibrate, "batch", "batches"),
+        (mezzo.find_batch_size, "maxsize", "max_size"),
+        (mezzo.lower_weights, "kep", "keep"),
+        (mezzo.master_state_dict, "optim", "optimizer"),
+        (mezzo.load_master_state_dict, "stat", "state"),
+        (mezzo.TensorBoardWriter, "log_dir", "logdir"),
+    ],
 )
 def test_an_unknown_keyword_argument_names_the_nearest(function: Any, wrong: str, right: str) -> None:
     for kind in (TypeError, mezzo.UsageError):
@@ -166,7 +184,13 @@ def test_notebooks_show_results_as_escaped_html(capsys: pytest.CaptureFixture[st
     explanation = mezzo.explain(
         torch.nn.Sequential(torch.nn.Linear(4, 2)), torch.ones(1, 4), precision="bf16"
     )
-    for shown in (report, steps("fp16")[1][3], explanation):
+    sizes = mezzo.BatchSizeResult((Trial(8, True, 10, 1.0), Trial(16, False, why="<limit>")))
+    assert repr(sizes) == "BatchSizeResult(largest=8, fastest=8, 2 sizes tried on cpu)"
+    assert "<td>no: &lt;limit&gt;</td>" in sizes._repr_html_()
+    gradient = RangeRow("a", "activation gradient", "fp32", Histogram(0, [2], largest=1.5), "")
+    advice = recommend([RangesRecord(0, 0, 0.0, 1.0, [gradient])], native={"fp16"})
+    assert repr(advice).startswith("Recommendation('fp16,")
+    for shown in (report, steps("fp16")[1][3], explanation, sizes, advice):
         html = shown._repr_html_()
         assert html.count("<table>") == 1
         assert "<b>" in html

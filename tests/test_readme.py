@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -55,6 +56,17 @@ def test_figures_are_those_of_the_result_files(filler: ModuleType) -> None:
     for page, parts in filler.PAGES.items():
         text = (ROOT / page).read_text(encoding="utf-8")
         assert text == filler.filled(text, parts), page
+
+
+def test_a_release_that_is_not_installed_is_a_row_with_pips_reason(filler: ModuleType) -> None:
+    stderr = "notice\nERROR: No matching distribution found for torch==9.9\nERROR: for help visit https://pip"
+    reason = importlib.import_module("versions").reason(
+        subprocess.CalledProcessError(1, "pip", stderr=stderr)
+    )
+    row = {"torch": "9.9", "python": "3.11", "status": 1, "reason": reason}
+    assert importlib.import_module("readme_front").versions({"torch-9.9": row}).splitlines()[2:] == [
+        "| 9.9 | 3.11 | not installed: No matching distribution found for torch==9.9 |"
+    ]
 
 
 def test_the_plot_is_of_the_result_file(filler: ModuleType) -> None:

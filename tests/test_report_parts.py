@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.report import series
-from mezzo.report.charts import CUT, Axis, Row, axis_over, bars, gauge
+from mezzo.report.charts import Axis, axis_over, gauge
 from mezzo.report.numbers import (
     count,
     finite,
@@ -160,14 +160,3 @@ def test_the_gauge_shows_a_gap_far_outside_as_an_arrow() -> None:
     assert "<circle" not in outside
     for value, margin in ((None, 1.0), (0.5, 0.0), (0.5, None)):
         assert gauge(value, margin, None, "s1") is None
-
-
-@pytest.mark.parametrize(("high", "cut"), [(137.0, True), (1.2, False), (2.0, False)])
-def test_a_wide_interval_leaves_the_bars_to_be_seen(high: float, cut: bool) -> None:
-    rows = [Row("FP32", "s0", "1.00", 1.0), Row("bf16", "s1", "0.83", 0.83, interval=(0.01, high))]
-    figure = drawn("bars", bars("Speed", "Times FP32.", rows, reference=1.0))
-    widths = [float(width) for width in re.findall(r'width="([0-9.]+)%"', figure)]
-    assert min(widths) > 40
-    assert all(float(place) <= 100 for place in re.findall(r'x[12]="([0-9.]+)%"', figure))
-    assert (CUT in figure) is cut
-    assert figure.count('class="whisker"') == (2 if cut else 3)  # a line, its low cap, and its high one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import run_records
 from mezzo.core.ranges import WHAT, Histogram, RangeRow, shift_of
 from mezzo.core.records import RangesRecord, Record, UpdateRecord
 from mezzo.report.page import render_runs
-from mezzo.report.range_figures import COLUMNS, LINES, bar_path, exponents, heat, range_figures
+from mezzo.report.range_figures import LISTED, bar_path, by_step, exponents, range_figures
 from mezzo.report.ranges import FORMATS, Ranges
 from mezzo.report.run import Run, read_run
 from test_report import Outline, drawn
@@ -48,8 +47,8 @@ def activation(module: str, histogram: Histogram) -> RangeRow:
     return RangeRow(module, "activation", "fp16", histogram)
 
 
-def map_of(*records: RangesRecord) -> str:
-    return drawn("heat", heat("activation", gathered(*records), "fp16"))
+def table_of(*records: RangesRecord) -> str:
+    return drawn("by_step", by_step("activation", gathered(*records), "fp16"))
 
 
 @given(histograms, st.sampled_from(sorted(WHAT)), st.sampled_from([1.0, 2.0**10, 2.0**24, 0.25]))
@@ -97,66 +96,32 @@ def test_bars_are_logarithms_of_shares() -> None:
     assert re.search(r"V996H", bar_path([10**9, 1]))  # too rare for a height: a sliver all the same
 
 
-def cells(figure: str) -> dict[tuple[int, int], str]:
-    """Of a map as drawn, (line, column) -> level."""
-    found: dict[tuple[int, int], str] = {}
-    svg = figure[figure.index('class="heatmap"') :]
-    for d, name in re.findall(r'<path d="([^"]+)" class="h(\w)"', svg[: svg.index("</svg>")]):
-        for x, y, width in re.findall(r"M(\d+) (\d+)h(\d+)v1", d):
-            for column in range(int(x), int(x) + int(width)):
-                assert (int(y), column) not in found
-                found[int(y), column] = name
-    return found
-
-
-def test_the_map_shows_each_step() -> None:
-    """A level for each share; "x" where something is not finite, "u" where nothing was seen."""
-    kept = Histogram(0, [1000])
-    lines = [
-        [Histogram(-40, [1000]), kept, Histogram(0, [1000], nans=1)],
-        [kept, *(Histogram(-40, [lost, *[0] * 39, 1000 - lost]) for lost in (1, 2))],
-        [Histogram(-40, [lost, *[0] * 39, 1000 - lost]) for lost in (199, 201, 510)],
-    ]
-    records = [
-        record(10 * step, [activation(f"m{n}", line[step]) for n, line in enumerate(lines)])
-        for step in range(3)
-    ]
-    records[1].rows.pop(0)
-    figure = map_of(*records)
-    assert cells(figure) == {
-        (0, 0): "6", (0, 1): "u", (0, 2): "x",
-        (1, 0): "0", (1, 1): "1", (1, 2): "2",
-        (2, 0): "4", (2, 1): "5", (2, 2): "6",
-    }  # fmt: skip
-    assert "1 of 8,001 elements is infinite or NaN" in figure
-    assert "Of the finite ones the most is 100" in figure
-    assert heat("activation", gathered(records[0]), "fp16") is None
-
-
-def test_a_maps_columns_are_the_worst_of_their_steps() -> None:
-    """One step in a thousand loses everything, and is on the map."""
+def test_a_table_names_the_step_at_which_most_is_lost() -> None:
+    """One step in a thousand loses everything, of one tensor of two; a tensor may be missing from some steps."""
     records = [record(n, [activation("m", Histogram(30 if n == 777 else 0, [4]))]) for n in range(1000)]
-    figure = map_of(*records)
-    found = cells(figure)
-    assert len(found) <= COLUMNS
-    assert [place for place, name in found.items() if name == "6"] == [(0, 777 // math.ceil(1000 / COLUMNS))]
-    assert "at update 777" in figure
+    records[5].rows.append(activation("n", Histogram(0, [1000], nans=1)))
+    found = by_step("activation", gathered(*records), "fp16")
+    assert found is not None
+    assert "Of the finite ones the most is 100\u00a0% of m, at update 777." in found["described"]
+    assert [(label, cells[-3:], bad) for label, cells, bad in found["table"].rows] == [
+        ("n", ["0", "5", "1"], True),
+        ("m", ["100\u00a0%", "777", "0"], False),
+    ]
+    assert by_step("activation", gathered(records[0]), "fp16") is None
 
 
-def test_of_many_tensors_those_that_lose_most_are_drawn_in_their_order() -> None:
+def test_of_many_tensors_those_that_lose_most_are_listed() -> None:
     rows = [activation(f"m{n}", Histogram(-40 if n % 10 == 3 else 0, [4])) for n in range(300)]
-    records = [record(step, rows) for step in range(2)]
-    figure = map_of(*records)
-    names = re.findall(r'<li title="(m\d+)"', figure)
-    assert len(names) == LINES
-    assert {f"m{module}" for module in range(300) if module % 10 == 3} <= set(names)
-    assert names == sorted(names, key=lambda name: int(name[1:]))
-    assert f"{LINES} of 300 tensors" in figure
+    found = by_step("activation", gathered(*(record(step, rows) for step in range(2))), "fp16")
+    assert found is not None
+    listed = [label for label, _, _ in found["table"].rows]
+    assert len(listed) == LISTED
+    assert set(listed[:30]) == {f"m{n}" for n in range(300) if n % 10 == 3}
 
 
 def test_the_table_of_ratios_counts_what_is_lost() -> None:
     rows = [RangeRow("fc", "update ratio", "fp32", Histogram(-6 - 2 * n, [10]), "weight") for n in range(4)]
-    found = heat("update ratio", gathered(*(record(5 * n, [row]) for n, row in enumerate(rows))), "bf16")
+    found = by_step("update ratio", gathered(*(record(5 * n, [row]) for n, row in enumerate(rows))), "bf16")
     assert found is not None
     # Of the medians 2^-6, 2^-8, 2^-10, 2^-12 the last two lie below 2^-8, the last below 2^-11.
     # Of the second binade below each of them, which 2^-12 is for fp16, half.
@@ -166,7 +131,7 @@ def test_the_table_of_ratios_counts_what_is_lost() -> None:
     still = RangeRow(
         "fc", "update ratio", "fp32", Histogram(infinities=3), "bias"
     )  # updates of a weight of 0
-    found = heat("update ratio", gathered(record(0, [still]), record(1, [still])), "bf16")
+    found = by_step("update ratio", gathered(record(0, [still]), record(1, [still])), "bf16")
     assert found is not None
     assert found["table"].rows[0][1][-3:] == ["0", "–", "–"]
 
@@ -205,7 +170,7 @@ def test_gradients_are_drawn_at_the_scale_that_the_run_ended_with(tmp_path: Path
 
 
 def test_what_is_not_finite_is_said_before_any_share() -> None:
-    """A "nothing is lost" above a map of infinities, or "overflow 0" beside them, is the opposite of the truth."""
+    """A "nothing is lost" above a table of infinities, or "overflow 0" beside them, is the opposite of the truth."""
     kept, bad = Histogram(0, [4], largest=1.0), Histogram(0, [2], infinities=5, nans=1, largest=1.0)
     lost = Histogram(-40, [2], nans=2, largest=2.0**-40)
 
@@ -213,7 +178,7 @@ def test_what_is_not_finite_is_said_before_any_share() -> None:
         steps = [[activation("m", one), activation("n", kept)] for one in histograms]
         records = [record(4 * step, rows) for step, rows in enumerate(steps)]
         bars = drawn("exponents", exponents("activation", gathered(*records).of("activation"), "fp16", 0))
-        return Outline(map_of(*records)).text, Outline(bars).text.replace("\u00a0", " ")
+        return Outline(table_of(*records)).text, Outline(bars).text.replace("\u00a0", " ")
 
     text, told = figures(kept, bad)
     assert "6 of 20 elements are infinite or NaN, in 1 of 2 tensors, first at update 4." in text
@@ -228,7 +193,7 @@ def test_what_is_not_finite_is_said_before_any_share() -> None:
 
 @pytest.mark.heavy
 def test_200_modules_watched_150_times_stay_a_small_page(tmp_path: Path) -> None:
-    """More steps add nothing to a page: a map has at most 72 columns."""
+    """More steps add nothing to a page."""
     draw = np.random.default_rng(0)
     modules = [f"transformer.blocks.{index // 8}.part{index % 8}.projection" for index in range(200)]
     some = [run_records.rows(draw, modules, progress, "fp16") for progress in (0.0, 0.5, 1.0)]

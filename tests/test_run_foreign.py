@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
 
 import mezzo
+from mezzo.core.errors import UsageError
+from mezzo.core.records import read
 
 SCRIPT = """
 import torch
@@ -101,6 +106,20 @@ def test_a_script_that_does_it_itself_is_left_alone(launch: Any, name: str) -> N
     assert what_to_do in ran.err
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_a_comparison_ends_it_at_the_first_use(
+    launch: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the script catches every error."""
+    with pytest.raises(UsageError, match=re.escape(OWN[name][1])):
+        launch(SCRIPT.format(OWN[name][0]) + "print('the end')", policy="fp32", refuse_own=True)
+    assert "the end" not in capsys.readouterr().out
+    assert "left alone: " in " ".join(list(read(tmp_path / "run.jsonl"))[-1].notes)
+    caught = f"try:\n{indent(OWN[name][0].strip(), ' ')}\nexcept Exception: pass"
+    with pytest.raises(UsageError):
+        launch(SCRIPT.format(caught), policy="fp32", refuse_own=True)
+
+
 @pytest.mark.parametrize("name", NOT_OWN)
 def test_what_is_no_use_of_it(launch: Any, name: str) -> None:
     ran = launch(SCRIPT.format(NOT_OWN[name]), policy="bf16")
@@ -144,3 +163,14 @@ for _ in range(2):
     ran = launch(SCRIPT.format(body), policy="fp16")
     assert ran.status == 0, ran.err
     assert len(ran.of("update")) == 2
+
+
+def test_a_run_whose_updates_are_measured_ends_at_fit_of_keras(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keras: Any = types.ModuleType("keras")
+    keras.Model = type("Model", (), {"fit": lambda self: print("fit")})
+    monkeypatch.setitem(sys.modules, "keras", keras)
+    source = "import keras\nkeras.Model().fit()\nprint('end')"
+    assert launch(source, stop_after=3, policy="fp32").lines == []
+    assert launch(source, policy="fp32").lines == ["fit", "end"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mezzo.core.errors import UnknownNameError
+from mezzo.core.records import read
 
 SCRIPT = """
 import sys
@@ -125,6 +127,15 @@ def test_patterns_name_modules_of_any_model_that_is_called(launch: Any) -> None:
 def test_a_pattern_that_matches_nothing(words: Any, pattern: str, error: str, launch: Any) -> None:
     with pytest.raises(UnknownNameError, match=error):
         launch(TWO, *words, policy=f"fp16,{pattern}")
+
+
+def test_fp32s_first_call_checks_the_patterns_of_a_comparisons_candidates(
+    launch: Any, tmp_path: Path
+) -> None:
+    assert launch(TWO, policy="fp32", patterns=("3", "2")).status == 0  # 3 is in the second model
+    with pytest.raises(UnknownNameError, match="'nowhere' matches no module of the model"):
+        launch(TWO, policy="fp32", patterns=("0", "nowhere"))
+    assert not [record for record in read(tmp_path / "run.jsonl") if record.kind == "loss"]
 
 
 # Calls without a 16-bit kernel run in FP32, and the summary lists them. Each row is the body of a model's `forward`, in

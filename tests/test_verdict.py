@@ -360,7 +360,7 @@ def test_equivalent_names_the_failures_that_it_cannot_exclude() -> None:
     gaps = 0.01 * np.sin(np.arange(5))
     verdict = judge(runs(*gaps), runs(*(gaps + 1e-5 * np.arange(5))))
     assert verdict.parity is Parity.EQUIVALENT
-    assert any("fewer than 45%" in note for note in verdict.notes), verdict.notes
+    assert any("fewer than 45 %" in note for note in verdict.notes), verdict.notes
     assert (1.0 - equivalence.failure_rate_bound(10)) ** 10 == pytest.approx(0.05)
 
 

@@ -228,3 +228,17 @@ def test_the_task_of_every_framework(precision: str) -> None:
         losses.append(float(model.train_on_batch((x, z), target)))
         scales.append(float(optimizer.scale.numpy()))
     one_task.check(precision, losses, scales)
+
+
+def test_the_state_of_an_optimizer_that_was_saved_before_its_first_step_is_loaded() -> None:
+    """`load_model` builds the optimizer first, which then has more variables than were saved."""
+    old = LossScaleOptimizer(adam())
+    old._scale.assign(2.0**9)
+    old.inner_optimizer.learning_rate = 0.125
+    stored: dict[str, Any] = {}
+    old.save_own_variables(stored)
+    new = LossScaleOptimizer(adam())
+    new.build(variables())
+    new.load_own_variables(stored)
+    assert new.machine() == DynamicLossScale(scale=2.0**9)
+    assert float(new.learning_rate) == 0.125

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,12 +171,13 @@ def test_a_loss_that_is_infinite_hides_no_other(tmp_path: Path) -> None:
     assert "the loss was inf" in finding.note
 
 
-def test_files_are_never_overwritten_and_breaking_off_keeps_what_was(tmp_path: Path) -> None:
-    class Break(keras.callbacks.Callback):  # type: ignore[misc]
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            if batch == 5:
-                raise KeyboardInterrupt
+class Break(keras.callbacks.Callback):  # type: ignore[misc]
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 5:
+            raise KeyboardInterrupt
 
+
+def test_files_are_never_overwritten_and_breaking_off_keeps_what_was(tmp_path: Path) -> None:
     net, monitor = model(scaled()), PrecisionMonitor(tmp_path, every=4, verbose=False)
     with pytest.raises(KeyboardInterrupt):
         fit(net, [monitor, Break()])
@@ -186,6 +189,27 @@ def test_files_are_never_overwritten_and_breaking_off_keeps_what_was(tmp_path: P
     assert len(of("loss", first)) == len(of("update", first)) == 5
     assert len(of("update", monitor.path)) == BATCHES
     assert not of("end", first)
+
+
+@pytest.mark.every_backend
+def test_a_monitor_that_is_collected_while_a_function_is_traced_writes_what_waits(tmp_path: Path) -> None:
+    monitors = [PrecisionMonitor(tmp_path, every=4, verbose=False)]
+    with pytest.raises(KeyboardInterrupt):
+        fit(model(scaled()), [*monitors, Break()])
+    path, collected = monitors[0].path, weakref.ref(monitors[0])
+
+    def traced(x: Any) -> Any:
+        monitors.clear()
+        gc.collect()
+        assert collected() is None
+        return x + 1
+
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        traced = tf.function(traced)
+    traced(keras.ops.ones(1))
+    assert len(of("update", path)) == 5
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on PyTorch")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import shlex
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -12,17 +14,31 @@ from typing import NoReturn, TypeVar
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.demos import Demo
 
+KERAS = (
+    "trains with Keras, and mezzo {} measures PyTorch models only. For Keras: mezzo compare --framework keras"
+)
 _UNKNOWN = "unrecognized arguments: "
 
 
+def folded(text: str, width: int) -> str:
+    """A text with its paragraphs folded to this width (at most 100); indented lines, such as commands, stay whole."""
+    wrap = textwrap.TextWrapper(min(width, 100), break_on_hyphens=False, break_long_words=False)
+    return re.sub(r"(?m)(^\S.*\n?)+", lambda found: wrap.fill(found[0]) + "\n", text.strip()).rstrip()
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return folded(text, width)
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, which prints docstrings unchanged, accepts no abbreviated option, and suggests fixes."""
+    """argparse's parser, which folds the text of docstrings, accepts no abbreviated option, and suggests fixes."""
 
     def __init__(self, prog: str, description: str | None) -> None:
         super().__init__(
             prog=prog,
             description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_HelpFormatter,
             allow_abbrev=False,
         )
 
@@ -50,6 +66,8 @@ class Parser(argparse.ArgumentParser):
         cut = rest.index("--") if "--" in rest else None
         if cut == 0:
             del rest[0]
+        elif rest and not named and self._near(rest[:1]):
+            self.error(f"{_UNKNOWN}{rest[0]}")
         elif rest and (named or rest[0].startswith("-")):
             self._refuse(rest if named else rest[:1], ours if named else [*ours, "train.py"])
         elif rest:

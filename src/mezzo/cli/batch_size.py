@@ -40,7 +40,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from mezzo.cli.arguments import add_target, target_of, whole
+from mezzo.cli.arguments import KERAS, add_target, target_of, whole
 from mezzo.compare.folder import check_ours, locked, writing
 from mezzo.compare.progress import Watcher, watcher
 from mezzo.compare.request import ScriptRequest, split_precisions
@@ -194,7 +194,8 @@ def _report(found: Mapping[str, BatchSizeResult], option: str) -> str:
     """Each precision's table, and then the recommendations."""
     lines: list[str] = []
     for precision, result in found.items():
-        lines += [precision, *result.table(), *(f"note: {note}" for note in result.notes), ""]
+        table = result.table() if result.trials else []
+        lines += [precision, *table, *(f"note: {note}" for note in result.notes), ""]
     first, reference = next(iter(found.items()))
     for precision, result in found.items():
         text = f"{precision}: {result.sentence(option)}"
@@ -292,6 +293,10 @@ def _search(request: BatchSizeRequest, precision: str, folder: Path, watch: _Dea
     elif size is None and request.sizes.until_flat and all(trial.fits for trial in trials):
         since, largest = request.sizes.flat_since(trials), max(trial.size for trial in trials)
         notes.append(f"samples/s have not risen since {since}. For larger sizes: --max {16 * largest}")
+    if any(one.fits for one in trials) and not any(one.seconds for one in trials):
+        notes.append(
+            f"no speed: the runs had too few steps to time. Use --steps {max(12, 2 * request.steps)}"
+        )
     return BatchSizeResult(tuple(trials), limit, device, tuple(notes), complete=not ended_early)
 
 
@@ -307,6 +312,8 @@ def _trial(script: str, size: int, finished: FinishedRun, status: int, limit: in
         raise ScriptError(
             f"{script} {how}. Is --vary the option of its batch size? Its output ended:\n{output}"
         )
+    if finished.memory is None and "keras" in finished.machine:
+        raise ScriptError(f"{script} {KERAS.format('batch-size')} {script}")
     if finished.memory is None:
         notes = "; ".join(finished.ended.notes if finished.ended else ())
         raise ScriptError(

@@ -26,6 +26,8 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +35,7 @@ from pathlib import Path
 from rich.console import Console
 
 import mezzo
-from mezzo.cli.arguments import add_target, folder_of, target_of, whole
+from mezzo.cli.arguments import KERAS, add_target, folder_of, target_of, whole
 from mezzo.cli.report import page
 from mezzo.compare.folder import forget_run, locked, writing
 from mezzo.compare.progress import Watcher, watcher
@@ -83,10 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
     policy = str(folder / POLICY)
     use = run_command(vars(request), "--policy", policy)
     prove = command("compare", vars(request), "--precision", policy)
-    print(f"{found}\n")  # not folded: a histogram is one line
+    width, indent = shutil.get_terminal_size((10_000, 24)).columns, " " * 14
+    for line in str(found).splitlines():  # a histogram stays one line
+        print(line if "|" in line else textwrap.fill(line, width, subsequent_indent=indent))
+    print()
     for label, value in (("Report:", report), ("Test it:", shlex.join(prove)), ("Use it:", shlex.join(use))):
         if value is not None:
-            print(f"{label:<13}{value}")
+            print(f"{label:<14}{value}")
     return 0
 
 
@@ -137,10 +142,7 @@ def calibrate_script(
             )
         except UsageError as error:
             if "keras" in finished.machine:
-                raise ScriptError(
-                    f"{request.target} trains with Keras, and mezzo calibrate measures PyTorch models only. For Keras: "
-                    f"mezzo compare --framework keras {request.target}"
-                ) from error
+                raise ScriptError(f"{request.target} {KERAS.format('calibrate')} {request.target}") from error
             notes = finished.ended.notes if finished.ended else []
             told = "".join(f" {note[0].upper()}{note[1:].rstrip('.')}." for note in notes)
             raise ScriptError(f"{request.target}: {error}.{told}") from error

@@ -18,8 +18,9 @@ The answer for each candidate is a plain line and one of four words:
   inconclusive  too few runs to tell, or too much noise
   divergent     worse than FP32, or the training broke
 
-The folder mezzo-compare-SCRIPT gets report.html, verdict.json, and the records and output of every run. After an
-interrupt, give the same command again to continue. After --seeds 1 or 2, the same command with more seeds continues.
+The output ends with the next command. The folder mezzo-compare-SCRIPT gets report.html, verdict.json, and the records
+and output of every run. After an interrupt, give the same command again to continue. After --seeds 1 or 2, the same
+command with more seeds continues.
 
 Exit status: 0 no candidate is divergent; 1 one is; 2 wrong usage, or a script that fails in FP32 or never trains.
 """
@@ -28,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,12 +40,11 @@ from rich.text import Text
 
 from mezzo.cli.arguments import add_target, folder_of, number, share, target_of, whole
 from mezzo.cli.report import page
-from mezzo.compare.answer import line
+from mezzo.compare.answer import metric_name, next_steps, written
 from mezzo.compare.comparison import compare
 from mezzo.compare.progress import watcher
 from mezzo.compare.request import FRAMEWORKS, Request, candidates
-from mezzo.core.commands import DEFAULT_MARGIN, compare_command
-from mezzo.core.comparison import ORDER, READING
+from mezzo.core.commands import DEFAULT_MARGIN
 from mezzo.core.errors import UsageError
 from mezzo.demos import DEMOS
 from mezzo.report import build
@@ -95,8 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(verdict, indent=2))
     else:
-        again = compare_command(request.asked(), str(folder), "--fresh")
-        show(Console(), verdict, report, again, arguments.verbose)
+        show(Console(), verdict, report, arguments.verbose)
     return int(any(one["parity"] == "divergent" for one in verdict["candidates"].values()))
 
 
@@ -133,12 +131,11 @@ MISSING = "-"
 MB = 1_000_000  # as the report writes it
 
 
-def show(
-    console: Console, verdict: Mapping[str, Any], report: Path | None, rerun: list[str], verbose: bool = False
-) -> None:
+def show(console: Console, verdict: Mapping[str, Any], report: Path | None, verbose: bool = False) -> None:
     """Print a plain line for each candidate, the numbers (a table on a terminal where it fits), and what to do next."""
     candidates: Mapping[str, Mapping[str, Any]] = verdict["candidates"]
-    wrap = not console.is_terminal
+    metric = metric_name(verdict["request"]["metric"])
+    piped = not console.is_terminal  # where one thing has one line
 
     def told(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -146,36 +143,32 @@ def show(
     console.print()
     for name, one in candidates.items():
         style = STYLES.get(one["parity"], "")
-        console.print(Text.assemble((f"{name}: ", "bold"), (line(one), style)), soft_wrap=True)
+        console.print(Text.assemble((f"{name}: ", "bold"), (one["plain"], style)), soft_wrap=piped)
     console.print()
-    table = _table(str(verdict["baseline"]), candidates)
+    table = _table(str(verdict["baseline"]), candidates, metric)
     wide = console.options.update(max_width=10_000)
     if console.is_terminal and console.measure(table, options=wide).maximum <= console.width:
         console.print(table)
     else:
         for name, one in candidates.items():
             console.print(Text(name, style="bold"))
-            for label, fp32, value in _rows(one):
-                if value != MISSING:
-                    told(f"  {label:<15}{value}{f'   (FP32 {fp32})' if fp32 else ''}")
+            rows = [row for row in _rows(one, metric) if row[2] != MISSING]
+            for label, fp32, value in rows:
+                told(f"  {label:<{max(15, len(metric) + 2)}}{value}{f'   (FP32 {fp32})' if fp32 else ''}")
     for name, one in candidates.items():
         for note in [one["reason"]] * verbose + one["notes"]:
-            console.print(Text(f"{name}: {note}", style="dim"), soft_wrap=wrap)
+            console.print(Text(f"{name}: {note}", style="dim"), soft_wrap=piped)
     console.print()
-    if report is not None:
-        told(f"Report: {report}")
-    told(f"Again:  {shlex.join(rerun)}")
-    best = min(candidates.values(), key=lambda one: (ORDER.index(one["parity"]), -(one["speedup"] or 0.0)))
-    if best["command"]:
-        told(f"Next:   {best['command']}")
+    for line in [f"Report: {report}"] * (report is not None) + next_steps(candidates):
+        told(line)
 
 
-def _table(baseline: str, candidates: Mapping[str, Mapping[str, Any]]) -> Table:
+def _table(baseline: str, candidates: Mapping[str, Mapping[str, Any]], metric: str) -> Table:
     """A row per quantity, a column per precision: eighty columns hold FP32 and two candidates."""
     table = Table("")
     for name in (baseline, *candidates):
         table.add_column(Text(name), justify="right")
-    for rows in zip(*map(_rows, candidates.values())):  # one quantity, each candidate
+    for rows in zip(*(_rows(one, metric) for one in candidates.values())):  # one quantity, each candidate
         ours = [value for _, _, value in rows]
         fp32 = next((value for _, value, _ in rows if value), "")
         if any(value != MISSING for value in ours):
@@ -183,8 +176,8 @@ def _table(baseline: str, candidates: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
-def _rows(one: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Each quantity: its name, FP32's value, the candidate's."""
+def _rows(one: Mapping[str, Any], metric: str) -> list[tuple[str, str, str]]:
+    """Each quantity: its name, FP32's value, the candidate's; `metric` is the metric's name."""
 
     def shown(key: str, form: str, missing: str = MISSING) -> str:
         return missing if one[key] is None else form.format(one[key])
@@ -197,17 +190,18 @@ def _rows(one: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         speed += shown("speedup_interval", " ({0[0]:.2f} to {0[1]:.2f})")
     if memory != MISSING:
         memory += f" ({size(one['peak_memory_bytes'])})"
+    our_metric, fp32_metric = written(one, "metric") or (MISSING, "")
+    our_loss, fp32_loss = written(one, "loss") or (shown("final_loss", "{:.5g}"), "")
     return [
         ("verdict", "", one["parity"]),
-        ("in words", "", READING[one["parity"]]),
-        ("metric", shown("fp32_metric", "{:.5g}", ""), shown("final_metric", "{:.5g}")),
-        ("final loss", shown("fp32_loss", "{:.5g}", ""), shown("final_loss", "{:.5g}")),
-        ("loss gap", "", shown("loss_gap", "{:+.2g}")),
-        ("90 % interval", "", shown("loss_gap_interval", "{0[0]:+.2g} to {0[1]:+.2g}")),
-        ("loss margin", "", shown("margin", "±{:.3g}")),
+        (metric, fp32_metric, our_metric),
         ("metric gap", "", shown("metric_gap", "{:+.2g}")),
         ("90 % interval", "", shown("metric_gap_interval", "{0[0]:+.2g} to {0[1]:+.2g}")),
         ("metric margin", "", shown("metric_margin", "±{:.3g}")),
+        ("final loss", fp32_loss, our_loss),
+        ("loss gap", "", shown("loss_gap", "{:+.2g}")),
+        ("90 % interval", "", shown("loss_gap_interval", "{0[0]:+.2g} to {0[1]:+.2g}")),
+        ("loss margin", "", shown("margin", "±{:.3g}")),
         ("speed", "1.00x" if one["speedup"] else "", speed),
         ("peak memory", size(one["fp32_peak_memory_bytes"]), memory),
         ("runs", "", f"{one['seeds']} x {one['steps']} steps" if one["steps"] else MISSING),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -44,7 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
         advice = {"precision": found.precision, "reasons": list(found.reasons)}
         print(json.dumps({"schema": 1, **data, "recommendation": advice}, indent=2, allow_nan=False))
         return 0
-    reasons = [textwrap.fill(one, 100, initial_indent="  ", subsequent_indent="  ") for one in found.reasons]
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    indent = " " * 14
+    lines = [
+        textwrap.fill(one, width, subsequent_indent=indent) if len(one) > width else one for one in lines
+    ]
+    reasons = [
+        textwrap.fill(one, width, initial_indent="  ", subsequent_indent="  ") for one in found.reasons
+    ]
     candidates = "bf16,fp16" if found.precision == "fp32" else found.precision
     print(*lines, f"\nUse {found.precision}", *reasons, sep="\n")
     print(f"\nTry it: mezzo compare --precision {candidates} train.py")
@@ -92,7 +100,8 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
     for name, line in lines.items():
         yield f"{name:<14}{line}"
     where = "on the CPU" if data["device"] == "cpu" else "on the GPU"
-    yield f"\nMeasured {where}, in GFLOP/s: median (and the range of the middle half of the repeats)"
+    yield ""
+    yield f"Measured {where}, in GFLOP/s: median (and the range of the middle half of the repeats)"
     kinds, cells = ["matmul", "conv step"], {}
     for row in data["measured"]:
         figures = (row["median"], row["low"], row["high"]) if row["repeats"] else ()
@@ -117,7 +126,8 @@ def _gpu_lines(model: GpuModel) -> Iterable[str]:
     yield f"{model.name}: {architecture(model.capability)}, compute capability {number}{size}"
     for form, peak in model.peaks.items():
         yield f"  {form:<6}{peak:>8g} TFLOP/s{'' if form == 'fp32' else '   tensor cores'}"
-    yield f"  {'dense peaks' if model.peaks else 'compute capability'} from: {model.source}"
+    if model.source != "--gpu":
+        yield f"  {'dense peaks' if model.peaks else 'compute capability'} from: {model.source}"
 
 
 def _gpu_json(model: GpuModel) -> dict[str, Any]:

@@ -174,13 +174,14 @@ def _format_lines(form: Format) -> Iterator[str]:
 
 
 def _table_lines(forms: Sequence[Format]) -> Iterator[str]:
-    row = "{:<8}{:>8}{:>14}{:>14}{:>17}{:>14}".format
-    yield row("format", "bits", "largest", "normal from", "subnormal from", "eps")
+    row = "{:<6}{:>8}{:>11}{:>12}{:>12}{:>11}".format
+    yield row("format", "bits", "largest", "normal", "subnormal", "eps")
     for form in forms:
         numbers = map(written, (form.max, form.smallest_normal, form.smallest_subnormal, form.eps))
         yield row(form.name, f"1/{form.nexp}/{form.nmant}", *numbers)
     yield ""
-    yield "bits: sign/exponent/mantissa; eps: the gap between 1 and the next number above."
+    yield "bits: sign/exponent/mantissa. normal, subnormal: the smallest number of each kind."
+    yield "eps: the gap between 1 and the next number above."
     yield "One format: mezzo formats fp16. A number in each: mezzo formats show 0.1"
 
 

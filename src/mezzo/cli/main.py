@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from types import ModuleType
 
 from mezzo import __version__
-from mezzo.cli.arguments import Parser
+from mezzo.cli.arguments import Parser, folded
 from mezzo.core.errors import MezzoError, UsageError, unknown_name
 
 VERBS = {
@@ -84,9 +86,13 @@ def _run(verb: str, words: list[str]) -> int:
 
 
 def _help() -> str:
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in VERBS.items())
-    return (
+    width = shutil.get_terminal_size().columns - 2
+    indent = " " * (max(map(len, VERBS)) + 4)
+    verbs = "\n".join(
+        textwrap.fill(summary, width, initial_indent=f"  {name}".ljust(len(indent)), subsequent_indent=indent)
+        for name, summary in VERBS.items()
+    )
+    return folded(
         "mezzo: train in bf16 or fp16 instead of FP32, and check that it did no harm\n\n"
         f"usage: mezzo COMMAND [...]\n\n{verbs}\n\n"
         "Start here:\n"
@@ -96,7 +102,8 @@ def _help() -> str:
         "  mezzo run --precision bf16 train.py --epochs 3       train your script in bf16\n\n"
         "Exit status: 0 success; 1 a finding (for example, a candidate is worse than FP32); 2 wrong usage, or a\n"
         "script that fails or never trains; 130 interrupted. `mezzo run` ends with the status of the script.\n\n"
-        "`mezzo COMMAND --help` explains a command and has examples."
+        "`mezzo COMMAND --help` explains a command and has examples.",
+        width,
     )
 
 

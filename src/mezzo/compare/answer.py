@@ -1,7 +1,8 @@
-"""The answer to "may I use it?" for one candidate: a plain line, and the next thing to do as a command to paste."""
+"""The answer to "may I use it?" for each candidate: a plain line; and what to do next, as a command to paste."""
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -10,40 +11,71 @@ from typing import Any
 
 from mezzo.compare.request import Request
 from mezzo.core.commands import command, compare_command, run_command
-from mezzo.core.comparison import FEWEST_FOR_TOST, READING
+from mezzo.core.comparison import FEWEST_FOR_TOST, ORDER, READING
 from mezzo.core.policy import policy
 
 MOST_RUNS = 30  # more are not suggested
 SAME = 1.05  # speeds that differ by less than this factor are called the same
+DIGITS = 5  # of a loss or a metric
 
 Candidate = Mapping[str, Any]
 
 
 def answer(name: str, one: Candidate, request: Request, folder: Path) -> dict[str, str]:
-    """The keys of `verdict.json` that answer in plain words: `plain`, and the next step as `advice` and `command`."""
+    """The keys of `verdict.json` that answer in plain words: `plain`, what to do next, and the command of a proof."""
     advice, words = _next_step(name, one, request, folder)
     plain = f"{_judged(one, request)}."
     if one["pairs"]:
         saved = f"{_memory(one['peak_memory_ratio'])}, {_speed(one, request)}."
         plain += f" {saved[0].upper()}{saved[1:]}"
-    return {"plain": plain, "advice": advice, "command": shlex.join(words)}
+    proof = shlex.join(_proof(name, one, request, folder))
+    return {"plain": plain, "advice": advice, "command": shlex.join(words), "proof": proof}
 
 
-def line(one: Candidate) -> str:
-    """A candidate's plain words, and the next step."""
-    return f"{one['plain']} {one['advice']}{': ' if one['command'] else '.'}{one['command']}"
+def next_steps(candidates: Mapping[str, Candidate]) -> list[str]:
+    """The next step of the best candidate, as lines: usable before others, then the fastest."""
+
+    def rank(one: Candidate) -> tuple[int, float, int]:
+        word = ORDER.index(one["parity"])
+        return max(word, 1), -round(one["speedup"] or 0.0, 1), word
+
+    best = min(candidates.values(), key=rank)
+    lines = [f"Next: {best['advice']}{':' if best['command'] else '.'}"]
+    if best["command"]:
+        lines.append(f"  {best['command']}")
+    if best["proof"]:
+        lines += ["Or prove that it is as good as FP32, in a new folder:", f"  {best['proof']}"]
+    return lines
+
+
+def metric_name(pattern: str | None) -> str:
+    """What the metric is called: the words with which its pattern begins."""
+    named = re.match(r"\W*(\w[\w @-]*\w)", re.sub(r"\\[A-Za-z]", " ", pattern or ""))
+    return named[1] if named else "metric"
+
+
+def written(one: Candidate, quantity: str) -> tuple[str, str] | None:
+    """A candidate's final loss or metric, and FP32's, with the same digits: no more than the script prints."""
+    values = one[f"final_{quantity}"], one[f"fp32_{quantity}"]
+    if None in values:
+        return None
+    largest, unit = max(map(abs, values)), ""
+    places = max(0, DIGITS - 1 - math.floor(math.log10(largest))) if largest else DIGITS
+    if quantity == "metric":
+        places, unit = min(places, one["metric_decimals"]), one["metric_unit"] and f" {one['metric_unit']}"
+    ours, fp32 = (f"{value:.{places}f}{unit}" if largest < 1e6 else f"{value:.{DIGITS}g}" for value in values)
+    return ours, fp32
 
 
 def _judged(one: Candidate, request: Request) -> str:
     word, cause = one["parity"], one["cause"]
     found = f"{READING[word]} ({one['seeds']} run{'s' * (one['seeds'] != 1)}"
-    # The metric's name: the words with which its pattern begins.
-    named = re.match(r"\W*(\w[\w @-]*\w)", request.metric or "")
-    label = named[1] if named else "metric"
+    label = metric_name(request.metric)
     if word == "equivalent":
         within = f"±{100 * one['margin_relative']:.3g} %"
         if one["metric_margin"] is not None:
-            within = f"±{one['metric_margin']:.3g} in {label} and {within} in loss"
+            points = " points" * (one["metric_unit"] == "%")
+            within = f"±{one['metric_margin']:.3g}{points} in {label} and {within} in loss"
         found = found.replace(" (", f" within {within} (")
     elif cause:
         found = "failed" if one["failed"] else "can't tell" if word == "inconclusive" else READING[word]
@@ -52,10 +84,11 @@ def _judged(one: Candidate, request: Request) -> str:
         found += ", not proof)" if word == "consistent" else ")"
     if request.seeds < FEWEST_FOR_TOST and word != "divergent":
         found = f"quick look, {found}"
-    if one["final_metric"] is not None and one["fp32_metric"] is not None:
-        found += f", {label} {one['final_metric']:.5g} (FP32 {one['fp32_metric']:.5g})"
-    if word == "divergent" and not cause:
-        found += f", loss {one['final_loss']:.5g} (FP32 {one['fp32_loss']:.5g})"
+    metric, loss = written(one, "metric"), written(one, "loss")
+    if metric is not None:
+        found += f", {label} {metric[0]} (FP32 {metric[1]})"
+    if loss is not None and (metric is None or (word == "divergent" and not cause)):
+        found += f", loss {loss[0]} (FP32 {loss[1]})"
     return found
 
 
@@ -73,11 +106,22 @@ def _speed(one: Candidate, request: Request) -> str:
     if interval[0] > 1 / SAME and interval[1] < SAME:
         return "same speed"
     if one["speed_word"] not in ("faster", "slower"):
-        return "speed unclear"
+        return "speed unclear" + " (1 run)" * (len(one["pairs"]) == 1)
     factor = max(speed, 1 / speed)
     if request.seeds < FEWEST_FOR_TOST:
         return f"about {factor:.2g}x {one['speed_word']}"
     return f"{factor:.{1 + (factor < 1.2)}f}x {one['speed_word']}"
+
+
+def _proof(name: str, one: Candidate, request: Request, folder: Path) -> list[str]:
+    """The words of the command that could prove the candidate equal; none if it would take too many runs."""
+    needed = [one[key] for key in ("pairs_needed", "metric_pairs_needed") if one[key]]
+    if one["parity"] != "consistent" or request.demo or not needed or max(needed) > MOST_RUNS:
+        return []
+    seeds = max(request.seeds + 1, *needed)
+    return compare_command(
+        {**request.asked(), "precisions": [name], "seeds": seeds}, f"{folder}-{seeds}-seeds"
+    )
 
 
 def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tuple[str, list[str]]:
@@ -85,30 +129,34 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
     asked, word, keras = request.asked(), one["parity"], request.framework == "keras"
     if word == "divergent":
         if keras:
-            return "Train in FP32, or compare another precision", []
+            return "train in FP32, or compare another precision", []
         if one["failed"]:
-            return "For the whole traceback", run_command(asked, "--precision", name)
+            return f"see the whole error of {name}", run_command(asked, "--precision", name)
         if one["loss_gap"] is None and policy(name).compute == "fp16":
-            return "Find the overflow", run_command(asked, "--watch", "--precision", name)
-        return "Find the modules that need FP32", command("calibrate", asked)
+            return f"find the overflow in {name}", run_command(asked, "--watch", "--precision", name)
+        return "find the modules that need FP32", command("calibrate", asked)
     if request.seeds < FEWEST_FOR_TOST:
         more = {**asked, "seeds": FEWEST_FOR_TOST}
-        return "For 3 runs (finished runs are kept)", compare_command(more, str(folder))
+        its = request.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
+        out = "" if str(folder) == f"mezzo-compare-{its}" else str(folder)
+        return "make 3 runs (finished runs are kept)", compare_command(more, out)
     if word == "inconclusive":
         if one["cause"]:
-            return "Let the script train for a fixed number of steps", []
+            return "let the script train for a fixed number of steps", []
         found = [needed for key in ("pairs_needed", "metric_pairs_needed") if (needed := one[key])]
         seeds = max([request.seeds + 1, *(found or [2 * request.seeds])])
         if seeds > MOST_RUNS:
             other = "test on more data" if request.metric else "judge by a metric (--metric)"
-            return f"About {seeds} runs could tell. Train longer, or {other}", []
+            return f"train longer, or {other}. With this script only about {seeds} runs could tell", []
         more = {**asked, "precisions": [name], "seeds": seeds}
-        return "More runs", compare_command(more, f"{folder}-{seeds}-seeds")
+        return f"make {seeds} runs of {name}, in a new folder", compare_command(
+            more, f"{folder}-{seeds}-seeds"
+        )
     saves = one["peak_memory_ratio"] is not None and one["peak_memory_ratio"] < 0.995
     if one["speed_word"] != "faster" and not saves:
-        return "No saving was measured. Which precision is fast here", ["mezzo", "doctor"]
+        return "see which precision is fast here, since nothing was saved", ["mezzo", "doctor"]
     if request.demo:
-        return "Now your script", ["mezzo", "compare", "--precision", name, "train.py"]
+        return "compare your own script", ["mezzo", "compare", "--precision", name, "train.py"]
     if keras:
-        return f"Use it: call mezzo.keras.set_policy({name!r}) before the model is built", []
-    return "Use it", run_command(asked, "--precision", name)
+        return f"call mezzo.keras.set_policy({name!r}) before the model is built", []
+    return f"use {name}", run_command(asked, "--precision", name)

@@ -105,7 +105,10 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
             told.begin(plan.name, index, len(planned), steps)
             forget_run(folder, plan.name)
             options = {"seed_offset": plan.seed, "nudge": plan.nudge, "observe": not plan.nudge}
-            child = request.child(folder, plan.name, plan.precision, **options)
+            checked = request.patterns if plan.precision == BASELINE else ()
+            child = request.child(
+                folder, plan.name, plan.precision, refuse_own=True, patterns=checked, **options
+            )
             try:
                 run, status = run_to_end(command, child, told)
             except BaseException:
@@ -133,8 +136,9 @@ def _kept(folder: Path, name: str, told: Watcher) -> FinishedRun:
 
 def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, status: int) -> None:
     """Raise what ends the comparison: FP32's failures, and those that say nothing about a precision."""
-    refused = _refused(run, status)
-    if run.succeeded and not refused:
+    refused, notes = _refused(run, status), run.ended.notes if run.ended else []
+    own = next((index for index, note in enumerate(notes) if note.startswith(LEFT_ALONE)), None)
+    if run.succeeded and not refused and own is None:
         return
     try:
         if NO_SPACE in run.failure() or shutil.disk_usage(folder).free < LEAST_SPACE:
@@ -144,6 +148,11 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
                 f"run {plan.name} was killed by signal {-status} (9 often means that the system ran out of memory). "
                 "Finished runs are kept: give the same command again to continue."
             )
+        if own is not None:
+            cause = notes[own].removeprefix(LEFT_ALONE)
+            raise ScriptError(f"{request.target} {_has_its_own(request, cause, notes[own + 1])}")
+        if refused and plan.precision == BASELINE:  # of a candidate's pattern
+            raise UsageError(refused)
         if refused:
             raise UnsupportedPrecisionError(f"{plan.precision} cannot run here: {refused}")
         if plan.precision == BASELINE:
@@ -172,12 +181,6 @@ def _check_baseline(request: Request, run: FinishedRun) -> None:
         raise ScriptError(f"{request.target} {mistaken}.{_ending(run, _USAGE)}")
     losses = np.array([record.loss for record in run.losses])
     if not losses.size:
-        notes = run.ended.notes if run.ended else []
-        own = next((note for note in notes if note.startswith(LEFT_ALONE)), None)
-        if own is not None:
-            raise ScriptError(
-                f"{request.target} {_has_its_own(request, own.removeprefix(LEFT_ALONE), notes)}"
-            )
         raise ScriptError(f"{request.target} {its.untrained}{_ending(run, _USAGE)}")
     if not np.isfinite(losses).all():
         step = int(np.flatnonzero(~np.isfinite(losses))[0])
@@ -190,14 +193,14 @@ def _check_baseline(request: Request, run: FinishedRun) -> None:
         raise UsageError(f"--metric {request.metric!r} does not match the output of the script.{ending}")
 
 
-def _has_its_own(request: Request, cause: str, notes: Sequence[str]) -> str:
+def _has_its_own(request: Request, cause: str, fix: str) -> str:
     """The error, after the script's name, for one that uses mixed precision itself; `cause` says which, and where."""
-    if "autocast" not in cause and "GradScaler" not in cause:
-        return f"is left alone by Mezzo, since {cause}. There is no FP32 run to compare with. {' '.join(notes[1:])}"
+    why = f"cannot be compared: {cause}, so it has no FP32 run to compare with. The run ended there"
+    if "mezzo." in cause or not any(name in cause for name in ("autocast", "GradScaler")):
+        return f"{why}; {fix}"
     off = shlex.join(compare_command({**request.asked(), "argv": [*request.argv, "--no-amp"]}))
     return (
-        f"cannot be compared: {cause}, so Mezzo leaves it alone: there is no FP32 run. Switch that off, in one of "
-        f"two ways.\nWith an option of the script, such as --no-amp:  {off}\n"
+        f"{why}. Switch that off, in one of two ways.\nWith an option of the script, such as --no-amp:  {off}\n"
         "In the script:  torch.autocast(..., enabled=False) and GradScaler(enabled=False)"
     )
 

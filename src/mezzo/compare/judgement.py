@@ -45,8 +45,8 @@ def _margins(request: Request, baseline: Mapping[int, FinishedRun]) -> Margins:
     metric = request.how_metric
     if metric is None:
         return Margins(request.margin)
-    found = [value for run in baseline.values() if (value := run.metric(metric)) is not None]
-    return metric.margins(request.margin, any(percent or abs(value) > 1.5 for value, percent in found))
+    found = [one for run in baseline.values() if (one := run.metric(metric)) is not None]
+    return metric.margins(request.margin, any(one.percent or abs(one.value) > 1.5 for one in found))
 
 
 def _candidate(
@@ -72,6 +72,7 @@ def _candidate(
         between = "95 % interval {:.2f} to {:.2f}".format(*fast.interval)
         reason += f" Speed: {fast.speedup:.2f}x that of FP32 ({between}): {fast.word}."
     loss = judged.loss
+    printed = [one for run in [*baseline.values(), *runs.values()] if (one := run.metric(request.how_metric))]
     status = 0 if failed is None else failed.ended.status if failed.ended is not None else None
     found: dict[str, Any] = strict(
         {
@@ -89,6 +90,8 @@ def _candidate(
             "loss_gap_relative": loss.gap / abs(loss.baseline) if loss and loss.baseline else None,
             "resolution": loss.resolution if loss else None,
             **_quantity(judged.metric, "metric", "metric_"),
+            "metric_decimals": max((one.decimals for one in printed), default=0) if judged.metric else None,
+            "metric_unit": ("%" if any(one.percent for one in printed) else "") if judged.metric else None,
             "metric_better": ("higher" if margins.metric_higher else "lower") if judged.metric else None,
             "steps": int(statistics.median(run.steps for run in finished.values())) if finished else 0,
             "skipped_steps": sum(update.skipped for run in runs.values() for update in run.updates),

@@ -10,11 +10,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mezzo.core.comparison import NOISE_WIDTH
+from mezzo.core.comparison import SINGLE_PAIR_FACTOR
 from mezzo.core.equivalence import t_quantile
 from mezzo.core.errors import UsageError
 from mezzo.core.records import LossRecord, UpdateRecord
@@ -89,7 +91,7 @@ def speed(
         means = ratios.mean() + (between + within).mean(axis=-1)
     else:
         own = [np.log(np.median(usable[0][0]) / np.median(one)) for one in twins if len(one) >= FEWEST_STEPS]
-        drift = NOISE_WIDTH * max(map(abs, own), default=0.0)
+        drift = SINGLE_PAIR_FACTOR * max(map(abs, own), default=0.0)
         means = np.concatenate([means - drift, means + drift])
     low, high = np.exp(np.quantile(means, [1 - level, level]))
     middle = float(np.exp(ratios.mean()))
@@ -113,6 +115,14 @@ LESS_IS_BETTER = (
     "loss", "err", "perplexity", "ppl", "mse", "mae", "nll", "bpc", "bpb", 
     "wer", "cer", "fid", "distance", "entropy",
 )  # fmt: skip
+
+
+class Reading(NamedTuple):
+    """A metric as a script printed it."""
+
+    value: float
+    percent: bool  # whether a percent sign follows it
+    decimals: int
 
 
 @dataclass(frozen=True)
@@ -147,8 +157,8 @@ class Metric:
             return not any(word in self.pattern.lower() for word in LESS_IS_BETTER)
         return self.better == "higher"
 
-    def read(self, text: str) -> tuple[float, bool] | None:
-        """The last match's number, and whether a percent sign follows it; None if nothing matches."""
+    def read(self, text: str) -> Reading | None:
+        """The last match's number; None if nothing matches."""
         matches = list(re.finditer(self.pattern, text, re.MULTILINE))
         if not matches:
             return None
@@ -160,7 +170,9 @@ class Metric:
                 f"--metric {self.pattern!r}: its group matched {found!r}, which is not a number. Put the first pair of "
                 "parentheses around the number only. Example: --metric 'accuracy: ([0-9.]+)'"
             ) from None
-        return value, found.endswith("%") or re.match(r"\s*%", text[matches[-1].end(1) :]) is not None
+        percent = found.endswith("%") or re.match(r"\s*%", text[matches[-1].end(1) :]) is not None
+        exponent = Decimal(found.rstrip("%")).as_tuple().exponent
+        return Reading(value, percent, max(0, -exponent) if isinstance(exponent, int) else 0)
 
     def margins(self, loss: float, percent: bool) -> Margins:
         """The margins of a comparison; the metric's default is 0.2 points, or the loss's share if less is better."""

@@ -156,6 +156,13 @@ class Request(ScriptRequest):
     def how_metric(self) -> Metric | None:
         return Metric(self.metric, self.metric_better, self.metric_margin) if self.metric else None
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The module patterns of all candidates; Keras checks its own when a model is built."""
+        if self.framework != "pytorch":
+            return ()
+        return tuple(dict.fromkeys(path for name in self.precisions for path, _ in policy(name).modules))
+
     def asked(self) -> dict[str, Any]:
         """What a command line has to say: every field, without the metric that belongs to a demo."""
         known = self.demo is not None and DEMOS[self.demo].metric == self.metric
@@ -215,8 +222,19 @@ def candidates(words: Sequence[str], by: str = "pytorch") -> tuple[tuple[str, ..
 def differences(declared: dict[str, Any], before: dict[str, Any]) -> dict[str, str]:
     """The changes from an earlier declaration: each key, and the change in words."""
     changed = [key for key in sorted({*declared, *before}) if declared.get(key) != before.get(key)]
-    names = {"argv": "the script's argument list", "precisions": "--precision", "seeds": "--seeds"}
-    since = {"script_sha256": declared["target"], "policies": "a policy"}
+    since = {"script_sha256": declared["target"]}
+    if "policies" in changed:  # other precisions have other policies: a change is one of the same name
+        ours, theirs = ({**one.get("policies", {})} for one in (declared, before))
+        edited = [name for name, policy in ours.items() if theirs.get(name, policy) != policy]
+        since["policies"] = f"policy {', '.join(edited)}"
+        changed = [key for key in changed if edited or key != "policies"]
+    options = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(Request)}
+    names = {
+        **options,
+        "argv": "the script's argument list",
+        "target": "the script",
+        "precisions": "--precision",
+    }
     return {
         key: f"{since[key]} has changed since"
         if key in since
@@ -226,7 +244,13 @@ def differences(declared: dict[str, Any], before: dict[str, Any]) -> dict[str, s
 
 
 def _text(value: Any) -> str:
-    return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+    return (
+        " ".join(map(str, value)) or "none"
+        if isinstance(value, list)
+        else "none"
+        if value is None
+        else str(value)
+    )
 
 
 def read_request(path: Path) -> dict[str, Any]:

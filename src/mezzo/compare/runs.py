@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mezzo.compare.measure import Floats, Metric, step_times
+from mezzo.compare.measure import Floats, Metric, Reading, step_times
 from mezzo.compare.progress import Watcher
 from mezzo.core import records
 from mezzo.core.verdict import RunResult
@@ -170,15 +170,15 @@ class FinishedRun:
         """The lines that the script printed, without those that TensorFlow's libraries log by themselves."""
         return [line for line in self.output.rstrip().splitlines() if not CHATTER.match(line)]
 
-    def metric(self, metric: Metric | None) -> tuple[float, bool] | None:
-        """The final metric, and whether it is in percent; None without a pattern or a match."""
+    def metric(self, metric: Metric | None) -> Reading | None:
+        """The final metric; None without a pattern or a match."""
         return metric.read(self.output) if metric else None
 
     def result(self, metric: Metric | None = None) -> RunResult:
         found = self.metric(metric)
         return RunResult(
             losses=np.array([record.loss for record in self.losses], dtype=np.float64),
-            metric=found[0] if found else None,
+            metric=found.value if found else None,
             moved=sum(update.moved for update in self.updates) if self.updates else None,
             skipped=sum(update.skipped for update in self.updates),
             reruns=sum(int(again[1]) for update in self.updates if (again := RERUNS.match(update.reason))),

@@ -12,6 +12,7 @@ from itertools import pairwise
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import Format, named
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale, power_text
+from mezzo.core.notebook import html_table
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import is_pattern
@@ -57,12 +58,10 @@ class ModuleSensitivity:
     lowest: str
 
     def _cell(self, format: str) -> str:
-        change = self.changes.get(format)
-        if change is None or math.isfinite(change):
-            over = "" if format in self.bears else " over"
-            return f"{format} -" if change is None else f"{format} {change:.2g}{over}"
-        cause = self.causes.get(format)
-        return f"{format} overflow in {cause}" if cause else f"{format} not finite"
+        change, cause = self.changes[format], self.causes.get(format)
+        if math.isfinite(change):
+            return f"{format} {'ok' if format in self.bears else 'over'} ({change:.3g})"
+        return f"{format} overflows in {cause}" if cause else f"{format} not finite"
 
 
 @dataclass(frozen=True)
@@ -90,13 +89,13 @@ class Sensitivity:
     def lines(self) -> list[str]:
         """An explanation, a line for each of the `SHOWN` most sensitive modules, and the notes."""
         found = [
-            "lowest format within the limit for each module, expected change of the loss in each format, the largest "
-            f"first (limit {self.limit:.2g}: {self.margin:.1%} of the loss {self.loss:.3g} / sqrt({len(self.modules)} "
-            "modules))"
+            "expected change of the loss if one module alone is rounded to a format, the most sensitive module first; "
+            f"over: above the limit {self.limit:.3g} ({self.margin:.1%} of the loss {self.loss:.3g}, over the root of "
+            f"the number of modules, {len(self.modules)})"
         ]
         for one in self.modules[:SHOWN]:
-            cells = ", ".join(map(one._cell, self.formats))
-            found.append(f"{one.module or '(the model)'}: {one.lowest} ({cells})")
+            cells = ", ".join(one._cell(format) for format in self.formats if format in one.changes)
+            found.append(f"{one.module or '(the model)'}: {cells}")
         if self.modules[SHOWN:]:
             found.append(f"{len(self.modules[SHOWN:])} less sensitive modules are in calibration.json")
         return found + self.notes
@@ -172,23 +171,34 @@ class Recommendation:
         head = [f"Recommended by mezzo calibrate from {self.steps} steps in FP32.", *reasons]
         return "".join(f"# {line}\n" for line in head) + policy_of(self.policy).to_toml()
 
+    def __repr__(self) -> str:
+        return f"Recommendation({self.policy!r}, steps={self.steps})"
+
+    def _repr_html_(self) -> str:
+        rows = [("policy", self.policy), ("format", f"{self.format}: {self.why}")]
+        if self.format == "fp16":
+            rows.append(("loss scale", f"dynamic from {power_text(self.start)}"))
+            rows += [("keep in FP32", f"{one.name}: {one.why}") for one in self.kept]
+        return html_table(repr(self), rows + [("note", note) for note in self.notes])
+
     def __str__(self) -> str:
         """The recommendation and the ranking: lines of a label and a value, each histogram below its tensor."""
         shift = shift_of(self.start)
         scale = f"fp16: dynamic from {power_text(self.start)}, or constant {power_text(self.constant)}"
         label, kept_as = "keep in FP32", ""
         if self.format != "fp16":
-            scale = f"none: {self.format} needs none ({scale})"
+            scale = f"none is needed in {self.format} (in {scale})"
             label, kept_as = "for fp16", " would have to stay in FP32"
         rows = [("format", f"{self.format}: {self.why}"), ("loss scale", scale)]
-        for one in self.sources:
-            rows += [("", str(one)), ("", exponent_strip(one.histogram, "fp16", shift))]
         unscaled, scaled = percent(self.lost()), percent(self.lost(self.start))
-        lost = f"{unscaled} to zero without a loss scale, {scaled} with {power_text(self.start)}"
+        lost = f"{unscaled} to zero without a loss scale, {scaled} at loss scale {power_text(self.start)}"
         rows += [
-            ("gradients", f"all: fp16 rounds {lost}"),
+            ("gradients", f"of all gradients, fp16 rounds {lost}"),
             ("", exponent_strip(self.gradients, "fp16", shift)),
         ]
+        for one in self.sources:
+            where = f"the largest {one.what} is {one.histogram.largest:.4g}, in {one.tensor}"
+            rows += [("", where), ("", exponent_strip(one.histogram, "fp16", shift))]
         for kept in self.kept:
             op = f" (in the policy: op.{kept.op}=fp32)" if kept.by_op else ""
             rows.append((label, f"{kept.name}{kept_as}: {kept.why}{op}"))
@@ -196,13 +206,13 @@ class Recommendation:
                 by = shift if kept.evidence.what in GRADIENTS else 0
                 rows.append(("", exponent_strip(kept.evidence.histogram, "fp16", by)))
         if not self.kept:
-            rows.append(("keep in FP32", "no module: in these steps nothing overflowed fp16"))
+            rows.append((label, f"no module{kept_as}: in these steps no number was beyond fp16's range"))
         rows.append(("policy", self.policy))
         if self.sensitivity is not None:
             title, *lines = self.sensitivity.lines()
             rows += [("sensitivity", title), *(("", line) for line in lines)]
         rows += [("note", note) for note in self.notes]
-        return "\n".join(f"{label:<13}{value}" for label, value in rows)
+        return "\n".join(f"{label + ':' if label else '':<14}{value}" for label, value in rows)
 
 
 def check_format(format: str | None) -> None:

@@ -32,9 +32,10 @@ def compare_command(request: Mapping[str, Any], out: str = "", *options: str) ->
     if not request.get("demo") and request.get("framework", "pytorch") != "pytorch":
         words += ["--framework", str(request["framework"])]
     precisions = request["precisions"]
-    # One option for each: a policy such as "params=fp32,compute=bf16" contains a comma.
-    for one in precisions if isinstance(precisions, (list, tuple)) else [precisions]:
-        words += ["--precision", str(one)]
+    names = list(map(str, precisions)) if isinstance(precisions, (list, tuple)) else [str(precisions)]
+    # One option for each policy: "params=fp32,compute=bf16" contains a comma.
+    for one in names if "=" in "".join(names) else [",".join(names)]:
+        words += ["--precision", one]
     for key in ("seeds", "margin", "metric", "metric_better", "metric_margin"):
         if request.get(key) not in (None, "", "auto", DEFAULT_MARGIN):
             words += [f"--{key.replace('_', '-')}", str(request[key])]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from mezzo.core.overflow import OverflowReport
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
+_Class = TypeVar("_Class", bound=type)
 
 
 class MezzoError(Exception):
@@ -98,20 +99,30 @@ def unknown_name(
     return error(f"{where}unknown {kind} {received!r}. Use one of {', '.join(names)}.{fix}")
 
 
+def unknown_argument(function: Callable[..., Any], received: str) -> UnknownNameError:
+    """The error for a keyword argument that the function does not have."""
+    code = function.__code__
+    allowed = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]) - {"self"}
+    where = function.__qualname__.removesuffix(".__init__")
+    return unknown_name("argument", received, allowed, where=f"{where}(...): ", error=UnknownArgumentError)
+
+
 def checks_keywords(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
     """A decorator: an unknown keyword argument raises UnknownArgumentError, with the nearest right name."""
     code = function.__code__
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    allowed = frozenset(names) - {"self"}
-    where = function.__qualname__.removesuffix(".__init__")
+    allowed = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
         for name in kwargs:
             if name not in allowed:
-                raise unknown_name(
-                    "argument", name, allowed, where=f"{where}(...): ", error=UnknownArgumentError
-                )
+                raise unknown_argument(function, name)
         return function(*args, **kwargs)
 
     return checked
+
+
+def checks_fields(cls: _Class) -> _Class:
+    """`checks_keywords` for the constructor that `dataclass` made."""
+    cls.__init__ = checks_keywords(cls.__init__)  # type: ignore[misc]
+    return cls

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import numpy as np
 
-from mezzo.core.errors import LossScaleCollapseError, UsageError, unknown_name
+from mezzo.core.errors import LossScaleCollapseError, UsageError, checks_fields, unknown_name
 from mezzo.core.formats import floor_log2, named
 
 # The inverse of a scale must be a normal FP32 number, too.
@@ -115,6 +115,7 @@ class NoLossScale(_Scale):
     scale: ClassVar[float] = 1.0
 
 
+@checks_fields
 @dataclass(frozen=True)
 class StaticLossScale(_Scale):
     """A constant loss scale S. A step whose gradients are not finite is skipped.
@@ -187,6 +188,7 @@ class StaticLossScale(_Scale):
         return replace(self, skips=0)
 
 
+@checks_fields
 @dataclass(frozen=True)
 class DynamicLossScale(_Scale):
     """A loss scale S that grows after a number of good steps, falls on overflow, and stays within bounds.

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from mezzo.core.compute import COMPUTE, GRANULARITIES, activations_of
-from mezzo.core.errors import UnknownNameError, UsageError, did_you_mean, unknown_name
-from mezzo.core.loss_scale import LossScale
+from mezzo.core.errors import (
+    UnknownArgumentError,
+    UnknownNameError,
+    UsageError,
+    checks_fields,
+    did_you_mean,
+    unknown_name,
+)
+from mezzo.core.loss_scale import LossScale, power_text
 from mezzo.core.masters import MASTERS, STATE_FORMATS, storage_of, usual_masters
 from mezzo.core.policy_text import (
     KEYS,
     Entry,
+    ignore_output,
     is_pattern,
     loss_scale_of,
     matches,
@@ -35,7 +44,6 @@ HIDDEN = ("auto", "fp32", "compute")
 _ALLOWED = {
     "compute": ("format", COMPUTE_FORMATS),
     "params": ("format", (*STORED_FORMATS, "auto")),
-    "output": ("format", STORED_FORMATS),
     "masters": ("kind of masters", (*MASTERS, "auto")),
     "state": ("state format", STATE_FORMATS),
     "scaling": ("fp8 scaling", GRANULARITIES),
@@ -60,6 +68,7 @@ class Decision:
     remedy: str = ""
 
 
+@checks_fields
 @dataclass(frozen=True, repr=False)
 class Policy:
     """The number format of every op, module, parameter and optimizer state of a training run. Frozen and hashable.
@@ -70,7 +79,7 @@ class Policy:
         compute: the format of ops under the rule `lower`: fp32, tf32, bf16, fp16, fp8, or auto until `resolved`.
         params: the format in which parameters are stored: fp32, bf16, fp16, or auto, which becomes the format of
             `activations` where `masters` are named and fp32 elsewhere. Normalizations keep FP32 parameters.
-        output: the format of floating tensors that leave the model: fp32, bf16 or fp16.
+        output: ignored; version 0.1 had it.
         loss_scale: ``none``; ``dynamic``, with any setting of `DynamicLossScale` as in ``dynamic(init=1024)``; a number
             (``1024``, ``2**10``) for a constant; or ``auto``, which becomes ``dynamic`` where anything is computed
             in fp16 and ``none`` elsewhere, once `compute` is known.
@@ -97,7 +106,7 @@ class Policy:
 
     compute: str = "fp32"
     params: str = "auto"
-    output: str = "fp32"
+    output: InitVar[str] = "fp32"
     loss_scale: str = "auto"
     ops: tuple[tuple[str, str], ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
@@ -107,7 +116,8 @@ class Policy:
     scaling: str = "tensorwise"
     hidden: str = "auto"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, output: str) -> None:
+        ignore_output(output)
         given = [Entry(key, "", str(getattr(self, key)), "") for key in KEYS]
         given += [Entry("op", name, rule, "") for name, rule in _pairs(self.ops)]
         given += [Entry("module", name, fmt, "") for name, fmt in _pairs(self.modules)]
@@ -123,13 +133,11 @@ class Policy:
         params, masters = storage_of(self.activations, self.params, self.masters)
         object.__setattr__(self, "params", params)
         object.__setattr__(self, "masters", masters)
-        for key in ("params", "output"):
-            if {self.activations, getattr(self, key)} == {"bf16", "fp16"}:
-                raise UsageError(
-                    f"policy 'compute={self.compute},{key}={getattr(self, key)}': values would pass between "
-                    "two 16-bit formats, and lose range in fp16 and digits in bf16. "
-                    f"Use {key}=fp32 or {key}={self.activations}."
-                )
+        if {self.activations, params} == {"bf16", "fp16"}:
+            raise UsageError(
+                f"policy 'compute={self.compute},params={params}': values would pass between two 16-bit formats, and "
+                f"lose range in fp16 and digits in bf16. Use params=fp32 or params={self.activations}."
+            )
         if self.loss_scale == "auto" and self.compute != "auto":
             object.__setattr__(self, "loss_scale", "dynamic" if "fp16" in self.computed else "none")
 
@@ -161,8 +169,8 @@ class Policy:
 
     @property
     def is_fp32(self) -> bool:
-        """Whether parameters, outputs, every op, every module and the optimizer's state are FP32."""
-        return self.computed | {self.params, self.output, self.state} == {"fp32"}
+        """Whether parameters, every op, every module and the optimizer's state are FP32."""
+        return self.computed | {self.params, self.state} == {"fp32"}
 
     @property
     def activations(self) -> str:
@@ -181,6 +189,12 @@ class Policy:
         if "fp16" in self.computed and self.loss_scale == "none":
             notes.append(
                 "fp16 without a loss scale: gradients under 2^-25 become zero. loss_scale=dynamic keeps them."
+            )
+        scale = loss_scale_of(self.loss_scale).scale if self.loss_scale[0].isdigit() else 1.0
+        if math.frexp(scale)[0] != 0.5:
+            near = power_text(2.0 ** round(math.log2(scale)))
+            notes.append(
+                f"loss_scale={scale:g} rounds every gradient; a power of two such as {near} does not."
             )
         wide = (Rule.FP32, Rule.BANNED)
         for op, rule in () if self.is_fp32 else self.ops:
@@ -260,7 +274,7 @@ class Policy:
         return {bare(op): Rule(rule) for op, rule in self.ops}
 
 
-def policy(spec: object) -> Policy:
+def policy(spec: object, **settings: object) -> Policy:
     """Read a policy. Equal policies are equal values, however they were written.
 
     Args:
@@ -272,9 +286,14 @@ def policy(spec: object) -> Policy:
         UsageError: an unknown name or a contradiction; see `Policy` and `Policy.from_toml`.
 
     Example:
-        >>> policy("compute=bf16,output=float32") == policy("bf16-mixed") == policy("bf16")
+        >>> policy("compute=bf16,state=float32") == policy("bf16-mixed") == policy("bf16")
         True
     """
+    if settings:
+        text = ",".join([str(spec), *(f"{key}={value}" for key, value in settings.items())])
+        raise UnknownArgumentError(
+            f"settings are part of the policy's text: mezzo.policy({str(policy(text))!r})"
+        )
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, os.PathLike) or (isinstance(spec, str) and spec.endswith(".toml")):

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
@@ -51,7 +52,12 @@ PRECISION_NAMES: Mapping[str, str] = {
     "bf16-mixed": "bf16",  # Lightning's
 }
 """Other names of the precisions, accepted wherever a precision is given."""
-KEYS = ("compute", "params", "masters", "state", "output", "loss_scale", "recompute", "scaling", "hidden")
+_WEIGHTS = {
+    "bf16-true": "bf16 weights without FP32 masters. Use 'bf16,masters=none', or 'bf16,masters=split' with masters",
+    "16-true": "fp16 weights without FP32 masters, which would lose small updates. Use 'fp16,masters=fp32'",
+}
+"""Lightning's names for 16-bit weights, and what they mean."""
+KEYS = ("compute", "params", "masters", "state", "loss_scale", "recompute", "scaling", "hidden")
 
 # What a user may set in `dynamic(...)`, or in another kind that moves, with its default: all but the state.
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -59,6 +65,9 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     for kind, cls in KINDS.items()
     if cls not in (NoLossScale, StaticLossScale)
 }
+
+# Another separator than a comma, before a key.
+_NO_COMMA = re.compile(rf"(?<=[^\s,])\s*[;\s]\s*(?=(?:{'|'.join(KEYS)}|(?:op|module)\.[^\s=]+)\s*=)")
 
 _COMPONENT = r"""[^\s.,=()"'#\[\]]+"""
 _PATTERN = re.compile(rf"{_COMPONENT}(?:\.{_COMPONENT})*")
@@ -86,10 +95,16 @@ def precision_name(value: object) -> str:
 def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
     """The entries of a short string: a preset's name first, if any, then `key=value` parts."""
     where = f"policy {text!r}: "
+    if _NO_COMMA.search(text):
+        raise UsageError(
+            f"{where}settings are separated by commas. Write {_NO_COMMA.sub(',', text.strip())!r}."
+        )
     entries = []
     for index, part in enumerate(re.split(r",(?![^(]*\))", text)):  # commas outside parentheses
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if equals:
+        if key == "output":
+            ignore_output(value)
+        elif equals:
             entries.append(_entry(key, value, where))
         elif index == 0 and precision_name(key) in presets:
             entries.append(Entry("compute", "", key, where))
@@ -100,14 +115,25 @@ def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
                 f"{where}{key} is a number format (mezzo formats {key}) and not a precision: {hint}. "
                 f"Use one of {', '.join(sorted(presets))}."
             )
+        elif index == 0 and key.lower() in _WEIGHTS:
+            raise UnknownNameError(f"{where}{key} stands for {_WEIGHTS[key.lower()]}.")
         elif index == 0:
             raise unknown_name("precision", key, presets, where=where)
+        elif not key:
+            raise UsageError(f"{where}there is a comma too many. Remove it.")
         else:
             raise UsageError(
                 f"{where}{key!r} is not key=value. Write key=value parts with commas between them; the first part "
                 f"may be one of {', '.join(presets)}."
             )
     return entries
+
+
+def ignore_output(value: object) -> None:
+    """Warn of the key `output` of version 0.1, which had no effect; not of fp32, which its policy files all have."""
+    if precision_name(value) != "fp32":
+        text = f"policy: output={value} has no effect. Remove it."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
 
 
 def _entry(key: str, value: str, where: str) -> Entry:
@@ -222,6 +248,9 @@ def read_toml(path: str | os.PathLike[str]) -> list[Entry]:
         ) from None
     entries = []
     for keys, value in _leaves(data):
+        if keys == ("output",):
+            ignore_output(value)
+            continue
         where = f"{os.fspath(path)}: {'.'.join(keys)}: "
         if keys[0] not in (*KEYS, *_TABLES):
             raise unknown_name("key", keys[0], [*KEYS, *_TABLES], where=where)

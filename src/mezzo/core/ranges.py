@@ -172,9 +172,13 @@ class RangeRow:
     histogram: Histogram
     name: str = ""
 
+    @property
+    def tensor(self) -> str:
+        """The module and the parameter, for sentences."""
+        return f"{self.module or 'the model'}{'.' + self.name if self.name else ''}"
+
     def __str__(self) -> str:
-        tensor = f"{self.module or 'the model'}{'.' + self.name if self.name else ''}"
-        return f"{self.what} of {tensor}, largest {self.histogram.largest:.4g}"
+        return f"{self.what} of {self.tensor}, largest {self.histogram.largest:.4g}"
 
 
 Merged = dict[tuple[str, str, str], RangeRow]
@@ -197,7 +201,7 @@ def exponent_strip(histogram: Histogram, format: str, shift: int = 0) -> str:
     """A histogram as a line of text: a block for each exponent, and the shares that a format loses after a shift.
 
     >>> exponent_strip(Histogram(-2, [3, 1, 1]), "fp16")
-    '2^-2 |█▃▃| 2^0, in fp16: all kept'
+    '2^-2 |█▃▃| 2^0: fp16 keeps all'
     """
     shares = histogram.shares(format, shift)
     if shares is None:
@@ -207,9 +211,11 @@ def exponent_strip(histogram: Histogram, format: str, shift: int = 0) -> str:
     drawn = "".join(_BLOCKS[7 * count // max(bars)] if count else " " for count in bars)
     words = {"to zero": shares.underflow, "subnormal": shares.subnormal, "overflow": shares.overflow}
     lost = ", ".join(f"{percent(share)} {word}" for word, share in words.items() if share)
-    scaled = f" times 2^{shift}" if shift else ""
+    scaled = f" at loss scale 2^{shift}" if shift else ""
     last = histogram.lowest + len(histogram.counts) - 1
-    return f"2^{histogram.lowest} |{drawn}| 2^{last}, in {format}{scaled}: {lost or 'all kept'}"
+    return (
+        f"2^{histogram.lowest} |{drawn}| 2^{last}: {format}{scaled} {f'has {lost}' if lost else 'keeps all'}"
+    )
 
 
 def percent(share: float) -> str:

@@ -143,8 +143,8 @@ def judge(
         cause = cause or length[1] * (length[0] is Parity.DIVERGENT or parity is not Parity.DIVERGENT)
         parity, reason = max(parity, length[0], key=ORDER.index), f"{length[1]} {reason}"
     if parity is Parity.EQUIVALENT:
-        rare = f"in fewer than {failure_rate_bound(len(groups)):.0%} of the seeds (95 % confidence)"
-        notes.append(f"{len(groups)} pairs cannot exclude a failure {rare}.")
+        rare = f"in fewer than {100 * failure_rate_bound(len(groups)):.0f} % of the seeds (95 % confidence)"
+        notes.append(f"{len(groups)} pairs of runs cannot exclude failures that occur {rare}.")
     return Verdict(parity, reason, len(groups), loss, metric, differences, tuple(notes), cause)
 
 

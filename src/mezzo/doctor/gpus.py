@@ -5,6 +5,7 @@ twice that, "with sparsity"; fp16 on GeForce and RTX with FP32 accumulation); an
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -128,9 +129,10 @@ def find(name: str) -> tuple[GpuModel, ...]:
             return (GpuModel(name.strip(), capability),)
     known = sorted(word for word in " ".join(BY_CAPABILITY.values()).upper().split() if not word.isdigit())
     raise UnknownNameError(
-        f"unknown GPU {name!r}. Use one of GTX 10, RTX 20, RTX 30, RTX 40, RTX 50,\n{', '.join(known)},\n"
-        "or the compute capability of an NVIDIA GPU. Example: mezzo doctor --gpu 8.6. To find it, see\n"
-        "developer.nvidia.com/cuda-gpus, or run nvidia-smi --query-gpu=name,compute_cap --format=csv"
+        f"unknown GPU {name!r}. Use one of\n"
+        + textwrap.fill(f"GTX 10, RTX 20, RTX 30, RTX 40, RTX 50, {', '.join(known)}", 60)
+        + "\nor the compute capability: mezzo doctor --gpu 8.6.\n"
+        "nvidia-smi --query-gpu=name,compute_cap --format=csv\nprints it; developer.nvidia.com/cuda-gpus has a table."
     )
 
 

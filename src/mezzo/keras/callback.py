@@ -19,7 +19,7 @@ from weakref import finalize
 import keras
 import numpy as np
 
-from mezzo.core.errors import LossScaleCollapseError, MezzoError, UsageError
+from mezzo.core.errors import LossScaleCollapseError, MezzoError, UsageError, checks_keywords
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.core.records import OverflowRecord
@@ -71,6 +71,7 @@ class PrecisionMonitor(keras.callbacks.Callback):
     # `on_train_batch_end` may be called from another thread: it only adds numbers to the logs.
     async_safe = True
 
+    @checks_keywords
     def __init__(
         self,
         folder: str | os.PathLike[str] = "mezzo-run",

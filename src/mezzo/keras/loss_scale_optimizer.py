@@ -40,6 +40,7 @@ LOOK_EVERY = 50  # steps between checks of the patience on accelerators of PyTor
 _ON_UNSCALED = ("raise", "warn", "ignore")
 # Variables of Keras's wrapper, and the first of ours: iteration, learning_rate, step_counter, dynamic_scale.
 _KERAS_OWN = 4
+_UNBUILT_INNER = 2  # variables of an inner optimizer before its first step: iteration, learning_rate
 # The state that Keras's optimizer has too: its variables' names, in its order, so that what it saved can be loaded.
 _KERAS_STATE = {"good_steps": "step_counter", "scale": "dynamic_scale"}
 _NAMES_SHOWN = 100
@@ -344,9 +345,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.check()
 
     def load_own_variables(self, store: Any) -> None:
-        """Load what this class or Keras's LossScaleOptimizer saved; a scale beyond the bounds becomes the bound."""
-        own, inner = self._variables, self.inner_optimizer.variables
-        if len(own) != _KERAS_OWN and len(store.keys()) == _KERAS_OWN + len(inner):
+        """Load what this class (also before its first step) or Keras's LossScaleOptimizer saved; a scale beyond the
+        bounds becomes the bound.
+        """
+        own, inner, saved = self._variables, self.inner_optimizer.variables, len(store.keys())
+        # Before the first step there are only scalars.
+        is_first = self.built and saved == len(own) - 1 + _UNBUILT_INNER and not store[str(saved - 1)].shape
+        if is_first:
+            own = [variable for variable in own if variable is not self.bad_gradients]
+            for at, variable in enumerate([*own, *inner[:_UNBUILT_INNER]]):
+                variable.assign(store[str(at)])
+        elif len(own) != _KERAS_OWN and saved == _KERAS_OWN + len(inner):
             for variable in own[_KERAS_OWN:]:
                 variable.assign(keras.ops.zeros(variable.shape, variable.dtype))
             for at, variable in enumerate([*own[:_KERAS_OWN], *inner]):

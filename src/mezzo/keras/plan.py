@@ -53,7 +53,6 @@ _CANNOT = (
     ("ops", (), "Keras sets formats per layer and not per operation. Use module.PATTERN=fp32"),
     ("params", "fp32", "its mixed policies keep FP32 variables. Remove params and masters"),
     ("state", "fp32", "its optimizers keep FP32 state. Remove the key state"),
-    ("output", "fp32", "a model returns the format of its last layer. Use module.LAST_LAYER=fp32"),
     ("recompute", "none", "use keras.remat, which recomputes the activations of the layer that it wraps"),
     ("scaling", "tensorwise", "Mezzo has fp8 on PyTorch only. Remove the key scaling"),
     ("hidden", "auto", "its recurrent layers carry the format of their policy. Use module.PATTERN=fp32"),

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import keras
 from keras.src.trainers.trainer import Trainer  # what compile belongs to; Keras has no public name for it
 
-from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.errors import UnknownNameError, UsageError, checks_keywords
 from mezzo.core.formats import named
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from mezzo.core.policy_text import print_loss_scale
@@ -43,6 +43,7 @@ def warn(text: str, kind: type[Warning]) -> None:
     warnings.warn(text, kind, stacklevel=4)
 
 
+@checks_keywords
 def set_policy(precision: Any, *, loss_scale: LossScale | float | str | None = None) -> KerasPlan:
     """Set the compute format of layers made afterwards, and the loss scale of models compiled afterwards.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -193,7 +194,8 @@ class StepRecorder:
         """Write the steps since the last reading, which waits for the device; whether there are any."""
         waiting, self._waiting = self._waiting, []
         vectors = [vector for _, _, vector in waiting if vector is not None]
-        numbers = iter(_numbers(keras.ops.concatenate(vectors)) if vectors else ())
+        # Without an op: a finalizer may call this while TensorFlow traces a function, where an op would deadlock.
+        numbers = itertools.chain.from_iterable(map(_numbers, vectors))
         for at, sizes, _ in waiting:
             logged, tracked, *rows = ([next(numbers) for _ in range(size)] for size in sizes)
             for step in self._steps_of(at, logged, tracked, rows):

@@ -25,15 +25,16 @@ STEPS_EACH, WARMUP, MIN_SPEEDUP = 8, 2, 1.05  # less is within the scatter of me
 def resolve(policy: Policy, device_type: str) -> tuple[Policy, str]:
     """The policy with `auto` replaced by a native format of this device (bf16, fp16 or fp32), and the reason."""
     if policy.compute != "auto":
-        return policy, f"{policy.compute}: as asked"
+        return policy, f"{policy.compute} was asked for"
     native = hardware.native_formats(device_type)
     for name in PREFERENCE:
         if name in native:
-            return policy.resolved(name), f"{name}: this {device_type} device multiplies {name} in hardware"
+            return policy.resolved(
+                name
+            ), f"auto chose {name}: this {device_type} device multiplies {name} in hardware"
     return (
         policy.resolved("fp32"),
-        f"FP32: this {device_type} device has no fast 16-bit format to train in, so 16 bits would be slower; "
-        "precision='bf16' uses bf16 anyway",
+        f"auto chose FP32: this {device_type} device has no fast 16-bit format. To use bf16 anyway, ask for bf16",
     )
 
 
@@ -98,15 +99,13 @@ class TimedTrial:
     def _decide(self) -> TrialDecision:
         plain, low = (median(times[WARMUP:]) for times in self._taken.values())
         name, speedup = self._candidate, plain / low
+        chosen = name if speedup >= MIN_SPEEDUP else "fp32"
+        times = f"a step takes {_duration(low)} in {name}, {_duration(plain)} in FP32 (medians of {STEPS_EACH} steps)"
         # Rounded down: 1.049 must not be printed as the 1.05 that it failed to reach.
-        timed = (
-            f"a step takes {_duration(low)} in {name} and {_duration(plain)} in FP32 "
-            f"(medians of {STEPS_EACH} steps each, {math.floor(100 * speedup) / 100:.2f}x as fast)"
-        )
-        if speedup >= MIN_SPEEDUP:
-            return TrialDecision(name, speedup, f"{name}: {timed}")
-        why = f"{name} is used only where it is at least {MIN_SPEEDUP:g}x as fast"
-        return TrialDecision("fp32", speedup, f"FP32: {timed}; {why}")
+        ratio = f"{name} is {math.floor(100 * speedup) / 100:.2f}x as fast"
+        least = "" if chosen == name else f"; at least {MIN_SPEEDUP:g}x is needed"
+        shown = chosen.replace("fp32", "FP32")
+        return TrialDecision(chosen, speedup, f"auto chose {shown}: {times}, so {ratio}{least}")
 
 
 def _duration(seconds: float) -> str:

@@ -23,7 +23,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mezzo.core.byte_counts import parse_bytes, written_bytes
-from mezzo.core.errors import MezzoError, UsageError
+from mezzo.core.errors import MezzoError, UsageError, checks_keywords
+from mezzo.core.notebook import html_table
 from mezzo.pytorch import distributed
 from mezzo.pytorch.memory import PeakTensorBytes
 from mezzo.pytorch.snapshot import Snapshot
@@ -35,6 +36,7 @@ RISE, DOUBLED_TWICE = 1.05, 4
 MARGIN, LEAST_MARGIN = 0.10, 512 * 1024**2
 """Share and bytes (the larger counts) of the available memory that are left for everything but tensors."""
 OVER, OUT_OF_MEMORY = "over the limit", "out of memory"
+_HEADER = ("size", "peak", "steps/s", "samples/s", "fits")
 
 # In the errors of torch, CUDA's libraries and Python for a failed allocation.
 _MEMORY_ERROR = re.compile(
@@ -102,13 +104,21 @@ class BatchSizeResult:
 
     def table(self) -> list[str]:
         """A header, and a line per size, in order of size."""
-        lines = [f"{'size':>8}{'peak':>10}{'steps/s':>10}{'samples/s':>11}  fits"]
+        return [f"{a:>8}{b:>10}{c:>10}{d:>11}  {e}" for a, b, c, d, e in [_HEADER, *self._rows()]]
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
         for trial in sorted(self.trials, key=lambda trial: trial.size):
             peak = "-" if trial.peak_bytes is None else written_bytes(trial.peak_bytes)
             steps = _speed(1 / trial.seconds if trial.seconds else None)
             fits = "yes" if trial.fits else f"no: {trial.why}"
-            lines.append(f"{trial.size:8}{peak:>10}{steps:>10}{_speed(trial.samples_per_second):>11}  {fits}")
-        return lines
+            yield str(trial.size), peak, steps, _speed(trial.samples_per_second), fits
+
+    def __repr__(self) -> str:
+        found = f"largest={self.largest}, fastest={self.fastest}" if self.fits else "no size fits"
+        return f"BatchSizeResult({found}, {len(self.trials)} sizes tried on {self.device})"
+
+    def _repr_html_(self) -> str:
+        return html_table(self.sentence(), self._rows(), _HEADER)
 
     def sentence(self, name: str = "batch size ") -> str:
         """The recommendation. `name` precedes each size, for instance ``"--batch="``."""
@@ -220,6 +230,7 @@ class Search:
         return since if since is not None and risen < RISE * early[since] else None
 
 
+@checks_keywords
 def find_batch_size(
     step: Callable[[int], object],
     start: int = 8,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.calibration import RANKED, Recommendation, check_format, recommend
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import UsageError, checks_keywords
 from mezzo.core.formats import Format, named
 from mezzo.core.ranges import WHAT
 from mezzo.core.records import Record
@@ -24,6 +24,7 @@ from mezzo.pytorch.snapshot import Snapshot
 from mezzo.pytorch.training.observers import Observers
 
 
+@checks_keywords
 def calibrate(
     model: nn.Module,
     loss_fn: Callable[[nn.Module, Any], Tensor],

@@ -207,7 +207,7 @@ def _something_is_compiled() -> bool:
 
 def _tensors_alive() -> Iterator[torch.Tensor]:
     """Every tensor that Python's collector knows, and the gradients of the leaves among them."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor):
                 yield thing

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -139,6 +138,11 @@ class OptimizerSnapshot:
         self._optimizer.state.update(self._state)
 
 
+def has_running_statistics(module: nn.Module) -> bool:
+    """Whether a module is a BatchNorm or an InstanceNorm, of any kind: `track_running_stats` may be off."""
+    return hasattr(module, "track_running_stats") and hasattr(module, "reset_running_stats")
+
+
 @dataclass(eq=False)
 class BufferSlot:
     """Where a buffer is registered."""
@@ -146,7 +150,7 @@ class BufferSlot:
     path: str  # in the model
     holder: dict[str, Tensor | None]  # the module's own buffers
     name: str  # key in `holder`
-    norm: weakref.ref[_NormBase] | None  # the layer whose running statistic it is
+    norm: weakref.ref[Any] | None  # the layer whose running statistic it is
     learning: int = 0  # steps to come after which it is compared, to find out whether it moves
     moves: bool = True  # whether it has, or need not be compared
     still: tuple[int, int] | None = None  # its version when that was decided, if it has not
@@ -315,7 +319,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def overlaps(tensor: Tensor) -> bool:
     """Whether several of its elements are one number in memory, as in an expanded tensor: PyTorch refuses writes."""
-    return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1
+    return tensor.layout is torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())
+    )
 
 
 def _not_finite(tensor: Tensor) -> int:

@@ -249,8 +249,8 @@ def clip_(grads: list[Tensor], clip_value: float | None, clip_norm: float | None
     """Clip unscaled gradients in place and return their total 2-norm before, 0-dim, if `clip_norm` is given."""
     total = None if clip_norm is None else torch.nn.utils.get_total_norm(grads)
     if clip_value is not None:
-        torch._foreach_clamp_min_(grads, -clip_value)
-        torch._foreach_clamp_max_(grads, clip_value)
+        for grad in grads:
+            grad.clamp_(-clip_value, clip_value)
     if clip_norm is not None and total is not None and clip_norm < math.inf:
         bounded = total if clip_value is None else torch.nn.utils.get_total_norm(grads)
         factor = (clip_norm / (bounded + 1e-6)).clamp(max=1.0)

@@ -116,7 +116,7 @@ def _environment() -> jinja2.Environment:
     given = [one for name, one in vars(numbers).items() if callable(one) and not name.startswith("_")]
     given += [one for one in vars(figures).values() if getattr(one, "__module__", "") == figures.__name__]
     given += [charts.gauge, command_line]
-    found.globals.update({one.__name__: one for one in given}, LEVELS=range_figures.LEVELS)
+    found.globals.update({one.__name__: one for one in given})
     for name in ("style.css", "script.js"):
         text, kind = Markup(packaged(name)), name.partition(".")[0]
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

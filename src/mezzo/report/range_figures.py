@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from markupsafe import Markup
-from numpy.typing import NDArray
 
 from mezzo.core.calibration import conclusions
 from mezzo.core.ranges import GRADIENTS, WHAT, Histogram, RangeRow, Shares, shift_of
-from mezzo.report.charts import UNITS, Axis, Table, across, box, down, shape, text
+from mezzo.report.charts import UNITS, Axis, Table, across, box, down, text
 from mezzo.report.numbers import count, counted, power_of_two, share_text, significant
 from mezzo.report.ranges import FORMATS, LIMITS, RATIO, Ranges, Track, together
 from mezzo.report.run import Run
-from mezzo.report.series import Array
 
 LISTED = 150  # rows of a table of tensors; those with the most to lose come first
-LINES, COLUMNS = 48, 72  # of a map: the tensors that lose most, and columns, each the worst of its steps
 # Gradients first: they are what a format loses first.
 ORDER = ("activation gradient", "weight gradient", "activation", "weight")
-MAPS = ("activation gradient", "activation", "weight gradient", RATIO)
+BY_STEP = ("activation gradient", "activation", "weight gradient", RATIO)
 SLIDER = (-24, 32)  # the ends of the loss scale's slider, as powers of two; from 0 if no scale was below 1
 DECADES = 6  # a share of 10 to the minus this, or less, is a sliver in a histogram
-# A cell's level is the first of these that its share does not exceed.
-UP_TO = (0.0, 0.001, 0.01, 0.05, 0.2, 0.5, 1.0)
-BROKEN, UNSEEN = "x", "u"
-_SHARES = ("none", "to 0.1 %", "to 1 %", "to 5 %", "to 20 %", "to 50 %", "over 50 %")
-LEVELS = [(f"h{place}", "cell", name) for place, name in enumerate(_SHARES)]
-LEVELS += [(f"h{BROKEN}", "cell", "holds inf or NaN"), (f"h{UNSEEN}", "cell", "not seen")]
-"""The legend of a map."""
 _WINDOW = (-72, 44)
 _PERCENT = {0: "100\u00a0%", 2: "1\u00a0%", 4: "0.01\u00a0%", 6: "10⁻⁴\u00a0%"}
 _STRIP = 17
@@ -57,7 +45,7 @@ def range_figures(run: Run) -> dict[str, Any]:
         "exponents": [
             exponents(what, some, _format(seen, what), shift) for what, some in tracks.items() if some
         ],
-        "maps": list(filter(None, (heat(what, seen, _format(seen, what)) for what in MAPS))),
+        "by_step": list(filter(None, (by_step(what, seen, _format(seen, what)) for what in BY_STEP))),
     }
 
 
@@ -177,25 +165,14 @@ def _height(share: float) -> float:
     return max(0.004, 1 + math.log10(share) / DECADES)
 
 
-def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
-    """A map of tensors by watched steps: how much of each is lost in a format; None for fewer than two steps."""
+def by_step(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
+    """How much of each tensor is lost in a format, and at which watched step most; None for fewer than two steps."""
     tracks = ranges.of(what)
-    columns = sorted({column for track in tracks for column in track.columns})
-    if len(columns) < 2:
+    if len({column for track in tracks for column in track.columns}) < 2:
         return None
-    lost, bad = np.full((len(tracks), len(columns)), np.nan), np.zeros((len(tracks), len(columns)), dtype=int)
-    for row, track in enumerate(tracks):
-        at = np.searchsorted(columns, track.columns)
-        lost[row, at], bad[row, at] = track.lost[format], track.broken
-    # Those that lose most, in the model's order.
-    weights = [(any(track.broken), float(np.nan_to_num(track.mean_lost(format)))) for track in tracks]
-    by_weight = sorted(range(len(tracks)), key=weights.__getitem__, reverse=True)
-    shown, listed = sorted(by_weight[:LINES]), sorted(by_weight[:LISTED])
-    size = math.ceil(len(columns) / COLUMNS)
-    starts = range(0, len(columns), size)
-    worst = np.fmax.reduceat(lost[shown], starts, axis=1)
     rows = []
-    for track in (tracks[place] for place in listed):
+    # Those that lose most, first.
+    for track in sorted(tracks, key=lambda one: _weight(one, format), reverse=True)[:LISTED]:
         share, column = track.worst_lost(format)
         numbers = [share_text(one) for one in (*map(track.mean_lost, FORMATS), share)]
         numbers += [f"{ranges.updates[column]:,}" if column >= 0 else "–", f"{sum(track.broken):,}"]
@@ -209,32 +186,16 @@ def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
         "title": "Updates lost by weights" if what == RATIO else f"{what.capitalize()}: lost",
         "is_ratio": what == RATIO,
         "format": format,
-        "every": size,
         "described": _described(tracks, format, ranges),
-        "broken": bad.any(),
-        "labels": [tracks[place].label for place in shown],
-        "width": len(starts),
-        "cells": cells(levels(worst, np.add.reduceat(bad[shown], starts, axis=1))),
-        "updates": (ranges.updates[columns[0]], ranges.updates[columns[-1]]),
+        "broken": any(any(track.broken) for track in tracks),
         "of": len(tracks),
         "table": Table(head, rows),
     }
 
 
-def levels(lost: Array, broken: NDArray[np.int_]) -> NDArray[np.str_]:
-    """The character of each cell of a map: 0 to 6 for a share lost, `BROKEN`, or `UNSEEN` for NaN."""
-    found = np.searchsorted(UP_TO, lost - 1e-9).astype(str)
-    return np.where(broken > 0, BROKEN, np.where(np.isnan(lost), UNSEEN, found))
-
-
-def cells(levels: NDArray[np.str_]) -> list[Markup]:
-    """A map, a unit for each cell: a path for each level, of runs of equal cells."""
-    paths: dict[str, str] = {}
-    for y, line in enumerate(levels.tolist()):
-        for run in re.finditer(r"(.)\1*", "".join(line)):
-            width = len(run[0])
-            paths[run[1]] = paths.get(run[1], "") + f"M{run.start()} {y}h{width}v1h{-width}z"
-    return [shape("path", f"h{name}", d=path) for name, path in sorted(paths.items())]
+def _weight(track: Track, format: str) -> tuple[bool, float]:
+    lost = track.mean_lost(format)
+    return any(track.broken), 0.0 if math.isnan(lost) else lost
 
 
 def _described(tracks: Sequence[Track], format: str, ranges: Ranges) -> str:

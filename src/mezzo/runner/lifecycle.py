@@ -38,6 +38,10 @@ class RunRequest:
     sensitivity: bool = False  # measure the sensitivity of each module in a few steps
     watch_all: bool = False  # histograms of every module's outputs, also of those that only contain others
     report: Path | None = None  # page that the caller makes afterwards, named before a traceback
+    refuse_own: bool = False  # end a script that uses mixed precision itself at its first use of it
+    patterns: tuple[
+        str, ...
+    ] = ()  # module patterns of other runs' policies; the first model call checks them
 
     def to_json(self) -> str:
         """The request as one line of JSON."""
@@ -48,7 +52,7 @@ class RunRequest:
         """The request that `to_json` wrote; UsageError if the text is not a request."""
         try:
             data = json.loads(text)
-            data["argv"] = tuple(data.get("argv", ()))
+            data.update({name: tuple(data.get(name, ())) for name in ("argv", "patterns")})
             data.update({name: Path(data[name]) if data.get(name) else None for name in _PATHS})
             return cls(**data)
         except (json.JSONDecodeError, TypeError, AttributeError) as error:

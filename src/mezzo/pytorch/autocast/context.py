@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 
-from mezzo.core.errors import UsageError, checks_keywords, did_you_mean
+from mezzo.core.errors import UsageError, did_you_mean, unknown_argument
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.autocast import active_policy, compiling, patches
@@ -58,8 +58,6 @@ _FP32 = torch.float32  # autocast's dtype under emulated TF32, which `torch.auto
 
 
 @not_traced
-@checks_keywords
-@not_traced
 def autocast(
     policy: str | os.PathLike[str] | Policy | torch.dtype | None = None,
     device_type: str | None = None,
@@ -67,6 +65,7 @@ def autocast(
     cache_enabled: bool | None = None,
     *,
     dtype: torch.dtype | None = None,
+    **unknown: NoReturn,
 ) -> Context:
     """A context manager or decorator in which ops follow a policy.
 
@@ -94,12 +93,15 @@ def autocast(
             but not where gradients aren't recorded, since there any op may write a weight.
         dtype: instead of `policy`, as in ``torch.autocast("cuda", dtype=torch.float16)``: the first argument is then
             the device type. ``mezzo.autocast("cuda", torch.float16)`` works too.
+        unknown: any other keyword argument is an error.
 
     Raises:
         UsageError: an unknown precision, op, keyword argument or device type; no precision.
         UnsupportedPrecisionError: too many different policies in this process (several hundred).
         BannedOpError: from an op that the policy bans, when it receives a 16-bit input.
     """
+    if unknown:
+        raise unknown_argument(autocast, next(iter(unknown)))
     if dtype is not None or policy is None or isinstance(device_type, torch.dtype):
         policy, device_type = _as_in_torch(policy, device_type, dtype)
     if _is_dynamo_compiling() and not _is_eager_only(policy, device_type, enabled):

@@ -53,9 +53,7 @@ class Kernels:
 
     def remove(self) -> None:
         """Remove them all: the kernels beneath are used again."""
-        for library in self._libraries.values():
-            library._destroy()
-        self._libraries.clear()
+        self._libraries.clear()  # a library ends with its object
 
 
 class _Widened(torch.autograd.Function):

@@ -58,7 +58,7 @@ def apply_module_overrides(
             raise no_such_module(pattern, paths)
     formats = {path: found for path in paths if (found := policy.format_for_module(path)) is not None}
     device = default_device_type() if device_type is None else device_type
-    storage = {"params": "fp32", "masters": "auto", "state": "fp32", "output": "fp32", "loss_scale": "none"}
+    storage = {"params": "fp32", "masters": "auto", "state": "fp32", "loss_scale": "none"}
     for path, fmt in formats.items():
         module = model.get_submodule(path)
         _remove_override(module)

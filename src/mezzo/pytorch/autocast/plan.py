@@ -26,8 +26,6 @@ AUTOCAST_KEYS: Mapping[str, str] = {
     device: f"Autocast{device.upper()}" for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
 }
 
-_dispatcher_has = torch._C._dispatch_has_kernel_for_dispatch_key
-
 # Composite ops, and overloads, that are not on a device's own list but whose parts are, with the result that the rule
 # asks for: a kernel over the whole would only add casts (cross entropy ends in log_softmax and nll_loss).
 _BY_PARTS: Mapping[str, frozenset[str]] = {
@@ -244,8 +242,7 @@ def takes_one_tensor(overload: Overload) -> bool:
 
 def has_kernel(op: str, device_type: str) -> bool:
     """Whether the dispatcher has an autocast kernel for `aten::op` or `aten::op.overload`: PyTorch's, or Mezzo's."""
-    name = op if "::" in op else f"aten::{op}"
-    return _dispatcher_has(name, AUTOCAST_KEYS[device_type])
+    return bool(overload_named(op).has_kernel_for_dispatch_key(AUTOCAST_KEYS[device_type]))
 
 
 @functools.cache
@@ -292,7 +289,7 @@ def _served_overloads(packet: Any, device_type: str, in_place: bool) -> Iterator
             or not any("Tensor" in kind for kind in types)
             or not any("Tensor" in kind for kind in returns)
             or any("Dimname" in kind for kind in types)
-            or not _implemented(overload.name(), device_type)
+            or not _implemented(overload, device_type)
         ):
             continue
         yield overload.name().removeprefix("aten::").removesuffix(".default")
@@ -305,10 +302,10 @@ _CPU_KEYS = (
 )
 
 
-def _implemented(name: str, device_type: str) -> bool:
+def _implemented(overload: Overload, device_type: str) -> bool:
     """Whether an op can run on a device type; True for all ops where this build lacks the device."""
-    has_any = bool(torch._C._dispatch_has_kernel(name))
-    return has_any and (device_type != "cpu" or any(_dispatcher_has(name, key) for key in _CPU_KEYS))
+    has_any = bool(torch._C._dispatch_has_kernel(overload.name()))  # no op of TorchScript alone
+    return has_any and (device_type != "cpu" or any(map(overload.has_kernel_for_dispatch_key, _CPU_KEYS)))
 
 
 def overload_named(name: str) -> Overload:

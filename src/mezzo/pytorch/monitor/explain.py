@@ -35,7 +35,7 @@ _WIDTH = 110
 _NARROWEST = 60
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """What `explain` found. Printed, it is a table that fits the terminal; `departed` come first.
 
@@ -66,6 +66,14 @@ class Explanation:
         terminal = sys.stdout is not None and sys.stdout.isatty()
         return self.as_text(shutil.get_terminal_size().columns if terminal else _WIDTH)
 
+    def __repr__(self) -> str:
+        return f"<Explanation: {self._headline()} print() shows the table.>"
+
+    def _headline(self) -> str:
+        count = len({row.op for row in self.ops})
+        verdict = f"{len(self.departed)} NOT AS PLANNED" if self.departed else "all as planned"
+        return f"{self.precision} on {self.device_type}: {count} ops ran in the forward pass, {verdict}."
+
     def _repr_html_(self) -> str:
         names = ("op", "module", "rule", "planned", "observed", "calls", "casts", "reason")
         rows = sorted(self.ops, key=lambda row: row.as_planned)  # departures first
@@ -77,10 +85,7 @@ class Explanation:
     def as_text(self, width: int = _WIDTH) -> str:
         """The table, no line longer than ``width`` columns (at least 60)."""
         width = max(width, _NARROWEST)
-        count = len({row.op for row in self.ops})
-        verdict = f"{len(self.departed)} NOT AS PLANNED" if self.departed else "all as planned"
-        headline = f"{self.precision} on {self.device_type}: {count} ops ran in the forward pass, {verdict}."
-        lines = textwrap.wrap(headline, width)
+        lines = textwrap.wrap(self._headline(), width)
         for row in self.departed:
             place = f" in {row.module}" if row.module else ""
             text = f"! {row.op}{place}: planned {row.planned}, observed {row.observed}. {row.reason}."

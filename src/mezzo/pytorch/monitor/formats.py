@@ -114,7 +114,7 @@ class OpObserver:
         if not self.policy.modules:
             yield self.policy
             return
-        base = replace(self.policy, modules=(), params="fp32", masters="auto", state="fp32", output="fp32")
+        base = replace(self.policy, modules=(), params="fp32", masters="auto", state="fp32")
         if not module:
             yield base
             for fmt in dict.fromkeys(fmt for _, fmt in self.policy.modules):

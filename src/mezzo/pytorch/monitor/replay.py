@@ -17,11 +17,10 @@ import numpy as np
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.monitor.operations import Line, mapped, tensors, version_of
-from mezzo.pytorch.snapshot import RandomState
+from mezzo.pytorch.snapshot import RandomState, has_running_statistics
 from mezzo.pytorch.version_counters import keeping_versions
 from mezzo.runner.patches import Patches
 
@@ -59,7 +58,7 @@ class SideEffects:
 
     def __init__(self, model: nn.Module, *, statistics: bool = False) -> None:
         self.modules = list(model.modules())
-        counted = (module for module in self.modules if statistics or not isinstance(module, _NormBase))
+        counted = (module for module in self.modules if statistics or not has_running_statistics(module))
         self.buffers = [buffer for module in counted for buffer in module.buffers(recurse=False)]
         self.attributes = {(module, name) for module in self.modules for name, _ in _changeable(module)}
         self.devices = devices_of(model)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import UsageError, checks_keywords
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.ranges import Histogram, RangeRow
 from mezzo.core.records import (
@@ -54,6 +54,7 @@ class TensorBoardWriter(RecordWriter):
         UsageError: the package ``tensorboard`` is not installed.
     """
 
+    @checks_keywords
     def __init__(self, logdir: str | os.PathLike[str], also: RecordWriter | None = None) -> None:
         try:
             with _without_tensorflow():

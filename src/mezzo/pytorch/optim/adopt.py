@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import UsageError, checks_keywords
 from mezzo.pytorch.optim import checks, state_dicts, storage
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW
@@ -25,6 +25,7 @@ _FUSED: dict[type[Optimizer], type[FusedOptimizer]] = {
 }
 
 
+@checks_keywords
 def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
     """Turn a `torch.optim` optimizer into Mezzo's fused one of the same name, in place.
 

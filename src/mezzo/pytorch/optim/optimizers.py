@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import UsageError, checks_keywords
 from mezzo.pytorch.kernels.optimizer_step import Hyper, StateSpec
 from mezzo.pytorch.optim.fused import FusedOptimizer
 
@@ -73,6 +73,7 @@ class Adam(FusedOptimizer):
     DECOUPLED: ClassVar[bool] = False
     NUMBERS: ClassVar[tuple[str, ...]] = ("lr", "eps", "weight_decay")
 
+    @checks_keywords
     def __init__(
         self,
         params: ParamsT,
@@ -105,6 +106,7 @@ class AdamW(Adam):
     TORCH: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
     DECOUPLED: ClassVar[bool] = True
 
+    @checks_keywords
     def __init__(
         self,
         params: ParamsT,
@@ -144,6 +146,7 @@ class SGD(FusedOptimizer):
     TORCH: ClassVar[type[torch.optim.Optimizer]] = torch.optim.SGD
     NUMBERS: ClassVar[tuple[str, ...]] = ("lr", "momentum", "dampening", "weight_decay")
 
+    @checks_keywords
     def __init__(
         self,
         params: ParamsT,

@@ -10,7 +10,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,6 +116,8 @@ class Preparation:
             )
         if session.lowers or not session.compiled:  # a compiled step in FP32 shows inner modules, too
             session.modules.setdefault(name)
+        for pattern in self._missing(session.request.patterns, model) if first else ():
+            self._wait_for(pattern, model)
         policy = with_heads(session.policy, model)
         for note in described(policy, model)[:1]:
             session.journal.note(note)
@@ -135,10 +137,14 @@ class Preparation:
             models = ", ".join(session.modules)
             session.fatal = no_such_module(self._unmatched[0], self._paths, f"what was called ({models})")
 
-    def _override(self, model: nn.Module, policy: Policy, first: bool) -> None:
+    def _missing(self, patterns: Iterable[str], model: nn.Module) -> list[str]:
+        """The patterns that match no module of the models called so far, this one included."""
         self._paths.update(dict.fromkeys(path for path, _ in model.named_modules()))
+        return [p for p in patterns if not any(matches(p, path) for path in self._paths)]
+
+    def _override(self, model: nn.Module, policy: Policy, first: bool) -> None:
         patterns = [pattern for pattern, _ in policy.modules] if first else self._unmatched
-        self._unmatched = [p for p in patterns if not any(matches(p, path) for path in self._paths)]
+        self._unmatched = self._missing(patterns, model)
         for pattern in self._unmatched if first else ():
             self._wait_for(pattern, model)
         fits = fitting(policy, model)

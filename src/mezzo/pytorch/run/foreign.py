@@ -51,6 +51,22 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     imports.when(precision, lambda module: at(module.MixedPrecision, "__init__", "mezzo.MixedPrecision"))
     for library in ("deepspeed", "apex.amp"):
         imports.when(library, lambda module: at(module, "initialize", module.__name__))
+    if session.request.stop_after is not None or session.request.seed_offset is not None:
+        imports.when(
+            "keras", lambda keras: patches.set(keras.Model, "fit", _ending(session, keras.Model.fit))
+        )
+
+
+def _ending(session: Session, fit: Any) -> Any:
+    """Keras's `fit`, which ends a run whose updates are measured: it makes none that PyTorch's tools see."""
+
+    @functools.wraps(fit)
+    def ended(*args: Any, **kwargs: Any) -> Any:
+        if not session.journal.updates:
+            raise SystemExit(0)
+        return fit(*args, **kwargs)
+
+    return ended
 
 
 def _noticed(

@@ -177,7 +177,7 @@ class Session:
         return self.left_alone is None and not isinstance(self.scale, NoLossScale)
 
     def stand_back(self, why: str, fix: str) -> None:
-        """Leave the script alone from here on; note why, and what the user may do about it."""
+        """Leave the script alone from here on, or end it (`refuse_own`); note why, and what the user may do."""
         # A 16-bit weight fails with the FP32 inputs of a call outside autocast: then calls stay under the policy.
         if self.lowered_weights:
             self.journal.note(f"not left alone, though {why}: there its own precision applies")
@@ -186,6 +186,9 @@ class Session:
             self.observers.tell("step_dropped")
             self.journal.note(f"left alone: {why}")
             self.journal.note(fix)
+            if self.request.refuse_own:
+                self.fatal = error = UsageError(f"{why}; {fix}")
+                raise error
 
     def resolve(self, device_type: str) -> None:
         """The device is known: replace `auto`, and begin the trial that decides whether 16 bits pay here."""

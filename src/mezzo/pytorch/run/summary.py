@@ -32,7 +32,7 @@ def summary(session: Session, failed: bool) -> str:
     elif not session.device_type:
         lines = ["no model was called, so nothing ran in another precision"]
     else:
-        why = f" ({session.precision_reason})" if session.precision_reason else ""
+        why = f"; {session.precision_reason}" if session.precision_reason else ""
         lines = [f"policy {policy}{why}", _calls(session), *_fallbacks()]
     if session.left_alone is None:
         if journal.updates or journal.losses:

@@ -24,7 +24,8 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _FP16_SEED = 2.0**15
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+_LEAF = "torch::autograd::AccumulateGrad"
 
 # Its backward runs another backward, and refuses to when only some inputs are asked for.
 _REENTRANT = "CheckpointFunctionBackward"
@@ -60,7 +61,7 @@ def has_reentrant_checkpoint(loss: Tensor) -> bool:
 
 def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
     """Every leaf tensor that a backward from these tensors or edges reaches, once each."""
-    return [node.variable for node in _nodes_of(roots) if type(node) is _AccumulateGrad]
+    return [node.variable for node in _nodes_of(roots) if node.name() == _LEAF]
 
 
 def _nodes_of(roots: Iterable[Any]) -> dict[Any, None]:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.errors import UsageError, did_you_mean
+from mezzo.core.errors import UsageError, checks_keywords, did_you_mean
 from mezzo.pytorch.weights.stored_parameters import LOWERED, keep_master, overflows, peek_master
 
 
+@checks_keywords
 def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> dict[str, Any]:
     """The model's `state_dict` with every 16-bit weight replaced by its FP32 master.
 
@@ -47,6 +48,7 @@ def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimize
     return state
 
 
+@checks_keywords
 def load_master_state_dict(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: Mapping[str, Any]
 ) -> None:
