@@ -59,6 +59,13 @@ for _ in range(2):
 """,
         "or remove mezzo.GradScaler",
     ),
+    "mezzo.accelerate": (
+        """
+accelerator = mezzo.accelerate.Accelerator("bf16", cpu=True)
+model, optimizer = accelerator.prepare(model, optimizer)
+""",
+        "or remove mezzo.accelerate",
+    ),
     "mezzo.calibrate": (
         """
 found = mezzo.calibrate(model, lambda model, x: loss_of(x), [x], optimizer=optimizer, format="fp16", steps=1)

@@ -1,6 +1,10 @@
-"""The version of Mezzo, and the versions of PyTorch that it was tested with."""
+"""The version of Mezzo, and the versions of PyTorch and of other libraries that it works with."""
 
+import importlib
 import re
+from typing import Any
+
+from mezzo.core.errors import UsageError
 
 VERSION = "0.2.0"
 
@@ -17,3 +21,22 @@ def untested_torch(version: str) -> str:
         f"mezzo {VERSION} was tested with torch {' to '.join(TORCH_TESTED)}, and this is torch {version}. If something "
         f"fails, install a tested version: pip install 'torch>={TORCH_TESTED[0]},<{newest[0]}.{newest[1] + 1}'"
     )
+
+
+def library(name: str, oldest: str, extra: str = "") -> Any:
+    """Import another library for its integration; UsageError if it is missing, or older than the oldest supported."""
+    fix = f"Install it: pip install 'mezzo[{extra or name}]'"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise UsageError(
+            f"mezzo.{extra or name} needs {name} >= {oldest}, which is not installed. {fix}"
+        ) from error
+    found, needed = (list(map(int, re.findall(r"\d+", v)[:3])) for v in (str(module.__version__), oldest))
+    if found < needed:
+        raise UsageError(
+            f"mezzo.{extra or name} needs {name} >= {oldest}, and version {module.__version__} is installed. {fix}"
+        )
+    return module

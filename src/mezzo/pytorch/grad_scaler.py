@@ -20,7 +20,14 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError, checks_keywords
-from mezzo.core.loss_scale import LARGEST, DynamicLossScale, ScaleArrays, check, on_host
+from mezzo.core.loss_scale import (
+    LARGEST,
+    DynamicLossScale,
+    ScaleArrays,
+    StaticLossScale,
+    check,
+    on_host,
+)
 from mezzo.pytorch import loss_scaler
 from mezzo.pytorch import step as engine
 from mezzo.pytorch.kernels.not_traced import not_traced
@@ -109,6 +116,18 @@ class GradScaler(torch.amp.GradScaler):
             patience=patience,
         )
         self._begin(device, enabled, pure)
+
+    @classmethod
+    def of(cls, pure: DynamicLossScale | StaticLossScale) -> GradScaler:
+        """The scaler of a loss scale; that of a constant one has equal bounds."""
+        if isinstance(pure, StaticLossScale):
+            constant = pure.scale
+            pure = DynamicLossScale(
+                init=constant, floor=constant, ceiling=constant, patience=pure.patience, stuck=pure.skips
+            )
+        made = cls.__new__(cls)
+        made._begin(None, True, pure)
+        return made
 
     def __repr__(self) -> str:
         if not self._enabled:

@@ -51,6 +51,9 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     scaler, precision = "mezzo.pytorch.grad_scaler", "mezzo.pytorch.training.mixed_precision"
     imports.when("mezzo.lightning", lambda module: at(module, "precision", "mezzo.lightning.precision"))
     imports.when("torch", torch_imported)
+    imports.when("mezzo.transformers", lambda module: at(module, "use", "mezzo.transformers"))
+    imports.when("mezzo.accelerate", lambda module: at(module, "attach", "mezzo.accelerate"))
+    imports.when("mezzo.accelerate", lambda module: at(module.Accelerator, "__init__", "mezzo.accelerate"))
     imports.when(scaler, lambda module: at(module.GradScaler, "scale", "mezzo.GradScaler", is_enabled))
     imports.when(precision, lambda module: at(module.MixedPrecision, "__init__", "mezzo.MixedPrecision"))
     imports.when(

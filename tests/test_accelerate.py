@@ -1,0 +1,256 @@
+"""Accelerate's own loops under `mezzo.accelerate`, compared with its mixed precision and with FP32."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
+from ranks import two_ranks
+
+DRAWN = torch.Generator().manual_seed(1)
+X, Y = torch.randn(12, 16, 8, generator=DRAWN), torch.randint(3, (12, 16), generator=DRAWN)
+
+
+@pytest.fixture(autouse=True)
+def no_state() -> Iterator[None]:
+    """Accelerate keeps its settings in the process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+
+
+def plain(**options: Any) -> accelerate.Accelerator:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return accelerate.Accelerator(cpu=True, **options)
+
+
+def attached(policy: str, **options: Any) -> Any:
+    return mezzo.accelerate.attach(plain(), policy, **options)
+
+
+class Run:
+    """A training in Accelerate's documented loop: twelve steps, or those that are given, some of which overflow."""
+
+    def __init__(
+        self, accelerator: Any, steps: Any = range(12), optimizer: Any = torch.optim.AdamW, **options: Any
+    ):
+        self.accelerator = accelerator
+        model = network()
+        optimizer = optimizer(model.parameters(), lr=1e-2, **options)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
+        self.losses: list[float] = []
+        for index in steps:
+            self.step(index)
+
+    def step(self, index: int, factor: float = 1.0) -> bool:
+        accelerator = self.accelerator
+        with accelerator.accumulate(self.model):
+            loss = F.cross_entropy(self.model(X[index] * factor), Y[index])
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+        skipped: bool = accelerator.optimizer_step_was_skipped
+        return skipped
+
+    def state(self) -> list[Tensor]:
+        saved = self.optimizer.state_dict()["state"]
+        moments = [saved[key][name] for key in sorted(saved) for name in sorted(saved[key])]
+        tensors = [*self.model.state_dict().values(), *moments]
+        return [tensor.clone() for tensor in tensors if isinstance(tensor, Tensor)]
+
+
+def test_bf16_is_accelerates_and_fp16_trains_where_it_does_nothing() -> None:
+    full, own = Run(plain()).losses, Run(plain(mixed_precision="bf16")).losses
+    ours, fp16 = Run(attached("bf16")), Run(attached("fp16"))
+    assert [f"{loss:.2f}" for loss in ours.losses] == [f"{loss:.2f}" for loss in own]
+    assert 0 < math.dist(ours.losses, full) <= 1.5 * math.dist(own, full)
+    assert Run(plain(mixed_precision="fp16")).losses == full
+    assert 0 < math.dist(fp16.losses, full) < 0.01
+    seen: list[torch.dtype] = []
+    inner: Any = fp16.model[0]
+    inner.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    assert (fp16.model(X[0]).dtype, seen) == (torch.float32, [torch.float16])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [(torch.optim.AdamW, {"fused": True}), (torch.optim.AdamW, {}), (mezzo.optim.AdamW, {})],
+)
+def test_an_overflow_skips_the_step_and_the_schedule(optimizer: Any, options: dict[str, Any]) -> None:
+    run = Run(attached("fp16"), range(3), optimizer, **options)
+    before, rate = run.state(), run.scheduler.get_last_lr()
+    assert run.step(3, factor=1e30)
+    assert all(map(torch.equal, run.state(), before))  # also BatchNorm's running statistics
+    assert run.scheduler.get_last_lr() == rate
+    precision = run.accelerator.mezzo
+    assert (precision.skipped_steps, precision.loss_scale) == (1, 2.0**15)
+    assert [(one.cause, one.op, one.module) for one in precision.findings] == [("overflow", "linear", "0")]
+    assert not run.step(4)
+    assert run.scheduler.get_last_lr() != rate
+    # accelerate#4242: with its own scaler a fused optimizer's skip goes unnoticed.
+    theirs = plain()
+    theirs.scaler = torch.amp.GradScaler("cpu")
+    if optimizer is torch.optim.AdamW:
+        assert Run(theirs, [], optimizer, **options).step(3, factor=math.inf) is not bool(options)
+
+
+def test_a_skipped_step_leaves_split_masters() -> None:
+    run = Run(attached("bf16", masters="split", loss_scale=1024.0), range(3))
+    before = run.state()
+    assert run.step(3, factor=math.inf)
+    assert all(map(torch.equal, run.state(), before))
+
+
+@pytest.mark.parametrize(("policy", "masters"), [("fp16", None), ("bf16", "split")])
+def test_accumulated_gradients_are_those_of_the_whole_batch(policy: str, masters: str | None) -> None:
+    def trained(steps: list[int], times: int) -> list[Tensor]:
+        accelerator = plain(gradient_accumulation_steps=times)
+        run = Run(mezzo.accelerate.attach(accelerator, policy, masters=masters), steps, torch.optim.SGD)
+        state = mezzo.master_state_dict(run.model, run.optimizer.optimizer)
+        weights = [tensor.clone() for name, tensor in state.items() if name[0] in "03"]
+        run.step(1)  # the sum of several is FP32
+        sums = {param.grad.dtype for param in run.model.parameters() if param.grad is not None}
+        assert sums == ({torch.float32} if times > 1 else set())
+        return weights
+
+    whole, halves = trained([0], 1), trained([0, 0], 2)  # BatchNorm sees the same
+    assert all(torch.allclose(one, other, rtol=0.01, atol=1e-3) for one, other in zip(whole, halves))
+
+
+def test_gradients_are_unscaled_once_and_only_where_they_are_clipped() -> None:
+    accelerator = attached("fp16")
+    nets = [nn.Linear(8, 4), nn.Linear(8, 4)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    first, second, one, two = accelerator.prepare(*nets, *optimizers)
+    first(X[0]).mean().backward()
+    expected = first.weight.grad.clone()
+    one.zero_grad()
+    accelerator.backward(first(X[0]).mean() + second(X[0]).mean())
+    accelerator.unscale_gradients(one)
+    accelerator.unscale_gradients([one])
+    assert accelerator.clip_grad_norm_(first.parameters(), math.inf) < 10
+    assert torch.allclose(first.weight.grad, expected, rtol=1e-2, atol=1e-4)
+    assert second.weight.grad.abs().max() > 1e3
+    accelerator.clip_grad_value_(second.parameters(), 0.05)
+    one.step()
+    two.step()  # the first step leaves these gradients unscaled
+    assert second.weight.grad.abs().max() == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(("policy", "masters"), [("fp16", None), ("bf16", "split"), ("bf16", "fp32")])
+def test_saved_and_loaded_it_continues_to_the_bit(policy: str, masters: str | None, tmp_path: Path) -> None:
+    runs = [Run(mezzo.accelerate.Accelerator(policy, masters=masters, cpu=True), range(3)) for _ in range(2)]
+    runs[0].step(3, factor=1e30 if policy == "fp16" else 1.0)
+    runs[0].accelerator.save_state(str(tmp_path))
+    runs[1].accelerator.load_state(str(tmp_path))
+    for run in runs:
+        for index in range(5, 9):
+            run.step(index)
+    assert all(map(torch.equal, runs[0].state(), runs[1].state()))
+    assert runs[0].accelerator.mezzo.loss_scale == runs[1].accelerator.mezzo.loss_scale
+
+
+def test_a_model_can_be_copied_and_prepared_again_under_another_policy() -> None:
+    run = Run(attached("fp16,module.3=fp32"), [0])
+    model, twin = run.model.eval(), copy.deepcopy(run.model).eval()
+    assert torch.equal(twin(X[0]), model(X[0]))
+    assert twin.forward.owner is None  # no copy of the accelerator
+    with run.accelerator.autocast():
+        assert (X[0] @ X[0].T).dtype is torch.float16
+        with run.accelerator.autocast(accelerate.utils.AutocastKwargs(enabled=False)):
+            assert (X[0] @ X[0].T).dtype is torch.float32
+    again = mezzo.accelerate.attach(accelerate.Accelerator(cpu=True), "fp32").prepare(model)
+    assert torch.equal(again(X[0]), nn.Sequential.forward(again, X[0]))
+
+
+def test_the_loss_scale_comes_from_the_argument_or_accelerates_handler() -> None:
+    handler = accelerate.utils.GradScalerKwargs(init_scale=128.0)
+    assert mezzo.accelerate.attach(plain(kwargs_handlers=[handler]), "fp16").mezzo.loss_scale == 128
+    run = Run(attached("fp16", loss_scale=2.0**10), [])
+    assert [run.step(0), run.step(1, factor=1e30), run.accelerator.mezzo.loss_scale] == [False, True, 1024]
+    scale = mezzo.DynamicLossScale(init=4.0, floor=2.0, patience=2)
+    run = Run(attached("fp16", loss_scale=scale), [])
+    with pytest.raises(LossScaleCollapseError, match=r"linear in 0"):
+        [run.step(0, factor=1e30) for _ in range(5)]
+
+
+def _prepared_before() -> Any:
+    accelerator = plain()
+    accelerator.prepare(network())
+    return mezzo.accelerate.attach(accelerator, "bf16")
+
+
+def _fp16_weights(masters: str | None) -> Any:
+    accelerator, model = attached("fp16", masters=masters), network()
+    model = model if masters else model.half()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(X[0]).mean())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _apart() -> Any:
+    return attached("bf16", masters="split").prepare(torch.optim.AdamW(network().parameters()))
+
+
+BOTH = "mixed_precision='bf16'"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "parts"),
+    [
+        (lambda: mezzo.accelerate.attach(None, "bf16"), UsageError, ["NoneType", "accelerate.Accelerator"]),
+        (lambda: mezzo.accelerate.attach(plain(mixed_precision="bf16")), UsageError, [f"Remove {BOTH}"]),
+        (lambda: mezzo.accelerate.attach(attached("fp16"), "bf16"), UsageError, ["fp16", "once"]),
+        (_prepared_before, CallOrderError, ["attach", "Sequential", "before accelerator.prepare("]),
+        (_apart, UsageError, ["params=bf16", "accelerator.prepare(model, optimizer)"]),
+        (lambda: attached("bf61"), UsageError, ["bf61", "'bf16'"]),
+        (lambda: attached("bf16", mask="split"), UsageError, ["mask", "'masters'"]),
+        (lambda: Run(attached("bf16,module.head=fp32")), UsageError, ["'head'", "prepared models"]),
+        (lambda: _fp16_weights(None), UsageError, ["mezzo.accelerate.attach", "fp16", "masters='fp32'"]),
+        (lambda: _fp16_weights("fp32"), UsageError, ["fp16 gradient", "FP32"]),
+    ],
+)
+def test_bad_input(call: Callable[[], Any], error: type[Exception], parts: list[str]) -> None:
+    with pytest.raises(error) as raised:
+        call()
+    assert [part for part in parts if part not in str(raised.value)] == []
+
+
+@pytest.mark.parametrize(("name", "needed"), [("accelerate", "1.10"), ("transformers", "5.0")])
+def test_an_old_library_is_refused(name: str, needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{name}.__version__", "0.34.2")
+    monkeypatch.delitem(sys.modules, f"mezzo.{name}", raising=False)
+    with pytest.raises(UsageError, match=rf"{name} >= {needed}.*0\.34\.2.*pip install 'mezzo\[{name}\]'"):
+        importlib.import_module(f"mezzo.{name}")
+
+
+@pytest.mark.heavy
+def test_two_ranks_skip_together(tmp_path: Path) -> None:
+    one, other = two_ranks("accelerate_ddp.py", tmp_path / "meeting", seconds=180)
+    assert one == other
+    assert (one["skips"], one["loss_scale"]) == ([False, True, False], 2.0**15)
+    assert one["kind"] == "DistributedDataParallel"

@@ -1,0 +1,198 @@
+"""Transformers' Trainer under `mezzo.transformers.use`, compared with its own bf16 and with FP32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_utils import HPSearchBackend
+
+import mezzo
+from mezzo.core.errors import CallOrderError, UsageError
+
+USUAL: dict[str, Any] = {"max_steps": 8, "per_device_train_batch_size": 8, "learning_rate": 2e-4}
+USUAL |= {"logging_steps": 2, "report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+SAVES = {"save_strategy": "steps", "save_steps": 4}
+BF16 = torch.bfloat16
+MARK = 63  # a token that overflows in `planted`
+DRAWN = torch.Generator().manual_seed(0)
+START, STRIDE = torch.randint(1, 8, (2, 64, 1), generator=DRAWN)
+TOKENS = (START + STRIDE * torch.arange(12)) % 60
+
+
+def tiny(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **size)).to(BF16).to(dtype)
+
+
+def planted() -> Any:
+    model = tiny()
+    model.model.layers[0].input_layernorm = nn.Identity()
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, args, out: out * torch.where((args[0] == MARK).any(), 1e30, 1.0)
+    )
+    return model
+
+
+def made(out: Path, model: Any = None, marked: int | None = None, **options: Any) -> Any:
+    """A Trainer; `options` are TrainingArguments', or the Trainer's own."""
+    own = {name: options.pop(name) for name in ("model_init", "optimizer_cls_and_kwargs") if name in options}
+    tokens = TOKENS.clone()
+    if marked is not None:
+        tokens[marked, 0] = MARK
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = TrainingArguments(output_dir=str(out), **(USUAL | options))
+    model = None if "model_init" in own else tiny() if model is None else model
+    return Trainer(model, arguments, train_dataset=data, **own)
+
+
+def trained(out: Path, policy: str = "", use: Any = {}, resume: Any = None, **options: Any) -> Any:  # noqa: B006
+    trainer = made(out, **options)
+    if policy:
+        assert mezzo.transformers.use(trainer, policy, **use) is trainer
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def logged(trainer: Any, name: str = "loss") -> list[Any]:
+    return [row.get(name) for row in trainer.state.log_history if "loss" in row]
+
+
+def masters(trainer: Any) -> Tensor:
+    state = mezzo.master_state_dict(trainer.model, trainer.optimizer.optimizer)
+    return torch.cat([state[name].flatten().float() for name, _ in trainer.model.named_parameters()])
+
+
+def apart(one: Any, other: Any) -> float:
+    return float((masters(one) - masters(other)).norm())
+
+
+def test_bf16_is_the_trainers_to_the_printed_digits_and_fp16_trains_on_a_cpu(tmp_path: Path) -> None:
+    full, own = trained(tmp_path), trained(tmp_path, bf16=True)
+    bf16, fp16 = trained(tmp_path, "bf16"), trained(tmp_path, "fp16")
+    assert [f"{loss:.4f}" for loss in logged(bf16)] == [f"{loss:.4f}" for loss in logged(own)]
+    assert 0 < apart(bf16, full) <= 1.5 * apart(own, full)
+    assert 0 < math.dist(logged(fp16), logged(full)) < 2e-3
+    assert (logged(fp16, "loss_scale"), logged(fp16, "skipped_steps")) == ([2.0**16] * 4, [0] * 4)
+
+
+@pytest.mark.heavy
+def test_masters_under_bf16_weights_follow_fp32(tmp_path: Path) -> None:
+    plan = {"max_steps": 24, "lr_scheduler_type": "constant"}
+    full, own = trained(tmp_path, **plan), trained(tmp_path, bf16=True, model=tiny(BF16), **plan)
+    chosen = (mezzo.optim.AdamW, {"lr": 2e-4, "masters": "split"})
+    for kind, options in (("split", {}), ("fp32", {}), ("split", {"optimizer_cls_and_kwargs": chosen})):
+        ours = trained(tmp_path, "bf16", {"masters": kind}, model=tiny(BF16), **plan, **options)
+        assert {param.dtype for param in ours.model.parameters()} == {BF16}
+        assert apart(ours, full) < apart(own, full) / 5
+
+
+@pytest.mark.heavy
+def test_an_overflow_is_skipped_and_is_in_the_log_and_in_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    often = {"logging_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+    often |= {"train_sampling_strategy": "sequential", "report_to": ["tensorboard"]}
+    trainer = trained(tmp_path, "fp16", model=planted(), marked=20, **often)  # in the third batch
+    assert logged(trainer, "skipped_steps") == [0, 0, 1, 0]
+    assert logged(trainer, "loss_scale") == [2.0**16, 2.0**16, 2.0**15, 2.0**15]
+    assert logged(trainer, "nonfinite_losses") == [None, None, 1, None]
+    assert [report is None for report in logged(trainer, "overflow")] == [True, True, False, True]
+    assert "model.layers.0" in logged(trainer, "overflow")[2]
+    rates = logged(trainer, "learning_rate")  # before each step
+    assert rates[1] > rates[2] == rates[3]
+    before, after = (load_file(tmp_path / f"checkpoint-{n}" / "model.safetensors") for n in (2, 3))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    assert [event.value for event in events.Scalars("train/skipped_steps")] == [0, 0, 1, 0]
+    assert [event.step for event in events.Tensors("train/overflow/text_summary")] == [3]
+
+
+@pytest.mark.parametrize(
+    ("policy", "use"),
+    [
+        ("fp16", {"loss_scale": "dynamic(init=16777216,growth_interval=3)"}),
+        ("bf16", {"masters": "split"}),
+    ],
+)
+def test_resumed_training_equals_uninterrupted_training(policy: str, use: Any, tmp_path: Path) -> None:
+    whole = trained(tmp_path, policy, use, **SAVES)
+    resumed = trained(tmp_path / "again", policy, use, resume=str(tmp_path / "checkpoint-4"), **SAVES)
+    assert torch.equal(masters(whole), masters(resumed))
+    assert logged(whole) == logged(resumed)
+    assert whole.accelerator.mezzo.loss_scale == resumed.accelerator.mezzo.loss_scale
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-8", dtype=torch.float32)
+    stored = [param.float() for param in whole.model.parameters()]
+    assert all(map(torch.equal, loaded.parameters(), stored))
+
+
+@pytest.mark.heavy
+def test_checkpointed_activations_and_accumulation_change_nothing(tmp_path: Path) -> None:
+    whole = logged(trained(tmp_path, "fp16"))
+    assert logged(trained(tmp_path, "fp16", activation_checkpointing=True)) == whole
+    parts = trained(tmp_path, "fp16", gradient_accumulation_steps=4, per_device_train_batch_size=2)
+    assert math.dist(logged(parts), whole) < 1e-3
+
+
+def test_evaluation_and_several_trainings(tmp_path: Path) -> None:
+    trainer = mezzo.transformers.use(made(tmp_path, learning_rate=1e-3), "bf16", masters="split")
+    first = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+    trainer.train()
+    trainer.train()
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] < first - 0.1
+    assert trainer.model.lm_head.weight.dtype is BF16
+
+
+def test_each_trial_of_a_search_is_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: True)
+    trainer = mezzo.transformers.use(made(tmp_path, model_init=lambda trial: tiny()), "fp16")
+    trainer.hp_search_backend = HPSearchBackend.WANDB  # whose trial is a dictionary
+    monkeypatch.setattr(trainer, "_get_output_dir", lambda trial: str(tmp_path))
+    for rate in (1e-3, 2e-4):
+        before = trainer.accelerator
+        trainer.train(trial={"learning_rate": rate})
+        assert trainer.accelerator is not before
+        assert logged(trainer, "loss_scale") == [2.0**16] * 4
+
+
+def again(trainer: Any) -> None:
+    mezzo.transformers.use(mezzo.transformers.use(trainer, "bf16"), "fp16")
+
+
+def late(trainer: Any) -> None:
+    trainer.train()
+    mezzo.transformers.use(trainer, "fp16")
+
+
+@pytest.mark.parametrize(
+    ("options", "use", "error", "parts"),
+    [
+        ({"bf16": True}, "fp16", UsageError, ["bf16=True", "Set bf16=False"]),
+        ({"bf16_full_eval": True}, "fp16", UsageError, ["bf16_full_eval=False"]),
+        ({}, again, UsageError, ["bf16", "once"]),
+        ({}, late, CallOrderError, ["before trainer.train()"]),
+        ({"model": tiny(torch.float16)}, "fp16", UsageError, ["fp16", "clips", "dtype=torch.float32"]),
+        ({}, "fp16,params=fp16", UsageError, ["params=fp16", "clips", "masters='split'"]),
+        ({"model": tiny(BF16)}, "bf16", UsageError, ["bf16", "'split'"]),
+        ({}, "bf61", UsageError, ["bf61", "'bf16'"]),
+        ({}, lambda _: mezzo.transformers.use(tiny(), "bf16"), UsageError, ["Llama", "transformers.Trainer"]),
+    ],
+)
+def test_bad_input(
+    options: Any, use: str | Callable[[Any], Any], error: type[Exception], parts: list[str], tmp_path: Path
+) -> None:
+    trainer = made(tmp_path, **({"max_steps": 1} | options))
+    with pytest.raises(error) as raised:
+        use(trainer) if callable(use) else mezzo.transformers.use(trainer, use).train()
+    assert [part for part in parts if part not in str(raised.value)] == []

@@ -1,0 +1,68 @@
+"""TRL's SFTTrainer and PEFT's LoRA under `mezzo.transformers.use`, compared with TRL's own bf16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+import mezzo
+from mezzo.core.errors import UsageError
+
+# TRL's and PEFT's own use of former names.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+def sft(out: Path, *, lora: bool = False, **settings: Any) -> Any:
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    usual = {"max_steps": 6, "logging_steps": 2, "learning_rate": 1e-2, "per_device_train_batch_size": 4}
+    usual |= {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True, "max_length": 16}
+    return SFTTrainer(
+        LlamaForCausalLM(config),
+        SFTConfig(output_dir=str(out), **(usual | settings)),
+        train_dataset=Dataset.from_dict(
+            {"text": [" ".join(WORDS[i % 5 :] + WORDS[: i % 5]) for i in range(32)]}
+        ),
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+        ),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None,
+    )
+
+
+def losses(trainer: Any) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_bf16_is_trls_to_the_printed_digits(lora: bool, tmp_path: Path) -> None:
+    own, ours = sft(tmp_path, lora=lora, bf16=True), sft(tmp_path, lora=lora, bf16=False)
+    own.train()
+    mezzo.transformers.use(ours, "bf16").train()
+    assert [f"{loss:.3f}" for loss in losses(ours)] == [f"{loss:.3f}" for loss in losses(own)]
+    low = sft(tmp_path, lora=lora, bf16=False)
+    frozen = {name: p.dtype for name, p in low.model.named_parameters() if not p.requires_grad}
+    mezzo.transformers.use(low, "fp16").train()
+    assert [row["skipped_steps"] for row in low.state.log_history if "loss" in row] == [0, 0, 0]
+    assert losses(low) == pytest.approx(losses(own), abs=0.02)
+    assert bool(frozen) is lora
+
+
+def test_the_default_of_trl_is_a_second_setting(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"bf16=True.*bf16=False.*default of SFTConfig"):
+        mezzo.transformers.use(sft(tmp_path), "fp16")
