@@ -105,12 +105,12 @@ def test_a_comparison_ends_it_at_the_first_use(
 ) -> None:
     """Also if the script catches every error."""
     with pytest.raises(UsageError, match=re.escape(OWN[name][1])):
-        launch(SCRIPT.format(OWN[name][0]) + "print('the end')", policy="fp32", refuse_own=True)
+        launch(SCRIPT.format(OWN[name][0]) + "print('the end')", policy="fp32", own="refuse")
     assert "the end" not in capsys.readouterr().out
     assert "left alone: " in " ".join(list(read(tmp_path / "run.jsonl"))[-1].notes)
     caught = f"try:\n{indent(OWN[name][0].strip(), ' ')}\nexcept Exception: pass"
     with pytest.raises(UsageError):
-        launch(SCRIPT.format(caught), policy="fp32", refuse_own=True)
+        launch(SCRIPT.format(caught), policy="fp32", own="refuse")
 
 
 @pytest.mark.parametrize("name", NOT_OWN)
