@@ -27,7 +27,7 @@ def loss_of(x):
 {}
 print(loss_of(x.to(model.weight.dtype)).item().hex())
 """
-SWITCH_OFF = "enabled=False"
+SWITCH_OFF = "mezzo run --own off --precision "
 
 OWN: dict[str, tuple[str, str]] = {  # whose use is told -> lines, what to do
     "mezzo.MixedPrecision": (
@@ -71,7 +71,7 @@ print(found.policy)
     "GradScaler": ("torch.amp.GradScaler('cpu', init_scale=2.0).scale(torch.zeros(1))", SWITCH_OFF),
     "bfloat16 parameters": (
         "model.bfloat16(); loss_of(x.bfloat16()); model.float()",
-        "keep the model in FP32",
+        SWITCH_OFF,
     ),
 }
 NOT_OWN = {

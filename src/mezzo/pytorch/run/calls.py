@@ -107,7 +107,7 @@ class Preparation:
         if half is not None and not session.lowered_weights:  # else Mezzo lowered it, or it is a copy
             session.stand_back(
                 f"{name} has {str(half).removeprefix('torch.')} parameters: the script chooses its formats itself",
-                "to use Mezzo instead, keep the model in FP32: remove the line that converts it to 16 bits",
+                session.without_own,
             )
             return False
         first = not session.device_type

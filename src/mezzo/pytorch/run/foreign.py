@@ -135,7 +135,7 @@ def user_line(depth: int, transparent: Collection[str] = ()) -> str | None:
 
 
 def _stand_back(session: Session, name: str, where: str) -> None:
-    fix = SWITCH_OFF
+    fix = session.without_own if name in ("torch.autocast", "GradScaler") else SWITCH_OFF
     if name.startswith("mezzo."):
         options = " (and watch=, records= instead of --watch, --records)" if "Mixed" in name else ""
         fix = f"to choose the precision, edit that line{options}, or remove {name} and use mezzo run"

@@ -177,9 +177,16 @@ class Session:
         if not self.journal.losses and self.left_alone is None and status == 0:
             self.journal.note("the script never called backward()")
 
-    def command(self, policy: str) -> str:
+    def command(self, policy: str, *options: str) -> str:
         """The command that runs this script under another policy."""
-        return shlex.join(run_command(vars(self.request), "--precision", policy))
+        return shlex.join(run_command(vars(self.request), *options, "--precision", policy))
+
+    @property
+    def without_own(self) -> str:
+        """What to do with mixed precision of the script's that can be switched off."""
+        asked = self.request.policy
+        policy = "bf16" if asked in ("auto", "fp32") else asked
+        return f"to use Mezzo instead: {self.command(policy, '--own', 'off')}"
 
     def with_masters(self) -> str:
         """The command that runs this script in its own precision, with masters."""
