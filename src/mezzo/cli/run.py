@@ -5,6 +5,8 @@
   mezzo run --precision fp16 train.py --epochs 3     fp16, with loss scaling
   mezzo run --precision bf16,masters=split train.py  bf16 weights with exact FP32 masters: 14 bytes per parameter
   mezzo run --watch train.py --epochs 3              also record the exponents of all tensors, and write a report
+  mezzo run --own off --precision bf16 train.py      switch the script's own mixed precision off, and use bf16
+  mezzo run --masters split train.py                 exact FP32 masters for bf16 weights that the script makes
   mezzo run --apex train.py --epochs 3               for scripts of NVIDIA Apex: Mezzo's apex.amp
   mezzo run -m package.train --epochs 3              run a module, as python -m does
   mezzo run train.py --precision bf16 -- --epochs 3  the same as the second line
@@ -72,6 +74,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--tensorboard", metavar="DIR", type=Path, help="also write the records as TensorBoard events")
     observe = "measure one early step: its peak memory and the formats of its ops"
     add("--observe", action="store_true", help=observe)
+    own = (
+        "the script's own mixed precision: keep it and change nothing (default), or switch it off (torch.amp, "
+        "Accelerate, Transformers, Lightning, conversions of models to 16 bits)"
+    )
+    add("--own", choices=("keep", "off"), default="keep", help=own)
+    masters = (
+        "keep the script's own precision, and give its 16-bit weights FP32 masters: split or split8 under AdamW, Adam "
+        "and SGD (fp32 under any other optimizer), or fp32"
+    )
+    add("--masters", choices=("split", "split8", "fp32"), default="", help=masters)
     add("--quiet", action="store_true", help="print no summary at the end")
     apex = (
         "let the script import Mezzo's apex.amp, also with its own opt_level; --precision replaces that level"
@@ -107,6 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"no script {target!r} in {os.getcwd()}. To watch every {target}th update, write --watch={target} as one "
             "word."
         )
+    if arguments.masters:
+        _check_masters(arguments)
     rank = _number("RANK", 0)
     if rank == 0 and argv:
         _tell_misplaced(arguments)
@@ -114,7 +128,9 @@ def run(arguments: argparse.Namespace) -> int:
         target=target,
         argv=tuple(argv),
         is_module=arguments.module,
-        policy=arguments.precision or "auto",
+        policy="fp32" if arguments.masters else arguments.precision or "auto",
+        own="record" if arguments.masters else arguments.own,
+        masters=arguments.masters,
         records=arguments.records,
         observe=arguments.observe,
         summary=not arguments.quiet,
@@ -149,6 +165,18 @@ def _run(request: RunRequest, arguments: argparse.Namespace, rank: int) -> int:
         if made is not None and not arguments.quiet and status == 0:  # after a failure it is printed already
             print(f"mezzo: report: {made}", file=sys.stderr)
     return status
+
+
+def _check_masters(arguments: argparse.Namespace) -> None:
+    kept = f"--masters {arguments.masters} keeps the script's own precision"
+    if arguments.precision or arguments.own == "off":
+        precision = arguments.precision or "bf16"
+        raise UsageError(
+            f"{kept}, but --precision and --own off replace it. Leave one of them out, or have Mezzo make the 16-bit "
+            f"weights: --own off --precision {precision.partition(',')[0]},masters={arguments.masters}"
+        )
+    if arguments.watch:
+        raise UsageError(f"{kept}, and --watch needs a precision of Mezzo's. Leave --watch out.")
 
 
 def _tell_misplaced(arguments: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.not_traced import not_traced
+from mezzo.pytorch.run.own_recording import unscaled as unscaled_by_script
 from mezzo.pytorch.step import numbers_of
 from mezzo.pytorch.training import backward as walks
 
@@ -118,7 +119,12 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
 
     @not_traced
     def note_loss(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> None:
-        session.journal.loss(_value(roots, seeds) if session.journal.writes else None)
+        value = _value(roots, seeds) if session.journal.writes else None
+        if session.records_own:
+            value = unscaled_by_script(roots[0], value) if value is not None and len(roots) == 1 else value
+            if isinstance(roots[0], Tensor):
+                session.resolve(roots[0].device.type)
+        session.journal.loss(value)
 
     @functools.wraps(original)
     def backward(
