@@ -25,7 +25,6 @@ class RunRequest:
     target: str  # path of the script (or of a directory with a `__main__.py`), or a module's dotted name
     argv: tuple[str, ...] = ()  # the script's `sys.argv[1:]`
     is_module: bool = False  # whether `target` is a module's name, as after `python -m`
-    source: str | None = None  # the code, where `target` is -c, or - for standard input
     policy: str = "auto"  # a preset, a short string, or the path of a `.toml` file
     records: Path | None = None  # file for the run's records (JSON lines)
     seed_offset: int | None = None  # k >= 0 adds k to every seed of the script; None leaves them alone
@@ -43,6 +42,7 @@ class RunRequest:
     patterns: tuple[
         str, ...
     ] = ()  # module patterns of other runs' policies; the first model call checks them
+    source: str | None = None  # the code, where `target` is -c, or - for standard input
 
     def to_json(self) -> str:
         """The request as one line of JSON."""
