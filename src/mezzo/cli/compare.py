@@ -2,7 +2,7 @@
 
 The script is not changed and need not import Mezzo. It runs several times, each time in a new process: with the
 default --seeds 3 and one candidate, 7 runs. Runs with the same seed form a pair, one in each precision. A script that
-resumes from its own checkpoint would resume from another run: switch that off.
+resumes from its own checkpoint would resume from another run: switch that off. The runs have an empty standard input.
 
 Examples:
   mezzo compare --demo digits --seeds 1              a quick look, on a small data set

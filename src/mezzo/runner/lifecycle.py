@@ -49,6 +49,7 @@ class RunRequest:
     patterns: tuple[
         str, ...
     ] = ()  # module patterns of other runs' policies; the first model call checks them
+    source: str | None = None  # the code, where `target` is -c, or - for standard input
 
     def to_json(self) -> str:
         """The request as one line of JSON."""

@@ -52,7 +52,7 @@ def checked(request: RunRequest) -> tuple[Policy, script.Target]:
     """A request's policy and its script's place; a MezzoError if they can't be run, or TensorBoard is missing."""
     policy = policy_of(request.policy)
     check(policy)
-    target = script.locate(request.target, is_module=request.is_module)
+    target = script.locate(request.target, is_module=request.is_module, source=request.source)
     if request.tensorboard is not None:
         check_events(request.tensorboard)
     return policy, target
