@@ -223,7 +223,7 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with autocast(self._policy, self._device_type):
             out = self.__wrapped__(*args, **kwargs)
-        return to_fp32(out) if self._policy.output == "fp32" else out
+        return to_fp32(out)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"owner": None, "hook": None, "observers": None}
