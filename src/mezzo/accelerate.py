@@ -7,7 +7,7 @@ optimizer step use `mezzo.autocast`, `mezzo.GradScaler` and the optimizers of `m
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
@@ -92,8 +92,11 @@ def attach(
             distributed training; an invalid policy.
         CallOrderError: something was prepared before.
     """
-    options: dict[str, Any] = dict(params=params, masters=masters, state=state, loss_scale=loss_scale, trace=trace)
-    return attached(accelerator, Precision(accelerator, policy, "mezzo.accelerate.attach", **options))
+    options: dict[str, Any] = dict(
+        params=params, masters=masters, state=state, loss_scale=loss_scale, trace=trace
+    )
+    written = 'mezzo.accelerate.attach(accelerator, "{}")'
+    return attached(accelerator, Precision(accelerator, policy, written, **options))
 
 
 def attached(accelerator: Any, precision: Precision, *, late: bool = False) -> Any:
@@ -121,13 +124,12 @@ class Precision(TrainerStep):
         self,
         accelerator: Any,
         policy: str | os.PathLike[str] | Policy | torch.dtype,
-        where: str,
-        written: Callable[[str], str] = 'mezzo.accelerate.attach(accelerator, "{}")'.format,
+        written: str,
         **options: Any,
     ) -> None:
-        _refuse_unfit(accelerator, where)
+        _refuse_unfit(accelerator, written.partition("(")[0])
         self.device_type: str = accelerator.device.type
-        super().__init__(where, self.device_type, policy, **options)
+        super().__init__(written, self.device_type, policy, **options)
         handler = accelerator.scaler_handler
         if self.scaler is not None and options.get("loss_scale") is None and handler is not None:
             self.scaler = GradScaler(**handler.to_kwargs())
@@ -135,7 +137,7 @@ class Precision(TrainerStep):
         self._gradients = Gradients(fp32=True)
         finalize(self, self._gradients.undo).atexit = False
         self._paths: set[str] = set()  # of the modules of all models
-        self._observers = self.tracers(self.context, self.device_type, written)
+        self._observers = self.tracers(self.context, self.device_type)
         self.observing = Observers([], self._observers)
 
     def __repr__(self) -> str:
@@ -330,7 +332,7 @@ class Accelerator(_Attached, _library.Accelerator):  # type: ignore[misc, name-d
     def __init__(self, policy: str | os.PathLike[str] | Policy | torch.dtype = "auto", **kwargs: Any) -> None:
         mine = {name: kwargs.pop(name, None) for name in _OPTIONS}
         super().__init__(**kwargs)
-        self.mezzo = Precision(self, policy, "mezzo.accelerate.Accelerator", **mine)
+        self.mezzo = Precision(self, policy, 'mezzo.accelerate.Accelerator("{}")', **mine)
         self.scaler = self.mezzo.scaler
 
 

@@ -8,7 +8,6 @@ each package has its own base class and tests for it.
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 import warnings
 from collections import Counter
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 from mezzo.core.errors import UsageError, checks_keywords
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy import Policy
+from mezzo.core.version import library
 from mezzo.pytorch.autocast.context import autocast
 from mezzo.pytorch.autocast.modules import fitting
 from mezzo.pytorch.monitor.module_paths import unwrapped
@@ -38,8 +38,7 @@ from mezzo.pytorch.training.networks import Networks
 from mezzo.pytorch.training.observers import Observers
 from mezzo.pytorch.training.resolved_precision import ResolvedPrecision
 
-OLDEST = (2, 6, 4)
-"""The oldest version of Lightning; 2.6.2 and 2.6.3 were compromised."""
+OLDEST = "2.6.4"  # 2.6.2 and 2.6.3 were compromised
 
 # Package -> its base class. The last one has Fabric alone.
 _TREES = {
@@ -84,23 +83,11 @@ def precision(
     arguments |= dict(state=state, trace=trace)
     trees = [tree for tree in _TREES if tree in sys.modules]
     trees = trees or [tree for tree in _TREES if importlib.util.find_spec(tree) is not None][:1]
-    if not trees:
-        raise UsageError("mezzo.lightning: Lightning is not installed: pip install 'lightning>=2.6.4'.")
-    for tree in trees:
-        _check_version(tree, importlib.import_module(tree).__version__)
+    for tree in trees or ["lightning"]:
+        library(tree, OLDEST, "lightning")
     if "pytorch_lightning" in trees:  # which imports the other one
         trees = [tree for tree in trees if tree != "lightning_fabric"]
     return _class_for(*trees)(arguments)
-
-
-def _check_version(tree: str, version: str) -> None:
-    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
-        oldest, name = ".".join(map(str, OLDEST)), tree.replace("_", "-")
-        bad = " (2.6.2 and 2.6.3 were compromised releases)" if version in ("2.6.2", "2.6.3") else ""
-        raise UsageError(
-            f"mezzo.lightning: {name} {version} is installed{bad}; version {oldest} or later is needed. Update it: "
-            f"pip install -U '{name}>={oldest}'."
-        )
 
 
 @cache
@@ -117,7 +104,7 @@ class _Plugin(TrainerStep):
     def __init__(self, arguments: dict[str, Any]) -> None:
         accelerator = torch.accelerator.current_accelerator()
         device_type = "cpu" if accelerator is None else accelerator.type
-        super().__init__("mezzo.lightning.precision", device_type, **arguments)
+        super().__init__('mezzo.lightning.precision("{}")', device_type, **arguments)
         self._arguments = arguments
         if self.scaler is not None:
             self.scaler._evaluated = self._closure_ran  # type: ignore[method-assign]
@@ -213,8 +200,7 @@ class _Plugin(TrainerStep):
             self._handles = [part.register_forward_pre_hook(self.called) for part in called]
         # In DDP the root's call is the whole `training_step`, which can't be called again by itself.
         outermost = [root, *called] if wrapped is root else called
-        enter, written = self._resolved[0].context, 'mezzo.lightning.precision("{}")'.format
-        observers = self.tracers(enter, _device_type(root), written, wrapped or root)
+        observers = self.tracers(self._resolved[0].context, _device_type(root), wrapped or root)
         self.observing = Observers(outermost, observers)
 
     def _release(self) -> None:

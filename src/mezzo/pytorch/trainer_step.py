@@ -43,7 +43,7 @@ class TrainerStep:
 
     def __init__(
         self,
-        where: str,
+        written: str,
         device_type: str,
         policy: Any,
         *,
@@ -53,19 +53,19 @@ class TrainerStep:
         loss_scale: LossScale | float | str | None = None,
         trace: bool | None = None,
     ) -> None:
-        """Check the arguments, which are `MixedPrecision`'s; errors begin with `where`, the function that got them."""
-        self.where = where
+        """Check the arguments, which are `MixedPrecision`'s. `written`: the user's call, with {} for the policy."""
+        self.where = written.partition("(")[0]
         with self._errors_name_where():
             asked, _ = cast_parameters.stored(policy_of(policy), params, masters, state, device_type)
             self.policy, _ = auto.resolve(asked, device_type)
-            pure = as_loss_scale(loss_scale, where) or self.policy.make_loss_scale()
+            pure = as_loss_scale(loss_scale, self.where) or self.policy.make_loss_scale()
         self.scaler = None if isinstance(pure, NoLossScale) else GradScaler.of(pure)
         self.skipped_steps = 0
         self.findings: deque[OverflowReport] = deque(maxlen=100)
         self.networks = Networks()
         self.observing = Observers([], [])
         self.steps = 0
-        self._trace = trace
+        self._trace, self._written = trace, written
 
     @contextmanager
     def _errors_name_where(self) -> Iterator[None]:
@@ -94,14 +94,14 @@ class TrainerStep:
         self,
         enter: Callable[[], AbstractContextManager[Any]],
         device_type: str,
-        written: Callable[[str], str],
         model: nn.Module | None = None,
     ) -> list[StepObserver]:
         """The observer that explains skipped steps, if it was asked for, or on a CPU, where it need not wait."""
         wanted = device_type == "cpu" if self._trace is None else self._trace
         if self.scaler is None or not wanted:
             return []
-        return [OverflowTracer(enter=enter, waits=bool(self._trace), model=model, written=written)]
+        waits, written = bool(self._trace), self._written.format
+        return [OverflowTracer(enter=enter, waits=waits, model=model, written=written)]
 
     def called(self, model: nn.Module, *_: Any) -> None:
         """A pre-hook of a model: in training, copy the buffers that a skipped step restores."""
