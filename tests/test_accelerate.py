@@ -244,7 +244,7 @@ def test_bad_input(call: Callable[[], Any], error: type[Exception], parts: list[
 def test_an_old_library_is_refused(name: str, needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{name}.__version__", "0.34.2")
     monkeypatch.delitem(sys.modules, f"mezzo.{name}", raising=False)
-    with pytest.raises(UsageError, match=rf"{name} >= {needed}.*0\.34\.2.*pip install 'mezzo\[{name}\]'"):
+    with pytest.raises(UsageError, match=rf"{name} >= {needed}.*0\.34\.2.*pip install -U '{name}>={needed}'"):
         importlib.import_module(f"mezzo.{name}")
 
 

@@ -8,6 +8,7 @@ Subclasses of Trainer, such as TRL's SFTTrainer, work the same way.
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,14 +90,12 @@ def use(
         )
     if trainer.accelerator._optimizers:
         raise CallOrderError(f"{_WHERE}: training has begun. Call it before trainer.train().")
-    written = 'mezzo.transformers.use(trainer, "{}")'.format
-
-    def make(accelerator: Any) -> Precision:
-        return Precision(
-            accelerator, policy, params, masters, state, loss_scale, trace, where=_WHERE, written=written
-        )
-
-    precision = make(trainer.accelerator)
+    written = f'{_WHERE}(trainer, "{{}}")'
+    options: dict[str, Any] = dict(
+        params=params, masters=masters, state=state, loss_scale=loss_scale, trace=trace
+    )
+    make: Any = partial(Precision, policy=policy, written=written, **options)
+    precision: Precision = make(trainer.accelerator)
     if precision.policy.params == "fp16" or any(
         param.dtype is torch.float16 and param.requires_grad for param in trainer.model.parameters()
     ):
