@@ -92,6 +92,9 @@ CHANGES = """
 +\treturn mezzo.amp.autocast('cpu')
 +if x: import torch; import mezzo.amp
 +mezzo.amp.autocast('cpu')
+ def g():
+-    import torch; return torch.autocast('cpu')
++    import torch; import mezzo.amp; return mezzo.amp.autocast('cpu')
 # the module
 -import torch.cuda.amp as amp, os
 -with amp.autocast(): amp.GradScaler(1.)
@@ -254,11 +257,23 @@ def test_other_names_change_where_one_is_left_alone() -> None:
     assert [one.line for one in made.left] == [2, 5]
 
 
-def test_the_encoding_and_a_last_line_without_an_end_stay() -> None:
-    source = "# coding: latin-1\nfrom torch.amp import autocast\nname = 'é'".encode("latin-1")
-    made = migrate(source, "t.py")
-    assert made.after == source.replace(b"torch.amp", b"mezzo.amp")
-    assert made.diff("t.py").endswith("\\ No newline at end of file\n")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "# coding: latin-1\nfrom torch.amp import autocast\nname = 'é'".encode("latin-1"),
+        "\ufefffrom torch.amp import autocast\nname = 'é \u2028'".encode(),
+    ],
+)
+def test_the_encoding_and_a_last_line_without_an_end_stay(
+    source: bytes, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    script = tmp_path / "t.py"
+    script.write_bytes(source)
+    assert main(["migrate", str(script)]) == 1
+    *_, last, end, _ = capsysbinary.readouterr().out.split(b"\n")
+    assert (last, end) == (b" " + source.splitlines()[-1], b"\\ No newline at end of file")
+    assert main(["migrate", "--write", str(script)]) == 0
+    assert script.read_bytes() == source.replace(b"torch.amp", b"mezzo.amp")
 
 
 def test_every_name_is_in_mezzo() -> None:

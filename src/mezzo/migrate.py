@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -52,9 +52,8 @@ _SAME = {
 _BY_HAND = re.compile(r"torch\.set_autocast_\w+")
 _IN_STRING = re.compile(r"(?:\b|^)(torch\.(c\w+\.)?amp\b|torch\.autocast\b|apex\.amp\b|from apex import)")
 _ORDER = ("enabled", "dtype", "cache_enabled")  # of the arguments of torch.cuda.amp.autocast
-_EQUAL = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 _Dotted: TypeAlias = cst.Name | cst.Attribute
-_Action: TypeAlias = Callable[[], None]
+_Edit: TypeAlias = tuple[int, int, str]  # the text for a span of the script's UTF-8 bytes
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,8 @@ class Migration:
 
     def diff(self, name: str) -> str:
         """A unified diff, which `patch -p0` applies; empty where nothing changes."""
-        old, new = (
-            text.decode("utf-8", "surrogateescape").splitlines(keepends=True)
-            for text in (self.before, self.after)
-        )
+        texts = (text.decode("utf-8", "surrogateescape") for text in (self.before, self.after))
+        old, new = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in texts)
         lines = difflib.unified_diff(old, new, name, name)
         return "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
@@ -97,7 +94,8 @@ def migrate(source: bytes, name: str) -> Migration:
             f"{name}{where}: not readable as Python. Run `python {name}` to see the error."
         ) from error
     plan = _Plan(metadata.MetadataWrapper(module, unsafe_skip_copy=True))
-    return Migration(source, module.visit(_Rewrite(plan)).bytes, tuple(plan.left))
+    after = plan.after().encode(module.encoding) if plan.edits else source
+    return Migration(source, after, tuple(plan.left))
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,11 +170,10 @@ class _Plan:
 
     def __init__(self, wrapper: metadata.MetadataWrapper) -> None:
         self.left: list[LeftAlone] = []
-        self.names: dict[cst.CSTNode, str] = {}  # a dotted name, and ours
-        self.decorated: dict[cst.CSTNode, cst.Arg] = {}  # a decorator without arguments, and a new one
-        self.arguments: dict[cst.CSTNode, Callable[[Sequence[cst.Arg]], list[cst.Arg]]] = {}  # of a call
-        self.imported_from: dict[cst.CSTNode, str] = {}  # a name in an import, and our module
-        self.added: dict[cst.CSTNode, list[str]] = {}  # a line or a suite: modules to import after it
+        self.edits: list[_Edit] = []
+        self._code, self._newline = wrapper.module.code.encode(), wrapper.module.default_newline
+        self._spans = wrapper.resolve(metadata.ByteSpanPositionProvider)
+        self._imports: dict[cst.Import | cst.ImportFrom, dict[cst.ImportAlias, str]] = {}  # our modules
         self._parents = wrapper.resolve(metadata.ParentNodeProvider)
         self._positions = wrapper.resolve(metadata.PositionProvider)
         scopes = {scope for scope in wrapper.resolve(metadata.ScopeProvider).values() if scope is not None}
@@ -193,9 +190,23 @@ class _Plan:
                         uses.setdefault(key, {})[dotted] = None
         for key in self._bindings:
             self._decide(*key, list(uses.get(key, {})))
+        for statement, modules in self._imports.items():
+            self._redirect(statement, modules)
         for node in self._parents:
             self._look(node)
         self.left.sort(key=lambda one: one.line)
+
+    def after(self) -> str:
+        """The script with all edits."""
+        made, at = list[bytes](), 0
+        for start, end, text in sorted(self.edits, key=lambda edit: edit[:2]):
+            made += [self._code[at:start], text.encode()]
+            at = end
+        return b"".join([*made, self._code[at:]]).decode()
+
+    def _span(self, node: cst.CSTNode) -> tuple[int, int]:
+        span = self._spans[node]
+        return span.start, span.start + span.length
 
     def _dotted(self, node: cst.CSTNode) -> tuple[_Dotted, str]:
         """The longest dotted name that begins with the first word of this one, and that word."""
@@ -213,7 +224,7 @@ class _Plan:
         imports = [ours for one in bindings if (ours := _ours(one.target)) is not None]
         found = {use: [_ours(one.target + _text(use)[len(name) :]) for one in bindings] for use in uses}
         found = {use: all_ours for use, all_ours in found.items() if any(all_ours)}
-        changes: dict[_Dotted, tuple[_Ours, _Action]] = {}
+        changes: dict[_Dotted, tuple[_Ours, list[_Edit]]] = {}
         refused = False
         if imports or found:
             try:
@@ -225,21 +236,20 @@ class _Plan:
         for use, all_ours in found.items():
             try:
                 ours = _same(all_ours)
-                changes[use] = (ours, self._action(use, ours, {one.device for one in all_ours if one}))
+                changes[use] = (ours, self._arguments(use, ours, {one.device for one in all_ours if one}))
             except _RefusedError as why:
                 refused = True
                 self._leave(use, *why.args)
         if imports and refused:
             return
-        for _, act in changes.values():
-            act()
+        for use, (ours, edits) in changes.items():
+            start, end = self._span(use)
+            self.edits += [*([] if imports else [(start, end, ours.full)]), *edits]
         if imports:
             for one, ours in zip(bindings, imports):
-                self.imported_from[one.alias] = (
-                    ours.full if isinstance(one.statement, cst.Import) else ours.source
-                )
+                module = ours.full if isinstance(one.statement, cst.Import) else ours.source
+                self._imports.setdefault(one.statement, {})[one.alias] = module
         elif changes:
-            self.names |= {use: ours.full for use, (ours, _) in changes.items()}
             packages = sorted({ours.package for ours, _ in changes.values()})
             self._import(scope, name, packages, len(changes) == len(uses), refused)
 
@@ -253,11 +263,48 @@ class _Plan:
                 one for one in block if isinstance(one.statement, cst.Import) and _ours(_text(one.alias.name))
             ]
             if only and name == "apex":
-                self.imported_from |= {one.alias: "mezzo.apex" for one in block}
-            elif amp and not refused and len(amp) < len(block):  # another one imports torch
-                self.imported_from |= {one.alias: modules[0] for one in amp}
+                amp, modules = block, ["mezzo.apex"]
+            if amp and not refused and (amp is block or len(amp) < len(block)):  # another one imports torch
+                for one in amp:
+                    self._imports.setdefault(one.statement, {})[one.alias] = modules[0]
             elif (scope, "mezzo") not in self._bindings:
-                self.added.setdefault(self._parents[block[0].statement], []).extend(modules)
+                self._append(block[0].statement, [f"import {module}" for module in modules])
+
+    def _append(self, statement: cst.CSTNode, more: Sequence[str]) -> None:
+        """Put statements after this one."""
+        line, end, between = self._parents[statement], self._span(statement)[1], "; "
+        if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1:
+            start = self._span(line)[0]
+            indent = self._code[self._code.rfind(b"\n", 0, start) + 1 : start].decode()
+            between = self._newline + indent
+            end += len(re.split(rb"[\r\n]", self._code[end:], maxsplit=1)[0])  # after a comment
+        self.edits += [(end, end, between + one) for one in more]
+
+    def _redirect(self, statement: cst.Import | cst.ImportFrom, modules: dict[cst.ImportAlias, str]) -> None:
+        """Import these names from Mezzo."""
+        names = list(statement.names) if not isinstance(statement.names, cst.ImportStar) else []
+        if isinstance(statement, cst.Import):
+            self.edits += [(*self._span(alias.name), module) for alias, module in modules.items()]
+            return
+        first, *others = sorted({modules.get(alias, "") for alias in names})
+        if first and statement.module:
+            self.edits.append((*self._span(statement.module), first))
+        stays = [modules.get(alias, "") == first for alias in names]
+        for at, alias in enumerate(names):
+            start, end = self._span(alias)
+            if not stays[at]:
+                is_last = not any(stays[at:])
+                span = (
+                    (self._span(names[at - 1])[1], end) if is_last else (start, self._span(names[at + 1])[0])
+                )
+                self.edits.append((*span, ""))
+        for module in others:
+            moved = [
+                self._code[slice(*self._span(alias))].decode()
+                for alias in names
+                if modules.get(alias) == module
+            ]
+            self._append(statement, [f"from {module} import {', '.join(moved)}"])
 
     def _check(self, scope: Any, name: str) -> None:
         """Raise _RefusedError if the name, or mezzo, may stand for something else."""
@@ -276,11 +323,11 @@ class _Plan:
         assign = self._parents.get(target) if isinstance(target, cst.AssignTarget) else None
         return isinstance(assign, cst.Assign) and _text(assign.value) == "None"
 
-    def _action(self, node: _Dotted, ours: _Ours, devices: set[str]) -> _Action:
-        """What a use needs besides another name; _RefusedError if that can't be seen."""
+    def _arguments(self, node: _Dotted, ours: _Ours, devices: set[str]) -> list[_Edit]:
+        """The edits of a use's arguments; _RefusedError if they are not seen."""
         parent, what = self._parents[node], ours.name
         if _is_test(node, parent):
-            return _nothing
+            return []
         if not what:
             fix = f"write {ours.module}.NAME for each name that is used of it"
             raise _RefusedError(
@@ -292,35 +339,35 @@ class _Plan:
                 f"Mezzo's {what} is another class than PyTorch's", "change it by hand, and test it"
             )
         if devices == {""} or what == "is_autocast_available" or use == "type":
-            return _nothing
-        device = cst.SimpleString(f'"{max(devices)}"')
+            return []
+        device, at = f'"{max(devices)}"', self._span(node)[1]
         if use == "decorator" and what.startswith("custom_"):
-            return lambda: self.decorated.update({node: _keyword("device_type", device)})
+            return [(at, at, f"(device_type={device})")]
         if not isinstance(parent, cst.Call) or parent.func is not node:
             fix = f"call it here, with the arguments of torch.amp.{what}"
             raise _RefusedError("it is passed on as a value, so its arguments are not seen", fix)
         by_order = [arg for arg in parent.args if arg.keyword is None and arg.star != "**"]
         if (what == "GradScaler" and not by_order) or (what == "autocast" and len(devices) > 1):
-            return _nothing  # mezzo.amp.autocast takes the arguments of both
+            return []  # mezzo.amp.autocast takes the arguments of both
         if len(devices) > 1:
             raise _RefusedError("the imports take different arguments", "keep only the import from torch.amp")
         if what == "autocast" and any(arg.star for arg in by_order):
-            fix = f"write the arguments out: autocast({device.value}, enabled=..., dtype=...)"
+            fix = f"write the arguments out: autocast({device}, enabled=..., dtype=...)"
             raise _RefusedError("its arguments are in a list, whose length is not seen", fix)
-
-        def new(args: Sequence[cst.Arg]) -> list[cst.Arg]:
-            count = len(by_order)
-            if what == "GradScaler":
-                return _joined([cst.Arg(device)], args)
-            if what != "autocast":
-                return _joined([*args[:count], _keyword("device_type", device)], args[count:])
-            named = [
-                arg.with_changes(keyword=cst.Name(key), equal=_EQUAL)
-                for arg, key in zip(args[:count], _ORDER)
+        at = self._span(parent.args[0])[0] if parent.args else self._span(parent)[1] - 1
+        after = ", " if parent.args else ""
+        if what == "GradScaler":
+            return [(at, at, device + after)]
+        if what == "autocast":
+            starts = [self._span(arg)[0] for arg in by_order]
+            return [
+                (at, at, device + after),
+                *((start, start, f"{key}=") for start, key in zip(starts, _ORDER)),
             ]
-            return _joined([cst.Arg(device)], [*named, *args[count:]])
-
-        return lambda: self.arguments.update({parent: new})
+        if by_order:
+            at = self._span(by_order[-1])[1]
+            return [(at, at, f", device_type={device}")]
+        return [(at, at, f"device_type={device}{after}")]
 
     def _use(self, node: cst.CSTNode) -> str:
         """How a name is used: as a decorator, as a base of a class, as a type, or else ''."""
@@ -376,83 +423,3 @@ def _is_test(node: cst.CSTNode, parent: cst.CSTNode) -> bool:
     if isinstance(parent, cst.If | cst.IfExp):
         return parent.test is node
     return isinstance(parent, cst.BooleanOperation | cst.Comparison | cst.UnaryOperation)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
-    return cst.Arg(value, cst.Name(name), _EQUAL)
-
-
-def _joined(first: Sequence[cst.Arg], rest: Sequence[cst.Arg]) -> list[cst.Arg]:
-    """Arguments with a comma and a space after the first ones; the rest keep theirs."""
-    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    kept = [arg.with_changes(comma=comma) for arg in first[:-1]]
-    return [*kept, first[-1].with_changes(comma=comma if rest else cst.MaybeSentinel.DEFAULT), *rest]
-
-
-class _Rewrite(cst.CSTTransformer):
-    """Carries out a plan."""
-
-    def __init__(self, plan: _Plan) -> None:
-        super().__init__()
-        self._plan = plan
-
-    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """The node that replaces this one, whose parts are replaced already."""
-        plan, new = self._plan, updated_node
-        if original_node in plan.names:
-            ours: Any = cst.parse_expression(plan.names[original_node])
-            new = ours.with_changes(lpar=new.lpar, rpar=new.rpar)
-        if original_node in plan.decorated:
-            return cst.Call(new, [plan.decorated[original_node]])
-        if original_node in plan.arguments:
-            return new.with_changes(args=plan.arguments[original_node](new.args))
-        if isinstance(original_node, cst.SimpleStatementLine | cst.SimpleStatementSuite):
-            body, more = list[Any](), list[Any]()
-            for old, statement in zip(original_node.body, new.body):
-                body.append(statement)
-                if isinstance(old, cst.Import | cst.ImportFrom) and not isinstance(old.names, cst.ImportStar):
-                    body[-1:], others = self._imports(old)
-                    more += others
-            more += [_statement(f"import {name}") for name in plan.added.get(original_node, ())]
-            if isinstance(new, cst.SimpleStatementSuite):
-                return new.with_changes(body=[*body, *more])
-            lines = [cst.SimpleStatementLine([one]) for one in more]
-            return cst.FlattenSentinel([new.with_changes(body=body), *lines])
-        return new
-
-    def _imports(self, old: cst.Import | cst.ImportFrom) -> tuple[list[Any], list[Any]]:
-        """An import statement with its names from their new modules, and statements for those that leave it."""
-        names: list[cst.ImportAlias] = list(old.names)  # type: ignore[arg-type]
-        modules = [self._plan.imported_from.get(alias, "") for alias in names]
-        if isinstance(old, cst.Import):
-            new = [
-                alias.with_changes(name=_name(module)) if module else alias
-                for alias, module in zip(names, modules)
-            ]
-            return [old.with_changes(names=new)], []
-        first, *others = sorted(set(modules))
-        kept = [alias for alias, module in zip(names, modules) if module == first]
-        kept[-1] = kept[-1].with_changes(comma=names[-1].comma)
-        module = _name(first) if first else old.module
-        more = []
-        for other in others:
-            moved = [_text(alias.name) + _as(alias) for alias, of in zip(names, modules) if of == other]
-            more.append(_statement(f"from {other} import {', '.join(moved)}"))
-        return [old.with_changes(module=module, names=kept)], more
-
-
-def _as(alias: cst.ImportAlias) -> str:
-    return f" as {_text(alias.asname.name)}" if alias.asname else ""
-
-
-def _name(dotted: str) -> Any:
-    return cst.parse_expression(dotted)
-
-
-def _statement(code: str) -> Any:
-    line: Any = cst.parse_statement(code)
-    return line.body[0]

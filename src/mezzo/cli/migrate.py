@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for path, one in done.items():
             if not arguments.write:
-                sys.stdout.write(one.diff(str(path)))
+                sys.stdout.buffer.write(one.diff(str(path)).encode("utf-8", "surrogateescape"))
             for left in one.left:
                 print(
                     f"{path}:{left.line}: left alone: {left.code}: {left.reason}; {left.fix}", file=sys.stderr
