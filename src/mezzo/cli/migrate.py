@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print(
                     f"{path}:{left.line}: left alone: {left.code}: {left.reason}; {left.fix}", file=sys.stderr
                 )
-        print(_summary(len(changed), len(done), arguments.write), file=sys.stderr)
+        print(_summary(list(changed), len(done), arguments.write), file=sys.stderr)
     return int(bool(changed) and not arguments.write)
 
 
@@ -93,8 +95,9 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def _summary(changed: int, files: int, written: bool) -> str:
+def _summary(changed: Sequence[Path], files: int, written: bool) -> str:
     if not changed:
         return "mezzo: nothing to change"
-    of = f"{changed} of {files} files" if files > 1 else "1 file"
-    return f"mezzo: {of} {'changed' if written else 'would change. To change: mezzo migrate --write'}"
+    of = f"{len(changed)} of {files} files" if files > 1 else "1 file"
+    command = f"mezzo migrate --write {shlex.join(map(str, changed))}"
+    return f"mezzo: {of} {'changed' if written else f'would change. To change: {command}'}"

@@ -201,7 +201,11 @@ class FinishedRun:
         """The script's own mixed precision that ended the run, or made Mezzo stand back, and what to do about it."""
         notes = self.ended.notes if self.ended else []
         found = next((index for index, note in enumerate(notes) if note.startswith(records.LEFT_ALONE)), None)
-        return None if found is None else (notes[found].removeprefix(records.LEFT_ALONE), "".join(notes[found + 1 : found + 2]))
+        return (
+            None
+            if found is None
+            else (notes[found].removeprefix(records.LEFT_ALONE), "".join(notes[found + 1 : found + 2]))
+        )
 
     @property
     def switched_off(self) -> list[str]:
