@@ -12,7 +12,7 @@ Comments, layout and line endings stay. The training loop stays, too: it keeps i
 A use that may mean something else is left alone: a name that is bound twice, a star import, a name in a string. Each is
 listed on stderr, with its line, the reason, and what to do by hand.
 
-It needs libcst: pip install 'mezzo[migrate]'. For a notebook, first run: jupyter nbconvert --to script NOTEBOOK.ipynb
+It needs libcst: pip install libcst. For a notebook, first run: jupyter nbconvert --to script NOTEBOOK.ipynb
 
 Exit status: 0 nothing to change, or written; 1 changes were found and not written; 2 wrong usage, or a file that is
 not Python (then no file is written). What is left alone does not change it.
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "libcst":
             raise
-        raise UsageError("it needs libcst. Install it: pip install 'mezzo[migrate]'") from error
+        raise UsageError("it needs libcst. Install it: pip install libcst") from error
     done = {path: migrate(_read(path), str(path)) for path in arguments.scripts}
     changed = {path: one for path, one in done.items() if one.after != one.before}
     for path, one in changed.items() if arguments.write else ():
