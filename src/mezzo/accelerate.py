@@ -242,7 +242,7 @@ class _Forward:
             self._overrides.remove()
 
 
-class _Attached:
+class _Attached(_library.Accelerator):  # type: ignore[misc, name-defined]
     """The first base class of an attached accelerator."""
 
     mezzo: Precision
@@ -250,24 +250,21 @@ class _Attached:
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare the models first: their optimizers take the bits that 16-bit weights lack."""
         self.mezzo.apply([unwrapped(model) for model in args if isinstance(model, nn.Module)])
-        base: Any = super()
-        return base.prepare(*args, **kwargs)
+        return super().prepare(*args, **kwargs)
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         """As Accelerate's, under the policy."""
         self.mezzo.apply([unwrapped(model)], stores=not evaluation_mode)
-        base: Any = super()
-        prepared = base.prepare_model(model, device_placement, evaluation_mode)
+        prepared = super().prepare_model(model, device_placement, evaluation_mode)
         self.mezzo.observe(prepared)
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         """As Accelerate's, with the masters of the policy, and with steps of `mezzo.GradScaler`."""
-        base: Any = super()
         if getattr(optimizer, "_is_accelerate_prepared", False):
-            return base.prepare_optimizer(optimizer, device_placement)
+            return super().prepare_optimizer(optimizer, device_placement)
         self.mezzo.prepare(optimizer)
-        prepared = base.prepare_optimizer(optimizer, device_placement)
+        prepared = super().prepare_optimizer(optimizer, device_placement)
         kind: Any = type(prepared)
         prepared.__class__ = class_of(_Optimizer, kind)
         prepared.mezzo = self.mezzo
@@ -275,14 +272,12 @@ class _Attached:
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """As Accelerate's, with the loss scale."""
-        base: Any = super()
         self.mezzo.backward(loss)
-        base.backward(loss, **kwargs)
+        super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of one optimizer, several, or all; those that are unscaled stay."""
-        accelerator: Any = self
-        given = accelerator._optimizers if optimizer is None else optimizer
+        given = self._optimizers if optimizer is None else optimizer
         for one in given if isinstance(given, (list, tuple)) else [given]:
             self.mezzo.unscale(_own(one))
 
@@ -295,10 +290,9 @@ class _Attached:
         torch.nn.utils.clip_grad_value_(self._unscaled(parameters), clip_value)
 
     def _unscaled(self, params: Any) -> list[Tensor]:
-        accelerator: Any = self
         several: list[Tensor] = [params] if isinstance(params, Tensor) else list(params)
         mine = {id(param) for param in several}
-        for optimizer in map(_own, accelerator._optimizers):
+        for optimizer in map(_own, self._optimizers):
             if not mine.isdisjoint(map(id, parameters(optimizer))):
                 self.mezzo.unscale(optimizer)
         return several
@@ -310,20 +304,19 @@ class _Attached:
             yield
 
 
-class _Optimizer:
+class _Optimizer(_library.optimizer.AcceleratedOptimizer):  # type: ignore[misc, name-defined]
     """The first base class of a prepared optimizer."""
 
     mezzo: Precision
 
     def step(self, closure: Any = None) -> None:
         """Step at the end of an accumulation window, unless a gradient is NaN or infinite."""
-        wrapper: Any = self
-        if wrapper.gradient_state.sync_gradients:
+        if self.gradient_state.sync_gradients:
             arguments = () if closure is None else (closure,)
-            wrapper._is_overflow = self.mezzo.step(wrapper.optimizer, *arguments)
+            self._is_overflow = self.mezzo.step(self.optimizer, *arguments)
 
 
-class Accelerator(_Attached, _library.Accelerator):  # type: ignore[misc, name-defined]
+class Accelerator(_Attached):
     """An `accelerate.Accelerator` with Mezzo's mixed precision: `attach` for new code, with the same arguments.
 
     Keyword arguments that `attach` does not have go to `accelerate.Accelerator`.

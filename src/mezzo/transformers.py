@@ -72,9 +72,8 @@ def use(
     if not isinstance(trainer, _library.Trainer):
         raise UsageError(f"{_WHERE}: received {type(trainer).__name__}. Pass a transformers.Trainer.")
     if isinstance(trainer, _InUse):
-        before: Any = trainer
         raise UsageError(
-            f"{_WHERE}: this trainer was given before, with '{before.accelerator.mezzo.policy}'. Call it once."
+            f"{_WHERE}: this trainer was given before, with '{trainer.accelerator.mezzo.policy}'. Call it once."
         )
     arguments, kind = trainer.args, type(trainer.args).__name__
     for name in _SETTINGS:
@@ -111,7 +110,7 @@ def use(
     return trainer
 
 
-class _InUse:
+class _InUse(_library.Trainer):  # type: ignore[misc, name-defined]
     """The first base class of a Trainer in use."""
 
     _mezzo_make: Any
@@ -120,33 +119,26 @@ class _InUse:
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's, which makes one accelerator per trial of a hyper-parameter search."""
-        trainer: Any = self
-        base: Any = super()
-        base.create_accelerator_and_postprocess()
-        attached(trainer.accelerator, self._mezzo_make(trainer.accelerator), late=True)
+        super().create_accelerator_and_postprocess()
+        attached(self.accelerator, self._mezzo_make(self.accelerator), late=True)
         self._mezzo_logged = 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; counts losses that are not finite."""
-        base: Any = super()
-        loss = base.training_step(*args, **kwargs)
+        loss = super().training_step(*args, **kwargs)
         self._mezzo_nonfinite = self._mezzo_nonfinite + (~loss.isfinite()).sum()
         return loss
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's, with the loss scale and skipped steps in rows of training."""
-        base: Any = super()
-        base.log(logs | self._mezzo_row() if "loss" in logs else logs, *args, **kwargs)
+        super().log(logs | self._mezzo_row() if "loss" in logs else logs, *args, **kwargs)
 
     def _mezzo_row(self) -> dict[str, Any]:
-        trainer: Any = self
-        precision: Precision = trainer.accelerator.mezzo
+        precision: Precision = self.accelerator.mezzo
         row: dict[str, Any] = {}
         if precision.scaler is not None:
-            skipped, self._mezzo_logged = (
-                precision.skipped_steps - self._mezzo_logged,
-                precision.skipped_steps,
-            )
+            skipped = precision.skipped_steps - self._mezzo_logged
+            self._mezzo_logged = precision.skipped_steps
             row = {"loss_scale": precision.loss_scale, "skipped_steps": skipped}
             if skipped and precision.findings:
                 row["overflow"] = str(precision.findings[-1])
