@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print(
                     f"{path}:{left.line}: left alone: {left.code}: {left.reason}; {left.fix}", file=sys.stderr
                 )
-        print(_summary(len(changed), len(done), arguments.write), file=sys.stderr)
+        print(_summary(changed, len(done), arguments.write), file=sys.stderr)
     return int(bool(changed) and not arguments.write)
 
 
@@ -93,8 +95,10 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def _summary(changed: int, files: int, written: bool) -> str:
-    if not changed:
+def _summary(changed: Iterable[Path], files: int, written: bool) -> str:
+    names = list(map(str, changed))
+    if not names:
         return "mezzo: nothing to change"
-    of = f"{changed} of {files} files" if files > 1 else "1 file"
-    return f"mezzo: {of} {'changed' if written else 'would change. To change: mezzo migrate --write'}"
+    of = f"{len(names)} of {files} files" if files > 1 else "1 file"
+    command = shlex.join(["mezzo", "migrate", "--write", *names])
+    return f"mezzo: {of} {'changed' if written else f'would change. To change: {command}'}"
