@@ -294,7 +294,9 @@ def test_the_diff_is_what_write_does(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert main(["migrate", "one.py", "other.py"]) == 1
     shown = capsys.readouterr()
     assert Path("one.py").read_text() == before
-    assert [word for word in ("1 of 2 files", "--write") if word not in shown.err] == []
+    assert [
+        word for word in ("1 of 2 files", "mezzo migrate --write one.py\n") if word not in shown.err
+    ] == []
     if shutil.which("patch"):
         subprocess.run(["patch", "-p0"], input=shown.out, text=True, check=True, capture_output=True)
         assert Path("one.py").read_text() == after

@@ -24,7 +24,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print(
                     f"{path}:{left.line}: left alone: {left.code}: {left.reason}; {left.fix}", file=sys.stderr
                 )
-        print(_summary(list(changed), len(done), arguments.write), file=sys.stderr)
+        print(_summary(changed, len(done), arguments.write), file=sys.stderr)
     return int(bool(changed) and not arguments.write)
 
 
@@ -95,9 +95,10 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def _summary(changed: Sequence[Path], files: int, written: bool) -> str:
-    if not changed:
+def _summary(changed: Iterable[Path], files: int, written: bool) -> str:
+    names = list(map(str, changed))
+    if not names:
         return "mezzo: nothing to change"
-    of = f"{len(changed)} of {files} files" if files > 1 else "1 file"
-    command = f"mezzo migrate --write {shlex.join(map(str, changed))}"
+    of = f"{len(names)} of {files} files" if files > 1 else "1 file"
+    command = shlex.join(["mezzo", "migrate", "--write", *names])
     return f"mezzo: {of} {'changed' if written else f'would change. To change: {command}'}"
