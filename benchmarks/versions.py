@@ -30,7 +30,10 @@ import readme
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results" / "versions.json"
 RELEASES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1")
-PACKAGES = ("hypothesis", "matplotlib", "ml_dtypes", "pytest", "pytest-xdist", "tensorboard", "triton")
+PACKAGES = (
+    *("hypothesis", "matplotlib", "ml_dtypes", "pytest", "pytest-xdist", "tensorboard", "triton"),
+    *("libcst", "lightning>=2.6.4", "peft", "pytorch-lightning>=2.6.4", "transformers", "accelerate", "trl"),
+)
 """What the fast tests need besides Mezzo."""
 VERSION = "import importlib.metadata; print(importlib.metadata.version('torch'))"
 ABOUT = (

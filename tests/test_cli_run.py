@@ -13,6 +13,7 @@ import pytest
 from mezzo.cli import run as verb
 from mezzo.cli.main import main
 from mezzo.core import records
+from mezzo.core.commands import run_command
 from mezzo.runner import journal
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
@@ -130,6 +131,28 @@ def test_an_option_that_the_script_does_not_know_is_told(
     )
 
 
+def test_code_has_records_and_its_command_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    assert main(["run", "--quiet", "--records", "r.jsonl", "-c", TRAIN, "--precision", "bf16"]) == 3
+    assert first(tmp_path / "r.jsonl").script == "-c"
+    assert (
+        capsys.readouterr().err.count("mezzo run --quiet --records r.jsonl --precision bf16 -c '\nimport os")
+        == 1
+    )
+    words = run_command({"target": "-c", "source": "1", "argv": ["x"]}, "--precision", "fp16")
+    assert words == ["mezzo", "run", "--precision", "fp16", "-c", "1", "x"]
+
+
+@pytest.mark.parametrize("verb", ["compare", "calibrate", "batch-size"])
+@pytest.mark.parametrize("words", [["-"], ["-c", "print()"]])
+def test_other_commands_want_a_file(verb: str, words: list[str], capsys: Output) -> None:
+    assert main([verb, *words]) == 2
+    assert f"Save it as train.py: mezzo {verb} train.py" in capsys.readouterr().err
+
+
 def test_a_keras_script_gets_the_way_for_keras(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
@@ -156,6 +179,8 @@ def test_a_keras_script_gets_the_way_for_keras(
         (["--out", "train.py"], "is a file"),
         (["nowhere.py"], "no script 'nowhere.py'"),
         (["elsewhere"], "__main__.py"),
+        (["book.ipynb"], "jupyter nbconvert --to script book.ipynb"),
+        (["-m", "-c"], "not allowed with argument -m"),
         (["--policy", "train.py"], "TOML"),
         (["--tensorboard=train.py"], "/train.py: is a file"),
     ],
@@ -164,6 +189,7 @@ def test_refusals(options: list[str], why: str, train: str, tmp_path: Path, caps
     if "--tensorboard" in options[0]:
         pytest.importorskip("tensorboard")
     (tmp_path / "full").mkdir()
+    (tmp_path / "book.ipynb").write_text("{}")
     (tmp_path / "full" / "comparison.json").write_text("{}")
     assert main(["run", *options, train]) == 2
     captured = capsys.readouterr()

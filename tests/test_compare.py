@@ -80,6 +80,7 @@ def case(tmp_path: Path) -> Case:
         (["bf16,masters=split8,state=int8,fp16"], ("bf16,masters=split8,state=int8", "fp16"), 0),
         (["fp32,state=int8"], ("fp32,state=int8",), 0),
         ([" bf16 , fp16,"], ("bf16", "fp16"), 0),
+        (["own,bf16,own,masters=split"], ("own", "bf16", "own,masters=split"), 0),
     ],
 )
 def test_candidates_are_read_from_the_command_line(
@@ -97,6 +98,11 @@ def test_candidates_are_read_from_the_command_line(
         (["fp32"], UsageError, "nothing to compare with fp32"),
         (["bf16", "fp16,masters=fp32"], UsageError, "'fp16,params=fp16': mezzo run can't train fp16 weights"),
         (["bf16,masters=fp32,params=fp32", "fp16,masters=split"], UsageError, "Use masters=fp32, or bf16"),
+        (
+            ["own,params=bf16"],
+            UsageError,
+            "'own,params=bf16'.* Use own, or own,masters=split, own,masters=split8",
+        ),
     ],
 )
 def test_wrong_candidates(words: list[str], error: type[Exception], says: str) -> None:
@@ -133,6 +139,7 @@ def test_a_comparison_writes_its_folder(case: Case) -> None:
 
 
 AUTOCAST = ["left alone: it uses torch.autocast itself (t.py line 3)", "to have Mezzo do it, switch it off"]
+OWN: dict[str, Any] = {"losses": 0, "status": 2, "notes": AUTOCAST}
 QUICK, MORE, RUN = "quick look, ", "mezzo compare ", "mezzo run --precision bf16 "
 
 
@@ -218,6 +225,61 @@ def test_where_runs_cannot_tell_no_margin_is_suggested_after_the_result(case: Ca
         assert "100 runs" in told["advice"]
         assert fix in told["advice"]
         assert "margin" not in told["advice"]
+
+
+class Lines(Watcher):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.mark.parametrize(
+    ("note", "candidates"),
+    [
+        (AUTOCAST[0], ["own", "bf16"]),
+        ("left alone: Net has bfloat16 parameters: the script chooses", ["own", "own,masters=split", "bf16"]),
+    ],
+)
+def test_a_script_with_its_own_precision_begins_again_without_it(
+    case: Case, note: str, candidates: list[str]
+) -> None:
+    off = {"notes": ["switched off: torch.autocast bfloat16", "switched off: GradScaler", "something else"]}
+    case.write({"refuse": {**OWN, "notes": [note, "fix"]}, "off": off, "record": {"shift": 0.2}})
+    told = Lines()
+    found = case.compare(watcher=told)
+    runs = [f"{name.replace(',', '-').replace('=', '-')}-0" for name in candidates]
+    assert case.calls == ["fp32-0", "fp32-0", *runs, "fp32-ulp-0"]
+    assert list(found["candidates"]) == candidates
+    assert found["own"] == "torch.autocast bfloat16, GradScaler"
+    assert found["request"]["own"] == note.removeprefix("left alone: ")
+    assert any("has its own mixed precision" in line and "candidate own" in line for line in told.said)
+    own, bf16 = found["candidates"]["own"], found["candidates"]["bf16"]
+    assert (own["parity"], own["command"]) == ("divergent", "")
+    assert bf16["notes"][-1] == "something else"
+    assert not any("switched off" in line for line in bf16["notes"])
+    case.forget_calls()
+    assert case.compare() == found  # the same command finds its own precision in the folder
+    assert case.calls == []
+    assert list(case.compare(seeds=3)["candidates"]) == candidates
+    assert case.calls.count("own-1") == 1
+    assert list(case.compare(fresh=True)["candidates"]) == candidates
+
+
+def test_what_to_do_with_own_and_the_others(case: Case) -> None:
+    case.write({"refuse": {**OWN, "notes": ["left alone: Net has bfloat16 parameters", ""]}})
+    found = case.compare(seeds=3, precisions=("bf16",))["candidates"]
+    assert {name: one["parity"] for name, one in found.items()} == dict.fromkeys(found, "equivalent")
+    smaller = {**found["own"], "peak_memory_ratio": 0.5}
+    asked = case.request(seeds=3).with_own("Net has bfloat16 parameters")
+    commands = {name: answer(name, smaller, asked, case.out)["command"] for name in found}
+    assert commands["own"] == ""
+    assert commands["own,masters=split"].startswith("mezzo run --masters split ")
+    assert commands["bf16"].startswith("mezzo run --own off --precision bf16 ")
 
 
 # Resuming.
@@ -354,10 +416,22 @@ def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None
         ),
         ({"fp32": {"nan": 5}}, {}, ScriptError, r"the loss is nan at step 5 \(run fp32-0\)"),
         (
-            {"fp32": {"losses": 0, "notes": AUTOCAST}},
-            {"argv": ("--n", "1")},
+            {
+                "refuse": {
+                    "losses": 0,
+                    "notes": ["left alone: it uses deepspeed.initialize itself (t.py)", "fix it"],
+                }
+            },
+            {},
             ScriptError,
-            r"torch.autocast itself \(t.py line 3\)(?s:.)* -- --n 1 --no-amp\n.*enabled=False",
+            r"it uses deepspeed.initialize itself \(t.py\), which mezzo compare can't switch off.*; fix it",
+        ),
+        ({"refuse": OWN, "off": OWN}, {}, ScriptError, "itself .*can't switch off"),
+        (
+            {},
+            {"precisions": ("own", "bf16")},
+            UsageError,
+            "uses no mixed precision of its own.* Leave own out",
         ),
         ({"fp32": {"losses": 0}}, {}, ScriptError, r"never called backward\(\)"),
         ({"bf16": {"signal": 9}}, {}, MezzoError, "killed by signal 9"),

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mezzo
 from mezzo.core.errors import LossScaleCollapseError, UnknownArgumentError, UnknownNameError, UsageError
+from trainers import OVERFLOW, network, same
 
 LIBRARIES = ("lightning", "pytorch_lightning")
 L = pytest.importorskip("lightning")
@@ -44,8 +45,8 @@ def net(
     class Net(base):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.body = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU())
-            self.head = nn.Linear(32, 1)
+            layers = network(1)
+            self.body, self.head = layers[:3], layers[3]
             self.losses: list[float] = []
             self.automatic_optimization = not manual
 
@@ -64,7 +65,6 @@ def net(
             scheduler = StepLR(optimizer, 1, gamma=0.9)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    torch.manual_seed(0)
     return Net()
 
 
@@ -73,7 +73,7 @@ def loader(plant: int | None = None, left_out: tuple[int, ...] = (), batches: in
     x = torch.randn(8 * batches, 8, generator=generator)
     y = x.sum(1, keepdim=True)
     if plant is not None:
-        x[8 * plant : 8 * plant + 8] = 1e30
+        x[8 * plant : 8 * plant + 8] = OVERFLOW
     keep = [row for row in range(8 * batches) if row // 8 not in left_out]
     return DataLoader(TensorDataset(x[keep], y[keep]), batch_size=8)
 
@@ -88,11 +88,6 @@ def fit(
     trainer = importlib.import_module(library).Trainer(**settings)
     trainer.fit(model, data, ckpt_path=ckpt)
     return trainer
-
-
-def same(a: Any, b: Any) -> None:
-    """Two structures of tensors and numbers are equal to the bit."""
-    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def state(model: Any, trainer: Any) -> Any:
@@ -155,14 +150,19 @@ def test_a_skipped_step_is_a_batch_left_out(row: str, library: str) -> None:
     assert states[0]["body.1.num_batches_tracked"] == 6 - len(left_out)
 
 
+def scaled_as_unscaled(make: Any, **settings: Any) -> None:
+    """A loss scale changes no bit of a training in FP32, of which `make` gives the model and its other results."""
+    results = []
+    for plugin in (None, mezzo.lightning.precision("fp32,loss_scale=1024")):
+        model, others = make()
+        fit(model, loader(), plugin, **settings)
+        results.append({**model.state_dict(), **others})
+    same(*results)
+
+
 @pytest.mark.parametrize("settings", [{}, {"fused": True}, {"make": torch.optim.SGD}])
 def test_clipping_is_of_unscaled_gradients(settings: Any) -> None:
-    weights = []
-    for plugin in (None, mezzo.lightning.precision("fp32,loss_scale=1024")):
-        model = net(**settings)
-        fit(model, loader(), plugin, gradient_clip_val=0.1)
-        weights.append(model.state_dict())
-    same(*weights)
+    scaled_as_unscaled(lambda: (net(**settings), {}), gradient_clip_val=0.1)
 
 
 def test_a_dynamic_scale_goes_down_and_is_logged_by_step(tmp_path: Path) -> None:
@@ -191,14 +191,13 @@ def test_an_overflow_is_a_warning() -> None:
 
 
 def test_a_training_step_without_a_loss_leaves_the_batch_out() -> None:
-    weights = []
-    for plugin in (None, mezzo.lightning.precision("fp32,loss_scale=1024")):
+    def make() -> tuple[Any, Any]:
         model = net()
         whole = model.training_step
-        model.training_step = lambda batch, index, whole=whole: None if index == 3 else whole(batch, index)
-        fit(model, loader(), plugin, gradient_clip_val=0.1)
-        weights.append(model.state_dict())
-    same(*weights)
+        model.training_step = lambda batch, batch_idx: None if batch_idx == 3 else whole(batch, batch_idx)
+        return model, {}
+
+    scaled_as_unscaled(make, gradient_clip_val=0.1)
 
 
 @pytest.mark.parametrize(
@@ -313,9 +312,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         mezzo.lightning.precision("fp16", loss_scale="never")
     for version in ("2.6.3", "2.5.0.post0", "1.9"):
         monkeypatch.setattr(PL, "__version__", version)
-        with pytest.raises(
-            UsageError, match=rf"pytorch-lightning {version}.*pip install -U 'pytorch-lightning>=2.6.4'"
-        ):
+        with pytest.raises(UsageError, match=rf"{version}.*pip install -U 'pytorch-lightning>=2.6.4'"):
             mezzo.lightning.precision("bf16")
 
 
@@ -340,7 +337,7 @@ def gan(library: str = "lightning", *, steps: int = 1, clip: float = 0.0) -> Any
                 loss = self.dis(real).pow(2).mean() + (self.dis(self.gen(real).detach()) - 1).pow(2).mean()
                 self.step(dis, loss)
             loss = self.dis(self.gen(real)).pow(2).mean()
-            self.step(gen, loss * (1e30 if index == self.plant else 1))
+            self.step(gen, loss * (OVERFLOW if index == self.plant else 1))
 
         def step(self, optimizer: Any, loss: Tensor) -> None:
             optimizer.zero_grad()
@@ -384,12 +381,11 @@ def test_an_overflow_of_one_network_skips_its_step_alone() -> None:
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 def test_two_networks_train_as_in_fp32(clip: float) -> None:
-    weights = []
-    for plugin in (None, mezzo.lightning.precision("fp32,loss_scale=1024")):
+    def make() -> tuple[Any, Any]:
         model = gan(steps=2, clip=clip)
-        fit(model, loader(), plugin)
-        weights.append({**model.state_dict(), "norms": torch.tensor(model.norms)})
-    same(*weights)
+        return model, {"norms": model.norms}
+
+    scaled_as_unscaled(make)
 
 
 @pytest.mark.parametrize("plant", [None, 3])
@@ -503,7 +499,7 @@ class Net(pl.LightningModule):
 
 torch.manual_seed(0)
 x = torch.randn(32, 8)
-x[13] = 1e30  # of the second rank, in its second batch of four
+x[13] = OVERFLOW  # of the second rank, in its second batch of four
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 plugins = [mezzo.lightning.precision("fp16", loss_scale=64)]
 trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, plugins=plugins, **quiet)

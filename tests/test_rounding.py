@@ -26,6 +26,7 @@ from mezzo.core import formats, rounding
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import FORMATS
 from mezzo.pytorch.rounding import round_array as round_tensor
+from releases import TORCH, before_torch
 
 SMALL = {
     "fp16": (np.float16, torch.float16, np.uint16),
@@ -90,7 +91,7 @@ ORACLES = [
     *[(name, "infinity", by_ml_dtypes) for name in SMALL],
     *[(name, "infinity", by_torch) for name in SMALL if name != "e4m3fn"],
     *[(name, "saturate", saturated) for name in SMALL],
-    ("e4m3fn", "saturate", by_torch),
+    ("e4m3fn", "saturate" if TORCH >= (2, 13) else "infinity", by_torch),  # NaN in older casts
 ]
 
 
@@ -278,6 +279,7 @@ def test_autograd_torch_func_and_a_compiled_graph_see_a_cast() -> None:
     assert x.grad is not None
     assert x.grad.tolist() == torch.tensor([0.1, 0.2, 0.3]).tolist()
     x = torch.from_numpy(points("e5m2")).reshape(4, -1)
+    before_torch(2, 13, "torch.func.vmap has no rule for Tensor.view(dtype)")
     expected = formats.round(x, "fp16")
     assert same_bits(torch.func.vmap(lambda row: formats.round(row, "fp16"))(x).numpy(), expected.numpy())
     slopes = torch.func.vmap(torch.func.grad(lambda row: formats.round(row, "fp16").nan_to_num().sum()))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mezzo.core.rules import READ, RULES, TESTED, Rule, bare
 from mezzo.pytorch.kernels import backend
+from releases import TORCH
 
 CLAIMED = [(fmt, op) for op, row in RULES.items() if row.evidence("cpu") for fmt in ("bf16", "fp16")]
 ON_CUDA = [(fmt, op) for op, row in RULES.items() if row.evidence("cuda") for fmt in ("bf16", "fp16")]
@@ -89,9 +90,8 @@ SINCE = {"linalg_matrix_sqrth": (2, 14)}
 
 
 def test_every_row_is_an_op_that_exists_and_says_why() -> None:
-    torch_is = tuple(map(int, torch.__version__.split(".")[:2]))
-    gone = {op for op, first in UNTIL.items() if torch_is >= first}
-    to_come = {op for op, first in SINCE.items() if torch_is < first}
+    gone = {op for op, first in UNTIL.items() if first <= TORCH}
+    to_come = {op for op, first in SINCE.items() if first > TORCH}
     assert {op for op in RULES if not hasattr(torch.ops.aten, op)} == gone | to_come
     for row in RULES.values():
         assert 20 < len(row.reason) <= 110, row

@@ -27,7 +27,7 @@ def loss_of(x):
 {}
 print(loss_of(x.to(model.weight.dtype)).item().hex())
 """
-SWITCH_OFF = "enabled=False"
+SWITCH_OFF = "mezzo run --own off --precision "
 
 OWN: dict[str, tuple[str, str]] = {  # whose use is told -> lines, what to do
     "mezzo.MixedPrecision": (
@@ -78,7 +78,7 @@ print(found.policy)
     "GradScaler": ("torch.amp.GradScaler('cpu', init_scale=2.0).scale(torch.zeros(1))", SWITCH_OFF),
     "bfloat16 parameters": (
         "model.bfloat16(); loss_of(x.bfloat16()); model.float()",
-        "keep the model in FP32",
+        SWITCH_OFF,
     ),
 }
 NOT_OWN = {
@@ -112,12 +112,12 @@ def test_a_comparison_ends_it_at_the_first_use(
 ) -> None:
     """Also if the script catches every error."""
     with pytest.raises(UsageError, match=re.escape(OWN[name][1])):
-        launch(SCRIPT.format(OWN[name][0]) + "print('the end')", policy="fp32", refuse_own=True)
+        launch(SCRIPT.format(OWN[name][0]) + "print('the end')", policy="fp32", own="refuse")
     assert "the end" not in capsys.readouterr().out
     assert "left alone: " in " ".join(list(read(tmp_path / "run.jsonl"))[-1].notes)
     caught = f"try:\n{indent(OWN[name][0].strip(), ' ')}\nexcept Exception: pass"
     with pytest.raises(UsageError):
-        launch(SCRIPT.format(caught), policy="fp32", refuse_own=True)
+        launch(SCRIPT.format(caught), policy="fp32", own="refuse")
 
 
 @pytest.mark.parametrize("name", NOT_OWN)

@@ -93,6 +93,14 @@ TRUE = {
             torch.set_default_dtype(torch.float32)
         show(*[p.grad for p in model.parameters()])
     """,
+    "torch.func": """
+        from torch.func import functional_call, grad, vmap
+        def loss(params, x):
+            return 1e-6 * functional_call(model, params, (x,)).square().mean()
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        show(*(g * 1e6 for g in grad(loss)(params, x).values()))
+        show(*(g * 1e6 for g in vmap(grad(loss), (None, 0))(params, x).values()))
+    """,
     "reentrant inside": """
         class Block(torch.autograd.Function):
             @staticmethod
@@ -120,6 +128,7 @@ def test_the_script_sees_true_gradients(launch: Any, row: str) -> None:
     plain, ours = launch(source, policy="fp32"), launch(source, policy="fp16")
     assert plain.status == ours.status == 0, ours.err
     assert len(plain.lines) == len(ours.lines) >= 1
+    assert ("torch.func.vmap" in ours.notes) == (row == "torch.func")
     if row != "fp64":
         assert plain.lines != ours.lines  # it did run in fp16
     for expected, found in zip(map(json.loads, plain.lines), map(json.loads, ours.lines)):
@@ -163,6 +172,12 @@ UPDATES = {
     with torch.no_grad():
         for p, g in zip(weights, grads):
             p.sub_(g, alpha=0.1 / {factor})""",
+    "torch.func.grad": """def of(params):
+        return {factor} * (torch.func.functional_call(model, params, (x,)) - target).square().mean()
+    grads = torch.func.grad(of)({{n: p.detach() for n, p in model.named_parameters()}})
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            p.sub_(grads[n], alpha=0.1 / {factor})""",
 }
 
 

@@ -85,7 +85,9 @@ ROWS = {
 }
 
 
-def both(command: list[str], folder: Path) -> tuple[subprocess.CompletedProcess[str], ...]:
+def both(
+    command: list[str], folder: Path, stdin: str = "some input\n"
+) -> tuple[subprocess.CompletedProcess[str], ...]:
     """The same words after `python` and after `mezzo run`."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return tuple(
@@ -93,7 +95,7 @@ def both(command: list[str], folder: Path) -> tuple[subprocess.CompletedProcess[
             [sys.executable, *prefix, *command],
             cwd=folder,
             env=env,
-            input="some input\n",
+            input=stdin,
             capture_output=True,
             text=True,
             timeout=60,
@@ -131,6 +133,19 @@ def test_module_runs_as_python_runs_it(tmp_path: Path) -> None:
     (package / "__main__.py").write_text("import sys; print(sys.argv, __package__); sys.exit(4)\n")
     assert_same(*both(["-m", "package.train", "--epochs", "3"], tmp_path))
     assert_same(*both(["-m", "package"], tmp_path))
+
+
+CODE = SURROUNDINGS.replace("__file__, ", "").replace("__cached__, ", "")
+
+
+@pytest.mark.parametrize("source", [CODE, RAISES, "x = = 1", "import sys; sys.exit(3)"])
+def test_code_runs_as_python_runs_it(source: str, tmp_path: Path) -> None:
+    assert_same(*both(["-c", source, "a", "--flag", "-"], tmp_path))
+
+
+@pytest.mark.parametrize("source", [SURROUNDINGS, RAISES])
+def test_standard_input_runs_as_python_runs_it(source: str, tmp_path: Path) -> None:
+    assert_same(*both(["-", "a", "-m"], tmp_path, source))
 
 
 def test_directory_and_symbolic_link_run_as_python_runs_them(tmp_path: Path) -> None:

@@ -13,7 +13,17 @@ import torch
 import mezzo
 from mezzo.core import records
 from mezzo.core.errors import CallOrderError, UsageError
-from training_steps import INF, Broken, batch, network, nobody_owns_anything, run, same, training  # noqa: F401
+from training_steps import (  # noqa: F401
+    INF,
+    OPTIMIZERS,
+    Broken,
+    batch,
+    network,
+    nobody_owns_anything,
+    run,
+    same,
+    training,
+)
 
 
 def test_states_of_grad_scalers_load() -> None:
@@ -95,15 +105,54 @@ def test_losses_that_backward_can_not_start_from(loss: Any, message: str) -> Non
     assert run(mp).stepped
 
 
-def test_shared_parameters_are_refused_until_the_other_is_closed_or_gone() -> None:
+def test_parameters_of_another_models_training_are_refused_until_it_is_closed_or_gone() -> None:
     model = network()
-    first = training("sgd", "fp16", model)
+    first = training("sgd", "fp16", torch.nn.Sequential(model))
     with pytest.raises(UsageError, match="already has some of these parameters"):
         training("sgd", "fp16", model)
     first.close()
     second = training("sgd", "fp16", model)
     del second
-    training("sgd", "fp16", model)
+    training("sgd", "fp16", torch.nn.Sequential(model))
+
+
+@pytest.mark.parametrize("same_optimizer", [True, False])
+@pytest.mark.parametrize("policy", ["fp16", "bf16", "bf16,masters=split"])
+def test_a_cell_that_is_run_again_replaces_the_training(same_optimizer: bool, policy: str) -> None:
+    first = training("sgd", "fp16", accumulate=2)
+    run(first)  # half an accumulation: the gradients are scaled
+    model, optimizer = first.model, first.optimizer
+    if not same_optimizer:
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with pytest.warns(UserWarning, match="its 1 accumulated losses were dropped") as told:
+        second = mezzo.MixedPrecision(model, optimizer, policy)
+    assert told[0].filename == __file__
+    with pytest.raises(CallOrderError, match="closed"):
+        run(first)
+    fresh = training("sgd", policy)
+    assert run(second).stepped
+    assert run(fresh).stepped
+    assert same([*model.parameters()], [*fresh.model.parameters()])
+
+
+def test_an_error_does_not_replace_the_training() -> None:
+    first = training("sgd", "fp16")
+    with pytest.raises(UsageError, match="clip_norm"):
+        mezzo.MixedPrecision(first.model, first.optimizer, "fp16", clip_norm=-1.0)
+    assert run(first).stepped
+
+
+def test_gradients_of_torch_func_are_not_scaled_and_a_warning_says_so() -> None:
+    mp = training("sgd", "fp16", torch.nn.Linear(4, 2))
+    params = dict(mp.model.named_parameters())
+
+    def loss(params: dict[str, Any]) -> Any:
+        with mp.autocast():
+            return torch.func.functional_call(mp.model, params, (batch()[0],)).float().square().mean()
+
+    with pytest.warns(UserWarning, match=r"precision='bf16'.*step\(loss\)"):
+        torch.func.grad(loss)(params)
+    assert mp.step(loss(params)).stepped  # the fix that it names
 
 
 def test_calls_at_the_wrong_time_are_errors() -> None:

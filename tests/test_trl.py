@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 import mezzo
 from mezzo.core.errors import UsageError
+from trainers import USUAL, llama, logged
 
 # TRL's and PEFT's own use of former names.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
@@ -26,14 +26,9 @@ def sft(out: Path, *, lora: bool = False, **settings: Any) -> Any:
     vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    usual = {"max_steps": 6, "logging_steps": 2, "learning_rate": 1e-2, "per_device_train_batch_size": 4}
-    usual |= {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True, "max_length": 16}
+    usual = USUAL | {"learning_rate": 1e-2, "per_device_train_batch_size": 4, "max_length": 16}
     return SFTTrainer(
-        LlamaForCausalLM(config),
+        llama(16),
         SFTConfig(output_dir=str(out), **(usual | settings)),
         train_dataset=Dataset.from_dict(
             {"text": [" ".join(WORDS[i % 5 :] + WORDS[: i % 5]) for i in range(32)]}
@@ -45,21 +40,17 @@ def sft(out: Path, *, lora: bool = False, **settings: Any) -> Any:
     )
 
 
-def losses(trainer: Any) -> list[float]:
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-
 @pytest.mark.parametrize("lora", [False, True])
 def test_bf16_is_trls_to_the_printed_digits(lora: bool, tmp_path: Path) -> None:
     own, ours = sft(tmp_path, lora=lora, bf16=True), sft(tmp_path, lora=lora, bf16=False)
     own.train()
     mezzo.transformers.use(ours, "bf16").train()
-    assert [f"{loss:.3f}" for loss in losses(ours)] == [f"{loss:.3f}" for loss in losses(own)]
+    assert [f"{loss:.3f}" for loss in logged(ours)] == [f"{loss:.3f}" for loss in logged(own)]
     low = sft(tmp_path, lora=lora, bf16=False)
     frozen = {name: p.dtype for name, p in low.model.named_parameters() if not p.requires_grad}
     mezzo.transformers.use(low, "fp16").train()
-    assert [row["skipped_steps"] for row in low.state.log_history if "loss" in row] == [0, 0, 0]
-    assert losses(low) == pytest.approx(losses(own), abs=0.02)
+    assert logged(low, "skipped_steps") == [0, 0, 0]
+    assert logged(low) == pytest.approx(logged(own), abs=0.02)
     assert bool(frozen) is lora
 
 

@@ -8,7 +8,6 @@ each package has its own base class and tests for it.
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 import warnings
 from collections import Counter
@@ -20,33 +19,26 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backward pass
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from mezzo.core.errors import LossScaleCollapseError, UsageError, checks_keywords
-from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from mezzo.core.overflow import OverflowReport
+from mezzo.core.errors import UsageError, checks_keywords
+from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy import Policy
-from mezzo.core.policy import policy as policy_of
-from mezzo.core.policy_text import as_loss_scale
-from mezzo.pytorch import auto
+from mezzo.core.version import library
 from mezzo.pytorch.autocast.context import autocast
 from mezzo.pytorch.autocast.modules import fitting
-from mezzo.pytorch.grad_scaler import GradScaler
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.optim.adopt import class_of
 from mezzo.pytorch.snapshot import BufferSnapshot
 from mezzo.pytorch.step import parameters
-from mezzo.pytorch.training import cast_parameters, checks
-from mezzo.pytorch.training.backward import Gradients, leaves_of
+from mezzo.pytorch.trainer_step import TrainerStep
+from mezzo.pytorch.training import checks
+from mezzo.pytorch.training.backward import Gradients
 from mezzo.pytorch.training.networks import Networks
-from mezzo.pytorch.training.observers import Observers, observers_for
+from mezzo.pytorch.training.observers import Observers
 from mezzo.pytorch.training.resolved_precision import ResolvedPrecision
-from mezzo.pytorch.weights.stored_parameters import lower_weights
 
-OLDEST = (2, 6, 4)
-"""The oldest version of Lightning; 2.6.2 and 2.6.3 were compromised."""
+OLDEST = "2.6.4"  # 2.6.2 and 2.6.3 were compromised
 
 # Package -> its base class. The last one has Fabric alone.
 _TREES = {
@@ -91,23 +83,11 @@ def precision(
     arguments |= dict(state=state, trace=trace)
     trees = [tree for tree in _TREES if tree in sys.modules]
     trees = trees or [tree for tree in _TREES if importlib.util.find_spec(tree) is not None][:1]
-    if not trees:
-        raise UsageError("mezzo.lightning: Lightning is not installed: pip install 'lightning>=2.6.4'.")
-    for tree in trees:
-        _check_version(tree, importlib.import_module(tree).__version__)
+    for tree in trees or ["lightning"]:
+        library(tree, OLDEST, "lightning")
     if "pytorch_lightning" in trees:  # which imports the other one
         trees = [tree for tree in trees if tree != "lightning_fabric"]
     return _class_for(*trees)(arguments)
-
-
-def _check_version(tree: str, version: str) -> None:
-    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
-        oldest, name = ".".join(map(str, OLDEST)), tree.replace("_", "-")
-        bad = " (2.6.2 and 2.6.3 were compromised releases)" if version in ("2.6.2", "2.6.3") else ""
-        raise UsageError(
-            f"mezzo.lightning: {name} {version} is installed{bad}; version {oldest} or later is needed. Update it: "
-            f"pip install -U '{name}>={oldest}'."
-        )
 
 
 @cache
@@ -118,36 +98,19 @@ def _class_for(*trees: str) -> Any:
     return type("MixedPrecision", (_Plugin, *bases), {"__module__": __name__})
 
 
-class _Scaler(GradScaler):
-    """The loss scale of a plugin, whose `look` is called after each evaluation of a closure."""
-
-    def __init__(self, pure: Any, look: Callable[[Optimizer, bool], None]) -> None:
-        if isinstance(pure, StaticLossScale):
-            s = pure.scale
-            pure = DynamicLossScale(init=s, floor=s, ceiling=s, patience=pure.patience)
-        self._begin(None, True, pure)
-        self._evaluated = look  # type: ignore[assignment, method-assign]
-
-
-class _Plugin:
+class _Plugin(TrainerStep):
     """What the plugin does, without Lightning's base classes."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        self._arguments, where = arguments, "mezzo.lightning.precision"
-        params, masters, state = (arguments[name] for name in ("params", "masters", "state"))
         accelerator = torch.accelerator.current_accelerator()
         device_type = "cpu" if accelerator is None else accelerator.type
-        asked, _ = cast_parameters.stored(policy_of(arguments["policy"]), params, masters, state, device_type)
-        self.policy, _ = auto.resolve(asked, device_type)
-        self._loss_scale = as_loss_scale(arguments["loss_scale"], where) or self.policy.make_loss_scale()
-        scaled = not isinstance(self._loss_scale, NoLossScale)
-        self.scaler = _Scaler(self._loss_scale, self._closure_ran) if scaled else None
+        super().__init__('mezzo.lightning.precision("{}")', device_type, **arguments)
+        self._arguments = arguments
+        if self.scaler is not None:
+            self.scaler._evaluated = self._closure_ran  # type: ignore[method-assign]
         self.precision = _NAMES.get(self.policy.compute, "32-true")
-        self.skipped_steps = 0
-        self.findings: list[OverflowReport] = []
         self._trainer: Any = None
         self._base = self._precision("fabric.plugins")
-        self._steps = 0
         self._models: list[nn.Module] = []
         self._resolved: list[ResolvedPrecision] = []
         self._optimizers: WeakSet[Optimizer] = WeakSet()
@@ -157,9 +120,8 @@ class _Plugin:
 
     def _begin_anew(self) -> None:
         self._handles: list[Any] = []
-        self._networks = Networks()
-        self._observing = Observers([], [])
-        self._unscaled: WeakSet[Optimizer] = WeakSet()  # in this batch
+        self.networks = Networks()
+        self.observing = Observers([], [])
         self._in_closure = False  # which an optimizer runs as often as it likes
         self._before: BufferSnapshot | None = None  # its last evaluation
         self._checked = False  # whether a step has ended since the last update of the scale
@@ -183,8 +145,7 @@ class _Plugin:
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Store the weights as the policy says, in place."""
-        if self.policy.params != "fp32":
-            lower_weights(module, fitting(self.policy, module))
+        self.lower(module)
         self._release()
         if self._trainer is None:
             self._models.append(module)
@@ -220,15 +181,9 @@ class _Plugin:
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Give a new optimizer the masters and states that the policy asks for."""
-        if optimizer in self._optimizers:
-            return
-        mine = {id(param) for param in parameters(optimizer)}
-        roots = [model for model in self._models if any(id(param) in mine for param in model.parameters())]
-        for root in roots[:1]:
-            policy = fitting(self.policy, root)
-            cast_parameters.chosen(policy, None, None, None, _device_type(root), optimizer)
-            cast_parameters.apply(root, optimizer, policy)
-        self._optimizers.add(optimizer)
+        if optimizer not in self._optimizers:
+            self.adopt(optimizer, self._models)
+            self._optimizers.add(optimizer)
 
     def _prepare(self, wrapped: nn.Module | None = None) -> None:
         """Apply the policy to the models, whose device is known now, and begin to observe their calls."""
@@ -236,18 +191,17 @@ class _Plugin:
         single = len(self._models) == 1
         for model in self._models:
             policy = self.policy if single else fitting(self.policy, model)
-            self._resolved.append(ResolvedPrecision(model, policy, _device_type(model), self._loss_scale, ""))
+            self._resolved.append(ResolvedPrecision(model, policy, _device_type(model), None, ""))
         if self.scaler is None:
             return
         root = self._models[0]
         called = self._models if self._trainer is None else list(_parts(root))
         if self._trainer is None or len(self._optimizers) > 1:
-            self._handles = [part.register_forward_pre_hook(self._called) for part in called]
+            self._handles = [part.register_forward_pre_hook(self.called) for part in called]
         # In DDP the root's call is the whole `training_step`, which can't be called again by itself.
         outermost = [root, *called] if wrapped is root else called
-        trace, clock = self._arguments["trace"], lambda: 0.0
-        observers = observers_for(self._resolved[0], wrapped or root, None, False, trace, clock, _written)
-        self._observing = Observers(outermost, observers)
+        observers = self.tracers(self._resolved[0].context, _device_type(root), wrapped or root)
+        self.observing = Observers(outermost, observers)
 
     def _release(self) -> None:
         for resolved in self._resolved:
@@ -255,7 +209,7 @@ class _Plugin:
         self._resolved.clear()
         for handle in self._handles:
             handle.remove()
-        self._observing.undo()
+        self.observing.undo()
         self._begin_anew()
 
     def teardown(self) -> None:
@@ -263,40 +217,34 @@ class _Plugin:
         self._release()
         self._gradients.undo()
 
-    def _called(self, module: nn.Module, *_: Any) -> None:
-        """Copy the buffers of a network that is about to be called in training."""
-        if module.training and torch.is_grad_enabled() and _graph_task() == -1:  # not recomputed in backward
-            self._networks.call(module)
-
     def forward_context(self) -> AbstractContextManager[Any]:
         """The autocast context; inputs and outputs are not cast."""
         if not self._models:
             return autocast(self.policy)  # Fabric's own `autocast()`, before `setup`
         if not self._resolved:
             self._prepare()
-        context, watches = self._resolved[0].context(), self._observing.watches_live
+        context, watches = self._resolved[0].context(), self.observing.watches_live
         return self._live(context) if watches and torch.is_grad_enabled() else context
 
     autocast_context_manager = forward_context
 
     @contextmanager
     def _live(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        with context, self._observing.live():
+        with context, self.observing.live():
             yield
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
         """Around `training_step`. With manual optimization it holds all steps of a batch: then the scale is updated."""
         module = self._trainer.lightning_module
-        self._unscaled.clear()
         if self.scaler is not None and len(self._optimizers) == 1:
-            self._called(module)
+            self.called(module)
             if self._in_closure:
-                self._before = self._networks.of(module).copied()
+                self._before = self.networks.of(module).copied()
         with self.forward_context():
             yield
         if not module.automatic_optimization:
-            self._update()
+            self._end_batch()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         return self._base.pre_backward(self, tensor, module)
@@ -307,11 +255,8 @@ class _Plugin:
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Backward of the scaled loss."""
         if self.scaler is not None:
-            loss, tensor = tensor, self.scaler.scale(tensor)
-            if self._observing.listening:
-                self._observing.backward_begins(loss, self.scaler._scale_in_use())
-            if len(self._networks) > 1:
-                self._networks.backward(leaves_of([loss]))
+            self.backward_begins(tensor)
+            tensor = self.scaler.scale(tensor)
         self._base.backward(self, tensor, model, *args, **kwargs)
 
     def optimizer_step(
@@ -331,7 +276,7 @@ class _Plugin:
             results: list[Any] = []
 
             def evaluate() -> Any:
-                self._observing.step_dropped()  # only the last evaluation is explained
+                self.observing.step_dropped()  # only the last evaluation is explained
                 results[:] = [closure()]
                 return results[0]
 
@@ -340,18 +285,16 @@ class _Plugin:
                 scaler.step(optimizer, evaluate, **kwargs)
             finally:
                 self._in_closure, self._before = False, None
-            self._observing.step_dropped()
+            self.observing.step_dropped()
             self._ended(optimizer, scaler.was_skipped(optimizer))
             return results[0]
         calls = scaler._scale_calls
         result = None if closure is None else closure()
         if model is not None and model.automatic_optimization and calls == scaler._scale_calls:
             return result  # `training_step` returned None, or weight averaging only updates BatchNorm
-        self._unscale(optimizer)
+        self.unscale(optimizer)
         if model is not None:
             self._after_closure(model, optimizer)
-        if self._observing.listening:
-            self._observing.update_begins(optimizer, 1.0)
         scaler.step(optimizer, **kwargs)
         skipped = scaler.was_skipped(optimizer)
         self._explain(optimizer, skipped)
@@ -368,60 +311,31 @@ class _Plugin:
             self._after_closure(self._trainer.lightning_module, optimizer)
 
     def _explain(self, optimizer: Optimizer, skipped: bool) -> None:
-        if not self._observing.listening or self.scaler is None:
-            return
-        scale = self.scaler._scale_in_use()
-        how: Any = {"index": self._steps, "skipped": skipped, "loss_scale": scale}
-        finding = self._observing.update_ended(optimizer, **how)
-        self._observing.drain()
-        if finding is not None:
-            self.findings = [*self.findings[-99:], finding]
-            if finding.alarms:
-                remedies = f" Try: {'; or '.join(finding.remedies)}." if finding.remedies else ""
-                warnings.warn(f"overflow in optimizer step {self._steps}: {finding}.{remedies}", stacklevel=3)
+        finding = self.explain(optimizer, skipped)
+        if finding is not None and finding.alarms:
+            remedies = f" Try: {'; or '.join(finding.remedies)}." if finding.remedies else ""
+            warnings.warn(f"overflow in optimizer step {self.steps}: {finding}.{remedies}", stacklevel=3)
 
     def _ended(self, optimizer: Optimizer, skipped: bool) -> None:
         """An optimizer has stepped, or its step was skipped."""
-        if self._networks.hold_copies:
-            owned = {id(param) for each in self._optimizers for param in parameters(each)}
-            alone = len(self._optimizers) == 1
-            self._networks.step_ended(parameters(optimizer), skipped, lambda: owned, alone=alone)
+        self.ended(optimizer, skipped, list(self._optimizers))
         for scheduler in self._schedulers:
             if getattr(scheduler, "optimizer", optimizer) is optimizer and scheduler in _SINCE:
                 _SINCE[scheduler][skipped] += 1
-        self._unscaled.discard(optimizer)
-        self._steps += 1
-        self.skipped_steps += skipped
         self._checked = True
         if self._trainer is None or self._trainer.lightning_module.automatic_optimization:
-            self._update()
+            self._end_batch()
 
-    def _update(self) -> None:
+    def _end_batch(self) -> None:
         """The next loss scale, once for all optimizers that have stepped."""
-        scaler = self.scaler
-        if scaler is None or not self._checked:
+        if self.scaler is None or not self._checked:
             return
         self._checked = False
-        try:
-            scaler.update()
-        except LossScaleCollapseError as collapse:
-            raise collapse.named(self.findings[-1]) if self.findings else collapse from None
+        self.update()
         if self._trainer is not None:
             log = partial(self._trainer.lightning_module.log, on_step=True, on_epoch=False, batch_size=1)
-            log("loss_scale", scaler._scale)
+            log("loss_scale", self.scaler._scale)
             log("skipped_steps", self.skipped_steps)
-
-    def _unscale(self, optimizer: Optimizer) -> None:
-        scaler = self.scaler
-        if scaler is None or optimizer in self._unscaled:
-            return
-        states = scaler._per_optimizer_states
-        if states[id(optimizer)]["stage"] is OptState.STEPPED:
-            # It steps twice between two updates of the scale, which depends on the checks of both steps.
-            earlier = states.pop(id(optimizer))
-            states[id(earlier)] = earlier
-        scaler.unscale_(optimizer)
-        self._unscaled.add(optimizer)
 
     def was_skipped(self, optimizer: Any) -> bool:
         """Whether the optimizer's last step was skipped: if so, do not step its scheduler (a Trainer does it)."""
@@ -437,20 +351,20 @@ class _Plugin:
         """Clip the unscaled gradients, of fused optimizers too."""
         optimizer = _unwrapped(optimizer)
         if clip_val > 0:
-            self._unscale(optimizer)
+            self.unscale(optimizer)
         self._base.clip_gradients(self, optimizer, clip_val, *args, **kwargs)
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        """Fabric is about to clip."""
+        """Fabric is about to clip; a second call for one step is an error."""
         optimizer = _unwrapped(optimizer)
         self._adopt(optimizer)
-        self._unscaled.discard(optimizer)  # a second call for one step is an error
-        self._unscale(optimizer)
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
 
     def main_params(self, optimizer: Any) -> Iterator[Tensor]:
         """The parameters to clip; in Fabric, which raises for an infinite norm, a zero if the step will be skipped."""
         optimizer = _unwrapped(optimizer)
-        scaler = self.scaler if self._trainer is None and optimizer in self._unscaled else None
+        scaler = self.scaler if self._trainer is None and self.is_unscaled(optimizer) else None
         if scaler is None or not bool(scaler._found(scaler._per_optimizer_states[id(optimizer)])):
             yield from parameters(optimizer)
         else:
@@ -478,11 +392,6 @@ class _Held:
         since.clear()
         if not held:
             super().step(*args, **kwargs)  # type: ignore[misc]
-
-
-def _written(policy: str) -> str:
-    """A policy in a report's remedies."""
-    return f'mezzo.lightning.precision("{policy}")'
 
 
 def _hold(scheduler: Any) -> None:

@@ -8,6 +8,7 @@ Subclasses of Trainer, such as TRL's SFTTrainer, work the same way.
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,9 +72,8 @@ def use(
     if not isinstance(trainer, _library.Trainer):
         raise UsageError(f"{_WHERE}: received {type(trainer).__name__}. Pass a transformers.Trainer.")
     if isinstance(trainer, _InUse):
-        before: Any = trainer
         raise UsageError(
-            f"{_WHERE}: this trainer was given before, with '{before.accelerator.mezzo.policy}'. Call it once."
+            f"{_WHERE}: this trainer was given before, with '{trainer.accelerator.mezzo.policy}'. Call it once."
         )
     arguments, kind = trainer.args, type(trainer.args).__name__
     for name in _SETTINGS:
@@ -89,14 +89,12 @@ def use(
         )
     if trainer.accelerator._optimizers:
         raise CallOrderError(f"{_WHERE}: training has begun. Call it before trainer.train().")
-    written = 'mezzo.transformers.use(trainer, "{}")'.format
-
-    def make(accelerator: Any) -> Precision:
-        return Precision(
-            accelerator, policy, params, masters, state, loss_scale, trace, where=_WHERE, written=written
-        )
-
-    precision = make(trainer.accelerator)
+    written = f'{_WHERE}(trainer, "{{}}")'
+    options: dict[str, Any] = dict(
+        params=params, masters=masters, state=state, loss_scale=loss_scale, trace=trace
+    )
+    make: Any = partial(Precision, policy=policy, written=written, **options)
+    precision: Precision = make(trainer.accelerator)
     if precision.policy.params == "fp16" or any(
         param.dtype is torch.float16 and param.requires_grad for param in trainer.model.parameters()
     ):
@@ -112,7 +110,7 @@ def use(
     return trainer
 
 
-class _InUse:
+class _InUse(_library.Trainer):  # type: ignore[misc, name-defined]
     """The first base class of a Trainer in use."""
 
     _mezzo_make: Any
@@ -121,33 +119,26 @@ class _InUse:
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's, which makes one accelerator per trial of a hyper-parameter search."""
-        trainer: Any = self
-        base: Any = super()
-        base.create_accelerator_and_postprocess()
-        attached(trainer.accelerator, self._mezzo_make(trainer.accelerator), late=True)
+        super().create_accelerator_and_postprocess()
+        attached(self.accelerator, self._mezzo_make(self.accelerator), late=True)
         self._mezzo_logged = 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; counts losses that are not finite."""
-        base: Any = super()
-        loss = base.training_step(*args, **kwargs)
+        loss = super().training_step(*args, **kwargs)
         self._mezzo_nonfinite = self._mezzo_nonfinite + (~loss.isfinite()).sum()
         return loss
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's, with the loss scale and skipped steps in rows of training."""
-        base: Any = super()
-        base.log(logs | self._mezzo_row() if "loss" in logs else logs, *args, **kwargs)
+        super().log(logs | self._mezzo_row() if "loss" in logs else logs, *args, **kwargs)
 
     def _mezzo_row(self) -> dict[str, Any]:
-        trainer: Any = self
-        precision: Precision = trainer.accelerator.mezzo
+        precision: Precision = self.accelerator.mezzo
         row: dict[str, Any] = {}
         if precision.scaler is not None:
-            skipped, self._mezzo_logged = (
-                precision.skipped_steps - self._mezzo_logged,
-                precision.skipped_steps,
-            )
+            skipped = precision.skipped_steps - self._mezzo_logged
+            self._mezzo_logged = precision.skipped_steps
             row = {"loss_scale": precision.loss_scale, "skipped_steps": skipped}
             if skipped and precision.findings:
                 row["overflow"] = str(precision.findings[-1])

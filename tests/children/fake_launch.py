@@ -1,6 +1,6 @@
 """Stands in for `python -m mezzo.pytorch.run`: writes the records that its script, a JSON file, asks for.
 
-The script is a JSON object: run name (`bf16-1`), precision (`bf16`) or `*` -> behaviour, all optional::
+The script is a JSON object: run name (`bf16-1`), `own` (`off`), precision (`bf16`) or `*` -> behaviour, all optional::
 
     shift 0.1     add to every loss              metric 98.5   print "accuracy: 98.5 %"
     seconds 0.01  a step's duration              memory 1000   the peak
@@ -35,7 +35,8 @@ def main() -> int:
     script = Path(request["target"])
     path = Path(request["records"])
     asked = json.loads(script.read_text(encoding="utf-8"))
-    does = {**asked.get("*", {}), **asked.get(request["policy"], {}), **asked.get(path.stem, {})}
+    names = ("*", request["policy"], request["own"], path.stem)
+    does = {key: value for name in names for key, value in asked.get(name, {}).items()}
     with script.with_suffix(".calls").open("a") as calls:
         print(path.stem, os.getpid(), file=calls)
     if "refuse" in does:

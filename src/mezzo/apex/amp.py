@@ -109,7 +109,7 @@ def initialize(
         Stash(optimizer, masters=bool(options.master_weights), exact=exact)
     if options.patch_torch_functions:
         first = next((param for model in all_models for param in model.parameters()), None)
-        init(device_type=None if first is None else first.device.type)
+        init(device_type="" if first is None else first.device.type)
     _amp_state.opt_properties, _amp_state.loss_scalers = options, scalers
     _amp_state.tell(f"opt_level {opt_level}, loss scale {options.loss_scale}")
     result = all_models if isinstance(models, (list, tuple)) else all_models[0]

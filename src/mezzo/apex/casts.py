@@ -56,16 +56,14 @@ class Handle:
 
 def init(
     enabled: bool = True,
-    loss_scale: float | str = "dynamic",
-    enable_caching: bool = True,
-    verbose: bool = False,
+    *ignored: Any,
     allow_banned: bool = False,
-    device_type: str | None = None,
+    device_type: str = "",
+    **also_ignored: Any,
 ) -> Handle:
     """Switch O1's casts on, until the returned handle's `_deactivate()`; `initialize` calls it.
 
-    `allow_banned` runs `binary_cross_entropy` in FP32, which otherwise refuses 16-bit inputs; the other arguments of
-    Apex are ignored.
+    `allow_banned` runs `binary_cross_entropy` in FP32, which otherwise refuses 16-bit inputs.
     """
     if state.handle is not None:
         state.handle._deactivate()

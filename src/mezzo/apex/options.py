@@ -30,18 +30,14 @@ LEVELS = {
     "O2": Options(True, "O2", torch.float16, False, True, True, "dynamic"),
     "O3": Options(True, "O3", torch.float16, False, False, False),
 }
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, False)
-_OVERRIDES = (
-    "cast_model_type",
-    "patch_torch_functions",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-)
-_O1_ALLOWS = {
-    "cast_model_type": (torch.float32, False),
-    "keep_batchnorm_fp32": (),
-    "master_weights": (),
+_FLAGS, _DTYPES = (True, False), (torch.float32, torch.float16, torch.bfloat16, False)
+
+# Option -> the values that O1 allows (which leaves all weights in FP32), and those that the other levels allow.
+_ALLOWED: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    "cast_model_type": ((torch.float32, False), _DTYPES),
+    "patch_torch_functions": (_FLAGS, (False,)),
+    "keep_batchnorm_fp32": ((), _FLAGS),
+    "master_weights": ((), _FLAGS),
 }
 
 
@@ -49,18 +45,16 @@ def resolved(opt_level: str, given: dict[str, Any]) -> Options:
     """The options of a level, each replaced by what is given instead of it, if that is not None."""
     if opt_level not in LEVELS:
         raise unknown_name("opt_level", str(opt_level), LEVELS, where="amp.initialize (with the letter O): ")
-    given = {name: given[name] for name in _OVERRIDES if given[name] is not None}
+    given = {name: given[name] for name in (*_ALLOWED, "loss_scale") if given[name] is not None}
     if isinstance(norm := given.get("keep_batchnorm_fp32"), str):
         given["keep_batchnorm_fp32"] = {"True": True, "False": False}.get(norm, norm)
-    for name, value in given.items():
-        if opt_level == "O1" and value not in _O1_ALLOWS.get(name, (value,)):
-            raise _refused(f"{name} is {value!r} with O1, which keeps all weights in FP32", "opt_level='O2'")
-        if name == "patch_torch_functions" and value and opt_level != "O1":
-            raise _refused(f"{name} is {value!r} with {opt_level}", "opt_level='O1'")
-        if name == "cast_model_type" and value not in _DTYPES:
-            raise _refused(f"{name} is {value!r}", f"one of {', '.join(map(str, _DTYPES))}")
-        if name == "keep_batchnorm_fp32" and not isinstance(value, bool):
-            raise _refused(f"{name} is {value!r}", "True or False")
+    for name, values in _ALLOWED.items():
+        in_o1, elsewhere = values
+        allowed, other = (in_o1, elsewhere) if opt_level == "O1" else (elsewhere, in_o1)
+        if name in given and given[name] not in allowed:
+            level = "opt_level='O2'" if opt_level == "O1" else "opt_level='O1'"
+            use = level if given[name] in other else " or ".join(map(str, allowed))
+            raise _refused(f"{name} is {given[name]!r} with {opt_level}", use)
     if given.get("loss_scale", "dynamic") != "dynamic":
         given["loss_scale"] = _number(given["loss_scale"])
     return replace(LEVELS[opt_level], **given)

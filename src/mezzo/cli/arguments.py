@@ -63,7 +63,9 @@ class Parser(argparse.ArgumentParser):
             del rest[0]
         elif rest and not named and self._near(rest[:1]):
             self.error(f"{_UNKNOWN}{rest[0]}")
-        elif rest and (named or rest[0].startswith("-")):
+        elif rest and rest[0] in ("-", "-c") and not owns_rest:
+            self.error(f"{rest[0]}: the code must be in a file. Save it as train.py: {self.prog} train.py")
+        elif rest and (named or (rest[0].startswith("-") and rest[0] != "-")):
             self._refuse(rest if named else rest[:1], ours if named else [*ours, "train.py"])
         elif rest:
             mine, others = self.split(rest[1:cut])

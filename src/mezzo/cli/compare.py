@@ -2,7 +2,7 @@
 
 The script is not changed and need not import Mezzo. It runs several times, each time in a new process: with the
 default --seeds 3 and one candidate, 7 runs. Runs with the same seed form a pair, one in each precision. A script that
-resumes from its own checkpoint would resume from another run: switch that off.
+resumes from its own checkpoint would resume from another run: switch that off. The runs have an empty standard input.
 
 Examples:
   mezzo compare --demo digits --seeds 1              a quick look, on a small data set
@@ -10,7 +10,11 @@ Examples:
   mezzo compare train.py --precision bf16 --seeds 5 --metric 'accuracy: ([0-9.]+)' -- --epochs 3
   mezzo compare --precision bf16,op.softmax=fp32 --precision policy.toml train.py
   mezzo compare --precision bf16,masters=split8,state=int8 train.py
+  mezzo compare --precision own,bf16 train.py       the script's own mixed precision, and Mezzo's bf16
   mezzo compare --framework keras --precision mixed_bfloat16 train.py
+
+A script with mixed precision of its own (torch.amp, Accelerate, Transformers, Lightning, a model in 16 bits) is the
+candidate own, as it is. The FP32 runs and the other candidates switch that off.
 
 The answer for each candidate is a plain line and one of four words:
   equivalent    proven equal: loss (and metric) differ by less than the margin; needs 3 seeds or more
@@ -46,6 +50,7 @@ from mezzo.compare.progress import watcher
 from mezzo.compare.request import FRAMEWORKS, Request, candidates
 from mezzo.core.commands import DEFAULT_MARGIN
 from mezzo.core.errors import UsageError
+from mezzo.core.records import OWN
 from mezzo.demos import DEMOS
 from mezzo.report import build
 
@@ -143,7 +148,8 @@ def show(console: Console, verdict: Mapping[str, Any], report: Path | None, verb
     console.print()
     for name, one in candidates.items():
         style = STYLES.get(one["parity"], "")
-        console.print(Text.assemble((f"{name}: ", "bold"), (one["plain"], style)), soft_wrap=piped)
+        named = f"{name} ({verdict['own']})" if name == OWN and verdict["own"] else name
+        console.print(Text.assemble((f"{named}: ", "bold"), (one["plain"], style)), soft_wrap=piped)
     console.print()
     table = _table(str(verdict["baseline"]), candidates, metric)
     wide = console.options.update(max_width=10_000)

@@ -25,6 +25,7 @@ VERBS = {
     "run": "run a script in mixed precision, unchanged",
     "calibrate": "choose a format and a loss scale, and find the sensitive modules, from a few steps in FP32",
     "batch-size": "find the largest batch size that fits into memory, and the fastest one",
+    "migrate": "change a script from torch.amp, torch.cuda.amp or Apex to Mezzo: shows the diff first",
     "report": "build the HTML report of a folder of run records again",
     "doctor": "measure what this machine can do in each format, and say which precision to use",
     "formats": "show the number formats, and the bits of any number in each of them",

@@ -5,8 +5,11 @@
   mezzo run --precision fp16 train.py --epochs 3     fp16, with loss scaling
   mezzo run --precision bf16,masters=split train.py  bf16 weights with exact FP32 masters: 14 bytes per parameter
   mezzo run --watch train.py --epochs 3              also record the exponents of all tensors, and write a report
+  mezzo run --own off --precision bf16 train.py      switch the script's own mixed precision off, and use bf16
+  mezzo run --masters split train.py                 exact FP32 masters for bf16 weights that the script makes
   mezzo run --apex train.py --epochs 3               for scripts of NVIDIA Apex: Mezzo's apex.amp
   mezzo run -m package.train --epochs 3              run a module, as python -m does
+  mezzo run -c 'import train; train.main()'          run code, as python -c does; - runs standard input
   mezzo run train.py --precision bf16 -- --epochs 3  the same as the second line
 
 All words after the script's name are arguments of the script, unless a -- separates Mezzo's options from them. The
@@ -47,7 +50,7 @@ _OURS = ("runs", "report.html")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options. All that follows the script is its own."""
-    parser.usage = "mezzo run [OPTIONS] (SCRIPT | -m MODULE) [ARGS...]"
+    parser.usage = "mezzo run [OPTIONS] (SCRIPT | -m MODULE | -c CODE | -) [ARGS...]"
     which = parser.add_mutually_exclusive_group()
     precision = "auto (default), bf16, fp16, fp8, tf32, fp32, or a policy: bf16,op.softmax=lower or bf16,masters=split"
     which.add_argument("--precision", metavar="P", help=precision)
@@ -72,13 +75,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--tensorboard", metavar="DIR", type=Path, help="also write the records as TensorBoard events")
     observe = "measure one early step: its peak memory and the formats of its ops"
     add("--observe", action="store_true", help=observe)
+    own = (
+        "the script's own mixed precision: keep it and change nothing (default), or switch it off (torch.amp, "
+        "Accelerate, Transformers, Lightning, conversions of models to 16 bits)"
+    )
+    add("--own", choices=("keep", "off"), default="keep", help=own)
+    masters = (
+        "keep the script's own precision, and give its 16-bit weights FP32 masters: split or split8 under AdamW, Adam "
+        "and SGD (fp32 under any other optimizer), or fp32"
+    )
+    add("--masters", choices=("split", "split8", "fp32"), default="", help=masters)
     add("--quiet", action="store_true", help="print no summary at the end")
     apex = (
         "let the script import Mezzo's apex.amp, also with its own opt_level; --precision replaces that level"
     )
     add("--apex", action="store_true", help=apex)
-    add("-m", dest="module", action="store_true", help="run a module, as python -m does")
-    add("script", nargs="?", metavar="SCRIPT", help="the script, or the module with -m")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
+    kind.add_argument("-c", dest="code", action="store_true", help="run code, as python -c does")
+    script = "the script, the module with -m, or the code with -c; - reads a script from standard input"
+    add("script", nargs="?", metavar="SCRIPT", help=script)
 
 
 def _toml(text: str) -> str:
@@ -99,7 +115,7 @@ def _interval(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script; its exit status is ours."""
-    target, argv = arguments.script, arguments.argv
+    target, argv, source = arguments.script, arguments.argv, None
     if not target:
         raise UsageError("no script was given. Example: mezzo run train.py, or mezzo run -m package.train")
     if arguments.watch == -1 and target.isdigit() and not (arguments.module or Path(target).exists()):
@@ -107,14 +123,23 @@ def run(arguments: argparse.Namespace) -> int:
             f"no script {target!r} in {os.getcwd()}. To watch every {target}th update, write --watch={target} as one "
             "word."
         )
+    if arguments.masters:
+        _check_masters(arguments)
+    if arguments.code:
+        target, source = "-c", target
+    elif target == "-" and not arguments.module:
+        source = sys.stdin.read()
     rank = _number("RANK", 0)
     if rank == 0 and argv:
-        _tell_misplaced(arguments)
+        _tell_misplaced(arguments, source)
     request = RunRequest(
         target=target,
         argv=tuple(argv),
         is_module=arguments.module,
-        policy=arguments.precision or "auto",
+        source=source,
+        policy="fp32" if arguments.masters else arguments.precision or "auto",
+        own="record" if arguments.masters else arguments.own,
+        masters=arguments.masters,
         records=arguments.records,
         observe=arguments.observe,
         summary=not arguments.quiet,
@@ -151,16 +176,32 @@ def _run(request: RunRequest, arguments: argparse.Namespace, rank: int) -> int:
     return status
 
 
-def _tell_misplaced(arguments: argparse.Namespace) -> None:
+def _check_masters(arguments: argparse.Namespace) -> None:
+    kept = f"--masters {arguments.masters} keeps the script's own precision"
+    if arguments.precision or arguments.own == "off":
+        precision = arguments.precision or "bf16"
+        raise UsageError(
+            f"{kept}, but --precision and --own off replace it. Leave one of them out, or have Mezzo make the 16-bit "
+            f"weights: --own off --precision {precision.partition(',')[0]},masters={arguments.masters}"
+        )
+    if arguments.watch:
+        raise UsageError(f"{kept}, and --watch needs a precision of Mezzo's. Leave --watch out.")
+
+
+def _tell_misplaced(arguments: argparse.Namespace, source: str | None) -> None:
     """Warn of words that look like options of Mezzo's, but go to a script whose text does not mention them."""
     target = arguments.script
-    text = Path(locate(target, is_module=arguments.module).file).read_text(errors="replace")
+    text = source
+    if text is None:
+        text = Path(locate(target, is_module=arguments.module).file).read_text(errors="replace")
     # Any script may have a --help or an -m.
     mine, others = arguments.parser.split(arguments.argv, but_for=f"{text} --help -m")
     if mine:
-        words = shlex.join([*arguments.options, *mine, target, *others])
+        last = [arguments.options.pop()] if arguments.options[-1:] in (["-m"], ["-c"]) else []
+        words = shlex.join([*arguments.options, *mine, *last, target, *others])
+        named = "the code" if last == ["-c"] else target
         print(
-            f"mezzo: `{shlex.join(mine)}` was passed to {target}, which does not mention it: words after the script's "
+            f"mezzo: `{shlex.join(mine)}` was passed to {named}, which does not mention it: words after the script's "
             f"name belong to the script. To give it to Mezzo: mezzo run {words}",
             file=sys.stderr,
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mezzo.compare.request import Request
+from mezzo.compare.request import Request, own_masters
 from mezzo.core.commands import command, compare_command, run_command
 from mezzo.core.comparison import FEWEST_FOR_TOST, ORDER, READING
 from mezzo.core.policy import policy
@@ -127,13 +127,22 @@ def _proof(name: str, one: Candidate, request: Request, folder: Path) -> list[st
 def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tuple[str, list[str]]:
     """What to do next, and the words of its command (none if there is no command)."""
     asked, word, keras = request.asked(), one["parity"], request.framework == "keras"
+    masters = own_masters(name) if not keras else None
+    if masters is None:
+        use = ["--own", "off"] * bool(request.own) + ["--precision", name]
+    else:
+        use = ["--masters", masters] if masters else []
     if word == "divergent":
         if keras:
             return "train in FP32, or compare another precision", []
+        if masters is not None:
+            return f"use FP32, or another candidate than {name}", []
         if one["failed"]:
-            return f"see the whole error of {name}", run_command(asked, "--precision", name)
+            return f"see the whole error of {name}", run_command(asked, *use)
         if one["loss_gap"] is None and policy(name).compute == "fp16":
-            return f"find the overflow in {name}", run_command(asked, "--watch", "--precision", name)
+            return f"find the overflow in {name}", run_command(asked, "--watch", *use)
+        if request.own:
+            return "use FP32, or another candidate", []  # calibrate needs a script in FP32
         return "find the modules that need FP32", command("calibrate", asked)
     if request.seeds < FEWEST_FOR_TOST:
         more = {**asked, "seeds": FEWEST_FOR_TOST}
@@ -159,4 +168,6 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         return "compare your own script", ["mezzo", "compare", "--precision", name, "train.py"]
     if keras:
         return f"call mezzo.keras.set_policy({name!r}) before the model is built", []
-    return f"use {name}", run_command(asked, "--precision", name)
+    if masters == "":
+        return "keep the script as it is", []
+    return f"use {name}", run_command(asked, *use)

@@ -19,18 +19,21 @@ from mezzo.compare.answer import answer
 from mezzo.compare.folder import check_ours, forget_run, full, locked, prepare, writing
 from mezzo.compare.judgement import Runs, verdict
 from mezzo.compare.progress import Watcher
-from mezzo.compare.request import BASELINE, FRAMEWORKS, TWIN, Request
+from mezzo.compare.request import BASELINE, FILE, FRAMEWORKS, TWIN, Request, own_masters, read_request
 from mezzo.compare.runs import FinishedRun, read_run, run_to_end, terminated_like_an_interrupt
-from mezzo.core.commands import compare_command
 from mezzo.core.comparison import FEWEST_FOR_TOST
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
-from mezzo.core.records import LEFT_ALONE, file_name
+from mezzo.core.records import file_name
 from mezzo.core.whole_file import write_whole
 
 KILLED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 NO_SPACE = "No space left on device"
 LEAST_SPACE = 1 << 20
 _USAGE = 40  # lines: a script that was asked for its --help trains nothing
+
+
+class _OwnPrecisionError(Exception):
+    """The first FP32 run used a mixed precision of the script's, which later runs can switch off."""
 
 
 class Planned(NamedTuple):
@@ -79,17 +82,37 @@ def compare(
     with writing(folder), terminated_like_an_interrupt():
         check_ours(folder)
         with locked(folder):
+            request = request if fresh else _known(request, folder)
             resumed = prepare(folder, request, fresh=fresh)
+            launch = tuple(command or FRAMEWORKS[request.framework].launch)
             with watcher or Watcher() as told:
                 told.say(planned_runs(request))
                 if resumed:
                     told.say(f"finished runs in {folder} are kept")
-                runs = _run_all(request, folder, told, tuple(command or FRAMEWORKS[request.framework].launch))
+                try:
+                    runs = _run_all(request, folder, told, launch)
+                except _OwnPrecisionError as own:
+                    request = request.with_own(str(own))
+                    prepare(folder, request)
+                    told.say(
+                        f"{request.target} has its own mixed precision: {own}. FP32 runs switch it off; the script "
+                        f"as it is becomes the candidate own.\n{planned_runs(request)}"
+                    )
+                    runs = _run_all(request, folder, told, launch)
                 found = verdict(request, runs)
                 for name, one in found["candidates"].items():
                     one.update(answer(name, one, request, folder))
                 write_whole(folder / "verdict.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
     return found
+
+
+def _known(request: Request, folder: Path) -> Request:
+    """The request, with the own precision of the same script that an earlier call found."""
+    if not (folder / FILE).exists():
+        return request
+    before, now = read_request(folder / FILE), request.declared()
+    same = all(before.get(key) == now[key] for key in ("target", "argv", "script_sha256"))
+    return request.with_own(before["own"]) if same and before.get("own") else request
 
 
 def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, ...]) -> Runs:
@@ -104,11 +127,17 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
         if not run.succeeded:
             told.begin(plan.name, index, len(planned), steps)
             forget_run(folder, plan.name)
-            options = {"seed_offset": plan.seed, "nudge": plan.nudge, "observe": not plan.nudge}
+            options: dict[str, Any] = {
+                "seed_offset": plan.seed,
+                "nudge": plan.nudge,
+                "observe": not plan.nudge,
+            }
             checked = request.patterns if plan.precision == BASELINE else ()
-            child = request.child(
-                folder, plan.name, plan.precision, refuse_own=True, patterns=checked, **options
-            )
+            own, policy = "off" if request.own else "refuse", plan.precision
+            if (masters := own_masters(plan.precision)) is not None:
+                own, policy = "record", BASELINE
+            options |= {"patterns": checked, "own": own, "masters": masters or ""}
+            child = request.child(folder, plan.name, policy, **options)
             try:
                 run, status = run_to_end(command, child, told)
             except BaseException:
@@ -136,8 +165,7 @@ def _kept(folder: Path, name: str, told: Watcher) -> FinishedRun:
 
 def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, status: int) -> None:
     """Raise what ends the comparison: FP32's failures, and those that say nothing about a precision."""
-    refused, notes = _refused(run, status), run.ended.notes if run.ended else []
-    own = next((index for index, note in enumerate(notes) if note.startswith(LEFT_ALONE)), None)
+    refused, own = _refused(run, status), run.own
     if run.succeeded and not refused and own is None:
         return
     try:
@@ -149,8 +177,13 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
                 "Finished runs are kept: give the same command again to continue."
             )
         if own is not None:
-            cause = notes[own].removeprefix(LEFT_ALONE)
-            raise ScriptError(f"{request.target} {_has_its_own(request, cause, notes[own + 1])}")
+            cause, fix = own
+            if plan.precision == BASELINE and not request.own and _can_be_off(cause):
+                raise _OwnPrecisionError(cause)
+            raise ScriptError(
+                f"{request.target} cannot be compared: {cause}, which mezzo compare can't switch off, so it has no "
+                f"FP32 run to compare with. The run ended there; {fix}"
+            )
         if refused and plan.precision == BASELINE:  # of a candidate's pattern
             raise UsageError(refused)
         if refused:
@@ -162,7 +195,7 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
                 how = f"exit status {status}" if status else "it ended before its records were complete"
                 why = f"fails without mixed precision, too (FP32 run, {how})"
             raise ScriptError(f"{request.target} {why}. Its output ended:\n{run.failure()}")
-    except MezzoError:
+    except (MezzoError, _OwnPrecisionError):
         # A later call must not read this as a candidate's result; the log stays for the user.
         (folder / "runs" / f"{plan.name}.jsonl").unlink(missing_ok=True)
         raise
@@ -188,20 +221,20 @@ def _check_baseline(request: Request, run: FinishedRun) -> None:
             f"{request.target}: in FP32, without mixed precision, the loss is {losses[step]} at step {step} (run "
             f"{run.name}), so nothing can be compared with it. Lower the learning rate, or fix the script."
         )
+    if not request.own and any(own_masters(name) is not None for name in request.precisions):
+        raise UsageError(
+            f"--precision own: {request.target} uses no mixed precision of its own, so it is the FP32 run. Leave own "
+            "out."
+        )
     if request.how_metric is not None and run.metric(request.how_metric) is None:
         ending = _ending(run, 5) or " It printed nothing."
         raise UsageError(f"--metric {request.metric!r} does not match the output of the script.{ending}")
 
 
-def _has_its_own(request: Request, cause: str, fix: str) -> str:
-    """The error, after the script's name, for one that uses mixed precision itself; `cause` says which, and where."""
-    why = f"cannot be compared: {cause}, so it has no FP32 run to compare with. The run ended there"
-    if "mezzo." in cause or not any(name in cause for name in ("autocast", "GradScaler")):
-        return f"{why}; {fix}"
-    off = shlex.join(compare_command({**request.asked(), "argv": [*request.argv, "--no-amp"]}))
-    return (
-        f"{why}. Switch that off, in one of two ways.\nWith an option of the script, such as --no-amp:  {off}\n"
-        "In the script:  torch.autocast(..., enabled=False) and GradScaler(enabled=False)"
+def _can_be_off(cause: str) -> bool:
+    """Whether `mezzo run --own off` knows how to switch this off: it is PyTorch's own, or made of it."""
+    return "mezzo." not in cause and any(
+        word in cause for word in ("torch.autocast", "GradScaler", "parameters")
     )
 
 

@@ -13,6 +13,7 @@ from mezzo.compare.request import BASELINE, FRAMEWORKS, TWIN, Request
 from mezzo.compare.runs import FinishedRun
 from mezzo.core.comparison import Comparison, Parity
 from mezzo.core.policy import policy
+from mezzo.core.records import OWN, OWN_PRECISION, SWITCHED_OFF
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
 
 SCHEMA = 1
@@ -36,6 +37,7 @@ def verdict(request: Request, runs: Runs) -> dict[str, Any]:
         "candidates": {
             name: _candidate(request, name, runs, results, margins) for name in request.precisions
         },
+        "own": ", ".join(baseline[min(baseline)].switched_off) or None,
         "machine": strict(baseline[min(baseline)].machine),
         "request": strict(asdict(request)),
     }
@@ -102,7 +104,12 @@ def _candidate(
             "notes": [
                 *judged.notes,
                 *_lacking(request, runs),
-                *dict.fromkeys(note for run in runs.values() if run.ended for note in run.ended.notes),
+                *dict.fromkeys(
+                    note
+                    for run in runs.values()
+                    for note in (run.ended.notes if run.ended else ())
+                    if not note.startswith((SWITCHED_OFF, OWN_PRECISION))
+                ),
             ],
             "failed": failed is not None,
             "exit_status": status,
@@ -168,7 +175,7 @@ def _lacking(request: Request, runs: Mapping[int, FinishedRun]) -> list[str]:
     notes: dict[str, None] = {}
     for run in runs.values():
         native = run.machine.get("native_formats")
-        if run.started is None or not isinstance(native, list):
+        if run.started is None or not isinstance(native, list) or run.started.policy == OWN:
             continue
         device = str(run.machine.get("device_type", ""))
         here = "this CPU" if device == "cpu" else f"this {device} device"

@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from mezzo.compare.runs import LAUNCH, FinishedRun
 from mezzo.core.commands import DEFAULT_MARGIN
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import policy
-from mezzo.core.records import file_name
+from mezzo.core.records import OWN, file_name
 from mezzo.demos import DEMOS
 from mezzo.keras.plan import plan
 from mezzo.pytorch.run.session import check
@@ -32,6 +32,19 @@ FILE = "comparison.json"
 BASELINE = "fp32"
 TWIN = "fp32-ulp"
 SCHEMA = 1
+MASTERS = ("split", "split8", "fp32")
+
+
+def own_masters(precision: str) -> str | None:
+    """The masters of a candidate ``own`` or ``own,masters=KIND``: empty without; None for any other candidate."""
+    name, _, rest = precision.partition(",")
+    if name != OWN:
+        return None
+    kinds = {"": "", **{f"masters={kind}": kind for kind in MASTERS}}
+    if rest not in kinds:
+        allowed = ", ".join(f"own,{kind}" for kind in kinds if kind)
+        raise UsageError(f"precision {precision!r}: own is the script as it is. Use own, or {allowed}")
+    return kinds[rest]
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,8 @@ class Framework:
 
 
 def _pytorch_precision(name: str) -> tuple[str, bool]:
+    if own_masters(name) is not None:
+        return name, False
     value = policy(name)
     check(value)
     return value.fingerprint(), value.is_fp32
@@ -131,6 +146,9 @@ class Request(ScriptRequest):
     metric: str | None = None  # the pattern of `Metric`; None judges the loss alone
     metric_better: str = "auto"
     metric_margin: float | None = None
+    own: str = (
+        ""  # the first FP32 run's words on the script's own mixed precision, which FP32 runs switch off
+    )
     demo: str | None = None  # its name, if the script is one
     framework: str = "pytorch"  # a key of `FRAMEWORKS`
     schema: int = field(default=SCHEMA)
@@ -161,7 +179,14 @@ class Request(ScriptRequest):
         """The module patterns of all candidates; Keras checks its own when a model is built."""
         if self.framework != "pytorch":
             return ()
-        return tuple(dict.fromkeys(path for name in self.precisions for path, _ in policy(name).modules))
+        others = (name for name in self.precisions if own_masters(name) is None)
+        return tuple(dict.fromkeys(path for name in others for path, _ in policy(name).modules))
+
+    def with_own(self, cause: str) -> Request:
+        """The comparison of a script that has its own mixed precision: that is a candidate, too."""
+        names = [OWN, f"{OWN},masters=split"] if "parameters" in cause else [OWN]
+        more = tuple(name for name in names if name not in self.precisions)
+        return replace(self, own=cause, precisions=(*more, *self.precisions))
 
     def asked(self) -> dict[str, Any]:
         """What a command line has to say: every field, without the metric that belongs to a demo."""
@@ -234,6 +259,7 @@ def differences(declared: dict[str, Any], before: dict[str, Any]) -> dict[str, s
         "argv": "the script's argument list",
         "target": "the script",
         "precisions": "--precision",
+        "own": "the script's own mixed precision",
     }
     return {
         key: f"{since[key]} has changed since"

@@ -196,6 +196,23 @@ class FinishedRun:
         """Updates of the first optimizer; losses, if no optimizer's step was seen."""
         return sum(update.optimizer == 0 for update in self.updates) or len(self.losses)
 
+    @property
+    def own(self) -> tuple[str, str] | None:
+        """The script's own mixed precision that ended the run, or made Mezzo stand back, and what to do about it."""
+        notes = self.ended.notes if self.ended else []
+        found = next((index for index, note in enumerate(notes) if note.startswith(records.LEFT_ALONE)), None)
+        return (
+            None
+            if found is None
+            else (notes[found].removeprefix(records.LEFT_ALONE), "".join(notes[found + 1 : found + 2]))
+        )
+
+    @property
+    def switched_off(self) -> list[str]:
+        """The settings of the script that `--own off` switched off."""
+        notes = self.ended.notes if self.ended else []
+        return [n.removeprefix(records.SWITCHED_OFF) for n in notes if n.startswith(records.SWITCHED_OFF)]
+
     def failure(self) -> str:
         """The end of the log: from its last traceback on, or its last lines; words for an empty one."""
         lines = self.said
@@ -239,5 +256,7 @@ def run_to_end(command: Sequence[str], request: RunRequest, told: Watcher) -> tu
         shutil.rmtree(place, ignore_errors=True)
     run = read_run(final.parent, final.stem)
     failed = f"killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
+    if run.own is not None:
+        failed = "stopped, since the script has its own mixed precision"
     told.end(f"{run.steps} steps" if run.succeeded else failed)
     return run, status

@@ -24,7 +24,8 @@ def run_command(request: Mapping[str, Any], *options: str) -> list[str]:
 
 
 def _target(request: Mapping[str, Any]) -> list[str]:
-    return ["-m"] * bool(request.get("is_module")) + [str(request["target"])]
+    words = ["-m"] * bool(request.get("is_module")) + [str(request["target"])]
+    return [*words, str(request["source"])] if request.get("source") and words == ["-c"] else words
 
 
 def compare_command(request: Mapping[str, Any], out: str = "", *options: str) -> list[str]:

@@ -22,6 +22,12 @@ from mezzo.core.ranges import Histogram, RangeRow
 SCHEMA = 1
 LEFT_ALONE = "left alone: "
 """The note of a run begins so if its script uses mixed precision itself."""
+SWITCHED_OFF = "switched off: "
+"""A note of a run under `--own off` begins so, for each setting of the script's."""
+OWN = "own"
+"""The policy in the records of a run whose script kept its own mixed precision."""
+OWN_PRECISION = "own precision: "
+"""The note of a run begins so if its script kept its own mixed precision and was recorded."""
 
 
 def file_name(precision: str) -> str:

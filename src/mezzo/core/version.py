@@ -23,20 +23,19 @@ def untested_torch(version: str) -> str:
     )
 
 
-def library(name: str, oldest: str, extra: str = "") -> Any:
-    """Import another library for its integration; UsageError if it is missing, or older than the oldest supported."""
-    fix = f"Install it: pip install 'mezzo[{extra or name}]'"
+def library(name: str, oldest: str, mine: str = "") -> Any:
+    """Import the library of the integration `mine`; UsageError if it is missing, or older than the oldest supported."""
+    package, mine = name.replace("_", "-"), f"mezzo.{mine or name}"
+    fix = f"Install it: pip install -U '{package}>={oldest}'"
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise UsageError(
-            f"mezzo.{extra or name} needs {name} >= {oldest}, which is not installed. {fix}"
-        ) from error
+        raise UsageError(f"{mine} needs {package} >= {oldest}, which is not installed. {fix}") from error
     found, needed = (list(map(int, re.findall(r"\d+", v)[:3])) for v in (str(module.__version__), oldest))
     if found < needed:
         raise UsageError(
-            f"mezzo.{extra or name} needs {name} >= {oldest}, and version {module.__version__} is installed. {fix}"
+            f"{mine} needs {package} >= {oldest}, and version {module.__version__} is installed. {fix}"
         )
     return module

@@ -42,10 +42,14 @@ class RunRequest:
     watch_all: bool = False  # histograms of every module's outputs, also of those that only contain others
     apex: bool = False  # `import apex` gives Mezzo's modules
     report: Path | None = None  # page that the caller makes afterwards, named before a traceback
-    refuse_own: bool = False  # end a script that uses mixed precision itself at its first use of it
+    # The script's own mixed precision: keep (Mezzo stands back), off, record (keep it, and record the run), or refuse
+    # (end the script at the first use).
+    own: str = "keep"
+    masters: str = ""  # the masters that 16-bit weights of the script's get, under its own optimizers
     patterns: tuple[
         str, ...
     ] = ()  # module patterns of other runs' policies; the first model call checks them
+    source: str | None = None  # the code, where `target` is -c, or - for standard input
 
     def to_json(self) -> str:
         """The request as one line of JSON."""

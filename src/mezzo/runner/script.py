@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import BuiltinImporter, ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
@@ -34,10 +34,13 @@ class Target:
     file: str
     spec: ModuleSpec | None = None
     code: CodeType | None = None
+    source: str | None = None  # of `-c` and of standard input, which have no file
 
 
-def locate(target: str, *, is_module: bool) -> Target:
-    """Find the script or the module; UsageError if it is missing or can't be read."""
+def locate(target: str, *, is_module: bool, source: str | None = None) -> Target:
+    """Find the script or the module; UsageError if it is missing or can't be read. With a source it is `-c` or `-`."""
+    if source is not None:
+        return Target(target, "", "<stdin>" if target == "-" else "<string>", source=source)
     if is_module:
         return _module(target)
     path = Path(target)
@@ -54,6 +57,11 @@ def locate(target: str, *, is_module: bool) -> Target:
             raise UsageError(f"the script {str(file)!r} can't be read. Check its permissions.")
         raise UsageError(
             f"no script {str(file)!r} in {os.getcwd()}.{there} Give the path of a Python script."
+        )
+    if path.suffix == ".ipynb":
+        raise UsageError(
+            f"{target!r} is a notebook. Convert it and run the script: jupyter nbconvert --to script {target}. In the "
+            "notebook itself use mezzo.MixedPrecision."
         )
     full = os.path.abspath(file)
     if folder:
@@ -91,6 +99,10 @@ def surroundings(target: Target, argv: tuple[str, ...]) -> Iterator[dict[str, An
         __loader__=spec.loader if spec else SourceFileLoader("__main__", target.file),
         __annotations__={},
     )
+    if target.source is not None:
+        namespace["__loader__"] = BuiltinImporter
+    if target.argv0 == "-c":
+        del namespace["__file__"], namespace["__cached__"]
     _kept.append(module)
     before = sys.modules["__main__"], sys.argv, list(sys.path)
     sys.modules["__main__"] = module
@@ -111,8 +123,11 @@ def execute(target: Target, namespace: dict[str, Any], before_error: Callable[[B
     try:
         code = target.code
         if code is None:
-            with io.open_code(target.file) as stream:
-                code = compile(stream.read(), target.file, "exec", dont_inherit=True)
+            source: str | bytes | None = target.source
+            if source is None:
+                with io.open_code(target.file) as stream:
+                    source = stream.read()
+            code = compile(source, target.file, "exec", dont_inherit=True)
         exec(code, namespace)
     except SystemExit as stop:
         if not isinstance(stop.code, (int, type(None))):

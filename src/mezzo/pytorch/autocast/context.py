@@ -113,8 +113,10 @@ def autocast(
         policy, device_type = _as_in_torch(policy, device_type, dtype)
     if _is_dynamo_compiling():
         first, second = _policy_first(policy, device_type)
-        if not _is_eager_only(first, second, enabled):
-            return cast("Context", _traced(first, second, enabled, cache_enabled))
+        # Field by field: the graph is guarded by the content. Dynamo of torch 2.11 takes no dataclass there.
+        plain = tuple([getattr(first, name) for name in _FIELDS]) if isinstance(first, Policy) else first
+        if not _is_eager_only(plain, second, enabled):
+            return cast("Context", _traced(plain, second, enabled, cache_enabled))
     key = (policy, device_type, enabled, cache_enabled, _native_key())
     found = _contexts.get(key)
     if found is None:
@@ -343,8 +345,6 @@ def _traced(
     policy: Any, device_type: str | None, enabled: bool, cache_enabled: bool | None
 ) -> Iterator[None]:
     """The context as Dynamo traces it: nested `torch.autocast` objects."""
-    if isinstance(policy, Policy):  # field by field, so that the graph is guarded by its content
-        policy = tuple([getattr(policy, name) for name in _FIELDS])
     with _nested(_settings(policy, device_type, enabled, cache_enabled, _label_now())):
         yield
 
@@ -366,15 +366,18 @@ def _label_now() -> int:
 def _is_eager_only(policy: Any, device_type: str | None, enabled: bool) -> bool:
     """Whether Dynamo can't replay the context, since `torch.autocast` refuses its dtype."""
     device = default_device_type() if device_type is None else device_type
-    return _resolve(policy, device, enabled).dtype is _FP32
+    return _resolve(_rebuilt(policy), device, enabled).dtype is _FP32
+
+
+def _rebuilt(policy: Any) -> Any:
+    return Policy(**dict(zip(_FIELDS, policy))) if isinstance(policy, tuple) else policy
 
 
 def _settings(
     policy: Any, device_type: str | None, enabled: bool, cache_enabled: bool | None, before: int
 ) -> tuple[tuple[str, torch.dtype, bool, bool | None], ...]:
     """The arguments of each `torch.autocast` object that makes up the context, in order."""
-    policy = Policy(**dict(zip(_FIELDS, policy))) if isinstance(policy, tuple) else policy
-    context = Context(policy, device_type, enabled, cache_enabled)
+    context = Context(_rebuilt(policy), device_type, enabled, cache_enabled)
     code = active_policy.successor(before, context.device_type, context.policy)
     compiling.begin()
     dtype = context._dtype or torch.get_autocast_dtype(context.device_type)

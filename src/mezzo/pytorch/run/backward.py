@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.not_traced import not_traced
+from mezzo.pytorch.run.own_recording import unscaled as unscaled_by_script
 from mezzo.pytorch.step import numbers_of
 from mezzo.pytorch.training import backward as walks
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
+_IN_VMAP = (
+    "gradients inside torch.func.vmap are scaled and unscaled, but can't be checked there: one that overflows reaches "
+    "the script as NaN or infinity. Check them before the update, or use --precision bf16"
+)
 _TRACERS = {"FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode"}
 _CHECKED = (torch.float32, torch.float64)
 
@@ -118,7 +123,12 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
 
     @not_traced
     def note_loss(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> None:
-        session.journal.loss(_value(roots, seeds) if session.journal.writes else None)
+        value = _value(roots, seeds) if session.journal.writes else None
+        if session.records_own:
+            value = unscaled_by_script(roots[0], value) if value is not None and len(roots) == 1 else value
+            if isinstance(roots[0], Tensor):
+                session.resolve(roots[0].device.type)
+        session.journal.loss(value)
 
     @functools.wraps(original)
     def backward(
@@ -184,7 +194,9 @@ def make_grad(session: Session, original: Backward) -> Backward:
         wanted = tuple(inputs.values()) if isinstance(inputs, dict) else _as_tuple(inputs)
         hooked = [t for t in wanted if isinstance(t, Tensor) and t.is_leaf and t._backward_hooks]
         by_hook = {id(leaf) for leaf in hooked}
-        in_transform = torch._C._functorch.peek_interpreter_stack() is not None  # values can't be read
+        in_vmap = walks.in_transform("Vmap")  # where values can't be read
+        if in_vmap:
+            session.journal.note(_IN_VMAP)
         results: tuple[Any, ...] = ()
 
         def attempt(scale: float, retain: bool | None) -> bool:
@@ -198,10 +210,10 @@ def make_grad(session: Session, original: Backward) -> Backward:
             results = tuple(
                 g if g is None or id(t) in by_hook else g * (1.0 / scale) for t, g in zip(wanted, found)
             )
-            return in_transform or not any(g is not None and bool(_not_finite(g.detach())) for g in results)
+            return in_vmap or not any(g is not None and bool(_not_finite(g.detach())) for g in results)
 
         # What `autograd.grad` returns can't be skipped: so it is finite, if any scale makes it so.
-        _until_finite(session, attempt, retain_graph, keeps_graph=not in_transform)
+        _until_finite(session, attempt, retain_graph, keeps_graph=not in_vmap)
         return dict(zip(inputs, results)) if isinstance(inputs, dict) else results
 
     grad._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -33,6 +33,8 @@ from mezzo.pytorch.autocast.modules import (
 from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
+from mezzo.pytorch.run.own_precision import trains
+from mezzo.pytorch.run.own_weights import widen
 from mezzo.pytorch.run.weights import Storage, nudge
 
 if TYPE_CHECKING:
@@ -97,10 +99,15 @@ class Preparation:
             return False
         model, name = unwrapped(module), type(unwrapped(module)).__name__
         half = next((p.dtype for p in params if p.dtype in _HALVES), None)
+        if half is not None and session.request.own == "off" and not session.lowered_weights:
+            if not trains(module):
+                return False
+            widen(session, module, name)
+            half = None
         if half is not None and not session.lowered_weights:  # else Mezzo lowered it, or it is a copy
             session.stand_back(
                 f"{name} has {str(half).removeprefix('torch.')} parameters: the script chooses its formats itself",
-                "to use Mezzo instead, keep the model in FP32: remove the line that converts it to 16 bits",
+                session.without_own,
             )
             return False
         first = not session.device_type
@@ -187,7 +194,7 @@ class _Thread(threading.local):
 def make_call(session: Session, preparation: Preparation, original: Callable[..., Any]) -> Callable[..., Any]:
     """The `nn.Module.__call__` of a run."""
     thread = _Thread()
-    observers = session.observers
+    observers, widens = session.observers, session.request.own == "off"
     is_wrapped_call = original is vars(nn.Module)["_wrapped_call_impl"]
 
     def prepare_at_trace_time(context: Any) -> None:
@@ -202,6 +209,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         from torch._dynamo.comptime import comptime
 
         comptime(prepare_at_trace_time)
+        if widens:
+            args, kwargs = to_fp32(args), to_fp32(kwargs)
         if session.left_alone is not None or not session.lowers:
             return original(self, *args, **kwargs)
         with autocast(session.policy, session.device_type):
@@ -264,6 +273,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         if entered is None:
             return original(self, *args, **kwargs)
         try:
+            if widens:  # the script converts inputs for the 16-bit weights that it would have
+                args, kwargs = to_fp32(args), to_fp32(kwargs)
             out = original(self, *args, **kwargs)
         except BaseException:
             leave(self, *entered, None, failed=True)

@@ -6,7 +6,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -70,10 +70,14 @@ def _noticed(
 ) -> Any:
     """This function, after whose first call with an object that `is_used` the script is left alone."""
 
+    seen = False
+
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if session.left_alone is None and kwargs.get("enabled", True) and is_used(*args[:1]):
-            _notice(session, name)
+        nonlocal seen
+        is_on = session.left_alone is None and not seen and kwargs.get("enabled", True)
+        if is_on and is_used(*args[:1]):
+            seen = _notice(session, name) and session.records_own
         return original(*args, **kwargs)
 
     watched._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -102,25 +106,35 @@ def _autocast(session: Session, autocast: Any) -> Any:
     return watched
 
 
-def _notice(session: Session, name: str) -> None:
+def _notice(session: Session, name: str) -> bool:
     """Leave the script alone if the caller of the patched function is the script's or a library's code."""
-    frame: FrameType | None = sys._getframe(2)
+    if (where := user_line(3)) is not None:
+        _stand_back(session, name, where)
+    return where is not None
+
+
+def user_line(depth: int, transparent: Collection[str] = ()) -> str | None:
+    """The line of the script or of a library that called, through functions of PyTorch's that act for their caller.
+
+    None if Mezzo or PyTorch itself called. `depth` is that of `sys._getframe`.
+    """
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
+        module, name = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
         package = module.partition(".")[0]
-        if package == "mezzo" or (package == "torch" and frame.f_code.co_name not in _TRANSPARENT):
-            return
+        if package == "mezzo" or (
+            package == "torch" and name not in _TRANSPARENT and name not in transparent
+        ):
+            return None
         if package != "torch":
             by = f"{package}, " if module != "__main__" and package not in ("", "__mp_main__") else ""
-            _stand_back(
-                session, name, f"{by}{os.path.basename(frame.f_code.co_filename)} line {frame.f_lineno}"
-            )
-            return
+            return f"{by}{os.path.basename(frame.f_code.co_filename)} line {frame.f_lineno}"
         frame = frame.f_back
+    return None
 
 
 def _stand_back(session: Session, name: str, where: str) -> None:
-    fix = SWITCH_OFF
+    fix = session.without_own if name in ("torch.autocast", "GradScaler") else SWITCH_OFF
     if name == "mezzo.apex.amp" and session.request.apex:
         if session.request.policy == "auto":  # else every call of amp does nothing
             session.stand_back(f"it uses apex.amp itself ({where})", f"another: {session.command('bf16')}")

@@ -10,6 +10,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from mezzo.pytorch.distributed import agreed_largest
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.run.backward import Attempts, Flags, FoundInf
+from mezzo.pytorch.run.own_weights import LostUpdates, Masters
 from mezzo.pytorch.step import AbandonedStepError, check_finite, parameters, step_with_closure
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from mezzo.runner.lifecycle import StepWatch
 
 Step = Callable[..., Any]
+_BY_SCRIPT = "the script's own GradScaler found a gradient that was not finite"
 
 
 class Overflows:
@@ -89,6 +92,9 @@ class Steps:
         self._session = session
         self.overflows = Overflows(session)
         self._watch = watch
+        self.lost, self.masters = LostUpdates(session), Masters(session)
+        self.done = 0  # steps taken or skipped
+        self.loss_scale = 1.0  # of the script's own GradScaler, during its step
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._next = itertools.count()  # the dictionary forgets those that are gone
         self._inside: set[int] = set()
@@ -130,12 +136,20 @@ class Steps:
     def _wrap(self, step: Step) -> Step:
         @functools.wraps(step)
         def stepping(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._session.left_alone is not None or id(optimizer) in self._inside:
+            if id(optimizer) in self._inside:
                 return step(optimizer, *args, **kwargs)
+            if self._session.left_alone is not None:
+                with self.lost.measured(optimizer) if self.lost.wants(optimizer) else nullcontext():
+                    return step(optimizer, *args, **kwargs)
             if type(optimizer).step is not stepping and isinstance(optimizer, Adopted):
                 # `optimizer.step` from before the optimizer was adopted (as in `torch.compile(optimizer.step)`):
                 # torch's own step would move 16-bit weights without their masters.
                 return optimizer.step(*args, **kwargs)
+            if self._session.request.masters:
+                kind = type(optimizer)
+                self.masters.supply(optimizer)
+                if type(optimizer) is not kind:
+                    return optimizer.step(*args, **kwargs)
             self._inside.add(id(optimizer))
             try:
                 return self._step(step, optimizer, args, kwargs)
@@ -188,7 +202,8 @@ class Steps:
                 hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
                 if hooks:  # which may change gradients: check after them
                     last = optimizer.register_step_pre_hook(self._abandon_unless_finite)
-            result = step(optimizer, *args, **kwargs)
+            with self.lost.measured(optimizer) if self.lost.wants(optimizer) else nullcontext():
+                result = step(optimizer, *args, **kwargs)
         except AbandonedStepError:
             self._done(optimizer, moved=False, scale=scale, reason="a gradient was not finite")
             return None
@@ -198,8 +213,17 @@ class Steps:
         finally:
             if last is not None:
                 last.remove()
-        self._done(optimizer, moved=True, scale=scale)
+        if session.records_own:
+            skips = getattr(optimizer, "found_inf", None)  # a fused optimizer's, from the script's GradScaler
+            moved = skips is None or not bool(skips)
+            self._done(optimizer, moved=moved, scale=self.loss_scale, reason="" if moved else _BY_SCRIPT)
+        else:
+            self._done(optimizer, moved=True, scale=scale)
         return result
+
+    def skipped_by_script(self, optimizer: Any) -> None:
+        """The script's own GradScaler did not call the optimizer's step."""
+        self._done(optimizer, moved=False, scale=self.loss_scale, reason=_BY_SCRIPT)
 
     def _step_with_closure(
         self, step: Step, optimizer: Any, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -285,6 +309,7 @@ class Steps:
     ) -> None:
         """A step was taken, or skipped: all is recorded before the scale may collapse, or the script be ended."""
         session, scaled = self._session, self._session.scaling
+        self.done += 1
         if session.trial is not None:
             session.trial.finish(counts=moved)
         number = self._number(optimizer)

@@ -19,8 +19,8 @@ from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.loss_scale import LossScale, NoLossScale, Observation, StaticLossScale
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
-from mezzo.core.records import RecordWriter, RunStarted
-from mezzo.pytorch.run import foreign
+from mezzo.core.records import OWN, OWN_PRECISION, RecordWriter, RunStarted
+from mezzo.pytorch.run import foreign, own_precision
 from mezzo.pytorch.run.summary import summary
 from mezzo.runner import lifecycle, script
 from mezzo.runner.journal import Journal, check_events
@@ -52,7 +52,7 @@ def checked(request: RunRequest) -> tuple[Policy, script.Target]:
     """A request's policy and its script's place; a MezzoError if they can't be run, or TensorBoard is missing."""
     policy = policy_of(request.policy)
     check(policy)
-    target = script.locate(request.target, is_module=request.is_module)
+    target = script.locate(request.target, is_module=request.is_module, source=request.source)
     if request.tensorboard is not None:
         check_events(request.tensorboard)
     return policy, target
@@ -117,6 +117,8 @@ class Session:
     def install(self) -> None:
         """Wait for the imports that need patches."""
         self.imports.when("torch", self._torch_imported)
+        if self.request.own == "off":
+            own_precision.switch_off(self, self._patches, self.imports)
         foreign.watch(self, self._patches, self.imports)
 
     def remove(self) -> None:
@@ -132,6 +134,7 @@ class Session:
         from mezzo.pytorch.run import backward, calls
         from mezzo.pytorch.run.observers import Observers, observed_step
         from mezzo.pytorch.run.optimizers import Steps
+        from mezzo.pytorch.run.own_recording import record_scaler
         from mezzo.pytorch.training.networks import Networks
 
         patches = self._patches
@@ -140,13 +143,19 @@ class Session:
         steps = Steps(self, watch)
         preparation = calls.Preparation(self, steps)
         self._endings += [
+            lambda status: steps.masters.finish(),
+            lambda status: steps.lost.finish(),
             lambda status: watch.finish(self.journal, told=self.left_alone is None),
             preparation.finish,
             lambda status: self.journal.seen(self.observers.finish()),
         ]
         module, optimizer, autograd = torch.nn.Module, torch.optim.Optimizer, torch.autograd
-        calls.hide_from_dynamo(self.imports, patches, module.__call__)
-        patches.set(module, "__call__", calls.make_call(self, preparation, module.__call__))
+        if self.records_own:
+            record_scaler(steps, patches)
+            patches.set(optimizer, "load_state_dict", steps.masters.load(optimizer.load_state_dict))
+        else:
+            calls.hide_from_dynamo(self.imports, patches, module.__call__)
+            patches.set(module, "__call__", calls.make_call(self, preparation, module.__call__))
         patches.set(autograd, "backward", backward.make_backward(self, steps.overflows, autograd.backward))
         patch_step = steps.make_patch_step_function(optimizer._patch_step_function)
         patches.set(optimizer, "_patch_step_function", patch_step)
@@ -157,7 +166,8 @@ class Session:
             self._undo.append(fallback.lend_kernels())
             autocast_patches.hold()  # once, not at each call of a model
             self._undo.append(autocast_patches.release)
-        if self.policy.compute in ("fp32", "tf32"):  # a context of native TF32 switches it on again
+        # A context of native TF32 switches it on again.
+        if self.policy.compute in ("fp32", "tf32") and not self.records_own:
             switch_off_tf32()
 
     def finish(self, status: int) -> None:
@@ -167,9 +177,25 @@ class Session:
         if not self.journal.losses and self.left_alone is None and status == 0:
             self.journal.note("the script never called backward()")
 
-    def command(self, policy: str) -> str:
+    def command(self, policy: str, *options: str) -> str:
         """The command that runs this script under another policy."""
-        return shlex.join(run_command(vars(self.request), "--precision", policy))
+        return shlex.join(run_command(vars(self.request), *options, "--precision", policy))
+
+    @property
+    def without_own(self) -> str:
+        """What to do with mixed precision of the script's that can be switched off."""
+        asked = self.request.policy
+        policy = "bf16" if asked in ("auto", "fp32") else asked
+        return f"to use Mezzo instead: {self.command(policy, '--own', 'off')}"
+
+    def with_masters(self) -> str:
+        """The command that runs this script in its own precision, with masters."""
+        return shlex.join(run_command(vars(self.request), "--masters", "split"))
+
+    @property
+    def records_own(self) -> bool:
+        """Whether the script runs in its own precision, and is recorded."""
+        return self.request.own == "record"
 
     @property
     def scaling(self) -> bool:
@@ -177,7 +203,12 @@ class Session:
         return self.left_alone is None and not isinstance(self.scale, NoLossScale)
 
     def stand_back(self, why: str, fix: str) -> None:
-        """Leave the script alone from here on, or end it (`refuse_own`); note why, and what the user may do."""
+        """Leave the script alone from here on, or end it (`RunRequest.own`); note why, and what the user may do."""
+        if self.records_own:
+            self.journal.note(f"{OWN_PRECISION}{why}")
+            return
+        if self.request.own != "keep" and self._trains_16_bits() and "parameters" not in why:
+            why += ", and trains 16-bit parameters"
         # A 16-bit weight fails with the FP32 inputs of a call outside autocast: then calls stay under the policy.
         if self.lowered_weights:
             self.journal.note(f"not left alone, though {why}: there its own precision applies")
@@ -186,9 +217,15 @@ class Session:
             self.observers.tell("step_dropped")
             self.journal.note(f"left alone: {why}")
             self.journal.note(fix)
-            if self.request.refuse_own:
-                self.fatal = error = UsageError(f"{why}; {fix}")
+            if self.request.own in ("off", "refuse"):
+                off = "--own off does not switch this off: " if self.request.own == "off" else ""
+                self.fatal = error = UsageError(f"{off}{why}; {fix}")
                 raise error
+
+    def _trains_16_bits(self) -> bool:
+        from mezzo.pytorch.run.own_weights import lowered
+
+        return any(True for optimizer in self.optimizers for _ in lowered(optimizer))
 
     def resolve(self, device_type: str) -> None:
         """The device is known: replace `auto`, and begin the trial that decides whether 16 bits pay here."""
@@ -276,4 +313,5 @@ def _started(session: Session) -> RunStarted:
             machine |= {"device_type": device, "native_formats": sorted(native)}
     if "keras" in sys.modules:  # readers of the records can tell that Keras trained
         machine["keras"] = getattr(sys.modules["keras"], "__version__", "")
-    return lifecycle.started(session.request, str(session.policy), machine)
+    policy = OWN if session.records_own else str(session.policy)
+    return lifecycle.started(session.request, policy, machine)

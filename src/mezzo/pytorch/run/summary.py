@@ -29,6 +29,8 @@ def summary(session: Session, failed: bool) -> str:
         return _of_keras(session)
     if session.left_alone is not None:
         lines = [_left_alone(session)]
+    elif session.records_own:
+        lines = ["the script ran in its own precision"]
     elif not session.device_type:
         lines = ["no model was called, so nothing ran in another precision"]
     else:

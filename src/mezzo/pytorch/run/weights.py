@@ -27,7 +27,7 @@ from mezzo.pytorch.weights.stored_parameters import lower_weights
 if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
 
-_SHARDED = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+SHARDED = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
 class Storage:
@@ -106,7 +106,7 @@ class Storage:
     def _lower(self, module: nn.Module) -> None:
         model = unwrapped(module)
         stay = f"the weights of {type(model).__name__} stay FP32"
-        if any(kind.__name__ in _SHARDED for part in module.modules() for kind in type(part).__mro__):
+        if any(kind.__name__ in SHARDED for part in module.modules() for kind in type(part).__mro__):
             self._session.journal.note(f"{stay}: it is wrapped for data parallelism")
             return
         trained = {id(p) for optimizer in self._adopted for p in parameters(optimizer)}

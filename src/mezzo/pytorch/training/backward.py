@@ -53,6 +53,11 @@ def backward_into(
     )
 
 
+def in_transform(kind: str) -> bool:
+    """Whether a `torch.func` transform of this kind is active: Grad, Vmap, ..."""
+    return any(one.key().name == kind for one in torch._C._functorch.get_interpreter_stack() or ())
+
+
 def has_reentrant_checkpoint(loss: Tensor) -> bool:
     """Whether the graph of a loss has a `torch.utils.checkpoint` with `use_reentrant=True`."""
     return any(node.name() == _REENTRANT for node in _nodes_of([loss]))

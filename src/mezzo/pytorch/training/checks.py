@@ -22,8 +22,11 @@ def refused(problem: str) -> UsageError:
     return UsageError(f"MixedPrecision: {problem}")
 
 
-def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable[Any]) -> None:
-    """Raise UsageError unless the optimizer trains parameters of this model that no other MixedPrecision has."""
+def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable[Any]) -> list[Any]:
+    """The MixedPrecision objects of this model with any of these parameters, which the new one replaces.
+
+    Raises UsageError unless the optimizer trains parameters of this model that no other model's MixedPrecision has.
+    """
     if not isinstance(model, nn.Module):
         raise refused(
             f"the model has type {type(model).__name__}, not torch.nn.Module. Use MixedPrecision(model, optimizer)."
@@ -44,16 +47,18 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
             f"none of the optimizer's parameters belongs to this {type(model).__name__}. Create the optimizer from "
             "model.parameters(), after model.to(device)."
         )
-    if any(id(p) in mine for other in others for p in parameters(other.optimizer)):
+    sharing = [other for other in others if any(id(p) in mine for p in parameters(other.optimizer))]
+    if any(other.model is not model for other in sharing):
         raise refused(
-            "another MixedPrecision already has some of these parameters. Call close() on it first, or put all "
-            "parameters into one optimizer."
+            "another MixedPrecision, of another model object, already has some of these parameters. Call close() on it "
+            "first, or put all parameters into one optimizer."
         )
     if needs_closure(optimizer):
         raise refused(
             f"{type(optimizer).__name__} evaluates the loss several times per step. Use scaler = mezzo.GradScaler(), "
             "scaler.step(optimizer, closure)."
         )
+    return sharing
 
 
 def needs_closure(optimizer: Any) -> bool:

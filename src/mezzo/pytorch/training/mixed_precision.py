@@ -7,6 +7,7 @@ infinity, clip, step or skip), scheduler and average only if it stepped, next sc
 from __future__ import annotations
 
 import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,7 +36,13 @@ from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.step import StepOutcome, host_knows, parameters, step_fused, step_in_place
 from mezzo.pytorch.training import cast_parameters, checks
 from mezzo.pytorch.training import state as training_state
-from mezzo.pytorch.training.backward import Accumulation, Gradients, OptimizerBackward, leaves_of
+from mezzo.pytorch.training.backward import (
+    Accumulation,
+    Gradients,
+    OptimizerBackward,
+    in_transform,
+    leaves_of,
+)
 from mezzo.pytorch.training.networks import Networks
 from mezzo.pytorch.training.observers import Observers, observers_for
 from mezzo.pytorch.training.release import GradientRelease
@@ -46,6 +53,12 @@ from mezzo.pytorch.weights.master_state import showing_masters
 # The open ones. No two own the same parameter: they would unscale, clip and clear each other's gradients.
 _ALIVE: WeakSet[Any] = WeakSet()
 _NETWORKS = Networks()
+
+
+_UNSCALED = (
+    "MixedPrecision: torch.func computes gradients without the loss scale, which only step(loss) applies. Small fp16 "
+    "gradients become 0. Use precision='bf16', or compute the loss with torch.func.functional_call and call step(loss)."
+)
 
 
 class MixedPrecision:
@@ -109,10 +122,12 @@ class MixedPrecision:
         records: a writer of losses and updates, every 16 updates, at `close()` and on an exception.
         weights: deprecated; use `params` and `masters`.
 
+    A second one for the same model, such as a notebook's cell that is run again, closes the first with a warning.
+
     Raises:
-        UsageError: a model without parameters, an optimizer of another model, parameters that another MixedPrecision
-            owns, 16-bit parameters without masters, storage that precision or optimizer do not support, a number out
-            of range. Model and optimizer are then unchanged.
+        UsageError: a model without parameters, an optimizer of another model, parameters of another model's
+            MixedPrecision, 16-bit parameters without masters, storage that precision or optimizer do not support, a
+            number out of range. Model and optimizer are then unchanged.
         UnknownNameError: an unknown precision, keyword argument, format of parameters or state, or kind of masters.
         UnsupportedPrecisionError: 16-bit weights under `auto` on hardware without such a format.
     """
@@ -140,7 +155,7 @@ class MixedPrecision:
         records: RecordWriter | None = None,
         weights: str | None = None,
     ) -> None:
-        checks.model_and_optimizer(model, optimizer, _ALIVE)
+        replaced = checks.model_and_optimizer(model, optimizer, _ALIVE)
         checks.arguments(
             clip_norm=clip_norm,
             clip_value=clip_value,
@@ -167,6 +182,8 @@ class MixedPrecision:
         self.scheduler = scheduler
         low = asked.params != "fp32" or cast_parameters.stored_as(optimizer)[0] != "fp32"
         self._average = checks.averager(ema, low=low)
+        for other in replaced:
+            other._make_way()
         self._journal = Journal(records)
         self._findings: deque[OverflowReport] = deque(maxlen=100)
         self._window = Accumulation(accumulate)
@@ -287,6 +304,8 @@ class MixedPrecision:
     def autocast(self) -> AbstractContextManager[Context]:
         """The autocast context of this training, for the forward pass and the loss. May be entered repeatedly."""
         resolved = self._resolved
+        if resolved.scaler is not None and not torch.compiler.is_dynamo_compiling() and in_transform("Grad"):
+            warnings.warn(_UNSCALED, stacklevel=2)
         copies = resolved.scaler is not None and self._watches_buffers
         if resolved.trial is not None or copies or self._watches_live:
             return self._watched_context()
@@ -520,6 +539,20 @@ class MixedPrecision:
                 parameters.
         """
         training_state.load(self, state)
+
+    def _make_way(self) -> None:
+        """Close this one for a new one of the same model: in a notebook, a cell that is run again."""
+        name, seen = type(self.model).__name__, self._window.seen
+        lost = ""
+        if seen:
+            self._drop_step()
+            lost = f" The gradients of its {seen} accumulated losses were dropped."
+        self.close()
+        warnings.warn(
+            f"MixedPrecision: this replaces the MixedPrecision that was made for this {name} before, which is closed "
+            f"now.{lost} To avoid this warning, call close() on it first.",
+            stacklevel=4,
+        )
 
     def close(self) -> None:
         """Release the parameters and the model's overrides, so that another MixedPrecision may have them.

@@ -1,0 +1,175 @@
+"""TrainerStep: a policy and a loss scale in the loop of another library (Lightning, Accelerate, Transformers).
+
+The library calls the models, backward and the optimizers; its integration calls a method of TrainerStep at each of
+these points. Together they do what `MixedPrecision.step` does, with the numbers of `mezzo.GradScaler`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backward pass
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from mezzo.core.errors import LossScaleCollapseError, UsageError
+from mezzo.core.loss_scale import LossScale, NoLossScale
+from mezzo.core.overflow import OverflowReport
+from mezzo.core.policy import policy as policy_of
+from mezzo.core.policy_text import as_loss_scale
+from mezzo.pytorch import auto
+from mezzo.pytorch.autocast.modules import fitting
+from mezzo.pytorch.grad_scaler import GradScaler
+from mezzo.pytorch.monitor.observer import StepObserver
+from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
+from mezzo.pytorch.step import parameters
+from mezzo.pytorch.training import cast_parameters
+from mezzo.pytorch.training.backward import leaves_of
+from mezzo.pytorch.training.networks import Networks
+from mezzo.pytorch.training.observers import Observers
+from mezzo.pytorch.weights.stored_parameters import lower_weights
+
+
+class TrainerStep:
+    """The base class of integrations: `policy`, and `scaler`, which is None without a loss scale.
+
+    `skipped_steps` counts them, and `findings` has the last hundred reports on them.
+    """
+
+    def __init__(
+        self,
+        written: str,
+        device_type: str,
+        policy: Any,
+        *,
+        params: str | None = None,
+        masters: str | None = None,
+        state: str | None = None,
+        loss_scale: LossScale | float | str | None = None,
+        trace: bool | None = None,
+    ) -> None:
+        """Check the arguments, which are `MixedPrecision`'s. `written`: the user's call, with {} for the policy."""
+        self.where = written.partition("(")[0]
+        with self._errors_name_where():
+            asked, _ = cast_parameters.stored(policy_of(policy), params, masters, state, device_type)
+            self.policy, _ = auto.resolve(asked, device_type)
+            pure = as_loss_scale(loss_scale, self.where) or self.policy.make_loss_scale()
+        self.scaler = None if isinstance(pure, NoLossScale) else GradScaler.of(pure)
+        self.skipped_steps = 0
+        self.findings: deque[OverflowReport] = deque(maxlen=100)
+        self.networks = Networks()
+        self.observing = Observers([], [])
+        self.steps = 0
+        self._trace, self._written = trace, written
+
+    @contextmanager
+    def _errors_name_where(self) -> Iterator[None]:
+        try:
+            yield
+        except UsageError as error:
+            error.args = (str(error).replace("MixedPrecision:", f"{self.where}:", 1),)
+            raise
+
+    def lower(self, model: nn.Module) -> None:
+        """Store a model's weights as the policy says, in place."""
+        if self.policy.params != "fp32":
+            lower_weights(model, fitting(self.policy, model))
+
+    def adopt(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
+        """Give an optimizer the masters and states of the policy; False if it trains none of these models."""
+        mine = {id(param) for param in parameters(optimizer)}
+        owner = next((one for one in models if not mine.isdisjoint(map(id, one.parameters()))), None)
+        with self._errors_name_where():
+            policy, _ = cast_parameters.chosen(self.policy, None, None, None, "", optimizer)
+            if owner is not None:
+                cast_parameters.apply(owner, optimizer, fitting(policy, owner))
+        return owner is not None
+
+    def tracers(
+        self,
+        enter: Callable[[], AbstractContextManager[Any]],
+        device_type: str,
+        model: nn.Module | None = None,
+    ) -> list[StepObserver]:
+        """The observer that explains skipped steps, if it was asked for, or on a CPU, where it need not wait."""
+        wanted = device_type == "cpu" if self._trace is None else self._trace
+        if self.scaler is None or not wanted:
+            return []
+        waits, written = bool(self._trace), self._written.format
+        return [OverflowTracer(enter=enter, waits=waits, model=model, written=written)]
+
+    def called(self, model: nn.Module, *_: Any) -> None:
+        """A pre-hook of a model: in training, copy the buffers that a skipped step restores."""
+        if torch.compiler.is_compiling() or _graph_task() != -1:  # -1: not recomputed in backward
+            return
+        if model.training and torch.is_grad_enabled():
+            self.networks.call(model)
+
+    def backward_begins(self, loss: Any, divisor: int = 1) -> None:
+        """A loss is about to be divided, scaled and backpropagated."""
+        scaler = self.scaler
+        if scaler is None or not isinstance(loss, Tensor):
+            return
+        if scaler._scale is None:
+            scaler._lazy_init_scale_growth_tracker(loss.device)
+        if self.observing.listening and scaler._scale is not None:
+            self.observing.backward_begins(loss, scaler._scale / divisor)
+        if len(self.networks) > 1:
+            self.networks.backward(leaves_of([loss]))
+
+    def is_unscaled(self, optimizer: Optimizer) -> bool:
+        """Whether its gradients are unscaled, and its step is still to come."""
+        states = {} if self.scaler is None else self.scaler._per_optimizer_states
+        return id(optimizer) in states and states[id(optimizer)]["stage"] is OptState.UNSCALED
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of an optimizer, once per step."""
+        scaler = self.scaler
+        if scaler is None or self.is_unscaled(optimizer):
+            return
+        states = scaler._per_optimizer_states
+        if states[id(optimizer)]["stage"] is OptState.STEPPED:
+            # It steps twice between two updates of the scale, which depends on the checks of both steps.
+            earlier = states.pop(id(optimizer))
+            states[id(earlier)] = earlier
+        scaler.unscale_(optimizer)
+
+    def explain(self, optimizer: Optimizer, skipped: bool) -> OverflowReport | None:
+        """The report on a step that is over, if it was skipped."""
+        if self.scaler is None or not self.observing.listening:
+            return None
+        scale = self.scaler._scale_in_use()
+        finding = self.observing.update_ended(optimizer, index=self.steps, skipped=skipped, loss_scale=scale)
+        self.observing.drain()
+        if finding is not None:
+            self.findings.append(finding)
+        return finding
+
+    def ended(self, optimizer: Optimizer, skipped: bool, every: Sequence[Optimizer]) -> None:
+        """One optimizer of `every` has stepped, or was skipped: then buffers get their values of before."""
+
+        def owned() -> set[int]:
+            return {id(param) for each in every for param in parameters(each)}
+
+        self.steps += 1
+        self.skipped_steps += skipped
+        self.networks.step_ended(parameters(optimizer), skipped, owned, alone=len(every) == 1)
+
+    def update(self) -> None:
+        """The next loss scale, after the steps of one or several optimizers."""
+        scaler = self.scaler
+        if scaler is None:
+            return
+        # Gradients of other optimizers that are unscaled and wait for their step must not be unscaled again.
+        states = scaler._per_optimizer_states
+        waiting = {key: states.pop(key) for key in list(states) if states[key]["stage"] is OptState.UNSCALED}
+        try:
+            scaler.update()
+        except LossScaleCollapseError as collapse:
+            raise collapse.named(self.findings[-1]) if self.findings else collapse from None
+        states.update(waiting)

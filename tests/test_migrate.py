@@ -1,0 +1,406 @@
+"""`mezzo migrate`: what a script becomes, what is left alone and why, and that it trains as before."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mezzo.cli.main import main
+from mezzo.core.errors import UsageError
+from mezzo.migrate import NAMES, migrate
+
+Output = pytest.CaptureFixture[str]
+
+CHANGES = """
+# torch.amp
+-from torch.amp import autocast, GradScaler
++from mezzo.amp import autocast, GradScaler
+ with autocast('cuda', torch.float16): GradScaler('cuda')
+# several lines and comments
+-from torch.cuda.amp import (  # both
++from mezzo.amp import (  # both
+     GradScaler,  # scales
+
+     autocast as ac,
+ )
+# the device type of torch.cuda.amp
+-from torch.cuda.amp import autocast
+-@autocast()
++from mezzo.amp import autocast
++@autocast("cuda")
+ def f():
+-    autocast(use); autocast(use, torch.half, False)
+-    autocast( enabled = use , **more); autocast(
+-        use,  # if asked
++    autocast("cuda", enabled=use); autocast("cuda", enabled=use, dtype=torch.half, cache_enabled=False)
++    autocast( "cuda", enabled = use , **more); autocast(
++        "cuda", enabled=use,  # if asked
+     )
+# torch.cpu.amp
+ import torch
+-with torch.cpu.amp.autocast(): pass
++import mezzo.amp
++with mezzo.amp.autocast("cpu"): pass
+# a scaler by order
+-from torch.cuda.amp import GradScaler as S
++from mezzo.amp import GradScaler as S
+ def f(s: S = None): S(); S(init_scale=8.); isinstance(s, (S, int))
+-S(1024., 2.); S(*a)
++S("cuda", 1024., 2.); S("cuda", *a)
+# custom functions
+-from torch.cuda.amp import custom_bwd, custom_fwd
+-@custom_fwd
++from mezzo.amp import custom_bwd, custom_fwd
++@custom_fwd(device_type="cuda")
+ def f(): pass
+-@custom_bwd
++@custom_bwd(device_type="cuda")
+ def g(): pass
+-@custom_fwd(cast_inputs=torch.half)
++@custom_fwd(device_type="cuda", cast_inputs=torch.half)
+ def h(): pass
+-k = custom_fwd(h)
++k = custom_fwd(h, device_type="cuda")
+# full names
+ import torch  # first
++import mezzo.amp
+ import os
+-scaler = torch.cuda.amp.GradScaler(enabled=True)
+-with torch.autocast('cuda'), torch.cuda.amp.autocast(True):
+-    x = torch . amp . GradScaler ()
++scaler = mezzo.amp.GradScaler(enabled=True)
++with mezzo.amp.autocast('cuda'), mezzo.amp.autocast("cuda", enabled=True):
++    x = mezzo.amp.GradScaler ()
+# mezzo is there
+ import torch, mezzo
+-with torch.autocast('cpu'): pass
++with mezzo.amp.autocast('cpu'): pass
+# inside a function, and on one line
+ def f():
+ \timport torch
+-\treturn torch.autocast('cpu')
+-if x: import torch
+-torch.autocast('cpu')
++\timport mezzo.amp
++\treturn mezzo.amp.autocast('cpu')
++if x: import torch; import mezzo.amp
++mezzo.amp.autocast('cpu')
+ def g():
+-    import torch; return torch.autocast('cpu')
++    import torch; import mezzo.amp; return mezzo.amp.autocast('cpu')
+# the module
+-import torch.cuda.amp as amp, os
+-with amp.autocast(): amp.GradScaler(1.)
++import mezzo.amp as amp, os
++with amp.autocast("cuda"): amp.GradScaler("cuda", 1.)
+# the module from its package
+-from torch.cuda import amp
+-from torch import amp as new, nn
+-amp.autocast(enabled=True); new.autocast('cuda')
++from mezzo import amp
++from torch import nn
++from mezzo import amp as new
++amp.autocast("cuda", enabled=True); new.autocast('cuda')
+# an import of the module beside torch
+ import torch
+-import torch.cuda.amp
+-torch.cuda.amp.autocast()
++import mezzo.amp
++mezzo.amp.autocast("cuda")
+# submodules
+-from torch.cuda.amp.grad_scaler import GradScaler
+-from torch.amp.autocast_mode import autocast
+-from apex.normalization.fused_layer_norm import FusedLayerNorm
++from mezzo.amp import GradScaler
++from mezzo.amp import autocast
++from mezzo.apex.normalization import FusedLayerNorm
+ autocast('cpu')
+# several modules in one import
+-from torch import Tensor, autocast, cuda, amp
++from torch import Tensor, cuda
++from mezzo import amp
++from mezzo.amp import autocast
+ autocast('cpu'); cuda.is_available()
+# one of two imports
+ try:
+-    from torch.amp import autocast, GradScaler
++    from mezzo.amp import autocast, GradScaler
+ except ImportError:
+-    from torch.cuda.amp import autocast, GradScaler
++    from mezzo.amp import autocast, GradScaler
+ autocast(enabled=True); GradScaler()
+# apex
+ try:
+-    from apex import amp, optimizers
+-    from apex.parallel import DistributedDataParallel as DDP
++    from mezzo.apex import amp, optimizers
++    from mezzo.apex.parallel import DistributedDataParallel as DDP
+ except ImportError:
+     amp = None
+ if amp is not None and amp:
+     model, optimizer = amp.initialize(model, optimizer, opt_level='O1')
+ with amp.scale_loss(loss, optimizers.FusedAdam(p)) as scaled: scaled.backward()
+# import apex
+-import apex
+-from apex import amp
+-model = apex.parallel.convert_syncbn_model(model)
+-amp.master_params(apex.amp.init())
++import mezzo.apex
++from mezzo.apex import amp
++model = mezzo.apex.parallel.convert_syncbn_model(model)
++amp.master_params(mezzo.apex.amp.init())
+# nothing of torch.amp
+ import torch
+ from mine import amp, autocast
+ autocast(); amp.initialize()
+ def f(torch): torch.autocast('cpu')
+ class A:
+     autocast = 1
+     def autocast(self): self.torch.autocast()
+"""
+"""Under each title the lines of a script: those that go away with -, and the new ones with +."""
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    found = {}
+    for row in re.split(r"\n# ", CHANGES)[1:]:
+        title, *lines = row.rstrip("\n").split("\n")
+        found[title] = tuple("".join(f"{line[1:]}\n" for line in lines if line[:1] != sign) for sign in "+-")
+    return found
+
+
+ROWS = rows()
+
+
+@pytest.mark.parametrize("title", ROWS)
+def test_a_script_becomes(title: str) -> None:
+    before, after = ROWS[title]
+    for end in ("\n", "\r\n"):
+        made = migrate(before.replace("\n", end).encode(), "t.py")
+        assert made.after.decode() == after.replace("\n", end)
+        assert made.left == ()
+        assert bool(made.diff("t.py")) == (after != before)
+        again = migrate(made.after, "t.py")
+        assert (again.after, again.left) == (made.after, ())
+
+
+LEFT = [  # a script, the line, what the reason and the fix mention
+    (
+        "from torch.cuda.amp import autocast\ndef autocast(): pass\nautocast()\n",
+        1,
+        ["autocast", "line 2", "rename"],
+    ),
+    ("from torch.cuda.amp import autocast\nfor autocast in x: pass\n", 1, ["line 2"]),
+    ("import torch\ntorch = fake(torch)\ntorch.autocast('cpu')\n", 1, ["torch", "line 2"]),
+    ("mezzo = 1\nimport torch\ntorch.autocast('cpu')\n", 2, ["mezzo", "line 1"]),
+    (
+        "from mine import autocast\nfrom torch.amp import autocast\nautocast('cpu')\n",
+        1,
+        ["different imports"],
+    ),
+    ("from torch.cuda.amp import *\nautocast()\n", 1, ["star import"]),
+    (
+        "from torch.cuda.amp import autocast\nautocast()\nautocast(*options)\n",
+        3,
+        ["list", 'autocast("cuda", enabled='],
+    ),
+    (
+        "from torch.cuda.amp import autocast\nmake = partial(autocast, enabled=True)\n",
+        2,
+        ["value", "torch.amp.autocast"],
+    ),
+    ("from torch.amp import autocast\nisinstance(x, autocast)\n", 2, ["another class"]),
+    ("import torch\ndef f(x: torch.autocast): pass\n", 2, ["another class"]),
+    ("import torch\nclass Mine(torch.amp.GradScaler): pass\n", 2, ["another class"]),
+    ("import torch\ngetattr(torch.cuda.amp, 'autocast')()\n", 2, ["value", "mezzo.amp."]),
+    ("from apex import amp\nhelp_with(amp)\n", 2, ["value", "mezzo.apex.amp."]),
+    ("exec('from torch.cuda.amp import autocast')\n", 1, ["string"]),
+    ("patch('torch.cuda.amp.autocast')\n", 1, ["string"]),
+    ("import torch\ntorch.set_autocast_enabled('cuda', True)\n", 2, ["without a context", "mezzo.autocast"]),
+    ("from apex.contrib import xentropy\n", 1, ["mezzo.apex", "optimizers"]),
+    ("import apex\napex.amp.frobnicate()\n", 2, ["mezzo.apex.amp", "scale_loss"]),
+    (
+        "from torch.amp import custom_fwd as f\nfrom torch.cuda.amp import custom_fwd as f\nf(g)\n",
+        3,
+        ["torch.amp"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "line", "said"), LEFT)
+def test_what_is_left_alone_and_why(source: str, line: int, said: list[str]) -> None:
+    made = migrate(source.encode(), "t.py")
+    assert made.after == made.before
+    assert [one.line for one in made.left] == [line]
+    (one,) = made.left
+    assert one.code in source
+    assert [word for word in said if word not in f"{one.reason}; {one.fix}"] == []
+
+
+def test_other_names_change_where_one_is_left_alone() -> None:
+    made = migrate(
+        b"'''torch.cuda.amp'''\nfrom apex import amp, contrib\nimport torch\n"
+        b"autocast = partial(torch.autocast, 'cpu')\ntorch.cuda.amp.autocast(*a)\nprint('torch.amp is old')\n",
+        "t.py",
+    )
+    assert made.after == (
+        b"'''torch.cuda.amp'''\nfrom apex import contrib\nfrom mezzo.apex import amp\nimport torch\nimport mezzo.amp\n"
+        b"autocast = partial(mezzo.amp.autocast, 'cpu')\ntorch.cuda.amp.autocast(*a)\nprint('torch.amp is old')\n"
+    )
+    assert [one.line for one in made.left] == [2, 5]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "# coding: latin-1\nfrom torch.amp import autocast\nname = 'é'".encode("latin-1"),
+        "\ufefffrom torch.amp import autocast\nname = 'é \u2028'".encode(),
+    ],
+)
+def test_the_encoding_and_a_last_line_without_an_end_stay(
+    source: bytes, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    script = tmp_path / "t.py"
+    script.write_bytes(source)
+    assert main(["migrate", str(script)]) == 1
+    *_, last, end, _ = capsysbinary.readouterr().out.split(b"\n")
+    assert (last, end) == (b" " + source.splitlines()[-1], b"\\ No newline at end of file")
+    assert main(["migrate", "--write", str(script)]) == 0
+    assert script.read_bytes() == source.replace(b"torch.amp", b"mezzo.amp")
+
+
+def test_every_name_is_in_mezzo() -> None:
+    absent = [name for name in ("amp", "apex") if importlib.util.find_spec(f"mezzo.{name}") is None]
+    if absent:
+        pytest.skip(f"mezzo.{absent[0]} is absent")
+    missing = [
+        (m, n) for m, names in NAMES.items() for n in names if not hasattr(importlib.import_module(m), n)
+    ]
+    assert missing == []
+
+
+def test_the_diff_is_what_write_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    monkeypatch.chdir(tmp_path)
+    before, after = ROWS["the device type of torch.cuda.amp"]
+    for name in ("one.py", "two.py", "other.py"):
+        Path(name).write_text(before if name != "other.py" else "import os\n")
+    assert main(["migrate", "one.py", "other.py"]) == 1
+    shown = capsys.readouterr()
+    assert Path("one.py").read_text() == before
+    assert [
+        word for word in ("1 of 2 files", "mezzo migrate --write one.py\n") if word not in shown.err
+    ] == []
+    if shutil.which("patch"):
+        subprocess.run(["patch", "-p0"], input=shown.out, text=True, check=True, capture_output=True)
+        assert Path("one.py").read_text() == after
+    assert main(["migrate", "--write", "two.py", "other.py"]) == 0
+    assert Path("two.py").read_text() == after
+    assert main(["migrate", "two.py"]) == 0
+    assert "nothing to change" in capsys.readouterr().err
+
+
+def test_json_and_what_is_left_alone_on_stderr(tmp_path: Path, capsys: Output) -> None:
+    script = tmp_path / "t.py"
+    script.write_text("from torch.amp import autocast\nfrom torch.cuda.amp import *\n")
+    assert main(["migrate", "--json", str(script)]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    (one,) = printed["files"]
+    assert (printed["schema"], printed["written"], one["file"], one["changed"]) == (
+        1,
+        False,
+        str(script),
+        True,
+    )
+    assert "+from mezzo.amp import autocast" in one["diff"]
+    assert {key: type(value) for key, value in one["left"][0].items()} == {
+        "line": int,
+        "code": str,
+        "reason": str,
+        "fix": str,
+    }
+    assert main(["migrate", str(script)]) == 1
+    assert f"{script}:2: left alone: from torch.cuda.amp import *: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("t.py", "print 'old'\n", ["t.py", "line 1", "Python"]),
+        ("t.ipynb", "{}", ["t.ipynb", "jupyter nbconvert --to script"]),
+        ("absent.py", None, ["absent.py", "No such file"]),
+        (".", None, ["directory", "*.py"]),
+    ],
+)
+def test_wrong_usage_changes_no_file(
+    name: str,
+    content: str | None,
+    said: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Output,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("good.py").write_text("from torch.amp import autocast\n")
+    if content is not None:
+        Path(name).write_text(content)
+    assert main(["migrate", "--write", "good.py", name]) == 2
+    shown = capsys.readouterr().err
+    assert [word for word in said if word not in shown] == []
+    assert "torch" in Path("good.py").read_text()
+
+
+def test_without_libcst_the_fix_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.delitem(sys.modules, "mezzo.migrate", raising=False)
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    assert main(["migrate", str(tmp_path)]) == 2
+    assert "pip install libcst" in capsys.readouterr().err
+
+
+TRAINING = """
+import torch
+from torch.cuda.amp import GradScaler
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+unused: GradScaler | None = None
+losses = []
+for _ in range(20):
+    x = torch.randn(16, 8)
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = torch.nn.functional.cross_entropy(model(x), x[:, :3].argmax(1))
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    losses.append(loss.item())
+"""
+
+
+def test_a_migrated_script_trains_as_before() -> None:
+    if importlib.util.find_spec("mezzo.amp") is None:
+        pytest.skip("mezzo.amp is absent")
+    made = migrate(TRAINING.encode(), "t.py")
+    assert made.after.count(b"mezzo.amp.") == 2
+    before: dict[str, list[float]] = {}
+    after: dict[str, list[float]] = {}
+    exec(compile(made.before, "before.py", "exec"), before)
+    exec(compile(made.after, "after.py", "exec"), after)
+    assert before["losses"][0] > 2 * before["losses"][-1]
+    assert after["losses"] == pytest.approx(before["losses"], rel=0.02)
+
+
+def test_a_file_that_is_not_python_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match=r"t\.py line 2"):
+        migrate(b"x = 1\nx = = 2\n", "t.py")
