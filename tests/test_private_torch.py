@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = sorted((ROOT / "src" / "mezzo" / "pytorch").rglob("*.py"))
+SOURCES = sorted(
+    path
+    for pattern in ("*.py", "apex/*.py", "pytorch/**/*.py")
+    for path in (ROOT / "src" / "mezzo").glob(pattern)
+)
 
 
 def is_private(name: str) -> bool:

@@ -16,9 +16,8 @@ In your own training loop::
             loss = loss_fn(model(x), y)
         mp.step(loss)  # backward, unscale, clip, step or skip, zero_grad
 
-From torch.amp: `mezzo.GradScaler()` replaces `torch.amp.GradScaler()`, and `mezzo.autocast("fp16")` replaces
-`torch.autocast("cuda", torch.float16)`. In Keras, call `mezzo.keras.set_policy("bf16")` before the model is built.
-Its names::
+From torch.amp: write `from mezzo.amp import autocast, GradScaler` instead of `from torch.amp import ...`. In Keras, call
+`mezzo.keras.set_policy("bf16")` before the model is built. Its names::
 
     train                        MixedPrecision, autocast, GradScaler, keras, tensorflow
     choose what stays in FP32    policy, Policy, explain, calibrate
@@ -26,6 +25,7 @@ Its names::
     save memory                  optim, nn, lower_weights, find_batch_size, keep_memory
     save and load FP32 weights   master_state_dict, load_master_state_dict
     look inside                  formats, TensorBoardWriter
+    in other libraries           amp (torch.amp), apex, transformers, accelerate, lightning
 
 `help(mezzo.MixedPrecision)` shows the code that it replaces. `import mezzo` alone imports no framework.
 """
