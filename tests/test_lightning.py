@@ -333,11 +333,11 @@ def gan(library: str = "lightning", *, steps: int = 1, clip: float = 0.0) -> Any
         def training_step(self, batch: Any, index: int) -> None:
             real, _ = batch
             gen, dis = self.optimizers()
-            for _ in range(steps):
+            for turn in range(steps):
                 loss = self.dis(real).pow(2).mean() + (self.dis(self.gen(real).detach()) - 1).pow(2).mean()
-                self.step(dis, loss)
+                self.step(dis, loss * (OVERFLOW if self.plant == (index, turn) else 1))
             loss = self.dis(self.gen(real)).pow(2).mean()
-            self.step(gen, loss * (OVERFLOW if index == self.plant else 1))
+            self.step(gen, loss * (OVERFLOW if self.plant == (index, steps) else 1))
 
         def step(self, optimizer: Any, loss: Tensor) -> None:
             optimizer.zero_grad()
@@ -369,14 +369,16 @@ def test_manual_optimization_updates_the_scale_once_per_batch(library: str, step
     assert plugin.skipped_steps == 0
 
 
-def test_an_overflow_of_one_network_skips_its_step_alone() -> None:
+@pytest.mark.parametrize(("turn", "gen_steps", "dis_steps"), [(2, 5, 12), (0, 6, 11)])
+def test_an_overflow_of_one_network_skips_its_step_alone(turn: int, gen_steps: int, dis_steps: int) -> None:
     plugin = mezzo.lightning.precision("fp16", loss_scale="dynamic(init=256)")
-    model = gan()
-    model.plant = 3
+    model = gan(steps=2)
+    model.plant = (3, turn)  # in the generator's step, or in the first of the discriminator's two
     trainer = fit(model, loader(), plugin)
     gen, dis = (optimizer.state_dict()["state"][0]["step"].item() for optimizer in trainer.optimizers)
-    assert (gen, dis, plugin.skipped_steps, plugin.scaler.get_scale()) == (5, 6, 1, 128)
-    assert model.gen[1].num_batches_tracked == 6 + 5  # its call for the other's step stays
+    assert (gen, dis) == (gen_steps, dis_steps)
+    assert (plugin.skipped_steps, plugin.scaler.get_scale()) == (1, 128)
+    assert model.gen[1].num_batches_tracked == 12 + gen_steps  # its calls for the other's steps stay
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
@@ -499,7 +501,7 @@ class Net(pl.LightningModule):
 
 torch.manual_seed(0)
 x = torch.randn(32, 8)
-x[13] = OVERFLOW  # of the second rank, in its second batch of four
+x[13] = 1e30  # of the second rank, in its second batch of four
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 plugins = [mezzo.lightning.precision("fp16", loss_scale=64)]
 trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, plugins=plugins, **quiet)
