@@ -304,3 +304,16 @@ def test_a_report_that_cannot_be_made_leaves_the_script_its_status(
     said = capsys.readouterr().err
     assert "No space left on device" in said
     assert f"mezzo report {tmp_path / 'here'}\n" in said
+
+
+@pytest.mark.parametrize("others", [["--precision", "bf16"], ["--own", "off"]])
+def test_masters_keep_the_precision_of_the_script(
+    others: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.py").write_text("print('ran')")
+    assert main(["run", "--masters", "split", *others, str(tmp_path / "t.py")]) == 2
+    out, err = capsys.readouterr()
+    assert "ran" not in out
+    assert "--own off --precision bf16,masters=split" in err
+    assert main(["run", "--masters", "split", "--watch", str(tmp_path / "t.py")]) == 2
+    assert "Leave --watch out" in capsys.readouterr().err

@@ -66,12 +66,7 @@ OFF: dict[str, tuple[str, str, list[str]]] = {  # the script, the same one in FP
     "bfloat16()": (script("model.bfloat16()", LOW), script("", WIDE), ["Sequential.bfloat16()"]),
     "half()": (script("model = model.half().bfloat16()", LOW), script("", WIDE), ["Sequential.half()"]),
     "to(dtype)": (
-        script("model = model.to('cpu', torch.bfloat16)", LOW),
-        script("", WIDE),
-        ["Sequential.to(torch.bfloat16)"],
-    ),
-    "to(dtype=)": (
-        script("model = model.to(dtype=torch.bfloat16, non_blocking=True)", LOW),
+        script("model = model.to('cpu', torch.bfloat16).to(dtype=torch.bfloat16, non_blocking=True)", LOW),
         script("", WIDE),
         ["Sequential.to(torch.bfloat16)"],
     ),

@@ -16,8 +16,8 @@ In your own training loop::
             loss = loss_fn(model(x), y)
         mp.step(loss)  # backward, unscale, clip, step or skip, zero_grad
 
-From torch.amp: write `from mezzo.amp import autocast, GradScaler` instead of `from torch.amp import ...`. In Keras, call
-`mezzo.keras.set_policy("bf16")` before the model is built. Its names::
+From torch.amp: write `from mezzo.amp import autocast, GradScaler` instead of `from torch.amp import ...`. In Keras,
+call `mezzo.keras.set_policy("bf16")` before the model is built. Its names::
 
     train                        MixedPrecision, autocast, GradScaler, keras, tensorflow
     choose what stays in FP32    policy, Policy, explain, calibrate

@@ -34,9 +34,8 @@ from mezzo.apex.casts import promote_function as promote_function
 from mezzo.apex.casts import register_float_function as register_float_function
 from mezzo.apex.casts import register_half_function as register_half_function
 from mezzo.apex.casts import register_promote_function as register_promote_function
-from mezzo.apex.options import Options, resolved
 from mezzo.apex.stash import Stash
-from mezzo.apex.state import LossScaler
+from mezzo.apex.state import LossScaler, Options, resolved
 from mezzo.apex.state import state as _amp_state
 from mezzo.core.errors import CallOrderError, UsageError, checks_keywords
 from mezzo.core.loss_scale import check_whole

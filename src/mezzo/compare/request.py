@@ -185,8 +185,8 @@ class Request(ScriptRequest):
     def with_own(self, cause: str) -> Request:
         """The comparison of a script that has its own mixed precision: that is a candidate, too."""
         names = [OWN, f"{OWN},masters=split"] if "parameters" in cause else [OWN]
-        more = tuple(name for name in names if name not in self.precisions)
-        return replace(self, own=cause, precisions=(*more, *self.precisions))
+        others = [name for name in self.precisions if name not in names]
+        return replace(self, own=cause, precisions=(*names, *others))
 
     def asked(self) -> dict[str, Any]:
         """What a command line has to say: every field, without the metric that belongs to a demo."""

@@ -114,29 +114,19 @@ def _trainer(session: Session, patches: Patches, trainer: Any) -> None:
     name = "create_accelerator_and_postprocess"
     original = getattr(trainer, name, None)
 
-    def off(args: Any) -> None:
-        for field in _FIELDS:
-            if getattr(args, field, False):
-                _switched(session, f"{type(args).__name__}({field}=True)")
-                setattr(args, field, False)
-        if getattr(args, "mixed_precision", None) not in (None, "no"):
-            args.mixed_precision = "no"  # made from the fields above, and from Accelerate's variable
-
-    if original is None:
-
-        def missing(self: Any, *args: Any, **kwargs: Any) -> None:
+    def switched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if original is None:
             session.fatal = error = _unknown(f"Trainer.{name}")
             raise error
-
-        patches.set(trainer, "__init__", missing)
-        return
-
-    @functools.wraps(original)
-    def create(self: Any, *args: Any, **kwargs: Any) -> Any:
-        off(self.args)
+        settings = self.args
+        for field in _FIELDS:
+            if getattr(settings, field, False):
+                _switched(session, f"{type(settings).__name__}({field}=True)")
+                setattr(settings, field, False)
+        settings.mixed_precision = "no"  # made from the fields above, and from Accelerate's variable
         return original(self, *args, **kwargs)
 
-    patches.set(trainer, name, create)
+    patches.set(trainer, "__init__" if original is None else name, switched)
 
 
 def _pretrained(session: Session, patches: Patches, module: Any) -> None:
