@@ -160,7 +160,10 @@ def scaled_as_unscaled(make: Any, **settings: Any) -> None:
     same(*results)
 
 
-@pytest.mark.parametrize("settings", [{}, {"fused": True}, {"make": torch.optim.SGD}])
+LBFGS = {"make": torch.optim.LBFGS, "lr": 0.1, "max_iter": 2}
+
+
+@pytest.mark.parametrize("settings", [{}, {"fused": True}, {"make": torch.optim.SGD}, LBFGS])
 def test_clipping_is_of_unscaled_gradients(settings: Any) -> None:
     scaled_as_unscaled(lambda: (net(**settings), {}), gradient_clip_val=0.1)
 
