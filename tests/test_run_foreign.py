@@ -84,12 +84,6 @@ print(found.policy)
 NOT_OWN = {
     "a context that is off": "with mezzo.autocast('bf16', enabled=False):\n    loss_of(x)",
     "a context in FP32": "with mezzo.autocast('fp32'):\n    loss_of(x)",
-    "a loop in FP32": """
-mp = mezzo.MixedPrecision(model, optimizer, "fp32")
-with mp.autocast():
-    loss = loss_of(x)
-mp.step(loss)
-""",
     "a scaler that is off": "mezzo.GradScaler(enabled=False).scale(loss_of(x))",
     "only imported": "from mezzo import MixedPrecision, autocast, calibrate\nscaler = mezzo.GradScaler()\n"
     "from torch.amp import autocast, GradScaler\nGradScaler('cpu')",
@@ -117,7 +111,7 @@ def test_a_comparison_ends_it_at_the_first_use(
     launch: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also if the script catches every error."""
-    what_to_do = f"without {name}, put that behind an option" if "mezzo" in name else OWN[name][1]
+    what_to_do = f"without {name}, or put that behind an option" if "mezzo" in name else OWN[name][1]
     with pytest.raises(UsageError, match=re.escape(what_to_do)):
         launch(SCRIPT.format(OWN[name][0]) + "print('the end')", policy="fp32", own="refuse")
     assert "the end" not in capsys.readouterr().out

@@ -24,27 +24,13 @@ SEARCHES = {"calibrate": "mezzo.pytorch.calibrate", "find_batch_size": "mezzo.py
 _TRANSPARENT = frozenset({"decorate_autocast", "watched", "scale", "<genexpr>", "apply_scale"})
 
 
-def _always(*args: Any, **kwargs: Any) -> bool:
-    return True
-
-
-def _lowers(
-    self: Any, model: Any = None, optimizer: Any = None, precision: Any = "auto", **settings: Any
-) -> bool:
-    """Whether a MixedPrecision uses 16 bits; one in FP32 is only a loop."""
-    from mezzo.core.policy import policy
-
-    stored = any(settings.get(name) for name in ("params", "masters", "state", "weights"))
-    return stored or not policy(precision).is_fp32
-
-
 def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     """Notice the first use of PyTorch's mixed precision, of another library's, or of Mezzo's."""
 
-    def at(owner: Any, name: str, what: str, is_used: Callable[..., bool] = _always) -> None:
+    def at(owner: Any, name: str, what: str, is_used: Callable[..., bool] = lambda *args: True) -> None:
         patches.set(owner, name, _noticed(session, getattr(owner, name), what, is_used))
 
-    def is_enabled(scaler: Any, *args: Any) -> bool:
+    def is_enabled(scaler: Any) -> bool:
         return bool(scaler.is_enabled())
 
     def ends(*args: Any) -> bool:
@@ -55,7 +41,7 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     def torch_imported(torch: Any) -> None:
         import mezzo
 
-        at(torch.amp.autocast, "__enter__", "torch.autocast", lambda this, *args: bool(this._enabled))
+        at(torch.amp.autocast, "__enter__", "torch.autocast", lambda this: bool(this._enabled))
         at(torch.amp.GradScaler, "scale", "GradScaler", is_enabled)
         autocast = importlib.import_module("mezzo.pytorch.autocast.context").autocast
         patches.set(mezzo, "autocast", _autocast(session, autocast))
@@ -69,9 +55,7 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     imports.when("mezzo.accelerate", lambda module: at(module, "attach", "mezzo.accelerate"))
     imports.when("mezzo.accelerate", lambda module: at(module.Accelerator, "__init__", "mezzo.accelerate"))
     imports.when(scaler, lambda module: at(module.GradScaler, "scale", "mezzo.GradScaler", is_enabled))
-    imports.when(
-        precision, lambda module: at(module.MixedPrecision, "__init__", "mezzo.MixedPrecision", _lowers)
-    )
+    imports.when(precision, lambda module: at(module.MixedPrecision, "__init__", "mezzo.MixedPrecision"))
     imports.when(
         "mezzo.amp", lambda module: patches.set(module, "autocast", _autocast(session, module.autocast))
     )
@@ -81,7 +65,9 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
         imports.when("keras", lambda module: at(module.Model, "fit", "fit", ends))
 
 
-def _noticed(session: Session, original: Any, name: str, is_used: Callable[..., bool] = _always) -> Any:
+def _noticed(
+    session: Session, original: Any, name: str, is_used: Callable[..., bool] = lambda *args: True
+) -> Any:
     """This function, after whose first call with an object that `is_used` the script is left alone."""
 
     seen = False
@@ -90,7 +76,7 @@ def _noticed(session: Session, original: Any, name: str, is_used: Callable[..., 
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal seen
         is_on = session.left_alone is None and not seen and kwargs.get("enabled", True)
-        if is_on and is_used(*args, **kwargs):
+        if is_on and is_used(*args[:1]):
             seen = _notice(session, name) and session.records_own
         return original(*args, **kwargs)
 
@@ -159,10 +145,8 @@ def _stand_back(session: Session, name: str, where: str) -> None:
         options = f" (and {', '.join(given)})" if given and "Mixed" in name else ""
         fix = f"to choose the precision, edit that line{options}, or remove {name} and use mezzo run"
         if request.own in ("off", "refuse"):  # a comparison
-            off = {"mezzo.MixedPrecision": "precision 'fp32'", "mezzo.autocast": "'fp32'"}.get(name)
             fix = (
                 "the precision is set from outside here, which needs a script that trains in FP32: use the script "
-                f"without {name}, put that behind an option of the script"
-                f"{f', or give it {off}' if off else ''}"
+                f"without {name}, or put that behind an option of the script"
             )
     session.stand_back(f"it uses {name} itself ({where})", fix)
