@@ -124,7 +124,7 @@ def test_a_collapse_offers_remedies_and_else_the_general_one() -> None:
     remedies = ["this module in FP32: `fp16,module.b=fp32`", "bf16: `bf16`"]
     found = OverflowReport("overflow", "b", "mul", remedies=remedies)
     said = str(raised.named(found))
-    assert all(words in said for words in (str(found), *remedies))
+    assert all(words in said for words in (found.sentence, *remedies))
     assert "PATTERN" not in said
     for cause in ("unknown", "loss scale"):  # the remedy of a dynamic scale, the next step, did not help
         unknown = OverflowReport(cause, remedies=["nothing, if the loss scale is dynamic"])
@@ -223,3 +223,22 @@ def test_an_open_window_keeps_the_scale_that_it_began_with() -> None:
     assert result.stepped
     assert result.loss_scale == 2.0**9
     assert mp.loss_scale == 2.0**10
+
+
+def test_training_warns_of_the_first_overflow_that_the_loss_scale_does_not_fix(recwarn: Any) -> None:
+    class Fragile(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x / (x - x)
+
+    for model, warned in ((nn.Sequential(nn.Linear(4, 4), Fragile()), 1), (nn.Linear(4, 4), 0)):
+        scale = mezzo.DynamicLossScale(init=2.0**60, ceiling=2.0**60)  # too large: a normal search
+        mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters()), "fp16", loss_scale=scale)
+        recwarn.clear()
+        results = [step(mp, 0) for _ in range(3)]
+        assert all(result.skipped for result in results)
+        told = [one for one in recwarn if "was skipped" in str(one.message)]
+        assert len(told) == warned
+        assert [one.filename for one in told] == [step.__code__.co_filename] * warned
+        for one in told:
+            assert "in 1 (" in str(one.message)
+            assert f"Try: {results[0].finding.remedies[0]}" in str(one.message)

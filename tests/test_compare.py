@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from mezzo.compare import folder as folder_module
-from mezzo.compare.answer import answer
+from mezzo.compare.answer import answer, unclear_speed
 from mezzo.compare.comparison import compare, schedule
 from mezzo.compare.measure import Metric
 from mezzo.compare.progress import Watcher, watcher
@@ -97,7 +97,7 @@ def test_candidates_are_read_from_the_command_line(
         (["bf16,op.sofmax=fp32"], UnknownNameError, "softmax"),
         (["fp32"], UsageError, "nothing to compare with fp32"),
         (["bf16", "fp16,masters=fp32"], UsageError, "'fp16,params=fp16': mezzo run can't train fp16 weights"),
-        (["bf16,masters=fp32,params=fp32", "fp16,masters=split"], UsageError, "Use masters=fp32, or bf16"),
+        (["bf16,masters=fp32,params=fp32", "fp16,masters=split"], UsageError, "In fp16 use masters=fp32"),
         (
             ["own,params=bf16"],
             UsageError,
@@ -225,6 +225,22 @@ def test_where_runs_cannot_tell_no_margin_is_suggested_after_the_result(case: Ca
         assert "100 runs" in told["advice"]
         assert fix in told["advice"]
         assert "margin" not in told["advice"]
+
+
+def test_what_is_slower_and_saves_nothing_is_not_recommended(case: Case) -> None:
+    case.write({"bf16": {"seconds": 0.005}})
+    one = case.compare(seeds=3)["candidates"]["bf16"]
+    for memory, word, command in ((0.97, "stay with FP32", "mezzo doctor"), (0.6, "use bf16", "mezzo run")):
+        slower = {**one, "speed_word": "slower", "peak_memory_ratio": memory}
+        told = answer("bf16", slower, case.request(seeds=3), case.out)
+        assert word in told["advice"]
+        assert told["command"].startswith(command)
+
+
+def test_a_speed_whose_interval_is_wide_is_unclear(case: Case) -> None:
+    one = case.compare()["candidates"]["bf16"]
+    assert unclear_speed({**one, "speedup_interval": (0.5, 4.9)}) == ""
+    assert unclear_speed({**one, "speedup_interval": (0.0, 8e9)}) == "unclear (one run)"
 
 
 class Lines(Watcher):

@@ -191,7 +191,7 @@ REFUSED = [
         "bf16,params=fp32,masters=split",
         r"an FP32 parameter is its own master\. Leave masters out, or .*params=bf16",
     ),
-    ("fp16,masters=split", r"upper half of its FP32 value, .* fp16 is not\. Use masters=fp32, or bf16"),
+    ("fp16,masters=split", r"split masters exist for bf16 only\. In fp16 use masters=fp32"),
     ("auto,masters=split", r"auto may choose FP32\. Name the format: compute=bf16, or params=bf16"),
     ("bf16,op.nn.functional.sofmax=fp32", r"unknown op 'nn.functional.sofmax'.*'softmax'\?.*mylib::"),
     ("bf16,op.softmax=fp32,op.aten::softmax=lower", "op.softmax is given twice"),

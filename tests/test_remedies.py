@@ -194,3 +194,9 @@ def test_a_number_that_did_not_fit_before_is_told_from_a_result_that_does_not(
     outputs = [fact(form, 1.0, infinities=1)]
     given = OverflowReport("overflow", "head", "linear", inputs=inputs, outputs=outputs)
     assert f"{what} does not fit fp16" in str(given) if what else CAUSES["overflow"] in str(given)
+
+
+def test_a_printed_report_ends_with_the_remedies() -> None:
+    found = OverflowReport("overflow", "b", "mul", remedies=["one", "two"])
+    assert str(found) == f"{found.sentence}. Try: one; or two."
+    assert str(replace(found, remedies=[])) == found.sentence

@@ -313,8 +313,8 @@ class _Plugin(TrainerStep):
     def _explain(self, optimizer: Optimizer, skipped: bool) -> None:
         finding = self.explain(optimizer, skipped)
         if finding is not None and finding.alarms:
-            remedies = f" Try: {'; or '.join(finding.remedies)}." if finding.remedies else ""
-            warnings.warn(f"overflow in optimizer step {self.steps}: {finding}.{remedies}", stacklevel=3)
+            told = f"{finding.sentence}.{finding.advice}"
+            warnings.warn(f"overflow in optimizer step {self.steps}: {told}", stacklevel=3)
 
     def _ended(self, optimizer: Optimizer, skipped: bool) -> None:
         """An optimizer has stepped, or its step was skipped."""

@@ -141,7 +141,7 @@ class _InUse(_library.Trainer):  # type: ignore[misc, name-defined]
             self._mezzo_logged = precision.skipped_steps
             row = {"loss_scale": precision.loss_scale, "skipped_steps": skipped}
             if skipped and precision.findings:
-                row["overflow"] = str(precision.findings[-1])
+                row["overflow"] = precision.findings[-1].sentence
         if nonfinite := int(self._mezzo_nonfinite):
             row["nonfinite_losses"] = nonfinite
         self._mezzo_nonfinite = 0

@@ -172,7 +172,7 @@ class _Deadline(Watcher):
         if time.monotonic() > self._at:
             raise _TimeIsUpError
 
-    def end(self, outcome: str) -> None:
+    def end(self, outcome: str, *, goes_on: bool = True) -> None:
         """The run is over."""
         self.shown.end(outcome)
 

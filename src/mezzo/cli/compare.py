@@ -44,7 +44,7 @@ from rich.text import Text
 
 from mezzo.cli.arguments import add_target, folder_of, number, share, target_of, whole
 from mezzo.cli.report import page
-from mezzo.compare.answer import metric_name, next_steps, written
+from mezzo.compare.answer import metric_name, next_steps, unclear_speed, written
 from mezzo.compare.comparison import compare
 from mezzo.compare.progress import watcher
 from mezzo.compare.request import FRAMEWORKS, Request, candidates
@@ -193,7 +193,7 @@ def _rows(one: Mapping[str, Any], metric: str) -> list[tuple[str, str, str]]:
 
     speed, memory = shown("speedup", "{:.2f}x"), shown("peak_memory_ratio", "{:.2f}x")
     if one["speedup"] is not None and one["speedup_interval"]:
-        speed += shown("speedup_interval", " ({0[0]:.2f} to {0[1]:.2f})")
+        speed = unclear_speed(one) or speed + shown("speedup_interval", " ({0[0]:.2f} to {0[1]:.2f})")
     if memory != MISSING:
         memory += f" ({size(one['peak_memory_bytes'])})"
     our_metric, fp32_metric = written(one, "metric") or (MISSING, "")

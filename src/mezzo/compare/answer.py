@@ -11,11 +11,12 @@ from typing import Any
 
 from mezzo.compare.request import Request, own_masters
 from mezzo.core.commands import command, compare_command, run_command
-from mezzo.core.comparison import FEWEST_FOR_TOST, ORDER, READING
+from mezzo.core.comparison import FEWEST_FOR_TOST, ORDER, READING, WIDE
 from mezzo.core.policy import policy
 
 MOST_RUNS = 30  # more are not suggested
 SAME = 1.05  # speeds that differ by less than this factor are called the same
+LITTLE = 0.95  # less memory than this share of FP32's is worth a slower step
 DIGITS = 5  # of a loss or a metric
 
 Candidate = Mapping[str, Any]
@@ -113,6 +114,12 @@ def _speed(one: Candidate, request: Request) -> str:
     return f"{factor:.{1 + (factor < 1.2)}f}x {one['speed_word']}"
 
 
+def unclear_speed(one: Candidate) -> str:
+    """What is printed where the speed's interval says nothing; empty otherwise."""
+    low, high = one["speedup_interval"] or (1.0, 1.0)
+    return "unclear" + " (one run)" * (len(one["pairs"]) == 1) if high > WIDE * low else ""
+
+
 def _proof(name: str, one: Candidate, request: Request, folder: Path) -> list[str]:
     """The words of the command that could prove the candidate equal; none if it would take too many runs."""
     needed = [one[key] for key in ("pairs_needed", "metric_pairs_needed") if one[key]]
@@ -161,7 +168,11 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         return f"make {seeds} runs of {name}, in a new folder", compare_command(
             more, f"{folder}-{seeds}-seeds"
         )
-    saves = one["peak_memory_ratio"] is not None and one["peak_memory_ratio"] < 0.995
+    memory = one["peak_memory_ratio"]
+    saves = memory is not None and memory < 0.995
+    if one["speed_word"] == "slower" and not (memory is not None and memory < LITTLE):
+        why = "'16 bits is not faster, or slower' in docs/troubleshooting.md says why"
+        return f"{name} does no harm, but gains nothing here: stay with FP32. {why}", ["mezzo", "doctor"]
     if one["speed_word"] != "faster" and not saves:
         return "see which precision is fast here, since nothing was saved", ["mezzo", "doctor"]
     if request.demo:

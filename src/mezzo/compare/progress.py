@@ -50,14 +50,16 @@ class Watcher:
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done)
 
-    def end(self, outcome: str) -> None:
-        """The run is over."""
+    def end(self, outcome: str, *, goes_on: bool = True) -> None:
+        """The run is over; `goes_on`: the others may follow, so the time left is told."""
         if self._console is None:
             return
         seconds = time.monotonic() - self._since
         self._seconds.append(seconds)
         if self._bar is None:
-            self.say(f"{self._name}: {outcome}, {seconds:.1f} s{self._left(self._to_come)}")
+            self.say(
+                f"{self._name}: {outcome}, {seconds:.1f} s{self._left(self._to_come) if goes_on else ''}"
+            )
         elif self._task is not None:
             done = self._bar.tasks[self._task].completed
             self._bar.update(self._task, description=f"{self._name}: {outcome}", total=max(done, 1))

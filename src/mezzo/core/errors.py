@@ -67,11 +67,10 @@ class LossScaleCollapseError(MezzoError, RuntimeError):
 
     def named(self, culprit: OverflowReport) -> LossScaleCollapseError:
         """The same error with the cause of the skipped steps, and its remedies instead of general advice."""
-        why = f"Cause: {culprit}."
+        why = f"Cause: {culprit.sentence}."
         if culprit.cause in ("loss scale", "unknown"):  # has no known fix
             return LossScaleCollapseError(self._what, why, f"{self._always} {self._unknown}".strip())
-        remedies = f"Try: {'; or '.join(culprit.remedies)}." if culprit.remedies else self._always
-        return LossScaleCollapseError(self._what, why, remedies)
+        return LossScaleCollapseError(self._what, why, culprit.advice.strip() or self._always)
 
     def going_on(self, how: str) -> LossScaleCollapseError:
         """The same error, with the call that continues the training."""
@@ -85,6 +84,8 @@ class ScriptError(MezzoError, RuntimeError):
 def did_you_mean(received: str, names: Iterable[str], cutoff: float = 0.4) -> str:
     """A question with the name that is most like the received one, in upper or lower case; empty if none is."""
     plain = {name.lower(): name for name in names}  # BF16 is nearer to bf16 than to fp16
+    if received == "dtype" and "precision" in plain:  # torch.autocast's name of it
+        return " Did you mean 'precision'?"
     near = difflib.get_close_matches(received.lower(), plain, n=1, cutoff=cutoff)
     return f" Did you mean {plain[near[0]]!r}?" if near else ""
 

@@ -47,10 +47,7 @@ def storage_of(compute: str, params: str, masters: str) -> tuple[str, str]:
             f"{where}an FP32 parameter is its own master. Leave masters out, or store parameters in 16 bits: "
             "params=bf16."
         )
-    raise UsageError(
-        f"{where}split, split8 and none need a weight that is the upper half of its FP32 value, which bf16 is and "
-        "fp16 is not. Use masters=fp32, or bf16 for compute and params."
-    )
+    raise UsageError(f"{where}{masters} masters exist for bf16 only. In fp16 use masters=fp32.")
 
 
 def bytes_per_parameter(params: str, masters: str, state: str, *, moments: int = 2) -> float:

@@ -129,7 +129,7 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """Where a value that is not finite was produced, not where it was passed on. Printed, it is one sentence.
+    """Where a value that is not finite was produced, not where it was passed on. Printed: `sentence` and `advice`.
 
     Args:
         cause: a key of `CAUSES`.
@@ -173,6 +173,16 @@ class OverflowReport:
         return (self.cause, self.module, self.op, self.direction, self.line, why_not, *names)
 
     def __str__(self) -> str:
+        return f"{self.sentence}.{self.advice}" if self.remedies else self.sentence
+
+    @property
+    def advice(self) -> str:
+        """The remedies as the last sentence of a message; empty if there are none."""
+        return f" Try: {'; or '.join(self.remedies)}." if self.remedies else ""
+
+    @property
+    def sentence(self) -> str:
+        """What happened, where and why, without a full stop."""
         if self.cause == "unknown":
             return f"{self.why}{': ' + self.note if self.note else ''}"
         if self.cause == "loss":
@@ -190,7 +200,7 @@ class OverflowReport:
         rows += [("output", str(facts)) for facts in self.outputs]
         rows += [("passed on by", ", ".join(self.propagators)), ("note", self.note)]
         rows += [("try", remedy) for remedy in self.remedies]
-        return html_table(str(self), [row for row in rows if row[1]])
+        return html_table(self.sentence, [row for row in rows if row[1]])
 
     @property
     def why(self) -> str:

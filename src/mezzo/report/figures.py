@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mezzo.core.comparison import final_count
+from mezzo.core.comparison import WIDE, final_count
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import UpdateRecord
 from mezzo.report import numbers
@@ -229,7 +229,7 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Chart | None:
             place = update.index
             kind, why = "skip", update.reason
             if finding is not None:
-                kind, why = ("alarm", str(finding)) if finding.alarms else ("probe", runs[0].too_high)
+                kind, why = ("alarm", finding.sentence) if finding.alarms else ("probe", runs[0].too_high)
             why = f": {why}" if why else ""
             drawn.add(kind)
             chart.tick(place, kind, f"{label}update {place:,.0f} skipped{why}")
@@ -314,6 +314,8 @@ def speed(comparison: Comparison, colours: Mapping[str, str]) -> dict[str, Any] 
     rows = [Row("FP32", "s0", "1.00×", 1.0)]
     for name, values in comparison.candidates.items():
         found, interval = finite(values.get("speedup")), numbers.pair(values.get("speedup_interval"))
+        if interval and interval[1] > WIDE * interval[0]:
+            continue  # unclear: the card says so
         detail = f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else ""
         rows.append(Row(name, colours[name], ratio(found), found, detail, interval))
     if not any(row.value for row in rows[1:]):

@@ -165,7 +165,7 @@ def _label(row: RangeRow, optimizer: int) -> str:
 
 
 def _told(finding: OverflowReport) -> list[str]:
-    lines = [f"{finding.cause}: {finding}"]
+    lines = [f"{finding.cause}: {finding.sentence}"]
     lines += [f"in: {tensor}" for tensor in finding.inputs] + [f"out: {tensor}" for tensor in finding.outputs]
     lines += [f"passed on by: {text}" for text in finding.propagators]
     return lines + [f"try: {text}" for text in finding.remedies]

@@ -140,6 +140,13 @@ def _stand_back(session: Session, name: str, where: str) -> None:
             session.stand_back(f"it uses apex.amp itself ({where})", f"another: {session.command('bf16')}")
         return
     if name.startswith("mezzo."):
-        options = " (and watch=, records= instead of --watch, --records)" if "Mixed" in name else ""
+        request = session.request
+        given = [f"{key}= instead of --{key}" for key in ("watch", "records") if getattr(request, key)]
+        options = f" (and {', '.join(given)})" if given and "Mixed" in name else ""
         fix = f"to choose the precision, edit that line{options}, or remove {name} and use mezzo run"
+        if request.own in ("off", "refuse"):  # a comparison
+            fix = (
+                "the precision is set from outside here, which needs a script that trains in FP32: use the script "
+                f"without {name}, or put that behind an option of the script"
+            )
     session.stand_back(f"it uses {name} itself ({where})", fix)

@@ -128,7 +128,7 @@ def findings(
         places.setdefault(record.finding.place, []).append(record)
     for first, *later in list(places.values())[:_PLACES]:
         times = f", and {_count(len(later), 'later one')}" if later else ""
-        lines.append(f"update {first.update} skipped{times}: {first.finding}")
+        lines.append(f"update {first.update} skipped{times}: {first.finding.sentence}")
         lines += _tries(first.finding.remedies)
     if len(places) > _PLACES:
         lines.append(f"{_count(len(places) - _PLACES, 'more place')} in the records (--out DIR)")

@@ -118,7 +118,8 @@ class MixedPrecision:
         watch: count the exponents of weights, activations, gradients and updates, by module: True, or an interval in
             updates. The counts are in `ranges`.
         trace: when a step is skipped, replay its model calls and find the origin of the value that is not finite:
-            `result.finding`, `findings`. None: only where the host learns of the skip without waiting for it.
+            `result.finding`, `findings`; the first one that a smaller loss scale does not fix is a warning, too. None:
+            only where the host learns of the skip without waiting for it.
         records: a writer of losses and updates, every 16 updates, at `close()` and on an exception.
         weights: deprecated; use `params` and `masters`.
 
@@ -186,6 +187,7 @@ class MixedPrecision:
             other._make_way()
         self._journal = Journal(records)
         self._findings: deque[OverflowReport] = deque(maxlen=100)
+        self._warned = False  # of a skipped step that a smaller loss scale does not fix
         self._window = Accumulation(accumulate)
         self._buffers = _NETWORKS.of(model)
         self._losses: list[Tensor] = []  # of the window, where other networks are trained as well
@@ -401,8 +403,9 @@ class MixedPrecision:
             self._drop_step()
             if "backward through the graph a second time" in str(error):
                 raise CallOrderError(
-                    "step(loss): an earlier backward has freed this loss's graph. Give each loss to one step(). If two "
-                    "MixedPrecision share a graph, call mp.step(loss, retain_graph=True) first."
+                    "step(loss): mp.step(loss) runs backward itself: remove loss.backward(). An earlier backward has "
+                    "freed this loss's graph. Give each loss to one step(). If two MixedPrecision share a graph, call "
+                    "mp.step(loss, retain_graph=True) first."
                 ) from error
             raise
         window.seen += 1
@@ -415,6 +418,7 @@ class MixedPrecision:
             return StepResult(False, loss_tensor=value, scale_tensor=window.scale, note=note)
         return self._end_window(outcome)
 
+    @_disable_dynamo
     def flush(self) -> StepResult:
         """Step with fewer than `accumulate` losses, at the end of an epoch.
 
@@ -499,6 +503,13 @@ class MixedPrecision:
                 self._journal.flush()
                 explained = collapse.named(self._findings[-1]) if self._findings else collapse
                 raise explained.going_on(scaler.how_to_go_on) from collapse
+        if finding is not None and finding.alarms and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"MixedPrecision: update {self._journal.updates - 1} was skipped: {finding.sentence}.{finding.advice} "
+                "This is the only warning; mp.findings has later skips.",
+                stacklevel=5,  # through `_disable_dynamo`
+            )
         return result
 
     def _drop_step(self) -> None:
