@@ -267,6 +267,19 @@ class RecordWriter:
         self._file.close()
 
 
+def writer_of(given: RecordWriter | str | os.PathLike[str] | None, where: str) -> RecordWriter | None:
+    """The writer for an argument: itself, or one to a new file at a path; UsageError if it is neither."""
+    if given is None or callable(getattr(given, "write", None)):
+        return cast("RecordWriter | None", given)
+    fix = "Use a path such as 'run.jsonl', or a mezzo.TensorBoardWriter."
+    if not isinstance(given, (str, os.PathLike)):
+        raise UsageError(f"{where} is {given!r}. {fix}")
+    try:
+        return RecordWriter(Path(given))
+    except OSError as error:
+        raise UsageError(f"{where} is {os.fspath(given)!r}: {error.strerror}. {fix}") from error
+
+
 def read(path: Path) -> Iterator[Record]:
     """The records of a file, without a last line cut short by a kill; UsageError names any other bad line."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
