@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, cast
+from weakref import finalize
 
 from mezzo.core.errors import UsageError
 from mezzo.core.overflow import OverflowReport, TensorFacts
@@ -256,6 +257,7 @@ class RecordWriter:
     def __init__(self, path: Path) -> None:
         self._file: IO[str] = path.open("w", encoding="utf-8", buffering=1)
         self._pid = os.getpid()
+        finalize(self, self._file.close)
 
     def write(self, record: Record) -> None:
         """Append one record."""

@@ -56,7 +56,9 @@ class TensorBoardWriter(RecordWriter):
     """
 
     @checks_keywords
-    def __init__(self, logdir: str | os.PathLike[str], also: RecordWriter | str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, logdir: str | os.PathLike[str], also: RecordWriter | str | os.PathLike[str] | None = None
+    ) -> None:
         try:
             with _without_tensorflow():
                 from torch.utils.tensorboard import SummaryWriter

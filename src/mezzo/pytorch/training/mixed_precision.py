@@ -119,8 +119,8 @@ class MixedPrecision:
             updates. The counts are in `ranges`.
         trace: when a step is skipped, replay its model calls and find the origin of the value that is not finite:
             `result.finding`, `findings`. None: only where the host learns of the skip without waiting for it.
-        records: a file (``"run.jsonl"``) for `mezzo report`, written anew, or a `mezzo.TensorBoardWriter`. It gets losses
-            and updates, every 16 updates, at `close()` and on an exception.
+        records: a file (``"run.jsonl"``) for `mezzo report`, written anew, or a `mezzo.TensorBoardWriter`. It gets
+            losses and updates, every 16 updates, at `close()` and on an exception.
         weights: deprecated; use `params` and `masters`.
 
     A second one for the same model, such as a notebook's cell that is run again, closes the first with a warning.
