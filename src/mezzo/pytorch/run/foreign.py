@@ -72,7 +72,7 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
         imports.when("keras", lambda module: at(module.Model, "fit", "fit", ends))
     else:
         imports.when(
-            "keras", lambda module: hasattr(module, "Model") and at(module.Model, "fit", "fit", told)
+            "keras", lambda module: at(module.Model, "fit", "fit", told) if hasattr(module, "Model") else None
         )
 
 
