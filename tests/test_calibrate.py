@@ -135,6 +135,7 @@ WRONG: list[tuple[Any, Any, dict[str, Any], str]] = [
     (network, lambda model, one: model(one[0]), {}, r"shape \(16, 2\): it must return a scalar tensor"),
     (network, lambda model, one: 1.0, {}, "loss_fn returned a float"),
     (network, lambda model, one: torch.ones(()), {}, "depends on the parameters"),
+    (network, lambda model, one: (loss_of(model, one) - 9).log(), {}, "the loss is nan at step 0"),
     (network, loss_of, {"format": "fp17"}, "Did you mean 'fp16'"),
     (network, loss_of, {"rank_formats": ["e4m3f"]}, "Did you mean 'e4m3fn'"),
     (lambda: network().half(), loss_of, {}, "the model has fp16 parameters"),

@@ -63,6 +63,12 @@ def test_it_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str
     assert {path.name for path in (folder / "runs").iterdir()} == {"fp32-0.jsonl", "fp32-0.log"}
 
 
+def test_a_loss_that_is_nan_in_fp32_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", script(here, loss="nan"), "--steps", "2"]) == 2
+    assert "the loss is nan at step 0" in capsys.readouterr().err
+    assert not (here / "mezzo-calibrate-train" / "policy.toml").exists()
+
+
 CHANGES = {"a": {"bf16": 1e-3, "fp16": 1e-4, "e4m3fn": 2e-3}, "": {"bf16": 0.5, "fp16": None}}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.core.errors import UnknownNameError
+from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.policy import policy
 from mezzo.pytorch.autocast.modules import apply_module_overrides
 
@@ -82,10 +82,27 @@ def test_each_module_runs_in_its_own_format(net, spec, expected):
     assert net.products == [BF16] * 3
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_refuses_module_patterns_since_it_has_no_model(tmp_path, compiled):
+    file = tmp_path / "policy.toml"
+    file.write_text(policy("bf16,module.head=fp32").to_toml())
+
+    def enter(given):
+        with mezzo.autocast(given, "cpu"):
+            return X @ X.T
+
+    run = torch.compile(enter, backend="eager") if compiled else enter
+    for given in ("bf16,module.head=fp32", *([] if compiled else [file])):
+        with pytest.raises(Exception, match=r"module\.head=fp32 needs the model") as caught:
+            run(given)
+        assert compiled or isinstance(caught.value, UsageError)
+        assert "mezzo.MixedPrecision(model, optimizer, 'bf16,module.head=fp32')" in str(caught.value)
+
+
 def test_fp32_modules_get_fp32_inputs_and_others_their_own(net):
     apply_module_overrides(net, policy("bf16,module.head=fp32"), "cpu")
     low, double = X.to(BF16), torch.ones(2, dtype=FP64)
-    with mezzo.autocast("bf16,module.head=fp32", "cpu"):
+    with mezzo.autocast(policy("bf16,module.head=fp32"), "cpu"):
         _, extra = net.head(low, extra={"a": [low, (double, 3)], "b": torch.arange(2)})
     assert net.head.seen == (FP32, FP32)
     assert extra["a"][0].dtype is FP32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mezzo.core.errors import UsageError
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import LossRecord, Record, RecordWriter, read
 from mezzo.pytorch.training import mixed_precision
 from mezzo.pytorch.training.mixed_precision import MixedPrecision
+from mezzo.report import build_any
 
 RECORD = LossRecord(7, 7.0, 7.0)
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -80,6 +83,30 @@ def test_one_step_and_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
     mp.close()
     assert [record.kind for record in Writer.records] == ["loss", "update", "loss"]
     assert Writer.records[-1] == RECORD
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_records_go_to_a_path_that_report_reads(tmp_path: Path, kind: type) -> None:
+    file = tmp_path / "own.jsonl"
+    for _ in range(2):  # the second closes the first, and writes the file anew
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mp = MixedPrecision(model, optimizer, "bf16", device_type="cpu", records=kind(file))
+        with mp.autocast():
+            loss = model(torch.ones(4, 3)).sum()
+        mp.step(loss)
+        mp.close()
+    assert [record.kind for record in read(file)] == ["loss", "update"]
+    assert build_any(file) == tmp_path / "own.html"
+
+
+@pytest.mark.parametrize("records", [3, "no/such/folder/run.jsonl"])
+def test_records_that_cannot_be_written(records: object) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=re.escape(f"records is {records!r}")) as caught:
+        MixedPrecision(model, optimizer, "bf16", records=records)
+    assert "'run.jsonl'" in str(caught.value)
 
 
 def test_accumulation_and_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,6 +206,12 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize("text", ["bf16,head=fp32", "bf16,modules.head=fp32"])
+def test_a_module_without_its_key_gets_the_setting(text: str) -> None:
+    with pytest.raises(UnknownNameError, match=r"module\.head=fp32"):
+        policy(text)
+
+
 @pytest.mark.parametrize(("text", "words"), REFUSED)
 def test_refused_with_the_mend(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words) as caught:

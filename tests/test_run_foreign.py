@@ -174,4 +174,8 @@ def test_a_run_whose_updates_are_measured_ends_at_fit_of_keras(
     monkeypatch.setitem(sys.modules, "keras", keras)
     source = "import keras\nkeras.Model().fit()\nprint('end')"
     assert launch(source, stop_after=3, policy="fp32").lines == []
-    assert launch(source, policy="fp32").lines == ["fit", "end"]
+    monkeypatch.delitem(sys.modules, "mezzo.keras", raising=False)  # else the script uses it
+    ran = launch(source, policy="bf16")
+    assert ran.lines == ["fit", "end"]
+    assert "mezzo.keras.set_policy('bf16')" in ran.notes
+    assert "mezzo compare --framework keras --precision bf16" in ran.notes

@@ -198,6 +198,25 @@ def test_it_runs_as_in_fp32_and_the_summary_says_what_fell_back(body: str, launc
             assert f"{op} (" in told[0]
 
 
+ROOT = """
+import torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    (model(torch.zeros(4, 4)) - model.bias).sum(){}.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_a_training_that_ends_in_nan_says_so_at_the_end(policy: str, launch: Any) -> None:
+    ran = launch(ROOT.format(".sqrt()"), policy=policy)
+    assert "the last loss is nan" in ran.notes
+    assert f"--precision {policy},loss_scale=1" in ran.notes
+    assert "last loss" not in launch(ROOT.format(""), policy=policy).notes
+
+
 ENCODER = """
 import warnings
 warnings.simplefilter("ignore")

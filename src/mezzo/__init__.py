@@ -85,7 +85,11 @@ _INTEGRATIONS = {name: f"mezzo.{name}" for name in ("accelerate", "amp", "apex",
 _MOVED = {"NoLossScale": ("mezzo.core.loss_scale", "loss_scale='none'")}
 # Name -> what to use instead.
 _REMOVED = {
-    "StatisticalLossScale": "was removed in version 0.2: use mezzo.DynamicLossScale (loss_scale='dynamic')"
+    "StatisticalLossScale": "was removed in version 0.2: use mezzo.DynamicLossScale (loss_scale='dynamic')",
+    **{
+        verb: f"is a command. In a shell: mezzo {verb} --help"
+        for verb in ("run", "compare", "doctor", "report")
+    },
 }
 __all__ = sorted(_PUBLIC)
 

@@ -1,7 +1,7 @@
 """Stands in for `python -m mezzo.pytorch.run` in a calibration: writes what its script, a JSON object, asks for.
 
 All optional: ``largest`` 0.25 the largest gradient; ``activation`` 1.0 what module "b" returns; ``native`` ["bf16"];
-``crash`` true: the run fails; ``ranges`` false: none are seen; ``say`` a note;
+``crash`` true: the run fails; ``ranges`` false: none are seen; ``say`` a note; ``loss`` 1.0;
 ``changes`` {}: module -> format -> what each change of the loss is measured to be, null for an overflow in "mul".
 """
 
@@ -28,7 +28,7 @@ def main() -> int:
     machine = {"native_formats": asked.get("native", ["bf16"])}
     writer.write(records.RunStarted(request["target"], [], request["policy"], 0, False, machine, "now"))
     for i in range(request["stop_after"]):
-        writer.write(records.LossRecord(i, 1.0, float(i)))
+        writer.write(records.LossRecord(i, float(asked.get("loss", 1.0)), float(i)))
         writer.write(records.UpdateRecord(i, 0, True, False, 1.0, float(i)))
         if asked.get("ranges", True):
             rows = [

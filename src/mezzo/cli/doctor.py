@@ -47,9 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     reasons = [textwrap.indent(textwrap.fill(one, width - 2), "  ") for one in found.reasons]
-    candidates = "bf16,fp16" if found.precision == "fp32" else found.precision
     print(*lines, f"\nUse {found.precision}", *reasons, sep="\n")
-    print(f"\nTry it: mezzo compare --precision {candidates} train.py")
+    if found.precision != "fp32" or arguments.gpu is None:
+        candidates = "bf16,fp16" if found.precision == "fp32" else found.precision
+        print(f"\nTry it: mezzo compare --precision {candidates} train.py")
     return 0
 
 
@@ -119,6 +120,8 @@ def _gpu_lines(model: GpuModel) -> Iterable[str]:
     yield f"{model.name}: {architecture(model.capability)}, compute capability {number}{size}"
     for form, peak in model.peaks.items():
         yield f"  {form:<6}{peak:>8g} TFLOP/s{'' if form == 'fp32' else '   tensor cores'}"
+    if not model.peaks:
+        yield "  no data sheet figures are known to Mezzo; on that machine `mezzo doctor` measures it"
     yield f"  {'dense peaks' if model.peaks else 'compute capability'} from: {model.source}"
 
 

@@ -17,7 +17,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import is_pattern
 from mezzo.core.ranges import GRADIENTS, Histogram, Merged, RangeRow, exponent_strip, merge, percent, shift_of
-from mezzo.core.records import ModuleRounding, RangesRecord, Record, SensitivityRecord, strict
+from mezzo.core.records import LossRecord, ModuleRounding, RangesRecord, Record, SensitivityRecord, strict
 from mezzo.core.rules import RULES, Rule
 
 FORMATS = ("bf16", "fp16", "fp32")
@@ -237,6 +237,12 @@ def recommend(
         merge(merged, record.rows)
     tensors = list(merged.values())
     gradients = [one for one in tensors if one.what in GRADIENTS]
+    losses = [one for one in measured if isinstance(one, LossRecord) and not math.isfinite(one.loss)]
+    if losses:
+        raise UsageError(
+            f"in FP32, without mixed precision, the loss is {losses[0].loss} at step {losses[0].index}, so nothing can "
+            "be recommended. Lower the learning rate, or fix the data or the loss"
+        )
     sources = [
         max(some, key=lambda one: one.histogram.largest)
         for kind in GRADIENTS

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mezzo.core.compute import COMPUTE
-from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
+from mezzo.core.errors import UnknownNameError, UsageError, did_you_mean, unknown_name
 from mezzo.core.formats import ALIASES, FORMATS
 from mezzo.core.loss_scale import (
     KINDS,
@@ -127,6 +127,9 @@ def _entry(key: str, value: str, where: str) -> Entry:
         return Entry(head, name, value, where)
     if key in (*KEYS, "output"):  # output is ignored
         return Entry(key, "", value, where)
+    is_path = precision_name(value) in COMPUTE and not dot and not did_you_mean(key, KEYS, cutoff=0.75)
+    if (head == "modules" and dot) or is_path:
+        raise UnknownNameError(f"{where}unknown key {key!r}. Did you mean 'module.{name or key}={value}'?")
     raise unknown_name("key", key, [*KEYS, "op.NAME", "module.PATTERN"], where=where)
 
 

@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, cast
+from weakref import finalize
 
 from mezzo.core.errors import UsageError
 from mezzo.core.overflow import OverflowReport, TensorFacts
@@ -256,6 +257,7 @@ class RecordWriter:
     def __init__(self, path: Path) -> None:
         self._file: IO[str] = path.open("w", encoding="utf-8", buffering=1)
         self._pid = os.getpid()
+        finalize(self, self._file.close)
 
     def write(self, record: Record) -> None:
         """Append one record."""
@@ -265,6 +267,19 @@ class RecordWriter:
     def close(self) -> None:
         """Close the file; later writes are dropped."""
         self._file.close()
+
+
+def writer_of(given: RecordWriter | str | os.PathLike[str] | None, where: str) -> RecordWriter | None:
+    """The writer for an argument: itself, or one to a new file at a path; UsageError if it is neither."""
+    if given is None or callable(getattr(given, "write", None)):
+        return cast("RecordWriter | None", given)
+    fix = "Use a path such as 'run.jsonl', or a mezzo.TensorBoardWriter."
+    if not isinstance(given, (str, os.PathLike)):
+        raise UsageError(f"{where} is {given!r}. {fix}")
+    try:
+        return RecordWriter(Path(given))
+    except OSError as error:
+        raise UsageError(f"{where} is {os.fspath(given)!r}: {error.strerror}. {fix}") from error
 
 
 def read(path: Path) -> Iterator[Record]:

@@ -14,7 +14,7 @@ from mezzo.core.calibration import RANKED, Recommendation, check_format, recomme
 from mezzo.core.errors import UsageError, checks_keywords
 from mezzo.core.formats import Format, named
 from mezzo.core.ranges import WHAT
-from mezzo.core.records import Record
+from mezzo.core.records import LossRecord, Record
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.hardware import native_formats
 from mezzo.pytorch.monitor.observer import StepObserver
@@ -61,8 +61,8 @@ def calibrate(
         loss if the module alone runs in that format.
 
     Raises:
-        UsageError: parameters that aren't FP32, a call within autocast, a `loss_fn` that returns no scalar, no batch,
-            no gradient.
+        UsageError: parameters that aren't FP32, a call within autocast, a `loss_fn` that returns no scalar, a loss that
+            is NaN or infinite, no batch, no gradient.
         UnknownNameError: an unknown format.
 
     >>> import torch, mezzo
@@ -103,7 +103,7 @@ def calibrate(
                 if optimizer is not None:
                     optimizer.step()
                 observing.update_ended(updated, index=index, skipped=False, loss_scale=1.0)
-                records += observing.drain()
+                records += [*observing.drain(), LossRecord(index, float(loss.detach()), 0.0)]
     finally:
         observing.undo()
         snapshot.restore()

@@ -36,7 +36,7 @@ def build_run(records: str | os.PathLike[str]) -> Path:
         raise UsageError(
             f"{place}: {what}. A report needs a folder with runs/*.jsonl, or a .jsonl file. These write one: "
             "`mezzo run --watch SCRIPT`, `mezzo run --records FILE SCRIPT`, "
-            "MixedPrecision(records=RecordWriter(FILE)), mezzo.keras.PrecisionMonitor."
+            "MixedPrecision(..., records=FILE), mezzo.keras.PrecisionMonitor."
         )
     return write_whole(target, render_runs(runs, name))
 

@@ -43,6 +43,7 @@ class Journal:
         self._queue: list[tuple[records.Record, Any]] = []
         self._held = False
         self.losses = 0
+        self.last_loss: Any = 0.0  # read at the end only: it may be on a device
         self.updates = self.skipped = 0
         self.first_updates = 0  # of the first optimizer
         self.ops: list[records.OpFormats] = []
@@ -65,6 +66,7 @@ class Journal:
         if self.writes:
             self._put(records.LossRecord(self.losses, math.nan, self.now() if at is None else at), value)
         self.losses += 1
+        self.last_loss = value
 
     def update(
         self,
@@ -133,7 +135,7 @@ class Journal:
         self._held = False
         for record, value in queue:
             if isinstance(record, records.LossRecord):
-                record = replace(record, loss=_number(value))
+                record = replace(record, loss=number(value))
             if self._writer is not None:
                 self._writer.write(record)
 
@@ -166,7 +168,8 @@ def now_text() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def _number(value: Any) -> float:
+def number(value: Any) -> float:
+    """The value of a loss; NaN for a tensor without one."""
     try:
         return float(value)
     except (RuntimeError, ValueError, TypeError):  # a tensor without storage: meta, fake

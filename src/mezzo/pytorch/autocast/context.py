@@ -93,6 +93,7 @@ def autocast(
     Args:
         policy: a precision (``"bf16"``), a torch dtype, a string with settings (``"fp16,op.softmax=lower"``), the path
             of a TOML file, or a `Policy`. ``"fp32"`` switches autocast off. ``"auto"`` takes what this device has.
+            The model is unknown here: module patterns are an error, and those of a `Policy` object have no effect.
         device_type: ``"cpu"``, ``"cuda"``, ... Default: the accelerator of this computer, or ``"cpu"``.
         enabled: False for a context without autocast and without a policy.
         cache_enabled: whether 16-bit copies of weights are kept until the outermost context ends. Default: as outside,
@@ -103,7 +104,7 @@ def autocast(
         unknown: any other keyword argument is an error.
 
     Raises:
-        UsageError: an unknown precision, op, keyword argument or device type; no precision, or two.
+        UsageError: an unknown precision, op, keyword argument or device type; no precision, or two; a module pattern.
         UnsupportedPrecisionError: too many different policies in this process (several hundred).
         BannedOpError: from an op that the policy bans, when it receives a 16-bit input.
     """
@@ -324,6 +325,8 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
     if isinstance(policy, torch.dtype) and not enabled:
         return _OFF  # of any dtype, as in PyTorch
     resolved = policy_of(policy)
+    if resolved.modules and not isinstance(policy, Policy):
+        raise _without_model(resolved)
     if resolved.compute == "auto":
         from mezzo.pytorch.auto import resolve
 
@@ -335,6 +338,16 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
             switch_on_tf32()
         return _Resolved(resolved, False, None)
     return _Resolved(resolved, True, dtype_of(resolved.activations))
+
+
+def _without_model(policy: Policy) -> UsageError:
+    pattern, fmt = policy.modules[0]
+    return UsageError(
+        f"mezzo.autocast('{policy}'): module.{pattern}={fmt} needs the model, which mezzo.autocast does not know. Use "
+        f"mezzo.MixedPrecision(model, optimizer, '{policy}').autocast(), or call that module inside "
+        f"mezzo.autocast('{fmt}'). mezzo run, mezzo.explain and the trainers of mezzo.lightning, mezzo.accelerate and "
+        "mezzo.transformers take module patterns too."
+    )
 
 
 _FIELDS = tuple(field.name for field in fields(Policy))

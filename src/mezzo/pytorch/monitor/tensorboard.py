@@ -23,6 +23,7 @@ from mezzo.core.records import (
     RecordWriter,
     RunEnded,
     UpdateRecord,
+    writer_of,
 )
 
 
@@ -48,14 +49,16 @@ class TensorBoardWriter(RecordWriter):
 
     Args:
         logdir: the folder for the events; made if it is not there.
-        also: another writer that gets every record too.
+        also: a file, or another writer, that gets every record too: ``also="run.jsonl"``.
 
     Raises:
         UsageError: the package ``tensorboard`` is not installed.
     """
 
     @checks_keywords
-    def __init__(self, logdir: str | os.PathLike[str], also: RecordWriter | None = None) -> None:
+    def __init__(
+        self, logdir: str | os.PathLike[str], also: RecordWriter | str | os.PathLike[str] | None = None
+    ) -> None:
         try:
             with _without_tensorflow():
                 from torch.utils.tensorboard import SummaryWriter
@@ -66,7 +69,7 @@ class TensorBoardWriter(RecordWriter):
                 f"TensorBoardWriter needs the package tensorboard, which can't be imported ({error}). Install it: "
                 "pip install tensorboard"
             ) from error
-        self._also = also
+        self._also = writer_of(also, "TensorBoardWriter: also")
         self._pid = os.getpid()
         self._zero = time.time()
         self._closed = False

@@ -123,7 +123,7 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
 
     @not_traced
     def note_loss(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> None:
-        value = _value(roots, seeds) if session.journal.writes else None
+        value = _value(roots, seeds) if session.journal.writes else _kept(roots, seeds)
         if session.records_own:
             value = unscaled_by_script(roots[0], value) if value is not None and len(roots) == 1 else value
             if isinstance(roots[0], Tensor):
@@ -350,6 +350,12 @@ def _value(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> Any:
     if not parts or any(part.numel() != 1 for part in parts):
         return float("nan")
     return sum((part.reshape(()) for part in parts[1:]), parts[0].reshape(()).clone())
+
+
+def _kept(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> Any:
+    """The loss for the end of the run, without a copy; None unless it is one scalar without a seed."""
+    is_loss = len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1 and seeds[0] is None
+    return roots[0].detach() if is_loss else None
 
 
 def _as_tuple(value: Any, length: int = 1) -> tuple[Any, ...]:

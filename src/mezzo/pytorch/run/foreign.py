@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from mezzo.pytorch.run.summary import for_keras
+
 if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
     from mezzo.runner.patches import ImportWatch, Patches
@@ -38,6 +40,11 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
             session.journal.stop_after(0)
         return False
 
+    def told(*args: Any) -> bool:
+        for line in () if "mezzo.keras" in sys.modules else for_keras(session):
+            session.journal.note(line)
+        return False
+
     def torch_imported(torch: Any) -> None:
         import mezzo
 
@@ -63,6 +70,10 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
         imports.when(library, lambda module: at(module, "initialize", module.__name__))
     if session.request.stop_after is not None or session.request.seed_offset is not None:
         imports.when("keras", lambda module: at(module.Model, "fit", "fit", ends))
+    else:
+        imports.when(
+            "keras", lambda module: at(module.Model, "fit", "fit", told) if hasattr(module, "Model") else None
+        )
 
 
 def _noticed(

@@ -6,6 +6,7 @@ This file imports no torch: a script may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_
 from __future__ import annotations
 
 import functools
+import math
 import shlex
 import sys
 import weakref
@@ -23,7 +24,7 @@ from mezzo.core.records import OWN, OWN_PRECISION, RecordWriter, RunStarted
 from mezzo.pytorch.run import foreign, own_precision
 from mezzo.pytorch.run.summary import summary
 from mezzo.runner import lifecycle, script
-from mezzo.runner.journal import Journal, check_events
+from mezzo.runner.journal import Journal, check_events, number
 from mezzo.runner.lifecycle import RunRequest
 from mezzo.runner.patches import ImportWatch, Patches
 from mezzo.runner.seeds import Seeds
@@ -174,8 +175,24 @@ class Session:
         """The script is over: finish measurements and notes."""
         for ending in self._endings:
             ending(status)
+        if status == 0 and self.left_alone is None and isinstance(self.scale, NoLossScale):
+            self._check_finite()
         if not self.journal.losses and self.left_alone is None and status == 0:
             self.journal.note("the script never called backward()")
+
+    def _check_finite(self) -> None:
+        """Note a last loss, or weights, that are not finite, and the command that finds the operation."""
+        loss, bad = self.journal.last_loss, []
+        if loss is not None and not math.isfinite(value := number(loss)):
+            bad = [f"the last loss is {value}"]
+        weights = [p for optimizer in self.optimizers for g in optimizer.param_groups for p in g["params"]]
+        # Not those of other classes: of a sharded one this would wait for other processes.
+        plain = [p for p in weights if type(p).__name__ in _DENSE and p.dtype.itemsize > 1 and not p.is_meta]
+        if count := sum(not p.isfinite().all() for p in plain):
+            bad.append(f"NaN or infinity is in {count} of {len(weights)} weight tensors")
+        if bad:
+            find = self.command(str(replace(self.policy, loss_scale="1")))
+            self.journal.note(f"{', and '.join(bad)}. Find the operation that made it: {find}")
 
     def command(self, policy: str, *options: str) -> str:
         """The command that runs this script under another policy."""
@@ -284,6 +301,7 @@ class Session:
 
 
 _FP32 = Policy("fp32")
+_DENSE = ("Parameter", "Tensor")
 _COUNTS = ("overflows", "stuck", "skips")  # of a loss scale's state: what a good step sets to 0
 
 

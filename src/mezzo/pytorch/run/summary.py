@@ -26,7 +26,7 @@ def summary(session: Session, failed: bool) -> str:
     if failed and not (session.device_type or journal.losses or session.left_alone):
         return ""  # the script's own error says it all
     if "keras" in sys.modules and not (session.device_type or session.left_alone):
-        return _of_keras(session)
+        return "\n".join(f"mezzo: {line}" for line in for_keras(session))
     if session.left_alone is not None:
         lines = [_left_alone(session)]
     elif session.records_own:
@@ -65,13 +65,14 @@ def summary(session: Session, failed: bool) -> str:
     return "\n".join(f"mezzo: {line}" for line in [*lines, *journal.notes])
 
 
-def _of_keras(session: Session) -> str:
+def for_keras(session: Session) -> list[str]:
+    """What to do with a script that trains with Keras."""
     precision = "bf16" if session.request.policy == "auto" else session.request.policy
-    return (
-        "mezzo: this script uses Keras, and `mezzo run` only changes PyTorch models. Add these before the model is "
-        f"built: import mezzo.keras; mezzo.keras.set_policy({precision!r})\nmezzo: To check that first: mezzo compare "
-        f"--framework keras --precision {precision} {session.request.target}"
-    )
+    return [
+        "this script uses Keras, and `mezzo run` is for PyTorch models. Add these before the model is "
+        f"built: import mezzo.keras; mezzo.keras.set_policy({precision!r})",
+        f"To check that first: mezzo compare --framework keras --precision {precision} {session.request.target}",
+    ]
 
 
 def _left_alone(session: Session) -> str:

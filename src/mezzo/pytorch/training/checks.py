@@ -75,7 +75,6 @@ def arguments(
     watch: bool | int,
     trace: bool | None,
     scheduler: Any,
-    records: Any,
     release: bool,
 ) -> None:
     """Raise UsageError for an argument that is out of range, of the wrong kind, or impossible with `release`."""
@@ -87,7 +86,6 @@ def arguments(
         ("watch", watch, isinstance(watch, int) and watch >= 0, "True, False, or an interval in updates"),
         ("trace", trace, trace is None or isinstance(trace, bool), "True, False, or None"),
         ("scheduler", scheduler, _has(scheduler, "step"), "an object with step()"),
-        ("records", records, _has(records, "write"), "a RecordWriter or a mezzo.TensorBoardWriter"),
     )
     for name, value, is_allowed, allowed in rows:
         if not is_allowed:

@@ -27,7 +27,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import as_loss_scale
 from mezzo.core.ranges import RangeRow
-from mezzo.core.records import RecordWriter
+from mezzo.core.records import RecordWriter, writer_of
 from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
 from mezzo.pytorch.loss_scaler import inverse
@@ -120,7 +120,8 @@ class MixedPrecision:
         trace: when a step is skipped, replay its model calls and find the origin of the value that is not finite:
             `result.finding`, `findings`; the first one that a smaller loss scale does not fix is a warning, too. None:
             only where the host learns of the skip without waiting for it.
-        records: a writer of losses and updates, every 16 updates, at `close()` and on an exception.
+        records: a file (``"run.jsonl"``) for `mezzo report`, written anew, or a `mezzo.TensorBoardWriter`. It gets
+            losses and updates, every 16 updates, at `close()` and on an exception.
         weights: deprecated; use `params` and `masters`.
 
     A second one for the same model, such as a notebook's cell that is run again, closes the first with a warning.
@@ -153,7 +154,7 @@ class MixedPrecision:
         device_type: str | None = None,
         watch: bool | int = False,
         trace: bool | None = None,
-        records: RecordWriter | None = None,
+        records: RecordWriter | str | os.PathLike[str] | None = None,
         weights: str | None = None,
     ) -> None:
         replaced = checks.model_and_optimizer(model, optimizer, _ALIVE)
@@ -164,7 +165,6 @@ class MixedPrecision:
             watch=watch,
             trace=trace,
             scheduler=scheduler,
-            records=records,
             release=release_gradients,
         )
         scale = as_loss_scale(loss_scale, "MixedPrecision")
@@ -185,7 +185,7 @@ class MixedPrecision:
         self._average = checks.averager(ema, low=low)
         for other in replaced:
             other._make_way()
-        self._journal = Journal(records)
+        self._journal = Journal(writer_of(records, "MixedPrecision: records"))
         self._findings: deque[OverflowReport] = deque(maxlen=100)
         self._warned = False  # of a skipped step that a smaller loss scale does not fix
         self._window = Accumulation(accumulate)
