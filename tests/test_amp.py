@@ -17,7 +17,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.hardware import native_formats
-from releases import TORCH
+from releases import TORCH, before_torch
 from run_scripts import launcher
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -165,6 +165,7 @@ def test_wrong_calls(call: Callable[[], Any], error: Any, words: str) -> None:
 
 
 def test_errors_are_those_that_torch_raises_and_say_its_words() -> None:
+    before_torch(2, 12, "its autocast wraps what cannot be called, without an error")
     for call in (
         lambda autocast: autocast(device_type="nodevice"),
         lambda autocast: autocast(torch.device("cpu")),
@@ -250,6 +251,9 @@ def test_explain_names_registered_rules(custom: Any) -> None:
     # From torch 2.14 on its cast is part of what is observed.
     in_fp16 = registered if TORCH < (2, 14) else ("registered", "fp16 -> bf16")
     policies = {"bf16": registered, "fp16": in_fp16, "fp16,op.mezzoamp::low=fp32": ("fp32", wide)}
+    before_torch(
+        2, 13, "an op has one Python kernel for autocast: a policy's rule beside a registered one is an error"
+    )
     for precision, expected in {**policies, "fp32": ("", wide)}.items():
         shown = mezzo.explain(Layers(custom), torch.randn(2, 4), precision=precision)
         rows = {row.op.removeprefix("mezzoamp::"): row for row in shown.ops}

@@ -15,6 +15,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.optimizer_step.reference import encode_master
 from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
 from mezzo.pytorch.weights.stored_parameters import lower_weights
+from releases import before_torch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -89,6 +90,8 @@ NAN = float("nan")
 @pytest.mark.parametrize("fmt", DTYPES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fifty_steps_equal_the_same_optimizer_in_fp32_to_the_bit(name: str, fmt: str) -> None:
+    if name == "adagrad":
+        before_torch(2, 12, "Adagrad has no state for groups that are added later")
     model, exact = model_of(), model_of()
     lower_weights(model, fmt)
     # Two groups of three are added later.

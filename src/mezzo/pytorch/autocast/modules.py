@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -85,8 +86,11 @@ class _Override:
         self.before = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module
-        forward = type(module).forward.__get__(module) if self.before is None else self.before
+        forward = (
+            functools.partial(type(self._module).forward, self._module)
+            if self.before is None
+            else self.before
+        )
         if not _is_active(self._device_type):
             return forward(*args, **kwargs)
         if self._policy.compute == "fp32":
