@@ -51,7 +51,7 @@ class Watcher:
             self._bar.update(self._task, completed=done)
 
     def end(self, outcome: str, *, goes_on: bool = True) -> None:
-        """The run is over; `goes_on`: the others may follow, so the time left is told."""
+        """The run is over; `goes_on`: the others may follow, so show the time left."""
         if self._console is None:
             return
         seconds = time.monotonic() - self._since
