@@ -16,7 +16,16 @@ def two_ranks(child: str, meeting: Path, *, seconds: float) -> list[dict[str, An
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     children = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", str(file), str(rank), str(meeting)],
+            [
+                sys.executable,
+                "-W",
+                "error",
+                "-W",
+                "ignore:MixedPrecision",
+                str(file),
+                str(rank),
+                str(meeting),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -166,6 +166,7 @@ def small() -> tuple[nn.Module, torch.optim.Optimizer, Step]:
 
 
 @pytest.mark.heavy
+@pytest.mark.usefixtures("tensors_only")
 def test_what_is_found_fits_and_the_next_multiple_does_not() -> None:
     limit = bytes_alive() + 500_000
     model, optimizer, step = small()

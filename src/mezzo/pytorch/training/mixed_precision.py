@@ -503,7 +503,7 @@ class MixedPrecision:
                 self._journal.flush()
                 explained = collapse.named(self._findings[-1]) if self._findings else collapse
                 raise explained.going_on(scaler.how_to_go_on) from collapse
-        if finding is not None and finding.alarms and not self._warned:
+        if finding is not None and finding.alarms and finding.cause != "unknown" and not self._warned:
             self._warned = True
             warnings.warn(
                 f"MixedPrecision: update {self._journal.updates - 1} was skipped: {finding.sentence}.{finding.advice} "
