@@ -148,6 +148,7 @@ WRONG: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: autocast("bf16", dtype=FP16), UsageError, r"'bf16'.*float16.*one precision.*\('cuda', dtype="),
     (lambda: autocast("bf16", "cpu", dtype=FP16), UsageError, r"'bf16'.*'cpu'.*float16.*one precision"),
     (lambda: autocast("cdua", dtype=FP16), UsageError, "'cdua'.*mean 'cuda'"),
+    (lambda: autocast("cdua"), UsageError, "unknown device type 'cdua'.*mean 'cuda'"),
     (lambda: autocast("cuda", "cpu"), UsageError, "'cuda'.*'cpu'.*one device type"),
     (lambda: autocast("cpu", dtype=FP64), UsageError, r"torch\.float64.*torch\.bfloat16"),
     (lambda: autocast("cpu", dtyp=BF16), TypeError, "'dtyp'.*mean 'dtype'"),

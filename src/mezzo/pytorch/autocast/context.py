@@ -19,6 +19,7 @@ import torch
 from mezzo.core.errors import (
     ArgumentTypeError,
     UnknownDeviceError,
+    UnknownNameError,
     UsageError,
     did_you_mean,
     unknown_argument,
@@ -324,7 +325,12 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
         raise _unknown_device(policy)
     if isinstance(policy, torch.dtype) and not enabled:
         return _OFF  # of any dtype, as in PyTorch
-    resolved = policy_of(policy)
+    try:
+        resolved = policy_of(policy)
+    except UnknownNameError:
+        if isinstance(policy, str) and did_you_mean(policy, AUTOCAST_KEYS, cutoff=0.6):  # cdua
+            raise _unknown_device(policy) from None
+        raise
     if resolved.modules and not isinstance(policy, Policy):
         raise _without_model(resolved)
     if resolved.compute == "auto":
