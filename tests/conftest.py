@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,28 @@ for _number, _handler in (
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
+
+
+@pytest.fixture(autouse=True)
+def _restored_settings() -> Iterator[None]:
+    """Restores what libraries set for the whole process: environment variables, and Accelerate's shared state.
+
+    Transformers' `TrainingArguments(bf16=True)` sets ACCELERATE_MIXED_PRECISION, which every later Accelerator reads.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() ^ before.keys() | {
+        name for name in before if os.environ.get(name) != before[name]
+    }:
+        if name == "PYTEST_CURRENT_TEST":
+            continue
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 @pytest.fixture

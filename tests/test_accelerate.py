@@ -6,7 +6,7 @@ import copy
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 import mezzo
@@ -23,14 +23,6 @@ from ranks import two_ranks
 from trainers import OVERFLOW, batches, network, refused, same
 
 X, Y = map(torch.stack, zip(*batches(12)))
-
-
-@pytest.fixture(autouse=True)
-def no_state() -> Iterator[None]:
-    """Accelerate keeps its settings in the process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def plain(**options: Any) -> accelerate.Accelerator:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,13 +21,9 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each script starts without the state and the variables of the one before."""
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    kept = dict(os.environ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs
         yield
-    for name in set(os.environ) - set(kept):
-        del os.environ[name]
-    os.environ.update(kept)
 
 
 ACCELERATE = """
