@@ -2,15 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # `pip install torch` on Linux brings gigabytes of CUDA; constraints.txt pins the release that is tested.
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Python compiles a file when it is first imported; pip would compile all of them, which takes as long as the rest.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test lint types layers docs fast heavy frameworks reproduce wheel versions bench ledger gpu-check clean
+.PHONY: demo test checks lint types layers docs pytorch fast heavy frameworks reproduce wheel versions bench ledger gpu-check clean
 
 demo: .venv/demo.stamp
 	$(BIN)/mezzo compare --demo digits --out mezzo-compare-digits
 
 # `make test PYTEST_FLAGS="--random-order 7"` shuffles files, and the tests of each file.
-test: lint types layers docs fast frameworks heavy reproduce
+test: checks pytorch frameworks reproduce
+
+checks: .venv/test.stamp
+	$(MAKE) --jobs=2 lint types layers docs
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .
@@ -28,6 +32,10 @@ docs: .venv/test.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(DOCS) --strict
 
 OTHERS := tests/on_keras tests/on_tensorflow
+
+# All tests of PyTorch; `fast` and `heavy` are the two halves.
+pytorch: .venv/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 $(PYTEST_FLAGS) $(OTHERS:%=--ignore=%)
 
 fast: .venv/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not heavy" $(PYTEST_FLAGS) $(OTHERS:%=--ignore=%)

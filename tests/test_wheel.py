@@ -52,7 +52,8 @@ def test_the_wheel_works_in_a_clean_environment(dist: Path, tmp_path: Path) -> N
     call(sys.executable, "-m", "venv", environment)
     python = environment / "bin" / "python"
     wheel = dist / f"mezzo-{__version__}-py3-none-any.whl"
-    call(python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel)
+    options = ("--quiet", "--no-compile", "--constraint", ROOT / "constraints.txt")
+    call(python, "-m", "pip", "install", *options, wheel)
     call(environment / "bin" / "mezzo", "compare", "--demo", "digits", "--seeds", "1", *SMALL)
     verdict = json.loads((empty / "mezzo-compare-digits" / "verdict.json").read_text())
     assert verdict["candidates"]["bf16"]["parity"] in ("consistent", "inconclusive")
