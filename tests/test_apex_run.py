@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -39,10 +40,12 @@ print(out.dtype, model[0].weight.dtype, amp.state_dict())
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
-    return "train.py"
+    yield "train.py"
+    for imported in [name for name in sys.modules if name.split(".")[0] == "apex"]:
+        del sys.modules[imported]
 
 
 @pytest.mark.parametrize(
