@@ -150,16 +150,19 @@ class TrainerStep:
         self.skipped_steps += skipped
         self.networks.step_ended(parameters(optimizer), skipped, owned, alone=len(every) == 1)
 
-    def update(self) -> None:
-        """The next loss scale, after the steps of one or several optimizers."""
+    def update(self) -> bool:
+        """The next loss scale, after the steps of one or several optimizers; False if there were none."""
         scaler = self.scaler
         if scaler is None:
-            return
+            return False
         # Gradients of other optimizers that are unscaled and wait for their step must not be unscaled again.
         states = scaler._per_optimizer_states
         waiting = {key: states.pop(key) for key in list(states) if states[key]["stage"] is OptState.UNSCALED}
+        stepped = bool(states)
         try:
-            scaler.update()
+            if stepped:
+                scaler.update()
         except LossScaleCollapseError as collapse:
             raise collapse.named(self.findings[-1]) if self.findings else collapse from None
         states.update(waiting)
+        return stepped
