@@ -188,9 +188,8 @@ class Precision(TrainerStep):
             optimizer.step(*closure)
             return False
         self.scaler.step(optimizer, *closure)
-        skipped = self.scaler.was_skipped(optimizer)
-        self.explain(optimizer, skipped)
-        self.ended(optimizer, skipped, self._accelerator._optimizers)
+        self.explain(optimizer, self.scaler.was_skipped(optimizer))
+        skipped = self.ended(optimizer, self._accelerator._optimizers)
         self.update()
         return skipped
 

@@ -39,12 +39,8 @@ from mezzo.pytorch.training.resolved_precision import ResolvedPrecision
 
 OLDEST = "2.6.4"  # 2.6.2 and 2.6.3 were compromised
 
-# Package -> its base class. The last one has Fabric alone.
-_TREES = {
-    "lightning": "lightning.pytorch.plugins.precision.MixedPrecision",
-    "pytorch_lightning": "pytorch_lightning.plugins.precision.MixedPrecision",
-    "lightning_fabric": "lightning_fabric.plugins.precision.Precision",
-}
+# What an import of Lightning imports -> the package of its Trainer.
+_TREES = {"lightning": "lightning.pytorch", "lightning_fabric": "pytorch_lightning"}
 _NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 # Scheduler -> whether its optimizer has only skipped steps since the scheduler's last one.
@@ -79,20 +75,18 @@ def precision(
         UnknownNameError: an unknown precision, keyword argument or format.
     """
     arguments: dict[str, Any] = dict(locals())
-    trees = [tree for tree in _TREES if tree in sys.modules]
-    trees = trees or [tree for tree in _TREES if importlib.util.find_spec(tree) is not None][:1]
-    for tree in trees or ["lightning"]:
-        library(tree, OLDEST, "lightning")
-    if "pytorch_lightning" in trees:  # which imports the other one
-        trees = [tree for tree in trees if tree != "lightning_fabric"]
+    imported = [name for name in _TREES if name in sys.modules]
+    installed = [name for name in _TREES if importlib.util.find_spec(name) is not None]
+    trees = [_TREES[name] for name in imported or installed[:1] or ["lightning"]]
+    for tree in trees:
+        library(tree.partition(".")[0], OLDEST, "lightning")
     return _class_for(*trees)(arguments)
 
 
 @cache
 def _class_for(*trees: str) -> Any:
     """The plugin's class for these packages; its name, which is that of Lightning's own, is its key in checkpoints."""
-    homes = [_TREES[tree].rpartition(".") for tree in trees]
-    bases = [getattr(importlib.import_module(module), name) for module, _, name in homes]
+    bases = [importlib.import_module(f"{tree}.plugins.precision").MixedPrecision for tree in trees]
     return type("MixedPrecision", (_Plugin, *bases), {"__module__": __name__})
 
 
@@ -152,10 +146,9 @@ class _Plugin(TrainerStep):
                 f"Trainer: Trainer(plugins=[{self!r}])."
             )
         self._trainer = trainer
-        tree = next(t for t in _TREES if t in sys.modules and isinstance(trainer, sys.modules[t].Trainer))
-        self._base = self._precision(
-            "lightning.pytorch.plugins" if tree == "lightning" else f"{tree}.plugins"
-        )
+        loaded = (tree for tree in _TREES.values() if tree in sys.modules)
+        tree = next(tree for tree in loaded if isinstance(trainer, sys.modules[tree].Trainer))
+        self._base = self._precision(f"{tree}.plugins")
         self._models = [root]
         self._optimizers.clear()
         in_ddp = model is not root
@@ -167,7 +160,8 @@ class _Plugin(TrainerStep):
         self._schedulers = [] if self.scaler is None else [config.scheduler for config in lr_schedulers]
         for scheduler in self._schedulers:
             if not isinstance(scheduler, _Held):  # an attribute would be in its `state_dict`
-                scheduler.__class__ = class_of(_Held, type(scheduler))
+                kind: Any = type(scheduler)
+                scheduler.__class__ = class_of(_Held, kind)
         self._prepare(model)
         return model, optimizers, lr_schedulers
 
@@ -273,7 +267,7 @@ class _Plugin(TrainerStep):
 
             scaler.step(optimizer, evaluate, **kwargs)
             self.observing.step_dropped()
-            self._ended(optimizer, scaler.was_skipped(optimizer))
+            self._ended(optimizer)
             return results[0]
         calls = scaler._scale_calls
         result = None if closure is None else closure()
@@ -283,9 +277,8 @@ class _Plugin(TrainerStep):
         if model is not None:
             self._after_closure(model, optimizer)
         scaler.step(optimizer, **kwargs)
-        skipped = scaler.was_skipped(optimizer)
-        self._explain(optimizer, skipped)
-        self._ended(optimizer, skipped)
+        self._explain(optimizer, scaler.was_skipped(optimizer))
+        self._ended(optimizer)
         return result
 
     def _closure_ran(self, optimizer: Optimizer, finite: bool) -> None:
@@ -303,9 +296,9 @@ class _Plugin(TrainerStep):
             told = f"{finding.sentence}.{finding.advice}"
             warnings.warn(f"overflow in optimizer step {self.steps}: {told}", stacklevel=3)
 
-    def _ended(self, optimizer: Optimizer, skipped: bool) -> None:
+    def _ended(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped, or its step was skipped."""
-        self.ended(optimizer, skipped, list(self._optimizers))
+        skipped = self.ended(optimizer, list(self._optimizers))
         for scheduler in self._schedulers:
             if getattr(scheduler, "optimizer", optimizer) is optimizer:
                 _ONLY_SKIPPED[scheduler] = skipped and _ONLY_SKIPPED.get(scheduler, True)
@@ -314,7 +307,7 @@ class _Plugin(TrainerStep):
 
     def _end_batch(self) -> None:
         """The next loss scale, once for all optimizers that have stepped."""
-        if self.update() and self._trainer is not None:
+        if self.update() and self._trainer is not None and self.scaler is not None:
             log = partial(self._trainer.lightning_module.log, on_step=True, on_epoch=False, batch_size=1)
             log("loss_scale", self.scaler._scale)
             log("skipped_steps", self.skipped_steps)

@@ -140,15 +140,17 @@ class TrainerStep:
             self.findings.append(finding)
         return finding
 
-    def ended(self, optimizer: Optimizer, skipped: bool, every: Sequence[Optimizer]) -> None:
-        """One optimizer of `every` has stepped, or was skipped: then buffers get their values of before."""
+    def ended(self, optimizer: Optimizer, every: Sequence[Optimizer]) -> bool:
+        """One optimizer of `every` has stepped, or was skipped: then buffers get their values of before, and True."""
 
         def owned() -> set[int]:
             return {id(param) for each in every for param in parameters(each)}
 
+        skipped = self.scaler is not None and self.scaler.was_skipped(optimizer)
         self.steps += 1
         self.skipped_steps += skipped
         self.networks.step_ended(parameters(optimizer), skipped, owned, alone=len(every) == 1)
+        return skipped
 
     def update(self) -> bool:
         """The next loss scale, after the steps of one or several optimizers; False if there were none."""

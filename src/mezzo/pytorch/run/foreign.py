@@ -75,11 +75,15 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
         for name, home in SEARCHES.items():
             patches.set(mezzo, name, _noticed(session, _imported(home, name), f"mezzo.{name}"))
 
-    for name, *use in _USES:
-        imports.when(name, functools.partial(noticed, *use))
+    def keras_imported(keras: Any) -> None:
+        if hasattr(keras, "Model"):
+            noticed("Model.fit", "fit", fit, keras)
+
+    for name, path, what, is_used in _USES:
+        imports.when(name, functools.partial(noticed, path, what, is_used))
     imports.when("torch", torch_imported)
     imports.when("mezzo.amp", lambda amp: patches.set(amp, "autocast", _autocast(session, amp.autocast)))
-    imports.when("keras", lambda keras: hasattr(keras, "Model") and noticed("Model.fit", "fit", fit, keras))
+    imports.when("keras", keras_imported)
 
 
 def _noticed(session: Session, original: Any, name: str, is_used: Callable[..., bool] = _always) -> Any:
