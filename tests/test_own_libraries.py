@@ -155,6 +155,9 @@ ROWS: list[tuple[str, dict[str, str], dict[str, str], list[str]]] = [
 ]  # fmt: skip
 
 
+PLAIN: dict[str, Any] = {}  # runs of scripts in FP32, which rows share
+
+
 @pytest.mark.parametrize("row", range(len(ROWS)))
 def test_the_fp32_run_is_that_of_the_script_in_fp32(
     launch: Any, row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -165,7 +168,11 @@ def test_the_fp32_run_is_that_of_the_script_in_fp32(
     for library in ("accelerate", "transformers", package):
         if f"from {library}" in source or (library == package and "{package}" in source):
             pytest.importorskip(library)
-    plain = launch(source.format_map({**given, **theirs, "setting": "", **fp32}), policy="fp32")
+    plain_source = source.format_map({**given, **theirs, "setting": "", **fp32})
+    key = plain_source.replace(given["folder"], "")
+    if key not in PLAIN:
+        PLAIN[key] = launch(plain_source, policy="fp32")
+    plain = PLAIN[key]
     assert plain.status == 0, plain.err
     for variable in filter(str.isupper, theirs):
         monkeypatch.setenv(variable, theirs[variable])
