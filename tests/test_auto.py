@@ -16,6 +16,8 @@ from mezzo.pytorch import auto
 from mezzo.pytorch.hardware import ASSUME_NATIVE
 from mezzo.pytorch.training import mixed_precision
 
+pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
+
 
 @pytest.fixture(autouse=True)
 def _nobody_owns_anything() -> Iterator[None]:

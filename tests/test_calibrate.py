@@ -14,6 +14,8 @@ import mezzo
 from mezzo.core.errors import UsageError
 from training_steps import batch, network, nobody_owns_anything  # noqa: F401
 
+pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
+
 
 class Times(nn.Module):
     def __init__(self, factor: float) -> None:

@@ -7,6 +7,7 @@ there, load it into new objects (a new process, for all that they know), and go 
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, ScaleArrays, check
 from mezzo.core.overflow import OverflowReport
 from training_steps import NAN, nobody_owns_anything, who_decides  # noqa: F401
+
+pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
 SCALES = {
     "dynamic": lambda: mezzo.DynamicLossScale(init=2.0**10, floor=1.0, patience=4),
@@ -242,3 +245,12 @@ def test_training_warns_of_the_first_overflow_that_the_loss_scale_does_not_fix(r
         for one in told:
             assert "in 1 (" in str(one.message)
             assert f"Try: {results[0].finding.remedies[0]}" in str(one.message)
+
+
+def test_a_clean_training_gives_no_warning() -> None:
+    model = nn.Linear(4, 4)
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters()), "fp16", trace=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = [step(mp, 0) for _ in range(3)]
+    assert all(result.stepped for result in results)

@@ -28,6 +28,8 @@ from faults.score import (
 )
 from mezzo.core.loss_scale import StaticLossScale
 
+pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
+
 FAST = [
     "an activation multiplied by 1e7",
     "a sentence whose every token is padding",

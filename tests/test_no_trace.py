@@ -18,6 +18,8 @@ from mezzo.pytorch.optim.optimizers import SGD, AdamW
 from moving_buffers import NORMS, OWN
 from training_steps import nobody_owns_anything, who_decides  # noqa: F401
 
+pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
+
 SCALE = 128.0
 
 

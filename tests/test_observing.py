@@ -20,6 +20,8 @@ from mezzo.pytorch.training import mixed_precision
 from mezzo.pytorch.training.mixed_precision import MixedPrecision
 from mezzo.report import build_any
 
+pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
+
 RECORD = LossRecord(7, 7.0, 7.0)
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from mezzo.core.errors import UsageError
 from mezzo.core.records import SWITCHED_OFF
 
 pytestmark = pytest.mark.heavy
@@ -118,62 +117,57 @@ print([float(p.detach().double().sum()).hex() for p in model.parameters()])
 PLUGIN = "plugins=[L.pytorch.plugins.MixedPrecision('bf16-mixed', 'cpu')]"
 
 FULL = ", dtype=torch.float32"
-LOADED = (
-    "",
-    ", dtype='auto'",
-    ", dtype=torch.bfloat16",
-    ", torch_dtype=torch.bfloat16",
-    ", dtype='bfloat16'",
-)
-LLAMA_LOW = "LlamaForCausalLM in bfloat16"
+LOADED = ("", ", dtype=torch.bfloat16", ", torch_dtype='bfloat16'")
+AUTOCAST, DEFAULT = "torch.autocast bfloat16", "torch.set_default_dtype(torch.bfloat16) by "
 # The script, its setting, that of FP32, and what is switched off. A setting in capitals is an environment variable.
-ROWS: list[tuple[str, dict[str, str], dict[str, str], str]] = [
-    (ACCELERATE, {"setting": "mixed_precision='bf16', "}, {}, "Accelerator(mixed_precision='bf16')"),
-    (ACCELERATE, {"setting": "True, False, 'bf16', "}, {}, "Accelerator(mixed_precision='bf16')"),
-    (ACCELERATE, {"ACCELERATE_MIXED_PRECISION": "bf16"}, {}, "Accelerator(mixed_precision='bf16')"),
-    (
-        TRAINER,
-        {"model": PRETRAINED.format(FULL), "setting": "bf16=True"},
-        {"model": PRETRAINED.format(FULL)},
-        "TrainingArguments(bf16=True)",
-    ),
+ROWS: list[tuple[str, dict[str, str], dict[str, str], list[str]]] = [
+    (ACCELERATE, {"setting": "True, False, 'bf16', "}, {}, [AUTOCAST]),
+    (ACCELERATE, {"ACCELERATE_MIXED_PRECISION": "bf16"}, {}, [AUTOCAST]),
     (
         TRAINER,
         {"model": PRETRAINED.format(""), "setting": "bf16=True, bf16_full_eval=True"},
         {"model": PRETRAINED.format(FULL)},
-        LLAMA_LOW,
+        [f"{DEFAULT}transformers", AUTOCAST],
     ),
     *(
-        (LOOP, {"model": PRETRAINED.format(how)}, {"model": PRETRAINED.format(FULL)}, LLAMA_LOW)
+        (LOOP, {"model": PRETRAINED.format(how)}, {"model": PRETRAINED.format(FULL)}, [f"{DEFAULT}transformers"])
         for how in LOADED
     ),
-    (LOOP, {"model": CONFIGURED.format(LOADED[2])}, {"model": CONFIGURED.format(FULL)}, LLAMA_LOW),
+    (LOOP, {"model": CONFIGURED.format(LOADED[1])}, {"model": CONFIGURED.format(FULL)}, [f"{DEFAULT}transformers"]),
     *(
-        (LIGHTNING, {"package": package, "setting": f"precision={how!r}"}, {}, f"Trainer(precision={how!r})")
+        (LIGHTNING, {"package": package, "setting": f"precision={how!r}"}, {}, off)
         for package in ("lightning", "pytorch_lightning")
-        for how in ("bf16-mixed", "bf16-true")
+        for how, off in (("bf16-mixed", [AUTOCAST]), ("bf16-true", ["Module in bfloat16", DEFAULT + package]))
     ),
-    (LIGHTNING, {"setting": PLUGIN}, {}, "Trainer(plugins=[MixedPrecision])"),
-    (LIGHTNING, {"PL_TRAINER_PRECISION": "bf16-mixed"}, {}, "Trainer(precision='bf16-mixed')"),
+    (LIGHTNING, {"setting": PLUGIN}, {}, [AUTOCAST]),
+    (LIGHTNING, {"PL_TRAINER_PRECISION": "bf16-mixed"}, {}, [AUTOCAST]),
     *(
-        (FABRIC, {"package": package, "setting": "precision='bf16-mixed'"}, {}, "Fabric(precision='bf16-mixed')")
-        for package in ("lightning.fabric", "lightning_fabric")
+        (FABRIC, {"package": f"{package}fabric", "setting": f"precision={how!r}"}, {}, off)
+        for package, name in (("lightning.", "lightning"), ("lightning_", "lightning_fabric"))
+        for how, off in (("bf16-mixed", [AUTOCAST]), ("bf16-true", ["Sequential in bfloat16", DEFAULT + name]))
     ),
-    (FABRIC, {"LT_PRECISION": "bf16-true", "package": "lightning.fabric"}, {}, "Fabric(precision='bf16-true')"),
+    (FABRIC, {"LT_PRECISION": "bf16-mixed", "package": "lightning.fabric"}, {}, [AUTOCAST]),
 ]  # fmt: skip
+
+
+PLAIN: dict[str, Any] = {}  # runs of scripts in FP32, which rows share
 
 
 @pytest.mark.parametrize("row", range(len(ROWS)))
 def test_the_fp32_run_is_that_of_the_script_in_fp32(
     launch: Any, row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, theirs, fp32, what = ROWS[row]
+    source, theirs, fp32, settings = ROWS[row]
     given = {"folder": str(tmp_path / "model"), "package": "lightning", "setting": ""}
     package = theirs.get("package", "lightning").partition(".")[0]
     for library in ("accelerate", "transformers", package):
         if f"from {library}" in source or (library == package and "{package}" in source):
             pytest.importorskip(library)
-    plain = launch(source.format_map({**given, **theirs, "setting": "", **fp32}), policy="fp32")
+    plain_source = source.format_map({**given, **theirs, "setting": "", **fp32})
+    key = plain_source.replace(given["folder"], "")
+    if key not in PLAIN:
+        PLAIN[key] = launch(plain_source, policy="fp32")
+    plain = PLAIN[key]
     assert plain.status == 0, plain.err
     for variable in filter(str.isupper, theirs):
         monkeypatch.setenv(variable, theirs[variable])
@@ -186,17 +180,7 @@ def test_the_fp32_run_is_that_of_the_script_in_fp32(
     assert off.status == 0, off.err
     assert off.lines == plain.lines
     notes = [note for note in off.of("end")[-1].notes if note.startswith(SWITCHED_OFF)]
-    # Nothing is left for another switch, such as that of torch.autocast.
-    assert {note for note in notes if "TrainingArguments" not in note or "Training" in what} == {
-        f"{SWITCHED_OFF}{what}"
-    }
-
-
-def test_a_version_without_the_setting_ends_the_run(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerate = pytest.importorskip("accelerate.accelerator")
-    monkeypatch.setattr(accelerate.Accelerator, "__init__", lambda self, fp16=False, cpu=False: None)
-    with pytest.raises(UsageError, match=r"no Accelerator\(mixed_precision=\.\.\.\).*accelerate>="):
-        launch(ACCELERATE.format(setting=""), policy="fp32", own="off")
+    assert sorted(notes) == sorted(f"{SWITCHED_OFF}{what}" for what in settings)
 
 
 def test_masters_under_trainer(launch: Any, tmp_path: Path) -> None:

@@ -64,17 +64,17 @@ OFF: dict[str, tuple[str, str, list[str]]] = {  # the script, the same one in FP
         script(),
         ["torch.autocast bfloat16"],
     ),
-    "bfloat16()": (script("model.bfloat16()", LOW), script("", WIDE), ["Sequential.bfloat16()"]),
-    "half()": (script("model = model.half().bfloat16()", LOW), script("", WIDE), ["Sequential.half()"]),
+    "bfloat16()": (script("model.bfloat16()", LOW), script("", WIDE), ["Sequential in bfloat16"]),
+    "half()": (script("model = model.half().bfloat16()", LOW), script("", WIDE), ["Sequential in float16"]),
     "to(dtype)": (
         script("model = model.to('cpu', torch.bfloat16).to(dtype=torch.bfloat16, non_blocking=True)", LOW),
         script("", WIDE),
-        ["Sequential.to(torch.bfloat16)"],
+        ["Sequential in bfloat16"],
     ),
     "to(tensor)": (
         script("model = model.to(torch.ones(1).bfloat16())", LOW),
         script("", WIDE),
-        ["Sequential.to(torch.bfloat16)"],
+        ["Sequential in bfloat16"],
     ),
     "set_default_dtype": (
         "import torch\ntorch.set_default_dtype(torch.bfloat16)\n" + script(),
@@ -84,7 +84,7 @@ OFF: dict[str, tuple[str, str, list[str]]] = {  # the script, the same one in FP
     "dtype= of a layer": (
         script("model[0] = torch.nn.Linear(64, 64, dtype=torch.bfloat16)", WIDE),
         script("model[0] = torch.nn.Linear(64, 64, dtype=torch.bfloat16).float()", WIDE),
-        ["Sequential in bf16"],
+        ["Sequential in bfloat16"],
     ),
 }
 
@@ -288,6 +288,20 @@ def test_a_checkpoint_with_masters_loads_in_plain_pytorch_and_continues_to_the_b
     exec(resumed, plain)
     assert plain["model"][0].weight.dtype is torch.bfloat16
     assert type(plain["optimizer"]) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize(
+    ("convert", "factor", "policy"),
+    [("bfloat16", "1e30", "bf16,masters=split,loss_scale=1"), ("half", "2e4", "fp16,loss_scale=1")],
+)
+def test_a_run_with_masters_that_ends_in_nan_names_a_command_that_finds_it(
+    launch: Any, convert: str, factor: str, policy: str
+) -> None:
+    source = script(f"model.{convert}()", LOW.replace("x.bfloat16()", f"x.{convert}() * {factor}"), steps=2)
+    ran = launch(source, policy="fp32", own="record", masters="split")
+    assert f"mezzo run --own off --precision {policy} " in ran.notes
+    again = launch(source, policy=policy, own="off")
+    assert any(record.finding.op for record in again.of("overflow"))
 
 
 def test_masters_without_16_bit_weights_change_nothing(launch: Any) -> None:

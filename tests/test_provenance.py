@@ -28,6 +28,8 @@ from mezzo.core.records import OverflowRecord, RecordWriter, read
 from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
 from ranks import two_ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
+
 LOW = 2.0**6  # a loss scale that nothing here overflows by itself
 
 

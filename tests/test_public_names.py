@@ -22,6 +22,8 @@ from mezzo.core.version import TORCH_TESTED, untested_torch
 from mezzo.pytorch.batch_size import Trial
 from mezzo.pytorch.training.result import StepResult
 
+pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
+
 PUBLIC = {
     *("DynamicLossScale", "GradScaler", "MixedPrecision", "Policy", "StaticLossScale", "TensorBoardWriter"),
     *("autocast", "calibrate", "explain", "find_batch_size", "formats", "keep_memory", "keras"),

@@ -20,6 +20,8 @@ from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.monitor.module_paths import parameter_paths, paths
 from mezzo.pytorch.monitor.ranges import RangeWatch
 
+pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
+
 
 def histogram(*tensors: Tensor, scale: float = 1.0) -> Histogram:
     """Of all elements of some tensors together, divided by a power of two."""

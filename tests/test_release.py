@@ -27,6 +27,8 @@ from training_steps import (  # noqa: F401
     who_decides,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
+
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp32": ("bf16", {}),
     "split": ("bf16", {"masters": "split"}),

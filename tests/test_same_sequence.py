@@ -18,6 +18,8 @@ from mezzo.core.loss_scale import DynamicLossScale, Observation
 from scale_cases import TABLE
 from training_steps import nobody_owns_anything, who_decides  # noqa: F401
 
+pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
+
 
 @pytest.mark.parametrize(("settings", "events"), [row[:2] for row in TABLE if row[1]], ids=str)
 @pytest.mark.parametrize("make", ["GradScaler", "MixedPrecision"])

@@ -32,6 +32,8 @@ from training_steps import (  # noqa: F401
     who_decides,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
+
 
 def from_zero(size: int, optimizer: Any, precision: str, **arguments: Any) -> tuple[Any, nn.Parameter]:
     """A training of a (1, size) weight of zeros, from which each step subtracts the gradient."""

@@ -32,6 +32,8 @@ from training_steps import (  # noqa: F401
     who_decides,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
+
 Make = Callable[[Any], torch.optim.Optimizer]
 BF16 = torch.bfloat16
 

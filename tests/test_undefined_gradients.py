@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import mezzo
 from run_scripts import Ran, launcher
 
+pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
+
 PARTS = """
 import json, torch
 from torch import nn

@@ -23,7 +23,6 @@ from mezzo.core.policy_text import matches
 from mezzo.core.version import library
 from mezzo.pytorch.autocast.context import Context, autocast
 from mezzo.pytorch.autocast.modules import (
-    ModuleOverrides,
     apply_module_overrides,
     fitting,
     no_such_module,
@@ -92,11 +91,8 @@ def attach(
             distributed training; an invalid policy.
         CallOrderError: something was prepared before.
     """
-    options: dict[str, Any] = dict(
-        params=params, masters=masters, state=state, loss_scale=loss_scale, trace=trace
-    )
-    written = 'mezzo.accelerate.attach(accelerator, "{}")'
-    return attached(accelerator, Precision(accelerator, policy, written, **options))
+    given = dict(locals())
+    return attached(accelerator, Precision(written='mezzo.accelerate.attach(accelerator, "{}")', **given))
 
 
 def attached(accelerator: Any, precision: Precision, *, late: bool = False) -> Any:
@@ -115,10 +111,7 @@ def attached(accelerator: Any, precision: Precision, *, late: bool = False) -> A
 
 
 class Precision(TrainerStep):
-    """The precision of an attached accelerator: its `policy`, and its `scaler`, None without a loss scale.
-
-    `skipped_steps` counts them, and `findings` has the last hundred reports on them.
-    """
+    """The precision of an attached accelerator."""
 
     def __init__(
         self,
@@ -137,8 +130,7 @@ class Precision(TrainerStep):
         self._gradients = Gradients(fp32=True)
         finalize(self, self._gradients.undo).atexit = False
         self._paths: set[str] = set()  # of the modules of all models
-        self._observers = self.tracers(self.context, self.device_type)
-        self.observing = Observers([], self._observers)
+        self.observing = Observers([], self.tracers(self.context, self.device_type))
 
     def __repr__(self) -> str:
         scaled = f", loss_scale={self.loss_scale:g}, {self.skipped_steps} skipped"
@@ -160,20 +152,18 @@ class Precision(TrainerStep):
             if not any(matches(pattern, path) for path in self._paths):
                 raise no_such_module(pattern, sorted(self._paths), "the prepared models")
         for model in models:
-            forward = model.__dict__.get("forward")
-            if isinstance(forward, _Forward) and forward.owner is not self:
-                forward.remove()  # of another accelerator
-            if not isinstance(model.__dict__.get("forward"), _Forward):
-                model.forward = _Forward(self, model, with_heads(fitting(self.policy, model), model))
+            before = vars(model).get("forward")
+            if isinstance(before, _Forward):
+                before.remove()  # perhaps another accelerator's
+            model.forward = _Forward(model, with_heads(fitting(self.policy, model), model), self.device_type)
             if stores:
                 self.lower(model)
 
     def observe(self, model: nn.Module) -> None:
         """Report the calls of a model, as it is called: perhaps compiled, or wrapped for data parallelism."""
-        forward = unwrapped(model).__dict__["forward"]
-        if self.scaler is not None and forward.hook is None:
-            forward.hook = model.register_forward_pre_hook(self.called)
-            forward.observers = Observers(model, self._observers)
+        handles = vars(unwrapped(model))["forward"].handles
+        if self.scaler is not None and not handles:
+            handles += [model.register_forward_pre_hook(self.called), *self.observing.watch(model)]
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Give an optimizer the masters and the state formats of the policy."""
@@ -198,9 +188,8 @@ class Precision(TrainerStep):
             optimizer.step(*closure)
             return False
         self.scaler.step(optimizer, *closure)
-        skipped = self.scaler.was_skipped(optimizer)
-        self.explain(optimizer, skipped)
-        self.ended(optimizer, skipped, self._accelerator._optimizers)
+        self.explain(optimizer, self.scaler.was_skipped(optimizer))
+        skipped = self.ended(optimizer, self._accelerator._optimizers)
         self.update()
         return skipped
 
@@ -208,15 +197,11 @@ class Precision(TrainerStep):
 class _Forward:
     """A model's `forward` inside the policy's context; an attribute of the model, so that copies of it have it too."""
 
-    def __init__(self, owner: Precision, model: nn.Module, policy: Policy) -> None:
-        self.owner: Precision | None = owner
-        self.hook: Any = None
-        self.observers: Observers | None = None
-        self._model, self._policy, self._device_type = model, policy, owner.device_type
-        self._overrides: ModuleOverrides | None = None
-        if policy.modules:
-            self._overrides = apply_module_overrides(model, policy, owner.device_type)
-        self._before = model.__dict__.get("forward")
+    def __init__(self, model: nn.Module, policy: Policy, device_type: str) -> None:
+        self._model, self._policy, self._device_type = model, policy, device_type
+        self._overrides = apply_module_overrides(model, policy, device_type)
+        self._before = vars(model).get("forward")
+        self.handles: list[Any] = []  # of hooks on the model as it is called
 
     @property
     def __wrapped__(self) -> Any:  # for inspect.signature
@@ -228,18 +213,16 @@ class _Forward:
         return to_fp32(out)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"owner": None, "hook": None, "observers": None}
+        return vars(self) | {"handles": []}
 
     def remove(self) -> None:
-        """Take it off the model, with the policy's overrides and the observers."""
-        if self.hook is not None and self.observers is not None:
-            self.hook.remove()
-            self.observers.undo()
+        """Take it off the model, with the policy's overrides and the hooks."""
+        for handle in self.handles:
+            handle.remove()
         del self._model.forward
         if self._before is not None:
             self._model.forward = self._before
-        if self._overrides is not None:
-            self._overrides.remove()
+        self._overrides.remove()
 
 
 class _Attached(_library.Accelerator):  # type: ignore[misc, name-defined]

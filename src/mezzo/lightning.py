@@ -10,9 +10,8 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -40,16 +39,12 @@ from mezzo.pytorch.training.resolved_precision import ResolvedPrecision
 
 OLDEST = "2.6.4"  # 2.6.2 and 2.6.3 were compromised
 
-# Package -> its base class. The last one has Fabric alone.
-_TREES = {
-    "lightning": "lightning.pytorch.plugins.precision.MixedPrecision",
-    "pytorch_lightning": "pytorch_lightning.plugins.precision.MixedPrecision",
-    "lightning_fabric": "lightning_fabric.plugins.precision.Precision",
-}
+# What an import of Lightning imports -> the package of its Trainer.
+_TREES = {"lightning": "lightning.pytorch", "lightning_fabric": "pytorch_lightning"}
 _NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 
-# Scheduler -> its optimizer's steps since its own last step: how many were skipped (True) and taken (False).
-_SINCE: WeakKeyDictionary[Any, Counter[bool]] = WeakKeyDictionary()
+# Scheduler -> whether its optimizer has only skipped steps since the scheduler's last one.
+_ONLY_SKIPPED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 @checks_keywords
@@ -79,22 +74,19 @@ def precision(
         UsageError: no Lightning, or one before 2.6.4; an argument that is out of range.
         UnknownNameError: an unknown precision, keyword argument or format.
     """
-    arguments: dict[str, Any] = dict(policy=policy, loss_scale=loss_scale, params=params, masters=masters)
-    arguments |= dict(state=state, trace=trace)
-    trees = [tree for tree in _TREES if tree in sys.modules]
-    trees = trees or [tree for tree in _TREES if importlib.util.find_spec(tree) is not None][:1]
-    for tree in trees or ["lightning"]:
-        library(tree, OLDEST, "lightning")
-    if "pytorch_lightning" in trees:  # which imports the other one
-        trees = [tree for tree in trees if tree != "lightning_fabric"]
+    arguments: dict[str, Any] = dict(locals())
+    imported = [name for name in _TREES if name in sys.modules]
+    installed = [name for name in _TREES if importlib.util.find_spec(name) is not None]
+    trees = [_TREES[name] for name in imported or installed[:1] or ["lightning"]]
+    for tree in trees:
+        library(tree.partition(".")[0], OLDEST, "lightning")
     return _class_for(*trees)(arguments)
 
 
 @cache
 def _class_for(*trees: str) -> Any:
     """The plugin's class for these packages; its name, which is that of Lightning's own, is its key in checkpoints."""
-    homes = [_TREES[tree].rpartition(".") for tree in trees]
-    bases = [getattr(importlib.import_module(module), name) for module, _, name in homes]
+    bases = [importlib.import_module(f"{tree}.plugins.precision").MixedPrecision for tree in trees]
     return type("MixedPrecision", (_Plugin, *bases), {"__module__": __name__})
 
 
@@ -113,18 +105,11 @@ class _Plugin(TrainerStep):
         self._base = self._precision("fabric.plugins")
         self._models: list[nn.Module] = []
         self._resolved: list[ResolvedPrecision] = []
+        self._handles: list[Any] = []
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._schedulers: list[Any] = []
         self._gradients = Gradients()
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        self._handles: list[Any] = []
-        self.networks = Networks()
-        self.observing = Observers([], [])
-        self._in_closure = False  # which an optimizer runs as often as it likes
-        self._before: BufferSnapshot | None = None  # its last evaluation
-        self._checked = False  # whether a step has ended since the last update of the scale
+        self._before: BufferSnapshot | None = None  # an optimizer's last evaluation of its closure
 
     def _precision(self, ending: str) -> Any:
         """Lightning's base class whose module's package ends so: of the Trainer, or of Fabric."""
@@ -161,10 +146,9 @@ class _Plugin(TrainerStep):
                 f"Trainer: Trainer(plugins=[{self!r}])."
             )
         self._trainer = trainer
-        tree = next(t for t in _TREES if t in sys.modules and isinstance(trainer, sys.modules[t].Trainer))
-        self._base = self._precision(
-            "lightning.pytorch.plugins" if tree == "lightning" else f"{tree}.plugins"
-        )
+        loaded = (tree for tree in _TREES.values() if tree in sys.modules)
+        tree = next(tree for tree in loaded if isinstance(trainer, sys.modules[tree].Trainer))
+        self._base = self._precision(f"{tree}.plugins")
         self._models = [root]
         self._optimizers.clear()
         in_ddp = model is not root
@@ -173,9 +157,11 @@ class _Plugin(TrainerStep):
         for optimizer in optimizers:
             self._adopt(optimizer)
             self._gradients.cover(optimizer)
-        self._schedulers = [config.scheduler for config in lr_schedulers]
-        for scheduler in self._schedulers if self.scaler is not None else ():
-            _hold(scheduler)
+        self._schedulers = [] if self.scaler is None else [config.scheduler for config in lr_schedulers]
+        for scheduler in self._schedulers:
+            if not isinstance(scheduler, _Held):  # an attribute would be in its `state_dict`
+                kind: Any = type(scheduler)
+                scheduler.__class__ = class_of(_Held, kind)
         self._prepare(model)
         return model, optimizers, lr_schedulers
 
@@ -191,7 +177,8 @@ class _Plugin(TrainerStep):
         single = len(self._models) == 1
         for model in self._models:
             policy = self.policy if single else fitting(self.policy, model)
-            self._resolved.append(ResolvedPrecision(model, policy, _device_type(model), None, ""))
+            device_type = next(model.parameters()).device.type
+            self._resolved.append(ResolvedPrecision(model, policy, device_type, None, ""))
         if self.scaler is None:
             return
         root = self._models[0]
@@ -200,38 +187,35 @@ class _Plugin(TrainerStep):
             self._handles = [part.register_forward_pre_hook(self.called) for part in called]
         # In DDP the root's call is the whole `training_step`, which can't be called again by itself.
         outermost = [root, *called] if wrapped is root else called
-        observers = self.tracers(self._resolved[0].context, _device_type(root), wrapped or root)
+        first = self._resolved[0]
+        observers = self.tracers(first.context, first.device.type, wrapped or root)
         self.observing = Observers(outermost, observers)
 
     def _release(self) -> None:
         for resolved in self._resolved:
             resolved.end()
-        self._resolved.clear()
         for handle in self._handles:
             handle.remove()
         self.observing.undo()
-        self._begin_anew()
+        self._resolved, self._handles = [], []
+        self.networks, self.observing = Networks(), Observers([], [])
 
     def teardown(self) -> None:
         """The Trainer's call is over: take hooks and overrides off the model."""
         self._release()
         self._gradients.undo()
 
-    def forward_context(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
         """The autocast context; inputs and outputs are not cast."""
-        if not self._models:
-            return autocast(self.policy)  # Fabric's own `autocast()`, before `setup`
-        if not self._resolved:
+        if self._models and not self._resolved:
             self._prepare()
-        context, watches = self._resolved[0].context(), self.observing.watches_live
-        return self._live(context) if watches and torch.is_grad_enabled() else context
+        # Without models: Fabric's own `autocast()`, before `setup`.
+        context = self._resolved[0].context() if self._models else autocast(self.policy)
+        with context, self.observing.live() if torch.is_grad_enabled() else nullcontext():
+            yield
 
     autocast_context_manager = forward_context
-
-    @contextmanager
-    def _live(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        with context, self.observing.live():
-            yield
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
@@ -239,8 +223,6 @@ class _Plugin(TrainerStep):
         module = self._trainer.lightning_module
         if self.scaler is not None and len(self._optimizers) == 1:
             self.called(module)
-            if self._in_closure:
-                self._before = self.networks.of(module).copied()
         with self.forward_context():
             yield
         if not module.automatic_optimization:
@@ -277,16 +259,15 @@ class _Plugin(TrainerStep):
 
             def evaluate() -> Any:
                 self.observing.step_dropped()  # only the last evaluation is explained
+                if self._trainer is not None and len(self._optimizers) == 1:
+                    self.called(self._trainer.lightning_module)
+                    self._before = self.networks.of(self._trainer.lightning_module).copied()
                 results[:] = [closure()]
                 return results[0]
 
-            self._in_closure = True
-            try:
-                scaler.step(optimizer, evaluate, **kwargs)
-            finally:
-                self._in_closure, self._before = False, None
+            scaler.step(optimizer, evaluate, **kwargs)
             self.observing.step_dropped()
-            self._ended(optimizer, scaler.was_skipped(optimizer))
+            self._ended(optimizer)
             return results[0]
         calls = scaler._scale_calls
         result = None if closure is None else closure()
@@ -296,9 +277,8 @@ class _Plugin(TrainerStep):
         if model is not None:
             self._after_closure(model, optimizer)
         scaler.step(optimizer, **kwargs)
-        skipped = scaler.was_skipped(optimizer)
-        self._explain(optimizer, skipped)
-        self._ended(optimizer, skipped)
+        self._explain(optimizer, scaler.was_skipped(optimizer))
+        self._ended(optimizer)
         return result
 
     def _closure_ran(self, optimizer: Optimizer, finite: bool) -> None:
@@ -316,23 +296,18 @@ class _Plugin(TrainerStep):
             told = f"{finding.sentence}.{finding.advice}"
             warnings.warn(f"overflow in optimizer step {self.steps}: {told}", stacklevel=3)
 
-    def _ended(self, optimizer: Optimizer, skipped: bool) -> None:
+    def _ended(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped, or its step was skipped."""
-        self.ended(optimizer, skipped, list(self._optimizers))
+        skipped = self.ended(optimizer, list(self._optimizers))
         for scheduler in self._schedulers:
-            if getattr(scheduler, "optimizer", optimizer) is optimizer and scheduler in _SINCE:
-                _SINCE[scheduler][skipped] += 1
-        self._checked = True
+            if getattr(scheduler, "optimizer", optimizer) is optimizer:
+                _ONLY_SKIPPED[scheduler] = skipped and _ONLY_SKIPPED.get(scheduler, True)
         if self._trainer is None or self._trainer.lightning_module.automatic_optimization:
             self._end_batch()
 
     def _end_batch(self) -> None:
         """The next loss scale, once for all optimizers that have stepped."""
-        if self.scaler is None or not self._checked:
-            return
-        self._checked = False
-        self.update()
-        if self._trainer is not None:
+        if self.update() and self._trainer is not None and self.scaler is not None:
             log = partial(self._trainer.lightning_module.log, on_step=True, on_epoch=False, batch_size=1)
             log("loss_scale", self.scaler._scale)
             log("skipped_steps", self.skipped_steps)
@@ -387,19 +362,8 @@ class _Held:
     """The first base class of a scheduler that does not step if its optimizer has only skipped since the last time."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        since = _SINCE.setdefault(self, Counter())
-        held = since[True] > 0 and since[False] == 0
-        since.clear()
-        if not held:
+        if not _ONLY_SKIPPED.pop(self, False):
             super().step(*args, **kwargs)  # type: ignore[misc]
-
-
-def _hold(scheduler: Any) -> None:
-    """Its class changes, because an attribute would be in its `state_dict`."""
-    _SINCE[scheduler] = Counter()
-    if not isinstance(scheduler, _Held):
-        kind: Any = type(scheduler)
-        scheduler.__class__ = class_of(_Held, kind)
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
@@ -414,8 +378,3 @@ def _parts(model: nn.Module) -> Iterator[nn.Module]:
 def _unwrapped(optimizer: Any) -> Any:
     """The user's optimizer in a LightningOptimizer or a _FabricOptimizer, which only looks like it."""
     return optimizer.optimizer if hasattr(optimizer, "_strategy") else optimizer
-
-
-def _device_type(model: nn.Module) -> str:
-    first = next(model.parameters(), None)
-    return "cpu" if first is None else first.device.type

@@ -69,12 +69,9 @@ def use(
             the Trainer clips; an invalid policy.
         CallOrderError: training has begun.
     """
+    given = {name: value for name, value in locals().items() if name != "trainer"}
     if not isinstance(trainer, _library.Trainer):
         raise UsageError(f"{_WHERE}: received {type(trainer).__name__}. Pass a transformers.Trainer.")
-    if isinstance(trainer, _InUse):
-        raise UsageError(
-            f"{_WHERE}: this trainer was given before, with '{trainer.accelerator.mezzo.policy}'. Call it once."
-        )
     arguments, kind = trainer.args, type(trainer.args).__name__
     for name in _SETTINGS:
         if getattr(arguments, name, False):
@@ -89,11 +86,7 @@ def use(
         )
     if trainer.accelerator._optimizers:
         raise CallOrderError(f"{_WHERE}: training has begun. Call it before trainer.train().")
-    written = f'{_WHERE}(trainer, "{{}}")'
-    options: dict[str, Any] = dict(
-        params=params, masters=masters, state=state, loss_scale=loss_scale, trace=trace
-    )
-    make: Any = partial(Precision, policy=policy, written=written, **options)
+    make: Any = partial(Precision, written=f'{_WHERE}(trainer, "{{}}")', **given)
     precision: Precision = make(trainer.accelerator)
     if precision.policy.params == "fp16" or any(
         param.dtype is torch.float16 and param.requires_grad for param in trainer.model.parameters()

@@ -6,24 +6,33 @@ Examples:
   mezzo doctor --gpu A100           the datasheet of a GPU, which need not be in this machine
   mezzo doctor --gpu 8.6            any GPU with this compute capability
   mezzo doctor --json               the same as JSON
+  mezzo doctor train.py             where a script makes 16-bit weights, or mixed precision; it is read, not run
+
+Exit status: 0; 1 if the script makes 16-bit weights without masters; 2 wrong usage.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from mezzo.doctor.gpus import GpuModel, Recommendation, architecture, find, formats_at, from_capability
+from mezzo.doctor.script import NEXT, WEIGHTS, findings
+from mezzo.runner.script import locate
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this verb's arguments."""
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("script", nargs="?", metavar="SCRIPT", help="a script to read, instead of the machine")
+    which.add_argument(
         "--gpu", metavar="NAME", help="a GPU by name or compute capability: A100, 'RTX 3060', 8.6"
     )
     parser.add_argument("--capability", dest="gpu", help=argparse.SUPPRESS)  # of 0.1.0
@@ -32,7 +41,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Report on this machine, or on a GPU that is named."""
+    """Report on this machine, on a GPU that is named, or on a script."""
+    if arguments.script is not None:
+        return _read(arguments.script, arguments.json)
     if arguments.gpu is not None:
         models = find(arguments.gpu)
         found = from_capability(models[0].capability)
@@ -52,6 +63,20 @@ def run(arguments: argparse.Namespace) -> int:
         candidates = "bf16,fp16" if found.precision == "fp32" else found.precision
         print(f"\nTry it: mezzo compare --precision {candidates} train.py")
     return 0
+
+
+def _read(script: str, as_json: bool) -> int:
+    """What the script makes by its text, and the commands that measure or change it."""
+    found = findings(Path(locate(script, is_module=False).file).read_text(errors="replace"), script)
+    kinds = dict.fromkeys(kind for _, kind, _ in found)
+    commands = [f"mezzo {words} {shlex.quote(script)}" for kind in kinds for words in NEXT[kind]]
+    if as_json:
+        rows = [dict(zip(("line", "kind", "code"), one)) for one in found]
+        print(json.dumps({"schema": 1, "findings": rows, "commands": commands}, indent=2))
+    else:
+        lines = [f"{script}:{line}: {kind}: {code}" for line, kind, code in found]
+        print(*lines or [f"{script}: none found"], *(f"Next: {one}" for one in commands), sep="\n")
+    return int(WEIGHTS in kinds)
 
 
 def _measured(quick: bool) -> tuple[dict[str, Any], Recommendation]:

@@ -7,8 +7,8 @@ these points. Together they do what `MixedPrecision.step` does, with the numbers
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backw
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from mezzo.core.errors import LossScaleCollapseError, UsageError
+from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.loss_scale import LossScale, NoLossScale
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.policy import policy as policy_of
@@ -55,10 +55,9 @@ class TrainerStep:
     ) -> None:
         """Check the arguments, which are `MixedPrecision`'s. `written`: the user's call, with {} for the policy."""
         self.where = written.partition("(")[0]
-        with self._errors_name_where():
-            asked, _ = cast_parameters.stored(policy_of(policy), params, masters, state, device_type)
-            self.policy, _ = auto.resolve(asked, device_type)
-            pure = as_loss_scale(loss_scale, self.where) or self.policy.make_loss_scale()
+        asked, _ = cast_parameters.stored(policy_of(policy), params, masters, state, device_type, self.where)
+        self.policy, _ = auto.resolve(asked, device_type)
+        pure = as_loss_scale(loss_scale, self.where) or self.policy.make_loss_scale()
         self.scaler = None if isinstance(pure, NoLossScale) else GradScaler.of(pure)
         self.skipped_steps = 0
         self.findings: deque[OverflowReport] = deque(maxlen=100)
@@ -66,14 +65,6 @@ class TrainerStep:
         self.observing = Observers([], [])
         self.steps = 0
         self._trace, self._written = trace, written
-
-    @contextmanager
-    def _errors_name_where(self) -> Iterator[None]:
-        try:
-            yield
-        except UsageError as error:
-            error.args = (str(error).replace("MixedPrecision:", f"{self.where}:", 1),)
-            raise
 
     def lower(self, model: nn.Module) -> None:
         """Store a model's weights as the policy says, in place."""
@@ -84,10 +75,9 @@ class TrainerStep:
         """Give an optimizer the masters and states of the policy; False if it trains none of these models."""
         mine = {id(param) for param in parameters(optimizer)}
         owner = next((one for one in models if not mine.isdisjoint(map(id, one.parameters()))), None)
-        with self._errors_name_where():
-            policy, _ = cast_parameters.chosen(self.policy, None, None, None, "", optimizer)
-            if owner is not None:
-                cast_parameters.apply(owner, optimizer, fitting(policy, owner))
+        policy, _ = cast_parameters.with_stored_format(self.policy, "", optimizer, self.where)
+        if owner is not None:
+            cast_parameters.apply(owner, optimizer, fitting(policy, owner), where=self.where)
         return owner is not None
 
     def tracers(
@@ -150,26 +140,31 @@ class TrainerStep:
             self.findings.append(finding)
         return finding
 
-    def ended(self, optimizer: Optimizer, skipped: bool, every: Sequence[Optimizer]) -> None:
-        """One optimizer of `every` has stepped, or was skipped: then buffers get their values of before."""
+    def ended(self, optimizer: Optimizer, every: Sequence[Optimizer]) -> bool:
+        """One optimizer of `every` has stepped, or was skipped: then buffers get their values of before, and True."""
 
         def owned() -> set[int]:
             return {id(param) for each in every for param in parameters(each)}
 
+        skipped = self.scaler is not None and self.scaler.was_skipped(optimizer)
         self.steps += 1
         self.skipped_steps += skipped
         self.networks.step_ended(parameters(optimizer), skipped, owned, alone=len(every) == 1)
+        return skipped
 
-    def update(self) -> None:
-        """The next loss scale, after the steps of one or several optimizers."""
+    def update(self) -> bool:
+        """The next loss scale, after the steps of one or several optimizers; False if there were none."""
         scaler = self.scaler
         if scaler is None:
-            return
+            return False
         # Gradients of other optimizers that are unscaled and wait for their step must not be unscaled again.
         states = scaler._per_optimizer_states
         waiting = {key: states.pop(key) for key in list(states) if states[key]["stage"] is OptState.UNSCALED}
+        stepped = bool(states)
         try:
-            scaler.update()
+            if stepped:
+                scaler.update()
         except LossScaleCollapseError as collapse:
             raise collapse.named(self.findings[-1]) if self.findings else collapse from None
         states.update(waiting)
+        return stepped

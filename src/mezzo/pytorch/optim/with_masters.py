@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
 from mezzo.pytorch.optim import checks
-from mezzo.pytorch.optim.adopt import class_of, empty
+from mezzo.pytorch.optim.adopt import adopt, class_of, empty
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import MASTER, masters_in, without_master
 from mezzo.pytorch.weights.stored_parameters import LOWERED, pieces, take_master
@@ -57,6 +57,21 @@ def with_masters(optimizer: Any) -> WithMasters:
             made.state[param] = {key: _widened(value) for key, value in entry.items()}
         made._ensure_master(param)
     return made
+
+
+def put_masters(optimizer: Any, masters: str, state: str = "fp32", *, separate: bool = True) -> str:
+    """Adopt an optimizer, or else put separate FP32 masters under it, if `separate`; the kind that it has now.
+
+    Raises UsageError if it can't be adopted and may not have separate masters, or can't have these either.
+    """
+    try:
+        adopt(optimizer, masters=masters, state=state)
+    except UsageError:
+        if not separate:
+            raise
+        with_masters(optimizer)
+        return "separate FP32"
+    return masters
 
 
 class WithMasters(Optimizer):

@@ -33,8 +33,7 @@ from mezzo.pytorch.autocast.modules import (
 from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
-from mezzo.pytorch.run.own_precision import trains
-from mezzo.pytorch.run.own_weights import widen
+from mezzo.pytorch.run.own_weights import trains, widen
 from mezzo.pytorch.run.weights import Storage, nudge
 
 if TYPE_CHECKING:

@@ -26,59 +26,67 @@ SEARCHES = {"calibrate": "mezzo.pytorch.calibrate", "find_batch_size": "mezzo.py
 _TRANSPARENT = frozenset({"decorate_autocast", "watched", "scale", "<genexpr>", "apply_scale"})
 
 
+def _always(*_: Any) -> bool:
+    return True
+
+
+def _is_enabled(scaler: Any) -> bool:
+    return bool(scaler.is_enabled())
+
+
+# Module, what is called in it, its name for the user (default: the module's), whether a call of an object is a use.
+_USES: tuple[tuple[str, str, str, Callable[..., bool]], ...] = (
+    ("torch", "amp.autocast.__enter__", "torch.autocast", lambda this: bool(this._enabled)),
+    ("torch", "amp.GradScaler.scale", "GradScaler", _is_enabled),
+    ("deepspeed", "initialize", "", _always),
+    ("apex.amp", "initialize", "", _always),
+    ("mezzo.lightning", "precision", "mezzo.lightning.precision", _always),
+    ("mezzo.transformers", "use", "", _always),
+    ("mezzo.accelerate", "attach", "", _always),
+    ("mezzo.accelerate", "Accelerator.__init__", "", _always),
+    ("mezzo.pytorch.grad_scaler", "GradScaler.scale", "mezzo.GradScaler", _is_enabled),
+    ("mezzo.pytorch.training.mixed_precision", "MixedPrecision.__init__", "mezzo.MixedPrecision", _always),
+)
+
+
 def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     """Notice the first use of PyTorch's mixed precision, of another library's, or of Mezzo's."""
 
-    def at(owner: Any, name: str, what: str, is_used: Callable[..., bool] = lambda *args: True) -> None:
-        patches.set(owner, name, _noticed(session, getattr(owner, name), what, is_used))
+    def noticed(path: str, what: str, is_used: Callable[..., bool], module: Any) -> None:
+        *owners, name = path.split(".")
+        owner = functools.reduce(getattr, owners, module)
+        seen = _noticed(session, getattr(owner, name), what or module.__name__, is_used)
+        patches.set(owner, name, seen)
 
-    def is_enabled(scaler: Any) -> bool:
-        return bool(scaler.is_enabled())
-
-    def ends(*args: Any) -> bool:
-        if not session.journal.updates:
-            session.journal.stop_after(0)
+    def fit(*args: Any) -> bool:
+        if session.request.stop_after is not None or session.request.seed_offset is not None:
+            if not session.journal.updates:
+                session.journal.stop_after(0)
+        elif "mezzo.keras" not in sys.modules:
+            for line in for_keras(session):
+                session.journal.note(line)
         return False
 
-    def told(*args: Any) -> bool:
-        for line in () if "mezzo.keras" in sys.modules else for_keras(session):
-            session.journal.note(line)
-        return False
-
-    def torch_imported(torch: Any) -> None:
+    def torch_imported(_: Any) -> None:
         import mezzo
 
-        at(torch.amp.autocast, "__enter__", "torch.autocast", lambda this: bool(this._enabled))
-        at(torch.amp.GradScaler, "scale", "GradScaler", is_enabled)
         autocast = importlib.import_module("mezzo.pytorch.autocast.context").autocast
         patches.set(mezzo, "autocast", _autocast(session, autocast))
         for name, home in SEARCHES.items():
             patches.set(mezzo, name, _noticed(session, _imported(home, name), f"mezzo.{name}"))
 
-    scaler, precision = "mezzo.pytorch.grad_scaler", "mezzo.pytorch.training.mixed_precision"
-    imports.when("mezzo.lightning", lambda module: at(module, "precision", "mezzo.lightning.precision"))
+    def keras_imported(keras: Any) -> None:
+        if hasattr(keras, "Model"):
+            noticed("Model.fit", "fit", fit, keras)
+
+    for name, path, what, is_used in _USES:
+        imports.when(name, functools.partial(noticed, path, what, is_used))
     imports.when("torch", torch_imported)
-    imports.when("mezzo.transformers", lambda module: at(module, "use", "mezzo.transformers"))
-    imports.when("mezzo.accelerate", lambda module: at(module, "attach", "mezzo.accelerate"))
-    imports.when("mezzo.accelerate", lambda module: at(module.Accelerator, "__init__", "mezzo.accelerate"))
-    imports.when(scaler, lambda module: at(module.GradScaler, "scale", "mezzo.GradScaler", is_enabled))
-    imports.when(precision, lambda module: at(module.MixedPrecision, "__init__", "mezzo.MixedPrecision"))
-    imports.when(
-        "mezzo.amp", lambda module: patches.set(module, "autocast", _autocast(session, module.autocast))
-    )
-    for library in ("deepspeed", "apex.amp"):
-        imports.when(library, lambda module: at(module, "initialize", module.__name__))
-    if session.request.stop_after is not None or session.request.seed_offset is not None:
-        imports.when("keras", lambda module: at(module.Model, "fit", "fit", ends))
-    else:
-        imports.when(
-            "keras", lambda module: at(module.Model, "fit", "fit", told) if hasattr(module, "Model") else None
-        )
+    imports.when("mezzo.amp", lambda amp: patches.set(amp, "autocast", _autocast(session, amp.autocast)))
+    imports.when("keras", keras_imported)
 
 
-def _noticed(
-    session: Session, original: Any, name: str, is_used: Callable[..., bool] = lambda *args: True
-) -> Any:
+def _noticed(session: Session, original: Any, name: str, is_used: Callable[..., bool] = _always) -> Any:
     """This function, after whose first call with an object that `is_used` the script is left alone."""
 
     seen = False

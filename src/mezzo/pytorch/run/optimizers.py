@@ -145,11 +145,8 @@ class Steps:
                 # `optimizer.step` from before the optimizer was adopted (as in `torch.compile(optimizer.step)`):
                 # torch's own step would move 16-bit weights without their masters.
                 return optimizer.step(*args, **kwargs)
-            if self._session.request.masters:
-                kind = type(optimizer)
-                self.masters.supply(optimizer)
-                if type(optimizer) is not kind:
-                    return optimizer.step(*args, **kwargs)
+            if self._session.request.masters and self.masters.supply(optimizer):
+                return optimizer.step(*args, **kwargs)
             self._inside.add(id(optimizer))
             try:
                 return self._step(step, optimizer, args, kwargs)

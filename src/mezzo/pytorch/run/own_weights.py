@@ -7,6 +7,7 @@ updates are lost at each step, however many there are. Masters keep them.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,17 +19,16 @@ from mezzo.core.errors import UsageError
 from mezzo.core.records import SWITCHED_OFF
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.kernels.not_traced import not_traced
-from mezzo.pytorch.optim.adopt import adopt
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
+from mezzo.pytorch.optim.with_masters import WithMasters, put_masters
 from mezzo.pytorch.run.weights import SHARDED
+from mezzo.pytorch.weights.stored_parameters import LOWERED
 
 if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
 
 STEPS = 5  # of each optimizer are measured
 _SAMPLE = 65_536  # elements of each weight
-_LOWERED = (torch.bfloat16, torch.float16)
 
 
 def lowered(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -36,25 +36,28 @@ def lowered(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
     if not isinstance(optimizer, (FusedOptimizer, WithMasters)):
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if param.dtype in _LOWERED and param.requires_grad:
+                if param.dtype in LOWERED and param.requires_grad:
                     yield group, param
+
+
+def trains(module: nn.Module) -> bool:
+    """Whether a module has parameters to train: `--own off` lets a frozen one keep its format."""
+    return any(p.requires_grad and p.is_floating_point() for p in module.parameters())
 
 
 def widen(session: Session, module: nn.Module, name: str) -> None:
     """Make 16-bit parameters and buffers FP32, in place, where `--own off` found no setting to switch off."""
-    if any(kind.__name__ in SHARDED for part in module.modules() for kind in type(part).__mro__):
+    low = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.dtype in LOWERED]
+    if low and any(kind.__name__ in SHARDED for part in module.modules() for kind in type(part).__mro__):
         session.fatal = error = UsageError(
             f"--own off: {name} has 16-bit parameters and is wrapped for data parallelism. Make its parameters FP32 "
             "before it is wrapped."
         )
         raise error
-    dtypes = set()
-    for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.dtype in _LOWERED:
-            dtypes.add(name_of(tensor.dtype))
-            tensor.data = tensor.detach().float()
-            tensor.grad = None if tensor.grad is None else tensor.grad.float()
-    session.journal.note(f"{SWITCHED_OFF}{name} in {' and '.join(sorted(dtypes))}")
+    for tensor in low:
+        session.journal.note(f"{SWITCHED_OFF}{name} in {str(tensor.dtype).removeprefix('torch.')}")
+        tensor.data = tensor.detach().float()
+        tensor.grad = None if tensor.grad is None else tensor.grad.float()
 
 
 class LostUpdates:
@@ -89,9 +92,10 @@ class LostUpdates:
         self._left[optimizer] -= 1
         what = f"{type(optimizer).__name__} trains {name_of(before[0][0].dtype)} weights"
         counts = self._counts.setdefault(what, [0, 0, 0])
-        lost = [int(((_sample(p) == old) & moves).sum()) for p, old, moves in before]
-        for index, number in enumerate((sum(lost), sum(int(moves.sum()) for _, _, moves in before), 1)):
-            counts[index] += number
+        for param, old, moves in before:
+            counts[0] += int(((_sample(param) == old) & moves).sum())
+            counts[1] += int(moves.sum())
+        counts[2] += 1
 
     def finish(self) -> None:
         """The script is over: note what was lost, and how to keep it."""
@@ -114,37 +118,22 @@ class Masters:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()  # weights with masters, by kind and optimizer
 
     @not_traced
-    def supply(self, optimizer: Any) -> None:
-        """Give the optimizer's 16-bit weights masters, if it was not done before."""
-        kind = self._session.request.masters
-        if not kind or optimizer in self._seen:
-            return
-        self._seen.add(optimizer)
-        weights = [param for _, param in lowered(optimizer)]
-        if not weights:
-            return
-        how = kind
-        try:
-            if any(param.dtype is not torch.bfloat16 for param in weights):
-                raise UsageError("split masters are for bf16")
-            adopt(optimizer, masters=kind, state="fp32")
-        except UsageError:  # no fused kernel for it
-            with_masters(optimizer)
-            how = "separate FP32"
-        name = f"{how} masters under {type(optimizer).__name__}"
-        self._counts[name] = self._counts.get(name, 0) + len(weights)
+    def supply(self, optimizer: Any) -> bool:
+        """Give the optimizer's 16-bit weights masters, which changes its class; False if it has none."""
+        weights = [param for _, param in lowered(optimizer)] if self._session.request.masters else []
+        if weights:
+            how = put_masters(optimizer, self._session.request.masters)
+            self._counts[f"{how} masters under {type(optimizer).__name__}"] += len(weights)
+        return bool(weights)
 
     def load(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The `Optimizer.load_state_dict` of a run: a state with masters needs an optimizer that has them."""
 
         def load_state_dict(optimizer: Any, state_dict: Any) -> Any:
-            kind = type(optimizer)
-            self.supply(optimizer)
-            if type(optimizer) is not kind:
+            if self.supply(optimizer):
                 return optimizer.load_state_dict(state_dict)
             return original(optimizer, state_dict)
 

@@ -191,8 +191,12 @@ class Session:
         if count := sum(not p.isfinite().all() for p in plain):
             bad.append(f"NaN or infinity is in {count} of {len(weights)} weight tensors")
         if bad:
-            find = self.command(str(replace(self.policy, loss_scale="1")))
-            self.journal.note(f"{', and '.join(bad)}. Find the operation that made it: {find}")
+            find, options = str(replace(self.policy, loss_scale="1")), ["--own", "off"] * self.records_own
+            if self.records_own:  # `policy` does not apply: Mezzo's in the same formats
+                fp16, kind = any(str(p.dtype) == "torch.float16" for p in weights), self.request.masters
+                find = "fp16,loss_scale=1" if fp16 else f"bf16{f',masters={kind}' * bool(kind)},loss_scale=1"
+            command = self.command(find, *options)
+            self.journal.note(f"{', and '.join(bad)}. Find the operation that made it: {command}")
 
     def command(self, policy: str, *options: str) -> str:
         """The command that runs this script under another policy."""

@@ -1,6 +1,7 @@
 """`params=`, `masters=` and `state=` of MixedPrecision: which policy they ask for, and applying it.
 
 `chosen` touches no model: invalid arguments are refused before a weight is rounded. `apply` undoes itself if it fails.
+`where` is the caller's name for errors: that of MixedPrecision, or of an integration.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy_text import precision_name
 from mezzo.pytorch import auto
 from mezzo.pytorch.dtypes import name_of
-from mezzo.pytorch.optim.adopt import adopt
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
+from mezzo.pytorch.optim.with_masters import WithMasters, put_masters
 from mezzo.pytorch.step import parameters
 from mezzo.pytorch.training.backward import SIXTEEN_BITS
 from mezzo.pytorch.training.checks import refused
 from mezzo.pytorch.weights.stored_parameters import lower_weights, take_master
+
+_HERE = "MixedPrecision"
 
 # The words of `weights=`, as it was up to version 0.1 -> the keyword that replaces it.
 _FORMER = {
@@ -59,23 +61,29 @@ def chosen(
     optimizer: Optimizer,
 ) -> tuple[Policy, str]:
     """As `stored`, checked against parameters of the optimizer that are 16-bit already."""
-    return _with_stored_format(*stored(policy, params, masters, state, device_type), optimizer)
+    return with_stored_format(*stored(policy, params, masters, state, device_type), optimizer)
 
 
 def stored(
-    policy: Policy, params: str | None, masters: str | None, state: str | None, device_type: str
+    policy: Policy,
+    params: str | None,
+    masters: str | None,
+    state: str | None,
+    device_type: str,
+    where: str = _HERE,
 ) -> tuple[Policy, str]:
     """The policy with the storage that was asked for (None: the policy's own), and why `auto` became what it is."""
     why = ""
     if state is not None:
         policy = replace(policy, state=precision_name(state))
     if params is not None or masters is not None:
-        policy, why = _with_storage(policy, params, masters, device_type)
+        policy, why = _with_storage(policy, params, masters, device_type, where)
     if policy.params not in ("fp32", policy.activations):
         if policy.compute != "auto":
             raise refused(
                 f"policy '{policy}' stores parameters in {policy.params} and computes in {policy.compute}. Use one "
-                f"format for both: compute={policy.params}."
+                f"format for both: compute={policy.params}.",
+                where,
             )
         why = why or f"{policy.params}: parameters are stored in it, so nothing was timed"
         policy = replace(policy, compute=policy.params)
@@ -83,7 +91,7 @@ def stored(
 
 
 def _with_storage(
-    policy: Policy, params: str | None, masters: str | None, device_type: str
+    policy: Policy, params: str | None, masters: str | None, device_type: str, where: str
 ) -> tuple[Policy, str]:
     """`auto` with masters needs no trial: the hardware decides for FP32 masters, the others go with bf16."""
     lowered = policy.params != "fp32"
@@ -98,7 +106,7 @@ def _with_storage(
         compute = found.compute
         if found.activations == "fp32":
             raise UnsupportedPrecisionError(
-                f"MixedPrecision: masters='fp32' stores parameters in the compute format, and auto found no fast "
+                f"{where}: masters='fp32' stores parameters in the compute format, and auto found no fast "
                 f"16-bit format on this {device_type} device. Name one, precision='bf16', or leave masters out."
             )
     elif compute == "auto" and params == "auto" and masters != "auto":
@@ -107,12 +115,15 @@ def _with_storage(
     if lowered and (asked.params, asked.masters) != (policy.params, policy.masters):
         raise refused(
             f"policy '{policy}' has params={policy.params}, masters={policy.masters}, but the arguments are "
-            f"params={asked.params}, masters={asked.masters}. Remove one of the two."
+            f"params={asked.params}, masters={asked.masters}. Remove one of the two.",
+            where,
         )
     return asked, why
 
 
-def _with_stored_format(policy: Policy, why: str, optimizer: Optimizer) -> tuple[Policy, str]:
+def with_stored_format(
+    policy: Policy, why: str, optimizer: Optimizer, where: str = _HERE
+) -> tuple[Policy, str]:
     """Check the policy against parameters that are 16-bit already; they settle `auto`."""
     has_masters = isinstance(optimizer, (FusedOptimizer, WithMasters)) or policy.params != "fp32"
     for fmt in dict.fromkeys(name_of(p.dtype) for p in parameters(optimizer) if p.dtype in SIXTEEN_BITS):
@@ -120,13 +131,15 @@ def _with_stored_format(policy: Policy, why: str, optimizer: Optimizer) -> tuple
             policy, why = policy.resolved(fmt), f"{fmt}: weights are stored in it, so nothing was timed"
         if not has_masters:
             raise refused(
-                f"a parameter is {fmt}, which loses updates smaller than half a unit in the last place. Use "
-                "masters='fp32' (or 'split', 'split8' for bf16), or a mezzo.optim optimizer, or keep the model in FP32."
+                f"a parameter is {fmt}, which loses updates smaller than half a unit in the last place. Use masters="
+                "'fp32' (or 'split', 'split8' for bf16), or a mezzo.optim optimizer, or keep the model in FP32.",
+                where,
             )
         if policy.activations != fmt:
             raise refused(
                 f"a parameter is {fmt}, but policy '{policy}' computes in {policy.compute}. Use precision={fmt!r}, or "
-                "keep the model in FP32: model.float()."
+                "keep the model in FP32: model.float().",
+                where,
             )
     return policy, why
 
@@ -138,38 +151,33 @@ def apply(
     others: Iterable[Tensor] = (),
     *,
     fused: bool = False,
+    where: str = _HERE,
 ) -> Optimizer:
     """Store the model's weights as the policy says, and return the optimizer whose `step` updates their masters."""
     separate = isinstance(optimizer, WithMasters)
     if isinstance(optimizer, FusedOptimizer):
-        _check_storage(optimizer, policy)
+        _check_storage(optimizer, policy, where)
     elif separate and (policy.masters != "fp32" or policy.state != "fp32"):
         raise refused(
             f"the optimizer keeps separate FP32 masters, but policy '{policy}' has masters={policy.masters}, "
-            f"state={policy.state}. Use masters='fp32', or torch.optim.AdamW, Adam or SGD."
+            f"state={policy.state}. Use masters='fp32', or torch.optim.AdamW, Adam or SGD.",
+            where,
         )
     elif separate and fused:
         raise _not_fused("with_masters(...)")
-    lowered = _lower(model, policy, {id(p) for p in others}) if policy.params != "fp32" else []
+    lowered = _lower(model, policy, {id(p) for p in others}, where) if policy.params != "fp32" else []
     plain = policy.params == "fp32" and policy.state == "fp32"
     if isinstance(optimizer, FusedOptimizer) or separate or (plain and not fused):
         return optimizer
     try:
-        return _with_masters(optimizer, policy, fused=fused)
-    except BaseException:
+        exact = policy.masters == policy.state == "fp32"
+        put_masters(optimizer, policy.masters, policy.state, separate=exact and not fused)
+    except BaseException as error:
         _raise_weights(lowered)
-        raise
-
-
-def _with_masters(optimizer: Optimizer, policy: Policy, *, fused: bool) -> Optimizer:
-    try:
-        return adopt(optimizer, masters=policy.masters, state=policy.state)
-    except UsageError as error:
-        if fused:
+        if fused and isinstance(error, UsageError):
             raise _not_fused(f"{type(optimizer).__name__}: {error}") from None
-        if policy.masters == "fp32" and policy.state == "fp32":
-            return with_masters(optimizer)
         raise
+    return optimizer
 
 
 def _not_fused(given: str) -> UsageError:
@@ -198,19 +206,20 @@ def _raise_weights(lowered: Iterable[Tensor]) -> None:
             param.grad = grad.float()
 
 
-def _lower(model: nn.Module, policy: Policy, others: set[int]) -> list[Tensor]:
+def _lower(model: nn.Module, policy: Policy, others: set[int], where: str) -> list[Tensor]:
     keep = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in others]
     lowered: list[Tensor] = [model.get_parameter(name) for name in lower_weights(model, policy, keep=keep)]
     if lowered and isinstance(model, nn.parallel.DistributedDataParallel):
         _raise_weights(lowered)
         raise refused(
             "DistributedDataParallel has created its buckets for FP32 gradients. Convert the weights before wrapping "
-            f"the model: mezzo.lower_weights(model, {policy.params!r})."
+            f"the model: mezzo.lower_weights(model, {policy.params!r}).",
+            where,
         )
     return lowered
 
 
-def _check_storage(optimizer: FusedOptimizer, policy: Policy) -> None:
+def _check_storage(optimizer: FusedOptimizer, policy: Policy, where: str) -> None:
     """Raise UsageError unless the optimizer stores masters and states as the policy says."""
     wanted = {"masters": None if policy.params == "fp32" else policy.masters, "state": policy.state}
     if policy.state == "fp32":
@@ -220,5 +229,6 @@ def _check_storage(optimizer: FusedOptimizer, policy: Policy) -> None:
             if value not in (None, group[key]):
                 raise refused(
                     f"policy '{policy}' needs {key}={value!r}, but this {type(optimizer).__name__} has "
-                    f"{key}={group[key]!r}. Create it with {key}={value!r}, or use torch.optim.AdamW, Adam or SGD."
+                    f"{key}={group[key]!r}. Create it with {key}={value!r}, or use torch.optim.AdamW, Adam or SGD.",
+                    where,
                 )

@@ -17,9 +17,9 @@ from mezzo.pytorch.step import parameters
 from mezzo.pytorch.training.backward import SIXTEEN_BITS
 
 
-def refused(problem: str) -> UsageError:
-    """The error for an argument or model that `MixedPrecision` can't take."""
-    return UsageError(f"MixedPrecision: {problem}")
+def refused(problem: str, where: str = "MixedPrecision") -> UsageError:
+    """The error for an argument or model that `MixedPrecision`, or the integration `where`, can't take."""
+    return UsageError(f"{where}: {problem}")
 
 
 def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable[Any]) -> list[Any]:

@@ -54,11 +54,19 @@ class Observers:
         self.listening = bool(observers)
         self._handles: list[Any] = []
         self._inside = 0
-        for model in ([models] if isinstance(models, nn.Module) else models) if observers else ():
-            self._handles += [
-                model.register_forward_pre_hook(self._call_begins, with_kwargs=True),
-                model.register_forward_hook(self._call_ended, always_call=True),
-            ]
+        for model in [models] if isinstance(models, nn.Module) else models:
+            self.watch(model)
+
+    def watch(self, model: nn.Module) -> list[Any]:
+        """Report the calls of one more model; returns the hooks, none without observers."""
+        if not self._observers:
+            return []
+        handles = [
+            model.register_forward_pre_hook(self._call_begins, with_kwargs=True),
+            model.register_forward_hook(self._call_ended, always_call=True),
+        ]
+        self._handles += handles
+        return handles
 
     def _call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():

@@ -1,0 +1,95 @@
+"""`mezzo doctor SCRIPT` reads where a script makes 16-bit weights or mixed precision, and does not run it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mezzo.cli.main import main
+from mezzo.doctor.script import MIXED, WEIGHTS, findings
+
+LOADED = "AutoModelForCausalLM.from_pretrained('name'{})"
+ROWS: dict[str, list[str]] = {  # code -> kinds of what it makes
+    "model = Net().half()": [WEIGHTS],
+    "model = nn.Sequential(nn.Linear(2, 2)).cuda().bfloat16()": [WEIGHTS],
+    "model = Net()\nmodel.to('cuda', torch.bfloat16)": [WEIGHTS],
+    "def train(self):\n    self.net = self.net.to(dtype=torch.float16)\n    self.net(x)": [WEIGHTS],
+    "low = torch.bfloat16\nmodel = Net()\nmodel.to(low)": [WEIGHTS],
+    "torch.set_default_dtype(torch.bfloat16)": [WEIGHTS],
+    f"model = {LOADED.format('')}": [WEIGHTS],
+    LOADED.format(", dtype='auto'"): [WEIGHTS],
+    LOADED.format(", dtype='bfloat16'"): [WEIGHTS],
+    LOADED.format(", torch_dtype=torch.float16"): [WEIGHTS],
+    "BertModel.from_config(config, dtype=torch.bfloat16)": [WEIGHTS],
+    "with torch.autocast('cuda', dtype=torch.bfloat16): pass": [MIXED],
+    "with torch.cuda.amp.autocast(): pass": [MIXED],
+    "scaler = GradScaler()": [MIXED],
+    "Accelerator(mixed_precision='fp16')": [MIXED],
+    "Trainer(model, args=TrainingArguments('out', bf16=True))": [MIXED],
+    "L.Trainer(precision='bf16-mixed')\nFabric(precision='16-true')": [MIXED, MIXED],
+    f"model = {LOADED.format('')}\nSFTConfig(fp16=True)": [WEIGHTS, MIXED],
+    # None of it:
+    "x = torch.randn(3).half()\nnet(x.bfloat16(), y.to(torch.bfloat16))": [],
+    "Net().to('cuda').float().half_open()": [],
+    "reference = Net().half().requires_grad_(False)": [],
+    f"reference = {LOADED.format('')}\nreference.requires_grad_(False)": [],
+    LOADED.format(", dtype=torch.float32"): [],
+    "AutoTokenizer.from_pretrained('name')\nPeftModel.from_pretrained(model, 'name')": [],
+    "model = Net().bfloat16()\noptimizer = mezzo.optim.AdamW(model.parameters())": [],
+    "with torch.autocast('cuda', enabled=False): pass\nGradScaler(enabled=False)": [],
+    "TrainingArguments('out', bf16=False)\nAccelerator(mixed_precision='no')\nTrainer(precision='32-true')": [],
+    "with mezzo.autocast('bf16'): pass": [],
+}
+
+
+@pytest.fixture(autouse=True)
+def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the version that seems to be installed."""
+
+    def installed(version: str) -> None:
+        found = [SimpleNamespace(version=version)] if version else []
+        monkeypatch.setattr(importlib.metadata, "distributions", lambda name: iter(found))
+
+    installed("5.0.1")
+    return installed
+
+
+@pytest.mark.parametrize("code", ROWS)
+def test_what_is_found(code: str) -> None:
+    found = findings(f"import torch\n{code}\n", "train.py")
+    assert [kind for _, kind, _ in found] == ROWS[code]
+    assert all(one in code.replace('"', "'") for _, _, one in found)
+
+
+def test_before_transformers_5_the_default_was_fp32(transformers: Any) -> None:
+    transformers("")
+    assert findings(LOADED.format(""), "train.py")
+    transformers("4.57.6")
+    assert findings(LOADED.format(""), "train.py") == []
+    assert findings(LOADED.format(", dtype=torch.bfloat16"), "train.py")
+
+
+def test_the_lines_and_the_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my train.py").write_text("raise SystemExit\n\nmodel = Net().half()\nscaler = GradScaler()\n")
+    assert main(["doctor", "my train.py"]) == 1
+    out = capsys.readouterr().out
+    assert "my train.py:3: 16-bit weights without masters: Net().half()\n" in out
+    assert "my train.py:4: mixed precision of its own: GradScaler()\n" in out
+    for words in ("run", "run --masters split", "compare", "run --own off --precision bf16"):
+        assert f"mezzo {words} 'my train.py'\n" in out
+    assert main(["doctor", "--json", "my train.py"]) == 1
+    assert [one["line"] for one in json.loads(capsys.readouterr().out)["findings"]] == [3, 4]
+    Path("fine.py").write_text("GradScaler()")
+    Path("none.py").write_text("print(1)")
+    Path("bad.py").write_text("a b")
+    assert [main(["doctor", f"{name}.py"]) for name in ("fine", "none", "bad", "absent")] == [0, 0, 2, 2]
+    assert "bad.py is not Python" in capsys.readouterr().err
+    assert main(["doctor", "none.py", "--gpu", "T4"]) == 2
