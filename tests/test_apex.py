@@ -478,7 +478,8 @@ def test_fused_optimizers_are_pytorchs() -> None:
 
     assert torch.equal(stepped(optimizers.FusedAdam), stepped(torch.optim.AdamW))
     assert torch.equal(stepped(optimizers.FusedAdam, adam_w_mode=False), stepped(torch.optim.Adam))
-    assert optimizers.FusedSGD is torch.optim.SGD
+    sgd = stepped(optimizers.FusedSGD, momentum=0.9, materialize_master_grads=False)
+    assert torch.equal(sgd, stepped(torch.optim.SGD, momentum=0.9))
     with pytest.raises(UsageError, match="bias_correction is False"):
         optimizers.FusedAdam([nn.Parameter(w)], bias_correction=False)
 

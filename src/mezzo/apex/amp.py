@@ -218,7 +218,7 @@ def _refuse_unfit(model: nn.Module) -> None:
             f"amp.initialize: the model is wrapped in {type(model).__name__}. Initialize it first, then wrap it."
         )
     for name, param in model.named_parameters():
-        if param.dtype in LOWERED:
+        if param.dtype in LOWERED and not _amp_state.allow_incoming_model_not_fp32:
             raise UsageError(
                 f"amp.initialize: {name} is {param.dtype}. Pass the model in FP32 (model.float()), also for O2 and O3, "
                 "and only once."

@@ -8,8 +8,6 @@ import torch
 
 from mezzo.core.errors import UsageError
 
-FusedSGD = torch.optim.SGD
-
 
 class FusedAdam(torch.optim.Adam):
     """`torch.optim.Adam`; with `adam_w_mode` the arithmetic is that of `torch.optim.AdamW`."""
@@ -27,3 +25,12 @@ class FusedAdam(torch.optim.Adam):
         if not bias_correction:
             raise UsageError("FusedAdam: bias_correction is False. Only True is supported.")
         super().__init__(params, lr, decoupled_weight_decay=adam_w_mode, **others)
+
+
+class FusedSGD(torch.optim.SGD):
+    """`torch.optim.SGD`; the two keyword arguments are ignored."""
+
+    def __init__(
+        self, *args: Any, materialize_master_grads: bool = True, set_grad_none: bool = False, **others: Any
+    ) -> None:
+        super().__init__(*args, **others)

@@ -108,6 +108,7 @@ class AmpState:
     loss_scalers: list[LossScaler] = field(default_factory=list)
     handle: Handle | None = None
     verbosity: int = 1
+    allow_incoming_model_not_fp32: bool = False
 
     def tell(self, message: str) -> None:
         """Print a message on the first rank, unless verbosity is 0."""
