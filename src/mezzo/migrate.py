@@ -10,9 +10,9 @@ from __future__ import annotations
 import difflib
 import io
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import libcst as cst
 from libcst import matchers, metadata
@@ -83,17 +83,14 @@ def migrate(source: bytes, name: str) -> Migration:
     return Migration(source, after, tuple(sorted(plan.left, key=lambda one: one.line)))
 
 
-@dataclass(frozen=True)
-class _Ours:
-    """What a dotted name of theirs is in Mezzo."""
+class _Ours(NamedTuple):
+    """What a dotted name of theirs is in Mezzo; `name` is empty for a module, and `rest` its attributes."""
 
     module: str
-    name: str  # empty for the module itself
-    rest: str  # its attributes
-    is_cuda: bool = field(compare=False)  # the calls of torch.cuda.amp leave the device type out
+    name: str
+    rest: str
 
-    @property
-    def full(self) -> str:
+    def __str__(self) -> str:
         return self.module + f".{self.name}" * bool(self.name) + self.rest
 
 
@@ -102,16 +99,7 @@ def _ours(dotted: str) -> _Ours | None:
     if found is None:
         return None
     theirs, name, rest = found.groups(default="")
-    return _Ours("mezzo." + theirs.removeprefix("torch.").removeprefix("cuda."), name, rest, "cuda" in theirs)
-
-
-@dataclass(frozen=True, eq=False)
-class _Binding:
-    """What an import statement binds to a name; `target` is the dotted name there."""
-
-    statement: cst.Import | cst.ImportFrom
-    alias: cst.ImportAlias
-    target: str
+    return _Ours("mezzo." + theirs.removeprefix("torch.").removeprefix("cuda."), name, rest)
 
 
 class _Plan:
@@ -123,21 +111,22 @@ class _Plan:
         self._module, self._code = wrapper.module, wrapper.module.code.encode()
         self._spans = wrapper.resolve(metadata.ByteSpanPositionProvider)
         self._parents = wrapper.resolve(metadata.ParentNodeProvider)
-        self._bindings: dict[tuple[Any, str], list[_Binding]] = {}  # by scope and name
-        self._imports: dict[Any, dict[cst.ImportAlias, str]] = {}  # the modules of those that are redirected
-        scopes = wrapper.resolve(metadata.ScopeProvider)
-        for node in matchers.findall(wrapper, matchers.Import() | matchers.ImportFrom()):
-            self._bind(scopes[node], node)
-        uses: dict[tuple[Any, str], dict[cst.CSTNode, None]] = {}
-        for access in (one for scope in {*scopes.values()} if scope for one in scope.accesses):
-            if access.node in self._parents:  # else it is in an annotation in quotes
-                use, word = self._dotted(access.node)
-                for key in {(one.scope, word) for one in access.scope[word]} & self._bindings.keys():
-                    uses.setdefault(key, {})[use] = None
-        for key in self._bindings:
-            self._decide(*key, uses.get(key, ()))
-        for statement, modules in self._imports.items():
-            self._redirect(statement, modules)
+        self._stay: set[str] = set()  # their names of which a use is left alone
+        self._here: list[tuple[set[str], list[_Edit]]] = []  # edits at uses of names that are redirected
+        self._lacking: set[cst.CSTNode] = set()  # imports of torch beside which mezzo.amp is to be imported
+        uses: dict[cst.CSTNode, Any] = {}  # with their scopes
+        for scope in {*wrapper.resolve(metadata.ScopeProvider).values()}:
+            for access in scope.accesses if scope else ():
+                if access.node in self._parents:  # else it is in an annotation in quotes
+                    uses[self._dotted(access.node)] = scope
+        for use in sorted(uses, key=self._span):
+            self._decide(use, uses[use])
+        self.edits += [edit for names, edits in self._here if not names & self._stay for edit in edits]
+        for statement in matchers.findall(wrapper, matchers.Import() | matchers.ImportFrom()):
+            self._redirect(statement)
+            if statement in self._lacking:
+                at = self._span(statement)[0]
+                self.edits.append((at, at, "import mezzo.amp" + self._between(statement)))
 
     def after(self) -> str:
         """The script with all edits."""
@@ -147,68 +136,38 @@ class _Plan:
             at = end
         return b"".join([*made, self._code[at:]]).decode()
 
-    def _bind(self, scope: Any, node: Any) -> None:
-        module = "" if isinstance(node, cst.Import) else f"{_text(node.module)}."
-        if isinstance(node.names, cst.ImportStar):
-            if _ours(module[:-1]):
-                fix = "import the names that the script uses"
-                self._leave(node, "a star import does not show its names", fix)
-        elif not (module and node.relative):
-            for alias in node.names:
-                target = word = _text(alias.name)
-                if alias.asname:
-                    word = _text(alias.asname.name)
-                elif not module:
-                    target = word = target.partition(".")[0]  # import torch.cuda.amp
-                self._bindings.setdefault((scope, word), []).append(_Binding(node, alias, module + target))
-
     def _span(self, node: cst.CSTNode) -> tuple[int, int]:
         span = self._spans[node]
         return span.start, span.start + span.length
 
-    def _dotted(self, node: cst.CSTNode) -> tuple[cst.CSTNode, str]:
-        """The longest dotted name that begins with the first word of this one, and that word."""
-        word = _text(node).partition(".")[0]
+    def _dotted(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The longest dotted name that begins with the first word of this one."""
         while isinstance(parent := self._parents[node], cst.Attribute) and parent.value is node:
             node = parent
-        return node, word
+        return node
 
-    def _decide(self, scope: Any, word: str, uses: Iterable[cst.CSTNode]) -> None:
-        """Plan the changes of one imported name: its imports, or else each use by itself."""
-        bindings = self._bindings[scope, word]
-        imported: list[Any] = [_ours(one.target) for one in bindings]
-        found: dict[cst.CSTNode, list[Any]] = {
-            use: [_ours(one.target + _text(use)[len(word) :]) for one in bindings] for use in uses
-        }
-        found = {use: ours for use, ours in found.items() if any(ours)}
-        if not any(imported) and not found:
+    def _decide(self, use: cst.CSTNode, scope: Any) -> None:
+        """Plan the change of one use: of the use itself, or of its import."""
+        word = _text(use).partition(".")[0]
+        imports = [one for one in scope[word] if isinstance(one, metadata.ImportAssignment)]
+        names, imported = (
+            sorted({found.name for one in imports for found in one.get_qualified_names_for(text)})
+            for text in (_text(use), word)
+        )
+        ours = [_ours(name) for name in names]
+        if not any(ours):
             return
-        if why := self._other_meaning(scope, word) or (any(imported) and _absent(imported)):
-            self._leave(bindings[0].statement, *why)
+        if why := self._other_meaning(scope, word) or _absent(ours) or self._unfit(use, names):
+            self._leave(use, *why)
+            self._stay.update(imported)
             return
-        edits: dict[cst.CSTNode, list[_Edit]] = {}
-        for use, ours in found.items():
-            if why := _absent(ours) or self._unfit(use, ours):
-                self._leave(use, *why)
-            else:
-                edits[use] = self._device_type(use, ours)
-        if not any(imported):
-            edits = {use: [*more, (*self._span(use), found[use][0].full)] for use, more in edits.items()}
-            if edits and (scope, "mezzo") not in self._bindings:
-                self._import(bindings)
-        elif len(edits) < len(found):
+        edits = self._device_type(use, names)
+        if any(map(_ours, imported)):
+            self._here.append(({*imported}, edits))
             return
-        for one, target in zip(bindings, imported):
-            if target is not None:
-                self._imports.setdefault(one.statement, {})[one.alias] = target.full
-        self.edits += [edit for more in edits.values() for edit in more]
-
-    def _import(self, bindings: list[_Binding]) -> None:
-        """Import mezzo.amp before the first import of a name in each block."""
-        blocks = {self._parents[self._parents[one.statement]]: one.statement for one in reversed(bindings)}
-        for statement in blocks.values():
-            at = self._span(statement)[0]
-            self.edits.append((at, at, "import mezzo.amp" + self._between(statement)))
+        self.edits += [*edits, (*self._span(use), str(ours[0]))]
+        if "mezzo" not in scope:
+            self._lacking.add(min((one.node for one in imports), key=self._span))
 
     def _between(self, statement: cst.CSTNode) -> str:
         """What goes between this statement and one beside it."""
@@ -219,19 +178,32 @@ class _Plan:
             self._module.default_newline + self._code[self._code.rfind(b"\n", 0, start) + 1 : start].decode()
         )
 
-    def _redirect(self, statement: Any, moved: dict[cst.ImportAlias, str]) -> None:
-        """Import these names from Mezzo."""
-        if isinstance(statement, cst.Import):
-            for alias, module in moved.items():
-                name = alias.asname.name if alias.asname else alias.name
-                self.edits.append((*self._span(alias), f"{module} as {_text(name).partition('.')[0]}"))
+    def _redirect(self, statement: Any) -> None:
+        """Import from Mezzo what it has, if no use stays."""
+        source = "" if isinstance(statement, cst.Import) else _text(statement.module)
+        if getattr(statement, "relative", ()):
+            return
+        if isinstance(statement.names, cst.ImportStar):
+            if _ours(source):
+                fix = "import the names that the script uses"
+                self._leave(statement, "a star import does not show its names", fix)
             return
         parts: dict[str, list[cst.ImportAlias]] = {}
         for alias in statement.names:
-            module = moved.get(alias, "").rpartition(".")[0] or _text(statement.module)
-            parts.setdefault(module, []).append(alias)
+            name = _text(alias.name)
+            word = _text(alias.asname.name) if alias.asname else name.partition(".")[0]
+            target = f"{source}.{name}" if source else name if alias.asname else word
+            ours = None if target in self._stay else _ours(target)
+            if ours and (why := _absent([ours])):
+                self._leave(statement, *why)
+                ours = None
+            if ours and not source:
+                self.edits.append((*self._span(alias), f"{ours} as {word}"))
+            parts.setdefault(str(ours).rpartition(".")[0] if ours else source, []).append(alias)
+        if not source or [*parts] == [source]:
+            return
         if len(parts) == 1:
-            self.edits.append((*self._span(statement.module), module))
+            self.edits.append((*self._span(statement.module), min(parts)))
             return
         made = []
         for module, names in sorted(parts.items()):
@@ -253,28 +225,24 @@ class _Plan:
         assign = self._parents.get(self._parents[node])
         return isinstance(assign, cst.Assign) and _text(assign.value) == "None"
 
-    def _unfit(self, use: cst.CSTNode, ours: Sequence[_Ours]) -> _Reason | None:
-        name, parent = ours[0].name, self._parents[use]
+    def _unfit(self, use: cst.CSTNode, names: list[str]) -> _Reason | None:
+        name, parent = names[0].rpartition(".")[2], self._parents[use]
         if name == "autocast" and not _is_called(use, parent) and not isinstance(parent, cst.Decorator):
             return "Mezzo's autocast is a function, not a class", "call it here, or change it by hand"
         if name == "GradScaler" and isinstance(self._parents[parent], cst.ClassDef):
             return "Mezzo's GradScaler is another class than PyTorch's", "change it by hand, and test it"
-        if name.startswith("custom_") and len({one.is_cuda for one in ours}) > 1:
-            return "the imports take different arguments", "keep only the import from torch.amp"
+        if name.startswith("custom_") and any("cuda" in one for one in names):
+            return f"mezzo.amp.{name} needs a device type", f'write torch.amp.{name}(device_type="cuda")'
         return None
 
-    def _device_type(self, use: cst.CSTNode, ours: Sequence[_Ours]) -> list[_Edit]:
-        """The device type for those calls of torch.cuda.amp where ours needs one."""
-        name, parent = ours[0].name, self._parents[use]
-        args = getattr(parent, "args", ()) if _is_called(use, parent) else ()
-        if all(one.is_cuda for one in ours):
-            if name == "GradScaler" and args and args[0].keyword is None and args[0].star != "**":
-                at = self._span(args[0])[0]
-                return [(at, at, '"cuda", ')]
-            if name.startswith("custom_"):
-                at = self._span(args[-1] if args else use)[1]
-                without = at if args or not _is_called(use, parent) else self._span(parent)[1]
-                return [(at, without, ', device_type="cuda"' if args else '(device_type="cuda")')]
+    def _device_type(self, use: cst.CSTNode, names: list[str]) -> list[_Edit]:
+        """The device type where the scaler of torch.cuda.amp gets its arguments by order."""
+        call: Any = self._parents[use]
+        if names[0].endswith("GradScaler") and all("cuda" in one for one in names) and _is_called(use, call):
+            for arg in call.args[:1]:
+                if arg.keyword is None and arg.star != "**":
+                    at = self._span(arg)[0]
+                    return [(at, at, '"cuda", ')]
         return []
 
     def _leave(self, node: cst.CSTNode, reason: str, fix: str) -> None:
