@@ -11,7 +11,6 @@ import difflib
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import libcst as cst
@@ -41,8 +40,7 @@ _Reason: TypeAlias = tuple[str, str]  # why a use is left alone, and what to do 
 _Edit: TypeAlias = tuple[int, int, str]  # the text for a span of the script's UTF-8 bytes
 
 
-@dataclass(frozen=True)
-class LeftAlone:
+class LeftAlone(NamedTuple):
     """A use that was not changed: where, why, and what to do by hand."""
 
     line: int
@@ -51,8 +49,7 @@ class LeftAlone:
     fix: str
 
 
-@dataclass(frozen=True)
-class Migration:
+class Migration(NamedTuple):
     """A script before and after, as bytes, and what was left alone."""
 
     before: bytes

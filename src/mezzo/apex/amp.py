@@ -19,6 +19,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,11 +27,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.apex import casts, imports
-from mezzo.apex.casts import Cast
 from mezzo.apex.casts import disable_casts as disable_casts
 from mezzo.apex.casts import init as init
 from mezzo.apex.stash import Stash
-from mezzo.apex.state import LossScaler, Options, resolved
+from mezzo.apex.state import LossScaler, resolved
 from mezzo.apex.state import state as _amp_state
 from mezzo.core.errors import CallOrderError, UsageError, checks_keywords
 from mezzo.core.loss_scale import check_whole
@@ -86,10 +86,8 @@ def initialize(
     result = models if optimizers is None else (models, optimizers)
     if imports.replaced_by or not enabled:
         if enabled:
-            _amp_state.tell(
-                f"opt_level {opt_level!r} is not used: --precision {imports.replaced_by} replaces it"
-            )
-        _amp_state.opt_properties, _amp_state.loss_scalers = Options(False), []
+            _amp_state.tell(f"--precision {imports.replaced_by} replaces opt_level {opt_level}")
+        _amp_state.opt_properties, _amp_state.loss_scalers = SimpleNamespace(enabled=False), []
         return result
     options = resolved(opt_level, given)
     check_whole("amp.initialize: num_losses", num_losses, 1)
@@ -139,8 +137,7 @@ def scale_loss(
         UsageError: `initialize` was not called, or not for these optimizers; there is no such loss_id.
         LossScaleCollapseError: 50 overflows in a row at the smallest scale.
     """
-    options = _amp_state.opt_properties
-    if options.enabled is False:
+    if _amp_state.opt_properties.enabled is False:
         yield loss
         return
     stashes: list[Any] = [getattr(optimizer, "_amp_stash", None) for optimizer in _listed(optimizers)]
@@ -157,7 +154,7 @@ def scale_loss(
         )
     scaler = scalers[loss_id]
     scale = scaler.loss_scale()
-    if not options.master_weights and not scaler.dynamic and scale == 1.0:
+    if scale == 1.0 and not scaler.dynamic and not _amp_state.opt_properties.master_weights:
         stashes, delay_unscale = [], True  # nothing to unscale
     for stash in stashes:
         stash.begin()
@@ -225,17 +222,25 @@ def _refuse_unfit(model: nn.Module) -> None:
             )
 
 
-def _cast_model(model: nn.Module, options: Options, outputs: torch.dtype | None) -> None:
+def _cast_model(model: nn.Module, options: Any, outputs: torch.dtype | None) -> None:
     """Cast weights, and what goes into each call of a model and comes out; `state_dict()` is FP32."""
     if dtype := options.cast_model_type:
         for module in model.modules():
             is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
             if not (is_batch_norm and options.keep_batchnorm_fp32):
-                module._apply(Cast(dtype), recurse=False)
+                module._apply(functools.partial(casts.cast_to, dtype), recurse=False)
             module.register_state_dict_post_hook(_in_fp32)
-        model.register_forward_pre_hook(Cast(dtype).before_call, with_kwargs=True)
+        model.register_forward_pre_hook(functools.partial(_before_call, dtype), with_kwargs=True)
     if outputs := outputs or (torch.float32 if dtype else None):
-        model.register_forward_hook(Cast(outputs).after_call, prepend=True)
+        model.register_forward_hook(functools.partial(_after_call, outputs), prepend=True)
+
+
+def _before_call(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return casts.cast_to(dtype, (args, kwargs))
+
+
+def _after_call(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return casts.cast_to(dtype, output)
 
 
 def _in_fp32(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,33 +24,17 @@ from mezzo.runner.patches import Patches
 registered: list[tuple[Any, str, Any]] = []  # module, name and function, until the next `init`
 
 
-@dataclass(frozen=True)
-class Cast:
-    """Casts floating tensors inside of containers, on one device type or on all; its methods are hooks of models."""
+def cast_to(dtype: torch.dtype, given: Any, device_type: str = "") -> Any:
+    """The same structure with its floating tensors cast, of one device type or of all; batches by their own `to`."""
 
-    dtype: torch.dtype
-    device_type: str = ""
-
-    def __call__(self, given: Any) -> Any:
-        """The same structure, cast."""
-        return cast_inside(given, self._one)
-
-    def _one(self, value: Any) -> Any:
+    def one(value: Any) -> Any:
         if isinstance(value, Tensor):
-            is_meant = value.is_floating_point() and self.device_type in ("", value.device.type)
+            is_meant = value.is_floating_point() and device_type in ("", value.device.type)
         else:
-            is_meant = hasattr(value, "to") and not isinstance(
-                value, nn.Module
-            )  # a batch of the script's own class
-        return value.to(self.dtype) if is_meant else value
+            is_meant = hasattr(value, "to") and not isinstance(value, nn.Module)  # of the script's own class
+        return value.to(dtype) if is_meant else value
 
-    def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A forward pre-hook."""
-        return self((args, kwargs))
-
-    def after_call(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """A forward hook."""
-        return self(output)
+    return cast_inside(given, one)
 
 
 class Handle(ExitStack):
@@ -105,7 +88,7 @@ def cast(how: str, function: Callable[..., Any]) -> Callable[..., Any]:
         dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if how != "promote" or {torch.float16, torch.float32} <= dtypes:
             dtype = torch.float16 if how == "half" else torch.float32
-            args, kwargs = Cast(dtype, handle.device_type)((args, kwargs))
+            args, kwargs = cast_to(dtype, (args, kwargs), handle.device_type)
         with disable_casts() if is_torch else nullcontext():
             return function(*args, **kwargs)
 

@@ -18,8 +18,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     ) -> None:
         if not ignored.get("gradient_average", True):
             raise UsageError(
-                "apex.parallel.DistributedDataParallel: gradient_average is False. PyTorch averages gradients; for "
-                "their sum multiply the loss by the number of processes."
+                "gradient_average is False. Instead multiply the loss by the number of processes."
             )
         super().__init__(module, find_unused_parameters=delay_allreduce)
 

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,25 +18,12 @@ from mezzo.core.loss_scale import DynamicLossScale, Observation, checked_scale
 if TYPE_CHECKING:
     from mezzo.apex.casts import Handle
 
-
-@dataclass(frozen=True)
-class Options:
-    """What `amp.initialize` does."""
-
-    enabled: bool | None = None  # None before `initialize`
-    opt_level: str | None = None
-    cast_model_type: Any = None  # dtype of weights and inputs; None or False leaves them
-    patch_torch_functions: bool = False  # autocast, until the script ends
-    keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | None = None
-    loss_scale: float | str = 1.0
-
-
-LEVELS = {
-    "O0": Options(True, "O0", torch.float32, master_weights=False),
-    "O1": Options(True, "O1", patch_torch_functions=True, loss_scale="dynamic"),
-    "O2": Options(True, "O2", torch.float16, False, True, True, "dynamic"),
-    "O3": Options(True, "O3", torch.float16, False, False, False),
+_OPTIONS = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+LEVELS: dict[str, tuple[Any, ...]] = {
+    "O0": (torch.float32, False, None, False, 1.0),
+    "O1": (None, True, None, None, "dynamic"),
+    "O2": (torch.float16, False, True, True, "dynamic"),
+    "O3": (torch.float16, False, False, False, 1.0),
 }
 # Option -> the values that O1 allows (which leaves all weights in FP32), and those that the other levels allow.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
@@ -46,11 +34,11 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 }
 
 
-def resolved(opt_level: str, given: dict[str, Any]) -> Options:
-    """The options of a level, each replaced by what is given instead of it, if that is not None."""
+def resolved(opt_level: str, given: dict[str, Any]) -> SimpleNamespace:
+    """`opt_level` and the options of a level, each replaced by what is given instead of it, if that is not None."""
     if opt_level not in LEVELS:
         raise unknown_name("opt_level", str(opt_level), LEVELS, where="amp.initialize (with the letter O): ")
-    given = {name: given[name] for name in (*_ALLOWED, "loss_scale") if given[name] is not None}
+    given = {name: given[name] for name in _OPTIONS if given[name] is not None}
     if given.get("keep_batchnorm_fp32") in ("True", "False"):
         given["keep_batchnorm_fp32"] = given["keep_batchnorm_fp32"] == "True"
     for name, values in _ALLOWED.items():
@@ -67,7 +55,9 @@ def resolved(opt_level: str, given: dict[str, Any]) -> Options:
             raise UsageError(
                 f"amp.initialize: loss_scale is {given['loss_scale']!r}. Use 'dynamic' or a number such as 128.0."
             ) from None
-    return replace(LEVELS[opt_level], **given)
+    return SimpleNamespace(
+        enabled=True, opt_level=opt_level, **dict(zip(_OPTIONS, LEVELS[opt_level])) | given
+    )
 
 
 class LossScaler:
@@ -100,15 +90,15 @@ class LossScaler:
         self._loss_scale, self._unskipped = pure.scale, pure.good_steps
 
 
-@dataclass
 class AmpState:
     """The state of `amp` in this process."""
 
-    opt_properties: Options = Options()
-    loss_scalers: list[LossScaler] = field(default_factory=list)
-    handle: Handle | None = None
-    verbosity: int = 1
-    allow_incoming_model_not_fp32: bool = False
+    def __init__(self) -> None:
+        self.opt_properties: Any = SimpleNamespace(enabled=None)  # what `initialize` does
+        self.loss_scalers: list[LossScaler] = []
+        self.handle: Handle | None = None
+        self.verbosity = 1
+        self.allow_incoming_model_not_fp32 = False
 
     def tell(self, message: str) -> None:
         """Print a message on the first rank, unless verbosity is 0."""

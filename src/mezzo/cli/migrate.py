@@ -24,7 +24,6 @@ import argparse
 import json
 import shlex
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from mezzo.core.errors import UsageError
@@ -57,7 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     diffs = {name: one.diff(name) for name, one in done.items()}
     if arguments.json:
         files = [
-            {"file": name, "changed": name in changed, "diff": diffs[name], "left": [*map(asdict, one.left)]}
+            {
+                "file": name,
+                "changed": name in changed,
+                "diff": diffs[name],
+                "left": [left._asdict() for left in one.left],
+            }
             for name, one in done.items()
         ]
         print(json.dumps({"schema": 1, "written": bool(arguments.write), "files": files}, indent=2))
