@@ -36,12 +36,6 @@ CHANGES = """
  @autocast()
  def f():
      autocast(use, torch.half); autocast( enabled = use , **more)
-# a scaler by order
--from torch.cuda.amp import GradScaler as S
-+from mezzo.amp import GradScaler as S
- def f(s: S = None): S(); S(init_scale=8.); isinstance(s, (S, int))
--S(1024., 2.); S(*a)
-+S("cuda", 1024., 2.); S("cuda", *a)
 # custom functions
 -from torch.amp import custom_bwd, custom_fwd
 +from mezzo.amp import custom_bwd, custom_fwd
@@ -75,9 +69,8 @@ CHANGES = """
 +    import mezzo.amp; import torch; return mezzo.amp.autocast('cpu')
 # the module
 -import torch.cuda.amp as amp, os
--with amp.autocast(): amp.GradScaler(1.)
 +import mezzo.amp as amp, os
-+with amp.autocast(): amp.GradScaler("cuda", 1.)
+ with amp.autocast(): amp.GradScaler(init_scale=1.)
 # the module from its package
 -from torch.cuda import amp
 -from torch import amp as new, nn
@@ -184,7 +177,8 @@ LEFT = [  # a script, the line, what the reason and the fix mention
     ("import torch\nclass Mine(torch.amp.GradScaler): pass\n", 2, ["another class"]),
     ("from apex.contrib import xentropy\n", 1, ["mezzo.apex", "optimizers"]),
     ("import apex\napex.amp.frobnicate()\n", 2, ["mezzo.apex.amp", "scale_loss"]),
-    ("from torch.cuda.amp import custom_fwd as f\nf(g)\n", 2, ["custom_fwd", "device_type="]),
+    ("from torch.cuda.amp import custom_fwd as f\nf(g)\n", 2, ["torch.amp.custom_fwd"]),
+    ("from torch.cuda.amp import GradScaler as S\ns: S = S(1.)\n", 2, ["torch.amp.GradScaler"]),
 ]
 
 

@@ -37,7 +37,6 @@ _THEIRS = re.compile(
     r"(?:\.(?:autocast_mode|grad_scaler|fused_\w+)(?=\.))?(?:\.(\w+)(.*))?"
 )
 _Reason: TypeAlias = tuple[str, str]  # why a use is left alone, and what to do by hand
-_Edit: TypeAlias = tuple[int, int, str]  # the text for a span of the script's UTF-8 bytes
 
 
 class LeftAlone(NamedTuple):
@@ -104,12 +103,11 @@ class _Plan:
 
     def __init__(self, wrapper: metadata.MetadataWrapper) -> None:
         self.left: list[LeftAlone] = []
-        self.edits: list[_Edit] = []
+        self.edits: list[tuple[int, int, str]] = []  # the text for a span of the script's UTF-8 bytes
         self._module, self._code = wrapper.module, wrapper.module.code.encode()
         self._spans = wrapper.resolve(metadata.ByteSpanPositionProvider)
         self._parents = wrapper.resolve(metadata.ParentNodeProvider)
         self._stay: set[str] = set()  # their names of which a use is left alone
-        self._here: list[tuple[set[str], list[_Edit]]] = []  # edits at uses of names that are redirected
         self._lacking: set[cst.CSTNode] = set()  # imports of torch beside which mezzo.amp is to be imported
         uses: dict[cst.CSTNode, Any] = {}  # with their scopes
         for scope in {*wrapper.resolve(metadata.ScopeProvider).values()}:
@@ -118,7 +116,6 @@ class _Plan:
                     uses[self._dotted(access.node)] = scope
         for use in sorted(uses, key=self._span):
             self._decide(use, uses[use])
-        self.edits += [edit for names, edits in self._here if not names & self._stay for edit in edits]
         for statement in matchers.findall(wrapper, matchers.Import() | matchers.ImportFrom()):
             self._redirect(statement)
             if statement in self._lacking:
@@ -157,14 +154,10 @@ class _Plan:
         if why := self._other_meaning(scope, word) or _absent(ours) or self._unfit(use, names):
             self._leave(use, *why)
             self._stay.update(imported)
-            return
-        edits = self._device_type(use, names)
-        if any(map(_ours, imported)):
-            self._here.append(({*imported}, edits))
-            return
-        self.edits += [*edits, (*self._span(use), str(ours[0]))]
-        if "mezzo" not in scope:
-            self._lacking.add(min((one.node for one in imports), key=self._span))
+        elif not any(map(_ours, imported)):  # through torch
+            self.edits.append((*self._span(use), str(ours[0])))
+            if "mezzo" not in scope:
+                self._lacking.add(min((one.node for one in imports), key=self._span))
 
     def _between(self, statement: cst.CSTNode) -> str:
         """What goes between this statement and one beside it."""
@@ -224,23 +217,15 @@ class _Plan:
 
     def _unfit(self, use: cst.CSTNode, names: list[str]) -> _Reason | None:
         name, parent = names[0].rpartition(".")[2], self._parents[use]
-        if name == "autocast" and not _is_called(use, parent) and not isinstance(parent, cst.Decorator):
+        args = parent.args if isinstance(parent, cst.Call) and parent.func is use else None
+        if name == "autocast" and args is None and not isinstance(parent, cst.Decorator):
             return "Mezzo's autocast is a function, not a class", "call it here, or change it by hand"
         if name == "GradScaler" and isinstance(self._parents[parent], cst.ClassDef):
             return "Mezzo's GradScaler is another class than PyTorch's", "change it by hand, and test it"
-        if name.startswith("custom_") and any("cuda" in one for one in names):
-            return f"mezzo.amp.{name} needs a device type", f'write torch.amp.{name}(device_type="cuda")'
+        by_order = name == "GradScaler" and args and args[0].keyword is None and args[0].star != "**"
+        if "cuda" in "".join(names) and (by_order or name.startswith("custom_")):
+            return f"mezzo.amp.{name} needs a device type here", f"use torch.amp.{name} with it first"
         return None
-
-    def _device_type(self, use: cst.CSTNode, names: list[str]) -> list[_Edit]:
-        """The device type where the scaler of torch.cuda.amp gets its arguments by order."""
-        call: Any = self._parents[use]
-        if names[0].endswith("GradScaler") and all("cuda" in one for one in names) and _is_called(use, call):
-            for arg in call.args[:1]:
-                if arg.keyword is None and arg.star != "**":
-                    at = self._span(arg)[0]
-                    return [(at, at, '"cuda", ')]
-        return []
 
     def _leave(self, node: cst.CSTNode, reason: str, fix: str) -> None:
         code = self._module.code_for_node(node).strip().splitlines()[0]
@@ -259,10 +244,6 @@ def _absent(found: Sequence[_Ours | None]) -> _Reason | None:
     if ours.name not in ("", *names):
         return f"{ours.module} does not have it", f"{ours.module} has {', '.join(names)}"
     return None
-
-
-def _is_called(use: cst.CSTNode, parent: cst.CSTNode) -> bool:
-    return isinstance(parent, cst.Call) and parent.func is use
 
 
 def _text(node: cst.CSTNode | None) -> str:

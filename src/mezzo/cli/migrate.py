@@ -6,8 +6,7 @@
   mezzo migrate --json train.py           the diff and what was left alone, as JSON
 
 Imports from torch.amp and torch.cuda.amp become imports from mezzo.amp, and those from apex imports from mezzo.apex.
-Calls stay as they are, except that GradScaler(1024.0) of torch.cuda.amp becomes GradScaler("cuda", 1024.0). Comments,
-layout and line endings stay. The training loop stays, too: it keeps its GradScaler.
+Calls, comments, layout and line endings stay. The training loop stays, too: it keeps its GradScaler.
 
 A use that may mean something else is left alone: a name that is bound twice, a star import. Each is listed on stderr,
 with its line, the reason, and what to do by hand.
@@ -46,8 +45,12 @@ def run(arguments: argparse.Namespace) -> int:
         if (error.name or "").partition(".")[0] != "libcst":
             raise
         raise UsageError("it needs libcst. Install it: pip install libcst") from error
+    for path in arguments.scripts:
+        if path.suffix == ".ipynb":
+            fix = f"Convert it first: jupyter nbconvert --to script {path}"
+            raise UsageError(f"{str(path)!r} is a notebook. {fix}")
     try:
-        done = {str(path): migrate(_read(path), str(path)) for path in arguments.scripts}
+        done = {str(path): migrate(path.read_bytes(), str(path)) for path in arguments.scripts}
         changed = [name for name, one in done.items() if one.after != one.before]
         for name in changed if arguments.write else ():
             Path(name).write_bytes(done[name].after)
@@ -76,11 +79,3 @@ def run(arguments: argparse.Namespace) -> int:
     says = f"{of} {'changed' if arguments.write else f'would change. To change: {command}'}"
     print(f"mezzo: {says if changed else 'nothing to change'}", file=sys.stderr)
     return int(bool(changed) and not arguments.write)
-
-
-def _read(path: Path) -> bytes:
-    if path.suffix == ".ipynb":
-        raise UsageError(
-            f"{str(path)!r} is a notebook. Convert it first: jupyter nbconvert --to script {path}"
-        )
-    return path.read_bytes()
