@@ -11,7 +11,7 @@ import difflib
 import io
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import libcst as cst
 from libcst import matchers, metadata
@@ -36,7 +36,6 @@ _THEIRS = re.compile(
     r"(torch(?:\.cuda)?\.amp|apex(?:\.(?:amp|normalization|optimizers|parallel)(?!\w))?)"
     r"(?:\.(?:autocast_mode|grad_scaler|fused_\w+)(?=\.))?(?:\.(\w+)(.*))?"
 )
-_Reason: TypeAlias = tuple[str, str]  # why a use is left alone, and what to do by hand
 
 
 class LeftAlone(NamedTuple):
@@ -59,9 +58,9 @@ class Migration(NamedTuple):
         """A unified diff, which `patch -p0` applies; empty where nothing changes."""
         texts = (text.decode("utf-8", "surrogateescape") for text in (self.before, self.after))
         old, new = ([*io.StringIO(text, newline="\n")] for text in texts)
-        lines = difflib.unified_diff(old, new, name, name)
+        end = "\n\\ No newline at end of file\n"
         return "".join(
-            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+            line if line[-1] == "\n" else line + end for line in difflib.unified_diff(old, new, name, name)
         )
 
 
@@ -71,9 +70,8 @@ def migrate(source: bytes, name: str) -> Migration:
         module = cst.parse_module(source)
     except (cst.ParserSyntaxError, UnicodeDecodeError, SyntaxError) as error:
         where = f" line {error.raw_line}" if isinstance(error, cst.ParserSyntaxError) else ""
-        raise UsageError(
-            f"{name}{where}: not readable as Python. Run `python {name}` to see the error."
-        ) from error
+        fix = f"Run `python {name}` to see the error."
+        raise UsageError(f"{name}{where}: not readable as Python. {fix}") from error
     plan = _Plan(metadata.MetadataWrapper(module, unsafe_skip_copy=True))
     after = plan.after().encode(module.encoding) if plan.edits else source
     return Migration(source, after, tuple(sorted(plan.left, key=lambda one: one.line)))
@@ -164,9 +162,8 @@ class _Plan:
         line, start = self._parents[statement], self._span(statement)[0]
         if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
             return "; "
-        return (
-            self._module.default_newline + self._code[self._code.rfind(b"\n", 0, start) + 1 : start].decode()
-        )
+        before = self._code[:start]
+        return self._module.default_newline + before[before.rfind(b"\n") + 1 :].decode()
 
     def _redirect(self, statement: Any) -> None:
         """Import from Mezzo what it has, if no use stays."""
@@ -202,20 +199,18 @@ class _Plan:
             made.append(self._module.code_for_node(new))
         self.edits.append((*self._span(statement), self._between(statement).join(made)))
 
-    def _other_meaning(self, scope: Any, word: str) -> _Reason | None:
+    def _other_meaning(self, scope: Any, word: str) -> tuple[str, str] | None:
         for other in scope[word]:
-            is_import = isinstance(other, metadata.ImportAssignment)
-            if isinstance(other, metadata.Assignment) and not is_import and not self._is_none(other.node):
-                where = f"{word} is bound to something else on line {self._line(other.node)}"
-                return where, "rename one of the two"
+            if isinstance(other, metadata.Assignment) and not isinstance(other, metadata.ImportAssignment):
+                assign = self._parents.get(
+                    self._parents[other.node]
+                )  # None after an import that failed is fine
+                if not (isinstance(assign, cst.Assign) and _text(assign.value) == "None"):
+                    where = f"{word} is bound to something else on line {self._line(other.node)}"
+                    return where, "rename one of the two"
         return None
 
-    def _is_none(self, node: cst.CSTNode) -> bool:
-        """Whether a name is assigned None here, as after an import that failed."""
-        assign = self._parents.get(self._parents[node])
-        return isinstance(assign, cst.Assign) and _text(assign.value) == "None"
-
-    def _unfit(self, use: cst.CSTNode, names: list[str]) -> _Reason | None:
+    def _unfit(self, use: cst.CSTNode, names: list[str]) -> tuple[str, str] | None:
         name, parent = names[0].rpartition(".")[2], self._parents[use]
         args = parent.args if isinstance(parent, cst.Call) and parent.func is use else None
         if name == "autocast" and args is None and not isinstance(parent, cst.Decorator):
@@ -235,8 +230,8 @@ class _Plan:
         return self._code.count(b"\n", 0, self._span(node)[0]) + 1
 
 
-def _absent(found: Sequence[_Ours | None]) -> _Reason | None:
-    """Why a name with these imports has no equivalent."""
+def _absent(found: Sequence[_Ours | None]) -> tuple[str, str] | None:
+    """Why a name with these imports has no equivalent, and what to do by hand."""
     ours = found[0]
     if ours is None or any(one != ours for one in found):
         return "different imports bind this name", "keep one of them"

@@ -19,7 +19,6 @@ import functools
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,11 +38,10 @@ from mezzo.pytorch.weights.stored_parameters import LOWERED
 
 # Decorators: while O1's casts are on, inputs become fp16, or FP32, or FP32 if they are of both formats. The `register_`
 # forms do so for `module.name`, from the next `initialize` on.
-half_function, float_function, promote_function = (
-    functools.partial(casts.cast, how) for how in ("half", "float", "promote")
-)
+_FORMATS = ("half", "float", "promote")
+half_function, float_function, promote_function = (functools.partial(casts.cast, how) for how in _FORMATS)
 register_half_function, register_float_function, register_promote_function = (
-    functools.partial(casts.register, how) for how in ("half", "float", "promote")
+    functools.partial(casts.register, how) for how in _FORMATS
 )
 
 
@@ -87,7 +85,7 @@ def initialize(
     if imports.replaced_by or not enabled:
         if enabled:
             _amp_state.tell(f"--precision {imports.replaced_by} replaces opt_level {opt_level}")
-        _amp_state.opt_properties, _amp_state.loss_scalers = SimpleNamespace(enabled=False), []
+        _amp_state.opt_properties.enabled, _amp_state.loss_scalers = False, []
         return result
     options = resolved(opt_level, given)
     check_whole("amp.initialize: num_losses", num_losses, 1)
@@ -142,16 +140,14 @@ def scale_loss(
         return
     stashes: list[Any] = [getattr(optimizer, "_amp_stash", None) for optimizer in _listed(optimizers)]
     if None in stashes:
-        raise CallOrderError(
-            "amp.scale_loss: an optimizer was not initialized. First call model, optimizer = amp.initialize(model, "
-            "optimizer, opt_level='O1')."
-        )
+        fix = "First call model, optimizer = amp.initialize(model, optimizer, opt_level='O1')."
+        raise CallOrderError(f"amp.scale_loss: an optimizer was not initialized. {fix}")
     scalers = _amp_state.loss_scalers
     if loss_id not in range(len(scalers)):
-        raise UsageError(
-            f"amp.scale_loss: loss_id is {loss_id!r}, and num_losses={len(scalers)}. Use 0 to {len(scalers) - 1}, or "
-            "amp.initialize(..., num_losses=N)."
+        known = (
+            f"num_losses={len(scalers)}. Use 0 to {len(scalers) - 1}, or amp.initialize(..., num_losses=N)."
         )
+        raise UsageError(f"amp.scale_loss: loss_id is {loss_id!r}, and {known}")
     scaler = scalers[loss_id]
     scale = scaler.loss_scale()
     if scale == 1.0 and not scaler.dynamic and not _amp_state.opt_properties.master_weights:
@@ -211,8 +207,9 @@ def _listed(given: Any) -> list[Any]:
 
 def _refuse_unfit(model: nn.Module) -> None:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        wrapper = type(model).__name__
         raise UsageError(
-            f"amp.initialize: the model is wrapped in {type(model).__name__}. Initialize it first, then wrap it."
+            f"amp.initialize: the model is wrapped in {wrapper}. Initialize it first, then wrap it."
         )
     for name, param in model.named_parameters():
         if param.dtype in LOWERED and not _amp_state.allow_incoming_model_not_fp32:

@@ -48,9 +48,7 @@ class Handle(ExitStack):
         return torch.is_autocast_enabled(self.device_type)
 
 
-def init(
-    enabled: bool = True, *, allow_banned: bool = False, device_type: str = "", **ignored: Any
-) -> Handle:
+def init(enabled: bool = True, *, allow_banned: bool = False, device_type: str = "", **_: Any) -> Handle:
     """Switch O1's casts on, until the returned handle's `_deactivate()`; `initialize` calls it.
 
     `allow_banned` runs `binary_cross_entropy` in FP32, which otherwise refuses 16-bit inputs.

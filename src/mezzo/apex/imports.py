@@ -37,8 +37,7 @@ def provided(instead: str = "") -> Iterator[None]:
 
 
 def _forget_apex() -> dict[str, ModuleType]:
-    names = [name for name in sys.modules if name.partition(".")[0] == "apex"]
-    return {name: sys.modules.pop(name) for name in names}
+    return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "apex"}
 
 
 class _Finder(MetaPathFinder, Loader):

@@ -7,7 +7,7 @@ model's 16-bit weights keep their scaled 16-bit gradients until the step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -19,8 +19,6 @@ from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.pytorch import step as engine
 from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
-
-_Own = Callable[..., Any]
 
 
 class Stash:
@@ -75,12 +73,11 @@ class Stash:
         self._before, self._is_scaled = {}, False
         return any(bool(flag) for flag in found.values())
 
-    def _step(self, own: _Own, closure: Any = None, **kwargs: Any) -> Any:
+    def _step(self, own: Any, closure: Any = None, **kwargs: Any) -> Any:
         self._optimizer._opt_called = True  # read by schedulers
         if closure is not None:
             raise UsageError(
-                "amp: optimizer.step(closure) is not supported, as in Apex. Use mezzo.GradScaler: "
-                "scaler.step(optimizer, closure)."
+                "amp: step(closure) is not supported. Use mezzo.GradScaler().step(optimizer, closure)."
             )
         if self.skips:
             self.skips = False
@@ -89,22 +86,22 @@ class Stash:
             return None
         if self._is_scaled:
             raise CallOrderError(
-                "amp: optimizer.step() was called while its gradients are still scaled. Call it after the scale_loss "
-                "block, and leave out delay_unscale=True in the last block before a step."
+                "amp: optimizer.step() was called with scaled gradients. Call it after the scale_loss block, and leave "
+                "out delay_unscale=True in the last block before a step."
             )
         for weight in self.masters():
             weight.grad = None  # those of the masters are taken
         with disable_casts():
             return own(**kwargs)
 
-    def _zero_grad(self, own: _Own, *args: Any, **kwargs: Any) -> None:
+    def _zero_grad(self, own: Any, *args: Any, **kwargs: Any) -> None:
         own(*args, **kwargs)
         for master in self.masters().values():
             master.grad = None
         self._before, self._is_scaled = {}, False
 
 
-def _around(function: _Own, own: _Own) -> _Own:
+def _around(function: Any, own: Any) -> Any:
     """A function for a method that calls `function(own, ...)`, with `own`'s attributes, as schedulers need it."""
 
     @functools.wraps(own)

@@ -44,17 +44,14 @@ def resolved(opt_level: str, given: dict[str, Any]) -> SimpleNamespace:
     for name, values in _ALLOWED.items():
         if name in given and given[name] not in values[opt_level != "O1"]:
             in_o1, elsewhere = (" or ".join(map(str, (*some, None))) for some in values)
-            raise UsageError(
-                f"amp.initialize: {name} is {given[name]!r} with {opt_level}. Use {in_o1} with O1, and {elsewhere} "
-                "with O0, O2 and O3."
-            )
+            fix = f"Use {in_o1} with O1, and {elsewhere} with O0, O2 and O3."
+            raise UsageError(f"amp.initialize: {name} is {given[name]!r} with {opt_level}. {fix}")
     if given.get("loss_scale", "dynamic") != "dynamic":
         try:
             given["loss_scale"] = checked_scale("loss_scale", float(given["loss_scale"]))
         except ValueError:
-            raise UsageError(
-                f"amp.initialize: loss_scale is {given['loss_scale']!r}. Use 'dynamic' or a number such as 128.0."
-            ) from None
+            what = f"amp.initialize: loss_scale is {given['loss_scale']!r}"
+            raise UsageError(f"{what}. Use 'dynamic' or a number such as 128.0.") from None
     return SimpleNamespace(
         enabled=True, opt_level=opt_level, **dict(zip(_OPTIONS, LEVELS[opt_level])) | given
     )

@@ -30,11 +30,10 @@ from mezzo.core.errors import UsageError
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("scripts", nargs="+", metavar="SCRIPT", type=Path, help="a Python file")
-    parser.add_argument("--write", action="store_true", help="change the files, instead of printing the diff")
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON: for each file its diff and what was left alone"
-    )
+    add = parser.add_argument
+    add("scripts", nargs="+", metavar="SCRIPT", type=Path, help="a Python file")
+    add("--write", action="store_true", help="change the files, instead of printing the diff")
+    add("--json", action="store_true", help="print JSON: for each file its diff and what was left alone")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,8 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("it needs libcst. Install it: pip install libcst") from error
     for path in arguments.scripts:
         if path.suffix == ".ipynb":
-            fix = f"Convert it first: jupyter nbconvert --to script {path}"
-            raise UsageError(f"{str(path)!r} is a notebook. {fix}")
+            raise UsageError(f"{str(path)!r} is a notebook. Convert it: jupyter nbconvert --to script {path}")
     try:
         done = {str(path): migrate(path.read_bytes(), str(path)) for path in arguments.scripts}
         changed = [name for name, one in done.items() if one.after != one.before]
@@ -56,19 +54,16 @@ def run(arguments: argparse.Namespace) -> int:
             Path(name).write_bytes(done[name].after)
     except OSError as error:
         raise UsageError(f"{error.filename!r}: {error.strerror}. Give the path of a script.") from error
+    status = int(bool(changed) and not arguments.write)
     diffs = {name: one.diff(name) for name, one in done.items()}
     if arguments.json:
+        left_alone = {name: [left._asdict() for left in one.left] for name, one in done.items()}
         files = [
-            {
-                "file": name,
-                "changed": name in changed,
-                "diff": diffs[name],
-                "left": [left._asdict() for left in one.left],
-            }
-            for name, one in done.items()
+            {"file": name, "changed": name in changed, "diff": diffs[name], "left": left_alone[name]}
+            for name in done
         ]
         print(json.dumps({"schema": 1, "written": bool(arguments.write), "files": files}, indent=2))
-        return int(bool(changed) and not arguments.write)
+        return status
     if not arguments.write:
         sys.stdout.buffer.write("".join(diffs.values()).encode("utf-8", "surrogateescape"))
     for name, one in done.items():
@@ -78,4 +73,4 @@ def run(arguments: argparse.Namespace) -> int:
     command = shlex.join(["mezzo", "migrate", "--write", *changed])
     says = f"{of} {'changed' if arguments.write else f'would change. To change: {command}'}"
     print(f"mezzo: {says if changed else 'nothing to change'}", file=sys.stderr)
-    return int(bool(changed) and not arguments.write)
+    return status
