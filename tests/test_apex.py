@@ -273,6 +273,11 @@ def test_masters_of_o2() -> None:
     assert torch.equal(model[0].weight, masters[0].half())
     assert masters[0].grad is None
     assert all(state["momentum_buffer"].dtype is torch.float32 for state in optimizer.state.values())
+    saved = [state["master"] for state in optimizer.state_dict()["state"].values() if "master" in state]
+    same(
+        saved,
+        [master.detach() for master in masters if master is not masters[2] and master is not masters[3]],
+    )
     model.load_state_dict(network().state_dict())
     optimizer.step()
     assert torch.equal(masters[0].half(), exact[0].half())
