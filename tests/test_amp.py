@@ -153,7 +153,7 @@ WRONG: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: autocast("cpu", dtype=FP64), UsageError, r"torch\.float64.*torch\.bfloat16"),
     (lambda: autocast("cpu", dtyp=BF16), TypeError, "'dtyp'.*mean 'dtype'"),
     (lambda: amp(enable=True), TypeError, "'enable'.*mean 'enabled'"),
-    (lambda: amp(True, enabled=False), TypeError, "enabled"),  # type: ignore[call-overload]
+    (lambda: amp(True, enabled=False), TypeError, "enabled"),
     (lambda: autocast("mtia"), UsageError, "no 'mtia'.*Use"),
     (lambda: autocast("gpu"), (UsageError, RuntimeError), "'gpu'.*mean 'cuda'"),
 ]

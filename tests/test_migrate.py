@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 import shutil
@@ -30,53 +30,25 @@ CHANGES = """
 
      autocast as ac,
  )
-# the device type of torch.cuda.amp
+# torch.cuda.amp
 -from torch.cuda.amp import autocast
--@autocast()
 +from mezzo.amp import autocast
-+@autocast("cuda")
+ @autocast()
  def f():
--    autocast(use); autocast(use, torch.half, False)
--    autocast( enabled = use , **more); autocast(
--        use,  # if asked
-+    autocast("cuda", enabled=use); autocast("cuda", enabled=use, dtype=torch.half, cache_enabled=False)
-+    autocast( "cuda", enabled = use , **more); autocast(
-+        "cuda", enabled=use,  # if asked
-     )
-# torch.cpu.amp
- import torch
--with torch.cpu.amp.autocast(): pass
-+import mezzo.amp
-+with mezzo.amp.autocast("cpu"): pass
-# a scaler by order
--from torch.cuda.amp import GradScaler as S
-+from mezzo.amp import GradScaler as S
- def f(s: S = None): S(); S(init_scale=8.); isinstance(s, (S, int))
--S(1024., 2.); S(*a)
-+S("cuda", 1024., 2.); S("cuda", *a)
+     autocast(use, torch.half); autocast( enabled = use , **more)
 # custom functions
--from torch.cuda.amp import custom_bwd, custom_fwd
--@custom_fwd
+-from torch.amp import custom_bwd, custom_fwd
 +from mezzo.amp import custom_bwd, custom_fwd
-+@custom_fwd(device_type="cuda")
+ @custom_fwd(device_type="cuda")
  def f(): pass
--@custom_bwd
-+@custom_bwd(device_type="cuda")
- def g(): pass
--@custom_fwd(cast_inputs=torch.half)
-+@custom_fwd(device_type="cuda", cast_inputs=torch.half)
- def h(): pass
--k = custom_fwd(h)
-+k = custom_fwd(h, device_type="cuda")
 # full names
- import torch  # first
 +import mezzo.amp
- import os
+ import torch  # first
 -scaler = torch.cuda.amp.GradScaler(enabled=True)
 -with torch.autocast('cuda'), torch.cuda.amp.autocast(True):
 -    x = torch . amp . GradScaler ()
 +scaler = mezzo.amp.GradScaler(enabled=True)
-+with mezzo.amp.autocast('cuda'), mezzo.amp.autocast("cuda", enabled=True):
++with mezzo.amp.autocast('cuda'), mezzo.amp.autocast(True):
 +    x = mezzo.amp.GradScaler ()
 # mezzo is there
  import torch, mezzo
@@ -84,36 +56,34 @@ CHANGES = """
 +with mezzo.amp.autocast('cpu'): pass
 # inside a function, and on one line
  def f():
++\timport mezzo.amp
  \timport torch
 -\treturn torch.autocast('cpu')
 -if x: import torch
 -torch.autocast('cpu')
-+\timport mezzo.amp
 +\treturn mezzo.amp.autocast('cpu')
-+if x: import torch; import mezzo.amp
++if x: import mezzo.amp; import torch
 +mezzo.amp.autocast('cpu')
  def g():
 -    import torch; return torch.autocast('cpu')
-+    import torch; import mezzo.amp; return mezzo.amp.autocast('cpu')
++    import mezzo.amp; import torch; return mezzo.amp.autocast('cpu')
 # the module
 -import torch.cuda.amp as amp, os
--with amp.autocast(): amp.GradScaler(1.)
 +import mezzo.amp as amp, os
-+with amp.autocast("cuda"): amp.GradScaler("cuda", 1.)
+ with amp.autocast(): amp.GradScaler(init_scale=1.)
 # the module from its package
 -from torch.cuda import amp
 -from torch import amp as new, nn
--amp.autocast(enabled=True); new.autocast('cuda')
 +from mezzo import amp
-+from torch import nn
 +from mezzo import amp as new
-+amp.autocast("cuda", enabled=True); new.autocast('cuda')
-# an import of the module beside torch
- import torch
--import torch.cuda.amp
--torch.cuda.amp.autocast()
++from torch import nn
+ getattr(amp, 'autocast')(); new.autocast('cuda')
+# an import of the module with torch
 +import mezzo.amp
-+mezzo.amp.autocast("cuda")
+ import torch
+ import torch.cuda.amp
+-torch.cuda.amp.autocast()
++mezzo.amp.autocast()
 # submodules
 -from torch.cuda.amp.grad_scaler import GradScaler
 -from torch.amp.autocast_mode import autocast
@@ -124,9 +94,9 @@ CHANGES = """
  autocast('cpu')
 # several modules in one import
 -from torch import Tensor, autocast, cuda, amp
-+from torch import Tensor, cuda
 +from mezzo import amp
 +from mezzo.amp import autocast
++from torch import Tensor, cuda
  autocast('cpu'); cuda.is_available()
 # one of two imports
  try:
@@ -148,14 +118,12 @@ CHANGES = """
      model, optimizer = amp.initialize(model, optimizer, opt_level='O1')
  with amp.scale_loss(loss, optimizers.FusedAdam(p)) as scaled: scaled.backward()
 # import apex
--import apex
+-import apex, os
 -from apex import amp
--model = apex.parallel.convert_syncbn_model(model)
--amp.master_params(apex.amp.init())
-+import mezzo.apex
++import mezzo.apex as apex, os
 +from mezzo.apex import amp
-+model = mezzo.apex.parallel.convert_syncbn_model(model)
-+amp.master_params(mezzo.apex.amp.init())
+ model = apex.parallel.convert_syncbn_model(model)
+ amp.master_params(apex.amp.init())
 # nothing of torch.amp
  import torch
  from mine import amp, autocast
@@ -194,43 +162,23 @@ def test_a_script_becomes(title: str) -> None:
 LEFT = [  # a script, the line, what the reason and the fix mention
     (
         "from torch.cuda.amp import autocast\ndef autocast(): pass\nautocast()\n",
-        1,
+        3,
         ["autocast", "line 2", "rename"],
     ),
-    ("from torch.cuda.amp import autocast\nfor autocast in x: pass\n", 1, ["line 2"]),
-    ("import torch\ntorch = fake(torch)\ntorch.autocast('cpu')\n", 1, ["torch", "line 2"]),
-    ("mezzo = 1\nimport torch\ntorch.autocast('cpu')\n", 2, ["mezzo", "line 1"]),
+    ("from torch.amp import autocast\nfor autocast in x: autocast()\n", 2, ["line 2"]),
+    ("import torch\ntorch = fake(torch)\ntorch.autocast('cpu')\n", 3, ["torch", "line 2"]),
     (
         "from mine import autocast\nfrom torch.amp import autocast\nautocast('cpu')\n",
-        1,
+        3,
         ["different imports"],
     ),
     ("from torch.cuda.amp import *\nautocast()\n", 1, ["star import"]),
-    (
-        "from torch.cuda.amp import autocast\nautocast()\nautocast(*options)\n",
-        3,
-        ["list", 'autocast("cuda", enabled='],
-    ),
-    (
-        "from torch.cuda.amp import autocast\nmake = partial(autocast, enabled=True)\n",
-        2,
-        ["value", "torch.amp.autocast"],
-    ),
-    ("from torch.amp import autocast\nisinstance(x, autocast)\n", 2, ["another class"]),
-    ("import torch\ndef f(x: torch.autocast): pass\n", 2, ["another class"]),
+    ("from torch.amp import autocast\nautocast()\nisinstance(x, autocast)\n", 3, ["function"]),
     ("import torch\nclass Mine(torch.amp.GradScaler): pass\n", 2, ["another class"]),
-    ("import torch\ngetattr(torch.cuda.amp, 'autocast')()\n", 2, ["value", "mezzo.amp."]),
-    ("from apex import amp\nhelp_with(amp)\n", 2, ["value", "mezzo.apex.amp."]),
-    ("exec('from torch.cuda.amp import autocast')\n", 1, ["string"]),
-    ("patch('torch.cuda.amp.autocast')\n", 1, ["string"]),
-    ("import torch\ntorch.set_autocast_enabled('cuda', True)\n", 2, ["without a context", "mezzo.autocast"]),
     ("from apex.contrib import xentropy\n", 1, ["mezzo.apex", "optimizers"]),
     ("import apex\napex.amp.frobnicate()\n", 2, ["mezzo.apex.amp", "scale_loss"]),
-    (
-        "from torch.amp import custom_fwd as f\nfrom torch.cuda.amp import custom_fwd as f\nf(g)\n",
-        3,
-        ["torch.amp"],
-    ),
+    ("from torch.cuda.amp import custom_fwd as f\nf(g)\n", 2, ["torch.amp.custom_fwd"]),
+    ("from torch.cuda.amp import GradScaler as S\ns: S = S(1.)\n", 2, ["torch.amp.GradScaler"]),
 ]
 
 
@@ -246,15 +194,15 @@ def test_what_is_left_alone_and_why(source: str, line: int, said: list[str]) -> 
 
 def test_other_names_change_where_one_is_left_alone() -> None:
     made = migrate(
-        b"'''torch.cuda.amp'''\nfrom apex import amp, contrib\nimport torch\n"
-        b"autocast = partial(torch.autocast, 'cpu')\ntorch.cuda.amp.autocast(*a)\nprint('torch.amp is old')\n",
+        b"from apex import amp, contrib\nimport torch\n"
+        b"autocast = partial(torch.autocast, 'cpu')\ntorch.cuda.amp.autocast(*a)\n",
         "t.py",
     )
     assert made.after == (
-        b"'''torch.cuda.amp'''\nfrom apex import contrib\nfrom mezzo.apex import amp\nimport torch\nimport mezzo.amp\n"
-        b"autocast = partial(mezzo.amp.autocast, 'cpu')\ntorch.cuda.amp.autocast(*a)\nprint('torch.amp is old')\n"
+        b"from apex import contrib\nfrom mezzo.apex import amp\nimport mezzo.amp\nimport torch\n"
+        b"autocast = partial(torch.autocast, 'cpu')\nmezzo.amp.autocast(*a)\n"
     )
-    assert [one.line for one in made.left] == [2, 5]
+    assert [one.line for one in made.left] == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -277,18 +225,13 @@ def test_the_encoding_and_a_last_line_without_an_end_stay(
 
 
 def test_every_name_is_in_mezzo() -> None:
-    absent = [name for name in ("amp", "apex") if importlib.util.find_spec(f"mezzo.{name}") is None]
-    if absent:
-        pytest.skip(f"mezzo.{absent[0]} is absent")
-    missing = [
-        (m, n) for m, names in NAMES.items() for n in names if not hasattr(importlib.import_module(m), n)
-    ]
-    assert missing == []
+    modules = {name: importlib.import_module(name) for name in NAMES}
+    assert [(m, n) for m, names in NAMES.items() for n in names.split() if not hasattr(modules[m], n)] == []
 
 
 def test_the_diff_is_what_write_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     monkeypatch.chdir(tmp_path)
-    before, after = ROWS["the device type of torch.cuda.amp"]
+    before, after = ROWS["several lines and comments"]
     for name in ("one.py", "two.py", "other.py"):
         Path(name).write_text(before if name != "other.py" else "import os\n")
     assert main(["migrate", "one.py", "other.py"]) == 1
@@ -335,7 +278,7 @@ def test_json_and_what_is_left_alone_on_stderr(tmp_path: Path, capsys: Output) -
         ("t.py", "print 'old'\n", ["t.py", "line 1", "Python"]),
         ("t.ipynb", "{}", ["t.ipynb", "jupyter nbconvert --to script"]),
         ("absent.py", None, ["absent.py", "No such file"]),
-        (".", None, ["directory", "*.py"]),
+        (".", None, ["directory"]),
     ],
 )
 def test_wrong_usage_changes_no_file(
@@ -389,8 +332,6 @@ for _ in range(20):
 
 
 def test_a_migrated_script_trains_as_before() -> None:
-    if importlib.util.find_spec("mezzo.amp") is None:
-        pytest.skip("mezzo.amp is absent")
     made = migrate(TRAINING.encode(), "t.py")
     assert made.after.count(b"mezzo.amp.") == 2
     before: dict[str, list[float]] = {}

@@ -6,31 +6,16 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any
 
-import torch
 from torch.amp import custom_bwd, custom_fwd, is_autocast_available
 
-from mezzo.core.policy import Policy
 from mezzo.pytorch.autocast import context
 from mezzo.pytorch.grad_scaler import GradScaler
 
 __all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd", "is_autocast_available"]
 
 
-@overload
-def autocast(
-    device_type: str,
-    dtype: torch.dtype | str | Policy | None = None,
-    enabled: bool = True,
-    cache_enabled: bool | None = None,
-) -> context.Context: ...
-@overload
-def autocast(
-    enabled: bool = True,
-    dtype: torch.dtype | str | Policy | None = None,
-    cache_enabled: bool | None = None,
-) -> context.Context: ...
 def autocast(*args: Any, **kwargs: Any) -> context.Context:
     """`mezzo.autocast` with the arguments of `torch.amp.autocast`, or of `torch.cuda.amp.autocast` (no device type).
 

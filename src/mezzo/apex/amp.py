@@ -25,26 +25,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.apex import casts
+from mezzo.apex import casts, imports
 from mezzo.apex.casts import disable_casts as disable_casts
-from mezzo.apex.casts import float_function as float_function
-from mezzo.apex.casts import half_function as half_function
 from mezzo.apex.casts import init as init
-from mezzo.apex.casts import promote_function as promote_function
-from mezzo.apex.casts import register_float_function as register_float_function
-from mezzo.apex.casts import register_half_function as register_half_function
-from mezzo.apex.casts import register_promote_function as register_promote_function
 from mezzo.apex.stash import Stash
-from mezzo.apex.state import LossScaler, Options, resolved
+from mezzo.apex.state import LossScaler, resolved
 from mezzo.apex.state import state as _amp_state
 from mezzo.core.errors import CallOrderError, UsageError, checks_keywords
 from mezzo.core.loss_scale import check_whole
 from mezzo.pytorch import step as engine
-from mezzo.pytorch.autocast.modules import cast_inside
-from mezzo.pytorch.weights.stored_parameters import LOWERED, overflows
+from mezzo.pytorch.weights.stored_parameters import LOWERED
 
-replaced_by = ""
-"""A precision of `mezzo run --apex --precision`, with which every call of `amp` does nothing."""
+# Decorators: while O1's casts are on, inputs become fp16, or FP32, or FP32 if they are of both formats. The `register_`
+# forms do so for `module.name`, from the next `initialize` on.
+_FORMATS = ("half", "float", "promote")
+half_function, float_function, promote_function = (functools.partial(casts.cast, how) for how in _FORMATS)
+register_half_function, register_float_function, register_promote_function = (
+    functools.partial(casts.register, how) for how in _FORMATS
+)
 
 
 @checks_keywords
@@ -79,42 +77,34 @@ def initialize(
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
 
     Raises:
-        UsageError: options that do not fit, a model that is wrapped, not FP32 or beyond fp16's range, or a model or an
-            optimizer that was initialized before. Nothing was changed.
+        UsageError: options that do not fit, or a model that is wrapped or not in FP32. Nothing was changed.
     """
     given = locals()
     _amp_state.verbosity = verbosity
-    if replaced_by or not enabled:
+    result = models if optimizers is None else (models, optimizers)
+    if imports.replaced_by or not enabled:
         if enabled:
-            _amp_state.tell(f"opt_level {opt_level!r} is not used: --precision {replaced_by} replaces it")
-        _amp_state.opt_properties, _amp_state.loss_scalers = Options(), []
-        return models if optimizers is None else (models, optimizers)
+            _amp_state.tell(f"--precision {imports.replaced_by} replaces opt_level {opt_level}")
+        _amp_state.opt_properties.enabled, _amp_state.loss_scalers = False, []
+        return result
     options = resolved(opt_level, given)
     check_whole("amp.initialize: num_losses", num_losses, 1)
-    all_models = _listed("models", models, nn.Module)
-    all_optimizers = [] if optimizers is None else _listed("optimizers", optimizers, Optimizer)
+    all_models = _listed(models)
+    all_optimizers = [] if optimizers is None else _listed(optimizers)
     scalers = [LossScaler(options.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
     for model in all_models:
-        _refuse_unfit_model(model, options)
-    for optimizer in all_optimizers:
-        if hasattr(optimizer, "_amp_stash"):
-            raise _twice(optimizer)
-    parameters = [param for optimizer in all_optimizers for param in engine.parameters(optimizer)]
-    exact = {param: param.data for param in parameters if options.master_weights}
-    _cast_weights(all_models, options)
+        _refuse_unfit(model)
+    exact = [{param: param.data for param in engine.parameters(optimizer)} for optimizer in all_optimizers]
     for model in all_models:
-        _cast_calls(model, options.cast_model_type, cast_model_outputs)
-    for optimizer in all_optimizers:
-        Stash(optimizer, masters=bool(options.master_weights), exact=exact)
+        _cast_model(model, options, cast_model_outputs)
+    for optimizer, values in zip(all_optimizers, exact):
+        Stash(optimizer, values if options.master_weights else None)
     if options.patch_torch_functions:
         first = next((param for model in all_models for param in model.parameters()), None)
         init(device_type="" if first is None else first.device.type)
     _amp_state.opt_properties, _amp_state.loss_scalers = options, scalers
     _amp_state.tell(f"opt_level {opt_level}, loss scale {options.loss_scale}")
-    result = all_models if isinstance(models, (list, tuple)) else all_models[0]
-    if optimizers is None:
-        return result
-    return result, all_optimizers if isinstance(optimizers, (list, tuple)) else all_optimizers[0]
+    return result
 
 
 @contextmanager
@@ -145,50 +135,36 @@ def scale_loss(
         UsageError: `initialize` was not called, or not for these optimizers; there is no such loss_id.
         LossScaleCollapseError: 50 overflows in a row at the smallest scale.
     """
-    options = _amp_state.opt_properties
-    if options is None:
-        raise CallOrderError(
-            "amp.scale_loss: call model, optimizer = amp.initialize(model, optimizer, opt_level='O1') first."
-        )
-    if not options.enabled:
+    if _amp_state.opt_properties.enabled is False:
         yield loss
         return
-    stashes: list[Stash] = []
-    for optimizer in _listed("optimizers", optimizers, Optimizer):
-        if not hasattr(optimizer, "_amp_stash"):
-            raise UsageError(
-                f"amp.scale_loss: this {type(optimizer).__name__} was not initialized. Use the optimizer that "
-                "amp.initialize returned."
-            )
-        stashes.append(optimizer._amp_stash)
+    stashes: list[Any] = [getattr(optimizer, "_amp_stash", None) for optimizer in _listed(optimizers)]
+    if None in stashes:
+        fix = "First call model, optimizer = amp.initialize(model, optimizer, opt_level='O1')."
+        raise CallOrderError(f"amp.scale_loss: an optimizer was not initialized. {fix}")
     scalers = _amp_state.loss_scalers
     if loss_id not in range(len(scalers)):
-        raise UsageError(
-            f"amp.scale_loss: loss_id is {loss_id!r}, and num_losses={len(scalers)}. Use 0 to {len(scalers) - 1}, or "
-            "amp.initialize(..., num_losses=N)."
+        known = (
+            f"num_losses={len(scalers)}. Use 0 to {len(scalers) - 1}, or amp.initialize(..., num_losses=N)."
         )
+        raise UsageError(f"amp.scale_loss: loss_id is {loss_id!r}, and {known}")
     scaler = scalers[loss_id]
     scale = scaler.loss_scale()
-    if not options.master_weights and not scaler.dynamic and scale == 1.0:
+    if scale == 1.0 and not scaler.dynamic and not _amp_state.opt_properties.master_weights:
         stashes, delay_unscale = [], True  # nothing to unscale
     for stash in stashes:
         stash.begin()
-    try:
-        with disable_casts():
-            yield loss.float() * scale
-    except BaseException:
-        for stash in stashes:
-            stash.abandon()
-        raise
+    with disable_casts():
+        yield loss.float() * scale
     if delay_unscale:
         return
     for stash in stashes:
         scaler.found_inf |= stash.unscale(scale)
     if delay_overflow_check:
         return
-    if overflow := scaler.found_inf:
-        for stash in stashes:
-            stash.skips = True
+    overflow = scaler.found_inf
+    for stash in stashes:
+        stash.skips |= overflow
     scaler.update()
     if overflow:
         _amp_state.tell(f"overflow: step skipped, scale of loss {loss_id} is now {scaler.loss_scale():g}")
@@ -196,7 +172,8 @@ def scale_loss(
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """The parameters that the optimizer updates: FP32 masters where there are some. Clip these."""
-    return engine.parameters(optimizer)
+    stash = getattr(optimizer, "_amp_stash", None)
+    return engine.parameters(optimizer) if stash is None else iter(stash.parameters())
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -209,11 +186,6 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
     """Load what `state_dict` returned, as far as there are losses for it; a different number is only printed."""
-    wrong = [key for key in state_dict if not str(key).startswith("loss_scaler")]
-    if wrong:
-        raise UsageError(
-            f"amp.load_state_dict: unknown keys {', '.join(map(repr, wrong))}. Pass what amp.state_dict() returned."
-        )
     scalers = _amp_state.loss_scalers
     if len(state_dict) != len(scalers):
         _amp_state.tell(f"the state has {len(state_dict)} loss scales, and num_losses is {len(scalers)}")
@@ -224,88 +196,51 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 def reset() -> None:
     """End O1's casts and forget everything, as if `initialize` had not been called; for tests and notebooks."""
     if _amp_state.handle is not None:
-        _amp_state.handle._deactivate()
+        _amp_state.handle.close()
     casts.registered.clear()
     _amp_state.__init__()  # type: ignore[misc]
 
 
-def _listed(name: str, given: Any, kind: type) -> list[Any]:
-    one_by_one = list(given) if isinstance(given, (list, tuple)) else [given]
-    for one in one_by_one:
-        if not isinstance(one, kind):
-            raise UsageError(
-                f"amp: {name} is {type(one).__name__}. Use a torch {kind.__name__}, or a list of them."
-            )
-    return one_by_one
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def _twice(one: object) -> CallOrderError:
-    return CallOrderError(
-        f"amp.initialize: this {type(one).__name__} was initialized before. Call amp.initialize once, with lists of "
-        "all models and optimizers."
-    )
-
-
-def _refuse_unfit_model(model: nn.Module, options: Options) -> None:
+def _refuse_unfit(model: nn.Module) -> None:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        wrapper = type(model).__name__
         raise UsageError(
-            f"amp.initialize: the model is wrapped in {type(model).__name__}. Initialize it first, then wrap it."
+            f"amp.initialize: the model is wrapped in {wrapper}. Initialize it first, then wrap it."
         )
-    if any(getattr(hook, "func", None) is _before_call for hook in model._forward_pre_hooks.values()):
-        raise _twice(model)
-    if _amp_state.allow_incoming_model_not_fp32:
-        return
     for name, param in model.named_parameters():
-        if param.dtype in LOWERED:
+        if param.dtype in LOWERED and not _amp_state.allow_incoming_model_not_fp32:
             raise UsageError(
                 f"amp.initialize: {name} is {param.dtype}. Pass the model in FP32 (model.float()), also for O2 and O3, "
                 "and only once."
             )
-        is_cast = options.cast_model_type is torch.float16 and param.dtype is torch.float32
-        if is_cast and overflows(param.detach(), torch.float16):
-            raise UsageError(
-                f"amp.initialize: {name} has a value beyond fp16's range, 65504. Use opt_level='O1', or "
-                "cast_model_type=torch.bfloat16."
-            )
 
 
-def _cast_weights(models: list[nn.Module], options: Options) -> None:
-    dtype = options.cast_model_type
-    for module in (module for model in models for module in model.modules()):
-        is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
-        if dtype and not (is_batch_norm and options.keep_batchnorm_fp32):
-            module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
-
-
-def _cast_calls(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
-    """Cast what goes into each call of a model, and what comes out; `state_dict()` is FP32."""
-    if inputs:
-        before = functools.partial(_before_call, inputs)
-        model.register_forward_pre_hook(before, with_kwargs=True)
+def _cast_model(model: nn.Module, options: Any, outputs: torch.dtype | None) -> None:
+    """Cast weights, and what goes into each call of a model and comes out; `state_dict()` is FP32."""
+    if dtype := options.cast_model_type:
         for module in model.modules():
+            is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
+            if not (is_batch_norm and options.keep_batchnorm_fp32):
+                module._apply(functools.partial(casts.cast_to, dtype), recurse=False)
             module.register_state_dict_post_hook(_in_fp32)
-        outputs = outputs or torch.float32
-    if outputs:
+        model.register_forward_pre_hook(functools.partial(_before_call, dtype), with_kwargs=True)
+    if outputs := outputs or (torch.float32 if dtype else None):
         model.register_forward_hook(functools.partial(_after_call, outputs), prepend=True)
 
 
 def _before_call(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return cast_inside((args, kwargs), functools.partial(_to, dtype))
+    return casts.cast_to(dtype, (args, kwargs))
 
 
 def _after_call(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    return cast_inside(output, functools.partial(_to, dtype))
-
-
-def _to(dtype: torch.dtype, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    is_batch = hasattr(value, "to") and not isinstance(value, nn.Module)  # of the script's own class
-    return value.to(dtype) if is_batch else value
+    return casts.cast_to(dtype, output)
 
 
 def _in_fp32(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for name in (*module._parameters, *module._buffers):
-        value = state.get(prefix + name)
-        if isinstance(value, Tensor) and value.dtype in LOWERED:
-            state[prefix + name] = value.float()
+    for name, value in state.items():
+        if name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in LOWERED:
+            state[name] = value.float()

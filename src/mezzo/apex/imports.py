@@ -11,45 +11,48 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_MODULES = ("apex.amp", "apex.normalization", "apex.optimizers", "apex.parallel")
-_SAME = {"apex.normalization": "fused_layer_norm", "apex.optimizers": "fused_adam"}  # submodules
+# With a name of a submodule that scripts import from.
+_MODULES = dict(amp="amp", normalization="fused_layer_norm", optimizers="fused_adam", parallel="distributed")
+
+replaced_by = ""
+"""A precision of `mezzo run --apex --precision`, with which every call of `amp` does nothing."""
 
 
 @contextmanager
 def provided(instead: str = "") -> Iterator[None]:
     """Also where Apex is installed. `instead`: a precision with which all calls of `amp` do nothing."""
-    finder = _Finder(instead)
+    global replaced_by
+    finder, replaced_by = _Finder(), instead
     before = _forget_apex()
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
+        replaced_by = ""
         sys.meta_path.remove(finder)
         _forget_apex()
         sys.modules.update(before)
         if amp := sys.modules.get("mezzo.apex.amp"):
-            vars(amp).update(replaced_by="")
             amp.reset()
 
 
 def _forget_apex() -> dict[str, ModuleType]:
-    names = [name for name in sys.modules if name.partition(".")[0] == "apex"]
-    return {name: sys.modules.pop(name) for name in names}
+    return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "apex"}
 
 
 class _Finder(MetaPathFinder, Loader):
     """`apex` is an empty package, and `apex.NAME` the module `mezzo.apex.NAME` itself."""
 
-    def __init__(self, instead: str) -> None:
-        self._instead = instead
-
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname.partition(".")[0] != "apex":
+        package, _, name = fullname.partition(".")
+        if package != "apex":
             return None
-        if fullname not in ("apex", *_MODULES):
+        if name not in ("", *_MODULES):
             # The error has no `name`, or else `from apex import NAME` would replace its message.
-            raise ModuleNotFoundError(f"mezzo run --apex has no {fullname}. It has {', '.join(_MODULES)}.")
-        return ModuleSpec(fullname, _Finder(self._instead), is_package=fullname == "apex")
+            raise ModuleNotFoundError(
+                f"mezzo run --apex has no {fullname}. It has apex.{', apex.'.join(_MODULES)}."
+            )
+        return ModuleSpec(fullname, _Finder(), is_package=not name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         if spec.name == "apex":
@@ -59,11 +62,7 @@ class _Finder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ == "apex":
-            return
-        name = module.__name__.removeprefix("mezzo.")
-        module.__spec__ = self._spec  # the import system has replaced it
-        if name == "apex.amp":
-            vars(module).update(replaced_by=self._instead)
-        if name in _SAME:
-            sys.modules[f"{name}.{_SAME[name]}"] = module
+        name = module.__name__.rpartition(".")[2]
+        if name in _MODULES:
+            module.__spec__ = self._spec  # the import system has replaced it
+            sys.modules[f"apex.{name}.{_MODULES[name]}"] = module

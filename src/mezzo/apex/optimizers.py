@@ -20,28 +20,17 @@ class FusedAdam(torch.optim.Adam):
         *,
         adam_w_mode: bool = True,
         set_grad_none: bool = True,
-        master_weights: bool = False,
         **others: Any,
     ) -> None:
-        if master_weights or not bias_correction:
-            raise UsageError(
-                f"FusedAdam: bias_correction={bias_correction}, master_weights={master_weights}. Use True and False. "
-                "For masters use mezzo.optim.AdamW."
-            )
+        if not bias_correction:
+            raise UsageError("FusedAdam: bias_correction is False. Only True is supported.")
         super().__init__(params, lr, decoupled_weight_decay=adam_w_mode, **others)
 
 
 class FusedSGD(torch.optim.SGD):
-    """`torch.optim.SGD`; the last two arguments are ignored."""
+    """`torch.optim.SGD`; the two keyword arguments are ignored."""
 
     def __init__(
-        self,
-        *args: Any,
-        wd_after_momentum: bool = False,
-        materialize_master_grads: bool = True,
-        set_grad_none: bool = False,
-        **others: Any,
+        self, *args: Any, materialize_master_grads: bool = True, set_grad_none: bool = False, **others: Any
     ) -> None:
-        if wd_after_momentum:
-            raise UsageError("FusedSGD: wd_after_momentum is True. Only False is supported.")
         super().__init__(*args, **others)

@@ -14,25 +14,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """PyTorch's. `delay_allreduce` allows for unused parameters; the other arguments set up Apex's own buckets."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        message_size: int = 0,
-        delay_allreduce: bool = False,
-        *ignored: Any,
-        gradient_average: bool = True,
-        **also_ignored: Any,
+        self, module: nn.Module, message_size: int = 0, delay_allreduce: bool = False, **ignored: Any
     ) -> None:
-        if not gradient_average:
+        if not ignored.get("gradient_average", True):
             raise UsageError(
-                "apex.parallel.DistributedDataParallel: gradient_average is False. PyTorch averages gradients; for "
-                "their sum multiply the loss by the number of processes."
+                "gradient_average is False. Instead multiply the loss by the number of processes."
             )
         super().__init__(module, find_unused_parameters=delay_allreduce)
 
 
-def convert_syncbn_model(
-    module: nn.Module, process_group: Any = None, channel_last: bool = False
-) -> nn.Module:
+def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> Any:
     """`torch.nn.SyncBatchNorm.convert_sync_batchnorm`; `channel_last` is ignored, since PyTorch's takes both."""
-    converted: nn.Module = SyncBatchNorm.convert_sync_batchnorm(module, process_group)
-    return converted
+    return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
