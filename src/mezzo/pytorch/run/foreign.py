@@ -21,6 +21,8 @@ SWITCH_OFF = (
 )
 SEARCHES = {"calibrate": "mezzo.pytorch.calibrate", "find_batch_size": "mezzo.pytorch.batch_size"}
 """Public functions that choose formats themselves, and their modules."""
+LOW = ("params", "masters", "state", "weights", "loss_scale", "release_gradients")
+"""Arguments of `MixedPrecision` that plain FP32 training has not."""
 
 # Functions of PyTorch's that act for their caller.
 _TRANSPARENT = frozenset({"decorate_autocast", "watched", "scale", "<genexpr>", "apply_scale"})
@@ -29,18 +31,18 @@ _TRANSPARENT = frozenset({"decorate_autocast", "watched", "scale", "<genexpr>", 
 def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     """Notice the first use of PyTorch's mixed precision, of another library's, or of Mezzo's."""
 
-    def at(owner: Any, name: str, what: str, is_used: Callable[..., bool] = lambda *args: True) -> None:
+    def at(owner: Any, name: str, what: str, is_used: Callable[..., bool] = lambda *_, **__: True) -> None:
         patches.set(owner, name, _noticed(session, getattr(owner, name), what, is_used))
 
-    def is_enabled(scaler: Any) -> bool:
+    def is_enabled(scaler: Any, *_: Any, **__: Any) -> bool:
         return bool(scaler.is_enabled())
 
-    def ends(*args: Any) -> bool:
+    def ends(*_: Any, **__: Any) -> bool:
         if not session.journal.updates:
             session.journal.stop_after(0)
         return False
 
-    def told(*args: Any) -> bool:
+    def told(*_: Any, **__: Any) -> bool:
         for line in () if "mezzo.keras" in sys.modules else for_keras(session):
             session.journal.note(line)
         return False
@@ -62,7 +64,9 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     imports.when("mezzo.accelerate", lambda module: at(module, "attach", "mezzo.accelerate"))
     imports.when("mezzo.accelerate", lambda module: at(module.Accelerator, "__init__", "mezzo.accelerate"))
     imports.when(scaler, lambda module: at(module.GradScaler, "scale", "mezzo.GradScaler", is_enabled))
-    imports.when(precision, lambda module: at(module.MixedPrecision, "__init__", "mezzo.MixedPrecision"))
+    imports.when(
+        precision, lambda module: at(module.MixedPrecision, "__init__", "mezzo.MixedPrecision", asks_16_bits)
+    )
     imports.when(
         "mezzo.amp", lambda module: patches.set(module, "autocast", _autocast(session, module.autocast))
     )
@@ -76,10 +80,19 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
         )
 
 
+def asks_16_bits(
+    _self: Any, _model: Any = 0, _optimizer: Any = 0, precision: Any = "auto", **given: Any
+) -> bool:
+    """Whether a `MixedPrecision` with these arguments is anything but FP32 training in plain PyTorch."""
+    from mezzo.core.policy import policy
+
+    return any(given.get(name) for name in LOW) or not policy(precision).is_fp32
+
+
 def _noticed(
-    session: Session, original: Any, name: str, is_used: Callable[..., bool] = lambda *args: True
+    session: Session, original: Any, name: str, is_used: Callable[..., bool] = lambda *_, **__: True
 ) -> Any:
-    """This function, after whose first call with an object that `is_used` the script is left alone."""
+    """This function, after whose first call with arguments that `is_used` accepts the script is left alone."""
 
     seen = False
 
@@ -87,7 +100,7 @@ def _noticed(
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal seen
         is_on = session.left_alone is None and not seen and kwargs.get("enabled", True)
-        if is_on and is_used(*args[:1]):
+        if is_on and is_used(*args, **kwargs):
             seen = _notice(session, name) and session.records_own
         return original(*args, **kwargs)
 

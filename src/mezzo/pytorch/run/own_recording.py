@@ -9,22 +9,20 @@ import functools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels.not_traced import not_traced
 
 if TYPE_CHECKING:
     from mezzo.pytorch.run.optimizers import Steps
-    from mezzo.runner.patches import Patches
+    from mezzo.runner.patches import ImportWatch, Patches
 
 _KEY = "mezzo: scale"  # in the metadata of the graph's node that multiplies a loss by the scale
 _NODES = 64  # searched for it, from the root of a backward pass
 
 
-def record_scaler(steps: Steps, patches: Patches) -> None:
-    """Remember the scale of each scaled loss, and record each step that a `torch.amp.GradScaler` skips."""
-    scaler: Any = torch.amp.GradScaler
+def record_scaler(steps: Steps, patches: Patches, scaler: Any) -> None:
+    """Remember the scale of each scaled loss, and record each step that a scaler of this class skips."""
     scale, step = scaler.scale, scaler.step
 
     @functools.wraps(scale)
@@ -47,13 +45,46 @@ def record_scaler(steps: Steps, patches: Patches) -> None:
         try:
             result = step(self, optimizer, *args, **kwargs)
             if steps.done == before:
-                steps.skipped_by_script(getattr(optimizer, "optimizer", optimizer))
+                steps.ended_by_script(getattr(optimizer, "optimizer", optimizer), moved=False)
         finally:
             steps.loss_scale = 1.0
         return result
 
     patches.set(scaler, "scale", not_traced(scaled))
     patches.set(scaler, "step", not_traced(stepped))
+
+
+def record_mezzo(steps: Steps, patches: Patches, imports: ImportWatch) -> None:
+    """The same for `mezzo.GradScaler` and `mezzo.MixedPrecision`."""
+
+    def mixed_precision(module: Any) -> None:
+        window, kind = module.Accumulation, module.MixedPrecision
+        seed, end = window.seed, kind._end_window
+
+        @functools.wraps(seed)
+        def seeded(self: Any, loss: Tensor) -> Any:
+            if self.scale is not None and loss.grad_fn is not None:
+                metadata: Any = loss.grad_fn.metadata
+                metadata[_KEY] = self.scale
+            return seed(self, loss)
+
+        @functools.wraps(end)
+        def ended(self: Any, *args: Any) -> Any:
+            steps.loss_scale = 1.0 if self._window.scale is None else float(self._window.scale)
+            before = steps.done
+            try:
+                result = end(self, *args)
+                if steps.done == before:  # skipped, or taken inside backward
+                    steps.ended_by_script(self.optimizer, moved=result.stepped)
+            finally:
+                steps.loss_scale = 1.0
+            return result
+
+        patches.set(window, "seed", seeded)
+        patches.set(kind, "_end_window", ended)
+
+    imports.when("mezzo.pytorch.grad_scaler", lambda module: record_scaler(steps, patches, module.GradScaler))
+    imports.when("mezzo.pytorch.training.mixed_precision", mixed_precision)
 
 
 @not_traced

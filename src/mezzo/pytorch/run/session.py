@@ -118,9 +118,9 @@ class Session:
     def install(self) -> None:
         """Wait for the imports that need patches."""
         self.imports.when("torch", self._torch_imported)
-        if self.request.own == "off":
-            own_precision.switch_off(self, self._patches, self.imports)
         foreign.watch(self, self._patches, self.imports)
+        if self.request.own == "off":  # after it: what Mezzo calls is not noticed
+            own_precision.switch_off(self, self._patches, self.imports)
 
     def remove(self) -> None:
         """Undo all patches."""
@@ -135,7 +135,7 @@ class Session:
         from mezzo.pytorch.run import backward, calls
         from mezzo.pytorch.run.observers import Observers, observed_step
         from mezzo.pytorch.run.optimizers import Steps
-        from mezzo.pytorch.run.own_recording import record_scaler
+        from mezzo.pytorch.run.own_recording import record_mezzo, record_scaler
         from mezzo.pytorch.training.networks import Networks
 
         patches = self._patches
@@ -152,7 +152,8 @@ class Session:
         ]
         module, optimizer, autograd = torch.nn.Module, torch.optim.Optimizer, torch.autograd
         if self.records_own:
-            record_scaler(steps, patches)
+            record_scaler(steps, patches, torch.amp.GradScaler)
+            record_mezzo(steps, patches, self.imports)
             patches.set(optimizer, "load_state_dict", steps.masters.load(optimizer.load_state_dict))
         else:
             calls.hide_from_dynamo(self.imports, patches, module.__call__)
