@@ -114,6 +114,10 @@ class Policy:
             warnings.warn(
                 f"policy: output={output} has no effect. Remove it.", DeprecationWarning, stacklevel=3
             )
+        if "," in str(self.compute):
+            raise UnknownNameError(
+                f"Policy({self.compute!r}): compute is one format. Read a text with mezzo.policy({self.compute!r})."
+            )
         given = [Entry(key, "", str(getattr(self, key)), "") for key in KEYS]
         given += [Entry("op", name, rule, "") for name, rule in _pairs(self.ops)]
         given += [Entry("module", name, fmt, "") for name, fmt in _pairs(self.modules)]
@@ -142,12 +146,12 @@ class Policy:
         """The shortest string that reads back as this policy: a preset's name, then settings that differ from it."""
         plain = Policy(self.compute, modules=self.modules)
         named = {key for key in KEYS if getattr(self, key) != getattr(plain, key)}
-        # Of params and masters, each implies the other's usual value.
-        if self.masters == usual_masters(self.params):
-            named.discard("masters")
-        elif self.params == self.activations:
-            named.discard("params")
+        # Each implies the other: masters the usual params, else params the usual masters.
+        if "params" in named and self.params == self.activations:
+            named.remove("params")
             named.add("masters")
+        elif self.masters == usual_masters(self.params):
+            named.discard("masters")
         else:
             named.add("masters")
         parts = [
@@ -325,7 +329,8 @@ def _checked(entry: Entry) -> Entry:
     if key == "op":
         rules = [rule.value for rule in Rule]
         if value not in rules:
-            raise unknown_name("rule", value, rules, where=where)
+            lower = f" For the format of compute write op.{name}=lower." if value in COMPUTE else ""
+            raise UnknownNameError(f"{unknown_name('rule', value, rules, where=where)}{lower}")
         return entry._replace(name=_op(name, where), value=Rule(value).value)
     if key == "loss_scale":
         auto = value.strip() == "auto"

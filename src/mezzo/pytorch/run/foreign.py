@@ -21,8 +21,6 @@ SWITCH_OFF = (
 )
 SEARCHES = {"calibrate": "mezzo.pytorch.calibrate", "find_batch_size": "mezzo.pytorch.batch_size"}
 """Public functions that choose formats themselves, and their modules."""
-LOW = ("params", "masters", "state", "weights", "loss_scale", "release_gradients")
-"""Arguments of `MixedPrecision` that plain FP32 training has not."""
 
 # Functions of PyTorch's that act for their caller.
 _TRANSPARENT = frozenset({"decorate_autocast", "watched", "scale", "<genexpr>", "apply_scale"})
@@ -31,18 +29,21 @@ _TRANSPARENT = frozenset({"decorate_autocast", "watched", "scale", "<genexpr>", 
 def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     """Notice the first use of PyTorch's mixed precision, of another library's, or of Mezzo's."""
 
-    def at(owner: Any, name: str, what: str, is_used: Callable[..., bool] = lambda *_, **__: True) -> None:
+    def at(owner: Any, name: str, what: str, is_used: Callable[..., bool] = lambda *args: True) -> None:
         patches.set(owner, name, _noticed(session, getattr(owner, name), what, is_used))
 
-    def is_enabled(scaler: Any, *_: Any, **__: Any) -> bool:
+    def is_enabled(scaler: Any) -> bool:
         return bool(scaler.is_enabled())
 
-    def ends(*_: Any, **__: Any) -> bool:
+    def is_low(mp: Any) -> bool:
+        return not mp.policy.is_fp32 or (mp._resolved.scaler, mp._release) != (None, None)
+
+    def ends(*args: Any) -> bool:
         if not session.journal.updates:
             session.journal.stop_after(0)
         return False
 
-    def told(*_: Any, **__: Any) -> bool:
+    def told(*args: Any) -> bool:
         for line in () if "mezzo.keras" in sys.modules else for_keras(session):
             session.journal.note(line)
         return False
@@ -64,9 +65,7 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     imports.when("mezzo.accelerate", lambda module: at(module, "attach", "mezzo.accelerate"))
     imports.when("mezzo.accelerate", lambda module: at(module.Accelerator, "__init__", "mezzo.accelerate"))
     imports.when(scaler, lambda module: at(module.GradScaler, "scale", "mezzo.GradScaler", is_enabled))
-    imports.when(
-        precision, lambda module: at(module.MixedPrecision, "__init__", "mezzo.MixedPrecision", asks_16_bits)
-    )
+    imports.when(precision, lambda module: at(module.MixedPrecision, "step", "mezzo.MixedPrecision", is_low))
     imports.when(
         "mezzo.amp", lambda module: patches.set(module, "autocast", _autocast(session, module.autocast))
     )
@@ -80,19 +79,10 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
         )
 
 
-def asks_16_bits(
-    _self: Any, _model: Any = 0, _optimizer: Any = 0, precision: Any = "auto", **given: Any
-) -> bool:
-    """Whether a `MixedPrecision` with these arguments is anything but FP32 training in plain PyTorch."""
-    from mezzo.core.policy import policy
-
-    return any(given.get(name) for name in LOW) or not policy(precision).is_fp32
-
-
 def _noticed(
-    session: Session, original: Any, name: str, is_used: Callable[..., bool] = lambda *_, **__: True
+    session: Session, original: Any, name: str, is_used: Callable[..., bool] = lambda *args: True
 ) -> Any:
-    """This function, after whose first call with arguments that `is_used` accepts the script is left alone."""
+    """This function, after whose first call with an object that `is_used` the script is left alone."""
 
     seen = False
 
@@ -100,7 +90,7 @@ def _noticed(
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal seen
         is_on = session.left_alone is None and not seen and kwargs.get("enabled", True)
-        if is_on and is_used(*args, **kwargs):
+        if is_on and is_used(*args[:1]):
             seen = _notice(session, name) and session.records_own
         return original(*args, **kwargs)
 

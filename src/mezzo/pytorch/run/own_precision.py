@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import sys
-from contextlib import ContextDecorator, nullcontext, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mezzo.core.errors import UsageError
@@ -48,19 +47,12 @@ ARGUMENTS = (
         for module in modules
     ),
 )  # fmt: skip
-SWITCHES = ("torch.autocast", "GradScaler", "mezzo.autocast", "mezzo.GradScaler", "mezzo.MixedPrecision")
-"""Objects in a script that can be switched off, by the names in notes."""
 _FIELDS = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")  # fields of Transformers' TrainingArguments
 
 
 def switch_off(session: Session, patches: Patches, imports: ImportWatch) -> None:
     """Switch off every setting below, as its library is imported."""
     imports.when("torch", lambda torch: _torch(session, patches, torch))
-    imports.when("torch", lambda torch: _mezzo(session, patches))
-    imports.when("mezzo.amp", lambda amp: patches.set(amp, "autocast", _unchanged(session, amp.autocast)))
-    imports.when("mezzo.pytorch.grad_scaler", lambda module: _scaler(session, patches, module.GradScaler))
-    precision = "mezzo.pytorch.training.mixed_precision"
-    imports.when(precision, lambda module: _mixed_precision(session, patches, module.MixedPrecision))
     for row in ARGUMENTS:
         imports.when(row.module, functools.partial(_argument, session, patches, row))
     imports.when("transformers.trainer", lambda module: _trainer(session, patches, module.Trainer))
@@ -227,65 +219,17 @@ def _autocast(session: Session, patches: Patches, autocast: Any) -> None:
 def _scaler(session: Session, patches: Patches, scaler: Any) -> None:
     original = scaler.__init__
     signature = inspect.signature(original)
-    ours = hasattr(scaler, "was_skipped")  # Mezzo's, which is also one of torch's
 
     @functools.wraps(original)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
-        if given.arguments["enabled"] and hasattr(self, "was_skipped") == ours:
-            _switched(session, "mezzo.GradScaler" if ours else "GradScaler")
+        if given.arguments["enabled"] and not type(self).__module__.startswith("mezzo."):
+            _switched(session, "GradScaler")
             given.arguments["enabled"] = False
         original(*given.args, **given.kwargs)
 
     patches.set(scaler, "__init__", made)
-
-
-def _mezzo(session: Session, patches: Patches) -> None:
-    import mezzo
-    from mezzo.pytorch.autocast.context import autocast
-
-    def lower_weights(model: Any, *_: Any, **__: Any) -> list[str]:
-        _switched(session, f"mezzo.lower_weights({type(model).__name__})")
-        return []
-
-    patches.set(mezzo, "autocast", _unchanged(session, autocast))
-    patches.set(mezzo, "lower_weights", lower_weights)
-
-
-class _Unchanged(ContextDecorator, nullcontext[None]):
-    """Instead of a `mezzo.autocast` of the script: the run's policy stays on inside."""
-
-
-def _unchanged(session: Session, autocast: Any) -> Any:
-    compiling: Any = sys.modules["torch"].compiler.is_dynamo_compiling
-
-    @functools.wraps(autocast)
-    def off(*args: Any, **kwargs: Any) -> Any:
-        if compiling():
-            stays = "fp32" in args or not kwargs.get("enabled", True)
-            return autocast(*args, **kwargs) if stays else nullcontext()
-        made = autocast(*args, **kwargs)
-        if made.policy is None:
-            return made
-        _switched(session, f"mezzo.autocast {made.policy}")
-        return _Unchanged()
-
-    return off
-
-
-def _mixed_precision(session: Session, patches: Patches, kind: Any) -> None:
-    original = kind.__init__
-
-    @functools.wraps(original)
-    def made(self: Any, model: Any, optimizer: Any, precision: Any = "auto", **given: Any) -> None:
-        if foreign.asks_16_bits(self, model, optimizer, precision, **given):
-            low = [f"{name}={given.pop(name)}" for name in foreign.LOW if name in given]
-            _switched(session, f"mezzo.MixedPrecision({', '.join([str(precision), *low])})")
-            precision = "fp32"
-        original(self, model, optimizer, precision, **given)
-
-    patches.set(kind, "__init__", made)
 
 
 def trains(module: Any) -> bool:

@@ -15,9 +15,9 @@ from mezzo.pytorch.kernels.not_traced import not_traced
 
 if TYPE_CHECKING:
     from mezzo.pytorch.run.optimizers import Steps
-    from mezzo.runner.patches import ImportWatch, Patches
+    from mezzo.runner.patches import Patches
 
-_KEY = "mezzo: scale"  # in the metadata of the graph's node that multiplies a loss by the scale
+KEY = "mezzo: scale"  # in the metadata of the graph's node that multiplies a loss by the scale
 _NODES = 64  # searched for it, from the root of a backward pass
 
 
@@ -33,7 +33,7 @@ def record_scaler(steps: Steps, patches: Patches, scaler: Any) -> None:
                 if isinstance(one, Tensor) and one.grad_fn is not None:
                     metadata: Any = one.grad_fn.metadata
                     # A copy: `update` changes the scaler's tensor in place.
-                    metadata[_KEY] = self._get_scale_async().clone()
+                    metadata[KEY] = self._get_scale_async().clone()
         return result
 
     @functools.wraps(step)
@@ -54,39 +54,6 @@ def record_scaler(steps: Steps, patches: Patches, scaler: Any) -> None:
     patches.set(scaler, "step", not_traced(stepped))
 
 
-def record_mezzo(steps: Steps, patches: Patches, imports: ImportWatch) -> None:
-    """The same for `mezzo.GradScaler` and `mezzo.MixedPrecision`."""
-
-    def mixed_precision(module: Any) -> None:
-        window, kind = module.Accumulation, module.MixedPrecision
-        seed, end = window.seed, kind._end_window
-
-        @functools.wraps(seed)
-        def seeded(self: Any, loss: Tensor) -> Any:
-            if self.scale is not None and loss.grad_fn is not None:
-                metadata: Any = loss.grad_fn.metadata
-                metadata[_KEY] = self.scale
-            return seed(self, loss)
-
-        @functools.wraps(end)
-        def ended(self: Any, *args: Any) -> Any:
-            steps.loss_scale = 1.0 if self._window.scale is None else float(self._window.scale)
-            before = steps.done
-            try:
-                result = end(self, *args)
-                if steps.done == before:  # skipped, or taken inside backward
-                    steps.ended_by_script(self.optimizer, moved=result.stepped)
-            finally:
-                steps.loss_scale = 1.0
-            return result
-
-        patches.set(window, "seed", seeded)
-        patches.set(kind, "_end_window", ended)
-
-    imports.when("mezzo.pytorch.grad_scaler", lambda module: record_scaler(steps, patches, module.GradScaler))
-    imports.when("mezzo.pytorch.training.mixed_precision", mixed_precision)
-
-
 @not_traced
 def unscaled(root: Any, loss: Any) -> Any:
     """The loss of a backward pass from this root, divided by the scale that a GradScaler multiplied it by."""
@@ -96,6 +63,6 @@ def unscaled(root: Any, loss: Any) -> Any:
         node = nodes.popleft()
         if node is not None:
             seen += 1
-            found = node.metadata.get(_KEY)
+            found = node.metadata.get(KEY)
             nodes.extend(following for following, _ in node.next_functions)
     return loss if found is None else loss / found

@@ -21,7 +21,7 @@ from mezzo.core.loss_scale import LossScale, NoLossScale, Observation, StaticLos
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OWN, OWN_PRECISION, RecordWriter, RunStarted
-from mezzo.pytorch.run import foreign, own_precision
+from mezzo.pytorch.run import foreign, own_mezzo, own_precision
 from mezzo.pytorch.run.summary import summary
 from mezzo.runner import lifecycle, script
 from mezzo.runner.journal import Journal, check_events, number
@@ -118,9 +118,11 @@ class Session:
     def install(self) -> None:
         """Wait for the imports that need patches."""
         self.imports.when("torch", self._torch_imported)
-        foreign.watch(self, self._patches, self.imports)
-        if self.request.own == "off":  # after it: what Mezzo calls is not noticed
+        if self.request.own == "off":
             own_precision.switch_off(self, self._patches, self.imports)
+        foreign.watch(self, self._patches, self.imports)
+        if self.request.own == "off":
+            own_mezzo.switch_off(self, self._patches, self.imports)
 
     def remove(self) -> None:
         """Undo all patches."""
@@ -135,7 +137,7 @@ class Session:
         from mezzo.pytorch.run import backward, calls
         from mezzo.pytorch.run.observers import Observers, observed_step
         from mezzo.pytorch.run.optimizers import Steps
-        from mezzo.pytorch.run.own_recording import record_mezzo, record_scaler
+        from mezzo.pytorch.run.own_recording import record_scaler
         from mezzo.pytorch.training.networks import Networks
 
         patches = self._patches
@@ -153,7 +155,7 @@ class Session:
         module, optimizer, autograd = torch.nn.Module, torch.optim.Optimizer, torch.autograd
         if self.records_own:
             record_scaler(steps, patches, torch.amp.GradScaler)
-            record_mezzo(steps, patches, self.imports)
+            own_mezzo.record(steps, patches, self.imports)
             patches.set(optimizer, "load_state_dict", steps.masters.load(optimizer.load_state_dict))
         else:
             calls.hide_from_dynamo(self.imports, patches, module.__call__)

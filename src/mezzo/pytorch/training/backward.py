@@ -63,15 +63,15 @@ def in_transform(kind: str) -> bool:
 
 def has_reentrant_checkpoint(loss: Tensor) -> bool:
     """Whether the graph of a loss has a `torch.utils.checkpoint` with `use_reentrant=True`."""
-    return any(node.name() == _REENTRANT for node in _nodes_of([loss]))
+    return any(node.name() == _REENTRANT for node in nodes_of([loss]))
 
 
 def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
     """Every leaf tensor that a backward from these tensors or edges reaches, once each."""
-    return [node.variable for node in _nodes_of(roots) if type(node) is _AccumulateGrad]
+    return [node.variable for node in nodes_of(roots) if type(node) is _AccumulateGrad]
 
 
-def _nodes_of(roots: Iterable[Any]) -> dict[Any, None]:
+def nodes_of(roots: Iterable[Any]) -> dict[Any, None]:
     """Every node of the graph, in the order in which they are found."""
     stack: list[Any] = []
     for root in roots:
