@@ -35,9 +35,6 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     def is_enabled(scaler: Any) -> bool:
         return bool(scaler.is_enabled())
 
-    def is_low(mp: Any) -> bool:
-        return not mp.policy.is_fp32 or (mp._resolved.scaler, mp._release) != (None, None)
-
     def ends(*args: Any) -> bool:
         if not session.journal.updates:
             session.journal.stop_after(0)
@@ -58,14 +55,13 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
         for name, home in SEARCHES.items():
             patches.set(mezzo, name, _noticed(session, _imported(home, name), f"mezzo.{name}"))
 
-    scaler, precision = "mezzo.pytorch.grad_scaler", "mezzo.pytorch.training.mixed_precision"
+    scaler = "mezzo.pytorch.grad_scaler"
     imports.when("mezzo.lightning", lambda module: at(module, "precision", "mezzo.lightning.precision"))
     imports.when("torch", torch_imported)
     imports.when("mezzo.transformers", lambda module: at(module, "use", "mezzo.transformers"))
     imports.when("mezzo.accelerate", lambda module: at(module, "attach", "mezzo.accelerate"))
     imports.when("mezzo.accelerate", lambda module: at(module.Accelerator, "__init__", "mezzo.accelerate"))
     imports.when(scaler, lambda module: at(module.GradScaler, "scale", "mezzo.GradScaler", is_enabled))
-    imports.when(precision, lambda module: at(module.MixedPrecision, "step", "mezzo.MixedPrecision", is_low))
     imports.when(
         "mezzo.amp", lambda module: patches.set(module, "autocast", _autocast(session, module.autocast))
     )
@@ -123,7 +119,7 @@ def _autocast(session: Session, autocast: Any) -> Any:
 def _notice(session: Session, name: str) -> bool:
     """Leave the script alone if the caller of the patched function is the script's or a library's code."""
     if (where := user_line(3)) is not None:
-        _stand_back(session, name, where)
+        stand_back(session, name, where)
     return where is not None
 
 
@@ -147,7 +143,8 @@ def user_line(depth: int, transparent: Collection[str] = ()) -> str | None:
     return None
 
 
-def _stand_back(session: Session, name: str, where: str) -> None:
+def stand_back(session: Session, name: str, where: str) -> None:
+    """Leave the script alone, with what to do about this use at this line."""
     fix = session.without_own if name in ("torch.autocast", "GradScaler") else SWITCH_OFF
     if name == "mezzo.apex.amp" and session.request.apex:
         if session.request.policy == "auto":  # else every call of amp does nothing

@@ -1,4 +1,4 @@
-"""Mezzo's own objects in a script of a run: switched off (`--own off`), or recorded as they are."""
+"""Mezzo's own objects in a script of a run: noticed, switched off (`--own off`), or recorded as they are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mezzo.core.policy import policy
 from mezzo.core.records import SWITCHED_OFF
+from mezzo.pytorch.run import foreign
 
 if TYPE_CHECKING:
     from mezzo.pytorch.run.optimizers import Steps
@@ -22,12 +23,34 @@ class _Unchanged(ContextDecorator, nullcontext[None]):
     """Instead of a `mezzo.autocast` of the script: the run's policy stays on inside."""
 
 
-def switch_off(session: Session, patches: Patches, imports: ImportWatch) -> None:
-    """Have Mezzo's objects do nothing in 16 bits. Called after `foreign.watch`, which overlooks what Mezzo calls."""
+def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
+    """Notice a `MixedPrecision` that asks for 16 bits, or make it train in FP32."""
 
-    def switched(what: str) -> None:
-        session.journal.note(f"{SWITCHED_OFF}{what}")
+    def imported(module: Any) -> None:
+        init = module.MixedPrecision.__init__
 
+        def made(self: Any, model: Any, optimizer: Any, precision: Any = "auto", **given: Any) -> None:
+            if any(given.get(name) for name in _LOW) or not policy(precision).is_fp32:
+                if session.request.own == "off":
+                    low = [f"{name}={given.pop(name)}" for name in _LOW if given.get(name)]
+                    _switched(session, f"mezzo.MixedPrecision({', '.join([str(precision), *low])})")
+                    precision = "fp32"
+                elif session.left_alone is None and (where := foreign.user_line(2)) is not None:
+                    foreign.stand_back(session, "mezzo.MixedPrecision", where)
+            init(self, model, optimizer, precision, **given)
+
+        patches.set(module.MixedPrecision, "__init__", made)
+
+    imports.when(_MIXED, imported)
+    if session.request.own == "off":
+        _switch_off(session, patches, imports)
+
+
+def _switched(session: Session, what: str) -> None:
+    session.journal.note(f"{SWITCHED_OFF}{what}")
+
+
+def _switch_off(session: Session, patches: Patches, imports: ImportWatch) -> None:
     def without_autocast(module: Any, autocast: Any) -> None:
         def off(*args: Any, **kwargs: Any) -> Any:
             if sys.modules["torch"].compiler.is_dynamo_compiling():
@@ -36,7 +59,7 @@ def switch_off(session: Session, patches: Patches, imports: ImportWatch) -> None
             made = autocast(*args, **kwargs)
             if made.policy is None:
                 return made
-            switched(f"mezzo.autocast {made.policy}")
+            _switched(session, f"mezzo.autocast {made.policy}")
             return _Unchanged()
 
         patches.set(module, "autocast", off)
@@ -46,7 +69,7 @@ def switch_off(session: Session, patches: Patches, imports: ImportWatch) -> None
         from mezzo.pytorch.autocast.context import autocast
 
         def lower_weights(model: Any, *_: Any, **__: Any) -> list[str]:
-            switched(f"mezzo.lower_weights({type(model).__name__})")
+            _switched(session, f"mezzo.lower_weights({type(model).__name__})")
             return []
 
         without_autocast(mezzo, autocast)
@@ -57,26 +80,14 @@ def switch_off(session: Session, patches: Patches, imports: ImportWatch) -> None
 
         def off(self: Any, device: Any, enabled: bool, pure: Any) -> None:
             if enabled:
-                switched("mezzo.GradScaler")
+                _switched(session, "mezzo.GradScaler")
             begin(self, device, False, pure)
 
         patches.set(module.GradScaler, "_begin", off)
 
-    def precision_imported(module: Any) -> None:
-        init = module.MixedPrecision.__init__
-
-        def off(self: Any, model: Any, optimizer: Any, precision: Any = "auto", **given: Any) -> None:
-            low = [f"{name}={given.pop(name)}" for name in _LOW if given.get(name)]
-            if low or not policy(precision).is_fp32:
-                switched(f"mezzo.MixedPrecision({', '.join([str(precision), *low])})")
-            init(self, model, optimizer, "fp32", **given)
-
-        patches.set(module.MixedPrecision, "__init__", off)
-
     imports.when("torch", torch_imported)
     imports.when("mezzo.amp", lambda amp: without_autocast(amp, amp.autocast))
     imports.when(_SCALER, scaler_imported)
-    imports.when(_MIXED, precision_imported)
 
 
 def record(steps: Steps, patches: Patches, imports: ImportWatch) -> None:

@@ -121,8 +121,9 @@ class Session:
         if self.request.own == "off":
             own_precision.switch_off(self, self._patches, self.imports)
         foreign.watch(self, self._patches, self.imports)
-        if self.request.own == "off":
-            own_mezzo.switch_off(self, self._patches, self.imports)
+        own_mezzo.watch(
+            self, self._patches, self.imports
+        )  # after `foreign`, which overlooks what Mezzo calls
 
     def remove(self) -> None:
         """Undo all patches."""
