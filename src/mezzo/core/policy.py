@@ -114,10 +114,6 @@ class Policy:
             warnings.warn(
                 f"policy: output={output} has no effect. Remove it.", DeprecationWarning, stacklevel=3
             )
-        if "," in str(self.compute):
-            raise UnknownNameError(
-                f"Policy({self.compute!r}): compute is one format. Read a text with mezzo.policy({self.compute!r})."
-            )
         given = [Entry(key, "", str(getattr(self, key)), "") for key in KEYS]
         given += [Entry("op", name, rule, "") for name, rule in _pairs(self.ops)]
         given += [Entry("module", name, fmt, "") for name, fmt in _pairs(self.modules)]
@@ -348,7 +344,8 @@ def _checked(entry: Entry) -> Entry:
         )
     noun, allowed = _ALLOWED[key]
     if value not in allowed:
-        raise unknown_name(noun, value, allowed, where=where)
+        text = f" To read a text, call mezzo.policy({value!r})." if "," in value else ""
+        raise UnknownNameError(f"{unknown_name(noun, value, allowed, where=where)}{text}")
     return entry
 
 
