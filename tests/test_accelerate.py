@@ -251,7 +251,7 @@ BOTH = "mixed_precision='bf16'"
         (lambda: mezzo.accelerate.attach(plain(mixed_precision="bf16")), UsageError, [f"Remove {BOTH}"]),
         (lambda: mezzo.accelerate.attach(attached("fp16"), "bf16"), UsageError, ["fp16", "once"]),
         (_prepared_before, CallOrderError, ["attach", "Sequential", "before accelerator.prepare("]),
-        (_apart, UsageError, ["params=bf16", "accelerator.prepare(model, optimizer)"]),
+        (_apart, UsageError, ["masters=split", "accelerator.prepare(model, optimizer)"]),
         (lambda: attached("bf61"), UsageError, ["bf61", "'bf16'"]),
         (lambda: attached("bf16", mask="split"), UsageError, ["mask", "'masters'"]),
         (lambda: Run(attached("bf16,module.head=fp32")), UsageError, ["'head'", "prepared models"]),

@@ -205,3 +205,19 @@ def test_the_real_thing(
     assert json.loads(out)["machine"]["torch"]
     ended = (tmp_path / "mezzo-compare-train" / "report.html").read_text()
     assert "consistent" in ended
+
+    made = "mp = __import__('mezzo').MixedPrecision(model, optimizer, 'fp16')\n    for step"
+    moved = (
+        TRAINING.replace("for step", made)
+        .replace("    optimizer.step()", "")
+        .replace("loss.backward()", "mp.step(loss)")
+    )
+    (tmp_path / "moved.py").write_text(
+        textwrap.dedent(moved.replace("        loss =", "        with mp.autocast(): loss ="))
+    )
+    assert main(["compare", "moved.py", "--precision", "own", "--seeds", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["own"] == "mezzo.MixedPrecision(fp16)"
+    own = found["candidates"]["own"]
+    assert (own["steps"], own["fp32_loss"]) == (30, one["fp32_loss"])
+    assert own["parity"] == "consistent", own["reason"]

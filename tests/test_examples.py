@@ -18,8 +18,13 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 # Example, its options beside --steps, steps, what its last line must be.
 RUNS = [
     ("cnn.py", ["--precision", "fp16"], 12, r"fp16: [0-9.]+% of unseen digits right"),
-    ("transformer.py", [], 6, r"bf16,params=bf16: [0-9,]+ weights, last loss \d\.\d+"),
-    ("transformer.py", ["--precision", "fp8"], 6, r"fp8,params=bf16,.*: [0-9,]+ weights, last loss \d\.\d+"),
+    ("transformer.py", [], 6, r"bf16,masters=split: [0-9,]+ weights, last loss \d\.\d+"),
+    (
+        "transformer.py",
+        ["--precision", "fp8"],
+        6,
+        r"fp8,masters=split,.*: [0-9,]+ weights, last loss \d\.\d+",
+    ),
     (
         "recurrent.py",
         ["--precision", "fp16,hidden=fp32"],

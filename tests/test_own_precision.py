@@ -48,6 +48,14 @@ FP16 = script(
     f"with torch.autocast('cpu', torch.float16):\n        {CALL}",
     SCALED,
 )
+MEZZO = "import mezzo"
+SCALER = f"{MEZZO}; scaler = mezzo.GradScaler(init_scale=2.0**20)"
+MIXED = script(
+    MEZZO,
+    f"with mp.autocast():\n        {CALL}",
+    "mp.step(loss)",
+    f"{ADAMW}; mp = mezzo.MixedPrecision(model, optimizer, 'fp16', loss_scale='dynamic(init=2**20)')",
+)
 OFF: dict[str, tuple[str, str, list[str]]] = {  # the script, the same one in FP32, what is switched off
     "torch.autocast": (AUTOCAST, script(), ["torch.autocast bfloat16"]),
     "GradScaler": (FP16, script(), ["GradScaler", "torch.autocast float16"]),
@@ -81,6 +89,24 @@ OFF: dict[str, tuple[str, str, list[str]]] = {  # the script, the same one in FP
         script(),
         ["torch.set_default_dtype(torch.bfloat16)"],
     ),
+    "mezzo.MixedPrecision": (
+        MIXED.replace("loss_scale=", "masters='fp32', loss_scale="),
+        script(),
+        ["mezzo.MixedPrecision(fp16, masters=fp32, loss_scale=dynamic(init=2**20))"],
+    ),
+    "mezzo.autocast": (
+        script(SCALER, f"with mezzo.autocast('fp16'):\n        {CALL}", SCALED),
+        script(),
+        ["mezzo.GradScaler", "mezzo.autocast fp16"],
+    ),
+    "mezzo.amp": (
+        script(
+            "from mezzo.amp import autocast; model.forward = autocast('cpu', torch.bfloat16)(model.forward)\n"
+            f"{MEZZO}; mezzo.lower_weights(model, 'bf16')"
+        ),
+        script(),
+        ["mezzo.autocast bf16", "mezzo.lower_weights(Sequential)"],
+    ),
     "dtype= of a layer": (
         script("model[0] = torch.nn.Linear(64, 64, dtype=torch.bfloat16)", WIDE),
         script("model[0] = torch.nn.Linear(64, 64, dtype=torch.bfloat16).float()", WIDE),
@@ -102,7 +128,17 @@ def test_the_fp32_run_is_that_of_the_script_in_fp32(launch: Any, name: str) -> N
     assert len(off.of("update")) == len(off.of("loss")) == 12
 
 
-@pytest.mark.parametrize("name", ["torch.autocast", "GradScaler", "a decorated forward", "bfloat16()"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.autocast",
+        "GradScaler",
+        "a decorated forward",
+        "bfloat16()",
+        "mezzo.MixedPrecision",
+        "mezzo.amp",
+    ],
+)
 def test_another_policy_replaces_it(launch: Any, name: str) -> None:
     source, fp32, _ = OFF[name]
     assert launch(source, policy="bf16", own="off").lines == launch(fp32, policy="bf16").lines
@@ -141,21 +177,22 @@ def test_a_frozen_model_keeps_its_format(launch: Any) -> None:
     assert SWITCHED_OFF not in ran.notes
 
 
-@pytest.mark.parametrize("use", ["mezzo.GradScaler", "mezzo.MixedPrecision"])
-def test_what_is_not_switched_off_ends_the_run(launch: Any, use: str) -> None:
-    made = {
-        "mezzo.GradScaler": "import mezzo; mezzo.GradScaler().scale(torch.ones(()))",
-        "mezzo.MixedPrecision": f"import mezzo; mezzo.MixedPrecision(model, {ADAMW}, 'bf16')",
-    }[use]
-    with pytest.raises(UsageError, match=f"--own off does not switch this off: it uses {use} itself"):
+def test_what_is_not_switched_off_ends_the_run(launch: Any) -> None:
+    made = "import mezzo; mezzo.calibrate(model, None, [])"
+    with pytest.raises(
+        UsageError, match=r"--own off does not switch this off: it uses mezzo\.calibrate itself"
+    ):
         launch(script(made), policy="fp32", own="off")
 
 
 def test_every_patch_is_put_back(launch: Any) -> None:
-    kinds = (torch.amp.autocast, torch.amp.GradScaler, torch.nn.Module, torch.optim.Optimizer)
+    import mezzo
+
+    kinds: Any = (torch.amp.autocast, torch.amp.GradScaler, torch.nn.Module, torch.optim.Optimizer)
+    kinds += (mezzo.GradScaler, mezzo.MixedPrecision)
     before = [dict(vars(kind)) for kind in kinds], torch.set_default_dtype
-    for own in ("off", "record"):
-        launch(FP16, policy="fp32", own=own)
+    for own, source in itertools.product(("off", "record"), (FP16, MIXED)):
+        launch(source, policy="fp32", own=own)
         after = [dict(vars(kind)) for kind in kinds], torch.set_default_dtype
         assert after == before
 
@@ -163,8 +200,12 @@ def test_every_patch_is_put_back(launch: Any) -> None:
 # Recorded as it is.
 
 
-def test_its_losses_are_unscaled_and_its_skipped_steps_are_counted(launch: Any) -> None:
-    printed = FP16.replace("optimizer.zero_grad()", "print(loss.item().hex()); optimizer.zero_grad()")
+@pytest.mark.parametrize("name", ["GradScaler", "mezzo.GradScaler", "mezzo.MixedPrecision", "released"])
+def test_its_losses_are_unscaled_and_its_skipped_steps_are_counted(launch: Any, name: str) -> None:
+    released = MIXED.replace("loss_scale=", "release_gradients=True, clip_norm=1.0, loss_scale=")
+    sources = {"GradScaler": FP16, "mezzo.MixedPrecision": MIXED, "released": released}
+    source = sources.get(name, OFF["mezzo.autocast"][0])
+    printed = source.replace("optimizer.zero_grad()", "print(loss.item().hex()); optimizer.zero_grad()")
     ran = launch(printed, policy="fp32", own="record")
     assert ran.status == 0, ran.err
     lines: list[str] = []
@@ -177,7 +218,10 @@ def test_its_losses_are_unscaled_and_its_skipped_steps_are_counted(launch: Any) 
     scales = [update.loss_scale for update in ran.of("update")]
     assert skipped[:-1] == [after == before / 2 for before, after in itertools.pairwise(scales)]
     assert scales[0] == 2.0**20
-    assert f"{OWN_PRECISION}it uses GradScaler itself (script.py line" in ran.notes
+    assert (
+        f"{OWN_PRECISION}it uses {name.replace('released', 'mezzo.MixedPrecision')} itself (script.py line"
+        in ran.notes
+    )
     assert (ran.of("run")[0].policy, ran.of("run")[0].machine["device_type"]) == ("own", "cpu")
 
 

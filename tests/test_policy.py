@@ -97,7 +97,7 @@ STRINGS = [
     ("fp16", Policy("fp16", loss_scale="dynamic"), "fp16"),
     ("auto", Policy("auto", loss_scale="auto"), "auto"),
     ("params=fp32,compute=bf16,output=fp32", Policy("bf16"), "bf16"),
-    ("bf16,masters=split", Policy("bf16", "bf16", masters="split"), "bf16,params=bf16"),
+    ("bf16,masters=split", Policy("bf16", "bf16", masters="split"), "bf16,masters=split"),
     ("bf16,params=bf16,masters=none", Policy("bf16", "bf16", masters="none"), "bf16,masters=none"),
     (
         "state=int8,masters=split8,compute=bf16",
@@ -186,7 +186,7 @@ REFUSED = [
     ("bf15", r"^policy 'bf15': unknown precision 'bf15'\. Use one of auto, bf16, fp16, fp32, fp8, tf32\."),
     ("e4m3fn", "e4m3fn is a number format .mezzo formats e4m3fn. and not a precision: fp8 multiplies in it"),
     ("fp8,scaling=tensorwide", "unknown fp8 scaling 'tensorwide'.*Did you mean 'tensorwise'"),
-    ("bf16,op.linear=fp8", "unknown rule .fp8.*internal_fp32"),
+    ("bf16,op.linear=fp8", "unknown rule .fp8.*internal_fp32.*op.linear=lower"),
     (
         "bf16,params=fp32,masters=split",
         r"an FP32 parameter is its own master\. Leave masters out, or .*params=bf16",
@@ -358,6 +358,8 @@ def test_built_in_python() -> None:
     assert value == policy("bf16,op.softmax=lower,module.head=fp32")
     with pytest.raises(UnknownNameError, match=r"^policy 'op.sofmax=fp32': unknown op"):
         Policy(ops=(("sofmax", "fp32"),))
+    with pytest.raises(UnknownNameError, match=r"mezzo\.policy\('bf16,module\.head=fp32'\)"):
+        Policy("bf16,module.head=fp32")
 
 
 # Where a precision is given -> what it does there, as a text to compare.

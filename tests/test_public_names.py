@@ -89,6 +89,7 @@ def test_the_names_of_mezzo_formats_are_these() -> None:
     }
     modules = {name for name in own if type(getattr(module, name)) is type(sys)}
     assert own - modules - {"TYPE_CHECKING", "annotations"} - {"Number", "floor_log2", "magnitude"} == FORMATS
+    assert set(dir(module)) == FORMATS
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC | RESULTS | ERRORS))
@@ -121,6 +122,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         (mezzo.autocast, "enable", "enabled"),
         (mezzo.Policy, "op", "ops"),
         (mezzo.DynamicLossScale, "initial", "init"),
+        (mezzo.DynamicLossScale, "init_scale", "init"),
         *((one, "mastres", "masters") for one in (mezzo.optim.Adam, mezzo.optim.AdamW, mezzo.optim.SGD)),
         (mezzo.calibrate, "batch", "batches"),
         (mezzo.find_batch_size, "maxsize", "max_size"),
@@ -165,13 +167,16 @@ def test_objects_show_their_state() -> None:
     mp.load_state_dict({key: value for key, value in state.items() if key != "skipped"})  # of version 0.1.0
     assert "4 updates, 0 skipped" in repr(mp)
     mp, results = steps("bf16", accumulate=3, masters="split")
-    expected = "bf16,params=bf16, masters=split, accumulate=3, 1 update, 1 of 3 losses accumulated"
+    expected = "bf16,masters=split, accumulate=3, 1 update, 1 of 3 losses accumulated"
     assert repr(mp) == f"MixedPrecision({expected})"
     assert "no step: 1 of 3 losses" in repr(results[0])
     assert "loss=" not in repr(mezzo.StepResult(False, note="nothing"))
     scaler = mezzo.GradScaler(init_scale=2.0**24)
     assert repr(scaler) == "GradScaler(scale=16777216, 0 of 2000 good steps until it grows)"
     assert repr(mezzo.GradScaler(enabled=False)) == "GradScaler(enabled=False)"
+    assert repr(OverflowReport("loss")).startswith("OverflowReport('the loss itself is NaN")
+    row = RangeRow("a", "activation", "fp32", Histogram(0, [2], largest=1.5), "")
+    assert repr(row) == "RangeRow('activation of a, up to 1.5')"
 
 
 def test_notebooks_show_results_as_escaped_html(capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,6 +179,7 @@ def test_facts_of_a_tensor_and_which_reports_alarm_and_are_the_same() -> None:
 # what went in -> the format of what came out -> what does not fit
 BEYOND: list[tuple[list[TensorFacts], str, str]] = [
     ([fact("fp32", 3e20), fact("fp32", 1.0, "weight")], "fp16", "an input of 3e+20"),
+    ([fact("fp32", 3e20, "model input 0")], "fp16", "an input of 3e+20"),
     ([fact("fp32", 1.0), fact("fp32", 7e4, "weight")], "fp16", "a weight of 7e+04"),
     ([fact("fp32", 65519.0)], "fp16", ""),  # rounded to the largest
     ([fact("fp32", 65520.0)], "fp16", "an input of 6.552e+04"),  # rounded to infinity

@@ -85,6 +85,7 @@ NOT_OWN = {
     "a context that is off": "with mezzo.autocast('bf16', enabled=False):\n    loss_of(x)",
     "a context in FP32": "with mezzo.autocast('fp32'):\n    loss_of(x)",
     "a scaler that is off": "mezzo.GradScaler(enabled=False).scale(loss_of(x))",
+    "FP32": "mp = mezzo.MixedPrecision(model, optimizer, 'fp32', clip_norm=1.0)\nmp.step(loss_of(x))",
     "only imported": "from mezzo import MixedPrecision, autocast, calibrate\nscaler = mezzo.GradScaler()\n"
     "from torch.amp import autocast, GradScaler\nGradScaler('cpu')",
     "torch's off": "with torch.autocast('cpu', enabled=False):\n    loss_of(x)\n"
@@ -133,7 +134,8 @@ def test_mezzo_may_be_imported_before_torch(tmp_path: Path) -> None:
     """In a process of its own: here torch is imported already."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from mezzo import GradScaler, MixedPrecision\nimport torch\n" + SCRIPT.format("GradScaler()")
+        "from mezzo import autocast, GradScaler, MixedPrecision\nimport torch\n"
+        + SCRIPT.format("GradScaler()")
     )
     words = [sys.executable, "-m", "mezzo", "run", "--precision", "bf16", str(script)]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True)

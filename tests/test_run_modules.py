@@ -196,6 +196,7 @@ def test_it_runs_as_in_fp32_and_the_summary_says_what_fell_back(body: str, launc
         assert len(told) == bool(op)
         if op:
             assert f"{op} (" in told[0]
+            assert ("torch.finfo(x.dtype).min" in told[0]) == (op == "masked_fill")
 
 
 ROOT = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -166,8 +167,63 @@ def test_calls_at_the_wrong_time_are_errors() -> None:
     with pytest.raises(CallOrderError, match=r"remove loss\.backward.*one step\(\).*retain_graph=True"):
         mp.step(loss)
     mp.close()
-    with pytest.raises(CallOrderError, match="closed"):
-        mp.step(loss)
+    for call in (lambda: mp.step(loss), mp.autocast):
+        with pytest.raises(CallOrderError, match="closed"):
+            call()
+
+
+OUTSIDE: dict[str, tuple[str, dict[str, Any], bool]] = {  # precision, arguments, whether it is told
+    "bf16": ("bf16", {}, True),
+    "fp16": ("fp16", {}, True),
+    "fp32": ("fp32", {}, False),
+    "tf32": ("tf32", {}, False),
+    "16-bit weights": ("bf16", {"masters": "split"}, False),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_loss_outside_autocast_is_told_once(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    precision, given, told = OUTSIDE[name]
+
+    def train(context: Any = None) -> list[str]:
+        model, x = network(), batch()[0]
+        mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), precision, **given)
+        x = x.to(model[0].weight.dtype)
+        recwarn.clear()
+        for _ in range(2):
+            with (
+                contextlib.nullcontext() if context is None else mp.autocast() if context == "mp" else context
+            ):
+                loss = model(x).float().mean()
+            mp.step(loss)
+        mp.close()
+        return [f"{one.filename} {one.message}" for one in recwarn if "outside" in str(one.message)]
+
+    warned = train()
+    assert len(warned) == told
+    assert all(
+        f"{__file__} " in one and f"ran in {precision}. " in one and "with mp.autocast" in one
+        for one in warned
+    )
+    for context in ("mp", mezzo.autocast("bf16"), torch.autocast("cpu", torch.bfloat16)):
+        assert train(context) == []
+
+
+@pytest.mark.parametrize("masters", ["split", "fp32"])
+def test_a_state_with_masters_in_an_optimizer_without_is_refused(masters: str) -> None:
+    model = network()
+    mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), "bf16", masters=masters)
+    with mp.autocast():
+        loss = model(batch()[0]).float().mean()
+    mp.step(loss)
+    state = copy.deepcopy(mp.optimizer.state_dict())
+    mp.close()
+    for precision, given in (("bf16", {"masters": masters}), ("fp32", {}), ("bf16", {})):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.load_state_dict(state)
+        with pytest.raises(UsageError, match=rf"optimizer, masters='{masters}'\), then load model"):
+            mezzo.MixedPrecision(model, optimizer, precision, **given)
 
 
 def test_frozen_parameters_are_an_error_and_thawed_ones_train() -> None:

@@ -172,7 +172,7 @@ def late(trainer: Any) -> None:
         ({}, again, UsageError, ["bf16", "once"]),
         ({}, late, CallOrderError, ["before trainer.train()"]),
         ({"model": llama(dtype=torch.float16)}, "fp16", UsageError, ["fp16", "clips", "dtype=torch.float32"]),
-        ({}, "fp16,params=fp16", UsageError, ["params=fp16", "clips", "masters='split'"]),
+        ({}, "fp16,params=fp16", UsageError, ["fp16,masters=fp32", "clips", "masters='split'"]),
         ({"model": llama(dtype=BF16)}, "bf16", UsageError, ["bf16", "'split'"]),
         ({}, "bf61", UsageError, ["bf61", "'bf16'"]),
         (

@@ -232,10 +232,9 @@ def _check_baseline(request: Request, run: FinishedRun) -> None:
 
 
 def _can_be_off(cause: str) -> bool:
-    """Whether `mezzo run --own off` knows how to switch this off: it is PyTorch's own, or made of it."""
-    return "mezzo." not in cause and any(
-        word in cause for word in ("torch.autocast", "GradScaler", "parameters")
-    )
+    """Whether `mezzo run --own off` knows how to switch this off."""
+    words = ("autocast itself", "GradScaler itself", "MixedPrecision itself", "16 parameters")
+    return any(word in cause for word in words)
 
 
 def _ending(run: FinishedRun, lines: int) -> str:

@@ -81,11 +81,15 @@ class ScriptError(MezzoError, RuntimeError):
     """The script failed in its FP32 run, so there is nothing to compare with."""
 
 
+# Names of PyTorch's, and likely ones -> Mezzo's, where it has no such name.
+_OTHERS = {"dtype": "precision", "policy": "precision", "init_scale": "init"}
+
+
 def did_you_mean(received: str, names: Iterable[str], cutoff: float = 0.4) -> str:
     """A question with the name that is most like the received one, in upper or lower case; empty if none is."""
     plain = {name.lower(): name for name in names}  # BF16 is nearer to bf16 than to fp16
-    if received == "dtype" and "precision" in plain:  # torch.autocast's name of it
-        return " Did you mean 'precision'?"
+    if (other := _OTHERS.get(received)) in plain:
+        return f" Did you mean {other!r}?"
     near = difflib.get_close_matches(received.lower(), plain, n=1, cutoff=cutoff)
     return f" Did you mean {plain[near[0]]!r}?" if near else ""
 

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+__all__ = [
+    *("ALIASES", "FORMATS", "OVERFLOW", "Bits", "Format"),
+    *("bits", "decode", "dtype_name", "format_name", "named", "round", "ulp"),
+]
+__dir__ = __all__.copy  # for completion
+
 Number = int | float | Fraction
 
 

@@ -35,6 +35,8 @@ def lazy(
             fix = "" if name.startswith("_") else did_you_mean(name, modules, cutoff=0.6)
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{fix}")
         try:
+            if modules[name].startswith("mezzo.pytorch."):
+                importlib.import_module("torch")  # first: then `mezzo run` imports whole modules of it
             module = importlib.import_module(modules[name])
         except ModuleNotFoundError as error:
             absent = error.name or ""

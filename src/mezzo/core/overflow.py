@@ -127,7 +127,7 @@ class TensorFacts:
         return f"{self.name} {self.format} {shape}, largest {self.largest:.4g}{bad}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OverflowReport:
     """Where a value that is not finite was produced, not where it was passed on. Printed: `sentence` and `advice`.
 
@@ -174,6 +174,9 @@ class OverflowReport:
 
     def __str__(self) -> str:
         return f"{self.sentence}.{self.advice}" if self.remedies else self.sentence
+
+    def __repr__(self) -> str:
+        return f"OverflowReport({self.sentence!r})"
 
     @property
     def advice(self) -> str:
@@ -223,11 +226,14 @@ class OverflowReport:
         most = max(went_in, key=lambda one: one.largest, default=None)
         if made is None or most is None or most.largest < rounded_to_infinity(made):
             return ""
-        what = most.name.partition(" ")[0] or "input"
+        own = most.name.startswith("model ")
+        what = most.name.removeprefix("model ").partition(" ")[0] or "input"
         told = (
             f"{'an' if what[0] in 'aeiou' else 'a'} {what} of {most.largest:.4g} does not fit {made}, whose largest "
             f"number is {float(named(made).max):.6g}"
         )
+        if own:
+            return f"{told}. It is an input of the model: scale or normalize it"
         # A parameter by its name: nothing of this step made it.
         return f"{told}. An earlier operation produced it" if what in ("input", "gradient") else told
 

@@ -142,12 +142,12 @@ class Policy:
         """The shortest string that reads back as this policy: a preset's name, then settings that differ from it."""
         plain = Policy(self.compute, modules=self.modules)
         named = {key for key in KEYS if getattr(self, key) != getattr(plain, key)}
-        # Of params and masters, each implies the other's usual value.
-        if self.masters == usual_masters(self.params):
-            named.discard("masters")
-        elif self.params == self.activations:
-            named.discard("params")
+        # Each implies the other: masters the usual params, else params the usual masters.
+        if "params" in named and self.params == self.activations:
+            named.remove("params")
             named.add("masters")
+        elif self.masters == usual_masters(self.params):
+            named.discard("masters")
         else:
             named.add("masters")
         parts = [
@@ -325,7 +325,8 @@ def _checked(entry: Entry) -> Entry:
     if key == "op":
         rules = [rule.value for rule in Rule]
         if value not in rules:
-            raise unknown_name("rule", value, rules, where=where)
+            lower = f" For the format of compute write op.{name}=lower." if value in COMPUTE else ""
+            raise UnknownNameError(f"{unknown_name('rule', value, rules, where=where)}{lower}")
         return entry._replace(name=_op(name, where), value=Rule(value).value)
     if key == "loss_scale":
         auto = value.strip() == "auto"
@@ -343,7 +344,8 @@ def _checked(entry: Entry) -> Entry:
         )
     noun, allowed = _ALLOWED[key]
     if value not in allowed:
-        raise unknown_name(noun, value, allowed, where=where)
+        text = f" To read a text, call mezzo.policy({value!r})." if "," in value else ""
+        raise UnknownNameError(f"{unknown_name(noun, value, allowed, where=where)}{text}")
     return entry
 
 

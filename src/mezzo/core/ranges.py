@@ -158,7 +158,7 @@ def shift_of(scale: float) -> int:
     return round(math.log2(scale)) if 0 < scale < math.inf else 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RangeRow:
     """The histogram of one tensor in one step, and its format in the run.
 
@@ -175,6 +175,9 @@ class RangeRow:
     def __str__(self) -> str:
         tensor = f"{self.module or 'the model'}{'.' + self.name if self.name else ''}"
         return f"{self.what} of {tensor}, up to {self.histogram.largest:.4g}"
+
+    def __repr__(self) -> str:
+        return f"RangeRow({str(self)!r})"
 
 
 Merged = dict[tuple[str, str, str], RangeRow]

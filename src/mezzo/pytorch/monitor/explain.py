@@ -169,7 +169,9 @@ def _check_arguments(model: object, inputs: tuple[Any, ...], kwargs: dict[str, A
         inspect.signature(model.forward).bind(*inputs, **kwargs)
     except (TypeError, ValueError):
         meant = [repr(inputs[-1])] if inputs and isinstance(inputs[-1], (str, Policy)) else []
-        for near in difflib.get_close_matches("precision", kwargs, n=1, cutoff=0.7):
+        for near in {"policy"} & kwargs.keys() or difflib.get_close_matches(
+            "precision", kwargs, n=1, cutoff=0.7
+        ):
             meant = [repr(kwargs[near])]
         for word in meant:
             raise UnknownArgumentError(

@@ -305,7 +305,8 @@ class ForwardTrace(TorchFunctionMode):
         operation.kind = self._kind(operation, bad, again, given)
         operation.number = next(self._count)
         if operation.kind in ("overflow", "invalid"):
-            names = [self._there.get(_address(t), ("", f"input {n}"))[1] for n, t in enumerate(ins)]
+            there = (self._there.get(_address(t), ("", f"input {n}", "")) for n, t in enumerate(ins))
+            names = [f"model {name}" if kind == "input" else name for _, name, kind in there]
             kept = [(name, t) for name, t in zip(names, ins) if id(t) not in written]
             operation.inputs = [facts(tensor, name) for name, tensor in kept][:6]
             operation.outputs = [facts(tensor, "output") for tensor in bad][:3]

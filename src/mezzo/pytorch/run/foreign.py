@@ -45,7 +45,6 @@ _USES: tuple[tuple[str, str, str, Callable[..., bool]], ...] = (
     ("mezzo.accelerate", "attach", "", _always),
     ("mezzo.accelerate", "Accelerator.__init__", "", _always),
     ("mezzo.pytorch.grad_scaler", "GradScaler.scale", "mezzo.GradScaler", _is_enabled),
-    ("mezzo.pytorch.training.mixed_precision", "MixedPrecision.__init__", "mezzo.MixedPrecision", _always),
 )
 
 
@@ -128,7 +127,7 @@ def _autocast(session: Session, autocast: Any) -> Any:
 def _notice(session: Session, name: str) -> bool:
     """Leave the script alone if the caller of the patched function is the script's or a library's code."""
     if (where := user_line(3)) is not None:
-        _stand_back(session, name, where)
+        stand_back(session, name, where)
     return where is not None
 
 
@@ -152,7 +151,8 @@ def user_line(depth: int, transparent: Collection[str] = ()) -> str | None:
     return None
 
 
-def _stand_back(session: Session, name: str, where: str) -> None:
+def stand_back(session: Session, name: str, where: str) -> None:
+    """Leave the script alone, with what to do about this use at this line."""
     fix = session.without_own if name in ("torch.autocast", "GradScaler") else SWITCH_OFF
     if name == "mezzo.apex.amp" and session.request.apex:
         if session.request.policy == "auto":  # else every call of amp does nothing

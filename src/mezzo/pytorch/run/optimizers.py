@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mezzo.runner.lifecycle import StepWatch
 
 Step = Callable[..., Any]
-_BY_SCRIPT = "the script's own GradScaler found a gradient that was not finite"
+_BY_SCRIPT = "the script's own mixed precision found a gradient that was not finite"
 
 
 class Overflows:
@@ -218,9 +218,9 @@ class Steps:
             self._done(optimizer, moved=True, scale=scale)
         return result
 
-    def skipped_by_script(self, optimizer: Any) -> None:
-        """The script's own GradScaler did not call the optimizer's step."""
-        self._done(optimizer, moved=False, scale=self.loss_scale, reason=_BY_SCRIPT)
+    def ended_by_script(self, optimizer: Any, *, moved: bool) -> None:
+        """The script's own mixed precision skipped a step, or took it without calling the optimizer's."""
+        self._done(optimizer, moved=moved, scale=self.loss_scale, reason="" if moved else _BY_SCRIPT)
 
     def _step_with_closure(
         self, step: Step, optimizer: Any, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

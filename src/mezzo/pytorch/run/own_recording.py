@@ -9,7 +9,6 @@ import functools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels.not_traced import not_traced
@@ -18,13 +17,12 @@ if TYPE_CHECKING:
     from mezzo.pytorch.run.optimizers import Steps
     from mezzo.runner.patches import Patches
 
-_KEY = "mezzo: scale"  # in the metadata of the graph's node that multiplies a loss by the scale
+KEY = "mezzo: scale"  # in the metadata of the graph's node that multiplies a loss by the scale
 _NODES = 64  # searched for it, from the root of a backward pass
 
 
-def record_scaler(steps: Steps, patches: Patches) -> None:
-    """Remember the scale of each scaled loss, and record each step that a `torch.amp.GradScaler` skips."""
-    scaler: Any = torch.amp.GradScaler
+def record_scaler(steps: Steps, patches: Patches, scaler: Any) -> None:
+    """Remember the scale of each scaled loss, and record each step that a scaler of this class skips."""
     scale, step = scaler.scale, scaler.step
 
     @functools.wraps(scale)
@@ -35,7 +33,7 @@ def record_scaler(steps: Steps, patches: Patches) -> None:
                 if isinstance(one, Tensor) and one.grad_fn is not None:
                     metadata: Any = one.grad_fn.metadata
                     # A copy: `update` changes the scaler's tensor in place.
-                    metadata[_KEY] = self._get_scale_async().clone()
+                    metadata[KEY] = self._get_scale_async().clone()
         return result
 
     @functools.wraps(step)
@@ -47,7 +45,7 @@ def record_scaler(steps: Steps, patches: Patches) -> None:
         try:
             result = step(self, optimizer, *args, **kwargs)
             if steps.done == before:
-                steps.skipped_by_script(getattr(optimizer, "optimizer", optimizer))
+                steps.ended_by_script(getattr(optimizer, "optimizer", optimizer), moved=False)
         finally:
             steps.loss_scale = 1.0
         return result
@@ -65,6 +63,6 @@ def unscaled(root: Any, loss: Any) -> Any:
         node = nodes.popleft()
         if node is not None:
             seen += 1
-            found = node.metadata.get(_KEY)
+            found = node.metadata.get(KEY)
             nodes.extend(following for following, _ in node.next_functions)
     return loss if found is None else loss / found

@@ -21,7 +21,7 @@ from mezzo.core.loss_scale import LossScale, NoLossScale, Observation, StaticLos
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OWN, OWN_PRECISION, RecordWriter, RunStarted
-from mezzo.pytorch.run import foreign, own_precision
+from mezzo.pytorch.run import foreign, own_mezzo, own_precision
 from mezzo.pytorch.run.summary import summary
 from mezzo.runner import lifecycle, script
 from mezzo.runner.journal import Journal, check_events, number
@@ -121,6 +121,9 @@ class Session:
         if self.request.own == "off":
             own_precision.switch_off(self, self._patches, self.imports)
         foreign.watch(self, self._patches, self.imports)
+        own_mezzo.watch(
+            self, self._patches, self.imports
+        )  # after `foreign`, which overlooks what Mezzo calls
 
     def remove(self) -> None:
         """Undo all patches."""
@@ -152,7 +155,8 @@ class Session:
         ]
         module, optimizer, autograd = torch.nn.Module, torch.optim.Optimizer, torch.autograd
         if self.records_own:
-            record_scaler(steps, patches)
+            record_scaler(steps, patches, torch.amp.GradScaler)
+            own_mezzo.record(steps, patches, self.imports)
             patches.set(optimizer, "load_state_dict", steps.masters.load(optimizer.load_state_dict))
         else:
             calls.hide_from_dynamo(self.imports, patches, module.__call__)

@@ -103,7 +103,12 @@ def _fallbacks() -> list[str]:
     from mezzo.pytorch.autocast.fallback import CALLS
 
     ops = ", ".join(f"{op} ({_count(calls, 'call')})" for op, calls in CALLS.most_common())
-    return [f"ran in FP32, because PyTorch has no 16-bit kernel for these inputs: {ops}"] if ops else []
+    why = "PyTorch has no 16-bit kernel for these inputs"
+    if "masked_fill" in ops:
+        why += (
+            " or, in masked_fill, the format lacks the number (-1e9 in fp16; write torch.finfo(x.dtype).min)"
+        )
+    return [f"ran in FP32, because {why}: {ops}"] if ops else []
 
 
 def findings(

@@ -23,6 +23,7 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 # The largest seed of a backward that an fp16 loss can hold.
 _FP16_SEED = 2.0**15
 
+_BACKWARD = torch.autograd.backward  # PyTorch's: `mezzo run` replaces it, to record losses
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
@@ -31,14 +32,16 @@ _REENTRANT = "CheckpointFunctionBackward"
 
 
 def backward_into(
-    loss: Tensor, seed: Tensor | None, params: list[Tensor], *, retain_graph: bool = False
+    loss: Tensor, seed: Tensor | None, params: list[Tensor], *, retain_graph: bool = False, seen: bool = False
 ) -> None:
     """Add d(loss)/d(p) * seed to `p.grad` of each p of `params`, and of no other leaf.
 
     A discriminator's loss reaches the generator too, whose next step must not see it. `seed` None stands for 1.
+    `seen`: this loss's backward ran before, so `mezzo run` has recorded it.
     """
     if (
-        type(loss) is not Tensor
+        (not seen and torch.autograd.backward is not _BACKWARD)
+        or type(loss) is not Tensor
         or torch.compiler.is_compiling()
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -60,15 +63,15 @@ def in_transform(kind: str) -> bool:
 
 def has_reentrant_checkpoint(loss: Tensor) -> bool:
     """Whether the graph of a loss has a `torch.utils.checkpoint` with `use_reentrant=True`."""
-    return any(node.name() == _REENTRANT for node in _nodes_of([loss]))
+    return any(node.name() == _REENTRANT for node in nodes_of([loss]))
 
 
 def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
     """Every leaf tensor that a backward from these tensors or edges reaches, once each."""
-    return [node.variable for node in _nodes_of(roots) if type(node) is _AccumulateGrad]
+    return [node.variable for node in nodes_of(roots) if type(node) is _AccumulateGrad]
 
 
-def _nodes_of(roots: Iterable[Any]) -> dict[Any, None]:
+def nodes_of(roots: Iterable[Any]) -> dict[Any, None]:
     """Every node of the graph, in the order in which they are found."""
     stack: list[Any] = []
     for root in roots:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import CallOrderError, UsageError
+from mezzo.core.policy import Policy
 from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.optim.fused import FusedOptimizer
+from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.step import parameters
-from mezzo.pytorch.training.backward import SIXTEEN_BITS
+from mezzo.pytorch.training.backward import SIXTEEN_BITS, nodes_of
+
+_MASTERS = frozenset({"master", "remainder"})  # in the state of an optimizer with masters
 
 
 def refused(problem: str, where: str = "MixedPrecision") -> UsageError:
@@ -41,6 +48,14 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
         raise refused(
             f"{type(model).__name__} has no parameters. If it is lazy, call it once first: model(x)."
         )
+    for group in () if isinstance(optimizer, (FusedOptimizer, WithMasters)) else optimizer.param_groups:
+        if any(not _MASTERS.isdisjoint(optimizer.state.get(p, ())) for p in group["params"]):
+            masters = group.get("masters", "fp32")
+            raise refused(
+                f"the optimizer's state was saved with masters={masters!r}, and this optimizer has none. First create "
+                f"MixedPrecision(model, optimizer, masters={masters!r}), then load model and optimizer. To train in "
+                "FP32, save mezzo.master_state_dict(model, optimizer) and optimizer.torch_state_dict() instead."
+            )
     mine = {id(p) for p in parameters(optimizer)}
     if in_model.isdisjoint(mine):
         raise refused(
@@ -107,6 +122,23 @@ def _is_bound(value: float | None) -> bool:
 
 def _has(value: Any, method: str) -> bool:
     return value is None or callable(getattr(value, method, None))
+
+
+def outside_autocast(loss: Tensor, policy: Policy) -> None:
+    """Warn of a loss that the policy had no part in; not where a compiled or custom function may hide it."""
+    if policy.activations != "fp32" and not any(
+        "ToCopy" in node.name() or isinstance(node, BackwardCFunction) for node in nodes_of([loss])
+    ):
+        warnings.warn(
+            f"MixedPrecision: the loss was computed outside mp.autocast(), so nothing ran in {policy.compute}. "
+            "Compute it inside: with mp.autocast(): loss = loss_fn(model(x), y).",
+            stacklevel=5,  # through `_disable_dynamo`
+        )
+
+
+def closed() -> NoReturn:
+    """Instead of the `autocast` of a closed MixedPrecision."""
+    raise CallOrderError("autocast(): this MixedPrecision is closed. Create a new one.")
 
 
 def averager(ema: Any, *, low: bool) -> Callable[[nn.Module], Any] | None:

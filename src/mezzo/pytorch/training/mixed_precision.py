@@ -211,6 +211,7 @@ class MixedPrecision:
         self.optimizer = optimizer
         self._fused = stepping if isinstance(stepping, FusedOptimizer) else None
         self._stored_as = cast_parameters.stored_as(stepping)
+        self._looks = self._stored_as[0] == "fp32"  # at the first loss, unless `autocast` is called before
         self._release: GradientRelease | None = None
         self._optimizer_step: Callable[..., StepOutcome]
         if self._fused is None or self.clip_value is not None:
@@ -244,7 +245,7 @@ class MixedPrecision:
         )
         parts = [
             str(self.policy) if self._resolved.trial is None else f"auto, now {self.precision}",
-            self._stored_as[0] != "fp32" and f"masters={self._stored_as[1]}",
+            self._stored_as[0] != "fp32" and self.policy.params == "fp32" and f"masters={self._stored_as[1]}",
             several and f"accumulate={self.accumulate}",
             self.clip_norm is not None and f"clip_norm={self.clip_norm}",
             self.clip_value is not None and f"clip_value={self.clip_value}",
@@ -305,7 +306,7 @@ class MixedPrecision:
 
     def autocast(self) -> AbstractContextManager[Context]:
         """The autocast context of this training, for the forward pass and the loss. May be entered repeatedly."""
-        resolved = self._resolved
+        resolved, self._looks = self._resolved, False
         if resolved.scaler is not None and not torch.compiler.is_dynamo_compiling() and in_transform("Grad"):
             warnings.warn(_UNSCALED, stacklevel=2)
         copies = resolved.scaler is not None and self._watches_buffers
@@ -365,6 +366,9 @@ class MixedPrecision:
         if self not in _ALIVE:
             raise CallOrderError("step(): this MixedPrecision is closed. Create a new one.")
         window, observing = self._window, self._observing
+        if self._looks:
+            self._looks = False
+            checks.outside_autocast(loss, self.policy)
         scaler = self._resolved.active_scaler
         if window.seen == 0:
             self._losses.clear()
@@ -572,6 +576,7 @@ class MixedPrecision:
         `mezzo.master_state_dict` gives the weights in FP32.
         """
         _ALIVE.discard(self)
+        self.__dict__["autocast"] = checks.closed
         self._buffers.forget()
         self._journal.flush()
         self._stop_observing()

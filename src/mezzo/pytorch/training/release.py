@@ -74,7 +74,7 @@ class GradientRelease:
             if found is not None and host_knows(found) and bool(found):
                 _clear(leaves)
                 return StepOutcome(found, True, norm)
-        self._step_within(loss, seed, leaves, multiplier, found)
+        self._step_within(loss, seed, leaves, multiplier, found, seen=norm is not None)
         torch.clear_autocast_cache()  # the optimizer's hooks, which do it, have not run
         return StepOutcome(found, False if found is None else found, norm)
 
@@ -98,7 +98,7 @@ class GradientRelease:
             param.grad = None
         try:
             with _hooked(leaves, add):
-                _backward(loss, seed, leaves, retain_graph=True)
+                _backward(loss, seed, leaves, first=True)
         finally:
             for param, grad in before.items():
                 param.grad = grad
@@ -119,6 +119,8 @@ class GradientRelease:
         leaves: Sequence[Tensor],
         multiplier: Tensor | None,
         found_inf: Tensor | None,
+        *,
+        seen: bool,
     ) -> None:
         lock = threading.Lock()  # the engine has a thread for each device
         stepped = False
@@ -131,7 +133,7 @@ class GradientRelease:
             _clear(params)
 
         with _hooked(leaves, lambda param: update([param])):
-            _backward(loss, seed, leaves)
+            _backward(loss, seed, leaves, seen=seen)
         rest = [param for param in leaves if param.grad is not None]  # this loss did not reach them
         if rest:
             update(rest)
@@ -149,13 +151,13 @@ def _hooked(params: Sequence[Tensor], act: Callable[[Tensor], None]) -> Iterator
 
 
 def _backward(
-    loss: Tensor, seed: Tensor | None, leaves: Sequence[Tensor], *, retain_graph: bool = False
+    loss: Tensor, seed: Tensor | None, leaves: Sequence[Tensor], *, first: bool = False, seen: bool = False
 ) -> None:
     if any(distributed.is_spread(param) for param in leaves):
         # FSDP2's graph ends in the gathered parameters, and it hands their gradients to the shards itself.
-        torch.autograd.backward(loss, seed, retain_graph=retain_graph)
+        torch.autograd.backward(loss, seed, retain_graph=first)
     else:
-        backward_into(loss, seed, list(leaves), retain_graph=retain_graph)
+        backward_into(loss, seed, list(leaves), retain_graph=first, seen=seen)
 
 
 def _clear(params: Sequence[Tensor]) -> None:
