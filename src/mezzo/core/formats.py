@@ -151,7 +151,9 @@ _TABLE = (
     Format("e3m2", 3, 2, "OCP FP6 E3M2: no infinities, no NaN", _MX, has_infinity=False, has_nan=False),
     Format("e2m3", 2, 3, "OCP FP6 E2M3: no infinities, no NaN", _MX, has_infinity=False, has_nan=False),
     Format("e2m1", 2, 1, "OCP FP4 E2M1: no infinities, no NaN", _MX, has_infinity=False, has_nan=False),
-    Format("e8m0", 8, 0, "OCP E8M0, for scales: powers of two, no zero", _MX, has_infinity=False, signed=False),
+    Format(
+        "e8m0", 8, 0, "OCP E8M0, for scales: powers of two, no zero", _MX, has_infinity=False, signed=False
+    ),
 )
 
 FORMATS: Mapping[str, Format] = MappingProxyType({form.name: form for form in _TABLE})
