@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from clocks import seconds
 from mezzo.core.compute import GRANULARITIES
-from mezzo.core.recipes import RECIPES, recipe_of
+from mezzo.core.recipes import recipe_of
 from mezzo.pytorch.hardware import describe
 from mezzo.pytorch.kernels.quantized_linear import gemm_dtype, is_native, quantized_linear
 from pairs import ratio_of_medians
@@ -64,7 +64,7 @@ def low(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def eight(scaling: str, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return quantized_linear(x, weight, bias, recipe=RECIPES[recipe_of("fp8", scaling)])
+    return quantized_linear(x, weight, bias, recipe=recipe_of("fp8", scaling))
 
 
 LINEARS: dict[str, Linear] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mezzo.core.recipes import RECIPES, Factor, recipe_of
+from mezzo.core.recipes import Factor, recipe_of
 from mezzo.pytorch.kernels import quantized
 from mezzo.pytorch.kernels.quantized import Quantized
 from mezzo.pytorch.kernels.quantized_linear import quantized_linear
@@ -28,4 +28,4 @@ def amax(x: Tensor, scaling: str, dim: int = 1) -> Tensor:
 def fp8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: str = "tensorwise"
 ) -> Tensor:
-    return quantized_linear(x, weight, bias, recipe=RECIPES[recipe_of("fp8", scaling)])
+    return quantized_linear(x, weight, bias, recipe=recipe_of("fp8", scaling))

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from alive import bytes_alive
 from eight_bits import fp8_linear, quantize
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.core.recipes import RECIPES, recipe_of
+from mezzo.core.recipes import recipe_of
 from mezzo.pytorch.kernels import quantized_linear as fp8
 from mezzo.pytorch.kernels.quantized import Quantized
 from releases import before_torch
@@ -290,7 +290,7 @@ def test_on_a_gpu_every_product_has_the_layout_that_it_needs(
     with FakeTensorMode(), torch.no_grad():  # autograd would ask CUDA itself
         x = torch.empty(rows, 64, device="cuda", dtype=torch.bfloat16)
         w, b = torch.empty(48, 64, device="cuda"), torch.empty(48, device="cuda")
-        recipe = RECIPES[recipe_of("fp8", scaling)]
+        recipe = recipe_of("fp8", scaling)
         y, codes, inv_scale, _ = fp8._QuantizedLinear.forward(x, w, b, recipe, True)
         assert codes is not None
         assert inv_scale is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.core import formats
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.core.recipes import RECIPES, Factor, Recipe
+from mezzo.core.recipes import RECIPES, Factor, Recipe, read_recipe
 from mezzo.pytorch.autocast.modules import last_blocks_of
 from mezzo.pytorch.kernels.quantized import hadamard, quantize, uniform
 from mezzo.pytorch.kernels.quantized_linear import quantized_linear
@@ -241,6 +242,66 @@ def test_a_recipe_that_cannot_be(make: object, error: type[Exception], parts: tu
     with pytest.raises(error) as caught:
         make()  # type: ignore[operator]
     assert all(part in str(caught.value) for part in parts)
+
+
+MINE = """
+multiple = 32
+[output]
+x = { element = "e2m1", block = [1, 32], scale = "e8m0" }
+w = { element = "e2m3", block = [32, 32], scale = "fp32" }
+[input_gradient]
+g = { element = "e2m1", block = [1, 32], scale = "e8m0", stochastic = true, hadamard = true }
+w = { element = "e5m2", block = [0, 0] }
+[weight_gradient]
+g = { element = "e3m2", block = [1, 16], scale = "e8m0-floor" }
+x = { element = "e4m3fn", block = [1, 0] }
+"""
+
+
+def test_a_recipe_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(MINE)
+    policy = mezzo.policy("mxfp8,recipe=mine.toml")
+    recipe = policy.quantization
+    assert recipe.output == (Factor("e2m1", (1, 32), "e8m0"), Factor("e2m3", (32, 32), "fp32"))
+    assert recipe.input_gradient[0].stochastic
+    assert not recipe.is_exact_in_bf16
+    assert mezzo.policy(str(policy)) == policy
+    x, w = torch.randn(8, 64), torch.randn(32, 64, requires_grad=True)
+    with mezzo.autocast(policy, "cpu"):
+        y = nn.functional.linear(x, w)
+    assert torch.equal(y, quantized_linear(x, w, recipe=recipe))
+    y.sum().backward()
+    before = policy.fingerprint()
+    Path("mine.toml").write_text(MINE.replace("[1, 16]", "[1, 32]"))
+    read_recipe.cache_clear()
+    assert mezzo.policy("mxfp8,recipe=mine.toml").fingerprint() != before
+
+
+WRONG_FILES = [
+    ("output = 3", ("output", "element")),
+    (MINE.replace("block = [1, 16], ", ""), ("weight_gradient", "g", "block")),
+    (MINE.replace("stochastic", "stocastic"), ("stocastic", "stochastic", "input_gradient")),
+    (MINE.replace("[output]", "[outputs]"), ("outputs", "output")),
+    (MINE.replace('"e2m3"', '"e2m4"'), ("e2m4", "e2m3")),
+    ("[output", ("not TOML",)),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), WRONG_FILES)
+def test_a_wrong_file_is_refused(text: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(UsageError) as caught:
+        mezzo.policy(f"mxfp8,recipe={tmp_path}/mine.toml")
+    assert all(part in str(caught.value) for part in ("mine.toml", *parts))
+
+
+def test_a_recipe_by_name_and_where_it_has_no_place() -> None:
+    assert mezzo.policy("nvfp4,recipe=nvfp4-plain").quantization == RECIPES["nvfp4-plain"]
+    assert mezzo.policy("fp8,scaling=rowwise").quantization == RECIPES["fp8-rowwise"]
+    for text, part in (("bf16,recipe=nvfp4-plain", "mxfp8"), ("nvfp4,recipe=nvfp4-plane", "nvfp4-plain")):
+        with pytest.raises(UsageError, match=part):
+            mezzo.policy(text)
 
 
 def test_recipes_are_plain_data() -> None:

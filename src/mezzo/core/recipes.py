@@ -9,12 +9,15 @@ A layer has three products, each of two factors (x: input [M, K], w: weight [N, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
+from typing import Any
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import named
+from mezzo.core.policy_text import load_toml
 
 SCALES: Mapping[str, str] = MappingProxyType(
     {
@@ -132,10 +135,13 @@ def _nvfp4(name: str, *, stochastic: bool = True, hadamard: bool = True) -> Reci
 
 _TABLE = (
     _fp8("fp8", (0, 0)),
-    _fp8("fp8,scaling=rowwise", (1, 0)),
+    _fp8("fp8-rowwise", (1, 0)),
     _same("mxfp8", Factor("e4m3fn", (1, 32), "e8m0")),
+    _same("mxfp8-floor", Factor("e4m3fn", (1, 32), "e8m0-floor")),
     _same("fp8-block", Factor("e4m3fn", (1, 128)), Factor("e4m3fn", (128, 128)), multiple=128),
     _nvfp4("nvfp4"),
+    _nvfp4("nvfp4-nearest", stochastic=False),
+    _nvfp4("nvfp4-plain", stochastic=False, hadamard=False),
 )
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType({each.name: each for each in _TABLE})
@@ -143,6 +149,51 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType({each.name: each for each in _T
 MXFP8BlockScaling (mxfp8); DeepSeek-V3, arXiv 2412.19437 (fp8-block); arXiv 2509.25149 (nvfp4)."""
 
 
-def recipe_of(compute: str, scaling: str = "tensorwise") -> str:
-    """The name of the recipe for what a policy computes in."""
-    return "fp8,scaling=rowwise" if (compute, scaling) == ("fp8", "rowwise") else compute
+def recipe_of(compute: str, scaling: str = "tensorwise", recipe: str = "default") -> Recipe:
+    """The recipe for what a policy computes in; UnknownNameError where it quantizes nothing."""
+    if recipe.endswith(".toml"):
+        return read_recipe(recipe)
+    name = compute if recipe == "default" else recipe
+    name = "fp8-rowwise" if (name, scaling) == ("fp8", "rowwise") else name
+    if name not in RECIPES:
+        raise unknown_name("recipe", name, RECIPES)
+    return RECIPES[name]
+
+
+_FACTORS = {"output": ("x", "w"), "input_gradient": ("g", "w"), "weight_gradient": ("g", "x")}
+
+
+@functools.lru_cache(maxsize=64)
+def read_recipe(path: str) -> Recipe:
+    """The recipe in a TOML file: the tables output, input_gradient and weight_gradient, each with two factors.
+
+    One factor: ``x = { element = "e4m3fn", block = [1, 32], scale = "e8m0" }``; see `Factor` and `Recipe`.
+
+    Raises:
+        UsageError: no such file, or a table, key or value that is wrong.
+    """
+    example = 'x = { element = "e4m3fn", block = [1, 32], scale = "e8m0" }'
+    data = load_toml(path, "recipe", "a copy of the one in docs/formats.md", example)
+    options = ("multiple", "last_blocks")
+    for key in data:
+        if key not in (*_FACTORS, *options):
+            raise unknown_name("key", key, (*_FACTORS, *options), where=f"{path}: ")
+    try:
+        products: dict[str, Any] = {
+            product: tuple(_factor(data.get(product, {}), product, name) for name in names)
+            for product, names in _FACTORS.items()
+        }
+        return Recipe(path, **products, **{key: data[key] for key in options if key in data})
+    except UsageError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _factor(table: Mapping[str, Any], product: str, name: str) -> Factor:
+    known = [field.name for field in fields(Factor)]
+    given = table.get(name) if isinstance(table, dict) else None
+    if not isinstance(given, dict) or not {"element", "block"} <= given.keys():
+        raise UsageError(f'[{product}] needs {name} = {{ element = "e4m3fn", block = [1, 32] }}.')
+    for key in given:
+        if key not in known:
+            raise unknown_name("key", key, known, where=f"[{product}] {name}: ")
+    return Factor(**given)

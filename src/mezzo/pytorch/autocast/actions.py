@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.core.errors import BannedOpError
 from mezzo.core.policy import Policy
-from mezzo.core.recipes import RECIPES, recipe_of
 from mezzo.pytorch.autocast.fallback import noted, widen
 from mezzo.pytorch.autocast.plan import OpPlan, Overload, overload_named, takes_one_tensor
 from mezzo.pytorch.dtypes import dtype_of, name_of
@@ -81,8 +80,7 @@ def _custom_kernel(op_plan: OpPlan, overload: Overload, device_type: str, policy
         made: Action = function(op_plan.op, _fastest(overload))
         return made
     if kind == "quantized":
-        recipe = RECIPES[recipe_of(policy.compute, policy.scaling)]
-        return _if_floats(functools.partial(function, recipe=recipe), overload, device_type, 2)
+        return _if_floats(functools.partial(function, recipe=policy.quantization), overload, device_type, 2)
     if kind == "tf32":
         return _if_floats(function(overload), overload, device_type)
     if kind in ("layer", "cell"):

@@ -23,7 +23,7 @@ from mezzo.core.compute import QUANTIZED
 from mezzo.core.errors import UnknownNameError, did_you_mean
 from mezzo.core.policy import Policy
 from mezzo.core.policy_text import is_pattern, matches
-from mezzo.core.recipes import RECIPES
+from mezzo.core.recipes import recipe_of
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import autocast, default_device_type
 
@@ -191,7 +191,7 @@ def with_heads(policy: Policy, model: nn.Module) -> Policy:
     """
     if policy.compute not in QUANTIZED:
         return policy
-    wide = (*heads_of(model), *last_blocks_of(model, RECIPES[policy.compute].last_blocks))
+    wide = (*heads_of(model), *last_blocks_of(model, policy.quantization.last_blocks))
     paths = [path for path in wide if is_pattern(path) and policy.format_inside(path) is None]
     if not paths:
         return policy
@@ -228,7 +228,7 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
         fmt = policy.format_inside(path) or policy.compute
         why = f"the policy says {fmt}"
         if fmt in QUANTIZED:
-            why = misfit(fmt, layer.in_features, layer.out_features)
+            why = misfit(recipe_of(fmt, policy.scaling, policy.recipe), layer.in_features, layer.out_features)
         if why:
             apart.append(f"{path} ({why})")
         else:

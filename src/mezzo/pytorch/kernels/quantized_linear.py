@@ -59,7 +59,7 @@ def product(
         return _with_tensor_scales(form, a, b, bias, dtype, a.tensor_scale * b.tensor_scale, out_dtype)
     if bias is not None and torch._C._functorch.peek_interpreter_stack() is not None:
         dtype = torch.float32  # a batched bf16 product would be rounded before the bias is added, and after
-    left, right = a.values(dtype), b.values(dtype)
+    left, right = _decoded(form, a, b, dtype)
     if form == "NT":
         low = None if bias is None else bias.to(torch.bfloat16).to(dtype)
         return F.linear(left, right, low).to(out_dtype)
@@ -75,13 +75,21 @@ def _with_tensor_scales(
     scale: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    left, right = a.values(dtype), b.values(dtype)
+    left, right = _decoded(form, a, b, dtype)
     if form == "NT":
         right = right.t()
     result = torch.mm(left.t() if form == "TN" else left, right).to(torch.float32).mul_(scale)
     if bias is not None:
         result += bias.to(torch.bfloat16)
     return result.to(out_dtype)
+
+
+def _decoded(form: str, a: Quantized, b: Quantized, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    left, right = a.values(dtype), b.values(dtype)
+    if form == "TN" and left.shape[0] != right.shape[0]:  # blocks of two sizes: the rest is zeros
+        rows = min(left.shape[0], right.shape[0])
+        left, right = left[:rows], right[:rows]
+    return left, right
 
 
 def _is_fp8(factor: Quantized) -> bool:
@@ -126,12 +134,12 @@ def _with_rows(codes: Tensor, count: int) -> Tensor:
     return F.pad(codes.view(torch.uint8), (0, 0, 0, count)).view(codes.dtype) if count else codes
 
 
-def misfit(recipe: str, in_features: int, out_features: int) -> str:
+def misfit(recipe: Recipe, in_features: int, out_features: int) -> str:
     """Why a linear layer cannot multiply by a recipe, as a clause without a full stop; empty if it can."""
-    multiple = RECIPES[recipe].multiple
+    multiple = recipe.multiple
     for count, noun in ((in_features, "inputs"), (out_features, "outputs")):
         if count % multiple or not count:
-            return f"bf16: {count} {noun} are not a multiple of {multiple}, which {recipe} products need"
+            return f"bf16: {count} {noun} are not a multiple of {multiple}, which {recipe.name} products need"
     return ""
 
 
@@ -179,7 +187,7 @@ def quantized_linear(
         RuntimeError: the weight was changed in place between forward and backward.
     """
     is_matrix = weight.dim() == 2 and input.dim() > 0 and input.shape[-1] == weight.shape[1]
-    if not is_matrix or not input.numel() or misfit(recipe.name, *weight.shape[::-1]):
+    if not is_matrix or not input.numel() or misfit(recipe, *weight.shape[::-1]):
         return _in_bf16(input, weight, bias)
     # A tensor of torch.func does not show whether it needs a gradient.
     for_weight = (weight.requires_grad and torch.is_grad_enabled()) or not is_plain(input, weight, bias)
