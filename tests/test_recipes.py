@@ -309,3 +309,36 @@ def test_recipes_are_plain_data() -> None:
         assert isinstance(recipe, Recipe)
         assert recipe.name == name
         assert hash(recipe) == hash(replace(recipe))
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "fp8", "nvfp4-plain"])
+@pytest.mark.parametrize("role", ["input", "weight", "gradient"])
+def test_quantize_for_study(name: str, role: str) -> None:
+    x = matrix(24, 50).reshape(2, 12, 50)
+    found = formats.quantize(x, name, role)
+    form = formats.named(found.factor.element)
+    assert found.codes.shape == found.values.shape == x.shape
+    assert int(found.codes.max()) < 1 << form.bits
+    elements = torch.tensor([formats.decode(code, form) for code in range(1 << form.bits)])[found.codes.int()]
+    height, width = (-(-total // count) for total, count in zip((24, 50), found.scales.shape))
+    height, width = found.factor.block[0] or height, found.factor.block[1] or width
+    spread = found.scales.repeat_interleave(height, 0).repeat_interleave(width, 1)[:24, :50].reshape(x.shape)
+    assert torch.equal(elements * spread * found.tensor_scale, found.values)
+    bound = {"e2m1": 0.5, "e4m3fn": 0.07, "e5m2": 0.13}[form.name]
+    assert (found.values - x.float()).norm() < bound * x.float().norm()
+    assert form.name in repr(found)
+
+
+WRONG_CALLS = [
+    ((torch.ones(4), "mxfp9"), ("mxfp9", "mxfp8")),
+    ((torch.ones(4), "mxfp8", "inputs"), ("inputs", "input")),
+    ((torch.ones(4).int(), "mxfp8"), ("int32", "floating-point")),
+    (([1.0], "mxfp8"), ("list", "torch tensor")),
+]
+
+
+@pytest.mark.parametrize(("arguments", "parts"), WRONG_CALLS)
+def test_a_wrong_call_of_quantize(arguments: tuple[object, ...], parts: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError) as caught:
+        formats.quantize(*arguments)  # type: ignore[arg-type]
+    assert all(part in str(caught.value) for part in parts)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from mezzo.pytorch.block_formats import QuantizedTensor
+
 Number = int | float | Fraction
 
 
@@ -277,6 +279,36 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
     if overflow == "saturate" or not (form.has_infinity or form.has_nan):
         return math.copysign(form.max, sign)
     return math.copysign(math.inf if form.has_infinity else math.nan, sign)
+
+
+def quantize(x: _Tensor, recipe: str, role: str = "input") -> QuantizedTensor:
+    """What a block format makes of a torch tensor: codes, scales and values, as the emulated linear layers compute.
+
+    Blocks run along the last dimension, which a product sums over; the other dimensions are rows.
+
+    Args:
+        x: a floating-point tensor with elements.
+        recipe: ``"mxfp8"``, ``"nvfp4"``, ``"fp8-block"``, ``"fp8"``, another name in `mezzo.core.recipes`, or a TOML
+            file.
+        role: ``"input"``, ``"weight"`` or ``"gradient"``: they may differ in blocks and rounding.
+
+    Returns:
+        An object with `codes`, `scales`, `tensor_scale`, `values` and `factor`.
+
+    Raises:
+        UnknownNameError: an unknown recipe or role.
+        UsageError: anything but a floating-point tensor with elements.
+
+    Example:
+        >>> import torch
+        >>> q = quantize(torch.tensor([0.1, -0.5, 3.0, 0.02] * 4), "nvfp4")
+        >>> q.values[:4].tolist(), q.codes[:4].tolist()
+        ([0.0, -0.5, 3.000000238418579, 0.0], [0, 10, 7, 0])
+    """
+    found: QuantizedTensor = importlib.import_module("mezzo.pytorch.block_formats").quantize_tensor(
+        x, recipe, role
+    )
+    return found
 
 
 def ulp(x: Number, format: str | Format) -> float:
