@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from mezzo.pytorch.block_formats import QuantizedTensor
 
 Number = int | float | Fraction
 
@@ -281,7 +280,7 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
     return math.copysign(math.inf if form.has_infinity else math.nan, sign)
 
 
-def quantize(x: _Tensor, recipe: str, role: str = "input") -> QuantizedTensor:
+def quantize(x: _Tensor, recipe: str, role: str = "input") -> Any:
     """What a block format makes of a torch tensor: codes, scales and values, as the emulated linear layers compute.
 
     Blocks run along the last dimension, which a product sums over; the other dimensions are rows.
@@ -293,7 +292,7 @@ def quantize(x: _Tensor, recipe: str, role: str = "input") -> QuantizedTensor:
         role: ``"input"``, ``"weight"`` or ``"gradient"``: they may differ in blocks and rounding.
 
     Returns:
-        An object with `codes`, `scales`, `tensor_scale`, `values` and `factor`.
+        A `mezzo.pytorch.block_formats.QuantizedTensor`: `codes`, `scales`, `tensor_scale`, `values` and `factor`.
 
     Raises:
         UnknownNameError: an unknown recipe or role.
@@ -305,10 +304,7 @@ def quantize(x: _Tensor, recipe: str, role: str = "input") -> QuantizedTensor:
         >>> q.values[:4].tolist(), q.codes[:4].tolist()
         ([0.0, -0.5, 3.000000238418579, 0.0], [0, 10, 7, 0])
     """
-    found: QuantizedTensor = importlib.import_module("mezzo.pytorch.block_formats").quantize_tensor(
-        x, recipe, role
-    )
-    return found
+    return importlib.import_module("mezzo.pytorch.block_formats").quantize_tensor(x, recipe, role)
 
 
 def ulp(x: Number, format: str | Format) -> float:
