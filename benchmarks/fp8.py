@@ -2,9 +2,9 @@
 
     python benchmarks/fp8.py                 # writes benchmarks/results/fp8.json
 
-`blocks` is a training step (forward and backward) of one transformer block. Its four linear layers are `fp8_linear`
-in the rows `tensorwise` and `rowwise`, and `F.linear` in the rows `fp32` and `bf16`; the rest of the block
-(attention, normalizations, GELU, residuals) is bf16 with FP32 normalizations in all rows but `fp32`. Contenders
+`blocks` is a training step (forward and backward) of one transformer block. Its four linear layers are
+`quantized_linear` in the rows `tensorwise` and `rowwise`, and `F.linear` in the rows `fp32` and `bf16`; the rest of the
+block (attention, normalizations, GELU, residuals) is bf16 with FP32 normalizations in all rows but `fp32`. Contenders
 alternate within each round, in an order that rotates; `over_fp32` is the time relative to FP32, with a bootstrap
 interval over paired rounds: below 1 is faster. `saved_bytes` are those of the distinct tensors that autograd keeps
 between forward and backward, without parameters, and `saved_over_fp32` their ratio. `gradient_error` is the distance
@@ -34,8 +34,9 @@ from torch import Tensor, nn
 
 from clocks import seconds
 from mezzo.core.compute import GRANULARITIES
+from mezzo.core.recipes import recipe_of
 from mezzo.pytorch.hardware import describe
-from mezzo.pytorch.kernels.fp8 import fp8_linear, gemm_dtype, is_native
+from mezzo.pytorch.kernels.quantized_linear import gemm_dtype, is_native, quantized_linear
 from pairs import ratio_of_medians
 
 RESULTS = Path(__file__).parent / "results" / "fp8.json"
@@ -63,7 +64,7 @@ def low(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def eight(scaling: str, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return fp8_linear(x, weight, bias, scaling=scaling)
+    return quantized_linear(x, weight, bias, recipe=recipe_of("fp8", scaling))
 
 
 LINEARS: dict[str, Linear] = {

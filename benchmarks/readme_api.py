@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGES = ("mezzo", "mezzo.optim", "mezzo.nn", "mezzo.keras", "mezzo.tensorflow")
-FORMATS = ("Format", "round", "bits", "decode", "ulp", "named")
+FORMATS = ("Format", "round", "quantize", "bits", "decode", "ulp", "named")
 
 
 def names() -> dict[str, str]:

@@ -33,6 +33,10 @@ TABLE = {
     "bf16": ((1, 8, 7), 3.3895313892515355e38, -126, -133, -7),
     "e4m3fn": ((1, 4, 3), 448.0, -6, -9, -3),
     "e5m2": ((1, 5, 2), 57344.0, -14, -16, -2),
+    "e3m2": ((1, 3, 2), 28.0, -2, -4, -2),
+    "e2m3": ((1, 2, 3), 7.5, 0, -3, -3),
+    "e2m1": ((1, 2, 1), 6.0, 0, -1, -1),
+    "e8m0": ((0, 8, 0), 2.0**127, -127, -127, 0),
 }
 
 
@@ -41,11 +45,12 @@ def test_a_format_is_what_its_standard_says(name: str) -> None:
     assert list(TABLE) == list(FORMATS)
     widths, largest, normal, subnormal, eps = TABLE[name]
     form = FORMATS[name]
-    assert (1, form.nexp, form.nmant) == widths
+    assert (form.signed, form.nexp, form.nmant) == widths
     assert form.bits == sum(widths)
-    assert form.max == -form.min == largest
+    assert form.max == largest
+    assert form.min == (-largest if form.signed else 2.0**normal)
     assert (form.smallest_normal, form.smallest_subnormal) == (2.0**normal, 2.0**subnormal)
-    assert (form.eps, form.epsneg) == (2.0**eps, 2.0 ** (eps - 1))
+    assert (form.eps, form.epsneg) == (2.0**eps, max(2.0 ** (eps - 1), 2.0**subnormal))
     assert (form.minexp, form.bias) == (normal, 2 ** (widths[1] - 1) - 1)
     assert largest < Fraction(2) ** form.maxexp <= 2 * Fraction(largest)
 
@@ -65,6 +70,10 @@ FINFO = [
     ("bf16", torch.finfo(torch.bfloat16), ""),
     ("e4m3fn", torch.finfo(torch.float8_e4m3fn), ""),
     ("e5m2", torch.finfo(torch.float8_e5m2), ""),
+    ("e3m2", ml_dtypes.finfo(ml_dtypes.float6_e3m2fn), ""),
+    ("e2m3", ml_dtypes.finfo(ml_dtypes.float6_e2m3fn), ""),
+    ("e2m1", ml_dtypes.finfo(ml_dtypes.float4_e2m1fn), ""),
+    ("e8m0", ml_dtypes.finfo(ml_dtypes.float8_e8m0fnu), "precision resolution"),
 ]
 NAMES = (
     "bits eps epsneg max min smallest_normal smallest_subnormal nmant nexp maxexp minexp precision resolution"
@@ -90,10 +99,12 @@ def test_mezzo_formats_is_this_module_and_its_names_resolve() -> None:
 
 # call -> what the message must hold
 WRONG = [
-    (lambda: formats.named("f16"), "unknown format 'f16'. Use one of bf16, e4m3fn"),
+    (lambda: formats.named("f16"), "unknown format 'f16'. Use one of bf16, e2m1"),
     (lambda: formats.round(1.0, "bf16", overflow="wrap"), "Use one of infinity, saturate."),
     (lambda: formats.round([1.0], "bf16"), "cannot round list '[1.0]'"),
     (lambda: formats.decode(0x10000, "fp16"), "its 16 bits hold 0 to 0xffff"),
+    (lambda: formats.decode(0x10, "e2m1"), "its 4 bits hold 0 to 0xf"),
+    (lambda: formats.bits(float("nan"), "e2m1"), "e2m1 has no code for NaN"),
     (lambda: Format("binary128", 15, 112, "", ""), "wider than float64"),
 ]
 
@@ -113,7 +124,11 @@ def test_the_table_of_formats_on_the_page_is_true() -> None:
     }
     for form in FORMATS.values():
         powers = [form.minexp, form.minexp - form.nmant, -form.nmant]
-        expected = [f"1/{form.nexp}/{form.nmant}", written(form.max), *(f"2^{power}" for power in powers)]
+        expected = [
+            f"{form.signed:d}/{form.nexp}/{form.nmant}",
+            written(form.max),
+            *(f"2^{power}" for power in powers),
+        ]
         assert rows[form.name] == expected
 
 
@@ -235,7 +250,8 @@ def test_show_prints_bits_value_errors_and_a_word(capsys: pytest.CaptureFixture[
 def test_no_number_is_taken_for_an_option(number: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["formats", "show", number, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
-    assert {row["sign"] for row in shown["numbers"][0]["formats"]} == {"1"}
+    signs = {row["name"]: row["sign"] for row in shown["numbers"][0]["formats"]}
+    assert signs == {name: "1" if form.signed else "" for name, form in FORMATS.items()}
 
 
 def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:

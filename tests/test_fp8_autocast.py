@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mezzo
+from eight_bits import fp8_linear
 from mezzo.core.policy import policy
 from mezzo.pytorch.autocast.modules import heads_of, with_heads
 from mezzo.pytorch.autocast.plan import plan
-from mezzo.pytorch.kernels.fp8 import fp8_linear
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:

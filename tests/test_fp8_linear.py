@@ -15,9 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alive import bytes_alive
+from eight_bits import fp8_linear, quantize
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.pytorch.kernels import fp8
-from mezzo.pytorch.kernels.fp8 import Quantized, fp8_linear, quantize
+from mezzo.core.recipes import recipe_of
+from mezzo.pytorch.kernels import quantized_linear as fp8
+from mezzo.pytorch.kernels.quantized import Quantized
 from releases import before_torch
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -129,7 +131,7 @@ def test_what_needs_no_gradient_costs_none(scaling: str) -> None:
     for for_x, for_w in itertools.product((True, False), repeat=2):
         y = fp8_linear(x.detach().requires_grad_(for_x), w.detach().requires_grad_(for_w), b, scaling=scaling)
         assert y.grad_fn is not None
-        weight, codes, _ = y.grad_fn.saved_tensors  # type: ignore[attr-defined]
+        weight, codes, *_ = y.grad_fn.saved_tensors  # type: ignore[attr-defined]
         assert (weight is not None, codes is not None) == (for_x, for_w)
 
 
@@ -288,11 +290,12 @@ def test_on_a_gpu_every_product_has_the_layout_that_it_needs(
     with FakeTensorMode(), torch.no_grad():  # autograd would ask CUDA itself
         x = torch.empty(rows, 64, device="cuda", dtype=torch.bfloat16)
         w, b = torch.empty(48, 64, device="cuda"), torch.empty(48, device="cuda")
-        y, codes, inv_scale = fp8._Fp8Linear.forward(x, w, b, scaling, True)
+        recipe = recipe_of("fp8", scaling)
+        y, codes, inv_scale, _ = fp8._QuantizedLinear.forward(x, w, b, recipe, True)
         assert codes is not None
         assert inv_scale is not None
         ctx = types.SimpleNamespace(
-            scaling=scaling, dtypes=(x.dtype, w.dtype, b.dtype), needs_input_grad=[True] * 3
+            recipe=recipe, dtypes=(x.dtype, w.dtype, b.dtype), needs_input_grad=[True] * 3
         )
         grads = fp8._gradients(ctx, torch.empty_like(y), w, Quantized(codes, inv_scale))
     assert (y.shape, y.dtype, y.device.type) == ((rows, 48), torch.bfloat16, "cuda")

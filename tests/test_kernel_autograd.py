@@ -17,11 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mezzo
+from eight_bits import fp8_linear
 from mezzo.core.errors import UsageError
 from mezzo.nn import linear_cross_entropy
 from mezzo.pytorch.kernels import backend, cross_entropy, emulated
 from mezzo.pytorch.kernels.cross_entropy import cross_entropy_loss
-from mezzo.pytorch.kernels.fp8 import fp8_linear
 from mezzo.pytorch.kernels.norms import layer_norm, rms_norm
 from releases import before_torch
 

@@ -183,7 +183,11 @@ def test_loss_scales(text: str, state: object) -> None:
 
 REFUSED = [
     ("compute=f15", r"^policy 'compute=f15': unknown format 'f15'\. .* Did you mean 'fp16'\?$"),
-    ("bf15", r"^policy 'bf15': unknown precision 'bf15'\. Use one of auto, bf16, fp16, fp32, fp8, tf32\."),
+    (
+        "bf15",
+        r"^policy 'bf15': unknown precision 'bf15'\. Use one of auto, bf16, fp16, fp32, fp8, fp8-block, "
+        r"mxfp8, nvfp4, tf32\.",
+    ),
     ("e4m3fn", "e4m3fn is a number format .mezzo formats e4m3fn. and not a precision: fp8 multiplies in it"),
     ("fp8,scaling=tensorwide", "unknown fp8 scaling 'tensorwide'.*Did you mean 'tensorwise'"),
     ("bf16,op.linear=fp8", "unknown rule .fp8.*internal_fp32.*op.linear=lower"),

@@ -34,6 +34,8 @@ SMALL = {
     "e4m3fn": (ml_dtypes.float8_e4m3fn, torch.float8_e4m3fn, np.uint8),
     "e5m2": (ml_dtypes.float8_e5m2, torch.float8_e5m2, np.uint8),
 }
+# The others have no NaN or no sign: tests/test_block_formats.py
+WIDE = [form.name for form in FORMATS.values() if form.has_nan and form.signed]
 Floats = NDArray[Any]
 
 
@@ -171,7 +173,11 @@ def test_float64_is_rounded_once(name: str) -> None:
     assert same_bits(np.array([formats.round(v, name) for v in x[some].tolist()], np.float64), expected[some])
 
 
-@given(st.sampled_from(list(FORMATS)), st.fractions(min_value=1, max_value=2), st.integers(-1100, 1100))
+@given(
+    st.sampled_from([name for name in FORMATS if name != "e8m0"]),
+    st.fractions(min_value=1, max_value=2),
+    st.integers(-1100, 1100),
+)
 @settings(max_examples=60, deadline=None)
 def test_rounding_is_to_the_nearest_in_any_width(name: str, x: Fraction, shift: int) -> None:
     form = FORMATS[name]
@@ -186,7 +192,7 @@ def test_rounding_is_to_the_nearest_in_any_width(name: str, x: Fraction, shift: 
             assert distance < other or (distance == other and code % 2 == 0)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", WIDE)
 def test_the_edges_of_every_format(name: str) -> None:
     form = FORMATS[name]
     largest, least = Fraction(form.max), Fraction(form.smallest_subnormal)

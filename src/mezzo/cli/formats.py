@@ -118,7 +118,12 @@ def stored(number: float | Fraction, format: str, overflow: str = "infinity") ->
     >>> [stored(x, "fp16")["word"] for x in (65520.0, 1e-8, 2.0**-20, 0.1, 0.5)]
     ['overflow', 'underflow', 'subnormal', 'rounded', 'exact']
     """
-    bits = formats.bits(number, format, overflow=overflow)
+    form = named(format)
+    if number != number and not form.has_nan:
+        empty = dict.fromkeys(("sign", "exponent", "mantissa", "code"), "")
+        errors = {"absolute_error": 0.0, "relative_error": 0.0}
+        return {"name": form.name, **empty, "value": math.nan, **errors, "word": "no code"}
+    bits = formats.bits(number, form, overflow=overflow)
     exact, kept = magnitude(number)[0], magnitude(bits.value)[0]
     if exact is None or kept is None:  # NaN or an infinity, before or after
         same = exact is None and (bits.kind == "nan" if math.isnan(number) else bits.value == number)
@@ -160,12 +165,13 @@ def _format_lines(form: Format) -> Iterator[str]:
     """All about one format."""
     row = "  {:<20}{}".format
     yield f"{form.name}: {form.title}"
-    yield row("bits", f"{form.bits} (1 sign, {form.nexp} exponent, {form.nmant} mantissa)")
+    yield row("bits", f"{form.bits} ({int(form.signed)} sign, {form.nexp} exponent, {form.nmant} mantissa)")
     yield row("largest", written(form.max))
     yield row("smallest normal", written(form.smallest_normal))
     yield row("smallest subnormal", written(form.smallest_subnormal))
     yield row("eps", f"{written(form.eps)} (the gap between 1 and the next number above)")
-    yield row("infinity", "yes" if form.has_infinity else "no: beyond the largest number is NaN")
+    beyond = "NaN" if form.has_nan else "the largest number"
+    yield row("infinity", "yes" if form.has_infinity else f"no: beyond the largest number is {beyond}")
     names = [other for other, name in ALIASES.items() if name == form.name]
     yield row("other names", ", ".join(names) or "none")
     users = [each.name for each in COMPUTE.values() if form.name in (each.forward, each.backward)]
@@ -178,7 +184,7 @@ def _table_lines(forms: Sequence[Format]) -> Iterator[str]:
     yield row("format", "bits", "largest", "normal", "subnormal", "eps")
     for form in forms:
         numbers = map(written, (form.max, form.smallest_normal, form.smallest_subnormal, form.eps))
-        yield row(form.name, f"1/{form.nexp}/{form.nmant}", *numbers)
+        yield row(form.name, f"{int(form.signed)}/{form.nexp}/{form.nmant}", *numbers)
     yield ""
     yield "bits: sign/exponent/mantissa; normal, subnormal: the smallest; eps: from 1 to the next number."
     yield "One format: mezzo formats fp16. A number in each: mezzo formats show 0.1"
@@ -192,4 +198,5 @@ def _number_lines(number: str, formats: list[dict[str, Any]]) -> Iterator[str]:
             absolute, relative = (written(one[f"{kind}_error"], 3) for kind in ("absolute", "relative"))
             error = f"   error {absolute}, relative {relative}"
         yield f"{one['name']:<10}{one['word']:<10} {written(one['value'], 12)}{error}"
-        yield f"{'':<10}{one['sign']} {one['exponent']} {one['mantissa']}"
+        fields = " ".join(filter(None, (one["sign"], one["exponent"], one["mantissa"])))
+        yield f"{'':<10}{fields}".rstrip()

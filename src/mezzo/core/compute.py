@@ -1,7 +1,7 @@
 """What a policy can compute in: each name, and the number formats of factors, gradients and results behind it.
 
-fp8 factors are multiplied by a power of two that brings their largest magnitude just under the format's largest value;
-a policy's ``scaling=`` says which elements share a scale.
+Factors of 8 and 4 bits have scales (`mezzo.core.recipes`). For ``fp8`` a policy's ``scaling=`` says which elements
+share one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,20 @@ _TABLE = (
     Compute("bf16", "bf16", "bf16", "bf16"),
     Compute("fp16", "fp16", "fp16", "fp16"),
     Compute("fp8", "e4m3fn", "e5m2", "bf16"),
+    Compute("mxfp8", "e4m3fn", "e4m3fn", "bf16"),
+    Compute("fp8-block", "e4m3fn", "e4m3fn", "bf16"),
+    Compute("nvfp4", "e2m1", "e2m1", "bf16"),
 )
 
 COMPUTE: Mapping[str, Compute] = MappingProxyType({each.name: each for each in _TABLE})
 """Every way of computing, by name, the widest first."""
 
-# Ops whose factors are 8 bits under fp8, as in hardware. Others of the rule `lower` (attention, convolutions, recurrent
+QUANTIZED = frozenset({"fp8", "mxfp8", "fp8-block", "nvfp4"})
+"""Those whose factors have scales; `mezzo.core.recipes` says how."""
+
+# Ops whose factors are quantized, as in hardware. Others of the rule `lower` (attention, convolutions, recurrent
 # layers, products of activations) stay in bf16.
-FP8_OPS = frozenset({"linear"})
+QUANTIZED_OPS = frozenset({"linear"})
 
 
 def activations_of(compute: str) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("ALIASES", "FORMATS", "OVERFLOW", "Bits", "Format"),
-    *("bits", "decode", "dtype_name", "format_name", "named", "round", "ulp"),
+    *("bits", "decode", "dtype_name", "format_name", "named", "quantize", "round", "ulp"),
 ]
 __dir__ = __all__.copy  # for completion
 
@@ -46,6 +46,8 @@ class Format:
         has_infinity: IEEE 754's use of the top exponent (infinities, and NaNs with a payload). False: the top
             exponent holds numbers as the others do, and only its last mantissa is NaN (the ``fn`` of e4m3fn).
         storage_bits: bits it takes in memory, if that is more than its own.
+        has_nan: False: every code is a number. What is beyond ``max`` becomes ``max``.
+        signed: False for e8m0, the format of scales: ``2**(exponent - bias)``, without sign, zero or subnormals.
 
     Raises:
         UsageError: a format that is wider than float64.
@@ -58,6 +60,8 @@ class Format:
     source: str
     has_infinity: bool = True
     storage_bits: int = 0
+    has_nan: bool = True
+    signed: bool = True
 
     def __post_init__(self) -> None:
         if self.nexp > 11 or self.nmant > 52:
@@ -74,7 +78,7 @@ class Format:
     @property
     def bits(self) -> int:
         """Bits of sign, exponent and mantissa together."""
-        return 1 + self.nexp + self.nmant
+        return self.signed + self.nexp + self.nmant
 
     @property
     def bias(self) -> int:
@@ -84,23 +88,28 @@ class Format:
     @property
     def minexp(self) -> int:
         """Exponent of the smallest normal number."""
-        return 1 - self.bias
+        return self.signed - self.bias
 
     @property
     def maxexp(self) -> int:
         """The smallest power of two that is beyond the format: ``max < 2**maxexp``."""
-        return self.bias + 1 if self.has_infinity else self.bias + 2
+        return self.bias + 1 if self._loses_top else self.bias + 2
+
+    @property
+    def _loses_top(self) -> bool:
+        """Whether no number has the top exponent."""
+        return self.has_infinity or (self.has_nan and not self.nmant)
 
     @property
     def max(self) -> float:
         """The largest finite value."""
-        below_two = 2.0 - (1 if self.has_infinity else 2) * self.eps
+        below_two = 2.0 - (1 if self._loses_top or not self.has_nan else 2) * self.eps
         return math.ldexp(below_two, self.maxexp - 1)
 
     @property
     def min(self) -> float:
-        """The most negative finite value, ``-max``."""
-        return -self.max
+        """The most negative finite value, ``-max``; without a sign the smallest value."""
+        return -self.max if self.signed else self.smallest_normal
 
     @property
     def smallest_normal(self) -> float:
@@ -120,7 +129,7 @@ class Format:
     @property
     def epsneg(self) -> float:
         """The gap between 1 and the next number below."""
-        return math.ldexp(1.0, -self.nmant - 1)
+        return max(math.ldexp(1.0, -self.nmant - 1), self.smallest_subnormal)
 
     @property
     def precision(self) -> int:
@@ -136,6 +145,7 @@ class Format:
 _IEEE = "IEEE 754-2019, table 3.5"
 _OCP = "OCP 8-bit Floating Point Specification (OFP8) 1.0, 2023"
 _TF32 = "NVIDIA A100 Tensor Core GPU Architecture, 2020"
+_MX = "OCP Microscaling Formats (MX) 1.0, 2023"
 _TABLE = (
     Format("fp64", 11, 52, "IEEE binary64, double precision", _IEEE),
     Format("fp32", 8, 23, "IEEE binary32, single precision", _IEEE),
@@ -144,6 +154,12 @@ _TABLE = (
     Format("bf16", 8, 7, "bfloat16", "Intel, BFLOAT16 Hardware Numerics Definition, 2018"),
     Format("e4m3fn", 4, 3, "OCP FP8 E4M3: no infinities, one NaN", _OCP, has_infinity=False),
     Format("e5m2", 5, 2, "OCP FP8 E5M2", _OCP),
+    Format("e3m2", 3, 2, "OCP FP6 E3M2: no infinities, no NaN", _MX, has_infinity=False, has_nan=False),
+    Format("e2m3", 2, 3, "OCP FP6 E2M3: no infinities, no NaN", _MX, has_infinity=False, has_nan=False),
+    Format("e2m1", 2, 1, "OCP FP4 E2M1: no infinities, no NaN", _MX, has_infinity=False, has_nan=False),
+    Format(
+        "e8m0", 8, 0, "OCP E8M0, for scales: powers of two, no zero", _MX, has_infinity=False, signed=False
+    ),
 )
 
 FORMATS: Mapping[str, Format] = MappingProxyType({form.name: form for form in _TABLE})
@@ -159,13 +175,17 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "float8_e4m3fn": "e4m3fn",
         "e4m3": "e4m3fn",
         "float8_e5m2": "e5m2",
+        "fp4": "e2m1",
+        "float4_e2m1fn_x2": "e2m1",
+        "float8_e8m0fnu": "e8m0",
     }
 )
 """Other names of the formats, those of torch's dtypes among them."""
 
 OVERFLOW: Mapping[str, str] = MappingProxyType(
     {
-        "infinity": "beyond max: infinity, or NaN where there is none (IEEE 754, and OFP8 non-saturating)",
+        "infinity": "beyond max: infinity, or NaN where there is none (IEEE 754, and OFP8 non-saturating); without "
+        "either, max",
         "saturate": "beyond max, infinities included: max (OFP8 saturating)",
     }
 )
@@ -222,7 +242,7 @@ def round(x: NDArray[Any] | np.generic, format: str | Format, *, overflow: str =
 @overload
 def round(x: _Tensor, format: str | Format, *, overflow: str = ...) -> _Tensor: ...
 def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
-    """The nearest value of a format, ties to even (IEEE 754-2019, 4.3.1).
+    """The nearest value of a format, ties to even (IEEE 754-2019, 4.3.1; e8m0, whose values have no last digit: up).
 
     Naive code, for fp16 and a float32 array: ``x.astype(np.float16).astype(np.float32)``. Unlike casts, float64 is
     rounded once: torch and ml_dtypes go by way of float32.
@@ -234,7 +254,8 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
 
     Returns:
         For a number: a float. For an array or a tensor: a new one of its shape, in float64 for float64 and for
-        integers, else in float32. -0 keeps its sign, subnormals are exact, NaN stays NaN: quiet, without payload.
+        integers, else in float32. -0 keeps its sign, subnormals are exact, NaN stays NaN: quiet, without payload,
+        also for formats that have no code for it. In e8m0 zero and negative numbers are NaN.
 
     Raises:
         UnknownNameError: an unknown format or overflow behavior.
@@ -252,16 +273,43 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
         if loaded is not None and any(isinstance(x, getattr(loaded, one, ())) for one in array_types):
             return importlib.import_module(module).round_array(x, form, overflow)
     exact, sign = magnitude(x)
+    if x != x or not (form.signed or x > 0):
+        return math.copysign(math.nan, sign)
     if exact is not None:
         quantum = _quantum(exact, form)
         exact = (exact / quantum).__round__() * quantum  # Python rounds a Fraction's ties to even
         if exact <= form.max:
-            return math.copysign(float(exact), sign)
-    elif x != x:
-        return math.copysign(math.nan, sign)
-    if overflow == "saturate":
+            return math.copysign(max(float(exact), 0.0 if form.signed else form.min), sign)
+    if overflow == "saturate" or not (form.has_infinity or form.has_nan):
         return math.copysign(form.max, sign)
     return math.copysign(math.inf if form.has_infinity else math.nan, sign)
+
+
+def quantize(x: _Tensor, recipe: str, role: str = "input") -> Any:
+    """What a block format makes of a torch tensor: codes, scales and values, as the emulated linear layers compute.
+
+    Blocks run along the last dimension, which a product sums over; the other dimensions are rows.
+
+    Args:
+        x: a floating-point tensor with elements.
+        recipe: ``"mxfp8"``, ``"nvfp4"``, ``"fp8-block"``, ``"fp8"``, another name in `mezzo.core.recipes`, or a TOML
+            file.
+        role: ``"input"``, ``"weight"`` or ``"gradient"``: they may differ in blocks and rounding.
+
+    Returns:
+        A `mezzo.pytorch.block_formats.QuantizedTensor`: `codes`, `scales`, `tensor_scale`, `values` and `factor`.
+
+    Raises:
+        UnknownNameError: an unknown recipe or role.
+        UsageError: anything but a floating-point tensor with elements.
+
+    Example:
+        >>> import torch
+        >>> q = quantize(torch.tensor([0.1, -0.5, 3.0, 0.02] * 4), "nvfp4")
+        >>> q.values[:4].tolist(), q.codes[:4].tolist()
+        ([0.0, -0.5, 3.000000238418579, 0.0], [0, 10, 7, 0])
+    """
+    return importlib.import_module("mezzo.pytorch.block_formats").quantize_tensor(x, recipe, role)
 
 
 def ulp(x: Number, format: str | Format) -> float:
@@ -318,9 +366,9 @@ class Bits:
     @property
     def kind(self) -> str:
         """``"zero"``, ``"subnormal"``, ``"normal"``, ``"infinity"`` or ``"nan"``."""
-        if self.exponent == 0:
+        if self.exponent == 0 and self.format.signed:
             return "subnormal" if self.mantissa else "zero"
-        if self.exponent < (1 << self.format.nexp) - 1:
+        if self.exponent < (1 << self.format.nexp) - 1 or not self.format.has_nan:
             return "normal"
         if self.format.has_infinity:
             return "nan" if self.mantissa else "infinity"
@@ -329,20 +377,21 @@ class Bits:
     @property
     def value(self) -> float:
         """The number that the fields stand for, exactly; NaN and -0 keep their sign."""
-        leading = 1 << self.format.nmant if self.exponent else 0
-        unit = max(self.exponent, 1) - self.format.bias - self.format.nmant
+        leading = 1 << self.format.nmant if self.exponent or not self.format.signed else 0
+        unit = max(self.exponent, int(self.format.signed)) - self.format.bias - self.format.nmant
         special = {"infinity": math.inf, "nan": math.nan}.get(self.kind)
         value = math.ldexp(leading + self.mantissa, unit) if special is None else special
         return -value if self.sign else value
 
     @property
     def fields(self) -> tuple[str, str, str]:
-        """Sign, exponent and mantissa as binary digits."""
+        """Sign, exponent and mantissa as binary digits; empty where the format has no such field."""
         form = self.format
-        return str(self.sign), f"{self.exponent:0{form.nexp}b}", f"{self.mantissa:0{form.nmant}b}"
+        sign = str(self.sign) if form.signed else ""
+        return sign, f"{self.exponent:0{form.nexp}b}", f"{self.mantissa:0{form.nmant}b}" if form.nmant else ""
 
     def __str__(self) -> str:
-        return " ".join(self.fields)
+        return " ".join(field for field in self.fields if field)
 
 
 def bits(x: Number, format: str | Format, *, overflow: str = "infinity") -> Bits:
@@ -354,6 +403,8 @@ def bits(x: Number, format: str | Format, *, overflow: str = "infinity") -> Bits
     form = named(format)
     rounded = round(x, form, overflow=overflow)
     exact, sign = magnitude(rounded)
+    if math.isnan(rounded) and not form.has_nan:
+        raise UsageError(f"{form} has no code for NaN: all its codes are numbers.")
     if exact is None:
         quiet = 1 << (form.nmant - 1) if form.has_infinity else (1 << form.nmant) - 1
         code = ((1 << form.nexp) - 1 << form.nmant) + (quiet if math.isnan(rounded) else 0)
@@ -361,8 +412,8 @@ def bits(x: Number, format: str | Format, *, overflow: str = "infinity") -> Bits
         # Of a normal number the leading 1 in its units adds the 1 that is missing in the exponent field.
         quantum = _quantum(exact, form)
         field = floor_log2(quantum) + form.nmant - form.minexp
-        code = (field << form.nmant) + int(exact / quantum)
-    return _pattern(code | int(sign < 0) << (form.bits - 1), form)
+        code = (field << form.nmant) + int(exact / quantum) - (not form.signed)
+    return _pattern(code | int(sign < 0 and form.signed) << (form.bits - 1), form)
 
 
 def decode(code: int | Bits, format: str | Format) -> float:

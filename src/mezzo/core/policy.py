@@ -11,7 +11,7 @@ from dataclasses import InitVar, dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
-from mezzo.core.compute import COMPUTE, GRANULARITIES, activations_of
+from mezzo.core.compute import COMPUTE, GRANULARITIES, QUANTIZED, activations_of
 from mezzo.core.errors import UnknownNameError, UsageError, checks_fields, did_you_mean, unknown_name
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.masters import MASTERS, STATE_FORMATS, storage_of, usual_masters
@@ -27,6 +27,7 @@ from mezzo.core.policy_text import (
     read_string,
     read_toml,
 )
+from mezzo.core.recipes import RECIPES, Recipe, read_recipe, recipe_of
 from mezzo.core.rules import RULES, TABLE_VERSION, Rule, bare
 
 STORED_FORMATS = ("fp32", "bf16", "fp16")
@@ -40,6 +41,7 @@ _ALLOWED = {
     "masters": ("kind of masters", (*MASTERS, "auto")),
     "state": ("state format", STATE_FORMATS),
     "scaling": ("fp8 scaling", GRANULARITIES),
+    "recipe": ("recipe", ("default", *RECIPES)),
     "hidden": ("kind of hidden state", HIDDEN),
     "module": ("format", tuple(COMPUTE)),
 }
@@ -85,6 +87,8 @@ class Policy:
         state: the format of the optimizer's moments: fp32, bf16 or int8.
         recompute: ``none``, or ops (``gelu+layer_norm``) whose 16-bit output is made again in backward.
         scaling: how fp8 factors are scaled: ``tensorwise`` or ``rowwise``.
+        recipe: how linear layers are quantized, instead of by `compute`: a name of `mezzo.core.recipes`, or the path of
+            a TOML file.
         hidden: the format of a recurrent layer's hidden and cell state between time steps: ``fp32``, ``compute``
             (that of `activations`), or ``auto``: what the device's 16-bit operation does.
 
@@ -107,6 +111,7 @@ class Policy:
     state: str = "fp32"
     recompute: str = "none"
     scaling: str = "tensorwise"
+    recipe: str = "default"
     hidden: str = "auto"
 
     def __post_init__(self, output: str) -> None:
@@ -133,6 +138,11 @@ class Policy:
             raise UsageError(
                 f"policy 'compute={self.compute},params={params}': values would pass between two 16-bit formats, and "
                 f"lose range in fp16 and digits in bf16. Use params=fp32 or params={self.activations}."
+            )
+        if self.recipe != "default" and not self.computed & QUANTIZED:
+            raise UsageError(
+                f"policy 'compute={self.compute},recipe={self.recipe}': only {', '.join(sorted(QUANTIZED))} have a "
+                "recipe. Remove recipe, or compute in one of these."
             )
         if self.loss_scale == "auto" and self.compute != "auto":
             object.__setattr__(self, "loss_scale", "dynamic" if "fp16" in self.computed else "none")
@@ -220,7 +230,13 @@ class Policy:
 
     def fingerprint(self) -> str:
         """A content hash of the policy and the op table, the same in every process."""
-        return _hash(self.name, TABLE_VERSION)
+        written = repr(self.quantization) if self.recipe.endswith(".toml") else ""
+        return _hash(self.name + written, TABLE_VERSION)
+
+    @property
+    def quantization(self) -> Recipe:
+        """How the factors of linear layers are quantized, where `compute` is a format with scales."""
+        return recipe_of(self.compute, self.scaling, self.recipe)
 
     def make_loss_scale(self) -> LossScale:
         """The loss scale's first state; UsageError before the policy is resolved."""
@@ -284,7 +300,9 @@ def policy(spec: object, **settings: object) -> Policy:
         raise UsageError(f"policy: write settings in the text: mezzo.policy({str(policy(text))!r}).")
     if isinstance(spec, Policy):
         return spec
-    if isinstance(spec, os.PathLike) or (isinstance(spec, str) and spec.endswith(".toml")):
+    if isinstance(spec, os.PathLike) or (
+        isinstance(spec, str) and spec.endswith(".toml") and "recipe=" not in spec
+    ):
         return Policy.from_toml(spec)
     if not isinstance(spec, str) and precision_name(spec) not in PRESETS:
         raise UsageError(
@@ -342,6 +360,9 @@ def _checked(entry: Entry) -> Entry:
             f"{where}{name!r} is not a module pattern. Write a dotted path such as head, blocks.0.norm or "
             "blocks.*.norm. * matches one component or a part of one, ** any number of components."
         )
+    if key == "recipe" and value.endswith(".toml"):
+        read_recipe(value)
+        return entry._replace(value=os.path.abspath(value))
     noun, allowed = _ALLOWED[key]
     if value not in allowed:
         text = f" To read a text, call mezzo.policy({value!r})." if "," in value else ""

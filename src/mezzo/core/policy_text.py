@@ -55,7 +55,7 @@ _WEIGHTS = {  # Lightning's
     "bf16-true": "bf16 weights without masters. Use 'bf16,masters=none', or with FP32 masters 'bf16,masters=split'",
     "16-true": "fp16 weights without masters, which lose small updates. Use 'fp16,masters=fp32'",
 }
-KEYS = ("compute", "params", "masters", "state", "loss_scale", "recompute", "scaling", "hidden")
+KEYS = ("compute", "params", "masters", "state", "loss_scale", "recompute", "scaling", "recipe", "hidden")
 
 # What a user may set in `dynamic(...)`, or in another kind that moves, with its default: all but the state.
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -221,19 +221,23 @@ def print_toml(entries: Sequence[Entry]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_toml(path: str | os.PathLike[str]) -> list[Entry]:
-    """The entries of a TOML file."""
+def load_toml(path: str | os.PathLike[str], noun: str, instead: str, example: str) -> dict[str, Any]:
+    """A TOML file as a dictionary; the errors say which kinds of file are meant, and show a line of one."""
+    name = os.fspath(path)
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
-            f"policy file {os.fspath(path)!r}: {error.strerror or error}. Give the path of a TOML file, such as the "
-            "policy.toml that `mezzo calibrate` writes, or a precision, such as bf16."
+            f"{noun} file {name!r}: {error.strerror or error}. Give the path of a TOML file, such as {instead}."
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f'policy file {os.fspath(path)!r} is not TOML: {error}. Example of a line: compute = "bf16"'
-        ) from None
+        raise UsageError(f"{noun} file {name!r} is not TOML: {error}. Example of a line: {example}") from None
+
+
+def read_toml(path: str | os.PathLike[str]) -> list[Entry]:
+    """The entries of a TOML file."""
+    kinds = "the policy.toml that `mezzo calibrate` writes, or a precision, such as bf16"
+    data = load_toml(path, "policy", kinds, 'compute = "bf16"')
     entries = []
     for keys, value in _leaves(data):
         where = f"{os.fspath(path)}: {'.'.join(keys)}: "

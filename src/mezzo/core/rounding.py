@@ -36,13 +36,17 @@ class RoundingPlan:
         self.nan = self.infinity | 1 << (storage.nmant - 1)
         self.largest = bits(min(form.max, storage.max), storage).code
         self.smallest_normal = bits(form.smallest_normal, storage).code
+        self.ties_up = not form.nmant
+        self.smallest, self.up_from = (
+            (0, 0) if form.signed else (bits(factor * form.min, storage).code for factor in (1, 1.5))
+        )
         self.anchor = 0.0
-        if form.minexp > storage.minexp:
+        if form.signed and form.minexp > storage.minexp:
             self.anchor = math.ldexp(1.0, form.minexp - form.nmant + storage.nmant)
         if overflow == "saturate":
             self.beyond = self.largest
         else:
-            self.beyond = self.infinity if form.has_infinity else self.nan
+            self.beyond = self.infinity if form.has_infinity else self.nan if form.has_nan else self.largest
 
     def round(self, values: Any, xp: Any) -> Any:
         """The rounded values, in a new array; `xp` is ``numpy`` or ``torch``, whichever the array is from."""
@@ -50,13 +54,16 @@ class RoundingPlan:
         magnitude = patterns & self.magnitude_mask
         rounded = magnitude
         if self.shift:
-            is_odd = (magnitude >> self.shift) & 1
+            is_odd = 1 if self.ties_up else (magnitude >> self.shift) & 1
             rounded = (magnitude + (is_odd + self.below_half)) & self.kept_mask
         if self.anchor:
             subnormal = (magnitude.view(values.dtype) + self.anchor) - self.anchor
             rounded = xp.where(magnitude < self.smallest_normal, subnormal.view(patterns.dtype), rounded)
         rounded = xp.where(rounded > self.largest, self.beyond, rounded)
         rounded = xp.where(magnitude > self.infinity, self.nan, rounded)
+        if self.smallest:  # a format without sign and zero
+            rounded = xp.where(magnitude < self.up_from, self.smallest, rounded)
+            rounded = xp.where(patterns <= 0, self.nan, rounded)
         return (rounded | (patterns & ~self.magnitude_mask)).view(values.dtype)
 
 

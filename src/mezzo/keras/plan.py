@@ -35,13 +35,14 @@ POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"
 WORDS = {keras: mezzo for mezzo, keras in POLICIES.items()}
 
 # A word that names a precision: the first one of the text, or the value of a key.
-_NAMED = re.compile(r"(^|=)\s*(\w+)\s*(?=,|$)")
+_NAMED = re.compile(r"(^|=)\s*([\w-]+)\s*(?=,|$)")
 
 # Formats that Keras has no policy for -> what to use.
 _NO_POLICY = {
     "tf32": "It is a switch of the backend, not of a layer: tf.config.experimental.enable_tensor_float_32_execution, "
     'jax.config.update("jax_default_matmul_precision", "tensorfloat32") or torch.set_float32_matmul_precision("high")',
     "fp8": 'Use bf16; Keras\'s own is model.quantize("float8"), after the model is built',
+    **dict.fromkeys(("mxfp8", "nvfp4", "fp8-block"), "Mezzo has block formats on PyTorch only: use bf16"),
     "auto": "Mezzo does not measure Keras models: use bf16 if the device has it, else fp16",
 }
 
@@ -55,6 +56,7 @@ _CANNOT = (
     ("state", "fp32", "its optimizers keep FP32 state. Remove the key state"),
     ("recompute", "none", "use keras.remat, which recomputes the activations of the layer that it wraps"),
     ("scaling", "tensorwise", "Mezzo has fp8 on PyTorch only. Remove the key scaling"),
+    ("recipe", "default", "Mezzo has block formats on PyTorch only. Remove the key recipe"),
     ("hidden", "auto", "its recurrent layers carry the format of their policy. Use module.PATTERN=fp32"),
 )
 

@@ -79,8 +79,8 @@ def _custom_kernel(op_plan: OpPlan, overload: Overload, device_type: str, policy
     if kind == "indices":
         made: Action = function(op_plan.op, _fastest(overload))
         return made
-    if kind == "fp8":
-        return _if_floats(functools.partial(function, scaling=policy.scaling), overload, device_type, 2)
+    if kind == "quantized":
+        return _if_floats(functools.partial(function, recipe=policy.quantization), overload, device_type, 2)
     if kind == "tf32":
         return _if_floats(function(overload), overload, device_type)
     if kind in ("layer", "cell"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mezzo.core.compute import QUANTIZED
 from mezzo.core.errors import UnknownNameError, did_you_mean
 from mezzo.core.policy import Policy
 from mezzo.core.policy_text import is_pattern, matches
+from mezzo.core.recipes import recipe_of
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import autocast, default_device_type
 
@@ -183,33 +186,57 @@ def heads_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def with_heads(policy: Policy, model: nn.Module) -> Policy:
-    """The policy for this model: under fp8 with a pattern ``module.PATH=bf16`` for each head without a pattern."""
-    if policy.compute != "fp8":
+    """The policy for this model: where factors are quantized with ``module.PATH=bf16`` for each head without a pattern,
+    and for the last blocks, where the recipe leaves them in bf16.
+    """
+    if policy.compute not in QUANTIZED:
         return policy
-    heads = [path for path in heads_of(model) if is_pattern(path) and policy.format_inside(path) is None]
-    if not heads:
+    wide = (*heads_of(model), *last_blocks_of(model, policy.quantization.last_blocks))
+    paths = [path for path in wide if is_pattern(path) and policy.format_inside(path) is None]
+    if not paths:
         return policy
-    return replace(policy, modules=(*((path, "bf16") for path in heads), *policy.modules))
+    return replace(policy, modules=(*((path, "bf16") for path in paths), *policy.modules))
+
+
+def last_blocks_of(model: nn.Module, share: float) -> list[str]:
+    """The paths of the last blocks of a model, at least one: `share` of its longest list of modules of one class."""
+    lists = [
+        (path, list(module.named_children()))
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+        and len(module) > 1
+        and len({type(child) for child in module}) == 1
+        and next(_linear_layers(module), None)
+    ]
+    if not share or not lists:
+        return []
+    path, blocks = max(lists, key=lambda one: len(one[1]))
+    prefix = f"{path}." if path else ""
+    return [f"{prefix}{name}" for name, _ in blocks[-math.ceil(share * len(blocks)) :]]
 
 
 def described(policy: Policy, model: nn.Module) -> list[str]:
-    """For `explain`: which linear layers multiply in fp8 and which stay in bf16, and why; empty without fp8."""
-    if "fp8" not in policy.computed:
+    """For `explain`: which linear layers have quantized factors and which stay in bf16, and why; else empty."""
+    quantized = [each for each in policy.computed if each in QUANTIZED]
+    if not quantized:
         return []
-    from mezzo.pytorch.kernels.fp8 import misfit
+    from mezzo.pytorch.kernels.quantized_linear import misfit
 
     lower: list[str] = []
     apart: list[str] = []
     for path, layer in _linear_layers(model):
         fmt = policy.format_inside(path) or policy.compute
-        why = misfit(layer.in_features, layer.out_features) if fmt == "fp8" else f"the policy says {fmt}"
+        why = f"the policy says {fmt}"
+        if fmt in QUANTIZED:
+            why = misfit(recipe_of(fmt, policy.scaling, policy.recipe), layer.in_features, layer.out_features)
         if why:
             apart.append(f"{path} ({why})")
         else:
             lower.append(path)
     count = f"{len(lower)} linear layer{'s' if len(lower) > 1 else ''}"
-    notes = [f"fp8 in {count}: {', '.join(_together(lower))}." if lower else _NOTHING]
-    return notes + ([f"Not in fp8: {'; '.join(_together(apart))}."] if apart else [])
+    name = " and ".join(quantized)
+    notes = [f"{name} in {count}: {', '.join(_together(lower))}." if lower else _NOTHING.format(name)]
+    return notes + ([f"Not in {name}: {'; '.join(_together(apart))}."] if apart else [])
 
 
 def _together(paths: list[str]) -> list[str]:
@@ -218,7 +245,7 @@ def _together(paths: list[str]) -> list[str]:
 
 
 _NOTHING = (
-    "fp8 in no layer of this model: only linear layers multiply in fp8 (not convolutions, recurrent layers or "
+    "{0} in no layer of this model: only linear layers multiply in {0} (not convolutions, recurrent layers or "
     "attention), and not the head; the rest is as under bf16."
 )
 

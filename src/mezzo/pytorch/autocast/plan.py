@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mezzo.core.compute import FP8_OPS
+from mezzo.core.compute import COMPUTE, QUANTIZED, QUANTIZED_OPS
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import Decision, Policy
 from mezzo.core.rules import IN_PLACE, RULES, Kernel, OpRule, Rule
@@ -125,10 +125,10 @@ def _plan(policy: Policy, device_type: str, native: frozenset[str]) -> Mapping[s
     return MappingProxyType(plans)
 
 
-_FP8 = Kernel(
-    "fp8",
-    "factors of 8 bits with a scale (e4m3fn, gradients e5m2); products are exact in FP32 and summed there",
-    "fp8:fp8_linear",
+_QUANTIZED = Kernel(
+    "quantized",
+    "factors of {} with scales; products are exact in FP32 and summed there",
+    "quantized_linear:quantized_linear",
 )
 _TF32 = Kernel(
     "tf32",
@@ -194,8 +194,10 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
             return by_kernel(kernel, formats)
         return unlike_torch("promote", formats, Rule.PROMOTE, same="it does so by itself")
     if rule is Rule.LOWER:
-        if policy.compute == "fp8" and op in FP8_OPS:
-            return OpPlan(op, rule.value, FIRST, compute, "kernel", _FP8.why, names, kernel=_FP8)
+        if policy.compute in QUANTIZED and op in QUANTIZED_OPS:
+            named = COMPUTE[policy.compute]
+            why = _QUANTIZED.why.format(" and ".join(dict.fromkeys((named.forward, named.backward))))
+            return OpPlan(op, rule.value, FIRST, compute, "kernel", why, names, kernel=_QUANTIZED)
         if kernel and kind in ("layer", "cell"):
             return by_kernel(kernel, (FIRST, "fp32" if kind == "cell" else f"{compute}+fp32"))
         if kernel and kind == "inside":

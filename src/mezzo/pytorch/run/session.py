@@ -330,7 +330,7 @@ def _started(session: Session) -> RunStarted:
         import torch
 
         from mezzo.pytorch.hardware import describe, has_tf32, native_formats
-        from mezzo.pytorch.kernels.fp8 import is_native
+        from mezzo.pytorch.kernels.quantized_linear import is_native
 
         machine = describe()
         if device := session.device_type:

@@ -1,0 +1,199 @@
+"""How a linear layer's factors are quantized: element format, block, scale, rounding and transform, as data.
+
+A layer has three products, each of two factors (x: input [M, K], w: weight [N, K], g: gradient of the output [M, N])::
+
+    output           y  = x w^T    sums over K
+    input_gradient   dx = g w      sums over N
+    weight_gradient  dw = g^T x    sums over M
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.formats import named
+from mezzo.core.policy_text import load_toml
+
+SCALES: Mapping[str, str] = MappingProxyType(
+    {
+        "power-of-two": "the smallest power of two that brings the largest magnitude into the format's range",
+        "e8m0": "the same, as OCP MX's training recipe stores it; a block with NaN or infinity is NaN",
+        "e8m0-floor": "OCP MX's text: 2^(floor(log2 of the largest) - largest exponent); the largest may saturate",
+        "fp32": "the largest magnitude over the format's largest value, in FP32",
+        "e4m3fn": "NVFP4: FP32 for the tensor, e4m3fn for the block",
+    }
+)
+"""Kinds of scales, each with what it is."""
+
+ELEMENTS = ("e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1")
+HADAMARD = 16  # rows that the transform mixes
+
+
+@dataclass(frozen=True)
+class Factor:
+    """How one factor of a product is quantized.
+
+    Args:
+        element: the format of its elements, one of `ELEMENTS`.
+        block: how many elements share a scale, along the other dimension and along the summed one; 0: all.
+        scale: a kind of scale, one of `SCALES`.
+        stochastic: round up or down at random, in proportion to the distances, instead of to the nearest.
+        hadamard: mix each 16 elements of the summed dimension by a random Hadamard matrix first.
+
+    Raises:
+        UsageError: a combination that does not exist.
+    """
+
+    element: str
+    block: tuple[int, int]
+    scale: str = "power-of-two"
+    stochastic: bool = False
+    hadamard: bool = False
+
+    def __post_init__(self) -> None:
+        if self.element not in ELEMENTS:
+            raise unknown_name("element format", self.element, ELEMENTS)
+        if self.scale not in SCALES:
+            raise unknown_name("scale", self.scale, SCALES)
+        object.__setattr__(self, "block", tuple(self.block))
+        if len(self.block) != 2 or min(self.block) < 0:
+            raise UsageError(
+                f"block={list(self.block)}: use two numbers from 0 on, such as [1, 32]; 0 is the whole dimension."
+            )
+        if self.scale == "e4m3fn" and self.element != "e2m1":
+            raise UsageError(
+                f"scale='e4m3fn' with element={self.element!r}: the two scales of NVFP4 need element='e2m1'."
+            )
+        if self.stochastic and self.element != "e2m1":
+            raise UsageError(
+                f"stochastic with element={self.element!r}: only e2m1 is rounded stochastically."
+            )
+
+    @property
+    def largest(self) -> float:
+        """The largest value of an element."""
+        return named(self.element).max
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The factors of a linear layer's three products.
+
+    Args:
+        name: what a policy calls it.
+        output: of x and w.
+        input_gradient: of g and w.
+        weight_gradient: of g and x.
+        multiple: a layer runs in bf16 unless its inputs and outputs are multiples of this.
+        last_blocks: share of the last repeated blocks of a model that stay in bf16.
+    """
+
+    name: str
+    output: tuple[Factor, Factor]
+    input_gradient: tuple[Factor, Factor]
+    weight_gradient: tuple[Factor, Factor]
+    multiple: int = 16
+    last_blocks: float = 0.0
+
+    def __post_init__(self) -> None:
+        for what, (factor, _) in (("output", self.output), ("input_gradient", self.input_gradient)):
+            if factor.block[0] > 1:
+                raise UsageError(
+                    f"recipe {self.name!r}: block={list(factor.block)} of the first factor of {what} spans several "
+                    "rows (tokens), whose number changes. Use 1 or 0 as the first number."
+                )
+
+    @property
+    def is_exact_in_bf16(self) -> bool:
+        """Whether bf16 holds every decoded factor: scales are powers of two, or NVFP4's, whose products have 6 bits."""
+        factors = (*self.output, *self.input_gradient, *self.weight_gradient)
+        return all(factor.scale != "fp32" for factor in factors)
+
+
+def _fp8(name: str, block: tuple[int, int]) -> Recipe:
+    wide, range_ = Factor("e4m3fn", block), Factor("e5m2", block)
+    return Recipe(name, (wide, wide), (range_, wide), (range_, wide))
+
+
+def _same(name: str, factor: Factor, weight: Factor | None = None, multiple: int = 32) -> Recipe:
+    weight = weight or factor
+    return Recipe(name, (factor, weight), (factor, weight), (factor, factor), multiple)
+
+
+def _nvfp4(name: str, *, stochastic: bool = True, hadamard: bool = True) -> Recipe:
+    row, weight = Factor("e2m1", (1, 16), "e4m3fn"), Factor("e2m1", (16, 16), "e4m3fn")
+    by_row = Factor("e2m1", (1, 16), "e4m3fn", stochastic)
+    by_token = Factor("e2m1", (1, 16), "e4m3fn", stochastic, hadamard)
+    held = Factor("e2m1", (1, 16), "e4m3fn", hadamard=hadamard)
+    return Recipe(name, (row, weight), (by_row, weight), (by_token, held), 16, 0.15)
+
+
+_TABLE = (
+    _fp8("fp8", (0, 0)),
+    _fp8("fp8-rowwise", (1, 0)),
+    _same("mxfp8", Factor("e4m3fn", (1, 32), "e8m0")),
+    _same("mxfp8-floor", Factor("e4m3fn", (1, 32), "e8m0-floor")),
+    _same("fp8-block", Factor("e4m3fn", (1, 128)), Factor("e4m3fn", (128, 128)), multiple=128),
+    _nvfp4("nvfp4"),
+    _nvfp4("nvfp4-nearest", stochastic=False),
+    _nvfp4("nvfp4-plain", stochastic=False, hadamard=False),
+)
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType({each.name: each for each in _TABLE})
+"""Every recipe by name. Sources: arXiv 2209.05433 (fp8); OCP Microscaling Formats 1.0 and Transformer Engine's
+MXFP8BlockScaling (mxfp8); DeepSeek-V3, arXiv 2412.19437 (fp8-block); arXiv 2509.25149 (nvfp4)."""
+
+
+def recipe_of(compute: str, scaling: str = "tensorwise", recipe: str = "default") -> Recipe:
+    """The recipe for what a policy computes in; UnknownNameError where it quantizes nothing."""
+    if recipe.endswith(".toml"):
+        return read_recipe(recipe)
+    name = compute if recipe == "default" else recipe
+    name = "fp8-rowwise" if (name, scaling) == ("fp8", "rowwise") else name
+    if name not in RECIPES:
+        raise unknown_name("recipe", name, RECIPES)
+    return RECIPES[name]
+
+
+_FACTORS = {"output": ("x", "w"), "input_gradient": ("g", "w"), "weight_gradient": ("g", "x")}
+
+
+@functools.lru_cache(maxsize=64)
+def read_recipe(path: str) -> Recipe:
+    """The recipe in a TOML file: the tables output, input_gradient and weight_gradient, each with two factors.
+
+    One factor: ``x = { element = "e4m3fn", block = [1, 32], scale = "e8m0" }``; see `Factor` and `Recipe`.
+
+    Raises:
+        UsageError: no such file, or a table, key or value that is wrong.
+    """
+    example = 'x = { element = "e4m3fn", block = [1, 32], scale = "e8m0" }'
+    data = load_toml(path, "recipe", "a copy of the one in docs/formats.md", example)
+    options = ("multiple", "last_blocks")
+    for key in data:
+        if key not in (*_FACTORS, *options):
+            raise unknown_name("key", key, (*_FACTORS, *options), where=f"{path}: ")
+    try:
+        products: dict[str, Any] = {
+            product: tuple(_factor(data.get(product, {}), product, name) for name in names)
+            for product, names in _FACTORS.items()
+        }
+        return Recipe(path, **products, **{key: data[key] for key in options if key in data})
+    except UsageError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _factor(table: Mapping[str, Any], product: str, name: str) -> Factor:
+    known = [field.name for field in fields(Factor)]
+    given = table.get(name) if isinstance(table, dict) else None
+    if not isinstance(given, dict) or not {"element", "block"} <= given.keys():
+        raise UsageError(f'[{product}] needs {name} = {{ element = "e4m3fn", block = [1, 32] }}.')
+    for key in given:
+        if key not in known:
+            raise unknown_name("key", key, known, where=f"[{product}] {name}: ")
+    return Factor(**given)

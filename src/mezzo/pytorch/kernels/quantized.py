@@ -1,0 +1,226 @@
+"""Quantization of a matrix by a `Factor`: codes, and the scales of their blocks.
+
+Sources: OCP Microscaling Formats (MX) 1.0; "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149);
+Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mezzo.core.recipes import HADAMARD, Factor
+from mezzo.pytorch.dtypes import dtype_of
+from mezzo.pytorch.kernels.plain import is_plain
+
+_MANTISSA = (1 << 23) - 1  # of an FP32 pattern
+_LARGEST = torch.finfo(torch.float32).max
+_SIXTH = float(torch.tensor(1.0) / 6)  # in FP32
+# The signs of the random Hadamard transform, fixed (arXiv 2509.25149, as Transformer Engine has them).
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+class Quantized:
+    """A matrix [R, C] as ``codes * inv_scale * tensor_scale``.
+
+    `codes` is e4m3fn or e5m2; elements of 6 and 4 bits are values of e4m3fn. `inv_scale` [R or fewer, C or fewer] has
+    one FP32 number for each block. `tensor_scale` is FP32 [] or None: a factor of the whole, which a product applies
+    to its sums. Rows and columns are padded with zeros to whole blocks.
+    """
+
+    __slots__ = ("_values", "codes", "inv_scale", "tensor_scale")
+
+    def __init__(self, codes: Tensor, inv_scale: Tensor, tensor_scale: Tensor | None = None) -> None:
+        self.codes, self.inv_scale, self.tensor_scale = codes, inv_scale, tensor_scale
+        self._values: Tensor | None = None
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """``codes * inv_scale``, kept for a second product of the same factor; exact in bf16 but for FP32 scales."""
+        if self._values is None or self._values.dtype is not dtype:
+            self._values = _by_block(torch.mul, decode(self.codes), self.inv_scale).to(dtype)
+        return self._values
+
+
+def quantize(x: Tensor, factor: Factor, dim: int = 1) -> Quantized:
+    """Codes and scales of a matrix [R, C] whose dimension `dim` a product sums over.
+
+    Naive code, for one power of two for the whole matrix::
+
+        inv_scale = 2.0 ** ceil(log2(x.abs().max() / factor.largest))
+        codes = (x.float() / inv_scale).to(torch.float8_e4m3fn)
+    """
+    wide = _in_blocks(x.detach().to(torch.float32), factor, dim)
+    if factor.hadamard:
+        wide = hadamard(wide, dim)
+    rows, columns = (wide.shape[0], wide.shape[1])
+    other, summed = factor.block
+    height, width = (other, summed) if dim == 1 else (summed, other)
+    block = (height or rows, width or columns)
+    if x.device.type == "cpu" and is_plain(x):
+        # If all values are finite, PyTorch's cast needs no correction: half the time, and no device waits.
+        largest = _magnitude(wide, block)
+        if largest.isfinite().all():
+            return _with_scales(wide, largest, factor, is_finite=True)
+    found = _with_scales(wide, amax(wide, block), factor, is_finite=False)
+    if factor.scale.startswith("e8m0"):
+        found.inv_scale = torch.where(_magnitude(wide, block).isfinite(), found.inv_scale, math.nan)
+    return found
+
+
+def amax(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """The largest finite magnitude of each block of (height, width) elements, 0 if there is none. No host sync."""
+    return _magnitude(x.nan_to_num(0.0, 0.0, 0.0), block)
+
+
+def _magnitude(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """The largest magnitude of each block; NaN if one is NaN."""
+    if block == tuple(x.shape):
+        low, high = x.aminmax()
+        return torch.maximum(-low, high).view(1, 1)
+    (rows, columns), (height, width) = x.shape, block
+    magnitudes = x.abs()
+    if height == 1 and width == columns:
+        return magnitudes.amax(1, keepdim=True)
+    if width == 1 and height == rows:
+        return magnitudes.amax(0, keepdim=True)
+    return magnitudes.reshape(rows // height, height, columns // width, width).amax((1, 3))
+
+
+def _with_scales(wide: Tensor, largest: Tensor, factor: Factor, *, is_finite: bool) -> Quantized:
+    if factor.scale == "e4m3fn":
+        return _nvfp4(wide, largest, factor, is_finite=is_finite)
+    if factor.scale == "fp32":
+        inv_scale = torch.where(largest > 0, largest / factor.largest, 1.0)
+    elif factor.scale == "e8m0-floor":
+        top = math.frexp(factor.largest)[1] - 1
+        inv_scale = _power_of_two(((largest.view(torch.int32) >> 23) - top).clamp(0, 254))
+    elif factor.scale == "e8m0":
+        inv_scale = e8m0_scale_of(largest, factor.largest)
+    else:
+        inv_scale = inv_scale_of(largest, factor.largest)
+    scaled = _by_block(torch.div, wide, inv_scale).contiguous()
+    if factor.element not in ("e4m3fn", "e5m2"):
+        return Quantized(_rounded(scaled, factor, is_finite=is_finite), inv_scale)
+    dtype = dtype_of(factor.element)
+    if is_finite and factor.scale not in ("e8m0-floor", "fp32"):  # nothing is too large
+        return Quantized(scaled.to(dtype), inv_scale)
+    return Quantized(encode(scaled, dtype), inv_scale)
+
+
+def inv_scale_of(amax: Tensor, largest: float) -> Tensor:
+    """``2 ** ceil(log2(amax / largest))``, from 2**-126 to 2**126."""
+    # The exponent is the quotient's biased one, plus 1 if its mantissa is not 0.
+    quotient = (amax / largest).view(torch.int32)
+    return _power_of_two(((quotient + _MANTISSA) >> 23).clamp(1, 253))
+
+
+def e8m0_scale_of(amax: Tensor, largest: float) -> Tensor:
+    """The same from 2**-127 to 2**127, the values of e8m0."""
+    quotient = (amax / largest).view(torch.int32)
+    return _power_of_two(((quotient + _MANTISSA) >> 23).clamp(max=254) * (quotient > 1 << 22))
+
+
+def _power_of_two(biased: Tensor) -> Tensor:
+    """``2 ** (biased - 127)``, for 0 as well."""
+    return torch.where(biased > 0, biased << 23, 1 << 22).view(torch.float32)
+
+
+def _nvfp4(wide: Tensor, largest: Tensor, factor: Factor, *, is_finite: bool) -> Quantized:
+    """4-bit elements, a scale in e4m3fn for each block, one in FP32 for the tensor; operation by operation in FP32."""
+    of_tensor = largest.amax()
+    # `number / tensor` would multiply by the reciprocal, which rounds twice.
+    encode_tensor = (torch.full_like(of_tensor, 448.0 * 6.0) / of_tensor).clamp(max=_LARGEST)
+    encode_tensor = torch.where((encode_tensor == 0) | (of_tensor == 0), 1.0, encode_tensor)
+    decode_tensor = 1.0 / encode_tensor
+    block_scale = decode((largest * (encode_tensor * _SIXTH)).clamp(max=448.0).to(torch.float8_e4m3fn))
+    to_codes = (1.0 / (block_scale * decode_tensor)).clamp(max=_LARGEST)
+    scaled = _by_block(torch.mul, wide, to_codes).contiguous()
+    return Quantized(_rounded(scaled, factor, is_finite=is_finite), block_scale, decode_tensor)
+
+
+def _rounded(x: Tensor, factor: Factor, *, is_finite: bool) -> Tensor:
+    """FP32 values rounded to those of a format of 4 or 6 bits, as e4m3fn; infinities are NaN, to stay visible."""
+    nmant = {"e2m1": 1, "e2m3": 3, "e3m2": 2}[factor.element]
+    least = 0.25 if factor.element == "e3m2" else 1.0  # the smallest normal value
+    x = x if is_finite else x.nan_to_num(math.nan, math.nan, math.nan)
+    x = x.clamp(-factor.largest, factor.largest)
+    # The power of two at or below each magnitude: the gap of the format there is 2^-nmant of it.
+    binade = (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=least)
+    if factor.stochastic:
+        gap = binade * 2.0**-nmant
+        rounded = torch.copysign(torch.floor(x.abs() / gap + uniform(x)) * gap, x)
+    else:
+        anchor = binade * (1.5 * 2.0 ** (23 - nmant))  # whose last place is the gap: the sum rounds to it
+        rounded = torch.copysign((x + anchor) - anchor, x)
+    return rounded.to(torch.float8_e4m3fn)
+
+
+def uniform(x: Tensor) -> Tensor:
+    """Numbers from 0 to 1 - 2**-22, a hash of each FP32 value and its place: the same run gives the same numbers."""
+    place = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
+    h = x.view(torch.int32) * 0x2C1B3C6D + place * 0x297A2D39  # int32 wraps around
+    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * 0x846CA68B
+    h = h ^ ((h >> 16) & 0xFFFF)
+    return (h & 0x3FFFFF).to(torch.float32) * 2.0**-22
+
+
+def hadamard(x: Tensor, dim: int) -> Tensor:
+    """FP32 [R, C] with each 16 elements along `dim` multiplied by ``diag(signs) H / 4``, rounded to bf16."""
+    i = torch.arange(HADAMARD, device=x.device)
+    bits = i[:, None] & i[None, :]
+    odd = (bits ^ bits >> 1 ^ bits >> 2 ^ bits >> 3) & 1
+    signs = torch.tensor(_SIGNS, dtype=torch.float32, device=x.device)
+    matrix = signs[:, None] * (1.0 - 2.0 * odd) / 4
+    rows, columns = x.shape
+    if dim == 1:
+        mixed = (x.reshape(-1, HADAMARD) @ matrix).view(rows, columns)
+    else:
+        mixed = (matrix.t() @ x.reshape(-1, HADAMARD, columns)).view(rows, columns)
+    return mixed.to(torch.bfloat16).to(torch.float32)
+
+
+def _in_blocks(x: Tensor, factor: Factor, dim: int) -> Tensor:
+    """With zeros added so that both dimensions are whole blocks."""
+    other, summed = factor.block
+    if factor.hadamard:
+        summed = max(summed, HADAMARD)
+    height, width = (other, summed) if dim == 1 else (summed, other)
+    below, right = -x.shape[0] % (height or 1), -x.shape[1] % (width or 1)
+    return F.pad(x, (0, right, 0, below)) if below or right else x
+
+
+def _by_block(op: Callable[[Tensor, Tensor], Tensor], x: Tensor, scales: Tensor) -> Tensor:
+    """``op(x, scale)`` with the scale of each element's block, for x [R, C] and scales [R or fewer, C or fewer]."""
+    if all(count in (1, size) for count, size in zip(scales.shape, x.shape)):
+        return op(x, scales)
+    (rows, columns), (down, across) = x.shape, scales.shape
+    blocks = x.reshape(down, rows // down, across, columns // across)
+    return op(blocks, scales[:, None, :, None]).view(rows, columns)
+
+
+def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes of FP32 values, rounded to nearest even: finite ones saturate, infinity in e4m3fn is NaN."""
+    largest = torch.finfo(dtype).max
+    if dtype is torch.float8_e4m3fn:
+        return x.nan_to_num(math.nan, math.nan, math.nan).clamp(-largest, largest).to(dtype)
+    # 0 for finite values, minus infinity for infinity: ten times as fast as `torch.where` of `isinf`.
+    cut = x.nan_to_num(0.0).sub_(x)
+    return x.clamp(-largest, largest).sub_(cut).to(dtype)
+
+
+def decode(codes: Tensor) -> Tensor:
+    """The FP32 values of codes: ``codes.float()``, exactly."""
+    # PyTorch's conversion from e4m3fn takes 3 ms per million elements on a CPU. fp16 has the same layout with one more
+    # exponent bit and takes 0.1 ms, so codes are moved to fp16's bits. (Inductor cannot mix bf16 and fp16.)
+    if codes.device.type != "cpu" or torch.compiler.is_compiling():
+        return codes.to(torch.float32)
+    if codes.dtype is not torch.float8_e4m3fn:
+        return (codes.view(torch.int8).to(torch.int16) << 8).view(torch.float16).to(torch.float32)
+    bits = codes.view(torch.int8).to(torch.int16).mul_(1 << 7).bitwise_and_(~0x4000)  # drop the sign's copy
+    bits.bitwise_or_((bits + 0x80).bitwise_and_(0x4000))  # only NaN, 0x7F, carries into this bit
+    return bits.view(torch.float16).to(torch.float32).mul_(256.0)  # 2 ** (15 - 7): the biases' difference

@@ -1,0 +1,308 @@
+"""A linear layer whose three products have quantized factors and FP32 sums: quantize -> GEMM -> rescale.
+
+    NT   y  [M, N] = x [M, K] w [N, K]^T + b
+    NN   dx [M, K] = g [M, N] w [N, K]
+    TN   dw [N, K] = g [M, N]^T x [M, K]
+         db [N]    = sum of g                   of g itself, in FP32
+
+A `Recipe` says how each of the six factors is quantized. For backward the layer keeps x as quantized for TN, and the
+weight itself.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.recipes import RECIPES, Factor, Recipe
+from mezzo.pytorch.hardware import native_formats
+from mezzo.pytorch.kernels.emulated import emulated
+from mezzo.pytorch.kernels.not_traced import not_traced
+from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.kernels.quantized import Quantized, quantize
+
+__all__ = ["gemm_dtype", "is_native", "misfit", "product", "quantized_linear"]
+
+PATH = "MEZZO_FP8"
+"""Environment variable that forces ``native`` or ``emulated`` for every device."""
+
+PATHS = ("emulated", "native")
+NATIVE_FROM = (8, 9)  # first compute capability whose tensor cores multiply fp8: CUDA C++ Programming Guide
+MULTIPLE = 16  # of the rows of native fp8 factors: hardware's loads are aligned to 16 bytes
+
+
+def product(
+    form: str,
+    a: Quantized,
+    b: Quantized,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    in_bf16: bool = True,
+) -> Tensor:
+    """One of the three products, ``"NT"``, ``"NN"`` or ``"TN"``, of factors as stored; a bias only with bf16 results.
+
+    Naive code, for NT and one scale a factor::
+
+        a, b = (f.codes.double() * f.inv_scale for f in (a, b))
+        return (a @ b.T + bias.bfloat16()).to(out_dtype)
+    """
+    if is_native(a.codes.device) and _is_fp8(a) and _is_fp8(b):
+        return _native(form, a, b, bias, out_dtype)
+    dtype = gemm_dtype(a.codes.device.type) if in_bf16 else torch.float32
+    if a.tensor_scale is not None and b.tensor_scale is not None:
+        return _with_tensor_scales(form, a, b, bias, dtype, a.tensor_scale * b.tensor_scale, out_dtype)
+    if bias is not None and torch._C._functorch.peek_interpreter_stack() is not None:
+        dtype = torch.float32  # a batched bf16 product would be rounded before the bias is added, and after
+    left, right = _decoded(form, a, b, dtype)
+    if form == "NT":
+        low = None if bias is None else bias.to(torch.bfloat16).to(dtype)
+        return F.linear(left, right, low).to(out_dtype)
+    return torch.mm(left if form == "NN" else left.t(), right).to(out_dtype)
+
+
+def _with_tensor_scales(
+    form: str,
+    a: Quantized,
+    b: Quantized,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    scale: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    left, right = _decoded(form, a, b, dtype)
+    if form == "NT":
+        right = right.t()
+    result = torch.mm(left.t() if form == "TN" else left, right).to(torch.float32).mul_(scale)
+    if bias is not None:
+        result += bias.to(torch.bfloat16)
+    return result.to(out_dtype)
+
+
+def _decoded(form: str, a: Quantized, b: Quantized, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    left, right = a.values(dtype), b.values(dtype)
+    if form == "TN" and left.shape[0] != right.shape[0]:  # blocks of two sizes: the rest is zeros
+        rows = min(left.shape[0], right.shape[0])
+        left, right = left[:rows], right[:rows]
+    return left, right
+
+
+def _is_fp8(factor: Quantized) -> bool:
+    """Whether `torch._scaled_mm` takes these scales: one, one a row, or one a column."""
+    return factor.tensor_scale is None and min(factor.inv_scale.shape) == 1
+
+
+def _native(form: str, a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """`torch._scaled_mm`, with the shared dimension innermost in both factors and sizes in multiples of 16."""
+    left, right = a.codes, b.codes
+    inv_left, inv_right = a.inv_scale, b.inv_scale
+    if form == "TN":
+        short = -left.shape[0] % MULTIPLE
+        left, right = (_with_rows(codes, short) for codes in (left, right))
+        left = _transposed(left)
+    columns = right.t() if form == "NT" else _transposed(right).t()
+    is_rowwise = inv_left.numel() > 1 or inv_right.numel() > 1
+    if not is_rowwise:
+        inv_left, inv_right = inv_left.reshape(()), inv_right.reshape(())
+    else:  # [M, 1] and [1, N], and strides of 1 where there is but one element
+        inv_left, inv_right = inv_left.flatten().unsqueeze(1), inv_right.flatten().unsqueeze(0)
+    # Rowwise products give FP32 only with CUDA 12.9's cuBLAS and later.
+    produced = torch.bfloat16 if is_rowwise else out_dtype
+    result = torch._scaled_mm(
+        left,
+        columns,
+        inv_left,
+        inv_right,
+        bias=None if bias is None else bias.to(torch.bfloat16),
+        out_dtype=produced,
+        use_fast_accum=False,  # with it sums keep about 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)
+    )
+    return result.to(out_dtype)
+
+
+def _transposed(codes: Tensor) -> Tensor:
+    return codes.t().clone(memory_format=torch.contiguous_format)
+
+
+def _with_rows(codes: Tensor, count: int) -> Tensor:
+    # Concatenation and padding of 8-bit floats are not everywhere; of bytes they are.
+    return F.pad(codes.view(torch.uint8), (0, 0, 0, count)).view(codes.dtype) if count else codes
+
+
+def misfit(recipe: Recipe, in_features: int, out_features: int) -> str:
+    """Why a linear layer cannot multiply by a recipe, as a clause without a full stop; empty if it can."""
+    multiple = recipe.multiple
+    for count, noun in ((in_features, "inputs"), (out_features, "outputs")):
+        if count % multiple or not count:
+            return f"bf16: {count} {noun} are not a multiple of {multiple}, which {recipe.name} products need"
+    return ""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
+def is_native(device: torch.device) -> bool:
+    """Whether a device computes fp8 products by `torch._scaled_mm`: CUDA from 8.9 on, unless MEZZO_FP8 forces one."""
+    forced = os.environ.get(PATH)
+    if forced:
+        if forced not in PATHS:
+            raise unknown_name("fp8 implementation", forced, PATHS, where=f"{PATH}={forced!r}: ")
+        return forced == "native"
+    # AMD's first fp8 has other codes (e4m3fnuz), and its capability numbers mean something else.
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device.index) >= NATIVE_FROM
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
+def gemm_dtype(device_type: str) -> torch.dtype:
+    """The format of emulated products, exact in both: bf16 where the device is fast in it, else FP32."""
+    return torch.bfloat16 if "bf16" in native_formats(device_type) else torch.float32
+
+
+def quantized_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe = RECIPES["fp8"]
+) -> Tensor:
+    """``F.linear`` of input [..., K], weight [N, K] and bias [N] with quantized factors and FP32 sums; returns bf16.
+
+    Naive code, where `values` quantizes a factor and decodes it::
+
+        x, w = values(input, recipe.output[0]), values(weight, recipe.output[1])
+        output = (x @ w.T + bias.bfloat16()).bfloat16()
+        # backward, for the gradient of the output:
+        g, w = values(grad, recipe.input_gradient[0]), values(weight, recipe.input_gradient[1])
+        dinput = (g @ w).bfloat16()
+        g, x = values(grad, recipe.weight_gradient[0]), values(input, recipe.weight_gradient[1])
+        dweight, dbias = g.T @ x, grad.float().sum(0)
+
+    Gradients have the dtype of their tensor. If K or N is no multiple that the recipe needs, or the input is empty,
+    this is ``F.linear`` of bf16 values. A NaN or infinity in a row of the input makes the row NaN, one in the weight
+    its column, and with blocks those that share its block; in gradients of e5m2 infinities stay infinities.
+
+    Raises:
+        UsageError: a second derivative, which would need the input's values.
+        RuntimeError: the weight was changed in place between forward and backward.
+    """
+    is_matrix = weight.dim() == 2 and input.dim() > 0 and input.shape[-1] == weight.shape[1]
+    if not is_matrix or not input.numel() or misfit(recipe, *weight.shape[::-1]):
+        return _in_bf16(input, weight, bias)
+    # A tensor of torch.func does not show whether it needs a gradient.
+    for_weight = (weight.requires_grad and torch.is_grad_enabled()) or not is_plain(input, weight, bias)
+    result: Tensor = _QuantizedLinear.apply(input, weight, bias, recipe, for_weight)[0]  # type: ignore[no-untyped-call]
+    return result
+
+
+def _in_bf16(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if gemm_dtype(input.device.type) is not torch.bfloat16:
+        result: Tensor = emulated(torch.ops.aten.linear.default, torch.bfloat16)(input, weight, bias)
+        return result
+    low = None if bias is None else bias.to(torch.bfloat16)
+    return F.linear(input.to(torch.bfloat16), weight.to(torch.bfloat16), low)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1])
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    generate_vmap_rule = True  # made of operations that vmap and compilers take apart
+
+    @staticmethod
+    def forward(
+        input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, for_weight: bool
+    ) -> tuple[Tensor | None, ...]:
+        """The output; x [M, K] as kept for the weight's gradient: codes and their scales."""
+        x, w = _rows(input), weight.detach()
+        left, right = (quantize(value, factor) for value, factor in zip((x, w), recipe.output))
+        y = product("NT", left, right, bias, in_bf16=recipe.is_exact_in_bf16)
+        y = y.view(*input.shape[:-1], w.shape[0])
+        if not for_weight:
+            return y, None, None, None
+        held = (
+            left
+            if _is_shared(recipe.output[0], recipe.weight_gradient[1])
+            else quantize(x, recipe.weight_gradient[1], 0)
+        )
+        return y, held.codes, held.inv_scale, held.tensor_scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        input, weight, bias, recipe, _ = inputs
+        _, *held = output
+        for_input, for_weight, *_ = ctx.needs_input_grad
+        ctx.mark_non_differentiable(*(each for each in held if each is not None))
+        ctx.save_for_backward(weight if for_input else None, *(held if for_weight else (None, None, None)))
+        ctx.recipe = recipe
+        ctx.dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
+
+    @staticmethod
+    @not_traced
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        grad = grads[0]
+        eager = not torch.compiler.is_compiling()
+        if eager and torch._C._functorch.is_legacy_batchedtensor(grad):
+            raise UsageError(
+                "quantized_linear(): is_grads_batched=True is not supported. Compute one gradient at a time, or use "
+                "torch.func.vmap over torch.func.vjp."
+            )
+        weight, codes, *scales = ctx.saved_tensors
+        with torch.no_grad():
+            results = _gradients(ctx, grad, weight, None if codes is None else Quantized(codes, *scales))
+        if eager and torch.is_grad_enabled():
+            # A leaf, so that the results have a history even if this gradient has none.
+            anchors = (grad, torch.zeros((), requires_grad=True), *(() if weight is None else (weight,)))
+            results = tuple(None if r is None else _FirstOnly.apply(r, *anchors) for r in results)  # type: ignore[no-untyped-call]
+        return *results, None, None
+
+
+def _gradients(
+    ctx: Any, grad: Tensor, weight: Tensor | None, held: Quantized | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of input, weight and bias, each if wanted."""
+    (input_dtype, weight_dtype, bias_dtype), recipe = ctx.dtypes, ctx.recipe
+    g = _rows(grad)
+    dx = dw = db = by_row = None
+    if weight is not None:
+        by_row = quantize(g, recipe.input_gradient[0])
+        dx = product(
+            "NN", by_row, quantize(weight, recipe.input_gradient[1], 0), in_bf16=recipe.is_exact_in_bf16
+        )
+        dx = dx.view(*grad.shape[:-1], dx.shape[-1]).to(input_dtype)
+    if held is not None:
+        shares = by_row is not None and _is_shared(recipe.input_gradient[0], recipe.weight_gradient[0])
+        by_column = by_row if shares else quantize(g, recipe.weight_gradient[0], 0)
+        assert by_column is not None
+        produced = torch.bfloat16 if weight_dtype is torch.bfloat16 else torch.float32
+        dw = product("TN", by_column, held, None, produced, in_bf16=recipe.is_exact_in_bf16).to(weight_dtype)
+    if ctx.needs_input_grad[2]:
+        db = g.sum(0, dtype=torch.float32).to(bias_dtype)
+    return dx, dw, db
+
+
+def _is_shared(by_row: Factor, by_column: Factor) -> bool:
+    """Whether two products take the same codes of a tensor: one block for the whole, whichever dimension is summed."""
+    return by_row == by_column and by_row.block == (0, 0) and not by_row.hadamard
+
+
+class _FirstOnly(torch.autograd.Function):
+    """A gradient that cannot be differentiated again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor, *anchors: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    @not_traced
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise UsageError(
+            "quantized_linear(): second derivatives are not supported, because the layer keeps its input quantized. "
+            "Compute the layers that need them in bf16: add module.NAME=bf16 to the policy."
+        )

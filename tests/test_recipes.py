@@ -1,0 +1,344 @@
+"""Block formats: codes, scales and products against the definitions, written out element by element or in FP64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.core import formats
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.recipes import RECIPES, Factor, Recipe, read_recipe
+from mezzo.pytorch.autocast.modules import last_blocks_of
+from mezzo.pytorch.kernels.quantized import hadamard, quantize, uniform
+from mezzo.pytorch.kernels.quantized_linear import quantized_linear
+
+BLOCKS = ["mxfp8", "fp8-block", "nvfp4"]
+
+
+def matrix(rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 2.0 ** torch.randint(-12, 9, (rows, columns), generator=generator)
+    return (torch.randn(rows, columns, generator=generator) * sizes).to(dtype)
+
+
+def scale_by_definition(largest: float, factor: Factor) -> float:
+    """OCP MX's shared scale: rounded up for training, or by the text of the standard."""
+    if factor.scale == "e8m0-floor":
+        top = math.floor(math.log2(factor.largest))
+        return 2.0 ** max(-127, math.floor(math.log2(largest)) - top) if largest else 2.0**-127
+    lowest = -127 if factor.scale == "e8m0" else -126
+    return 2.0 ** max(lowest, math.ceil(math.log2(largest / factor.largest))) if largest else 2.0**lowest
+
+
+MX = [
+    *(Factor(element, (1, 32), "e8m0") for element in ("e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1")),
+    Factor("e4m3fn", (1, 32), "e8m0-floor"),
+    Factor("e2m1", (1, 32), "e8m0-floor"),
+    Factor("e4m3fn", (1, 16)),
+    Factor("e4m3fn", (16, 16)),
+]
+
+
+@pytest.mark.parametrize("factor", MX, ids=str)
+@pytest.mark.parametrize("dim", [1, 0])
+def test_codes_and_scales_of_one_scale_a_block(factor: Factor, dim: int) -> None:
+    x = matrix(64, 64)
+    x[:32, :32] = 0
+    x[32:, 32:] *= 2.0**-120  # scales at the end of their range
+    found = quantize(x if dim == 1 else x.t().contiguous(), factor, dim)
+    codes, scales = found.codes.float(), found.inv_scale
+    if dim == 0:
+        codes, scales = codes.t(), scales.t()
+    height, width = factor.block
+    for i in range(0, 64, height):
+        for j in range(0, 64, width):
+            block = x[i : i + height, j : j + width].double()
+            scale = scale_by_definition(block.abs().max().item(), factor)
+            assert scales[i // height, j // width].item() == scale
+            expected = formats.round(block / scale, factor.element, overflow="saturate").float()
+            assert torch.equal(codes[i : i + height, j : j + width], expected)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("dim", [1, 0])
+def test_codes_and_scales_of_nvfp4(rows: int, dim: int) -> None:
+    """Each step is one FP32 operation; a step in FP64 rounded to FP32 would be another number."""
+    factor = Factor("e2m1", (rows, 16), "e4m3fn")
+    for seed, size in ((0, 1.0), (1, 1e-30), (2, 1e30), (3, 0.0)):
+        x = matrix(32, 64, seed, torch.float32) * size
+        x[:16, :16] = 0
+        found = quantize(x if dim == 1 else x.t().contiguous(), factor, dim)
+        one, f32 = torch.tensor(1.0), torch.float32
+        largest = x.abs().max()
+        s_enc = torch.div(torch.tensor(2688.0), largest).clamp(max=torch.finfo(f32).max) if size else one
+        blocks = x.abs().reshape(32 // rows, rows, 4, 16).amax((1, 3))
+        s_dec = formats.round((blocks * (s_enc * (one / 6))).clamp(max=448), "e4m3fn").to(f32)
+        encode = torch.div(one, s_dec * torch.div(one, s_enc)).clamp(max=torch.finfo(f32).max)
+        spread = encode.repeat_interleave(rows, 0).repeat_interleave(16, 1)
+        codes = formats.round((x * spread).clamp(-6, 6), "e2m1")
+        ours = (
+            (found.codes.float(), found.inv_scale)
+            if dim == 1
+            else (found.codes.float().t(), found.inv_scale.t())
+        )
+        assert torch.equal(ours[0], codes)
+        assert torch.equal(ours[1], s_dec)
+        assert found.tensor_scale is not None
+        assert torch.equal(found.tensor_scale, torch.div(one, s_enc))
+
+
+def test_stochastic_rounding_takes_the_neighbours_in_proportion_and_repeats() -> None:
+    factor = Factor("e2m1", (0, 16), "e8m0", stochastic=True)
+    row = torch.cat([torch.linspace(-6, 6, 90).view(6, 15), torch.full((6, 1), 6.0)], 1)  # every scale is 1
+    x = row.flatten().repeat(6400, 1)
+    found = quantize(x, factor)
+    values = found.values(torch.float32)
+    grid = torch.tensor([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    place = torch.searchsorted(grid, x[0].contiguous(), right=True).clamp(max=14)
+    below, above = grid[place - 1], grid[place]
+    assert ((values == below) | (values == above)).all()
+    gap = (above - below) / 2
+    assert ((values.mean(0) - x[0]).abs() <= 5 * gap / len(x) ** 0.5).all()
+    assert torch.equal(quantize(x, factor).codes.float(), found.codes.float())
+    state = torch.get_rng_state()
+    quantize(x, factor)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_hash_is_uniform() -> None:
+    for x in (torch.zeros(512, 512), torch.ones(512, 512), torch.randn(512, 512)):
+        u = uniform(x)
+        assert 0 <= u.min() < u.max() < 1
+        counts = torch.histc(u, 64, 0, 1)
+        expected = u.numel() / 64
+        assert (
+            (counts - expected) ** 2 / expected
+        ).sum() < 120  # chi-squared, 63 degrees of freedom: p below 1e-5
+        assert abs(torch.corrcoef(torch.stack([u[:, 1:].flatten(), u[:, :-1].flatten()]))[0, 1]) < 0.01
+
+
+def test_the_hadamard_transform() -> None:
+    whole = hadamard(torch.eye(16), 1)
+    signs = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
+    for i in range(16):
+        for j in range(16):
+            assert whole[i, j] == signs[i] * (-1) ** (i & j).bit_count() / 4
+    assert torch.equal(whole @ whole.t(), torch.eye(16))  # so it cancels in g^T x
+    x = matrix(48, 32).float()
+    assert torch.equal(hadamard(x, 0), hadamard(x.t().contiguous(), 1).t())
+    assert torch.equal(hadamard(x, 0), hadamard(x, 0).bfloat16().float())
+
+
+def decoded(x: Tensor, factor: Factor, dim: int) -> Tensor:
+    """What quantization leaves of a matrix, in FP64; the transform stays applied."""
+    found = quantize(x, factor, dim)
+    height, width = (total // count for total, count in zip(found.codes.shape, found.inv_scale.shape))
+    spread = found.inv_scale.double().repeat_interleave(height, 0).repeat_interleave(width, 1)
+    tensor = 1.0 if found.tensor_scale is None else found.tensor_scale.double()
+    return found.codes.double() * spread * tensor
+
+
+@pytest.mark.parametrize("native", ["bf16", ""])
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_three_products(name: str, native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", native)
+    recipe = RECIPES[name]
+    x = matrix(40, 128, 1).clamp(-4, 4).requires_grad_()  # 40 tokens: not whole blocks
+    w = matrix(256, 128, 2, torch.float32).clamp(-1, 1).requires_grad_()
+    b, g = torch.randn(256, requires_grad=True), matrix(40, 256, 3).clamp(-2, 2)
+    y = quantized_linear(x, w, b, recipe=recipe)
+    y.backward(g)
+    assert (y.dtype, x.grad.dtype, w.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)  # type: ignore[union-attr]
+    pairs = {
+        "y": (decoded(x, recipe.output[0], 1), decoded(w, recipe.output[1], 1).t(), y, b.bfloat16().double()),
+        "dx": (decoded(g, recipe.input_gradient[0], 1), decoded(w, recipe.input_gradient[1], 0), x.grad, 0),
+        "dw": (
+            decoded(g, recipe.weight_gradient[0], 0).t(),
+            decoded(x, recipe.weight_gradient[1], 0),
+            w.grad,
+            0,
+        ),
+    }
+    for what, (left, right, found, bias) in pairs.items():
+        error = (found.double() - (left @ right + bias)).abs()  # type: ignore[union-attr]
+        bound = 2.0**-7 * (left.abs() @ right.abs() + torch.as_tensor(bias).abs())  # two roundings to bf16
+        assert (error <= bound + 1e-30).all(), what
+    assert torch.allclose(b.grad, g.float().sum(0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_and_infinity_stay_visible_and_reach_their_block_only(name: str, bad: float) -> None:
+    x, w = matrix(32, 128).clamp(-4, 4), matrix(128, 128, 1).clamp(-1, 1)
+    x[3, 5] = bad
+    y = quantized_linear(x, w, recipe=RECIPES[name])
+    assert y[3].isnan().all()
+    assert y[[*range(3), *range(4, 32)]].isfinite().all()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_compute_in_bf16_where_sizes_do_not_fit_and_explain_says_so(name: str) -> None:
+    model = nn.Sequential(
+        nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 128), nn.Linear(128, 128), nn.Linear(128, 4)
+    )
+    text = str(mezzo.explain(model, torch.randn(4, 256), precision=name))
+    assert f"multiple of {RECIPES[name].multiple}" in text
+    assert f"{name} in 1 linear layer: 3." in text
+
+
+def test_the_last_blocks_stay_in_bf16_under_nvfp4() -> None:
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(14)])
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 32), "blocks": blocks, "head": nn.Linear(32, 8)})
+    assert last_blocks_of(model, 0.15) == ["blocks.11", "blocks.12", "blocks.13"]
+    assert last_blocks_of(model, 0.0) == []
+    assert last_blocks_of(nn.Linear(2, 2), 0.15) == []
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_training_follows_bf16(name: str) -> None:
+    losses = {}
+    for precision in ("bf16", name):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 1)
+        )
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        mp = mezzo.MixedPrecision(model, optimizer, precision)
+        x = torch.randn(96, 128)
+        target = x[:, :1] * x[:, 1:2]
+        seen = []
+        for _ in range(60):
+            with mp.autocast():
+                loss = nn.functional.mse_loss(model(x), target)
+            seen.append(mp.step(loss).loss)
+        losses[precision] = seen
+    assert losses[name] != losses["bf16"]
+    assert losses[name][-1] < 0.2 * losses[name][0]  # type: ignore[operator]
+    assert losses[name][:5] == pytest.approx(losses["bf16"][:5], rel=0.1)
+
+
+WRONG = [
+    (lambda: Factor("fp8", (1, 32)), UnknownNameError, ("fp8", "e4m3fn")),
+    (lambda: Factor("e4m3fn", (1, 32), "e8m"), UnknownNameError, ("e8m", "e8m0")),
+    (lambda: Factor("e4m3fn", (1, -1)), UsageError, ("[1, -1]", "[1, 32]")),
+    (lambda: Factor("e4m3fn", (1, 16), "e4m3fn"), UsageError, ("e4m3fn", "element='e2m1'")),
+    (lambda: Factor("e4m3fn", (1, 16), stochastic=True), UsageError, ("stochastic", "e2m1")),
+    (
+        lambda: replace(RECIPES["mxfp8"], name="mine", output=(Factor("e4m3fn", (32, 32)),) * 2),
+        UsageError,
+        ("mine", "[32, 32]", "output"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "parts"), WRONG)
+def test_a_recipe_that_cannot_be(make: object, error: type[Exception], parts: tuple[str, ...]) -> None:
+    with pytest.raises(error) as caught:
+        make()  # type: ignore[operator]
+    assert all(part in str(caught.value) for part in parts)
+
+
+MINE = """
+multiple = 32
+[output]
+x = { element = "e2m1", block = [1, 32], scale = "e8m0" }
+w = { element = "e2m3", block = [32, 32], scale = "fp32" }
+[input_gradient]
+g = { element = "e2m1", block = [1, 32], scale = "e8m0", stochastic = true, hadamard = true }
+w = { element = "e5m2", block = [0, 0] }
+[weight_gradient]
+g = { element = "e3m2", block = [1, 16], scale = "e8m0-floor" }
+x = { element = "e4m3fn", block = [1, 0] }
+"""
+
+
+def test_a_recipe_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(MINE)
+    policy = mezzo.policy("mxfp8,recipe=mine.toml")
+    recipe = policy.quantization
+    assert recipe.output == (Factor("e2m1", (1, 32), "e8m0"), Factor("e2m3", (32, 32), "fp32"))
+    assert recipe.input_gradient[0].stochastic
+    assert not recipe.is_exact_in_bf16
+    assert mezzo.policy(str(policy)) == policy
+    x, w = torch.randn(8, 64), torch.randn(32, 64, requires_grad=True)
+    with mezzo.autocast(policy, "cpu"):
+        y = nn.functional.linear(x, w)
+    assert torch.equal(y, quantized_linear(x, w, recipe=recipe))
+    y.sum().backward()
+    before = policy.fingerprint()
+    Path("mine.toml").write_text(MINE.replace("[1, 16]", "[1, 32]"))
+    read_recipe.cache_clear()
+    assert mezzo.policy("mxfp8,recipe=mine.toml").fingerprint() != before
+
+
+WRONG_FILES = [
+    ("output = 3", ("output", "element")),
+    (MINE.replace("block = [1, 16], ", ""), ("weight_gradient", "g", "block")),
+    (MINE.replace("stochastic", "stocastic"), ("stocastic", "stochastic", "input_gradient")),
+    (MINE.replace("[output]", "[outputs]"), ("outputs", "output")),
+    (MINE.replace('"e2m3"', '"e2m4"'), ("e2m4", "e2m3")),
+    ("[output", ("not TOML",)),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), WRONG_FILES)
+def test_a_wrong_file_is_refused(text: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(UsageError) as caught:
+        mezzo.policy(f"mxfp8,recipe={tmp_path}/mine.toml")
+    assert all(part in str(caught.value) for part in ("mine.toml", *parts))
+
+
+def test_a_recipe_by_name_and_where_it_has_no_place() -> None:
+    assert mezzo.policy("nvfp4,recipe=nvfp4-plain").quantization == RECIPES["nvfp4-plain"]
+    assert mezzo.policy("fp8,scaling=rowwise").quantization == RECIPES["fp8-rowwise"]
+    for text, part in (("bf16,recipe=nvfp4-plain", "mxfp8"), ("nvfp4,recipe=nvfp4-plane", "nvfp4-plain")):
+        with pytest.raises(UsageError, match=part):
+            mezzo.policy(text)
+
+
+def test_recipes_are_plain_data() -> None:
+    for name, recipe in RECIPES.items():
+        assert isinstance(recipe, Recipe)
+        assert recipe.name == name
+        assert hash(recipe) == hash(replace(recipe))
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "fp8", "nvfp4-plain"])
+@pytest.mark.parametrize("role", ["input", "weight", "gradient"])
+def test_quantize_for_study(name: str, role: str) -> None:
+    x = matrix(24, 50).reshape(2, 12, 50)
+    found = formats.quantize(x, name, role)
+    form = formats.named(found.factor.element)
+    assert found.codes.shape == found.values.shape == x.shape
+    assert int(found.codes.max()) < 1 << form.bits
+    elements = torch.tensor([formats.decode(code, form) for code in range(1 << form.bits)])[found.codes.int()]
+    height, width = (-(-total // count) for total, count in zip((24, 50), found.scales.shape))
+    height, width = found.factor.block[0] or height, found.factor.block[1] or width
+    spread = found.scales.repeat_interleave(height, 0).repeat_interleave(width, 1)[:24, :50].reshape(x.shape)
+    assert torch.equal(elements * spread * found.tensor_scale, found.values)
+    bound = {"e2m1": 0.5, "e4m3fn": 0.07, "e5m2": 0.13}[form.name]
+    assert (found.values - x.float()).norm() < bound * x.float().norm()
+    assert form.name in repr(found)
+
+
+WRONG_CALLS = [
+    ((torch.ones(4), "mxfp9"), ("mxfp9", "mxfp8")),
+    ((torch.ones(4), "mxfp8", "inputs"), ("inputs", "input")),
+    ((torch.ones(4).int(), "mxfp8"), ("int32", "floating-point")),
+    (([1.0], "mxfp8"), ("list", "torch tensor")),
+]
+
+
+@pytest.mark.parametrize(("arguments", "parts"), WRONG_CALLS)
+def test_a_wrong_call_of_quantize(arguments: tuple[object, ...], parts: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError) as caught:
+        formats.quantize(*arguments)  # type: ignore[arg-type]
+    assert all(part in str(caught.value) for part in parts)
