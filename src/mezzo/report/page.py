@@ -67,8 +67,10 @@ def render(comparison: Comparison) -> str:
     )
 
 
-def render_runs(runs: Sequence[Run], place: str) -> str:
-    """The page of runs (at least one) without a verdict; ``place`` names it if no run says which script it is."""
+def render_runs(runs: Sequence[Run], place: str, advice: Mapping[str, Any] | None = None) -> str:
+    """The page of runs (at least one) without a verdict; ``place`` names it if no run says which script it is; the
+    run of a calibration has its `advice`.
+    """
     policies = list(dict.fromkeys(run.ran_by for run in runs if run.started))
     names = [run.name if len(runs) > 1 or not run.started else run.ran_by for run in runs]
     named = [(name, COLOURS[i % len(COLOURS)], run) for i, (name, run) in enumerate(zip(names, runs))]
@@ -76,7 +78,8 @@ def render_runs(runs: Sequence[Run], place: str) -> str:
         runs,
         ["", place],
         ", ".join(policies),
-        kicker="A training run" if len(runs) == 1 else "Training runs",
+        kicker="Calibration" if advice else "A training run" if len(runs) == 1 else "Training runs",
+        advice=advice,
         facts=policies,
         comparison=None,
         curves=[figures.loss(f"Loss: {name}", [(name, colour, [run])]) for name, colour, run in named],
