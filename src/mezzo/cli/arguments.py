@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
             if mine or cut == 1:
                 del rest[1 : 1 + len(mine) + (cut is not None)]
             ours += mine
-        arguments = self.parse_args(ours)
+        arguments = self.parse_args(self._joined(ours))
         arguments.script = None if named or not rest else rest.pop(0)
         arguments.argv, arguments.options, arguments.parser = rest, ours, self
         return arguments
@@ -97,6 +97,21 @@ class Parser(argparse.ArgumentParser):
         action = self._option_string_actions.get(option)
         return 0 if action is None else 1 + (action.nargs is None and not value)
 
+    def _joined(self, words: Sequence[str]) -> list[str]:
+        """``--vary --batch-size`` as one word, which argparse needs if the value begins with a dash."""
+        joined, at = list[str](), 0
+        while at < len(words):
+            taken = max(1, self._taken(words[at]))
+            value = words[at + 1 : at + taken]
+            apart = (
+                not (value and value[0].startswith("-"))
+                or self._taken(value[0])
+                or not words[at].startswith("--")
+            )
+            joined += [words[at], *value] if apart else [f"{words[at]}={value[0]}"]
+            at += taken
+        return joined
+
     def _near(self, words: Sequence[str]) -> str:
         """The option that was probably meant, as a question; empty if there is none."""
         options = [word.partition("=")[0] for word in words if word.startswith("-")]
@@ -105,6 +120,9 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, unknown: Sequence[str], ours: Sequence[str], more: Sequence[str] = ()) -> NoReturn:
         command = f"{self.prog} {shlex.join([*ours, '--', *unknown, *more])}"
+        if "--vary" in self._option_string_actions and not any(word.startswith("--vary") for word in ours):
+            varied = shlex.join([*ours, f"--vary={unknown[0]}"])
+            super().error(f"--vary is missing. To try several values of {unknown[0]}: {self.prog} {varied}")
         super().error(
             f"{_UNKNOWN}{shlex.join(unknown)}.{self._near(unknown)} Arguments of your script go after --: {command}"
         )
