@@ -94,6 +94,16 @@ class Histogram:
                 over += count
         return Shares(under / total, sub / total, (total - under - sub - over) / total, over / total)
 
+    def scaled_to(self, format: str | Format) -> Histogram:
+        """Times the power of two that brings the largest number just under the format's, as fp8 scales a tensor.
+
+        >>> Histogram(-30, [1, 1]).scaled_to("e4m3fn")  # up to 2^-28: 2^36 times that is below 448
+        Histogram(lowest=6, counts=[1, 1], zeros=0, infinities=0, nans=0, largest=0.0)
+        """
+        largest = self.largest or math.ldexp(1.0, self.lowest + len(self.counts))
+        shift = math.floor(math.log2(float(named(format).max) / largest))
+        return replace(self, lowest=self.lowest + shift, largest=math.ldexp(self.largest, shift))
+
     def overflows(self, format: str | Format, shift: int = 0) -> bool:
         """Whether the largest number, times ``2**shift``, rounds to beyond the format's largest: exact."""
         form = named(format)
