@@ -109,7 +109,7 @@ def test_light_and_wide(pages: dict[str, Path]) -> None:
     seen = probe(pages["comparison"])
     assert seen["script"] == "on"
     assert seen["requests"] == []
-    assert seen["cards"] == ["bf16 equivalent", "fp16 consistent"]
+    assert seen["cards"] == ["bf16 proven equal", "fp16 no harm found"]
     assert seen["scroll"] == seen["width"] == 1200
     assert seen["wide"] == seen["outside"] == []
     assert seen["ground"] == "rgb(246, 247, 248)"

@@ -33,6 +33,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mezzo.apex.imports import provided
+from mezzo.cli.arguments import Once
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.run.session import checked
 from mezzo.pytorch.run.session import run as run_request
@@ -53,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "mezzo run [OPTIONS] (SCRIPT | -m MODULE | -c CODE | -) [ARGS...]"
     which = parser.add_mutually_exclusive_group()
     precision = "auto (default), bf16, fp16, fp8, tf32, fp32, or a policy: bf16,masters=split or policy.toml"
-    which.add_argument("--precision", metavar="P", help=precision)
+    which.add_argument("--precision", metavar="P", action=Once, help=precision)
     which.add_argument("--policy", dest="precision", type=_toml, help=argparse.SUPPRESS)  # of 0.1.0
     add = parser.add_argument
     watch = (

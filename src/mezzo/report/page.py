@@ -20,6 +20,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from mezzo.core.comparison import READING
 from mezzo.core.remedies import of_constant_scale
 from mezzo.core.version import VERSION
 from mezzo.report import charts, figures, numbers, range_figures
@@ -124,7 +125,7 @@ def _environment() -> jinja2.Environment:
         text, kind = Markup(packaged(name)), name.partition(".")[0]
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         found.globals.update({kind: text, f"{kind}_hash": f"sha256-{digest}"})
-    found.globals.update(version=VERSION, parity=_parity, noted=_noted)
+    found.globals.update(version=VERSION, parity=_parity, noted=_noted, READING=READING)
     found.filters.update(prose=_prose, json=_json, comma="{:,}".format)
     return found
 
