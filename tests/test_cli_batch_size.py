@@ -238,10 +238,10 @@ TRAINING = """
 
 def test_sizes_that_all_fit_are_not_compared(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And the limit of the first precision is that of all."""
-    assert main(["batch-size", script(here), "--vary", "--batch", "--max", "8", "--json"]) == 0
+    assert main(["batch-size", script(here), "--vary=--batch", "--max", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["precisions"]
     assert found["fp32"]["limit_bytes"] == found["bf16"]["limit_bytes"]
-    assert main(["batch-size", "train.py", "--vary", "--batch", "--max", "8"]) == 0
+    assert main(["batch-size", "train.py", "--vary=--batch", "--max", "8"]) == 0
     assert "times the size" not in capsys.readouterr().out
 
 

@@ -47,7 +47,6 @@ def test_it_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str
         "\n  mezzo compare train.py --precision mezzo-calibrate-train/policy.toml -- --epochs 3\n",
     ):
         assert words in out
-    assert "█" not in out
     folder = here / "mezzo-calibrate-train"
     assert str(policy(folder / "policy.toml")) == "fp16,module.b=fp32"
     page = (folder / "report.html").read_text()
@@ -85,7 +84,7 @@ def test_the_modules_are_ranked(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["calibrate", "train.py", "--steps", "2", "--verbose"]) == 0
     out = capsys.readouterr().out
     assert "  0.002\n" in out  # e4m3fn
-    assert "2^-2 |█▃| 2^-1: fp16" in out
+    assert "Of all gradients fp16 rounds 0% to zero" in out
     found = json.loads((here / "mezzo-calibrate-train" / "calibration.json").read_text())
     ranking = found["recommendation"]["sensitivity"]
     assert [(one["module"], one["lowest"]) for one in ranking["modules"]] == [("", "fp32"), ("a", "e4m3fn")]

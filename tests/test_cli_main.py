@@ -129,6 +129,7 @@ WRONG: list[tuple[str, str]] = [
     ("compare train.py --margin x", "'x' is not a number. Examples: 0.005 or 0.5%"),
     ("compare train.py --seeds many", "'many' is not an integer (the number of pairs). Example: 3"),
     ("batch-size train.py --vary=--b --start x", "'x' is not an integer. Example: 8"),
+    ("batch-size train.py --vary --batch", "Write --vary=VALUE as one word"),
     ("batch-size train.py --batch 8", "mezzo batch-size train.py --vary=--batch"),
     ("run --seeds 3 train.py", "an option of mezzo compare"),
     ("run --epochs 3 train.py", "mezzo run train.py -- --epochs 3"),

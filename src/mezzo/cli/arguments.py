@@ -10,7 +10,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.demos import Demo
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
             if mine or cut == 1:
                 del rest[1 : 1 + len(mine) + (cut is not None)]
             ours += mine
-        arguments = self.parse_args(self._joined(ours))
+        arguments = self.parse_args(ours)
         arguments.script = None if named or not rest else rest.pop(0)
         arguments.argv, arguments.options, arguments.parser = rest, ours, self
         return arguments
@@ -103,21 +103,6 @@ class Parser(argparse.ArgumentParser):
         action = self._option_string_actions.get(option)
         return 0 if action is None else 1 + (action.nargs is None and not value)
 
-    def _joined(self, words: Sequence[str]) -> list[str]:
-        """``--vary --batch-size`` as one word, which argparse needs if the value begins with a dash."""
-        joined, at = list[str](), 0
-        while at < len(words):
-            taken = max(1, self._taken(words[at]))
-            value = words[at + 1 : at + taken]
-            apart = (
-                not (value and value[0].startswith("-"))
-                or self._taken(value[0])
-                or not words[at].startswith("--")
-            )
-            joined += [words[at], *value] if apart else [f"{words[at]}={value[0]}"]
-            at += taken
-        return joined
-
     def _near(self, words: Sequence[str]) -> str:
         """The option that was probably meant, as a question; empty if there is none."""
         options = [word.partition("=")[0] for word in words if word.startswith("-")]
@@ -134,18 +119,6 @@ class Parser(argparse.ArgumentParser):
         super().error(
             f"{_UNKNOWN}{shlex.join(unknown)}.{self._near(unknown)} Arguments of your script go after --: {command}"
         )
-
-
-class Once(argparse.Action):
-    """Stores a value, and refuses a second one, which would replace the first without a word."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
-        """Store it."""
-        if getattr(namespace, self.dest) is not None:
-            raise argparse.ArgumentError(
-                self, f"given twice ({getattr(namespace, self.dest)}, {values}). Give one"
-            )
-        setattr(namespace, self.dest, values)
 
 
 def add_target(parser: argparse.ArgumentParser, demos: Mapping[str, Demo]) -> None:

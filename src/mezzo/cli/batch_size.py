@@ -208,7 +208,7 @@ def _report(found: Mapping[str, BatchSizeResult], option: str) -> str:
             lines[-1] += (
                 f" Its speed cannot be compared with {first}'s: measure again when the machine is idle."
             )
-        elif (ours := result.most_per_second) and (theirs := reference.most_per_second):
+        elif (ours := result.best.samples_per_second) and (theirs := reference.best.samples_per_second):
             lines[-1] += f" At its fastest size it is {ours / theirs:.2f} times as fast as {first}."
     return "\n".join(lines)
 

@@ -67,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--precision", metavar="P", help=f"recommend this format, whatever the hardware: {formats}")
     add("--no-check", action="store_true", help=argparse.SUPPRESS)  # of 0.1.0: nothing is tried any more
     add("--out", metavar="DIR", help="the output folder (default mezzo-calibrate-SCRIPT)")
-    add("--verbose", action="store_true", help="also print histograms, and all modules in all formats")
+    add("--verbose", action="store_true", help="print all modules in all formats")
     add("--json", action="store_true", help="print calibration.json instead of the lines")
 
 
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         print((folder / RESULT).read_text(encoding="utf-8"), end="")
         return 0
     width = shutil.get_terminal_size((10_000, 24)).columns
-    for line in found.lines(arguments.verbose):  # indented lines, of tables and histograms, stay whole
+    for line in found.lines(arguments.verbose):  # indented lines, of the table, stay whole
         print(line if line.startswith(" ") else textwrap.fill(line, width))
     advice, use = next_step(found, request, folder)
     made = [f"Report: {report}"] * (report is not None)

@@ -18,17 +18,13 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from mezzo.cli.arguments import Once
 from mezzo.doctor.gpus import GpuModel, Recommendation, architecture, find, formats_at, from_capability
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this verb's arguments."""
     parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        action=Once,
-        help="a GPU by name or compute capability: A100, 'RTX 3060', 8.6",
+        "--gpu", metavar="NAME", help="a GPU by name or compute capability: A100, 'RTX 3060', 8.6"
     )
     parser.add_argument("--capability", dest="gpu", help=argparse.SUPPRESS)  # of 0.1.0
     parser.add_argument("--quick", action="store_true", help="smaller matrices and fewer repeats")

@@ -33,7 +33,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from mezzo.apex.imports import provided
-from mezzo.cli.arguments import Once
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.run.session import checked
 from mezzo.pytorch.run.session import run as run_request
@@ -54,8 +53,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "mezzo run [OPTIONS] (SCRIPT | -m MODULE | -c CODE | -) [ARGS...]"
     which = parser.add_mutually_exclusive_group()
     precision = "auto (default), bf16, fp16, fp8, tf32, fp32, or a policy: bf16,masters=split or policy.toml"
-    which.add_argument("--precision", metavar="P", action=Once, help=precision)
-    which.add_argument("--policy", dest="precision", type=_toml, help=argparse.SUPPRESS)  # of 0.1.0
+    which.add_argument("--precision", metavar="P", action="append", help=precision)
+    which.add_argument(
+        "--policy", dest="precision", type=_toml, action="append", help=argparse.SUPPRESS
+    )  # of 0.1.0
     add = parser.add_argument
     watch = (
         "--watch, or --watch=N: record the exponents of weights, activations, gradients and updates, by module, "
@@ -123,6 +124,12 @@ def run(arguments: argparse.Namespace) -> int:
             f"no script {target!r} in {os.getcwd()}. To watch every {target}th update, write --watch={target} as one "
             "word."
         )
+    precision, *others = arguments.precision or [None]
+    if others:
+        raise UsageError(
+            f"--precision was given twice ({precision}, {others[0]}): one run has one. Leave one out."
+        )
+    arguments.precision = precision
     if arguments.masters:
         _check_masters(arguments)
     if arguments.code:

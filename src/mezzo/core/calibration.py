@@ -16,7 +16,7 @@ from mezzo.core.notebook import html_table
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import is_pattern
-from mezzo.core.ranges import GRADIENTS, Histogram, Merged, RangeRow, exponent_strip, merge, percent, shift_of
+from mezzo.core.ranges import GRADIENTS, Histogram, Merged, RangeRow, merge, percent, shift_of
 from mezzo.core.records import LossRecord, ModuleRounding, RangesRecord, Record, SensitivityRecord, strict
 from mezzo.core.rules import RULES, Rule
 
@@ -148,7 +148,6 @@ class Recommendation:
         start: the first value of a dynamic one: the same, within the bounds of `DynamicLossScale`.
         gradient: the tensor with the largest gradient, which decides both, with its histogram over all steps.
         gradients: all gradients together.
-        sources: the tensor with the largest gradient of each kind in `GRADIENTS`.
         kept: modules that fp16 needs in FP32.
         notes: further sentences.
         sensitivity: the ranking of the modules; None if not measured.
@@ -162,7 +161,6 @@ class Recommendation:
     start: float
     gradient: RangeRow
     gradients: Histogram
-    sources: list[RangeRow]
     kept: list[Kept]
     notes: list[str]
     sensitivity: Sensitivity | None
@@ -189,20 +187,17 @@ class Recommendation:
         return [*found, *self.notes]
 
     def lines(self, verbose: bool = False) -> list[str]:
-        """`plain`, and the ranking of the modules; `verbose`: also histograms of gradients and of what fp16 loses."""
+        """`plain`, and the ranking; `verbose`: all modules and formats, and what fp16 loses of the gradients."""
         found = self.plain
         if self.sensitivity is not None:
             found += ["", *self.sensitivity.lines(verbose)]
-        if not verbose:
-            return found
-        shift, unscaled, scaled = shift_of(self.start), percent(self.lost()), percent(self.lost(self.start))
-        found += ["", f"Of all gradients fp16 rounds {unscaled} to zero, {scaled} at loss scale 2^{shift}:"]
-        found += ["  " + exponent_strip(self.gradients, "fp16", shift)]
-        rows = [(f"The {one}, the largest of its kind:", one) for one in self.sources]
-        rows += [(f"{one.name} {one.why}:", one.evidence) for one in self.kept if one.evidence]
-        for text, row in rows:
-            by = shift if row.what in GRADIENTS else 0
-            found += [text, "  " + exponent_strip(row.histogram, "fp16", by)]
+        if verbose:
+            unscaled, scaled = map(percent, (self.lost(), self.lost(self.start)))
+            scale = power_text(self.start)
+            found += [
+                "",
+                f"Of all gradients fp16 rounds {unscaled} to zero, and {scaled} at loss scale {scale}.",
+            ]
         return found
 
     def to_json(self) -> str:
@@ -245,13 +240,6 @@ def recommend(
     sensitivities = [one for one in measured if isinstance(one, SensitivityRecord)]
     formats = [named(one) for one in ranked]
     sensitivity = rank(sensitivities, formats)
-    narrow = {one.name for one in formats if one.bits < 16}
-    # Only modules with a product were measured in these, and only products convert an FP32 input to fp16.
-    converts_none = {
-        one.module
-        for one in (sensitivity.modules if sensitivity and narrow else ())
-        if not narrow & set(one.changes)
-    }
     merged: Merged = {}  # over all steps
     for record in records:
         merge(merged, record.rows)
@@ -263,18 +251,13 @@ def recommend(
             f"in FP32, without mixed precision, the loss is {losses[0].loss} at step {losses[0].index}, so nothing can "
             "be recommended. Lower the learning rate, or fix the data or the loss"
         )
-    sources = [
-        max(some, key=lambda one: one.histogram.largest)
-        for kind in GRADIENTS
-        if (some := [one for one in gradients if one.what == kind and one.histogram.largest > 0])
-    ]
-    if not sources:
+    source = max(gradients, key=lambda one: one.histogram.largest, default=None)
+    if source is None or source.histogram.largest == 0:
         raise UsageError(
             f"nothing to calibrate with: in {len(records)} watched steps no gradient was finite and not 0"
         )
-    source = max(sources, key=lambda one: one.histogram.largest)
     constant, start = _scales(source.histogram.largest)
-    kept = _kept(tensors, start, sensitivity, converts_none)
+    kept = _kept(tensors, start, sensitivity, {one.name for one in formats if one.bits < 16})
     chosen, why = _format(native, format)
     notes = _notes(tensors, kept)
     held = [one.module for one in kept] if chosen == "fp16" else []
@@ -308,7 +291,6 @@ def recommend(
         start=start,
         gradient=source,
         gradients=reduce(Histogram.plus, (one.histogram for one in gradients)),
-        sources=sources,
         kept=kept,
         notes=notes,
         sensitivity=sensitivity,
@@ -364,18 +346,21 @@ def _kept(
     tensors: Sequence[RangeRow],
     start: float,
     sensitivity: Sensitivity | None = None,
-    converts_none: Collection[str] = (),
+    narrow: Collection[str] = (),
 ) -> list[Kept]:
-    """Modules that fp16 can't hold, and those that ran after them (which read the number, or make the gradient), but
-    for those that would leave an FP32 input in FP32.
+    """Modules that fp16 can't hold, and those that ran after them (which read the number, or make the gradient).
+
+    A module without a product leaves an FP32 input in FP32. The ranking shows it by having no `narrow` format.
     """
+    ranked = sensitivity.modules if sensitivity and narrow else []
+    spared = {one.module for one in ranked if not one.changes.keys() & narrow}
     found: dict[str, Kept] = {}
     after = dict(pairwise(dict.fromkeys(one.module for one in tensors if one.what == "activation")))
 
     def keep(one: RangeRow, why: str, reads: str) -> None:
         found.setdefault(one.module, Kept(one.module, why, one))
         reader = after.get(one.module)
-        if reader is not None and reader not in converts_none and one.what != "weight":
+        if reader is not None and reader not in spared and one.what != "weight":
             found.setdefault(reader, Kept(reader, reads, one))
 
     for one in tensors:

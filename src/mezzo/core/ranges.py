@@ -198,31 +198,6 @@ def merge(into: Merged, rows: Iterable[RangeRow]) -> None:
         into[key] = replace(row, histogram=into[key].histogram.plus(row.histogram)) if key in into else row
 
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
-MOST = 48
-"""Blocks of a strip; a histogram of more exponents has several in each."""
-
-
-def exponent_strip(histogram: Histogram, format: str, shift: int = 0) -> str:
-    """A histogram as a line of text: a block for each exponent, and the shares that a format loses after a shift.
-
-    >>> exponent_strip(Histogram(-2, [3, 1, 1]), "fp16")
-    '2^-2 |█▃▃| 2^0: fp16 keeps all'
-    """
-    shares = histogram.shares(format, shift)
-    if shares is None:
-        return "(no number that is finite and not 0)"
-    width = math.ceil(len(histogram.counts) / MOST)
-    bars = [sum(histogram.counts[i : i + width]) for i in range(0, len(histogram.counts), width)]
-    drawn = "".join(_BLOCKS[7 * count // max(bars)] if count else " " for count in bars)
-    words = {"to zero": shares.underflow, "subnormal": shares.subnormal, "overflow": shares.overflow}
-    lost = ", ".join(f"{percent(share)} {word}" for word, share in words.items() if share)
-    scaled = f" at loss scale 2^{shift}" if shift else ""
-    last = histogram.lowest + len(histogram.counts) - 1
-    kept = f"has {lost}" if lost else "keeps all"
-    return f"2^{histogram.lowest} |{drawn}| 2^{last}: {format}{scaled} {kept}"
-
-
 def percent(share: float) -> str:
     """A share with two digits; a tiny one is not written as 0."""
     return "under 0.01%" if 0 < share < 1e-4 else f"{float(f'{100 * share:.2g}'):g}%"

@@ -122,15 +122,15 @@ class BatchSizeResult:
         return any(trial.spread > UNSTEADY for trial in self.trials)
 
     @property
-    def fastest(self) -> int:
-        """The batch size that trains the most samples per second; `largest` if none was timed."""
-        timed = [trial for trial in self.trials if trial.fits and trial.seconds]
-        return max(timed, key=lambda trial: trial.samples_per_second or 0.0).size if timed else self.largest
+    def best(self) -> Trial:
+        """The trial of the size that trains the most samples per second; of the largest if none was timed."""
+        _ = self.largest  # raises if nothing fits
+        return max((t for t in self.trials if t.fits), key=lambda t: (t.samples_per_second or 0.0, t.size))
 
     @property
-    def most_per_second(self) -> float:
-        """Samples per second of the fastest size that fits; 0 if none was timed."""
-        return max((trial.samples_per_second or 0.0 for trial in self.trials if trial.fits), default=0.0)
+    def fastest(self) -> int:
+        """The batch size of `best`."""
+        return self.best.size
 
     def table(self) -> list[str]:
         """A header, and a line per size, in order of size."""
@@ -162,8 +162,7 @@ class BatchSizeResult:
             took = None if smallest.peak_bytes is None else written_bytes(smallest.peak_bytes)
             why = f"takes {took}, and the limit is {limit}" if took else f"does not run ({smallest.why})"
             return f"no size fits: {name}{smallest.size} {why}."
-        by_size = {trial.size: trial for trial in self.trials}
-        largest, fastest = by_size[self.largest], by_size[self.fastest]
+        largest, fastest = next(one for one in self.trials if one.size == self.largest), self.best
         text = f"{name}{largest.size} is the largest that {'fits' if self.bounded else 'was tried and fits'}"
         if largest.peak_bytes is not None:
             text += f" ({written_bytes(largest.peak_bytes)}{limit and f' of {limit}'})"

@@ -326,7 +326,6 @@ class Steps:
         observed = self._watch.running or bool(seen)
         session.journal.update(number, moved=moved, loss_scale=scale, reason=reason, observed=observed)
         if seen:
-            session.tell_first(seen)
             session.journal.seen(seen)
         self._watch.after_update(number, moved=moved)
         if scaled:

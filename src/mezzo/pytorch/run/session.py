@@ -10,7 +10,6 @@ import math
 import shlex
 import sys
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +20,7 @@ from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.loss_scale import LossScale, NoLossScale, Observation, StaticLossScale
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
-from mezzo.core.records import OWN, OWN_PRECISION, OverflowRecord, Record, RecordWriter, RunStarted
+from mezzo.core.records import OWN, OWN_PRECISION, RecordWriter, RunStarted
 from mezzo.pytorch.run import foreign, own_precision
 from mezzo.pytorch.run.summary import summary
 from mezzo.runner import lifecycle, script
@@ -41,7 +40,7 @@ def run(request: RunRequest) -> int:
     policy, target = checked(request)
     imports = ImportWatch()
     widen = None if request.tensorboard is None else functools.partial(_with_events, request.tensorboard)
-    journal = Journal(request.records, lambda: _started(session), widen)
+    journal = Journal(request.records, lambda: _started(session), widen, request.summary)
     session = Session(request, policy, journal, imports)
     parts: list[lifecycle.Part] = [imports, session]
     if request.seed_offset is not None:
@@ -272,13 +271,6 @@ class Session:
     def policy_now(self) -> Policy:
         """The policy of the step that runs."""
         return _FP32 if self.trial is not None and self.trial.precision == "fp32" else self.policy
-
-    def tell_first(self, seen: Iterable[Record]) -> None:
-        """Print the run's first finding at once: the summary may be hours away."""
-        alarms = [one for one in seen if isinstance(one, OverflowRecord) and one.finding.alarms]
-        if alarms and self.request.summary and not any(one.finding.alarms for one in self.journal.findings):
-            first = alarms[0]
-            print(f"mezzo: update {first.update} skipped: {first.finding}", file=sys.stderr, flush=True)
 
     def observe(self, *, found_inf: bool, optimizer: int | None = None) -> None:
         """One step of this optimizer (None: of the last one) is over: the scale for the next, its counts for each."""
