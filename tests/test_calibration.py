@@ -229,7 +229,6 @@ def test_the_most_sensitive_is_first_and_a_module_bears_what_is_within_its_share
         ("fine", "bf16", ["bf16", "fp16"]),
         ("calm", "e4m3fn", ["e4m3fn", "fp16", "bf16"]),
     ]
-    assert found.totals["bf16"] == pytest.approx(math.hypot(0.5, 1e-3, 2e-3, 2e-4, 1e-4))
     assert found.modules[1].causes == {"fp16": "mul"}
 
 
@@ -247,4 +246,4 @@ def test_a_ranking_in_json_and_in_a_record_is_strict() -> None:
         "changes": {"fp16": "inf"},
         "causes": {"fp16": "mul"},
     }
-    assert (plain["formats"], plain["steps"], plain["totals"]) == (["fp16"], 1, {"fp16": "inf"})
+    assert (plain["formats"], plain["steps"]) == (["fp16"], 1)

@@ -160,9 +160,8 @@ def calibrate_script(
             "recommendation": json.loads(found.to_json()),
             "plain": found.plain,
             **dict(zip(("advice", "command"), next_step(found, request, folder))),
+            "title": found.sensitivity.title if found.sensitivity else "",
+            "table": found.sensitivity.table(found.sensitivity.formats) if found.sensitivity else [],
         }
-        if found.sensitivity is not None:
-            result["title"] = found.sensitivity.title
-            result["table"] = found.sensitivity.table(found.sensitivity.formats)
         write_whole(folder / RESULT, json.dumps(result, indent=2, allow_nan=False) + "\n")
     return found

@@ -76,7 +76,6 @@ class Sensitivity:
         margin: share of the loss that all modules together may change it by.
         limit: change that one module may make: ``margin * loss / sqrt(number of modules)``, since random changes add in
             squares.
-        totals: format -> expected change of the loss with every module in it: the root of the sum of squares.
         notes: what could not be measured, and why.
         shown: the printed formats, which decide the order: narrower than 16 bits only if no other was asked for.
     """
@@ -88,7 +87,6 @@ class Sensitivity:
     margin: float
     limit: float
     steps: int
-    totals: dict[str, float]
     notes: list[str]
 
     @property
@@ -165,11 +163,6 @@ class Recommendation:
     notes: list[str]
     sensitivity: Sensitivity | None
 
-    def lost(self, scale: float = 1.0) -> float:
-        """The share of gradients other than 0 that fp16 rounds to zero under a loss scale."""
-        shares = self.gradients.shares("fp16", shift_of(scale))
-        return 0.0 if shares is None else shares.underflow
-
     @property
     def plain(self) -> list[str]:
         """The recommendation in a few sentences."""
@@ -191,13 +184,11 @@ class Recommendation:
         found = self.plain
         if self.sensitivity is not None:
             found += ["", *self.sensitivity.lines(verbose)]
-        if verbose:
-            unscaled, scaled = map(percent, (self.lost(), self.lost(self.start)))
-            scale = power_text(self.start)
-            found += [
-                "",
-                f"Of all gradients fp16 rounds {unscaled} to zero, and {scaled} at loss scale {scale}.",
-            ]
+        shares = [self.gradients.shares("fp16", shift_of(scale)) for scale in (1.0, self.start)]
+        lost = [percent(one.underflow) for one in shares if one]
+        if verbose and lost:
+            text = f"zero, and {lost[1]} at loss scale {power_text(self.start)}"
+            found += ["", f"Of all gradients fp16 rounds {lost[0]} to {text}."]
         return found
 
     def to_json(self) -> str:
@@ -469,6 +460,5 @@ def rank(
         return refused, one.changes.get(shown[0], 0.0)
 
     modules.sort(key=sensitive, reverse=True)
-    totals = {name: math.hypot(*(one.changes.get(name, 0.0) for one in modules)) for name in bits}
     notes = list(dict.fromkeys(note for record in records for note in record.notes))
-    return Sensitivity(list(bits), shown, modules, loss, margin, limit, len(records), totals, notes)
+    return Sensitivity(list(bits), shown, modules, loss, margin, limit, len(records), notes)

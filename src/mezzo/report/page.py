@@ -69,9 +69,7 @@ def render(comparison: Comparison) -> str:
 
 
 def render_runs(runs: Sequence[Run], place: str, advice: Mapping[str, Any] | None = None) -> str:
-    """The page of runs (at least one) without a verdict; ``place`` names it if no run says which script it is; the
-    run of a calibration has its `advice`.
-    """
+    """The page of runs (at least one) without a verdict; ``place`` names it if no run says which script it is."""
     policies = list(dict.fromkeys(run.ran_by for run in runs if run.started))
     names = [run.name if len(runs) > 1 or not run.started else run.ran_by for run in runs]
     named = [(name, COLOURS[i % len(COLOURS)], run) for i, (name, run) in enumerate(zip(names, runs))]

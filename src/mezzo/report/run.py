@@ -154,8 +154,7 @@ def advice(folder: Path) -> dict[str, Any] | None:
         found = json.loads((folder / "calibration.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    texts = isinstance(found, dict) and isinstance(found.get("plain"), list)
-    return found if texts and isinstance(found.setdefault("table", []), list) else None
+    return found if isinstance(found, dict) and isinstance(found.get("plain"), list) else None
 
 
 def _tail(path: Path) -> str:
