@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +18,7 @@ def names() -> dict[str, str]:
     for package in map(importlib.import_module, reversed(PACKAGES)):
         own = {name: package.__name__ for name in package.__all__ if name not in package._PUBLIC}
         found = {f"{package.__name__}.{name}": at for name, at in {**package._PUBLIC, **own}.items()} | found
+    found |= {module: module for module in sys.modules["mezzo"]._INTEGRATIONS.values()}
     return found
 
 

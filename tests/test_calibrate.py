@@ -59,7 +59,7 @@ def test_what_overflows_is_kept_and_then_trains() -> None:
         return nn.Sequential(nn.Linear(4, 8), inner, Times(1e-6), nn.Linear(8, 2))
 
     found = mezzo.calibrate(planted(), loss_of, batches(), format="fp16")
-    assert [one.module for one in found.kept] == ["1.1", "2"]
+    assert [one.module for one in found.kept] == ["1.1"]  # "2" has no product
     moved = {}
     for policy in ("fp16", found.policy):
         net = planted()
@@ -90,7 +90,8 @@ def test_the_modules_are_ranked_by_what_low_precision_does_to_the_loss() -> None
     assert modules["3"].bears == ["bf16"]
     assert modules["3"].causes == {"fp16": "mul"}
     assert modules["0"].changes["bf16"] > 4 * modules["0"].changes["fp16"]
-    assert "1: bf16 over (" in str(found)
+    row = next(line.split() for line in str(found).splitlines() if line.startswith("  1 "))
+    assert row[2] == "over"
     assert json.loads(found.to_json())["sensitivity"]["modules"][0]["module"] == "1"
 
 

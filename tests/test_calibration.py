@@ -56,11 +56,10 @@ FINE = [*CHAIN, gradient("c", 0.01), gradient("a", 0.01), weight_gradient("a", 0
 
 FORMATS: list[tuple[set[str], str | None, list[RangeRow], str, str]] = [
     # native, asked, rows, format, why
-    ({"bf16", "fp16"}, None, FINE, "bf16", "native here, has FP32's range"),
+    ({"bf16", "fp16"}, None, FINE, "bf16", "native here, has FP32's range, and"),
     ({"fp16"}, None, FINE, "fp16", "bf16 is not"),
     (set(), None, FINE, "fp32", "neither bf16 nor fp16 is native here"),
     ({"bf16"}, "fp16", FINE, "fp16", "as asked"),
-    ({"bf16"}, None, [*FINE, activation("b", 1e6)], "bf16", "at least 2 modules in FP32 (not tried)"),
 ]
 
 
@@ -96,13 +95,16 @@ def test_the_scales(rows: list[list[RangeRow]], constant: float, start: float) -
 KEPT: list[tuple[list[RangeRow], dict[str, str]]] = [
     # rows beside those that are fine, module -> words of its reason
     ([], {}),
-    ([activation("b", 1e6)], {"b": "up to 1e+06, beyond", "c": "b, the module before it"}),
+    ([activation("b", 1e6)], {"b": "up to 1e+06, beyond", "c": "may read the output of b"}),
     ([activation("c", 65520.0)], {"c": "beyond"}),
     ([activation("c", 40000.0)], {"c": "returned numbers up to 4e+04, within 2x of"}),
     ([activation("c", 30000.0)], {}),
     ([weight("a", 1e5)], {"a": "has a weight of up to 1e+05"}),
     ([activation("b", math.inf)], {}),  # a mask
-    ([gradient("a", *[1e-20] * 9)], {"a": "fp16 rounds 90% to zero", "b": "a, the module before it"}),
+    (
+        [gradient("a", *[1e-20] * 9)],
+        {"a": "fp16 rounds 90% to zero", "b": "computes the output gradient of a"},
+    ),
     ([gradient("a", 1e-20)], {}),  # half of them: not more
 ]
 
@@ -124,17 +126,16 @@ def test_as_a_file_as_json_and_as_text(tmp_path: Path) -> None:
     path = tmp_path / "policy.toml"
     path.write_text(found.to_toml())
     assert policy(path) == policy(found.policy)
-    for reason in ("\n# weight gradient of a.weight, ", "\n# b: returned numbers up to 1e+06"):
-        assert reason in found.to_toml()
+    assert "b (returned numbers up to 1e+06" in found.to_toml()
+    assert "masters" not in found.to_toml()
     data = json.loads(found.to_json())
     assert data["policy"] == found.policy
     assert [one["module"] for one in data["kept"]] == ["b", "c"]
     assert data["kept"][0]["evidence"]["histogram"]["largest"] == 1e6
     for words in (
         "dynamic from 2^16",
-        "keep in FP32: b: returned numbers up to 1e+06",
+        "Keep in FP32: b (returned numbers up to 1e+06",
         found.policy,
-        "\nnote: ",
     ):
         assert words in str(found)
 
@@ -174,8 +175,8 @@ def test_what_is_concluded_from_watched_tensors(
 
 
 NOTES: list[tuple[list[RangeRow], str]] = [
-    ([gradient("b", math.nan, 1.0)], "in FP32 itself 1 numbers of the activation gradient of b"),
-    ([activation("", 1e6)], "no policy can name ''"),
+    ([gradient("b", math.nan, 1.0)], "In FP32 itself 1 numbers of the activation gradient of b"),
+    ([activation("", 1e6)], "No policy can name ''"),
     ([gradient("b", 1e10)], "b, up to 1e+10: this overflows fp16 under every dynamic"),
 ]
 
@@ -228,7 +229,6 @@ def test_the_most_sensitive_is_first_and_a_module_bears_what_is_within_its_share
         ("fine", "bf16", ["bf16", "fp16"]),
         ("calm", "e4m3fn", ["e4m3fn", "fp16", "bf16"]),
     ]
-    assert found.totals["bf16"] == pytest.approx(math.hypot(0.5, 1e-3, 2e-3, 2e-4, 1e-4))
     assert found.modules[1].causes == {"fp16": "mul"}
 
 
@@ -246,4 +246,4 @@ def test_a_ranking_in_json_and_in_a_record_is_strict() -> None:
         "changes": {"fp16": "inf"},
         "causes": {"fp16": "mul"},
     }
-    assert (plain["formats"], plain["steps"], plain["totals"]) == (["fp16"], 1, {"fp16": "inf"})
+    assert (plain["formats"], plain["steps"]) == (["fp16"], 1)

@@ -83,7 +83,7 @@ def test_two_precisions_are_searched_and_compared(here: Path, capsys: pytest.Cap
     assert main([*words, "--", "--lr", "1"]) == 0
     out, err = capsys.readouterr()
     assert calls(here)[:4] == [f"fp32 --lr 1 --batch {size}" for size in (8, 16, 20, 21)]
-    assert err.splitlines()[0].startswith("[1/1] fp32  --batch 8: 12 steps, ")
+    assert err.splitlines()[0].startswith("[1] fp32  --batch 8: 12 steps, ")
     lines = out.splitlines()
     assert lines[0] == "fp32"
     assert lines[1].split() == ["size", "peak", "steps/s", "samples/s", "fits"]
@@ -91,7 +91,8 @@ def test_two_precisions_are_searched_and_compared(here: Path, capsys: pytest.Cap
     assert lines[5].split() == ["21", "21", "kB", "-", "-", "no:", "over", "the", "limit"]
     assert lines[-2].startswith("fp32: --batch 20 is the largest that fits (20 kB of 20 kB)")
     assert lines[-1].startswith("bf16: --batch 40 is the largest that fits")
-    assert lines[-1].endswith(" That is 2.00 times the size in fp32.")
+    assert " That is 2.00 times the size in fp32." in lines[-1]
+    assert lines[-1].endswith(" At its fastest size it is 1.20 times as fast as fp32.")
     (here / "found" / "runs" / "old.log").touch()
     assert main([*words, "--json", "--precision=bf16"]) == 0  # its own folder may be used again
     out, err = capsys.readouterr()
@@ -233,6 +234,15 @@ TRAINING = """
         loss.backward()
         optimizer.step()
 """
+
+
+def test_sizes_that_all_fit_are_not_compared(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the limit of the first precision is that of all."""
+    assert main(["batch-size", script(here), "--vary=--batch", "--max", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["precisions"]
+    assert found["fp32"]["limit_bytes"] == found["bf16"]["limit_bytes"]
+    assert main(["batch-size", "train.py", "--vary=--batch", "--max", "8"]) == 0
+    assert "times the size" not in capsys.readouterr().out
 
 
 @pytest.mark.heavy

@@ -53,7 +53,7 @@ def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureF
     assert "Report: mezzo-compare-train/report.html" in out
     assert out.endswith(f"\nNext: use bf16:\n  {use}\n")
     assert out.count("mezzo run") == 1
-    assert "7 runs: 3 FP32, 3 bf16, 1 perturbed FP32 (noise check)" in err
+    assert "7 runs: 3 FP32, 3 bf16, 1 FP32 as noise check" in err
     assert "[7/7] bf16-2: 40 steps" in err
     page = (Path(__file__).parent.parent / "docs" / "compare.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r'IFrame\("([^"]+)"', page)

@@ -130,6 +130,11 @@ WRONG: list[tuple[str, str]] = [
     ("compare train.py --seeds many", "'many' is not an integer (the number of pairs). Example: 3"),
     ("batch-size train.py --vary=--b --start x", "'x' is not an integer. Example: 8"),
     ("batch-size train.py --vary --batch", "Write --vary=VALUE as one word"),
+    ("batch-size train.py --batch 8", "mezzo batch-size train.py --vary=--batch"),
+    ("run --seeds 3 train.py", "an option of mezzo compare"),
+    ("run --epochs 3 train.py", "mezzo run train.py -- --epochs 3"),
+    ("run --precision bf16 --precision fp16 train.py", "given twice (bf16, fp16)"),
+    ("train.py --epochs 3", "mezzo run train.py --epochs 3"),
     *((f"{verb} train.py --epochs 3", AFTER.format(verb)) for verb in ("calibrate", "compare")),
     ("compare train.py --presicion=bf16", "Did you mean --precision?"),
     ("compare", "SCRIPT, --demo NAME and -m MODULE; received none"),
@@ -148,7 +153,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{SIZES} --precision auto", "Name one, such as bf16"),
     (f"{SIZES} --limit 4giga", "is not a number of bytes"),
     (f"{SIZES} --steps 3", "The minimum is 4"),
-    (f"{SIZES} --max 4 --multiple-of 8", "max_size=4 (--max) is less than multiple_of=8 (--multiple-of)"),
+    (f"{SIZES} --max 4 --multiple-of 8", "--max 4 is less than --multiple-of 8"),
     (f"{SIZES} --out train.py", "--out train.py: is a file"),
     (f"{SIZES} --out .", "holds other files (train.py)"),
     ("doctor A100", "unrecognized arguments: A100. Every option: mezzo doctor --help"),
@@ -186,7 +191,7 @@ REFUSED = {
     "t.py --epochs 3": "mezzo it t.py -- --epochs 3",
     "--watch t.py --epochs 3 --seeds 1 a -- b": "mezzo it --watch t.py --seeds 1 -- --epochs 3 a b",
     "-m p.train --epochs 3": "mezzo it -m p.train -- --epochs 3",
-    "--epochs 3 t.py": "mezzo it train.py -- --epochs",
+    "--epochs 3 t.py": "mezzo it t.py -- --epochs 3",
 }
 
 

@@ -68,7 +68,8 @@ def test_every_option_is_on_the_page_and_the_help_has_the_facts(capsys: Output) 
     parser = argparse.ArgumentParser()
     verb.configure(parser)
     page = PAGE.read_text(encoding="utf-8")
-    options = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    options = {option for action in shown for option in action.option_strings} - {"-h", "--help"}
     assert [option for option in options if f"`{option}" not in page] == []
     assert f"default {DEFAULT_EVERY}" in page
     assert main(["run", "--help"]) == 0

@@ -171,7 +171,7 @@ QUICK, MORE, RUN = "quick look, ", "mezzo compare ", "mezzo run --precision bf16
             "divergent",
             "its loss is nan from step 30",
             "worse: with",
-            "mezzo run --watch ",
+            "mezzo run --precision fp16 ",
         ),
         (
             {"bf16": {"crash": "OSError: no kernel"}},
@@ -558,7 +558,7 @@ def test_lines_for_pipes(case: Case, tmp_path: Path) -> None:
         for _ in range(2):
             case.compare(watcher=watcher(Console(file=file)))
     said = path.read_text().splitlines()
-    assert said[1].startswith("3 runs: 1 FP32, 1 bf16, 1 perturbed FP32 (noise check)")
+    assert said[1].startswith("3 runs: 1 FP32, 1 bf16, 1 FP32 as noise check")
     assert said[2].startswith("[1/3] fp32-0: 40 steps, ")
     assert said[2].endswith(" s left")
     assert said[4].endswith(" s")  # nothing is left

@@ -72,6 +72,8 @@ def test_every_op_runs_as_planned_and_says_where(precision: Any) -> None:
     assert rows["linear", "blocks.*.up"].calls == 2
     head = "fp32" if "head" in str(precision) else low
     assert rows["linear", "head"].observed == f"{head} -> {head}"
+    assert rows["linear", "head"].rule == ("fp32" if "head" in str(precision) else "lower")
+    assert ("linear in head: " in str(result)) == ("head" in str(precision))
     assert rows["sigmoid", ""].observed == "fp32 -> fp32"
     assert all(row.reason for row in result.ops)
 
@@ -83,7 +85,9 @@ def test_the_text_has_each_op_and_fits() -> None:
         assert max(map(len, text.splitlines())) <= width
         assert all(word in text for word in ("calls  casts", *(row.op[:8] for row in result.ops)))
     assert str(result) == result.as_text(110)  # piped
-    assert str(result).splitlines()[0] == "fp16 on cpu: 7 ops ran in the forward pass, all as planned."
+    assert (
+        str(result).splitlines()[0] == "fp16 on cpu: 7 kinds of ops ran in the forward pass, all as planned."
+    )
     assert "* fp16 is emulated on this device, by the FP32 kernel between casts: linear." in str(result)
     assert "* internal_fp32, by the device's 16-bit kernel: gelu." in str(result)  # FP32 reaches the norms
 

@@ -31,8 +31,8 @@ PUBLIC = {
 }
 RESULTS = {"BatchSizeResult", "Explanation", "OverflowReport", "Recommendation", "StepResult"}
 ERRORS = {
-    *("BannedOpError", "CallOrderError", "LossScaleCollapseError", "MezzoError", "UnknownNameError"),
-    *("UnsupportedPrecisionError", "UsageError"),
+    *("BannedOpError", "CallOrderError", "LossScaleCollapseError", "MezzoError", "UnknownArgumentError"),
+    *("UnknownNameError", "UnsupportedPrecisionError", "UsageError"),
 }
 
 KERAS = {

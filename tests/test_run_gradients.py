@@ -465,8 +465,8 @@ def test_a_bad_batch_is_left_out_and_good_ones_count(way: str, launch: Any) -> N
     good = launch(source, "gg", policy=POLICY)
     assert weights(bad) == weights(good)
     assert [update.skipped for update in bad.of("update")] == [False] * each + [True] * each + [False] * each
-    assert f"{3 * each} optimizer steps, {each} skipped" in bad.err
-    assert f"{2 * each} optimizer steps, 0 skipped" in good.err
+    assert f"{3 * each} updates due, {each} skipped" in bad.err
+    assert f"{2 * each} updates, 0 skipped" in good.err
     expected, found = (torch.tensor(weights(ran)) for ran in (launch(source, "gg", policy="fp32"), good))
     assert (expected - found).norm() <= 0.01 * expected.norm()
 

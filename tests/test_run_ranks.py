@@ -93,7 +93,7 @@ def test_an_output_that_the_loss_does_not_use(tmp_path: Path) -> None:
         timeout=150,
     )
     assert ran.stdout == "True\n", ran.stderr
-    assert "3 optimizer steps, 1 skipped" in ran.stderr
+    assert "3 updates due, 1 skipped" in ran.stderr
 
 
 @pytest.mark.heavy

@@ -66,7 +66,7 @@ def test_records_are_the_losses_that_the_script_saw_and_a_line_for_each_update(
         for u in ran.of("update")
     )
     assert (ran.of("end")[0].status, ran.of("end")[0].notes) == (0, [])
-    assert "5 optimizer steps, 0 skipped; 5 backward passes" in ran.err
+    assert "5 updates, 0 skipped; 5 backward passes" in ran.err
 
 
 def test_everything_is_undone(launch: Any) -> None:
@@ -107,7 +107,7 @@ def test_the_observed_step_is_the_third_update_and_tells_memory_and_formats(laun
     assert launch(TRAIN, policy="bf16").lines == ran.lines
     ran = launch(TRAIN.replace("range(5)", "range(2)"), policy="bf16", observe=True)
     assert ran.of("memory") == ran.of("ops") == []
-    assert "ended before its third update" in ran.notes
+    assert "fewer than three updates" in ran.notes
 
 
 def test_errors_are_those_of_the_script_and_the_end_is_recorded(launch: Any) -> None:
@@ -284,9 +284,10 @@ def test_a_run_says_all_of_it(launch: Any) -> None:
     err = told(3, "1.0", "fp16,loss_scale=1073741824")
     assert "mezzo: 3 steps were skipped because the constant loss scale 2^30 is too large" in err
     assert "Try: mezzo run --precision fp16,loss_scale=67108864 " in err
-    assert "mezzo: nothing was trained: all steps (3) were skipped" in err.splitlines()[0]
+    assert "mezzo: nothing was trained: of 3 updates due all were skipped" in err.splitlines()[0]
     assert "mezzo: loss scale 2^30 at the end" in err
     err = told(22, "3e20", "fp16,loss_scale=1024")
+    assert err.startswith("mezzo: update 0 skipped: ")  # at once, before the script's end
     assert (
         "an input of 3e+20 does not fit fp16, whose largest number is 65504. It is an input of the model"
         in err

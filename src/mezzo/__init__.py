@@ -71,8 +71,8 @@ _RESULTS = {
 }
 _ERRORS = dict.fromkeys(
     (
-        *("BannedOpError", "CallOrderError", "LossScaleCollapseError", "MezzoError", "UnknownNameError"),
-        *("UnsupportedPrecisionError", "UsageError"),
+        *("BannedOpError", "CallOrderError", "LossScaleCollapseError", "MezzoError", "UnknownArgumentError"),
+        *("UnknownNameError", "UnsupportedPrecisionError", "UsageError"),
     ),
     "mezzo.core.errors",
 )
@@ -104,6 +104,7 @@ if TYPE_CHECKING:
     from mezzo.core.errors import CallOrderError as CallOrderError
     from mezzo.core.errors import LossScaleCollapseError as LossScaleCollapseError
     from mezzo.core.errors import MezzoError as MezzoError
+    from mezzo.core.errors import UnknownArgumentError as UnknownArgumentError
     from mezzo.core.errors import UnknownNameError as UnknownNameError
     from mezzo.core.errors import UnsupportedPrecisionError as UnsupportedPrecisionError
     from mezzo.core.errors import UsageError as UsageError

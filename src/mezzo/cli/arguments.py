@@ -17,6 +17,7 @@ from mezzo.demos import Demo
 
 KERAS = "trains with Keras. mezzo {} is for PyTorch; for Keras there is mezzo compare --framework keras"
 _UNKNOWN = "unrecognized arguments: "
+OF_COMPARE = ("--seeds", "--metric", "--metric-better", "--metric-margin", "--margin", "--framework")
 
 
 def folded(text: str) -> str:
@@ -66,7 +67,12 @@ class Parser(argparse.ArgumentParser):
         elif rest and rest[0] in ("-", "-c") and not owns_rest:
             self.error(f"{rest[0]}: the code must be in a file. Save it as train.py: {self.prog} train.py")
         elif rest and (named or (rest[0].startswith("-") and rest[0] != "-")):
-            self._refuse(rest if named else rest[:1], ours if named else [*ours, "train.py"])
+            if named:
+                self._refuse(rest, ours)
+            script = next((at for at, word in enumerate(rest) if word.endswith(".py")), 1)
+            self._refuse(
+                rest[:script], [*ours, *(rest[script : script + 1] or ["train.py"])], rest[script + 1 :]
+            )
         elif rest:
             mine, others = self.split(rest[1:cut])
             if owns_rest:
@@ -104,7 +110,12 @@ class Parser(argparse.ArgumentParser):
         return next((f" Did you mean {one[0]}?" for one in near if one), "")
 
     def _refuse(self, unknown: Sequence[str], ours: Sequence[str], more: Sequence[str] = ()) -> NoReturn:
+        if unknown[0] in OF_COMPARE and not self.prog.endswith("compare"):
+            super().error(f"{_UNKNOWN}{unknown[0]} is an option of mezzo compare: mezzo compare --help")
         command = f"{self.prog} {shlex.join([*ours, '--', *unknown, *more])}"
+        if "--vary" in self._option_string_actions and not any(word.startswith("--vary") for word in ours):
+            varied = shlex.join([*ours, f"--vary={unknown[0]}"])
+            super().error(f"--vary is missing. To try several values of {unknown[0]}: {self.prog} {varied}")
         super().error(
             f"{_UNKNOWN}{shlex.join(unknown)}.{self._near(unknown)} Arguments of your script go after --: {command}"
         )

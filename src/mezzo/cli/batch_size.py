@@ -11,7 +11,8 @@ script receives its batch size:
 
 On a GPU a size does not fit if an allocation fails. A CPU would swap instead, so there the peak bytes of all tensors in
 a step are compared with --limit. A step is one step of the optimizer. samples/s is the size divided by the time of a
-step, data loading included. If the script accumulates gradients, the batch size is that of one backward pass.
+step (the median of three blocks of steps), data loading included. If the script accumulates gradients, the batch size
+is that of one backward pass.
 
 The sizes double. The search ends when samples/s have not risen for two doublings, unless --max says how far to go, and
 after --minutes. Ctrl-C ends it too. Each time, the table has the sizes that were measured.
@@ -34,10 +35,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 
 from mezzo.cli.arguments import KERAS, add_target, target_of, whole
@@ -96,8 +96,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     minutes = "end the search after so many minutes, shared by the precisions (default 10)"
     add("--minutes", type=whole("minutes", 10, least=1), default=10, metavar="N", help=minutes)
     add("--multiple-of", type=size, default=1, metavar="N", help="try only multiples of it (default 1)")
-    steps = "end each run after this many optimizer steps (default 12)"
-    add("--steps", type=whole("steps", 12, least=MEASURED + 1), default=12, metavar="N", help=steps)
+    steps = "end each run after this many optimizer steps (default 24)"
+    add("--steps", type=whole("steps", 24, least=MEASURED + 1), default=24, metavar="N", help=steps)
     add("--out", metavar="DIR", help=f"keep every run's records and output there, and {FILE}")
     add("--json", action="store_true", help="print JSON instead of the table")
 
@@ -107,7 +107,7 @@ class BatchSizeRequest(ScriptRequest):
     """A script, the spelling of its batch size option, and how it is searched; `limit` in bytes."""
 
     vary: str = "--batch-size"
-    steps: int = 12
+    steps: int = 24
     sizes: Search = field(default_factory=Search)
     limit: int | None = None
 
@@ -117,7 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
     target = target_of(arguments, DEMOS, "mezzo batch-size train.py --vary=--batch-size")
     if arguments.vary is None:
         raise UsageError(f"--vary is missing. {_SPELL}")
-    sizes = Search(arguments.start, arguments.multiple_of, arguments.max, until_flat=arguments.max is None)
+    names = ("--start ", "--multiple-of ", "--max ")
+    sizes = Search(arguments.start, arguments.multiple_of, arguments.max, arguments.max is None, names)
     argv_with(arguments.argv, arguments.vary, sizes.start)  # raises before anything runs
     limit = None if arguments.limit is None else parse_bytes(arguments.limit)
     request = BatchSizeRequest(
@@ -132,6 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
             now = time.monotonic()
             watch = _Deadline(progress, now + (ends - now) / (len(precisions) - index), arguments.minutes)
             found[one] = _search(request, one, folder, watch)
+            request = replace(request, limit=found[one].limit)  # one for all
             if watch.interrupted:
                 break
         data = {
@@ -197,10 +199,17 @@ def _report(found: Mapping[str, BatchSizeResult], option: str) -> str:
         lines += [precision, *result.table(), *(f"note: {note}" for note in result.notes), ""]
     first, reference = next(iter(found.items()))
     for precision, result in found.items():
-        text = f"{precision}: {result.sentence(option)}"
-        if precision != first and result.fits and reference.fits:
-            text += f" That is {result.largest / reference.largest:.2f} times the size in {first}."
-        lines.append(text)
+        lines.append(f"{precision}: {result.sentence(option)}")
+        if precision == first or not (result.fits and reference.fits):
+            continue
+        if result.bounded and reference.bounded:
+            lines[-1] += f" That is {result.largest / reference.largest:.2f} times the size in {first}."
+        if result.unsteady or reference.unsteady:
+            lines[-1] += (
+                f" Its speed cannot be compared with {first}'s: measure again when the machine is idle."
+            )
+        elif (ours := result.best.samples_per_second) and (theirs := reference.best.samples_per_second):
+            lines[-1] += f" At its fastest size it is {ours / theirs:.2f} times as fast as {first}."
     return "\n".join(lines)
 
 
@@ -262,8 +271,7 @@ def _search(request: BatchSizeRequest, precision: str, folder: Path, watch: _Dea
         child = ScriptRequest(request.target, argv, request.is_module).child(
             folder, f"{file_name(precision)}-{size}", precision, observe=True, stop_after=request.steps
         )
-        runs = len(trials) + 1
-        watch.begin(f"{precision}  {_prefix(request.vary)}{size}", runs, runs, request.steps)
+        watch.begin(f"{precision}  {_prefix(request.vary)}{size}", len(trials) + 1, 0, request.steps)
         try:
             finished, status = run_to_end(LAUNCH, child, watch)
         except KeyboardInterrupt:
@@ -293,7 +301,7 @@ def _search(request: BatchSizeRequest, precision: str, folder: Path, watch: _Dea
         since, largest = request.sizes.flat_since(trials), max(trial.size for trial in trials)
         notes.append(f"samples/s have not risen since {since}. For larger sizes: --max {16 * largest}")
     if any(one.fits for one in trials) and not any(one.seconds for one in trials):
-        notes.append(f"no speed: too few steps to time. Use --steps {max(12, 2 * request.steps)}")
+        notes.append(f"no speed: too few steps to time. Use --steps {max(24, 2 * request.steps)}")
     return BatchSizeResult(tuple(trials), limit, device, tuple(notes), complete=not ended_early)
 
 
@@ -320,4 +328,4 @@ def _trial(script: str, size: int, finished: FinishedRun, status: int, limit: in
     peak, times = finished.memory.peak_bytes, finished.times()
     if limit is not None and peak > limit:
         return Trial(size, fits=False, peak_bytes=peak, why=OVER)
-    return Trial(size, True, peak, float(np.median(times)) if len(times) else None)
+    return Trial.timed(size, peak, times.tolist())

@@ -6,10 +6,11 @@ much rounding each of them to bf16, fp16 or fp8 would change the loss.
 The script is not changed. It starts once and ends after --steps updates, as by sys.exit. It writes its own files
 (checkpoints, logs).
 
-Files in the folder: policy.toml (for mezzo run --policy and mezzo.MixedPrecision), calibration.json with every
-histogram and the whole ranking, report.html with the watched steps, and the run's records and output.
+Files in the folder: policy.toml (for --precision and mezzo.MixedPrecision), calibration.json with every histogram and
+the whole ranking, report.html with the recommendation and the watched steps, and the run's records and output.
 
-The recommendation is a starting point and has not been tried: gradients change over a run. mezzo compare tests it.
+The recommendation is a starting point and has not been tried: gradients change over a run. mezzo compare tests it, and
+shows whether it is faster.
 
 Exit status: 0 a recommendation was written, 2 wrong usage, or a script that fails or never trains (no update could be
 watched).
@@ -43,7 +44,7 @@ from mezzo.compare.request import ScriptRequest
 from mezzo.compare.runs import LAUNCH, run_to_end, terminated_like_an_interrupt
 from mezzo.core import records
 from mezzo.core.calibration import FORMATS, Recommendation, check_format, recommend
-from mezzo.core.commands import command, run_command
+from mezzo.core.commands import command
 from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
@@ -66,6 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--precision", metavar="P", help=f"recommend this format, whatever the hardware: {formats}")
     add("--no-check", action="store_true", help=argparse.SUPPRESS)  # of 0.1.0: nothing is tried any more
     add("--out", metavar="DIR", help="the output folder (default mezzo-calibrate-SCRIPT)")
+    add("--verbose", action="store_true", help="print all modules in all formats")
     add("--json", action="store_true", help="print calibration.json instead of the lines")
 
 
@@ -82,16 +84,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print((folder / RESULT).read_text(encoding="utf-8"), end="")
         return 0
-    policy = str(folder / POLICY)
-    use = run_command(vars(request), "--policy", policy)
-    prove = command("compare", vars(request), "--precision", policy)
-    width, indent = shutil.get_terminal_size((10_000, 24)).columns, " " * 14
-    for line in str(found).splitlines():  # a histogram stays one line
-        print(line if "|" in line else textwrap.fill(line, width, subsequent_indent=indent))
-    print()
-    for label, value in (("Report:", report), ("Test it:", shlex.join(prove)), ("Use it:", shlex.join(use))):
-        if value is not None:
-            print(f"{label:<14}{value}")
+    width = shutil.get_terminal_size((10_000, 24)).columns
+    for line in found.lines(arguments.verbose):  # indented lines, of the table, stay whole
+        print(line if line.startswith(" ") else textwrap.fill(line, width))
+    advice, use = next_step(found, request, folder)
+    made = [f"Report: {report}"] * (report is not None)
+    print("", *made, f"Next: {advice}:", f"  {use}", sep="\n")
     return 0
 
 
@@ -105,6 +103,14 @@ class CalibrationRequest(ScriptRequest):
     def __post_init__(self) -> None:
         check_format(self.format)
         super().__post_init__()
+
+
+def next_step(found: Recommendation, request: CalibrationRequest, folder: Path) -> tuple[str, str]:
+    """What to do next, and its command."""
+    if found.format == "fp32":
+        return "for other hardware", shlex.join(command("calibrate", vars(request), "--precision", "fp16"))
+    precision = found.format if found.policy == found.format else str(folder / POLICY)
+    return "test it against FP32", shlex.join(command("compare", vars(request), "--precision", precision))
 
 
 def calibrate_script(
@@ -152,6 +158,10 @@ def calibrate_script(
             "mezzo": mezzo.__version__,
             "request": asdict(request),
             "recommendation": json.loads(found.to_json()),
+            "plain": found.plain,
+            **dict(zip(("advice", "command"), next_step(found, request, folder))),
+            "title": found.sensitivity.title if found.sensitivity else "",
+            "table": found.sensitivity.table(found.sensitivity.formats) if found.sensitivity else [],
         }
         write_whole(folder / RESULT, json.dumps(result, indent=2, allow_nan=False) + "\n")
     return found

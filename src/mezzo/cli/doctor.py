@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _read(arguments.script, arguments.json)
     if arguments.gpu is not None:
         models = find(arguments.gpu)
-        found = from_capability(models[0].capability)
+        found = from_capability(models[0].capability, models[0].tensor_cores)
         data: dict[str, Any] = {"gpus": [_gpu_json(model) for model in models]}
         lines = [line for model in models for line in _gpu_lines(model)]
     else:
@@ -107,7 +107,7 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
     described = data["machine"]
     memory, gpu = described["memory_bytes"], described["gpu"]
     lines = {
-        "CPU": f"{described['cpu']}, {described['cores']} cores, {described['threads']} threads in use",
+        "CPU": f"{described['cpu']}, {described['cores']} cores, threads in use: {described['threads']}",
         "instructions": " ".join(described["isa"]) or "unknown",
         "memory": f"{memory / 1e9:.0f} GB" if memory else "unknown",
         "GPU": "none that this PyTorch can use"
@@ -156,7 +156,7 @@ def _gpu_json(model: GpuModel) -> dict[str, Any]:
         "capability": {
             "capability": "{}.{}".format(*model.capability),
             "architecture": architecture(model.capability),
-            "tensor_core_formats": list(formats_at(model.capability)),
+            "tensor_core_formats": list(formats_at(model.capability) if model.tensor_cores else ()),
         },
         "memory_gb": model.memory_gb,
         "bandwidth_gb_s": model.bandwidth,

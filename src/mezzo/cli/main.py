@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if verb in REMOVED:
             raise UsageError(f"`mezzo {verb}` was removed. {REMOVED[verb]}.")
+        if verb.endswith(".py"):
+            raise UsageError(f"the command is missing. Example: mezzo run {shlex.join(words)}")
         if verb not in VERBS:
             raise unknown_name("command", verb, VERBS)
         status = _run(verb, words[1:])

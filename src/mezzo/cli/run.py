@@ -52,10 +52,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options. All that follows the script is its own."""
     parser.usage = "mezzo run [OPTIONS] (SCRIPT | -m MODULE | -c CODE | -) [ARGS...]"
     which = parser.add_mutually_exclusive_group()
-    precision = "auto (default), bf16, fp16, fp8, tf32, fp32, or a policy: bf16,op.softmax=lower or bf16,masters=split"
-    which.add_argument("--precision", metavar="P", help=precision)
-    policy = "a policy in a TOML file"
-    which.add_argument("--policy", metavar="FILE", dest="precision", type=_toml, help=policy)
+    precision = "auto (default), bf16, fp16, fp8, tf32, fp32, or a policy: bf16,masters=split or policy.toml"
+    which.add_argument("--precision", metavar="P", action="append", help=precision)
+    which.add_argument(
+        "--policy", dest="precision", type=_toml, action="append", help=argparse.SUPPRESS
+    )  # of 0.1.0
     add = parser.add_argument
     watch = (
         "--watch, or --watch=N: record the exponents of weights, activations, gradients and updates, by module, "
@@ -123,6 +124,12 @@ def run(arguments: argparse.Namespace) -> int:
             f"no script {target!r} in {os.getcwd()}. To watch every {target}th update, write --watch={target} as one "
             "word."
         )
+    precision, *others = arguments.precision or [None]
+    if others:
+        raise UsageError(
+            f"--precision was given twice ({precision}, {others[0]}): one run has one. Leave one out."
+        )
+    arguments.precision = precision
     if arguments.masters:
         _check_masters(arguments)
     if arguments.code:

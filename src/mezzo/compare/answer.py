@@ -30,7 +30,15 @@ def answer(name: str, one: Candidate, request: Request, folder: Path) -> dict[st
         saved = f"{_memory(one['peak_memory_ratio'])}, {_speed(one, request)}."
         plain += f" {saved[0].upper()}{saved[1:]}"
     proof = shlex.join(_proof(name, one, request, folder))
-    return {"plain": plain, "advice": advice, "command": shlex.join(words), "proof": proof}
+    wide = [what for what in ("metric", "loss") if one[f"{what}_parity"] not in (None, "equivalent")]
+    unproven = f"the interval of the {' and of the '.join(wide)} exceeds the margin" if wide else ""
+    return {
+        "plain": plain,
+        "advice": advice,
+        "command": shlex.join(words),
+        "proof": proof,
+        "unproven": unproven,
+    }
 
 
 def next_steps(candidates: Mapping[str, Candidate]) -> list[str]:
@@ -45,7 +53,10 @@ def next_steps(candidates: Mapping[str, Candidate]) -> list[str]:
     if best["command"]:
         lines.append(f"  {best['command']}")
     if best["proof"]:
-        lines += ["Or prove that it is as good as FP32, in a new folder:", f"  {best['proof']}"]
+        lines += [
+            f"Or prove that it is as good as FP32 (now {best['unproven']}), in a new folder:",
+            f"  {best['proof']}",
+        ]
     return lines
 
 
@@ -147,7 +158,7 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         if one["failed"]:
             return f"see the whole error of {name}", run_command(asked, *use)
         if one["loss_gap"] is None and policy(name).compute == "fp16":
-            return f"find the overflow in {name}", run_command(asked, "--watch", *use)
+            return f"find the overflow in {name}, and its fix", run_command(asked, *use)
         if request.own:
             return "use FP32, or another candidate", []  # calibrate needs a script in FP32
         return "find the modules that need FP32", command("calibrate", asked)

@@ -37,7 +37,7 @@ class _OwnPrecisionError(Exception):
 
 
 class Planned(NamedTuple):
-    """A run to be done: its name, precision and seed number, and whether it is a one-ulp twin."""
+    """A run to be done: its name, precision and seed number, and whether it is the noise check."""
 
     name: str
     precision: str
@@ -67,7 +67,7 @@ def planned_runs(request: Request) -> str:
     few = request.seeds < FEWEST_FOR_TOST
     tip = "a quick look: 3 or more seeds can prove more" if few else "--seeds 1 for a quick look"
     script = shlex.join([request.demo or request.target, *request.argv])
-    return f"{script}\n{len(schedule(request))} runs: {counts}, 1 perturbed FP32 (noise check); {tip}"
+    return f"{script}\n{len(schedule(request))} runs: {counts}, 1 FP32 as noise check; {tip}"
 
 
 def compare(

@@ -11,7 +11,7 @@ from mezzo.compare.folder import strict
 from mezzo.compare.measure import speed
 from mezzo.compare.request import BASELINE, FRAMEWORKS, TWIN, Request
 from mezzo.compare.runs import FinishedRun
-from mezzo.core.comparison import Comparison, Parity
+from mezzo.core.comparison import WIDE, Comparison, Parity
 from mezzo.core.policy import policy
 from mezzo.core.records import OWN, OWN_PRECISION, SWITCHED_OFF
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
@@ -70,7 +70,7 @@ def _candidate(
     twins = [run.times() for run in all_runs.get(TWIN, {}).values() if run.succeeded]
     fast = speed([(fp32.times(), ours.times()) for fp32, ours in pairs], twins)
     reason = judged.reason
-    if fast is not None:
+    if fast is not None and fast.interval[1] <= WIDE * fast.interval[0]:
         between = "95 % interval {:.2f} to {:.2f}".format(*fast.interval)
         reason += f" Speed: {fast.speedup:.2f}x that of FP32 ({between}): {fast.word}."
     loss = judged.loss

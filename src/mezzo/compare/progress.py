@@ -39,8 +39,9 @@ class Watcher:
             self._bar.stop()
 
     def begin(self, name: str, index: int, runs: int, steps: int | None) -> None:
-        """Run number `index` (from 1) of `runs` begins; `steps` is its expected length, if known."""
-        self._name, self._since, self._to_come = f"[{index}/{runs}] {name}", time.monotonic(), runs - index
+        """Run number `index` (from 1) of `runs` (0: unknown) begins; `steps` is its expected length, if known."""
+        self._name = f"[{index}{f'/{runs}' * (runs > 0)}] {name}"
+        self._since, self._to_come = time.monotonic(), max(0, runs - index)
         if self._bar is not None:
             left = self._left(self._to_come and self._to_come + 1)
             self._task = self._bar.add_task(f"{self._name}{left}", total=steps)

@@ -16,7 +16,7 @@ from mezzo.core.notebook import html_table
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import is_pattern
-from mezzo.core.ranges import GRADIENTS, Histogram, Merged, RangeRow, exponent_strip, merge, percent, shift_of
+from mezzo.core.ranges import GRADIENTS, Histogram, Merged, RangeRow, merge, percent, shift_of
 from mezzo.core.records import LossRecord, ModuleRounding, RangesRecord, Record, SensitivityRecord, strict
 from mezzo.core.rules import RULES, Rule
 
@@ -30,10 +30,10 @@ RANKED = ("bf16", "fp16", "e5m2", "e4m3fn")
 """The formats that are ranked unless others are given."""
 MARGIN = 0.005
 """The change of the loss that all modules together may make, as a share of the loss: `mezzo compare`'s own margin."""
-SHOWN = 20
+SHOWN = 8
 """Modules that are printed; JSON has all of them."""
 WORST = 3
-"""Modules that `conclusions` names."""
+"""Modules that a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,14 @@ class ModuleSensitivity:
     bears: list[str]
     lowest: str
 
-    def _cell(self, format: str) -> str:
-        change, cause = self.changes[format], self.causes.get(format)
+    def cell(self, format: str) -> str:
+        """The change in a table."""
+        change, cause = self.changes.get(format), self.causes.get(format)
+        if change is None:
+            return "-"
         if math.isfinite(change):
-            return f"{format} {'ok' if format in self.bears else 'over'} ({change:.3g})"
-        return f"{format} overflows in {cause}" if cause else f"{format} not finite"
+            return f"{change:.2g}{'' if format in self.bears else ' over'}"
+        return f"overflows in {cause}" if cause else "not finite"
 
 
 @dataclass(frozen=True)
@@ -73,32 +76,40 @@ class Sensitivity:
         margin: share of the loss that all modules together may change it by.
         limit: change that one module may make: ``margin * loss / sqrt(number of modules)``, since random changes add in
             squares.
-        totals: format -> expected change of the loss with every module in it: the root of the sum of squares.
         notes: what could not be measured, and why.
+        shown: the printed formats, which decide the order: narrower than 16 bits only if no other was asked for.
     """
 
     formats: list[str]
+    shown: list[str]
     modules: list[ModuleSensitivity]
     loss: float
     margin: float
     limit: float
     steps: int
-    totals: dict[str, float]
     notes: list[str]
 
-    def lines(self) -> list[str]:
-        """An explanation, a line for each of the `SHOWN` most sensitive modules, and the notes."""
-        found = [
-            "expected change of the loss if one module alone is rounded to a format, the most sensitive module first; "
-            f"over: above the limit {self.limit:.3g} ({self.margin:.1%} of the loss {self.loss:.3g}, over the root of "
-            f"the number of modules, {len(self.modules)})"
-        ]
-        for one in self.modules[:SHOWN]:
-            cells = ", ".join(one._cell(format) for format in self.formats if format in one.changes)
-            found.append(f"{one.module or '(the model)'}: {cells}")
-        if self.modules[SHOWN:]:
-            found.append(f"{len(self.modules[SHOWN:])} less sensitive modules are in calibration.json")
-        return found + self.notes
+    @property
+    def title(self) -> str:
+        """What the numbers of `table` are."""
+        return (
+            f"Expected change of the loss ({self.loss:.3g}) if one module alone runs in a format, the most sensitive "
+            f"first. Over: more than {self.limit:.2g}, a module's share of {self.margin:.1%} of the loss."
+        )
+
+    def table(self, formats: Sequence[str]) -> list[list[str]]:
+        """A heading, and a row for each module."""
+        rows = [[one.module or "(the model)", *map(one.cell, formats)] for one in self.modules]
+        return [["module", *formats], *rows]
+
+    def lines(self, verbose: bool = False) -> list[str]:
+        """The most sensitive modules as aligned columns; `verbose`: all modules and formats."""
+        rows = self.table(self.formats if verbose else self.shown)
+        cut = rows if verbose else rows[: SHOWN + 1]
+        widths = [max(map(len, column)) for column in zip(*cut)]
+        lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in cut]
+        more = len(rows) - len(cut)
+        return [self.title, *lines, *([f"  and {more} less sensitive modules"] if more else []), *self.notes]
 
 
 @dataclass(frozen=True)
@@ -135,7 +146,6 @@ class Recommendation:
         start: the first value of a dynamic one: the same, within the bounds of `DynamicLossScale`.
         gradient: the tensor with the largest gradient, which decides both, with its histogram over all steps.
         gradients: all gradients together.
-        sources: the tensor with the largest gradient of each kind in `GRADIENTS`.
         kept: modules that fp16 needs in FP32.
         notes: further sentences.
         sensitivity: the ranking of the modules; None if not measured.
@@ -149,15 +159,37 @@ class Recommendation:
     start: float
     gradient: RangeRow
     gradients: Histogram
-    sources: list[RangeRow]
     kept: list[Kept]
     notes: list[str]
     sensitivity: Sensitivity | None
 
-    def lost(self, scale: float = 1.0) -> float:
-        """The share of gradients other than 0 that fp16 rounds to zero under a loss scale."""
-        shares = self.gradients.shares("fp16", shift_of(scale))
-        return 0.0 if shares is None else shares.underflow
+    @property
+    def plain(self) -> list[str]:
+        """The recommendation in a few sentences."""
+        scale = f"loss scale (dynamic from {power_text(self.start)}, or constant {power_text(self.constant)})"
+        some = [f"{one.name} ({one.why})" for one in self.kept[:WORST]]
+        some += [f"{len(self.kept) - WORST} more modules"] * (len(self.kept) > WORST)
+        found = [f"Use {self.format}: {self.why}."]
+        if self.format == "fp16":
+            found += [f"It needs a {scale}: the largest gradient is the {self.gradient}."]
+            found += [f"Keep in FP32: {'; '.join(some)}." if some else "No module has to stay in FP32."]
+            found += [f"Policy: {self.policy}"]
+        else:
+            keep = f"these in FP32: {'; '.join(some)}" if some else "no module in FP32"
+            found += [f"fp16 would need a {scale}, and {keep}."]
+        return [*found, *self.notes]
+
+    def lines(self, verbose: bool = False) -> list[str]:
+        """`plain`, and the ranking; `verbose`: all modules and formats, and what fp16 loses of the gradients."""
+        found = self.plain
+        if self.sensitivity is not None:
+            found += ["", *self.sensitivity.lines(verbose)]
+        shares = [self.gradients.shares("fp16", shift_of(scale)) for scale in (1.0, self.start)]
+        lost = [percent(one.underflow) for one in shares if one]
+        if verbose and lost:
+            text = f"zero, and {lost[1]} at loss scale {power_text(self.start)}"
+            found += ["", f"Of all gradients fp16 rounds {lost[0]} to {text}."]
+        return found
 
     def to_json(self) -> str:
         """All of it, histograms included; numbers that are not finite are strings."""
@@ -165,53 +197,19 @@ class Recommendation:
 
     def to_toml(self) -> str:
         """The policy as a file that `mezzo.policy` reads, below comments with the reasons."""
-        reasons = [f"{self.format}: {self.why}", str(self.gradient)] if self.format == "fp16" else [self.why]
-        if self.format == "fp16":
-            reasons += [f"{kept.name}: {kept.why}" for kept in self.kept]
-        head = [f"Recommended by mezzo calibrate from {self.steps} steps in FP32.", *reasons]
+        head = [f"Recommended by mezzo calibrate from {self.steps} steps in FP32.", *self.plain]
         return "".join(f"# {line}\n" for line in head) + policy_of(self.policy).to_toml()
 
     def __repr__(self) -> str:
         return f"Recommendation({self.policy!r}, steps={self.steps})"
 
     def _repr_html_(self) -> str:
-        rows = [("policy", self.policy), ("format", f"{self.format}: {self.why}")]
-        if self.format == "fp16":
-            rows.append(("loss scale", f"dynamic from {power_text(self.start)}"))
-            rows += [("keep in FP32", f"{one.name}: {one.why}") for one in self.kept]
-        return html_table(repr(self), rows + [("note", note) for note in self.notes])
+        title, ranking = " ".join(self.plain), self.sensitivity
+        head, *rows = [[]] if ranking is None else ranking.table(ranking.shown)
+        return html_table(title, rows, head)
 
     def __str__(self) -> str:
-        """The recommendation and the ranking: lines of a label and a value, each histogram below its tensor."""
-        shift = shift_of(self.start)
-        scale = f"fp16: dynamic from {power_text(self.start)}, or constant {power_text(self.constant)}"
-        label, kept_as = "keep in FP32", ""
-        if self.format != "fp16":
-            scale = f"none is needed in {self.format} (in {scale})"
-            label, kept_as = "for fp16", " would have to stay in FP32"
-        rows = [("format", f"{self.format}: {self.why}"), ("loss scale", scale)]
-        unscaled, scaled = percent(self.lost()), percent(self.lost(self.start))
-        lost = f"{unscaled} to zero without a loss scale, {scaled} at loss scale {power_text(self.start)}"
-        rows += [
-            ("gradients", f"of all gradients, fp16 rounds {lost}"),
-            ("", exponent_strip(self.gradients, "fp16", shift)),
-        ]
-        for one in self.sources:
-            rows += [("", f"{one} (the largest)"), ("", exponent_strip(one.histogram, "fp16", shift))]
-        for kept in self.kept:
-            op = f" (in the policy: op.{kept.op}=fp32)" if kept.by_op else ""
-            rows.append((label, f"{kept.name}{kept_as}: {kept.why}{op}"))
-            if kept.evidence is not None:
-                by = shift if kept.evidence.what in GRADIENTS else 0
-                rows.append(("", exponent_strip(kept.evidence.histogram, "fp16", by)))
-        if not self.kept:
-            rows.append((label, f"no module{kept_as}: in these steps no number was beyond fp16's range"))
-        rows.append(("policy", self.policy))
-        if self.sensitivity is not None:
-            title, *lines = self.sensitivity.lines()
-            rows += [("sensitivity", title), *(("", line) for line in lines)]
-        rows += [("note", note) for note in self.notes]
-        return "\n".join(f"{label + ':' if label else '':<14}{value}" for label, value in rows)
+        return "\n".join(self.lines())
 
 
 def check_format(format: str | None) -> None:
@@ -231,7 +229,8 @@ def recommend(
     measured = list(measured)
     records = [one for one in measured if isinstance(one, RangesRecord) and one.rows]
     sensitivities = [one for one in measured if isinstance(one, SensitivityRecord)]
-    sensitivity = rank(sensitivities, [named(one) for one in ranked])
+    formats = [named(one) for one in ranked]
+    sensitivity = rank(sensitivities, formats)
     merged: Merged = {}  # over all steps
     for record in records:
         merge(merged, record.rows)
@@ -243,19 +242,14 @@ def recommend(
             f"in FP32, without mixed precision, the loss is {losses[0].loss} at step {losses[0].index}, so nothing can "
             "be recommended. Lower the learning rate, or fix the data or the loss"
         )
-    sources = [
-        max(some, key=lambda one: one.histogram.largest)
-        for kind in GRADIENTS
-        if (some := [one for one in gradients if one.what == kind and one.histogram.largest > 0])
-    ]
-    if not sources:
+    source = max(gradients, key=lambda one: one.histogram.largest, default=None)
+    if source is None or source.histogram.largest == 0:
         raise UsageError(
             f"nothing to calibrate with: in {len(records)} watched steps no gradient was finite and not 0"
         )
-    source = max(sources, key=lambda one: one.histogram.largest)
     constant, start = _scales(source.histogram.largest)
-    kept = _kept(tensors, start, sensitivity)
-    chosen, why = _format(native, format, kept)
+    kept = _kept(tensors, start, sensitivity, {one.name for one in formats if one.bits < 16})
+    chosen, why = _format(native, format)
     notes = _notes(tensors, kept)
     held = [one.module for one in kept] if chosen == "fp16" else []
     over = [
@@ -266,16 +260,18 @@ def recommend(
         and one.module not in held
         and is_pattern(one.module)
     ][:WORST]
+    if chosen == "bf16" and sensitivity and not over:
+        why += ". No module has to stay in FP32"
     if over:
         add = ",".join(f"module.{module}=fp32" for module in over)
         notes.insert(
             0,
             f"{chosen} changes the loss by more than the limit in {', '.join(over)}. If mezzo compare finds harm, add "
-            f"{add} to the policy",
+            f"{add} to the policy.",
         )
     if source.histogram.overflows("fp16", shift_of(start)):
         notes.insert(
-            0, f"{source}: this overflows fp16 under every dynamic loss scale. Train in bf16 or fp32"
+            0, f"{source}: this overflows fp16 under every dynamic loss scale. Train in bf16 or fp32."
         )
     return Recommendation(
         format=chosen,
@@ -286,7 +282,6 @@ def recommend(
         start=start,
         gradient=source,
         gradients=reduce(Histogram.plus, (one.histogram for one in gradients)),
-        sources=sources,
         kept=kept,
         notes=notes,
         sensitivity=sensitivity,
@@ -338,15 +333,25 @@ def conclusions(tensors: Sequence[RangeRow], scale: float | None = None) -> list
     return found
 
 
-def _kept(tensors: Sequence[RangeRow], start: float, sensitivity: Sensitivity | None = None) -> list[Kept]:
-    """Modules that fp16 can't hold, and those that ran after them (which read the number, or make the gradient)."""
+def _kept(
+    tensors: Sequence[RangeRow],
+    start: float,
+    sensitivity: Sensitivity | None = None,
+    narrow: Collection[str] = (),
+) -> list[Kept]:
+    """Modules that fp16 can't hold, and those that ran after them (which read the number, or make the gradient).
+
+    A module without a product leaves an FP32 input in FP32. The ranking shows it by having no `narrow` format.
+    """
+    ranked = sensitivity.modules if sensitivity and narrow else []
+    spared = {one.module for one in ranked if not one.changes.keys() & narrow}
     found: dict[str, Kept] = {}
     after = dict(pairwise(dict.fromkeys(one.module for one in tensors if one.what == "activation")))
 
     def keep(one: RangeRow, why: str, reads: str) -> None:
         found.setdefault(one.module, Kept(one.module, why, one))
         reader = after.get(one.module)
-        if reader is not None and one.what != "weight":
+        if reader is not None and reader not in spared and one.what != "weight":
             found.setdefault(reader, Kept(reader, reads, one))
 
     for one in tensors:
@@ -356,13 +361,13 @@ def _kept(tensors: Sequence[RangeRow], start: float, sensitivity: Sensitivity | 
             beyond = "beyond" if one.histogram.overflows("fp16") else f"within {2**HEADROOM}x of"
             noun = "returned numbers" if one.what == "activation" else f"has a {one.name} of"
             why = f"{noun} {largest}, {beyond} fp16's largest number, {named('fp16').max:.0f}"
-            keep(one, why, f"may read the output of {name}, the module before it, which {why}")
+            keep(one, why, f"may read the output of {name}")
         elif one.what == "activation gradient":
             shares = one.histogram.shares("fp16", shift_of(start))
             if shares is not None and shares.underflow > MOST_LOST:
                 part, scale = percent(shares.underflow), power_text(start)
                 why = f"has an output gradient of which fp16 rounds {part} to zero even at loss scale {scale}"
-                keep(one, why, f"computes the gradient of {name}, the module before it; {why}")
+                keep(one, why, f"computes the output gradient of {name}")
     for inside in sensitivity.modules if sensitivity else ():
         if inside.causes.get("fp16"):
             op = inside.causes["fp16"]
@@ -372,13 +377,11 @@ def _kept(tensors: Sequence[RangeRow], start: float, sensitivity: Sensitivity | 
     return list(found.values())
 
 
-def _format(native: Collection[str], asked: str | None, kept: Sequence[Kept]) -> tuple[str, str]:
+def _format(native: Collection[str], asked: str | None) -> tuple[str, str]:
     if asked is not None:
         return asked, "as asked"
     if "bf16" in native:
-        needs = f"at least {len(kept)} {'module' if len(kept) == 1 else 'modules'} in FP32"
-        fp16_needs = f"; fp16 would need {needs} (not tried)" if kept else ""
-        return "bf16", f"it is native here, has FP32's range, and needs no loss scale{fp16_needs}"
+        return "bf16", "it is native here, has FP32's range, and needs no loss scale"
     if "fp16" in native:
         return "fp16", "it is native here, and bf16 is not"
     return "fp32", (
@@ -394,11 +397,14 @@ def _notes(tensors: Sequence[RangeRow], kept: Sequence[Kept]) -> list[str]:
         bad = one.histogram.nans + (one.histogram.infinities if one.what != "activation" else 0)
         if bad and one.what != "update ratio":
             where = f"the {one.what} of {one.module or 'the model'}"
-            notes.append(f"in FP32 itself {bad} numbers of {where} were NaN or infinite")
+            notes.append(f"In FP32 itself {bad} numbers of {where} were NaN or infinite.")
     unnamed = ", ".join(repr(one.module) for one in kept if not is_pattern(one.module) and not one.by_op)
     if unnamed:
-        notes.append(f"no policy can name {unnamed}: change the model, or train in bf16 or fp32")
-    return [*notes, "this policy has not been tried: mezzo compare tests whether it trains as well as FP32"]
+        notes.append(f"No policy can name {unnamed}: change the model, or train in bf16 or fp32.")
+    return [
+        *notes,
+        "Not tried yet: mezzo compare tests whether it trains as well as FP32, and whether it is faster.",
+    ]
 
 
 def _policy(format: str, start: float, kept: Sequence[Kept]) -> str:
@@ -433,7 +439,6 @@ def rank(
     loss = math.fsum(abs(record.loss) for record in records) / len(records)
     limit = margin * loss / math.sqrt(len(found))
     bits = {form.name: form.bits for form in formats}
-    widths = sorted(set(bits.values()), reverse=True)
     modules = []
     for module, by_format in found.items():
         changes = {name: math.sqrt(expected_square(rows)) for name, rows in by_format.items()}
@@ -447,12 +452,13 @@ def rank(
         kind = next(iter(by_format.values()))[0].kind
         modules.append(ModuleSensitivity(module, kind, changes, causes, bears, [*bears, "fp32"][0]))
 
-    def calm(one: ModuleSensitivity) -> tuple[float, ...]:
-        """Refused formats, those with most bits first, then the change in the first format."""
-        refused = [bits[name] for name in bits if name in one.changes and name not in one.bears]
-        return (*(-refused.count(width) for width in widths), -one.changes.get(formats[0].name, 0.0))
+    shown = [name for name, width in bits.items() if width >= 16] or list(bits)
 
-    modules.sort(key=calm)
-    totals = {name: math.hypot(*(one.changes.get(name, 0.0) for one in modules)) for name in bits}
+    def sensitive(one: ModuleSensitivity) -> tuple[int, float]:
+        """How many formats are refused, then the change in the first."""
+        refused = sum(name in one.changes and name not in one.bears for name in shown)
+        return refused, one.changes.get(shown[0], 0.0)
+
+    modules.sort(key=sensitive, reverse=True)
     notes = list(dict.fromkeys(note for record in records for note in record.notes))
-    return Sensitivity(list(bits), modules, loss, margin, limit, len(records), totals, notes)
+    return Sensitivity(list(bits), shown, modules, loss, margin, limit, len(records), notes)

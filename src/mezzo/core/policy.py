@@ -150,21 +150,7 @@ class Policy:
     @cached_property
     def name(self) -> str:
         """The shortest string that reads back as this policy: a preset's name, then settings that differ from it."""
-        plain = Policy(self.compute, modules=self.modules)
-        named = {key for key in KEYS if getattr(self, key) != getattr(plain, key)}
-        # Each implies the other: masters the usual params, else params the usual masters.
-        if "params" in named and self.params == self.activations:
-            named.remove("params")
-            named.add("masters")
-        elif self.masters == usual_masters(self.params):
-            named.discard("masters")
-        else:
-            named.add("masters")
-        parts = [
-            f"{_left(entry)}={entry.value}"
-            for entry in self._entries
-            if entry.key not in KEYS or entry.key in named
-        ]
+        parts = [f"{_left(entry)}={entry.value}" for entry in self._written]
         return ",".join([self.compute, *parts])
 
     def __str__(self) -> str:
@@ -252,8 +238,8 @@ class Policy:
         return replace(self, compute=compute) if self.compute == "auto" else self
 
     def to_toml(self) -> str:
-        """The policy as the text of a TOML file."""
-        return print_toml(self._entries)
+        """The policy as the text of a TOML file, without settings that have the default of `compute`."""
+        return print_toml([Entry("compute", "", self.compute, ""), *self._written])
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Policy:
@@ -265,8 +251,19 @@ class Policy:
         return _assembled(read_toml(path), f"{os.fspath(path)}: ")
 
     @cached_property
-    def _entries(self) -> list[Entry]:
-        keys = [Entry(key, "", getattr(self, key), "") for key in KEYS]
+    def _written(self) -> list[Entry]:
+        """The settings that differ from the preset's."""
+        plain = Policy(self.compute, modules=self.modules)
+        named = {key for key in KEYS if getattr(self, key) != getattr(plain, key)}
+        # Each implies the other: masters the usual params, else params the usual masters.
+        if "params" in named and self.params == self.activations:
+            named.remove("params")
+            named.add("masters")
+        elif self.masters == usual_masters(self.params):
+            named.discard("masters")
+        else:
+            named.add("masters")
+        keys = [Entry(key, "", getattr(self, key), "") for key in KEYS if key in named]
         ops = [Entry("op", name, rule, "") for name, rule in self.ops]
         return keys + ops + [Entry("module", name, fmt, "") for name, fmt in self.modules]
 

@@ -94,6 +94,16 @@ class Histogram:
                 over += count
         return Shares(under / total, sub / total, (total - under - sub - over) / total, over / total)
 
+    def scaled_to(self, format: str | Format) -> Histogram:
+        """Times the power of two that brings the largest number just under the format's, as fp8 scales a tensor.
+
+        >>> Histogram(-30, [1, 1]).scaled_to("e4m3fn")  # up to 2^-28: 2^36 times that is below 448
+        Histogram(lowest=6, counts=[1, 1], zeros=0, infinities=0, nans=0, largest=0.0)
+        """
+        largest = self.largest or math.ldexp(1.0, self.lowest + len(self.counts))
+        shift = math.floor(math.log2(float(named(format).max) / largest))
+        return replace(self, lowest=self.lowest + shift, largest=math.ldexp(self.largest, shift))
+
     def overflows(self, format: str | Format, shift: int = 0) -> bool:
         """Whether the largest number, times ``2**shift``, rounds to beyond the format's largest: exact."""
         form = named(format)
@@ -189,31 +199,6 @@ def merge(into: Merged, rows: Iterable[RangeRow]) -> None:
     for row in rows:
         key = row.module, row.what, row.name
         into[key] = replace(row, histogram=into[key].histogram.plus(row.histogram)) if key in into else row
-
-
-_BLOCKS = "▁▂▃▄▅▆▇█"
-MOST = 48
-"""Blocks of a strip; a histogram of more exponents has several in each."""
-
-
-def exponent_strip(histogram: Histogram, format: str, shift: int = 0) -> str:
-    """A histogram as a line of text: a block for each exponent, and the shares that a format loses after a shift.
-
-    >>> exponent_strip(Histogram(-2, [3, 1, 1]), "fp16")
-    '2^-2 |█▃▃| 2^0: fp16 keeps all'
-    """
-    shares = histogram.shares(format, shift)
-    if shares is None:
-        return "(no number that is finite and not 0)"
-    width = math.ceil(len(histogram.counts) / MOST)
-    bars = [sum(histogram.counts[i : i + width]) for i in range(0, len(histogram.counts), width)]
-    drawn = "".join(_BLOCKS[7 * count // max(bars)] if count else " " for count in bars)
-    words = {"to zero": shares.underflow, "subnormal": shares.subnormal, "overflow": shares.overflow}
-    lost = ", ".join(f"{percent(share)} {word}" for word, share in words.items() if share)
-    scaled = f" at loss scale 2^{shift}" if shift else ""
-    last = histogram.lowest + len(histogram.counts) - 1
-    kept = f"has {lost}" if lost else "keeps all"
-    return f"2^{histogram.lowest} |{drawn}| 2^{last}: {format}{scaled} {kept}"
 
 
 def percent(share: float) -> str:

@@ -44,6 +44,7 @@ class GpuModel:
     memory_gb: int | None = None
     bandwidth: int | None = None
     peaks: Mapping[str, float] = field(default_factory=dict)
+    tensor_cores: bool = True  # those of its compute capability
     source: str = "NVIDIA, CUDA GPU Compute Capability (developer.nvidia.com/cuda-gpus, /cuda-legacy-gpus)"
 
 
@@ -80,7 +81,7 @@ def _model(row: str) -> GpuModel:
     major, minor = capability.split(".")
     formats = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
     found = {form: float(peak) for form, peak in zip(formats, peaks) if peak != "-"}
-    return GpuModel(name, (int(major), int(minor)), int(memory), int(bandwidth), found, source)
+    return GpuModel(name, (int(major), int(minor)), int(memory), int(bandwidth), found, source=source)
 
 
 MODELS = tuple(map(_model, _DATASHEETS.strip().splitlines()))
@@ -115,7 +116,7 @@ VARIANTS = r"ti|super|laptop|mobile|maxq|d|pcie|sxm\d?|nvl\d*|hbm\d|\d+gb?"
 def find(name: str) -> tuple[GpuModel, ...]:
     """The models of that name, or compute capability; several if the name is a common beginning (``"A100"``)."""
     if number := re.fullmatch(r"([5-9]|1[0-2])\.(\d)", name.strip()):
-        name = "any GPU except GTX 16, which has no tensor cores" if number[0] == "7.5" else "any GPU"
+        name = "any GPU except GTX 16 (mezzo doctor --gpu 'GTX 16')" if number[0] == "7.5" else "any GPU"
         return (GpuModel(name, (int(number[1]), int(number[2])), source="--gpu"),)
     wanted = _words(ALSO.get(" ".join(_words(name)), name))
     joined = "".join(wanted)
@@ -127,10 +128,12 @@ def find(name: str) -> tuple[GpuModel, ...]:
     for capability, names in BY_CAPABILITY.items():
         if re.fullmatch(f"({names.replace(' ', '|')})({VARIANTS})*", joined):
             return (GpuModel(name.strip(), capability),)
+    if re.fullmatch(f"(16|1630|1650|1660)({VARIANTS})*", joined):
+        return (GpuModel(name.strip(), (7, 5), tensor_cores=False),)
     known = sorted(word for word in " ".join(BY_CAPABILITY.values()).upper().split() if not word.isdigit())
     raise UnknownNameError(
         f"unknown GPU {name!r}. Use one of\n"
-        + textwrap.fill(f"GTX 10, RTX 20, RTX 30, RTX 40, RTX 50, {', '.join(known)}", 60)
+        + textwrap.fill(f"GTX 10, GTX 16, RTX 20, RTX 30, RTX 40, RTX 50, {', '.join(known)}", 60)
         + "\nor the compute capability: mezzo doctor --gpu 8.6.\n"
         "nvidia-smi --query-gpu=name,compute_cap --format=csv\nprints it; developer.nvidia.com/cuda-gpus has a table."
     )
@@ -151,7 +154,7 @@ class Recommendation:
 FP16_RANGE = "fp16 only represents 6e-8 to 65504, so Mezzo scales the loss and skips steps that overflow."
 
 
-def from_capability(capability: Capability) -> Recommendation:
+def from_capability(capability: Capability, tensor_cores: bool = True) -> Recommendation:
     """The precision to use on a CUDA device of this compute capability, without having it."""
     this = "and this is {}.{}.".format(*capability)
     reasons = {
@@ -163,7 +166,14 @@ def from_capability(capability: Capability) -> Recommendation:
             f"fp16: tensor cores support it from compute capability 7.0, {this}",
             f"bf16 needs 8.0. Below that PyTorch runs it without tensor cores, slower than fp32. {FP16_RANGE}",
         ),
-        "fp32": (f"FP32: GPUs before Volta (compute capability 7.0) have no tensor cores, {this}",),
+        "fp32": (
+            f"fp32: GPUs before Volta (compute capability 7.0) and GTX 16 have no tensor cores, {this}",
+            "16 bits would save memory there, but no time.",
+        ),
     }
-    chosen = next(form for form in reasons if form == "fp32" or form in formats_at(capability))
-    return Recommendation(chosen, reasons[chosen])
+    has = formats_at(capability) if tensor_cores else ()
+    chosen = next(form for form in reasons if form == "fp32" or form in has)
+    fp8 = ["fp8: its peak is twice that of bf16, in linear layers. Compare: --precision bf16,fp8"] * (
+        "fp8" in has
+    )
+    return Recommendation(chosen, (*reasons[chosen], *fp8))

@@ -31,6 +31,8 @@ from mezzo.pytorch.snapshot import Snapshot
 
 UNCHANGING = 64
 """If sizes this factor apart take the same bytes, the batch does not grow with the size."""
+BLOCKS, UNSTEADY = 3, 1.5
+"""A speed is the median of so many blocks of steps, and unsteady if their times differ by more than this factor."""
 RISE, DOUBLED_TWICE = 1.05, 4
 """The speed of a size has risen if it is this many times that of one which is four times smaller."""
 MARGIN, LEAST_MARGIN = 0.10, 512 * 1024**2
@@ -51,7 +53,7 @@ class NothingFitsError(MezzoError, RuntimeError):
 @dataclass(frozen=True)
 class Trial:
     """The measurement of one batch size: its peak (None if the step did not finish), the median seconds of a step (None
-    if it was not timed), and why it does not fit.
+    if it was not timed), why it does not fit, and the time of its slowest block of steps over that of the fastest.
     """
 
     size: int
@@ -59,6 +61,19 @@ class Trial:
     peak_bytes: int | None = None
     seconds: float | None = None
     why: str = ""
+    spread: float = 1.0
+
+    @classmethod
+    def timed(cls, size: int, peak_bytes: int, seconds: Sequence[float]) -> Trial:
+        """The trial of a size that fits, with the seconds of single steps."""
+        each = len(seconds) // BLOCKS or 1
+        starts = range(0, len(seconds), each)[:BLOCKS]
+        blocks = [statistics.median(seconds[start : start + each]) for start in starts]
+        if not blocks:
+            return cls(size, True, peak_bytes)
+        return cls(
+            size, True, peak_bytes, statistics.median(blocks), spread=max(blocks) / (min(blocks) or 1.0)
+        )
 
     @property
     def samples_per_second(self) -> float | None:
@@ -97,10 +112,25 @@ class BatchSizeResult:
         return max(trial.size for trial in self.trials if trial.fits)
 
     @property
+    def bounded(self) -> bool:
+        """Whether a larger size was tried and does not fit."""
+        return self.complete and not all(trial.fits for trial in self.trials)
+
+    @property
+    def unsteady(self) -> bool:
+        """Whether a speed is too unsteady to compare."""
+        return any(trial.spread > UNSTEADY for trial in self.trials)
+
+    @property
+    def best(self) -> Trial:
+        """The trial of the size that trains the most samples per second; of the largest if none was timed."""
+        _ = self.largest  # raises if nothing fits
+        return max((t for t in self.trials if t.fits), key=lambda t: (t.samples_per_second or 0.0, t.size))
+
+    @property
     def fastest(self) -> int:
-        """The batch size that trains the most samples per second; `largest` if none was timed."""
-        timed = [trial for trial in self.trials if trial.fits and trial.seconds]
-        return max(timed, key=lambda trial: trial.samples_per_second or 0.0).size if timed else self.largest
+        """The batch size of `best`."""
+        return self.best.size
 
     def table(self) -> list[str]:
         """A header, and a line per size, in order of size."""
@@ -112,6 +142,7 @@ class BatchSizeResult:
             peak = "-" if trial.peak_bytes is None else written_bytes(trial.peak_bytes)
             steps = _speed(1 / trial.seconds if trial.seconds else None)
             fits = "yes" if trial.fits else f"no: {trial.why}"
+            fits += ", unsteady speed" * (trial.spread > UNSTEADY)
             yield str(trial.size), peak, steps, _speed(trial.samples_per_second), fits
 
     def __repr__(self) -> str:
@@ -131,15 +162,15 @@ class BatchSizeResult:
             took = None if smallest.peak_bytes is None else written_bytes(smallest.peak_bytes)
             why = f"takes {took}, and the limit is {limit}" if took else f"does not run ({smallest.why})"
             return f"no size fits: {name}{smallest.size} {why}."
-        by_size = {trial.size: trial for trial in self.trials}
-        largest, fastest = by_size[self.largest], by_size[self.fastest]
-        bounded = self.complete and not all(trial.fits for trial in self.trials)
-        text = f"{name}{largest.size} is the largest that {'fits' if bounded else 'was tried and fits'}"
+        largest, fastest = next(one for one in self.trials if one.size == self.largest), self.best
+        text = f"{name}{largest.size} is the largest that {'fits' if self.bounded else 'was tried and fits'}"
         if largest.peak_bytes is not None:
             text += f" ({written_bytes(largest.peak_bytes)}{limit and f' of {limit}'})"
         if largest.samples_per_second is None:
             return f"{text}."
         text += f". It trains {_speed(largest.samples_per_second)} samples per second"
+        if self.unsteady:
+            return f"{text}. Which size is the fastest cannot be told: repeats vary by more than {UNSTEADY}x."
         if fastest is largest:
             return f"{text}, the most of all sizes."
         return f"{text}; {name}{fastest.size} is the fastest, with {_speed(fastest.samples_per_second)}."
@@ -159,6 +190,7 @@ class BatchSizeResult:
                     "why": trial.why,
                     "samples_per_second": trial.samples_per_second,
                     "seconds_per_step": trial.seconds,
+                    "spread": trial.spread,
                 }
                 for trial in self.trials
             ],
@@ -183,15 +215,21 @@ class Search:
     multiple_of: int = 1
     max_size: int | None = None
     until_flat: bool = False
+    names: tuple[str, str, str] = (
+        "start=",
+        "multiple_of=",
+        "max_size=",
+    )  # as the user writes the first three
 
     def __post_init__(self) -> None:
-        for name in ("start", "multiple_of"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} is less than 1. Example: {name}=8")
+        for name, value in zip(self.names, (self.start, self.multiple_of)):
+            if value < 1:
+                raise UsageError(f"{name}{value} is less than 1. Example: {name}8")
         if self.max_size is not None and self.max_size < self.multiple_of:
+            _, multiple_of, most = self.names
             raise UsageError(
-                f"max_size={self.max_size} (--max) is less than multiple_of={self.multiple_of} (--multiple-of), so no "
-                "size can be tried. Use a larger max_size or a smaller multiple_of"
+                f"{most}{self.max_size} is less than {multiple_of}{self.multiple_of}, so no size can be tried. Use "
+                f"{most}{self.multiple_of} or more"
             )
 
     def next_size(self, trials: Sequence[Trial], limit: int | None) -> int | None:
@@ -211,8 +249,8 @@ class Search:
         if low >= UNCHANGING * first:
             raise UsageError(
                 f"sizes from {first} to {low} take the same bytes. If the data set is that small, use "
-                f"max_size={first} (--max {first}). If not, check that the step uses its batch size (--vary may name "
-                f"the wrong option), or begin with a larger size: start={low} (--start {low})."
+                f"{self.names[2]}{first}. If not, check that the step uses its batch size (--vary may name the wrong "
+                f"option), or begin with a larger size: {self.names[0]}{low}."
             )
         grown = min(2 * low, ceiling)
         if limit is not None and points:  # the line through the last two sizes meets the limit here
@@ -349,7 +387,7 @@ def _try_size(
                 step(size)
                 wait()
                 seconds.append(time.perf_counter() - start)
-            return Trial(size, True, peak, statistics.median(seconds) if seconds else None)
+            return Trial.timed(size, peak, seconds)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -394,8 +432,8 @@ def spendable_bytes(root: Path = Path("/")) -> int:
         machine = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         raise UsageError(
-            "the available memory of this system is unknown. Give the bytes that a step may take: limit='8GiB' "
-            "(--limit 8GiB)"
+            "the available memory of this system is unknown. Give the bytes that a step may take as the limit, such as "
+            "8GiB"
         ) from None
     available = max(0, min([machine * 1024, *_left_of_groups(root)]))
     return max(1, available - max(int(MARGIN * available), LEAST_MARGIN))

@@ -33,6 +33,7 @@ _COPY_NAMES = """
 COPIES = frozenset(_COPY_NAMES.split())  # operations that return numbers that were there before, or constants
 # Below autograd an op of the table may have a longer name: these parts are cut off.
 _BEFORE = ("native_", "_native_", "cudnn_", "miopen_", "mkldnn_", "_")
+_CALLED = {"mm": "matmul", "bmm": "matmul", "addmm": "linear"}  # -> what code and policies name it
 _AFTER = ("_legit", "_backend", "_forward", "_for_cpu", "_")
 
 
@@ -120,7 +121,7 @@ class Rounding(TorchDispatchMode):
             return rounded
         beyond = torch.isfinite(tensor) & (size > self._most)
         if not self.cause and bool(beyond.any()):
-            self.cause = name
+            self.cause = _CALLED.get(name, name)
         return torch.where(beyond, tensor * math.inf, rounded)
 
     def _cast(self, tensor: Tensor) -> Tensor:

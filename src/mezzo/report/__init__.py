@@ -8,7 +8,7 @@ from pathlib import Path
 from mezzo.core.errors import UsageError
 from mezzo.core.whole_file import write_whole
 from mezzo.report.page import render, render_runs
-from mezzo.report.run import read, read_run
+from mezzo.report.run import advice, read, read_run
 
 __all__ = ["build", "build_any", "build_run"]
 
@@ -38,7 +38,7 @@ def build_run(records: str | os.PathLike[str]) -> Path:
             "`mezzo run --watch SCRIPT`, `mezzo run --records FILE SCRIPT`, "
             "MixedPrecision(..., records=FILE), mezzo.keras.PrecisionMonitor."
         )
-    return write_whole(target, render_runs(runs, name))
+    return write_whole(target, render_runs(runs, name, advice(place)))
 
 
 def build_any(place: str | os.PathLike[str]) -> Path:

@@ -119,7 +119,7 @@ def _faults(chart: Chart, name: str, series: str, runs: Sequence[Run], alone: bo
 
 
 def difference(comparison: Comparison, candidate: str, series: str, margin: float | None) -> Chart | None:
-    """A candidate's loss minus FP32's of the same seed, with margin and twins' noise; None if no seed has both."""
+    """A candidate's loss minus FP32's of the same seed, with margin and noise check; None if no seed has both."""
     runs = comparison.of(candidate)
     rows, twins = _paired(comparison, runs), _paired(comparison, comparison.twins)
     if not rows.size:
@@ -150,11 +150,11 @@ def difference(comparison: Comparison, candidate: str, series: str, margin: floa
     picks = sample(steps, POINTS)
     columns = [(f"{candidate} − FP32", _at(mean, picks))]
     if noise:
-        columns.append(("twin − FP32", _at(noise[1], picks)))
+        columns.append(("noise check − FP32", _at(noise[1], picks)))
         if len(twins) > 1:
-            chart.band(noise[0], noise[2], "noise", "FP32 twins moved by one ulp (noise)")
+            chart.band(noise[0], noise[2], "noise", "noise check: FP32 with weights moved by one ulp")
         else:
-            chart.line(noise[1], "noise", "FP32 twin moved by one ulp (noise)")
+            chart.line(noise[1], "noise", "noise check: FP32 with weights moved by one ulp")
     chart.rule(0.0, "zero")
     if len(rows) > 1:
         chart.band(low, high, series, "smallest to largest seed")

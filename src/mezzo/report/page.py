@@ -20,6 +20,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from mezzo.core.comparison import READING
 from mezzo.core.remedies import of_constant_scale
 from mezzo.core.version import VERSION
 from mezzo.report import charts, figures, numbers, range_figures
@@ -67,7 +68,7 @@ def render(comparison: Comparison) -> str:
     )
 
 
-def render_runs(runs: Sequence[Run], place: str) -> str:
+def render_runs(runs: Sequence[Run], place: str, advice: Mapping[str, Any] | None = None) -> str:
     """The page of runs (at least one) without a verdict; ``place`` names it if no run says which script it is."""
     policies = list(dict.fromkeys(run.ran_by for run in runs if run.started))
     names = [run.name if len(runs) > 1 or not run.started else run.ran_by for run in runs]
@@ -76,7 +77,8 @@ def render_runs(runs: Sequence[Run], place: str) -> str:
         runs,
         ["", place],
         ", ".join(policies),
-        kicker="A training run" if len(runs) == 1 else "Training runs",
+        kicker="Calibration" if advice else "A training run" if len(runs) == 1 else "Training runs",
+        advice=advice,
         facts=policies,
         comparison=None,
         curves=[figures.loss(f"Loss: {name}", [(name, colour, [run])]) for name, colour, run in named],
@@ -121,7 +123,7 @@ def _environment() -> jinja2.Environment:
         text, kind = Markup(packaged(name)), name.partition(".")[0]
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         found.globals.update({kind: text, f"{kind}_hash": f"sha256-{digest}"})
-    found.globals.update(version=VERSION, parity=_parity, noted=_noted)
+    found.globals.update(version=VERSION, parity=_parity, noted=_noted, READING=READING)
     found.filters.update(prose=_prose, json=_json, comma="{:,}".format)
     return found
 

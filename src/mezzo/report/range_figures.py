@@ -16,7 +16,7 @@ from mezzo.core.calibration import conclusions
 from mezzo.core.ranges import GRADIENTS, WHAT, Histogram, RangeRow, Shares, shift_of
 from mezzo.report.charts import UNITS, Axis, Table, across, box, down, shape, text
 from mezzo.report.numbers import count, counted, power_of_two, share_text, significant
-from mezzo.report.ranges import FORMATS, LIMITS, RATIO, Ranges, Track, together
+from mezzo.report.ranges import FORMATS, LIMITS, RATIO, Ranges, Track, shares_in, together
 from mezzo.report.run import Run
 from mezzo.report.series import Array
 
@@ -80,15 +80,18 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
     axis = Axis(max(_WINDOW[0], min(first - 1, -28)), min(_WINDOW[1], max(last + 1, 20)))
 
     def gone(track: Track) -> float:
-        shares = track.total.shares(format, shift)
+        shares = shares_in(format, track.total, shift)
         return (shares.underflow + shares.overflow if shares else 0.0) + bool(broken(track.total))
 
     rows = []
     for track in sorted(tracks, key=gone, reverse=True)[:LISTED]:
-        lost, bad = _cells(track.total.shares(format, shift)), broken(track.total)
+        lost, bad = _cells(shares_in(format, track.total, shift)), broken(track.total)
         numbers = [lost[0], lost[3], significant(track.total.largest, 3), count(bad)]
         rows.append((track.label, numbers, bool(bad)))
-    shares = {name: total.shares(name, shift) for name in FORMATS}
+    shares = {
+        name: total.shares(name, shift) if name in LIMITS else together(tracks, name).shares(name)
+        for name in FORMATS
+    }
     return {
         "what": what,
         "sentence": WHAT[what],

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mezzo.core.formats import named
-from mezzo.core.ranges import GRADIENTS, Histogram, shift_of
+from mezzo.core.ranges import GRADIENTS, Histogram, Shares, shift_of
 from mezzo.core.records import RangesRecord
 
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
@@ -27,10 +27,12 @@ class Limits(NamedTuple):
     overflow: int
 
 
-_FORMS = {name: named(name) for name in FORMATS}
 LIMITS = {
-    name: Limits(form.minexp - form.nmant - 1, form.minexp, form.maxexp) for name, form in _FORMS.items()
+    form.name: Limits(form.minexp - form.nmant - 1, form.minexp, form.maxexp)
+    for form in map(named, FORMATS)
+    if form.bits == 16
 }
+"""Of the formats that have the run's loss scale. In the others each tensor has a scale of its own, as in fp8."""
 
 
 @dataclass
@@ -56,7 +58,7 @@ class Track:
             if self.what == RATIO:
                 share = histogram.lost(name)
             else:
-                shares = histogram.shares(name, shift)
+                shares = shares_in(name, histogram, shift)
                 share = shares.underflow + shares.overflow if shares else None
             self.lost[name].append(math.nan if share is None else share)
         if self.what == RATIO:
@@ -110,11 +112,17 @@ class Ranges:
         return found
 
 
-def together(tracks: Sequence[Track]) -> Histogram:
+def together(tracks: Sequence[Track], scaled_to: str = "") -> Histogram:
+    """The sum of all tensors, each scaled to a format if one is given."""
     total = Histogram()
     for track in tracks:
-        total = total.plus(track.total)
+        total = total.plus(track.total.scaled_to(scaled_to) if scaled_to else track.total)
     return total
+
+
+def shares_in(name: str, histogram: Histogram, shift: int) -> Shares | None:
+    """What a format makes of a tensor: at a loss scale of ``2**shift``, or with the tensor's own scale."""
+    return histogram.shares(name, shift) if name in LIMITS else histogram.scaled_to(name).shares(name)
 
 
 def median(histogram: Histogram) -> float:

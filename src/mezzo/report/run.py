@@ -148,6 +148,15 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
     )
 
 
+def advice(folder: Path) -> dict[str, Any] | None:
+    """What `mezzo calibrate` wrote in this folder, as texts; None if it wrote nothing, or an earlier version did."""
+    try:
+        found = json.loads((folder / "calibration.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("plain"), list) else None
+
+
 def _tail(path: Path) -> str:
     try:
         with path.open("rb") as file:

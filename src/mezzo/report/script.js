@@ -81,7 +81,9 @@
         const path = bars(data.counts, lowest - data.low, data.high - data.low, total);
         figure.querySelector(".bins").setAttribute("d", path);
         for (const row of figure.querySelector(".shares").tBodies[0].rows) {
-          const found = shares(data.counts, lowest, total, data.limits[row.cells[0].textContent]);
+          const limits = data.limits[row.cells[0].textContent];
+          if (!limits) continue; // the loss scale does not matter
+          const found = shares(data.counts, lowest, total, limits);
           found.forEach((share, place) => { row.cells[place + 1].textContent = percent(share); });
         }
         figure.querySelector(".scaled").textContent = power(Number(slider.value));

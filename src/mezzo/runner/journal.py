@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -24,12 +25,19 @@ Widen = Callable[[records.RecordWriter | None], records.RecordWriter | None]
 
 
 class Journal:
-    """Counts and writes down one run; a `path` of None counts only, and `widen` turns the writer into the right one."""
+    """Counts and writes down one run; a `path` of None counts only, and `widen` turns the writer into the right one.
+
+    If it `tells`, the first finding to fix is printed at once: the summary may be hours away.
+    """
 
     def __init__(
-        self, path: Path | None, started: Callable[[], records.RunStarted], widen: Widen | None = None
+        self,
+        path: Path | None,
+        started: Callable[[], records.RunStarted],
+        widen: Widen | None = None,
+        tells: bool = False,
     ) -> None:
-        self._widen = widen
+        self._widen, self._tells = widen, tells
         try:
             self._writer = None if path is None else records.RecordWriter(path)
         except OSError as error:
@@ -114,6 +122,13 @@ class Journal:
         for record in found:
             if isinstance(record, records.OverflowRecord):
                 self.findings.append(record)
+                if self._tells and record.finding.alarms:
+                    self._tells = False
+                    print(
+                        f"mezzo: update {record.update} skipped: {record.finding}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             elif isinstance(record, records.RangesRecord):
                 merge(self.ranges, record.rows)
             self._put(record)

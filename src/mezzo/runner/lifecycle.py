@@ -102,9 +102,7 @@ class StepWatch:
         """The script is over; if no step was observed, a note says so where `told`."""
         self._end(keep=False)
         if self._wanted and told:
-            journal.note(
-                "memory and formats were not measured: the script ended before its third update that moved the weights"
-            )
+            journal.note("memory and formats were not measured: fewer than three updates moved the weights")
 
     def _end(self, *, keep: bool) -> None:
         if self._stop is not None:

@@ -192,7 +192,9 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
         formats = (FIRST, FIRST) if op in IN_PLACE or kind == "number" else (WIDEST, WIDEST)
         if kernel and kind in ("gradient", "indices", "number"):
             return by_kernel(kernel, formats)
-        return unlike_torch("promote", formats, Rule.PROMOTE, same="it does so by itself")
+        return unlike_torch(
+            "promote", formats, Rule.PROMOTE, same="PyTorch does so itself, without a cast of Mezzo's"
+        )
     if rule is Rule.LOWER:
         if policy.compute in QUANTIZED and op in QUANTIZED_OPS:
             named = COMPUTE[policy.compute]
@@ -205,7 +207,7 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
         if not native:
             why = "computed in FP32 between casts on this device"
             return planned("emulated", (compute, compute), why, names)
-        why, same = "not on PyTorch's list for this device", "as PyTorch's own table has it"
+        why, same = "not on PyTorch's list for this device", "same rule as in torch.autocast"
         return unlike_torch("native", (compute, compute), Rule.LOWER, why, same)
     if kernel and kind == "result":
         return by_kernel(kernel, (FIRST, "fp32"))

@@ -82,7 +82,7 @@ class Explanation:
         width = max(width, _NARROWEST)
         count = len({row.op for row in self.ops})
         verdict = f"{len(self.departed)} NOT AS PLANNED" if self.departed else "all as planned"
-        headline = f"{self.precision} on {self.device_type}: {count} ops ran in the forward pass, {verdict}."
+        headline = f"{self.precision} on {self.device_type}: {count} kinds of ops ran in the forward pass, {verdict}."
         lines = textwrap.wrap(headline, width)
         for row in self.departed:
             place = f" in {row.module}" if row.module else ""
@@ -92,7 +92,10 @@ class Explanation:
             lines += textwrap.wrap(f"* {note}", width, subsequent_indent="  ")
         reasons: dict[str, list[str]] = {}
         for row in self.ops:
-            reasons.setdefault(row.reason, []).append(row.op)
+            one = all(other.reason == row.reason for other in self.ops if other.op == row.op)
+            reasons.setdefault(row.reason, []).append(
+                row.op if one else f"{row.op} in {row.module or 'the model'}"
+            )
         lines += ["", *_table(self.ops, width), ""]
         for reason, ops in reasons.items():
             text = f"{', '.join(dict.fromkeys(ops))}: {reason}"

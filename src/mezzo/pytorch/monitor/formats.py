@@ -111,6 +111,8 @@ class OpObserver:
         untouched = row.rule == "lower" and set(seen.arrived) == {"fp32"} == set(seen.outside)
         if excuse and untouched and not row.as_planned:
             return replace(row, planned="", reason="outside of autocast: in the format of its inputs")
+        if row.rule == "lower" and self.policy.compute != "fp32" == self.policy.format_inside(seen.module):
+            return replace(row, rule="fp32", reason="the policy has its module in FP32")
         return row
 
     def _policies_at(self, module: str) -> Iterator[Policy]:

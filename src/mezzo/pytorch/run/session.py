@@ -40,7 +40,7 @@ def run(request: RunRequest) -> int:
     policy, target = checked(request)
     imports = ImportWatch()
     widen = None if request.tensorboard is None else functools.partial(_with_events, request.tensorboard)
-    journal = Journal(request.records, lambda: _started(session), widen)
+    journal = Journal(request.records, lambda: _started(session), widen, request.summary)
     session = Session(request, policy, journal, imports)
     parts: list[lifecycle.Part] = [imports, session]
     if request.seed_offset is not None:

@@ -25,7 +25,7 @@ def summary(session: Session, failed: bool) -> str:
     journal, policy, scale = session.journal, session.policy, session.scale
     if failed and not (session.device_type or journal.losses or session.left_alone):
         return ""  # the script's own error says it all
-    if "keras" in sys.modules and not (session.device_type or session.left_alone):
+    if "keras" in sys.modules and not (journal.updates or session.left_alone):
         return "\n".join(f"mezzo: {line}" for line in for_keras(session))
     if session.left_alone is not None:
         lines = [_left_alone(session)]
@@ -38,13 +38,10 @@ def summary(session: Session, failed: bool) -> str:
         lines = [f"policy {policy}{why}", _calls(session), *_fallbacks()]
     if session.left_alone is None:
         if journal.updates or journal.losses:
-            steps, passes = (
-                _count(journal.updates, "optimizer step"),
-                _count(journal.losses, "backward pass", "es"),
-            )
-            lines.append(f"{steps}, {journal.skipped} skipped; {passes}")
+            due, passes = _count(journal.updates, "update"), _count(journal.losses, "backward pass", "es")
+            lines.append(f"{due}{' due' * (journal.skipped > 0)}, {journal.skipped} skipped; {passes}")
             if journal.updates and journal.skipped == journal.updates:
-                lines.insert(0, f"nothing was trained: all steps ({journal.updates}) were skipped")
+                lines.insert(0, f"nothing was trained: of {due} due all were skipped")
         if not isinstance(scale, NoLossScale):
             passes = _count(session.reruns, "backward pass", "es")
             again = f"; {passes} run again at a smaller scale" if session.reruns else ""
