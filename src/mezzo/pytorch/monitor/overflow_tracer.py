@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.core.records import OverflowRecord, Record
 from mezzo.core.remedies import training_code
-from mezzo.pytorch.distributed import is_distributed
+from mezzo.pytorch.distributed import is_distributed, is_sharded
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, watch_loss
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace
 from mezzo.pytorch.monitor.investigation import investigate, remedies_for
@@ -33,6 +33,8 @@ from mezzo.pytorch.monitor.replay import SavedCall, SideEffects, eager, running_
 _FEW = 8  # kept calls that are looked at before each call
 WATCHED = 50
 """Contexts that are watched live at most, for one overflow that was not explained."""
+
+_NOT_TRACED = "skipped steps of a sharded model (fully_shard, DTensor) are not traced to an operation"
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _ALL: weakref.WeakSet[OverflowTracer] = weakref.WeakSet()
@@ -55,7 +57,9 @@ def _never_raises(method: _Method) -> _Method:
 class OverflowTracer(StepObserver):
     """A `StepObserver` that looks into skipped steps, also where the host must wait for the device if it `waits`.
 
-    There are at most `limit` alarms; remedies have policies as `written`: as code, or as a command.
+    There are at most `limit` alarms; remedies have policies as `written`: as code, or as a command. `group_of` gives
+    the process group of an optimizer whose gradients are averaged (by default that of the last model called): its ranks
+    tell each other what they found. A sharded model is not traced.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class OverflowTracer(StepObserver):
         limit: int = 20,
         model: nn.Module | None = None,
         written: Callable[[str], str] = training_code,
+        group_of: Callable[[Optimizer], Any] | None = None,
     ) -> None:
         self._enter, self._model, self._written = enter, model, written
         self._clock, self._waits, self._left = clock, waits, limit
@@ -82,8 +87,10 @@ class OverflowTracer(StepObserver):
         self._watching = False
         self._to_watch = 0
         self._trouble: list[str] = []
+        self._group_of = group_of
         parallel = isinstance(model, nn.parallel.DistributedDataParallel)
         self._group: Any = model.process_group if parallel else None  # type: ignore[union-attr]
+        self.notes: list[str] = []
         self._last: OverflowReport | None = None
         self._records: list[Record] = []
         _ALL.add(self)
@@ -97,7 +104,7 @@ class OverflowTracer(StepObserver):
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the arguments."""
         self._open = None
-        if isinstance(model, nn.parallel.DistributedDataParallel):
+        if self._group_of is None and isinstance(model, nn.parallel.DistributedDataParallel):
             self._group = model.process_group
         if running_again() or self._left <= 0:
             return
@@ -106,6 +113,11 @@ class OverflowTracer(StepObserver):
             self._prune()
         inner = unwrapped(model)
         if inner not in self._effects:
+            if is_sharded(inner):
+                # Replaying a call would gather parameters, and the ranks don't replay the same calls.
+                self._left = 0
+                self.notes.append(_NOT_TRACED)
+                return
             self._effects[inner] = SideEffects(inner)
             if self._model is not None and path_of(inner, self._model):
                 self._parts.add(inner)
@@ -160,11 +172,14 @@ class OverflowTracer(StepObserver):
         try:
             if skipped and self._left > 0:
                 # Another optimizer of the same backward: what was found for the first is kept no longer.
+                if self._group_of is not None:
+                    self._group = self._group_of(optimizer)
                 known = None if self._scales else self._last
                 finding = known or self._agreed(self._looked_into())
                 self.finding = finding
                 if known is None:
-                    self._left -= finding.alarms
+                    # The ranks of a group count alike: not what one of them has found for an optimizer of its own.
+                    self._left -= finding.alarms and (self._group is not None or not is_distributed())
                     unclear = finding.cause == "unknown" or (finding.module == OUTSIDE and finding.alarms)
                     self._to_watch = WATCHED if unclear and not finding.line and self._scales else 0
                     self._last = finding
