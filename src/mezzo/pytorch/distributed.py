@@ -61,7 +61,7 @@ class Ranks:
         return self._everyone is not None
 
     def agreed(
-        self, found: Tensor | None, squares: Tensor | None = None, began: Tensor | bool | None = None
+        self, found: Tensor | None, squares: Tensor | None = None, began: Tensor | None = None
     ) -> Agreement:
         """From this rank's `found` (0-dim) and sums of squares (n,) to those of all ranks, in one reduction.
 
@@ -154,15 +154,16 @@ def joins(wrapper: Any) -> bool:
 
 def shards(models: Iterable[nn.Module]) -> dict[int, Tensor]:
     """By the id of a gathered parameter of `fully_shard`, which is a leaf of the graph: its sharded parameter."""
-    return {id(one._unsharded_param): one.sharded_param for one in _sharded(models) if _was_gathered(one)}
+    gathered = ((one, getattr(one, "_unsharded_param", None)) for one in _sharded(models))
+    return {id(leaf): one.sharded_param for one, leaf in gathered if leaf is not None}
 
 
 def drop_unsharded(models: Iterable[nn.Module]) -> None:
     """Drop the gradients that `set_requires_gradient_sync(False)` has left unreduced."""
     for one in _sharded(models):
         one.unsharded_accumulated_grad = None
-        if _was_gathered(one):
-            one._unsharded_param.grad = None
+        if (leaf := getattr(one, "_unsharded_param", None)) is not None:
+            leaf.grad = None
 
 
 def named(by: Tensor) -> str:
@@ -185,16 +186,18 @@ def own_squares(params: Sequence[Tensor], ranks: Ranks) -> tuple[Tensor, Tensor]
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a `DTensor` that this rank holds, summed first where it is `Partial`; any other tensor itself."""
-    if not is_spread(tensor):
-        return tensor
-    spread: Any = tensor
-    if any(placement.is_partial() for placement in spread.placements):
-        from torch.distributed.tensor import Replicate
-
-        whole = [Replicate() if placement.is_partial() else placement for placement in spread.placements]
-        spread = spread.redistribute(placements=whole)
-    part: Tensor = spread.to_local()
+    part: Tensor = summed(tensor).to_local() if is_spread(tensor) else tensor
     return part
+
+
+def summed(spread: Any) -> Any:
+    """A `DTensor` whose sums are made, where it is `Partial`; else the same."""
+    if not any(placement.is_partial() for placement in spread.placements):
+        return spread
+    from torch.distributed.tensor import Replicate
+
+    whole = [Replicate() if placement.is_partial() else placement for placement in spread.placements]
+    return spread.redistribute(placements=whole)
 
 
 def is_distributed(group: Any = None) -> bool:
@@ -210,9 +213,7 @@ def is_spread(tensor: Tensor) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether a call of the model runs collectives that move parameters: `fully_shard`, or `DTensor` parameters."""
-    return any(_state(part) is not None for part in model.modules()) or any(
-        map(is_spread, model.parameters())
-    )
+    return any(map(_state, model.modules())) or any(map(is_spread, model.parameters()))
 
 
 def sharded_format(model: nn.Module) -> torch.dtype | None:
@@ -237,10 +238,6 @@ def _sharded(models: Iterable[nn.Module]) -> Iterable[Any]:
             one = getattr(state, "_fsdp_param_group", None)  # until torch 2.11
             for group in getattr(state, "_fsdp_param_groups", [] if one is None else [one]):
                 yield from group.fsdp_params
-
-
-def _was_gathered(one: Any) -> bool:
-    return hasattr(one, "_unsharded_param")
 
 
 def _of_mesh(mesh: Any) -> _Part:

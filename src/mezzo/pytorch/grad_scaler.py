@@ -260,13 +260,14 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         params = [p for p in engine.parameters(optimizer) if p.grad is not None]
-        found = engine.unscale_(engine.gradients_of(params, allow_fp16=allow_fp16), inv_scale, found_inf)
+        grads = engine.gradients_of(params, allow_fp16=allow_fp16)
+        found = engine.unscale_(grads, inv_scale, found_inf)
         ranks = distributed.ranks_of(engine.parameters(optimizer))
         if not ranks:
             return found
         own = engine.combined([found_inf, *found.values()], found_inf.device)
         state = self._per_optimizer_states[id(optimizer)]
-        agreed, state["norm"], _ = engine.clip_(params, own, None, state.get("max_norm"), ranks)
+        agreed, state["norm"], _ = engine.clip_(params, grads, own, None, state.get("max_norm"), ranks)
         return found if agreed is None else {agreed.device: agreed}
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
@@ -278,15 +279,15 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and state["stage"] is OptState.READY:
             state["max_norm"] = max_norm
             self.unscale_(optimizer)
-            if (norm := state.get("norm")) is not None:
-                known: Tensor = norm
-                return known
+            if state.get("norm") is not None:
+                return torch.as_tensor(state["norm"])
         params = [p for p in engine.parameters(optimizer) if p.grad is not None]
         ranks = distributed.ranks_of(params)
         if ranks:
-            total = engine.clip_(params, None, None, max_norm, ranks)[1]
-            assert total is not None
-            return total
+            grads = engine.gradients_of(params, allow_fp16=True)
+            norm = engine.clip_(params, grads, None, None, max_norm, ranks)[1]
+            assert norm is not None
+            return norm
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -351,10 +352,12 @@ class GradScaler(torch.amp.GradScaler):
         """After `unscale_` a script may have reduced gradients, and so brought another rank's NaN here."""
         params = list(engine.parameters(optimizer))
         if distributed.is_distributed() and not distributed.ranks_of(params):
-            squares, _ = distributed.own_squares(params, distributed.ALONE)
-            found = 1.0 - squares.isfinite().float()
-            known = state["found_inf_per_device"].get(found.device)
-            state["found_inf_per_device"][found.device] = found if known is None else found.maximum(known)
+            grads = [grad for grad in engine.gradients_of(params, allow_fp16=True) if grad.numel()]
+            for device, known in state["found_inf_per_device"].items():
+                largest = torch._foreach_norm([grad for grad in grads if grad.device == device], math.inf)
+                if largest:
+                    bad = torch.stack(largest).isfinite().all().logical_not()
+                    state["found_inf_per_device"][device] = known.maximum(bad.to(known))
 
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any

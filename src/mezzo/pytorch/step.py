@@ -51,13 +51,13 @@ def step_in_place(
     params = [param for param in parameters(optimizer) if param.grad is not None]
     if not params:
         raise no_gradient()
-    found = None
+    grads, found = gradients_of(params), None
     if scale is not None:
-        found = combined(unscale_(gradients_of(params), inverse(scale) * rescale).values(), scale.device)
+        found = combined(unscale_(grads, inverse(scale) * rescale).values(), scale.device)
     elif rescale != 1.0:
         with torch.no_grad():
-            torch._foreach_mul_(gradients_of(params), rescale)
-    found, norm, by = clip_(params, found, clip_value, clip_norm, ranks, began)
+            torch._foreach_mul_(grads, rescale)
+    found, norm, by = clip_(params, grads, found, clip_value, clip_norm, ranks, began)
     return StepOutcome(found, take(optimizer, found, host_must_know=host_must_know), norm, by)
 
 
@@ -211,22 +211,10 @@ def gradients_of(params: Iterable[Tensor], *, allow_fp16: bool = False) -> list[
             param.grad = grad = grad.coalesce()
             grad = grad._values()
         elif distributed.is_spread(grad):
-            grad = _held(param, grad)
+            param.grad = grad = distributed.summed(grad)
+            grad = distributed.local(grad)
         found.append(grad)
     return found
-
-
-def _held(param: Tensor, grad: Any) -> Tensor:
-    """The local part of a `DTensor` gradient; sums that are due are made in `.grad` first."""
-    part = distributed.local(grad.detach())
-    if part is not grad._local_tensor:
-        from torch.distributed.tensor import DTensor, Replicate
-
-        placements = [Replicate() if each.is_partial() else each for each in grad.placements]
-        param.grad = DTensor.from_local(
-            part, grad.device_mesh, placements, run_check=False, shape=grad.shape, stride=grad.stride()
-        )
-    return part
 
 
 def numbers_of(grad: Tensor) -> Tensor:
@@ -282,6 +270,7 @@ def combined(found: Iterable[Tensor], device: torch.device) -> Tensor:
 @torch.no_grad()
 def clip_(
     params: list[Tensor],
+    grads: list[Tensor],
     found: Tensor | None,
     clip_value: float | None,
     clip_norm: float | None,
@@ -290,11 +279,8 @@ def clip_(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Clip unscaled gradients in place; returns found_inf, the total 2-norm before, and `Agreement.by`, of all ranks.
 
-    The norm is 0-dim, or None without `clip_norm`.
+    `grads` are of `params`. The norm is 0-dim, or None without `clip_norm`.
     """
-    if clip_value is None and clip_norm is None and not ranks:
-        return found, None, None
-    grads = gradients_of(params, allow_fp16=True)
     counted = [grad for grad, param in zip(grads, params) if ranks.counts(param)]
     norms = [] if clip_norm is None else [torch.nn.utils.get_total_norm(counted)]
     if clip_value is not None:
@@ -321,7 +307,8 @@ def no_gradient() -> UsageError:
         return UsageError(
             f"step(): on rank {torch.distributed.get_rank()}, no parameter of this optimizer got a gradient, and the "
             "other ranks wait for this rank's part. Compute the loss of every rank from the model. For a rank without "
-            "data: loss = 0.0 * model(example).sum()."
+            "data: loss = 0.0 * model(example).sum(). With fully_shard, call model.set_requires_gradient_sync(True) "
+            "before the last loss of a window."
         )
     return UsageError(
         "step(): no parameter of this optimizer got a gradient, so the loss does not depend on them. Check that model "

@@ -74,7 +74,9 @@ class OverflowTracer(StepObserver):
         group_of: Callable[[Optimizer], Any] | None = None,
     ) -> None:
         self._enter, self._model, self._written = enter, model, written
-        self._clock, self._waits, self._left = clock, waits, limit
+        self._clock, self._waits, self._limit = clock, waits, limit
+        # Alarms left, by process group, whose ranks count alike; None: for optimizers of this rank alone.
+        self._left: dict[Any, int] = {None: limit}
         self.calls: list[SavedCall] = []
         self._pruned = 0  # how many calls the last `_prune` left
         self._effects: weakref.WeakKeyDictionary[nn.Module, SideEffects] = weakref.WeakKeyDictionary()
@@ -106,7 +108,7 @@ class OverflowTracer(StepObserver):
         self._open = None
         if self._group_of is None and isinstance(model, nn.parallel.DistributedDataParallel):
             self._group = model.process_group
-        if running_again() or self._left <= 0:
+        if running_again() or not self._looks:
             return
         # Many calls in one graph: looked at once each time that their number has doubled, not all of them at each call.
         if len(self.calls) <= _FEW or len(self.calls) >= 2 * self._pruned:
@@ -115,7 +117,8 @@ class OverflowTracer(StepObserver):
         if inner not in self._effects:
             if is_sharded(inner):
                 # Replaying a call would gather parameters, and the ranks don't replay the same calls.
-                self._left = 0
+                self._limit = 0
+                self._left.clear()
                 self.notes.append(_NOT_TRACED)
                 return
             self._effects[inner] = SideEffects(inner)
@@ -137,7 +140,7 @@ class OverflowTracer(StepObserver):
     @_never_raises
     def backward_begins(self, loss: Tensor, scale: Scale) -> None:
         """Watch what is outside of the calls."""
-        if running_again() or self._left <= 0:
+        if running_again() or not self._looks:
             return
         self._last = None
         SavedCall.backward += 1
@@ -170,16 +173,16 @@ class OverflowTracer(StepObserver):
         if isinstance(skipped, Tensor):
             skipped = bool(skipped) if self._waits or skipped.device.type == "cpu" else False
         try:
-            if skipped and self._left > 0:
+            if self._group_of is not None:
+                self._group = self._group_of(optimizer)
+            left = self._left.setdefault(self._group, self._limit)
+            if skipped and left > 0:
                 # Another optimizer of the same backward: what was found for the first is kept no longer.
-                if self._group_of is not None:
-                    self._group = self._group_of(optimizer)
                 known = None if self._scales else self._last
                 finding = known or self._agreed(self._looked_into())
                 self.finding = finding
                 if known is None:
-                    # The ranks of a group count alike: not what one of them has found for an optimizer of its own.
-                    self._left -= finding.alarms and (self._group is not None or not is_distributed())
+                    self._left[self._group] = left - finding.alarms
                     unclear = finding.cause == "unknown" or (finding.module == OUTSIDE and finding.alarms)
                     self._to_watch = WATCHED if unclear and not finding.line and self._scales else 0
                     self._last = finding
@@ -216,9 +219,13 @@ class OverflowTracer(StepObserver):
             tracer._prune()
 
     @property
+    def _looks(self) -> bool:
+        return max(self._left.values(), default=0) > 0
+
+    @property
     def watches_live(self) -> bool:
         """Whether the next context is to be watched operation by operation: enter `live` in it."""
-        if self._watching or self._left <= 0:
+        if self._watching or not self._looks:
             return False
         if (self._to_watch <= 0) if self._live is None else bool(self._live.trouble):
             return False

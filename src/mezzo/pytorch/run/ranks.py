@@ -19,8 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mezzo.pytorch import distributed
 from mezzo.pytorch.distributed import Ranks
 
-_DENSE = (Tensor, nn.Parameter)
-
 
 class RunRanks:
     """What a run knows of its ranks."""
@@ -58,11 +56,7 @@ class RunRanks:
 
     def of_graph(self, leaves_of: Callable[[Any], list[Tensor]], roots: Any) -> Ranks:
         """The ranks that run a backward pass through this graph together, because it gathers parameters."""
-        if not (self._sharded and distributed.is_distributed()):
-            return distributed.ALONE
-        leaves = leaves_of(roots)
-        shards = distributed.shards(self._sharded)
-        return distributed.ranks_of(shards[id(leaf)] for leaf in leaves if id(leaf) in shards)
+        return distributed.ranks_of(self.owners(leaves_of(roots))) if self._sharded else distributed.ALONE
 
     def averages_only(self, params: Sequence[Tensor]) -> bool:
         """Whether only the averaged gradients count: in `DistributedDataParallel.join`, where some ranks have ended."""
@@ -74,33 +68,29 @@ class RunRanks:
         return found[0].process_group if found and not distributed.joins(found[0]) else None
 
     def _wrapped(self, params: Iterable[Tensor]) -> list[Any]:
+        if not self._wrappers:
+            return []
         refs = dict.fromkeys(self._wrappers[id(p)] for p in params if id(p) in self._wrappers)
         return [module for ref in refs if (module := ref()) is not None]
 
     def _by_hand(self, params: Iterable[Tensor]) -> list[Any]:
         """The groups over which the script has reduced these parameters' gradients since their last step."""
-        return (
-            [self._reduced[one] for one in _storages(params) if one in self._reduced] if self._reduced else []
-        )
+        mine = _storages(params) if self._reduced else []
+        return [self._reduced[storage] for storage in mine if storage in self._reduced]
 
     def step_ended(self, params: Iterable[Tensor]) -> None:
         """A step of these parameters is over."""
         if self._reduced:
-            mine = set(_storages(params))
-            self._reduced = {
-                one: group for one, group in self._reduced.items() if not (one in mine or one.expired())
-            }
+            over = set(_storages(params))
+            kept = (item for item in self._reduced.items() if not (item[0] in over or item[0].expired()))
+            self._reduced = dict(kept)
 
     def make_all_reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The `torch.distributed.all_reduce` of a run that scales."""
 
         @functools.wraps(original)
         def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if (
-                not torch.compiler.is_compiling()
-                and type(tensor) in _DENSE
-                and tensor.layout is torch.strided
-            ):
+            if not torch.compiler.is_compiling() and _has_storage(tensor):
                 group = kwargs.get("group", args[1] if len(args) > 1 else None)
                 self._reduced[StorageWeakRef(tensor.untyped_storage())] = group
             return original(tensor, *args, **kwargs)
@@ -110,5 +100,8 @@ class RunRanks:
 
 def _storages(params: Iterable[Tensor]) -> list[StorageWeakRef]:
     grads = (p.grad for p in params if p.grad is not None)
-    dense = (grad for grad in grads if type(grad) in _DENSE and grad.layout is torch.strided)
-    return [StorageWeakRef(grad.untyped_storage()) for grad in dense]
+    return [StorageWeakRef(grad.untyped_storage()) for grad in grads if _has_storage(grad)]
+
+
+def _has_storage(tensor: Any) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
