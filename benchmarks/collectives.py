@@ -67,7 +67,8 @@ RANKS = (8, 64, 512, 1024, 4096, 16384)
 def at_scale(ranks: int) -> dict[str, Any]:
     """Seconds of one all-reduce of a few bytes: by trees, as NCCL does across nodes, and by a ring, as gloo does."""
     tree, ring = 2 * math.ceil(math.log2(ranks)), 2 * (ranks - 1)
-    return {"ranks": ranks, "tree_hops": tree, "tree_s": tree * HOP, "ring_hops": ring, "ring_s": ring * HOP}
+    seconds = {"tree_s": round(tree * HOP, 6), "ring_s": round(ring * HOP, 6)}
+    return {"ranks": ranks, "tree_hops": tree, "ring_hops": ring, **seconds}
 
 
 def training(name: str, wrapper: str) -> Callable[[Tensor], None]:

@@ -127,8 +127,11 @@ def test_shards_train_as_one_process_does(case: str, ranks: list[dict[str, Any]]
         assert after == scale / 2
 
 
-def test_a_window_that_raises_takes_its_unreduced_gradients_with_it(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["dropped"] for rank in ranks] == [{"said": "planted", "same": True}] * 2
+@pytest.mark.parametrize("case", ["dropped", "dropped, of two formats"])
+def test_a_window_that_raises_takes_its_unreduced_gradients_with_it(
+    case: str, ranks: list[dict[str, Any]]
+) -> None:
+    assert [rank[case] for rank in ranks] == [{"said": "planted", "same": True}] * 2
 
 
 def test_a_loss_through_another_sharded_model_leaves_its_gradients(ranks: list[dict[str, Any]]) -> None:

@@ -105,9 +105,9 @@ def trained(
     }
 
 
-def dropped(rank: int) -> dict[str, Any]:
+def dropped(rank: int, **how: Any) -> dict[str, Any]:
     """A loss that raises in backward takes the unreduced gradients of its window with it."""
-    net = sharded()
+    net = sharded(**how)
     mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "bf16", accumulate=2)
     net.set_requires_gradient_sync(False)
     mp.step(net(data(rank)).float().square().mean())
@@ -124,7 +124,7 @@ def dropped(rank: int) -> dict[str, Any]:
     net.set_requires_gradient_sync(True)
     for step in (1, 2):
         mp.step(net(data(10 * rank + step)).float().square().mean())
-    again = sharded()
+    again = sharded(**how)
     other = mezzo.MixedPrecision(again, torch.optim.SGD(again.parameters(), lr=0.1), "bf16", accumulate=2)
     for step in (1, 2):
         other.step(again(data(10 * rank + step)).float().square().mean())
@@ -291,6 +291,9 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
         rank, "fp16", clip_norm=0.5, policy=MixedPrecisionPolicy(torch.float16)
     ),
     "dropped": dropped,
+    "dropped, of two formats": lambda rank: dropped(
+        rank, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    ),
     "adversaries": adversaries,
     "scaled": scaled,
     "by hand before": lambda rank: by_hand(rank, when="before"),
