@@ -156,3 +156,30 @@ def test_loss_scales_are_walked_over_gradients(
     assert loss_scales.main(["--steps", "25", "--out", str(out)]) == 0
     assert set(json.loads(out.read_text())["trainings"]) == set(loss_scales.TRAININGS)
     assert capsys.readouterr().out.count(" of 25 skipped") == 4
+
+
+def test_collectives_that_mezzo_adds_are_those_beyond_pytorchs(load: Load) -> None:
+    collectives = load("collectives")
+    before = {
+        "ranks": 2,
+        "wrapper": "DDP",
+        "contender": "torch fp16",
+        "collectives": {"a": 1},
+        "bytes": {"a": 8},
+    }
+    after = before | {
+        "contender": "GradScaler fp16",
+        "collectives": {"a": 1, "b": 2},
+        "bytes": {"a": 6, "b": 4},
+    }
+    plain, own = collectives.with_added([before, after])
+    assert "added_bytes" not in plain
+    assert (own["baseline"], own["added_collectives"]) == ("torch fp16", {"b": 2})
+    assert own["added_bytes"] == {"a": -2, "b": 4}
+    assert collectives.at_scale(8) | {"tree_s": 0, "ring_s": 0} == {
+        "ranks": 8,
+        "tree_hops": 6,
+        "ring_hops": 14,
+        "tree_s": 0,
+        "ring_s": 0,
+    }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +99,83 @@ def test_an_output_that_the_loss_does_not_use(tmp_path: Path) -> None:
     assert "3 updates due, 1 skipped" in ran.stderr
 
 
+EVERYWHERE = {  # optimizers that both ranks have, in the order of their first steps -> the step that they skip
+    "fsdp": 2,
+    "fsdp_input": 2,
+    "fsdp_penalty": None,
+    "fsdp_accumulated": 1,
+    "fsdp_and_plain": 2,
+    "ddp_clipped": 2,
+    "hand_reduced": 2,
+    "hand_cleaned": 2,
+    "only_here": None,
+}
+CASES = [*EVERYWHERE, "ddp_joined", "without_gradients"]
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[dict[str, list[str]], str]]]:
+    """The folder of a run of all cases of ``scripts/several_ranks.py``; its results and messages on each rank."""
+    folder = tmp_path_factory.mktemp("several")
+    script = str(Path(__file__).parent / "scripts" / "several_ranks.py")
+    words = ["-m", "mezzo", "run", "--precision", "fp16", script, str(folder / "meeting"), *CASES]
+    running = [
+        subprocess.Popen(
+            [sys.executable, *words[:5], f"--records=run{rank}.jsonl", *words[5:]],
+            cwd=folder,
+            env={**os.environ, "RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [one.communicate(timeout=200) for one in running]
+    finally:
+        for one in running:
+            one.kill()
+    assert [one.returncode for one in running] == [0, 0], told
+    return folder, [(json.loads(out), err) for out, err in told]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("case", CASES)
+def test_no_overflow_of_one_rank_parts_the_ranks(
+    case: str, several: tuple[Path, list[tuple[dict[str, list[str]], str]]]
+) -> None:
+    (first, _), (second, _) = several[1]
+    assert first[case] == second[case]
+    assert all(math.isfinite(float.fromhex(x)) for x in first[case])
+
+
+@pytest.mark.heavy
+def test_scales_and_skips_are_the_same_on_all_ranks(several: Any) -> None:
+    folder, _ = several
+    of_ranks = []
+    for rank in range(2):
+        updates = [r for r in read(folder / f"run{rank}.jsonl") if isinstance(r, UpdateRecord)]
+        of_ranks.append([[r for r in updates if r.optimizer == n] for n in range(len(EVERYWHERE))])
+    for (case, skipped), first, second in zip(EVERYWHERE.items(), *of_ranks):
+        assert [r.skipped for r in first] == [r.skipped for r in second], case
+        assert [i for i, r in enumerate(first) if r.skipped] == ([] if skipped is None else [skipped]), case
+        assert all("rank 1" in r.reason for r in (*first, *second) if r.skipped), case
+        # The other optimizer of "only_here" lowers the scale of one rank, until the next common step.
+        since = -1 if case == "only_here" else 0
+        assert [r.loss_scale for r in first[since:]] == [r.loss_scale for r in second[since:]], case
+
+
+@pytest.mark.heavy
+def test_what_is_not_done_with_several_ranks_is_said(several: Any) -> None:
+    (_, first), (_, second) = several[1]
+    for said in (first, second):
+        assert "no optimizer owns" in said
+        assert "not traced" in said
+    assert "on rank 1" in second
+    assert "call backward() on every rank" in second
+    assert "call backward() on every rank" not in first
+
+
 @pytest.mark.heavy
 def test_all_ranks_skip_a_step_or_none_does(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -122,3 +202,32 @@ def test_all_ranks_skip_a_step_or_none_does(tmp_path: Path) -> None:
         assert (found.update, found.finding.op, found.finding.cause) == (2, "mul", "overflow")
         assert sum(isinstance(r, RangesRecord) for r in records) == 4
     assert (tmp_path / "mezzo-run" / "report.html").exists()
+
+
+GATHERED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+net = fully_shard(nn.Linear(4, 2), mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net(torch.randn(3, 4)).float().sum().backward()
+optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.heavy
+def test_parameters_that_are_gathered_in_16_bits_are_the_scripts_own_precision(tmp_path: Path) -> None:
+    """Else Mezzo would unscale fp16 gradients in fp16."""
+    (tmp_path / "script.py").write_text(GATHERED)
+    words = ["-m", "mezzo", "run", "--precision", "fp16", "script.py", str(tmp_path / "meeting")]
+    ran = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=150, env=os.environ
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "left alone: Linear has fully_shard(mp_policy=" in ran.stderr.replace("FSDPLinear", "Linear")
+    assert "float16" in ran.stderr

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import fsdp_cases
 import torch
 import torch.distributed as dist
 from leaving import leave
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.distributed import agreed, local, own_sum_of_squares
+from mezzo.pytorch.distributed import Ranks, local, named, own_squares, ranks_of, replica_groups
 from mezzo.pytorch.training.release import GradientRelease
 
 
@@ -34,10 +35,17 @@ def data(rank: int) -> Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
 
 
-def bits(found: Tensor | None, total: Tensor) -> dict[str, Any]:
-    assert total.shape == ()
-    assert total.dtype is torch.float64
-    return {"found": None if found is None else float(found).hex(), "total": float(total).hex()}
+def bits(found: Tensor | None, squares: Tensor, ranks: Ranks) -> dict[str, Any]:
+    agreed = ranks.agreed(found, squares.reshape(1))
+    assert agreed.squares.dtype is torch.float64
+    return {
+        "found": None if agreed.found is None else float(agreed.found).hex(),
+        "total": agreed.squares.item().hex(),
+    }
+
+
+def counted(params: list[Tensor], ranks: Ranks) -> Tensor:
+    return own_squares(params, ranks)[1]
 
 
 def whole() -> float:
@@ -54,8 +62,10 @@ def trained(net: nn.Module, rank: int) -> list[Tensor]:
 
 
 def replicated(rank: int) -> dict[str, Any]:
-    params = trained(DistributedDataParallel(model()), rank)
-    return bits(*agreed(torch.zeros(()), own_sum_of_squares(params), params)) | {"whole": whole()}
+    net = DistributedDataParallel(model())
+    params = trained(net, rank)
+    ranks = ranks_of(params, replica_groups(net))
+    return bits(torch.zeros(()), counted(params, ranks), ranks) | {"whole": whole()}
 
 
 def sharded(rank: int) -> dict[str, Any]:
@@ -63,15 +73,17 @@ def sharded(rank: int) -> dict[str, Any]:
     fully_shard(net[0])
     fully_shard(net)
     params = trained(net, rank)
-    own = own_sum_of_squares(params)
-    return bits(*agreed(None, own, params)) | {"whole": whole(), "own": float(own)}
+    ranks = ranks_of(params)
+    own = counted(params, ranks)
+    return bits(None, own, ranks) | {"whole": whole(), "own": float(own)}
 
 
 def copies(rank: int) -> dict[str, Any]:
     net = model()
     fully_shard(net, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards")))
     params = trained(net, rank)
-    return bits(*agreed(None, own_sum_of_squares(params), params)) | {"whole": whole()}
+    ranks = ranks_of(params)
+    return bits(None, counted(params, ranks), ranks) | {"whole": whole()}
 
 
 def mixed(rank: int) -> dict[str, Any]:
@@ -83,7 +95,7 @@ def mixed(rank: int) -> dict[str, Any]:
     plain.grad = torch.tensor([3.0, 4.0])
     still = nn.Parameter(torch.zeros(2))
     params = [plain, cut, still]
-    return bits(*agreed(None, own_sum_of_squares(params), params))
+    return bits(None, counted(params, ranks_of(params)), ranks_of(params))
 
 
 def parts_to_add(rank: int) -> dict[str, Any]:
@@ -92,15 +104,28 @@ def parts_to_add(rank: int) -> dict[str, Any]:
     param = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
     param.grad = DTensor.from_local(torch.full((3,), 1.0 + rank), mesh, [Partial()])
     got = local(param.grad)
-    return bits(*agreed(None, own_sum_of_squares([param]), [param])) | {"local": got.tolist()}
+    ranks = ranks_of([param])
+    return bits(None, counted([param], ranks), ranks) | {"local": got.tolist()}
 
 
-def mesh_of_one(rank: int) -> dict[str, Any]:
-    """Shards within a rank's own half of the world: the halves are copies, and their sums must agree too."""
-    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("copies", "shards"))["shards"]
+def stages(rank: int) -> dict[str, Any]:
+    """Each rank has shards on its own part of a mesh, such as a pipeline stage: own norms, and one flag."""
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("stages", "shards"))["shards"]
     param = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Shard(0)]))
-    own = torch.tensor(2.0 + rank * 2.0**-51, dtype=torch.float64)
-    return bits(*agreed(None, own, [param]))
+    ranks = ranks_of([param])
+    return bits(torch.tensor(float(rank)), torch.tensor(2.0 + rank, dtype=torch.float64), ranks)
+
+
+def by(rank: int) -> dict[str, Any]:
+    """Who found something, in words."""
+    ranks = ranks_of([nn.Parameter(torch.zeros(1))], [None])
+    said = []
+    for found, began in (([0, 1], None), ([1, 1], [0, 1]), ([1, 1], None)):
+        source = None if began is None else torch.tensor(bool(began[rank]))
+        agreement = ranks.agreed(torch.tensor(float(found[rank])), began=source)
+        assert agreement.by is not None
+        said.append(named(agreement.by))
+    return {"said": said, "first": ranks.of_first(5.0 + rank), "largest": ranks.largest(rank, -rank)}
 
 
 class Descent:
@@ -144,9 +169,8 @@ def given(found: list[float | None], sums: list[float]) -> Callable[[int], dict[
     def case(rank: int) -> dict[str, Any]:
         mine = found[rank]
         flag = None if mine is None else torch.tensor(mine)
-        return bits(
-            *agreed(flag, torch.tensor(sums[rank], dtype=torch.float64), [nn.Parameter(torch.zeros(1))])
-        )
+        ranks = ranks_of([nn.Parameter(torch.zeros(1))], [None])
+        return bits(flag, torch.tensor(sums[rank], dtype=torch.float64), ranks)
 
     return case
 
@@ -161,7 +185,7 @@ def hexed(net: nn.Module) -> list[str]:
 
 
 def alone(rank: int, *, release: bool) -> dict[str, Any]:
-    """Nobody averages gradients here: only found_inf and the norm are the ranks' in common."""
+    """No rank has parts of another's parameters: each decides alone, and starts no collective."""
     net = normed()
     mp = mezzo.MixedPrecision(
         net,
@@ -179,7 +203,7 @@ def alone(rank: int, *, release: bool) -> dict[str, Any]:
             loss = net(x).float().square().mean()
         result = mp.step(loss)
         told.append([result.stepped, str(result.grad_norm)])
-    return {"told": told, "steps": float(mp.optimizer.state[net[0].weight]["step"])}
+    return {"told": [moved for moved, _ in told], "steps": float(mp.optimizer.state[net[0].weight]["step"])}
 
 
 def averaged(rank: int, *, accumulate: int) -> dict[str, Any]:
@@ -219,12 +243,14 @@ def refused(rank: int) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[int], dict[str, Any]]] = {
+    **fsdp_cases.CASES,
     "replicated": replicated,
     "sharded": sharded,
     "copies": copies,
     "mixed": mixed,
     "parts to add": parts_to_add,
-    "mesh of one": mesh_of_one,
+    "stages": stages,
+    "by": by,
     "released": released,
     "released, clipped": lambda rank: released(rank, clip_norm=0.01),
     "an ulp apart": given([0.0, 0.0], [1.0, 1.0 + 2.0**-52]),

@@ -16,6 +16,7 @@ import torch
 
 from mezzo.core.policy import Policy
 from mezzo.pytorch import hardware
+from mezzo.pytorch.distributed import Ranks
 
 # bf16 first: it has FP32's range, so it needs no loss scale and skips no step.
 PREFERENCE = ("bf16", "fp16")
@@ -86,17 +87,27 @@ class TimedTrial:
         self.pause()
         if counts and self._seconds > 0.0 and self.decision is None:
             self._taken[self.precision].append(self._seconds)
-            if all(len(times) == WARMUP + STEPS_EACH for times in self._taken.values()):
-                self.decision = self._decide()
+            if all(len(times) >= WARMUP + STEPS_EACH for times in self._taken.values()):
+                self.decision = self._decide(*self._medians())
         self._seconds = 0.0
+
+    def agree(self, ranks: Ranks) -> None:
+        """Several ranks train one model: the first rank's times decide for all, at the same step."""
+        own = (0.0, 0.0, 0.0) if self.decision is None else (1.0, *self._medians())
+        known, plain, low = ranks.of_first(*own)
+        self.decision = self._decide(plain, low) if known else None
+
+    def _medians(self) -> tuple[float, float]:
+        """Of a step in FP32, and in the candidate."""
+        plain, low = (median(times[WARMUP:]) for times in self._taken.values())
+        return plain, low
 
     def _now(self) -> float:
         if self._device_type != "cpu":
             torch.accelerator.synchronize()
         return self._clock()
 
-    def _decide(self) -> TrialDecision:
-        plain, low = (median(times[WARMUP:]) for times in self._taken.values())
+    def _decide(self, plain: float, low: float) -> TrialDecision:
         name, speedup = self._candidate, plain / low
         chosen = name if speedup >= MIN_SPEEDUP else "fp32"
         times = f"a step takes {_duration(low)} in {name}, {_duration(plain)} in FP32 (medians of {STEPS_EACH} steps)"

@@ -1,88 +1,203 @@
-"""Agreement of all ranks in a process group: either every rank skips a step or none does, and all clip by one norm.
+"""One decision of all ranks: either every rank skips a step or none does, and all clip by one norm.
 
-Every rank has the whole gradient of a replicated parameter, and a part of the gradient of a `DTensor`. One gather of a
-few numbers serves both: all ranks compute the same sum in the same order, to the bit, and a NaN on one is a NaN on all.
+Which ranks decide together about an optimizer follows from its parameters (`ranks_of`):
+
+- `DTensor` parameters: the ranks of their root mesh.
+- Parameters of a `DistributedDataParallel`: the ranks of its process group.
+- Gradients that a script reduces by hand: `mezzo run` takes the process group of `all_reduce`. Elsewhere no rank is
+  asked: the reduction brings a NaN or infinity to every rank, which finds it by itself.
+- Else an optimizer may exist on this rank only, so the rank decides alone. No collective is started for it.
+
+The ranks add a few FP64 numbers in one reduction per step, whose result has the same bits on every rank.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from mezzo.pytorch.kernels import gradient_norm
 
-_Layout = tuple[Any, tuple[int, ...]]
-"""How a parameter is spread over ranks: its DeviceMesh, and the dimensions of the mesh over which it is cut."""
+
+class Agreement(NamedTuple):
+    """What all ranks know: `found` (0-dim; None: not checked), sums of squares over all shards, and who found it.
+
+    `by` is None on one rank, else 4 numbers: how many ranks found something and the sum of their numbers, and the same
+    of those ranks where it began.
+    """
+
+    found: Tensor | None
+    squares: Tensor
+    by: Tensor | None = None
 
 
-def agreed(
-    found_inf: Tensor | None, sum_of_squares: Tensor, params: Sequence[Tensor]
-) -> tuple[Tensor | None, Tensor]:
-    """The largest `found_inf` (None: not checked) and the sum of squares over all shards; 0-dim, equal on all ranks."""
+class _Part(NamedTuple):
+    """Ranks, and the process groups over which to reduce, one after another, for a reduction over all of them."""
+
+    ranks: frozenset[int]
+    groups: tuple[Any, ...]
+
+
+class Ranks:
+    """The ranks that decide together about one optimizer's steps; false if this one decides alone.
+
+    Sums are over `holders`, the ranks that have parts of its parameters. Flags are over `everyone`: of a mesh with
+    pipeline stages, say, the parameters are on a part.
+    """
+
+    def __init__(
+        self, holders: _Part | None = None, everyone: _Part | None = None, device: Any = None
+    ) -> None:
+        self._holders, self._everyone, self._device = holders, everyone, device
+        self._counts: dict[Any, bool] = {}
+
+    def __bool__(self) -> bool:
+        return self._everyone is not None
+
+    def agreed(
+        self, found: Tensor | None, squares: Tensor | None = None, began: Tensor | None = None
+    ) -> Agreement:
+        """From this rank's `found` (0-dim) and sums of squares (n,) to those of all ranks, in one reduction.
+
+        `began`: whether what was found came from this rank, where it is known.
+        """
+        if squares is None:
+            squares = torch.zeros(0, dtype=torch.float64)
+        if self._holders is None or self._everyone is None:
+            return Agreement(found, squares)
+        at, rank = squares.device if found is None else found.device, dist.get_rank()
+        flag = torch.zeros((), dtype=torch.float64, device=at) if found is None else (found != 0).double()
+        source = flag if began is None else flag * began
+        flags = torch.stack([flag, flag * rank, source, source * rank]).to(self._device)
+        numbers = torch.cat([flags, squares.double().to(self._device)])
+        _add(numbers, self._holders.groups)
+        by = numbers[:4]
+        if self._everyone is not self._holders:
+            by = flags
+            _add(by, self._everyone.groups)
+        by = by.to(at)
+        return Agreement(None if found is None else (by[0] > 0).to(found.dtype), numbers[4:].to(at), by)
+
+    def largest(self, *numbers: float) -> list[float]:
+        """The largest of all ranks' numbers, each; waits for the device."""
+        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        for group in () if self._everyone is None else self._everyone.groups:
+            dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
+        return own.tolist()
+
+    def of_first(self, *numbers: float) -> list[float]:
+        """The numbers of the first rank; waits for the device."""
+        if self._everyone is None:
+            return list(numbers)
+        is_first = dist.get_rank() == min(self._everyone.ranks)
+        own = torch.tensor(numbers, dtype=torch.float64, device=self._device) * is_first
+        _add(own, self._everyone.groups)
+        return own.tolist()
+
+    def counts(self, param: Tensor) -> bool:
+        """Whether this rank adds its part of this parameter's gradient to the sums: of equal copies, one rank does."""
+        if self._holders is None:
+            return True
+        spread: Any = param
+        key = (spread.device_mesh, spread.placements) if is_spread(param) else None
+        if key not in self._counts:
+            first = min(self._holders.ranks)
+            if key is None:
+                self._counts[key] = dist.get_rank() == first
+            else:
+                mesh, placements = key
+                of_copies = zip(mesh.get_coordinate(), placements)
+                copy = any(at != 0 for at, placement in of_copies if placement.is_replicate())
+                self._counts[key] = not copy and first in mesh.mesh.flatten().tolist()
+        return self._counts[key]
+
+
+ALONE = Ranks()
+
+
+def ranks_of(params: Iterable[Tensor], groups: Iterable[Any] = ()) -> Ranks:
+    """The ranks that decide together about these parameters; `groups` reduce gradients of the plain ones."""
     if not is_distributed():
-        return found_inf, (sum_of_squares if sum_of_squares.dim() == 0 else sum_of_squares.sum())
-    members = _members(params)
-    if sum_of_squares.dim() == 0:
-        sums = [sum_of_squares]
-    else:
-        at = sum_of_squares.device
-        sums = [sum_of_squares[torch.tensor(indices, device=at)].sum() for indices in members.values()]
-    device = sum_of_squares.device
-    found = torch.zeros((), device=device) if found_inf is None else found_inf.to(device)
-    everyone = _gathered(torch.stack([found.double(), *(one.double() for one in sums)]))
-
-    totals = [_total(everyone[:, i], layout) for i, layout in enumerate(members, start=1)]
-    total = totals[0] if len(totals) == 1 else torch.stack(totals).sum()
-    if any(layout is not None and layout[0].size() < dist.get_world_size() for layout in members):
-        # Other ranks have summed over other copies of the shards.
-        total = _gathered(total.reshape(1)).amax()
-    agreed_found = everyone[:, 0].amax().to(found.dtype)
-    return (None if found_inf is None else agreed_found.to(found_inf.device)), total
+        return ALONE
+    params = list(params)
+    spread: list[Any] = [param for param in params if is_spread(param)]
+    meshes = dict.fromkeys(param.device_mesh for param in spread)
+    plain = [_Part(frozenset(dist.get_process_group_ranks(group)), (group,)) for group in groups]
+    holders = [*(_of_mesh(mesh) for mesh in meshes), *plain]
+    everyone = [*(_of_mesh(_root(mesh)) for mesh in meshes), *plain]
+    if not everyone or len(_covering(everyone).ranks) < 2:
+        return ALONE
+    whole, held = _covering(everyone), _covering(holders)
+    if whole.ranks == held.ranks:
+        held = whole
+    return Ranks(held, whole, next((mesh.device_type for mesh in meshes), params[0].device))
 
 
-def agreed_largest(value: Tensor, group: Any = None) -> Tensor:
-    """The largest of all ranks' 0-dim numbers, bit-equal on all ranks of the group; NaN if one is NaN."""
-    if not is_distributed(group):
-        return value
-    return _gathered(value.reshape(1), group).amax()
+def replica_groups(model: nn.Module) -> list[Any]:
+    """The process groups over which `DistributedDataParallel` averages gradients of parts of a model."""
+    if not is_distributed():
+        return []
+    found = (part for part in model.modules() if isinstance(part, nn.parallel.DistributedDataParallel))
+    return list(dict.fromkeys(part.process_group for part in found if not joins(part)))
 
 
-def own_sum_of_squares(params: Sequence[Tensor]) -> Tensor:
-    """This rank's FP64 sum of squares of `.grad`: 0-dim, or ``(len(params),)`` where not all are spread alike."""
-    grads = [None if param.grad is None else local(param.grad) for param in params]
-    first = next((grad.device for grad in grads if grad is not None), torch.device("cpu"))
-    if is_distributed() and len(_members(params)) > 1:
-        zero = torch.zeros((), dtype=torch.float64, device=first)
-        sums = [zero if grad is None else gradient_norm.sum_of_squares([grad]).to(first) for grad in grads]
-        return torch.stack(sums)
-    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        if grad is not None:
-            by_device[grad.device].append(grad)
-    sums = [gradient_norm.sum_of_squares(some).to(first) for some in by_device.values()]
-    if not sums:
-        return torch.zeros((), dtype=torch.float64)
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+def joins(wrapper: Any) -> bool:
+    """Whether a `DistributedDataParallel` is inside `join()`: ranks that have no more data run no other collective."""
+    return bool(wrapper._join_config.enable)
+
+
+def shards(models: Iterable[nn.Module]) -> dict[int, Tensor]:
+    """By the id of a gathered parameter of `fully_shard`, which is a leaf of the graph: its sharded parameter."""
+    gathered = ((one, getattr(one, "_unsharded_param", None)) for one in _sharded(models))
+    return {id(leaf): one.sharded_param for one, leaf in gathered if leaf is not None}
+
+
+def drop_unsharded(models: Iterable[nn.Module]) -> None:
+    """Drop the gradients that `set_requires_gradient_sync(False)` has left unreduced."""
+    for one in _sharded(models):
+        one.unsharded_accumulated_grad = None
+        if (leaf := getattr(one, "_unsharded_param", None)) is not None:
+            leaf.grad = None
+
+
+def named(by: Tensor) -> str:
+    """Who found something that is not finite, in words: where it began, if that is known; waits for the device."""
+    count, ranks, began, first = by.tolist()
+    if began:
+        count, ranks = began, first
+    return f"rank {ranks:.0f}" if count == 1 else f"{count:.0f} ranks"
+
+
+def own_squares(params: Sequence[Tensor], ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """This rank's FP64 sums of squares of `.grad`, 0-dim: of all parameters, and of those that it counts."""
+    counted = _sum_of_squares([param for param in params if ranks.counts(param)])
+    others = [param for param in params if not ranks.counts(param)]
+    if not others:
+        return counted, counted
+    rest = _sum_of_squares(others)
+    return rest + counted.to(rest.device), counted.to(rest.device)
 
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a `DTensor` that this rank holds, summed first where it is `Partial`; any other tensor itself."""
-    if not is_spread(tensor):
-        return tensor
-    spread: Any = tensor
-    if any(placement.is_partial() for placement in spread.placements):
-        from torch.distributed.tensor import Replicate
-
-        whole = [Replicate() if placement.is_partial() else placement for placement in spread.placements]
-        spread = spread.redistribute(placements=whole)
-    part: Tensor = spread.to_local()
+    part: Tensor = summed(tensor).to_local() if is_spread(tensor) else tensor
     return part
+
+
+def summed(spread: Any) -> Any:
+    """A `DTensor` whose sums are made, where it is `Partial`; else the same."""
+    if not any(placement.is_partial() for placement in spread.placements):
+        return spread
+    from torch.distributed.tensor import Replicate
+
+    whole = [Replicate() if placement.is_partial() else placement for placement in spread.placements]
+    return spread.redistribute(placements=whole)
 
 
 def is_distributed(group: Any = None) -> bool:
@@ -96,34 +211,65 @@ def is_spread(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _members(params: Sequence[Tensor]) -> dict[_Layout | None, list[int]]:
-    """The parameters' indices by how they are spread, in order of first appearance."""
-    members: dict[_Layout | None, list[int]] = defaultdict(list)
-    for index, param in enumerate(params):
-        members[_layout(param)].append(index)
-    return members or {None: []}
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a call of the model runs collectives that move parameters: `fully_shard`, or `DTensor` parameters."""
+    return any(map(_state, model.modules())) or any(map(is_spread, model.parameters()))
 
 
-def _layout(param: Tensor) -> _Layout | None:
-    if not is_spread(param):
-        return None
-    spread: Any = param
-    sharded = tuple(i for i, placement in enumerate(spread.placements) if not placement.is_replicate())
-    return (spread.device_mesh, sharded) if sharded else None
+def sharded_format(model: nn.Module) -> torch.dtype | None:
+    """The 16-bit format in which `fully_shard` gathers parameters, by its `MixedPrecisionPolicy`; None for FP32."""
+    policies = (state._mp_policy for state in filter(None, map(_state, model.modules())))
+    formats = (policy.param_dtype for policy in policies if policy is not None)
+    return next((one for one in formats if one in (torch.bfloat16, torch.float16)), None)
 
 
-def _gathered(own: Tensor, group: Any = None) -> Tensor:
-    """``(ranks, n)``: every rank's `n` numbers."""
-    everyone = own.new_empty(dist.get_world_size(group), own.numel())
-    dist.all_gather(list(everyone.unbind(0)), own.contiguous(), group=group)
-    return everyone
+def _state(module: nn.Module) -> Any:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    return module._get_fsdp_state() if kind is not None and isinstance(module, kind) else None
 
 
-def _total(of_ranks: Tensor, layout: _Layout | None) -> Tensor:
-    """From the ranks' own sums to the whole: over shards the sum, over copies (which are equal) the largest."""
-    if layout is None:
-        return of_ranks.amax()
-    ranks, sharded = layout[0].mesh, layout[1]
-    of_mesh = of_ranks[ranks.flatten().to(of_ranks.device)].view(tuple(ranks.shape))
-    copies = [i for i in range(of_mesh.dim()) if i not in sharded]
-    return (of_mesh.amax(copies) if copies else of_mesh).sum()
+def _sharded(models: Iterable[nn.Module]) -> Iterable[Any]:
+    """The parameters of `fully_shard`, as it keeps them."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    for model in models:
+        for state in filter(None, map(_state, model.modules())):
+            one = getattr(state, "_fsdp_param_group", None)  # until torch 2.11
+            for group in getattr(state, "_fsdp_param_groups", [] if one is None else [one]):
+                yield from group.fsdp_params
+
+
+def _of_mesh(mesh: Any) -> _Part:
+    return _Part(frozenset(mesh.mesh.flatten().tolist()), tuple(mesh.get_all_groups()))
+
+
+def _root(mesh: Any) -> Any:
+    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+
+
+def _covering(parts: Sequence[_Part]) -> _Part:
+    """The part that has all ranks of the others; the world, if none has."""
+    everyone = frozenset[int]().union(*(part.ranks for part in parts))
+    if len(everyone) < dist.get_world_size():
+        for part in parts:
+            if part.ranks == everyone:
+                return part
+    return _Part(frozenset(range(dist.get_world_size())), (None,))
+
+
+def _add(numbers: Tensor, groups: Iterable[Any]) -> None:
+    for group in groups:
+        dist.all_reduce(numbers, group=group)
+
+
+def _sum_of_squares(params: Iterable[Tensor]) -> Tensor:
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for param in params:
+        if param.grad is not None:
+            grad = local(param.grad)
+            by_device[grad.device].append(grad)
+    sums = [gradient_norm.sum_of_squares(some) for some in by_device.values()]
+    if not sums:
+        return torch.zeros((), dtype=torch.float64)
+    return sums[0] if len(sums) == 1 else torch.stack([one.to(sums[0].device) for one in sums]).sum()

@@ -28,7 +28,7 @@ from mezzo.core.loss_scale import (
     check,
     on_host,
 )
-from mezzo.pytorch import loss_scaler
+from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch import step as engine
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.loss_scaler import from_scaler_state, moved, to_scaler_state
@@ -259,14 +259,36 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        grads = engine.gradients_of(engine.parameters(optimizer), allow_fp16=allow_fp16)
-        return engine.unscale_(grads, inv_scale, found_inf)
+        params = [p for p in engine.parameters(optimizer) if p.grad is not None]
+        grads = engine.gradients_of(params, allow_fp16=allow_fp16)
+        found = engine.unscale_(grads, inv_scale, found_inf)
+        ranks = distributed.ranks_of(engine.parameters(optimizer))
+        if not ranks:
+            return found
+        own = engine.combined([found_inf, *found.values()], found_inf.device)
+        state = self._per_optimizer_states[id(optimizer)]
+        agreed, state["norm"], _ = engine.clip_(params, grads, own, None, state.get("max_norm"), ranks)
+        return found if agreed is None else {agreed.device: agreed}
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Unscale the optimizer's gradients if needed, clip their total 2-norm, and return the norm before, 0-dim."""
-        if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        """Unscale the optimizer's gradients if needed, clip their total 2-norm, and return the norm before, 0-dim.
+
+        The norm is that of all shards of `DTensor` gradients. Ranks exchange it together with what unscaling found.
+        """
+        state = self._per_optimizer_states[id(optimizer)]
+        if self._enabled and state["stage"] is OptState.READY:
+            state["max_norm"] = max_norm
             self.unscale_(optimizer)
-        return torch.nn.utils.clip_grad_norm_(list(engine.parameters(optimizer)), max_norm)
+            if state.get("norm") is not None:
+                return torch.as_tensor(state["norm"])
+        params = [p for p in engine.parameters(optimizer) if p.grad is not None]
+        ranks = distributed.ranks_of(params)
+        if ranks:
+            grads = engine.gradients_of(params, allow_fp16=True)
+            norm = engine.clip_(params, grads, None, None, max_norm, ranks)[1]
+            assert norm is not None
+            return norm
+        return torch.nn.utils.clip_grad_norm_(params, max_norm)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale unless that was done, then call `optimizer.step(*args, **kwargs)` if all gradients are finite.
@@ -313,14 +335,29 @@ class GradScaler(torch.amp.GradScaler):
         if not engine.can_skip_on_device(optimizer):
             if ready:
                 self.unscale_(optimizer)
+            else:
+                self._look_again(optimizer, state)
             return self._maybe_opt_step(optimizer, state, *args, **kwargs)
         if _takes_scaler(type(optimizer)):  # type: ignore[arg-type]  # which torch deprecates, with a warning
             return super().step(optimizer, *args, **kwargs)
         if ready:
             self._check_inf_per_device(optimizer)
+        else:
+            self._look_again(optimizer, state)
         found_inf = state["skipped"] = self._found(state)
         grad_scale = self._scale_in_use() if ready else None
         return engine.step_on_device(optimizer, found_inf, *args, grad_scale=grad_scale, **kwargs)
+
+    def _look_again(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """After `unscale_` a script may have reduced gradients, and so brought another rank's NaN here."""
+        params = list(engine.parameters(optimizer))
+        if distributed.is_distributed() and not distributed.ranks_of(params):
+            grads = [grad for grad in engine.gradients_of(params, allow_fp16=True) if grad.numel()]
+            for device, known in state["found_inf_per_device"].items():
+                largest = torch._foreach_norm([grad for grad in grads if grad.device == device], math.inf)
+                if largest:
+                    bad = torch.stack(largest).isfinite().all().logical_not()
+                    state["found_inf_per_device"][device] = known.maximum(bad.to(known))
 
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any

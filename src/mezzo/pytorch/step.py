@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch import distributed, loss_scaler
+from mezzo.pytorch.distributed import ALONE, Ranks
 from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.snapshot import OptimizerSnapshot
@@ -29,6 +30,7 @@ class StepOutcome:
     found_inf: Tensor | None  # 0-dim FP32, 0.0 where every gradient was finite; None if not checked
     skipped: Tensor | bool  # a tensor where only the device knows
     grad_norm: Tensor | None  # 0-dim 2-norm of the unscaled gradients before clipping; None if not needed
+    by: Tensor | None = None  # which ranks found something, as in `Agreement`; None on one rank
 
 
 def step_in_place(
@@ -39,20 +41,24 @@ def step_in_place(
     clip_value: float | None = None,
     clip_norm: float | None = None,
     host_must_know: bool = False,
+    ranks: Ranks = ALONE,
+    began: Tensor | None = None,
 ) -> StepOutcome:
-    """The step of any optimizer: unscale, check and clip in `.grad`, then call `optimizer.step()`."""
-    grads = gradients_of(parameters(optimizer))
-    if not grads:
+    """The step of any optimizer: unscale, check and clip in `.grad`, then call `optimizer.step()`.
+
+    `ranks` decide together; `began` as in `Ranks.agreed`.
+    """
+    params = [param for param in parameters(optimizer) if param.grad is not None]
+    if not params:
         raise no_gradient()
-    found = norm = None
+    grads, found = gradients_of(params), None
     if scale is not None:
         found = combined(unscale_(grads, inverse(scale) * rescale).values(), scale.device)
     elif rescale != 1.0:
         with torch.no_grad():
             torch._foreach_mul_(grads, rescale)
-    if clip_value is not None or clip_norm is not None:
-        norm = clip_(grads, clip_value, clip_norm)
-    return StepOutcome(found, take(optimizer, found, host_must_know=host_must_know), norm)
+    found, norm, by = clip_(params, grads, found, clip_value, clip_norm, ranks, began)
+    return StepOutcome(found, take(optimizer, found, host_must_know=host_must_know), norm, by)
 
 
 def step_fused(
@@ -62,6 +68,8 @@ def step_fused(
     *,
     clip_norm: float | None = None,
     host_must_know: bool = False,
+    ranks: Ranks = ALONE,
+    began: Tensor | None = None,
 ) -> StepOutcome:
     """The step of a `FusedOptimizer`, whose kernel unscales and clips what it reads: `.grad` is not written.
 
@@ -78,7 +86,7 @@ def step_fused(
     first = next((param.grad for param in params if param.grad is not None), None)
     if first is None:
         raise no_gradient()
-    found = norm = multiplier = None
+    found = norm = multiplier = by = None
     device = first.device if scale is None else scale.device
     if scale is not None:
         multiplier = inverse(scale) * rescale
@@ -88,26 +96,38 @@ def step_fused(
         for param in params:
             if param.grad is not None and param.grad.layout is not torch.strided:
                 checks.gradient(param.grad, param, type(optimizer).__name__)
-        sums = distributed.own_sum_of_squares(params).to(device, non_blocking=True)
-        found, multiplier, norm = decide(sums, multiplier, clip_norm, params, looks=scale is not None)
+        sums, counted = (one.to(device, non_blocking=True) for one in distributed.own_squares(params, ranks))
+        found, multiplier, norm, by = decide(
+            sums, counted, multiplier, clip_norm, ranks, looks=scale is not None, began=began
+        )
     skipped = take(optimizer, found, host_must_know=host_must_know, multiplier=multiplier)
-    return StepOutcome(found, skipped, norm)
+    return StepOutcome(found, skipped, norm, by)
 
 
 def decide(
-    sums: Tensor, multiplier: Tensor | None, clip_norm: float | None, params: list[Tensor], *, looks: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """found_inf (None unless `looks`), the multiplier that also clips, and the norm; all ranks get the same."""
-    found = 1.0 - sums.isfinite().all().float() if looks else None
-    found, total = distributed.agreed(found, sums, params)
-    norm = total.sqrt()
+    sums: Tensor,
+    counted: Tensor,
+    multiplier: Tensor | None,
+    clip_norm: float | None,
+    ranks: Ranks,
+    *,
+    looks: bool,
+    began: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    """found_inf (None unless `looks`), the multiplier that also clips, the norm, and `Agreement.by`.
+
+    From the sum of squares of this rank's gradients, and of those that it counts; all ranks get the same.
+    """
+    found = 1.0 - sums.isfinite().float() if looks else None
+    found, squares, by = ranks.agreed(found, counted.reshape(1), began)
+    norm = squares[0].sqrt()
     if multiplier is not None:
         norm = norm * multiplier
     if clip_norm is not None and clip_norm < math.inf:
         # As torch.nn.utils.clip_grad_norm_: a factor of 1 is multiplied in rather than branched on.
         factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
         multiplier = (factor if multiplier is None else factor * multiplier).float()
-    return found, multiplier, norm.float()
+    return found, multiplier, norm.float(), by
 
 
 def take(
@@ -173,7 +193,7 @@ def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def gradients_of(params: Iterable[Tensor], *, allow_fp16: bool = False) -> list[Tensor]:
-    """The tensors that hold the gradients' numbers, to be written to; a sparse gradient is coalesced."""
+    """The tensors that hold the gradients' numbers on this rank, to be written to; a sparse gradient is coalesced."""
     found = []
     for param in params:
         grad = param.grad
@@ -190,6 +210,9 @@ def gradients_of(params: Iterable[Tensor], *, allow_fp16: bool = False) -> list[
             # Entries of one index can be finite apart and overflow together, and a norm is of their sums.
             param.grad = grad = grad.coalesce()
             grad = grad._values()
+        elif distributed.is_spread(grad):
+            param.grad = grad = distributed.summed(grad)
+            grad = distributed.local(grad)
         found.append(grad)
     return found
 
@@ -245,23 +268,48 @@ def combined(found: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def clip_(grads: list[Tensor], clip_value: float | None, clip_norm: float | None) -> Tensor | None:
-    """Clip unscaled gradients in place and return their total 2-norm before, 0-dim, if `clip_norm` is given."""
-    total = None if clip_norm is None else torch.nn.utils.get_total_norm(grads)
+def clip_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    found: Tensor | None,
+    clip_value: float | None,
+    clip_norm: float | None,
+    ranks: Ranks = ALONE,
+    began: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Clip unscaled gradients in place; returns found_inf, the total 2-norm before, and `Agreement.by`, of all ranks.
+
+    `grads` are of `params`. The norm is 0-dim, or None without `clip_norm`.
+    """
+    counted = [grad for grad, param in zip(grads, params) if ranks.counts(param)]
+    norms = [] if clip_norm is None else [torch.nn.utils.get_total_norm(counted)]
     if clip_value is not None:
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
-    if clip_norm is not None and total is not None and clip_norm < math.inf:
-        bounded = total if clip_value is None else torch.nn.utils.get_total_norm(grads)
-        factor = (clip_norm / (bounded + 1e-6)).clamp(max=1.0)
+        norms += [torch.nn.utils.get_total_norm(counted) for _ in norms]
+    by = None
+    if ranks and (norms or found is not None):
+        at = grads[0].device if found is None else found.device
+        squares = torch.stack([norm.to(at).double().square() for norm in norms]) if norms else None
+        found, squares, by = ranks.agreed(found, squares, began)
+        norms = list(squares.sqrt().float())
+    if clip_norm is not None and clip_norm < math.inf:
+        factor = (clip_norm / (norms[-1] + 1e-6)).clamp(max=1.0)
         for device in dict.fromkeys(grad.device for grad in grads):
             group = [grad for grad in grads if grad.device == device]
             torch._foreach_mul_(group, factor.to(device, non_blocking=True))
-    return total
+    return found, norms[0] if norms else None, by
 
 
 def no_gradient() -> UsageError:
     """The error where no parameter of an optimizer has a gradient."""
+    if distributed.is_distributed():
+        return UsageError(
+            f"step(): on rank {torch.distributed.get_rank()}, no parameter of this optimizer got a gradient, and the "
+            "other ranks wait for this rank's part. Compute the loss of every rank from the model. For a rank without "
+            "data: loss = 0.0 * model(example).sum(). With fully_shard, call model.set_requires_gradient_sync(True) "
+            "before the last loss of a window."
+        )
     return UsageError(
         "step(): no parameter of this optimizer got a gradient, so the loss does not depend on them. Check that model "
         "and optimizer belong together: optimizer = torch.optim.AdamW(model.parameters())."

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.core.records import OverflowRecord, Record
 from mezzo.core.remedies import training_code
-from mezzo.pytorch.distributed import is_distributed
+from mezzo.pytorch.distributed import is_distributed, is_sharded
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, watch_loss
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace
 from mezzo.pytorch.monitor.investigation import investigate, remedies_for
@@ -33,6 +33,8 @@ from mezzo.pytorch.monitor.replay import SavedCall, SideEffects, eager, running_
 _FEW = 8  # kept calls that are looked at before each call
 WATCHED = 50
 """Contexts that are watched live at most, for one overflow that was not explained."""
+
+_NOT_TRACED = "skipped steps of a sharded model (fully_shard, DTensor) are not traced to an operation"
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _ALL: weakref.WeakSet[OverflowTracer] = weakref.WeakSet()
@@ -55,7 +57,9 @@ def _never_raises(method: _Method) -> _Method:
 class OverflowTracer(StepObserver):
     """A `StepObserver` that looks into skipped steps, also where the host must wait for the device if it `waits`.
 
-    There are at most `limit` alarms; remedies have policies as `written`: as code, or as a command.
+    There are at most `limit` alarms; remedies have policies as `written`: as code, or as a command. `group_of` gives
+    the process group of an optimizer whose gradients are averaged (by default that of the last model called): its ranks
+    tell each other what they found. A sharded model is not traced.
     """
 
     def __init__(
@@ -67,9 +71,12 @@ class OverflowTracer(StepObserver):
         limit: int = 20,
         model: nn.Module | None = None,
         written: Callable[[str], str] = training_code,
+        group_of: Callable[[Optimizer], Any] | None = None,
     ) -> None:
         self._enter, self._model, self._written = enter, model, written
-        self._clock, self._waits, self._left = clock, waits, limit
+        self._clock, self._waits, self._limit = clock, waits, limit
+        # Alarms left, by process group, whose ranks count alike; None: for optimizers of this rank alone.
+        self._left: dict[Any, int] = {None: limit}
         self.calls: list[SavedCall] = []
         self._pruned = 0  # how many calls the last `_prune` left
         self._effects: weakref.WeakKeyDictionary[nn.Module, SideEffects] = weakref.WeakKeyDictionary()
@@ -82,8 +89,10 @@ class OverflowTracer(StepObserver):
         self._watching = False
         self._to_watch = 0
         self._trouble: list[str] = []
+        self._group_of = group_of
         parallel = isinstance(model, nn.parallel.DistributedDataParallel)
         self._group: Any = model.process_group if parallel else None  # type: ignore[union-attr]
+        self.notes: list[str] = []
         self._last: OverflowReport | None = None
         self._records: list[Record] = []
         _ALL.add(self)
@@ -97,15 +106,21 @@ class OverflowTracer(StepObserver):
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the arguments."""
         self._open = None
-        if isinstance(model, nn.parallel.DistributedDataParallel):
+        if self._group_of is None and isinstance(model, nn.parallel.DistributedDataParallel):
             self._group = model.process_group
-        if running_again() or self._left <= 0:
+        if running_again() or not self._looks:
             return
         # Many calls in one graph: looked at once each time that their number has doubled, not all of them at each call.
         if len(self.calls) <= _FEW or len(self.calls) >= 2 * self._pruned:
             self._prune()
         inner = unwrapped(model)
         if inner not in self._effects:
+            if is_sharded(inner):
+                # Replaying a call would gather parameters, and the ranks don't replay the same calls.
+                self._limit = 0
+                self._left.clear()
+                self.notes.append(_NOT_TRACED)
+                return
             self._effects[inner] = SideEffects(inner)
             if self._model is not None and path_of(inner, self._model):
                 self._parts.add(inner)
@@ -125,7 +140,7 @@ class OverflowTracer(StepObserver):
     @_never_raises
     def backward_begins(self, loss: Tensor, scale: Scale) -> None:
         """Watch what is outside of the calls."""
-        if running_again() or self._left <= 0:
+        if running_again() or not self._looks:
             return
         self._last = None
         SavedCall.backward += 1
@@ -158,13 +173,16 @@ class OverflowTracer(StepObserver):
         if isinstance(skipped, Tensor):
             skipped = bool(skipped) if self._waits or skipped.device.type == "cpu" else False
         try:
-            if skipped and self._left > 0:
+            if self._group_of is not None:
+                self._group = self._group_of(optimizer)
+            left = self._left.setdefault(self._group, self._limit)
+            if skipped and left > 0:
                 # Another optimizer of the same backward: what was found for the first is kept no longer.
                 known = None if self._scales else self._last
                 finding = known or self._agreed(self._looked_into())
                 self.finding = finding
                 if known is None:
-                    self._left -= finding.alarms
+                    self._left[self._group] = left - finding.alarms
                     unclear = finding.cause == "unknown" or (finding.module == OUTSIDE and finding.alarms)
                     self._to_watch = WATCHED if unclear and not finding.line and self._scales else 0
                     self._last = finding
@@ -201,9 +219,13 @@ class OverflowTracer(StepObserver):
             tracer._prune()
 
     @property
+    def _looks(self) -> bool:
+        return max(self._left.values(), default=0) > 0
+
+    @property
     def watches_live(self) -> bool:
         """Whether the next context is to be watched operation by operation: enter `live` in it."""
-        if self._watching or self._left <= 0:
+        if self._watching or not self._looks:
             return False
         if (self._to_watch <= 0) if self._live is None else bool(self._live.trouble):
             return False

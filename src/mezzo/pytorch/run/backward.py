@@ -1,7 +1,8 @@
 """`backward()` and `autograd.grad` of a run. In fp16 they start from S; a hook on every leaf divides by S in FP32.
 
 The hook comes before the script's own, and notes on the device whether the gradient was finite. A graph with a leaf
-that no optimizer owns has no step to skip: it is run again at S/2 until its gradients are finite or S is 1.
+that no optimizer owns has no step to skip: it is run again at S/2 until its gradients are finite or S is 1. With
+several ranks it is not run again, and a message says so.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.distributed import is_distributed
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.run.own_recording import unscaled as unscaled_by_script
 from mezzo.pytorch.step import numbers_of
@@ -35,6 +37,11 @@ _IN_VMAP = (
 _TRACERS = {"FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode"}
 _CHECKED = (torch.float32, torch.float64)
 
+_NOT_AGAIN = (
+    "a backward pass reached a tensor that no optimizer owns. With one process, Mezzo would run a pass that overflows "
+    "again at a smaller loss scale. With several it does not, since a rank that does so alone waits for the others "
+    "forever. Gradients of that tensor may be NaN or infinite: check them before use, or use --precision bf16"
+)
 Backward = Callable[..., Any]
 _Run = Callable[[float, bool | None], Any]
 leaves_of = not_traced(walks.leaves_of)
@@ -157,9 +164,13 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
             observed(roots, scale, lambda: original(roots, scaled, retain, create_graph, *args, **kwargs))
 
         leaves = leaves_of(roots)
-        session.networks.backward(leaves)
+        owners = session.ranks.owners(leaves)
+        session.networks.backward(owners)
         owned = overflows.owned()
-        if all(id(leaf) in owned for leaf in leaves):
+        is_owned = all(id(owner) in owned for owner in owners)
+        if not is_owned and is_distributed():
+            session.journal.note(_NOT_AGAIN)
+        if is_owned or is_distributed():
             scale = session.scale.scale
             with unscaling(leaves, scale, overflows):
                 run(scale, retain_graph)
@@ -198,6 +209,7 @@ def make_grad(session: Session, original: Backward) -> Backward:
         if in_vmap:
             session.journal.note(_IN_VMAP)
         results: tuple[Any, ...] = ()
+        ranks = session.ranks.of_graph(leaves_of, roots)
 
         def attempt(scale: float, retain: bool | None) -> bool:
             nonlocal results
@@ -210,7 +222,8 @@ def make_grad(session: Session, original: Backward) -> Backward:
             results = tuple(
                 g if g is None or id(t) in by_hook else g * (1.0 / scale) for t, g in zip(wanted, found)
             )
-            return in_vmap or not any(g is not None and bool(_not_finite(g.detach())) for g in results)
+            finite = in_vmap or not any(g is not None and bool(_not_finite(g.detach())) for g in results)
+            return not any(ranks.largest(not finite)) if ranks else finite
 
         # What `autograd.grad` returns can't be skipped: so it is finite, if any scale makes it so.
         _until_finite(session, attempt, retain_graph, keeps_graph=not in_vmap)

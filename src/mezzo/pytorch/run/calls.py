@@ -30,9 +30,11 @@ from mezzo.pytorch.autocast.modules import (
     to_fp32,
     with_heads,
 )
+from mezzo.pytorch.distributed import sharded_format
 from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
+from mezzo.pytorch.run.foreign import SWITCH_OFF
 from mezzo.pytorch.run.own_weights import trains, widen
 from mezzo.pytorch.run.weights import Storage, nudge
 
@@ -109,11 +111,13 @@ class Preparation:
                 session.without_own,
             )
             return False
+        if gathered := sharded_format(module):
+            given = f"fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype={gathered}))"
+            session.stand_back(f"{name} has {given}: the script chooses its formats itself", SWITCH_OFF)
+            return False
         first = not session.device_type
         session.resolve(params[0].device.type)
-        for part in module.modules():
-            if isinstance(part, nn.parallel.DistributedDataParallel):
-                session.wrappers.update(dict.fromkeys(map(id, part.parameters()), weakref.ref(part)))
+        session.ranks.register(module)
         emulated = not leaves_autocast_off(session.policy, session.device_type)
         exact = session.policy.compute == "fp32" or (session.policy.compute == "tf32" and emulated)
         if first and exact and switch_off_tf32():

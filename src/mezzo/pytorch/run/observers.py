@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.pytorch.kernels.not_traced import not_traced
+from mezzo.pytorch.step import parameters
 
 if TYPE_CHECKING:
     from mezzo.core.records import Record
@@ -56,6 +57,7 @@ def tracer_for(session: Session) -> OverflowTracer:
         clock=session.journal.now,
         waits=True,
         written=session.command,
+        group_of=lambda optimizer: session.ranks.group(parameters(optimizer)),
     )
 
 

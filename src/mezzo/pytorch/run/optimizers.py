@@ -9,17 +9,19 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from mezzo.core.errors import LossScaleCollapseError
-from mezzo.pytorch.distributed import agreed_largest
+from mezzo.core.loss_scale import DynamicLossScale
+from mezzo.pytorch.distributed import ALONE, is_distributed
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.run.backward import Attempts, Flags, FoundInf
@@ -42,6 +44,7 @@ class Overflows:
         self._session = session
         self._flags: dict[int, Flags] = {}
         self.attempts: Attempts | None = None  # of the current backward
+        self.where = ""  # where the last gradient that was not finite was found, if several ranks were asked
 
     @not_traced
     def owned(self) -> set[int]:
@@ -49,13 +52,14 @@ class Overflows:
         return {id(p) for optimizer in self._session.optimizers for p in parameters(optimizer)}
 
     @not_traced
-    def remember(self, leaves: Iterable[Tensor], found: FoundInf) -> None:
+    def remember(self, leaves: Sequence[Tensor], found: FoundInf) -> None:
         """These leaves are about to receive gradients, with flags in `found`."""
         if self.attempts is not None:
             self.attempts.found.append(found)
-        for index, leaf in enumerate(leaves):
-            key = id(leaf)
-            earlier = () if leaf.grad is None else self._flags.get(key, ())
+        for index, (leaf, owner) in enumerate(zip(leaves, self._session.ranks.owners(leaves))):
+            key = id(owner)
+            # A gathered parameter's gradients may be kept unsharded, where only `fully_shard` sees them.
+            earlier = () if leaf.grad is None and leaf is owner else self._flags.get(key, ())
             self._flags[key] = [*(flag for flag in earlier if not flag[0].spent), (found, index)]
 
     def flags(self, leaf: Tensor) -> Flags:
@@ -66,14 +70,35 @@ class Overflows:
     def found_inf(self, optimizer: Any) -> bool:
         """Whether the optimizer must skip its step; waits for the device. All ranks get the same answer."""
         params = list(parameters(optimizer))
-        bad = self._flagged(optimizer, params) or not check_finite(optimizer)
-        wrappers = self._session.wrappers
-        for wrapper in dict.fromkeys(wrappers[id(p)] for p in params if id(p) in wrappers):
-            module = wrapper()
-            if module is not None:
-                found = torch.full((), float(bad), device=params[0].device)
-                bad = bool(agreed_largest(found, module.process_group))
-        return bad
+        if is_distributed() and all(p.grad is None for p in params):
+            # No rank is asked: this one's next backward and step meet those that the others run now.
+            self._session.journal.note(
+                f"on rank {dist.get_rank()} an optimizer's step() was called without gradients, so it changed nothing. "
+                "If other ranks had gradients, this rank is a step behind them: call backward() on every rank"
+            )
+            return False
+        flagged = self._flagged(optimizer, params) and not self._session.ranks.averages_only(params)
+        return self._agreed(flagged or not check_finite(optimizer), params, began=flagged)
+
+    @not_traced
+    def changed(self, optimizer: Any) -> bool:
+        """Whether the optimizer must skip after hooks or a subclass have changed its gradients."""
+        return self._agreed(not check_finite(optimizer), list(parameters(optimizer)))
+
+    def _agreed(self, bad: bool, params: list[Tensor], *, began: bool = False) -> bool:
+        """Whether one of the ranks must skip, which then has all skip; all take the smallest of their loss scales."""
+        session, self.where = self._session, ""
+        ranks = session.ranks.of(params)
+        if not ranks:
+            return bad
+        place = dist.get_world_size() - dist.get_rank()  # so that the largest is that of the first rank
+        scale = session.scale.scale
+        found, first, source, smallest = ranks.largest(bad, bad * place, began * place, -scale)
+        if found:
+            self.where = f" on rank {dist.get_world_size() - int(source or first)}"
+        if -smallest != scale and isinstance(session.scale, DynamicLossScale):
+            session.scale = replace(session.scale, scale=-smallest)
+        return bool(found)
 
     def _flagged(self, optimizer: Any, params: list[Tensor]) -> bool:
         """Whether a flag says that a gradient was not finite; each is read once per optimizer."""
@@ -176,7 +201,7 @@ class Steps:
 
     @not_traced
     def _abandon_unless_finite(self, optimizer: Any, *_: Any) -> None:
-        if self._session.scaling and not check_finite(optimizer):
+        if self._session.scaling and self.overflows.changed(optimizer):
             raise AbandonedStepError
 
     def _step(self, step: Step, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -202,7 +227,9 @@ class Steps:
             with self.lost.measured(optimizer) if self.lost.wants(optimizer) else nullcontext():
                 result = step(optimizer, *args, **kwargs)
         except AbandonedStepError:
-            self._done(optimizer, moved=False, scale=scale, reason="a gradient was not finite")
+            self._done(
+                optimizer, moved=False, scale=scale, reason=f"a gradient was not finite{self.overflows.where}"
+            )
             return None
         except BaseException:
             session.observers.tell("step_dropped")
@@ -260,7 +287,7 @@ class Steps:
         copies = _evaluates_again(optimizer)
         result, skipped = step_with_closure(optimizer, with_closure, evaluate, back_off, copies=copies)
         if skipped:
-            why = "a gradient of the closure was not finite"
+            why = f"a gradient of the closure was not finite{self.overflows.where}"
             self._done(optimizer, moved=False, scale=scale, reason=why, seen=seen)
             return result
         reason = f"closure run again {again} times at a smaller loss scale" if again else ""
@@ -305,16 +332,21 @@ class Steps:
         self, optimizer: Any, *, moved: bool, scale: float, reason: str = "", seen: list[Record] | None = None
     ) -> None:
         """A step was taken, or skipped: all is recorded before the scale may collapse, or the script be ended."""
-        session, scaled = self._session, self._session.scaling
+        session, scaled, ranks = self._session, self._session.scaling, ALONE
         self.done += 1
+        params = list(parameters(optimizer))
         if session.trial is not None:
             session.trial.finish(counts=moved)
+            if ranks := session.ranks.of(params):
+                session.trial.agree(ranks)
+        decides = not session.ranks.any or bool(ranks)
+        session.ranks.step_ended(params)
         number = self._number(optimizer)
         if seen is None:
             seen = self._explained(optimizer, skipped=not moved, scale=scale)
         if session.networks:
             session.networks.step_ended(
-                parameters(optimizer), not moved, self.overflows.owned, alone=len(session.optimizers) == 1
+                params, not moved, self.overflows.owned, alone=len(session.optimizers) == 1
             )
         if session.scaling:
             for module in self.traced:
@@ -327,7 +359,7 @@ class Steps:
         self._watch.after_update(number, moved=moved)
         if scaled:
             self._observe(optimizer, found_inf=not moved)
-        if session.trial is not None and session.trial.decision is not None:
+        if session.trial is not None and session.trial.decision is not None and decides:
             session.decide(session.trial.decision)
         if number == 0:
             session.journal.stop_after(session.request.stop_after)

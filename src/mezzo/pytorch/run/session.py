@@ -32,6 +32,7 @@ from mezzo.runner.seeds import Seeds
 if TYPE_CHECKING:
     from mezzo.pytorch.auto import TimedTrial, TrialDecision
     from mezzo.pytorch.run.observers import Observers
+    from mezzo.pytorch.run.ranks import RunRanks
     from mezzo.pytorch.training.networks import Networks
 
 
@@ -95,12 +96,11 @@ class Session:
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     optimizers_made: int = 0
     lowered_weights: int = 0  # weights stored in 16 bits; with any, the script can't be left alone any more
-    # Id of a parameter -> the data parallelism that adds its gradients over a process group.
-    wrappers: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     trial: TimedTrial | None = None
     precision_reason: str = ""
     observers: Observers = field(init=False)  # from `import torch` on
     networks: Networks = field(init=False)  # running statistics of the models; from `import torch` on
+    ranks: RunRanks = field(init=False)  # from `import torch` on
     _patches: Patches = field(default_factory=Patches)
     _undo: list[Any] = field(default_factory=list)  # also called at the end, the latest first
     _endings: list[Any] = field(default_factory=list)  # called with the exit status when the script is over
@@ -139,10 +139,11 @@ class Session:
         from mezzo.pytorch.run.observers import Observers, observed_step
         from mezzo.pytorch.run.optimizers import Steps
         from mezzo.pytorch.run.own_recording import record_scaler
+        from mezzo.pytorch.run.ranks import RunRanks
         from mezzo.pytorch.training.networks import Networks
 
         patches = self._patches
-        self.observers, self.networks = Observers(self), Networks()
+        self.observers, self.networks, self.ranks = Observers(self), Networks(), RunRanks()
         watch = lifecycle.StepWatch(self.request.observe, lambda: observed_step(self))
         steps = Steps(self, watch)
         preparation = calls.Preparation(self, steps)
@@ -167,6 +168,10 @@ class Session:
         self._undo.append(steps.undo)
         if self.policy.compute == "auto" or not isinstance(self.scale, NoLossScale):
             patches.set(autograd, "grad", backward.make_grad(self, autograd.grad))
+            if torch.distributed.is_available():
+                all_reduce = self.ranks.make_all_reduce(torch.distributed.all_reduce)
+                for home in (torch.distributed, torch.distributed.distributed_c10d):
+                    patches.set(home, "all_reduce", all_reduce)
         if self.policy.compute != "fp32":
             self._undo.append(fallback.lend_kernels())
             autocast_patches.hold()  # once, not at each call of a model
@@ -293,9 +298,15 @@ class Session:
         self.scale = self.scale.next(Observation(found_inf))
 
     def overflowed(self, scale: float) -> float:
-        """A backward at `scale` overflowed before the script saw its gradients: the scale at which to run it again."""
+        """A backward at `scale` overflowed before the script saw its gradients: the scale at which to run it again.
+
+        With several ranks the scale for other backward passes stays, since this happened on one rank alone.
+        """
+        from mezzo.pytorch.distributed import is_distributed
+
         self.reruns += 1
-        if not isinstance(self.scale, (NoLossScale, StaticLossScale)) and self.scale.scale > 1.0:
+        moves = not isinstance(self.scale, (NoLossScale, StaticLossScale)) and self.scale.scale > 1.0
+        if moves and not is_distributed():
             self.observe(found_inf=True)
         return max(1.0, scale * 0.5)
 

@@ -6,16 +6,18 @@ sum in FP32. DistributedDataParallel averages in buckets of the parameters' form
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.distributed import is_spread, shards
 from mezzo.pytorch.step import parameters
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -91,9 +93,10 @@ def nodes_of(roots: Iterable[Any]) -> dict[Any, None]:
 class OptimizerBackward:
     """Accumulates a loss's gradients into the parameters of one optimizer."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self._optimizer = optimizer
-        self._reentrant: bool | None = None
+        self._model = weakref.ref(model)
+        self._whole: bool | None = None  # whether backward must run through the whole graph
 
     def params(self) -> list[Tensor]:
         """The parameters that get gradients; UsageError if there are none."""
@@ -107,11 +110,15 @@ class OptimizerBackward:
     def __call__(
         self, loss: Tensor, seed: Tensor | None, others: Iterable[Tensor], *, retain_graph: bool
     ) -> None:
-        """As `backward_into`; with reentrant checkpoints (the first loss decides) `others` keep their gradients."""
+        """As `backward_into`; where the whole graph must run (the first loss decides) `others` keep their gradients.
+
+        That is with reentrant checkpoints, and under `fully_shard`, whose graph ends in gathered parameters: it hands
+        their gradients to the shards itself.
+        """
         params = self.params()
-        if self._reentrant is None:
-            self._reentrant = has_reentrant_checkpoint(loss)
-        if not self._reentrant:
+        if self._whole is None:
+            self._whole = any(map(is_spread, params)) or has_reentrant_checkpoint(loss)
+        if not self._whole:
             backward_into(loss, seed, params, retain_graph=retain_graph)
             return
         before = [(other, other.grad) for other in others]
@@ -122,6 +129,12 @@ class OptimizerBackward:
         finally:
             for other, grad in before:
                 other.grad = grad
+
+    def reached(self, loss: Tensor) -> list[Tensor]:
+        """The leaves that a loss's backward reaches, with shards for gathered parameters."""
+        model = self._model()
+        owners = shards([] if model is None else [model])
+        return [owners.get(id(leaf), leaf) for leaf in leaves_of([loss])]
 
 
 @dataclass

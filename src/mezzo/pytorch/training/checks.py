@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.core.policy import Policy
+from mezzo.pytorch.distributed import shards
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters
@@ -43,7 +44,7 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
             f"the optimizer has type {type(optimizer).__name__}, not torch.optim.Optimizer. Create one MixedPrecision "
             "per optimizer: MixedPrecision(model, optimizer)."
         )
-    in_model = {id(p) for p in model.parameters()}
+    in_model = {id(p) for p in model.parameters()} | {id(p) for p in shards([model]).values()}
     if not in_model:
         raise refused(
             f"{type(model).__name__} has no parameters. If it is lazy, call it once first: model(x)."

@@ -28,6 +28,7 @@ from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import as_loss_scale
 from mezzo.core.ranges import RangeRow
 from mezzo.core.records import RecordWriter, writer_of
+from mezzo.pytorch import distributed
 from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
 from mezzo.pytorch.loss_scaler import inverse
@@ -41,7 +42,6 @@ from mezzo.pytorch.training.backward import (
     Gradients,
     OptimizerBackward,
     in_transform,
-    leaves_of,
 )
 from mezzo.pytorch.training.networks import Networks
 from mezzo.pytorch.training.observers import Observers, observers_for
@@ -220,7 +220,8 @@ class MixedPrecision:
             self._optimizer_step = partial(step_fused, stepping)
             if release and self.accumulate == 1:
                 self._release = GradientRelease(self._fused)
-        self._backward = OptimizerBackward(stepping)
+        self._backward = OptimizerBackward(stepping, self.model)
+        self._loss_is_bad: Tensor | bool = False  # whether a loss of this window is not finite on this rank
         # torch's zero_grad also opens a profiler range, which takes longer than the rest of it.
         own = type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)
         self._clears_itself = not own
@@ -380,6 +381,8 @@ class MixedPrecision:
         outcome: StepOutcome | None = None
         if observing.listening:
             observing.backward_begins(loss, window.seed_factor)
+        if scaler is not None and distributed.is_distributed():
+            self._loss_is_bad = self._loss_is_bad | ~loss.detach().isfinite().all()
         try:
             if self._release is not None:
                 if retain_graph:
@@ -450,10 +453,16 @@ class MixedPrecision:
         if outcome is None:
             try:
                 self._gradients.give()
+                ranks = self._ranks()
                 if observing.listening:
                     observing.update_begins(self.optimizer, window.gradient_factor)
                 outcome = self._optimizer_step(
-                    window.scale, window.rescale, clip_norm=self.clip_norm, host_must_know=must_know
+                    window.scale,
+                    window.rescale,
+                    clip_norm=self.clip_norm,
+                    host_must_know=must_know,
+                    ranks=ranks,
+                    began=self._loss_is_bad if isinstance(self._loss_is_bad, Tensor) else None,
                 )
             except BaseException:
                 self._drop_step()
@@ -475,7 +484,7 @@ class MixedPrecision:
                 parameters(self.optimizer),
                 skipped,
                 lambda: {id(p) for mp in _ALIVE for p in parameters(mp.optimizer)},
-                passes=lambda: [frozenset(map(id, leaves_of([loss]))) for loss in self._losses],
+                passes=lambda: [frozenset(map(id, self._backward.reached(loss))) for loss in self._losses],
                 alone=len(_ALIVE) == 1,
             )
         self._losses.clear()
@@ -493,13 +502,15 @@ class MixedPrecision:
             scale_tensor=window.scale,
             weight_overflow_tensor=self._weight_overflow(),
             finding=finding,
+            by_tensor=outcome.by,
         )
+        self._loss_is_bad = False
         scaler = self._resolved.active_scaler
         if scaler is not None and found is not None:
             scaler.update(found)
         self._journal.update(result)
         if self._resolved.trial is not None:  # `stepped` may wait
-            self._resolved.step_ended(counts=result.stepped)
+            self._resolved.step_ended(counts=result.stepped, ranks=self._ranks())
         if scaler is not None:
             try:
                 scaler.check(skipped)
@@ -516,9 +527,17 @@ class MixedPrecision:
             )
         return result
 
+    def _ranks(self) -> distributed.Ranks:
+        """The ranks that decide with this one about the optimizer's step."""
+        if not distributed.is_distributed():
+            return distributed.ALONE
+        return distributed.ranks_of(parameters(self.optimizer), distributed.replica_groups(self.model))
+
     def _drop_step(self) -> None:
         self._journal.flush()
         self._clear_gradients()
+        self._loss_is_bad = False
+        distributed.drop_unsharded([self.model])
         self._observing.step_dropped()
 
     def _clear_gradients(self) -> None:

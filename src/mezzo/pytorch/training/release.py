@@ -67,19 +67,22 @@ class GradientRelease:
                 "gradient in pieces. Use torch.utils.checkpoint(..., use_reentrant=False)."
             )
         leaves = list(dict.fromkeys(param for param in params if param.requires_grad))
-        found = norm = None
+        found = norm = by = None
         if check or clip_norm is not None:
-            total = self._sum_of_squares(loss, seed, leaves)
-            found, multiplier, norm = decide(total, multiplier, clip_norm, leaves, looks=check)
+            ranks = distributed.ranks_of(leaves)
+            sums = self._sums_of_squares(loss, seed, leaves, ranks)
+            found, multiplier, norm, by = decide(*sums, multiplier, clip_norm, ranks, looks=check)
             if found is not None and host_knows(found) and bool(found):
                 _clear(leaves)
-                return StepOutcome(found, True, norm)
+                return StepOutcome(found, True, norm, by)
         self._step_within(loss, seed, leaves, multiplier, found, seen=norm is not None)
         torch.clear_autocast_cache()  # the optimizer's hooks, which do it, have not run
-        return StepOutcome(found, False if found is None else found, norm)
+        return StepOutcome(found, False if found is None else found, norm, by)
 
-    def _sum_of_squares(self, loss: Tensor, seed: Tensor | None, leaves: Sequence[Tensor]) -> Tensor:
-        """The first pass, over the gradients of the second. Leaves `.grad` as it was."""
+    def _sums_of_squares(
+        self, loss: Tensor, seed: Tensor | None, leaves: Sequence[Tensor], ranks: distributed.Ranks
+    ) -> tuple[Tensor, Tensor]:
+        """The first pass, over the gradients of the second: as `own_squares`. Leaves `.grad` as it was."""
         before = {param: param.grad for param in leaves}
         sums: dict[Tensor, Tensor] = {}
 
@@ -110,7 +113,8 @@ class GradientRelease:
         device = next(iter(sums.values())).device
         zero = torch.zeros((), dtype=torch.float64, device=device)
         each = torch.stack([sums.get(param, zero).to(device) for param in leaves])
-        return each if distributed.is_distributed() else each.sum()
+        counted = torch.tensor([ranks.counts(param) for param in leaves], device=device)
+        return each.sum(), each.where(counted, zero).sum()
 
     def _step_within(
         self,

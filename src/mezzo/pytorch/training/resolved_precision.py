@@ -13,6 +13,7 @@ from mezzo.core.policy import PRESETS, Policy
 from mezzo.pytorch import auto
 from mezzo.pytorch.autocast.context import Context, autocast
 from mezzo.pytorch.autocast.modules import ModuleOverrides, apply_module_overrides, with_heads
+from mezzo.pytorch.distributed import Ranks
 from mezzo.pytorch.loss_scaler import LossScaler
 
 
@@ -75,10 +76,12 @@ class ResolvedPrecision:
             return autocast(self.policy, self._device_type)
         return self._regions[self.precision]
 
-    def step_ended(self, *, counts: bool) -> None:
-        """Count the step in the trial, and settle once it has decided."""
+    def step_ended(self, *, counts: bool, ranks: Ranks) -> None:
+        """Count the step in the trial, and settle once it has decided, for all ranks alike."""
         if self.trial is not None:
             self.trial.finish(counts=counts)
+            if ranks:
+                self.trial.agree(ranks)
             if self.trial.decision is not None:
                 self.settle(self.trial.decision)
 

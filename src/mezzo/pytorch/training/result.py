@@ -14,6 +14,7 @@ from torch import Tensor
 from mezzo.core.notebook import html_table
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import LossRecord, Record, RecordWriter, UpdateRecord
+from mezzo.pytorch.distributed import named
 
 EVERY = 16
 """Updates whose records are read and written together: reading one number waits for the device."""
@@ -40,6 +41,7 @@ class StepResult:
         weight_overflow_tensor: 0-dim FP32, above 0 once a weight has become infinite in its 16-bit format; None where
             weights are FP32 or the optimizer does not report it.
         finding: the origin of the value that was not finite, if the step was skipped and traced.
+        by_tensor: which ranks found one, as in `mezzo.pytorch.distributed.Agreement`; None on one rank.
     """
 
     updated: bool
@@ -50,6 +52,7 @@ class StepResult:
     note: str = ""
     weight_overflow_tensor: Tensor | None = None
     finding: OverflowReport | None = None
+    by_tensor: Tensor | None = None
 
     @property
     def skipped(self) -> bool:
@@ -72,8 +75,9 @@ class StepResult:
         """Why the optimizer did not step, or that a weight is infinite; empty if all is well."""
         if self.skipped:
             found = f". {self.finding}" if self.finding is not None else ""
+            where = "" if self.by_tensor is None else f" on {named(self.by_tensor)}"
             return (
-                f"a gradient was NaN or infinite at loss scale {self.loss_scale:g}; parameters and optimizer "
+                f"a gradient was NaN or infinite{where} at loss scale {self.loss_scale:g}; parameters and optimizer "
                 f"are unchanged{found}"
             )
         if self.updated and self.weight_overflow:

@@ -1,0 +1,59 @@
+"""Gradient averages of `DistributedDataParallel` with 16 bits per element on the wire.
+
+`fully_shard` has this in its `MixedPrecisionPolicy(reduce_dtype=...)`. Gradients that are accumulated under `no_sync()`
+are added in the parameters' format before, so in FP32 for FP32 parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mezzo.core.errors import UsageError, unknown_name
+
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def average_in(model: nn.Module, format: str) -> None:
+    """Let a `DistributedDataParallel` send gradients in `bf16` or `fp16`, and average them in FP32.
+
+    Naive code, with N ranks::
+
+        power = 2 ** ceil(log2(N))                      # at least N: a sum of N elements cannot overflow
+        sent = (grad.float() / power).to(format)        # exact, but for the rounding to the format
+        dist.all_reduce(sent)                           # adds in the format
+        grad.copy_(sent.float() * (power / N))
+
+    All ranks get the same bits. The error of an element is at most N times u times the mean of the ranks' magnitudes,
+    where u is the format's largest relative rounding error: 2**-8 in bf16, 2**-11 in fp16. Subnormal numbers of fp16
+    add up to 2**-25 times `power`. NaN and infinity reach all ranks, and so does a gradient above fp16's largest number
+    times `power`. Call it once per model.
+
+    Raises:
+        UsageError: a model that is not a `DistributedDataParallel`.
+        UnknownNameError: another format.
+    """
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UsageError(
+            f"average_in: the model has type {type(model).__name__}, not DistributedDataParallel. Wrap it first: model "
+            "= torch.nn.parallel.DistributedDataParallel(model). For fully_shard use "
+            "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)."
+        )
+    if format not in FORMATS:
+        raise unknown_name("format", format, tuple(FORMATS), where="average_in: ")
+    dtype, group = FORMATS[format], model.process_group
+    size = dist.get_world_size(group)
+    power = 2.0 ** math.ceil(math.log2(size))
+
+    def average(state: Any, bucket: Any) -> Any:
+        grads: Tensor = bucket.buffer()
+        sent = (grads.float() / power).to(dtype)
+        reduced = dist.all_reduce(sent, group=group, async_op=True).get_future()
+        return reduced.then(lambda done: grads.copy_(done.value()[0].float() * (power / size)))
+
+    average.__annotations__ = {}  # DDP compares them with its own types, which must not be strings
+    model.register_comm_hook(None, average)
