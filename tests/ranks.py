@@ -1,4 +1,4 @@
-"""Two ranks of a gloo process group, each a child process that prints its results as JSON in its last line."""
+"""Ranks of a gloo process group, each a child process that prints its results as JSON in its last line."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from typing import Any
 
 def two_ranks(child: str, meeting: Path, *, seconds: float) -> list[dict[str, Any]]:
     """Case -> result of each rank: what a file of tests/children printed, given its rank and where the two meet."""
+    return ranks_of(child, meeting, seconds=seconds)
+
+
+def ranks_of(child: str, meeting: Path, *words: str, seconds: float, count: int = 2) -> list[dict[str, Any]]:
+    """As `two_ranks`, for `count` ranks; `words` are the child's further arguments."""
     file = Path(__file__).parent / "children" / child
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     children = [
@@ -25,13 +30,14 @@ def two_ranks(child: str, meeting: Path, *, seconds: float) -> list[dict[str, An
                 str(file),
                 str(rank),
                 str(meeting),
+                *words,
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=env,
         )
-        for rank in (0, 1)
+        for rank in range(count)
     ]
     try:
         outputs = [each.communicate(timeout=seconds) for each in children]

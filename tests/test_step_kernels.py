@@ -201,6 +201,32 @@ def test_edge_tensors_that_move_and_change_format_between_steps_however_many(dev
     assert of.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+@EACH
+@pytest.mark.parametrize("mode", [("split8", "int8", torch.float32), ("none", "bf16", torch.bfloat16)])
+def test_edge_a_shard_moves_as_in_the_whole_parameter(
+    mode: tuple[str, str, torch.dtype], device: str
+) -> None:
+    whole = cases.row(ADAMW, mode, 1100, 3, special=False, device=device)
+    shards = []
+    for start, stop in ((0, 448), (448, 448), (448, 1100)):
+        part, of = slice(start, stop), cases.copied([whole])[0]
+        assert of.grad is not None
+        of.weight, of.grad, of.offset = of.weight[part], of.grad[part], start
+        of.master = None if of.master is None else of.master[part]
+        of.states = tuple(state[part] for state in of.states)
+        of.scales = tuple(None if s is None else s[start // 64 : -(-stop // 64)] for s in of.scales)
+        shards.append(of)
+    step, other = stepper(device), stepper(device)
+    for _ in range(3):
+        cases.move(step, ADAMW, [whole])
+        cases.move(other, ADAMW, shards)
+    for shard in shards:
+        part = slice(shard.offset, shard.offset + shard.weight.numel())
+        assert torch.equal(shard.weight, whole.weight[part])
+        assert all(torch.equal(one, all_of[part]) for one, all_of in zip(shard.states, whole.states))
+        assert shard.step == 3
+
+
 # Triton's tables of pointers, in its interpreter.
 
 OF_TRITON = pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.masters import MASTERS, STATE_FORMATS
+from mezzo.pytorch.distributed import is_spread, local
 from mezzo.pytorch.kernels.plain import is_dense
 
 GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -40,6 +41,7 @@ def group(owner: str, values: dict[str, Any]) -> None:
 
 def weight(param: Tensor, masters: str, what: str) -> None:
     """Raise a UsageError for a weight whose class, format or layout these masters do not support."""
+    param = local(param.detach())
     if bool(is_traceable_wrapper_subclass(param)):
         problem = (
             f"is a {type(param).__name__}, which the fused kernels cannot read. Use an optimizer of torch.optim, or "
@@ -115,3 +117,16 @@ def _other_owner(optimizer: Optimizer, param: Tensor) -> Optimizer | None:
     other: Optimizer | None = None if owner is None else owner()
     is_other = other is not None and other is not optimizer and bool(other.state.get(param))
     return other if is_other else None
+
+
+def refuse_replaced(optimizer: Optimizer) -> None:
+    """Raise a UsageError for an optimizer whose parameters `fully_shard` has replaced by others in their model."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not is_spread(param) and hasattr(param, "_fsdp_orig_uid"):
+                raise UsageError(
+                    f"{type(optimizer).__name__}: this optimizer was created before fully_shard, which replaced a "
+                    f"parameter of shape {list(param.shape)} by a DTensor: it would update none of the model's "
+                    "parameters. Create the optimizer afterwards: fully_shard(model); optimizer = "
+                    f"{type(optimizer).__name__}(model.parameters(), ...)."
+                )

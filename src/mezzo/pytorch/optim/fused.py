@@ -14,10 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import dtype_name
+from mezzo.pytorch.distributed import is_spread, local
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, StateSpec, Stepper, stepper
 from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim import checks, state_dicts, storage
@@ -117,6 +119,9 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._opt_called = True  # read by schedulers
+        if not self.state and state_dicts.is_for_checkpoint():
+            self._make_states(everything=True)
+            return loss
         groups = [(index, group["params"]) for index, group in enumerate(self.param_groups)]
         self._move(groups, multiplier, found_inf, partial=False)
         return loss
@@ -151,6 +156,8 @@ class FusedOptimizer(Optimizer):
             found_inf = found if found_inf is None else found + found_inf.to(found.device)
         with torch.no_grad():
             work, weights = self._work(groups)
+            if not weights:
+                checks.refuse_replaced(self)
             try:
                 for device, batches in work.items():
                     self._stepper(device, partial)(
@@ -183,18 +190,21 @@ class FusedOptimizer(Optimizer):
                     if grad is None:
                         continue
                     known = states.get(param)
+                    own = param
+                    if type(param) is not Parameter and is_spread(param):
+                        own, grad = local(param), local(grad)
                     if (
                         known is None
-                        or known.address != param.data_ptr()
-                        or known.dtype is not param.dtype
+                        or known.address != own.data_ptr()
+                        or known.dtype is not own.dtype
                         or known.modes != modes
                         or known.entries is not state.get(param)
                         or not all(map(is_, known.entries.values(), known.tensors))
-                        or (not param.is_contiguous() if known.contiguous else known.stride != param.stride())
+                        or (not own.is_contiguous() if known.contiguous else known.stride != own.stride())
                     ):
                         known = self._state_of(param, group, hyper.states)
                     row = known.row
-                    if row.grad is not None or known.empty:
+                    if row.grad is not None or known.is_still:
                         continue  # listed twice in its group, which torch has warned about; or without elements
                     dtype = grad.dtype
                     is_float = dtype is known.dtype or dtype in checks.GRADIENTS
@@ -222,7 +232,7 @@ class FusedOptimizer(Optimizer):
         modes = (group["masters"], group["state"], states)
         entries = self.state.get(param)
         old = self._states.get(param)
-        if old is not None and old.is_of(param, entries, modes):
+        if old is not None and old.is_of(local(param.detach()), entries, modes):
             return old
         what = f"{type(self).__name__}: a parameter of shape {list(param.shape)}"
         checks.weight(param, group["masters"], what)
@@ -312,14 +322,19 @@ class FusedOptimizer(Optimizer):
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """The state for `load_state_dict`, in torch's form; its tensors are not copies. It includes the masters that
-        `lower_weights` keeps, also before the first step.
+        `lower_weights` keeps, also before the first step, and all states of shards, which a checkpoint is loaded into.
         """
+        self._make_states(everything=state_dicts.is_for_checkpoint())
+        return super().state_dict()
+
+    def _make_states(self, *, everything: bool) -> None:
+        """Create the entries that are missing: of shards and of weights with a kept master, or of every parameter."""
         for group in self.param_groups:
             states = self._hyper(group).states
             for param in group["params"]:
-                if param not in self.state and has_master(param):
+                is_wanted = param.requires_grad and (everything or is_spread(param))
+                if param not in self.state and (is_wanted or has_master(param)):
                     self._state_of(param, group, states)
-        return super().state_dict()
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

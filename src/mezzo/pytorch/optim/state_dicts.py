@@ -6,8 +6,10 @@ and converted into new tensors first; then the old state is replaced, which cann
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,7 +101,11 @@ def _plan(
             if found:
                 how = storage.storage(param, group, states)
                 what = f"{of_group}, parameter {key} of shape {list(param.shape)}"
-                made = _own(what, found, param, how, saved) if own else from_torch(what, found, param, how)
+                made = (
+                    _own(what, found, param, how, saved, group)
+                    if own
+                    else from_torch(what, found, param, how)
+                )
                 entries[param] = (made, how, own)
     return groups, entries
 
@@ -125,17 +131,22 @@ def _check_kind(where: str, group: Mapping[str, Any], saved: Mapping[str, Any]) 
 
 
 def _own(
-    what: str, found: Mapping[str, Any], param: Tensor, how: Storage, saved: Mapping[str, Any]
+    what: str,
+    found: Mapping[str, Any],
+    param: Tensor,
+    how: Storage,
+    saved: Mapping[str, Any],
+    group: Mapping[str, Any],
 ) -> Entries:
     held = storage.held_masters(found)
     is_another = ("own" if how.master_key is None else how.masters) != held
-    if is_another or (how.specs and how.state != saved["state"]):
+    if is_another or (how.specs and group["state"] != saved["state"]):
         raise UsageError(
             f'{what} of {param.dtype}: the state was saved with {_masters(held)} and state="{saved["state"]}", and the '
-            f'optimizer has {_masters(how.masters)} and state="{how.state}". Create the optimizer with the saved '
+            f'optimizer has {_masters(how.masters)} and state="{group["state"]}". Create the optimizer with the saved '
             "settings, or transfer masters by mezzo.master_state_dict and states by optimizer.torch_state_dict()."
         )
-    problem = storage.wrong(found, param, how)
+    problem = storage.wrong(found, param, how, may_differ=True)
     if problem:
         raise UsageError(f"{what}: {problem}.")
     return storage.converted(found, param, how)
@@ -224,3 +235,18 @@ def masters_in(
 def without_master(entry: Any) -> Any:
     """A parameter's entries as an optimizer without masters has them."""
     return {k: v for k, v in entry.items() if k != MASTER} if isinstance(entry, dict) else entry
+
+
+def is_for_checkpoint() -> bool:
+    """Whether `torch.distributed.checkpoint` calls an optimizer's `state_dict`, or `step` to have its states created.
+
+    It calls `step` with gradients and learning rates of zero, before it reads or loads the state of a new optimizer.
+    """
+    if "torch.distributed.checkpoint.state_dict" not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in ("_init_optim_state", "_get_optim_state_dict"):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,13 +1,14 @@
 """How an optimizer stores one weight's master and states: created, converted, read out as FP32, counted.
 
 Entries are ``master`` (FP32) or ``remainder`` (int16, int8), and states such as ``exp_avg``, as codes with
-``exp_avg_scale``. They have the weight's strides. Conversions round to nearest, because they happen once.
+``exp_avg_scale``. They have the weight's strides, and are cut as a `DTensor` is. Conversions round to nearest, because
+they happen once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.distributed import is_spread, local
 from mezzo.pytorch.kernels.optimizer_step import Row, StateSpec
-from mezzo.pytorch.kernels.optimizer_step.formulas import NEAREST, state_formats
+from mezzo.pytorch.kernels.optimizer_step.formulas import GROUP, NEAREST, state_formats
 from mezzo.pytorch.kernels.optimizer_step.reference import (
     decode_master,
     encode_master,
@@ -25,6 +27,7 @@ from mezzo.pytorch.kernels.optimizer_step.reference import (
     load_state,
     store_state,
 )
+from mezzo.pytorch.weights import shards
 
 Entries = dict[str, Any]  # `optimizer.state[param]`
 
@@ -66,7 +69,10 @@ class Storage:
 def storage(weight: Tensor, group: Mapping[str, Any], specs: tuple[StateSpec, ...]) -> Storage:
     """The storage of a weight's master and states in a group with these modes."""
     masters = "own" if weight.dtype is torch.float32 else group["masters"]
-    return Storage(masters, group["state"], specs)
+    state = group["state"]
+    if is_spread(weight) and state_formats[state].is_scaled and not shards.has_whole_groups(weight):
+        state = "bf16"  # groups that cross rows would be others on another number of ranks
+    return Storage(masters, state, specs)
 
 
 def _zeros(weight: Tensor, how: Storage, spec: StateSpec) -> Entries:
@@ -82,36 +88,44 @@ def first_master(weight: Tensor, how: Storage, master: Tensor | None) -> Entries
     """The entry of a master, FP32 (None: the weight's own value); the weight stays as it is."""
     if how.master_key is None:
         return {}
-    value = weight.detach().to(torch.float32) if master is None else _like(master, weight, torch.float32)
+    own = local(weight.detach())
+    value = (
+        own.to(torch.float32) if master is None else _like(shards.part(master, weight), own, torch.float32)
+    )
     # A 24-bit master is cut, not rounded: rounded up, it could belong to another bf16 weight.
-    kept = encode_master(how.masters, value, weight.dtype)[1]
-    return {how.master_key: kept.clone() if kept is value else kept}
+    kept = encode_master(how.masters, value, own.dtype)[1]
+    return {how.master_key: shards.joined(kept.clone() if kept is value else kept, weight)}
 
 
 def read_master(weight: Tensor, entries: Mapping[str, Any], how: Storage) -> Tensor:
     """A weight's FP32 master, a new tensor; for an edited weight, the value that the next step starts from."""
-    weight = weight.detach()
+    own = local(weight.detach())
     if how.master_key is None:
-        return weight.to(torch.float32, copy=True)
-    return decode_master(how.masters, weight, entries[how.master_key])
+        value = own.to(torch.float32, copy=True)
+    else:
+        value = decode_master(how.masters, own, local(entries[how.master_key]))
+    return shards.joined(value, weight)
 
 
 @torch.no_grad()
 def write_master(weight: Tensor, entries: Entries, how: Storage, value: Tensor) -> None:
     """Set a weight and its master, in place, from an FP32 value of the weight's shape."""
-    value = _like(value, weight, torch.float32)
+    own = local(weight.detach())
+    value = _like(shards.part(value, weight), own, torch.float32)
     if how.master_key is not None:
-        value, kept = encode_master(how.masters, value, weight.dtype)
-        entries[how.master_key].copy_(kept)
-    weight.copy_(value)
+        value, kept = encode_master(how.masters, value, own.dtype)
+        local(entries[how.master_key]).copy_(kept)
+    weight.copy_(shards.joined(value, weight))
 
 
 def read_state(entries: Entries, spec: StateSpec) -> Tensor:
     """A state as FP32, in the weight's shape and strides: a new tensor."""
-    stored: Tensor = entries[spec.name]
+    stored = local(entries[spec.name])
+    scales: Tensor | None = entries.get(spec.name + "_scale")
+    scales = None if scales is None else local(scales).reshape(-1)
     value = torch.empty_like(stored, dtype=torch.float32)
-    flat(value).copy_(load_state(flat(stored), entries.get(spec.name + "_scale"), signed=spec.signed))
-    return value
+    flat(value).copy_(load_state(flat(stored), scales, signed=spec.signed))
+    return shards.joined(value, entries[spec.name])
 
 
 def _like(value: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -129,8 +143,16 @@ def held_masters(entries: Mapping[str, Any]) -> str:
     return "own"
 
 
-def wrong(entries: Mapping[str, Any], weight: Tensor, how: Storage) -> str:
-    """Why these entries do not fit this weight and storage (names, formats, shapes), or ""."""
+def wrong(entries: Mapping[str, Any], weight: Tensor, how: Storage, *, may_differ: bool = False) -> str:
+    """Why these entries do not fit this weight and storage (names, formats, shapes), or "".
+
+    `may_differ`: states may be 8-bit codes of a whole parameter where shards have bf16, or the reverse.
+    """
+    first = entries.get(how.specs[0].name) if how.specs else None
+    if may_differ and isinstance(first, Tensor) and how.state != "fp32":
+        for name, stored in state_formats.items():
+            if name != "fp32" and stored.dtype is first.dtype:
+                how = replace(how, state=name)
     for key in ("master", "remainder"):
         if key in entries and key != how.master_key:
             return f"{key!r} belongs to a weight of another format"
@@ -143,6 +165,8 @@ def wrong(entries: Mapping[str, Any], weight: Tensor, how: Storage) -> str:
         shape: Sequence[int] = () if name == "step" else weight.shape
         if name.endswith("_scale"):
             shape = (groups(weight.numel()),)
+            if value.numel() == shape[0]:
+                continue  # of a shard, they are in rows
         if value.shape != torch.Size(shape):
             return f"{name!r} has shape {list(value.shape)} and must have {list(shape)}"
     return ""
@@ -150,11 +174,20 @@ def wrong(entries: Mapping[str, Any], weight: Tensor, how: Storage) -> str:
 
 def fits(entries: Entries, weight: Tensor, how: Storage) -> bool:
     """Whether entries have this storage, on the weight's device and in its memory order."""
-    return not wrong(entries, weight, how) and all(
-        entries[name].device == weight.device
-        and (name == "step" or name.endswith("_scale") or _same_order(entries[name], weight))
-        for name in how.dtypes()
-    )
+    if wrong(entries, weight, how):
+        return False
+    own = local(weight.detach())
+    for name in how.dtypes():
+        value: Tensor = entries[name]
+        if name != "step" and not shards.are_cut_alike(value, weight):
+            return False
+        is_scale = name.endswith("_scale")
+        if is_scale and not is_spread(value) and value.dim() != 1:
+            return False
+        value = local(value)
+        if value.device != own.device or not (is_scale or name == "step" or _same_order(value, own)):
+            return False
+    return True
 
 
 def converted(
@@ -165,6 +198,40 @@ def converted(
     Bits are kept where the format stays, except for 8-bit states in another memory order, whose groups change. A
     missing state starts at zero. The master is `master` in FP32, else the entries', else the weight's own value.
     """
+    own, cut = local(weight.detach()), dict(entries)
+    for spec in how.specs:
+        value, scale = entries.get(spec.name), spec.name + "_scale"
+        if value is not None and value.shape != weight.shape:
+            raise UsageError(
+                f"the optimizer's {spec.name!r} has shape {list(value.shape)}, and its parameter {list(weight.shape)}. "
+                "If the parameter was replaced, drop the old state: optimizer.state.pop(param)."
+            )
+        if entries.get(scale) is None:
+            continue
+        if not is_spread(weight):
+            cut[scale] = shards.part(entries[scale], weight).reshape(-1)
+        elif shards.has_whole_groups(weight):
+            cut[scale] = shards.part(entries[scale], weight, shards.scale_shape(weight)).reshape(-1)
+        else:
+            cut[spec.name] = read_state(cut, spec)
+            del cut[scale]
+    for name in (*(spec.name for spec in how.specs), "master", "remainder"):
+        if isinstance(cut.get(name), Tensor):
+            cut[name] = shards.part(cut[name], weight)
+    made = _converted(cut, own, how, None if master is None else shards.part(master, weight))
+    if not is_spread(weight):
+        return made
+    for name in made.keys() & (how.dtypes().keys() - {"step"}):
+        if name.endswith("_scale"):
+            rows = made[name].view(own.shape[0], own.shape[1:].numel() // GROUP)
+            made[name] = shards.joined(rows, weight, shards.scale_shape(weight))
+        else:
+            made[name] = shards.joined(made[name], weight)
+    return made
+
+
+def _converted(entries: Mapping[str, Any], weight: Tensor, how: Storage, master: Tensor | None) -> Entries:
+    """`converted` of plain tensors."""
     step = torch.as_tensor(entries.get("step", 0.0), dtype=torch.float32, device=weight.device)
     made: Entries = {"step": step.detach().clone().reshape(())}
     known = {"step", "master", "remainder"}
@@ -177,11 +244,6 @@ def converted(
             made |= _zeros(weight, how, spec)
             made["step"].zero_()  # a buffer begins with its first gradient
             continue
-        if value.shape != weight.shape:
-            raise UsageError(
-                f"the optimizer's {spec.name!r} has shape {list(value.shape)}, and its parameter {list(weight.shape)}. "
-                "If the parameter was replaced, drop the old state: optimizer.state.pop(param)."
-            )
         stored = state_formats[how.state]
         if value.dtype is stored.dtype and (not stored.is_scaled or _same_order(value, weight)):
             made |= {name: kept.detach().clone() for name, kept in old.items()}
@@ -218,31 +280,34 @@ def _same_order(tensor: Tensor, weight: Tensor) -> bool:
 class ParameterState:
     """What an optimizer remembers of one parameter between steps, and how it notices that this became invalid."""
 
-    row: Row  # the description for the kernels
+    row: Row  # the description for the kernels: of this rank's part
     how: Storage
     entries: Entries
     tensors: tuple[Any, ...]  # the values of `entries`
     modes: Modes
-    address: int  # of the weight's memory, which `param.data = other` changes
+    address: int  # of the own part's memory, which `param.data = other` changes
     dtype: torch.dtype  # of the weight, like stride, contiguous and device
     stride: tuple[int, ...]
     contiguous: bool
     device: torch.device  # one object for all parameters on a device
-    empty: bool  # the weight has no elements
+    is_still: bool  # without elements; an empty shard moves, because its step count is that of the others
 
     @classmethod
     def of(cls, param: Tensor, entries: Entries, how: Storage, modes: Modes, ordinal: int) -> ParameterState:
         """The state of a parameter with fitting entries."""
+        own = local(param.detach())
+        scales = [entries.get(spec.name + "_scale") for spec in how.specs]
         row = Row(
-            weight=param.detach(),
+            weight=own,
             grad=None,
             masters=how.masters,
-            master=None if how.master_key is None else entries[how.master_key],
+            master=None if how.master_key is None else local(entries[how.master_key]),
             state=how.state,
-            states=tuple(entries[spec.name] for spec in how.specs),
-            scales=tuple(entries.get(spec.name + "_scale") for spec in how.specs),
+            states=tuple(local(entries[spec.name]) for spec in how.specs),
+            scales=tuple(None if scale is None else local(scale).reshape(-1) for scale in scales),
             step=entries["step"],
             ordinal=ordinal,
+            offset=shards.offset(param),
         )
         return cls(
             row=row,
@@ -250,20 +315,20 @@ class ParameterState:
             entries=entries,
             tensors=tuple(entries.values()),
             modes=modes,
-            address=param.data_ptr(),
-            dtype=param.dtype,
-            stride=param.stride(),
-            contiguous=param.is_contiguous(),
-            device=_DEVICES.setdefault(param.device, param.device),
-            empty=param.numel() == 0,
+            address=own.data_ptr(),
+            dtype=own.dtype,
+            stride=own.stride(),
+            contiguous=own.is_contiguous(),
+            device=_DEVICES.setdefault(own.device, own.device),
+            is_still=own.numel() == 0 and not is_spread(param),
         )
 
-    def is_of(self, param: Tensor, entries: Entries | None, modes: Modes) -> bool:
+    def is_of(self, own: Tensor, entries: Entries | None, modes: Modes) -> bool:
         """Whether weight, entries and modes are still the same."""
         return (
-            self.address == param.data_ptr()
-            and self.dtype is param.dtype
-            and self.stride == param.stride()
+            self.address == own.data_ptr()
+            and self.dtype is own.dtype
+            and self.stride == own.stride()
             and self.modes == modes
             and entries is self.entries
             and len(self.tensors) == len(self.entries)

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.distributed import is_spread, local
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.adopt import adopt, class_of, empty
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.optim.state_dicts import MASTER, masters_in, without_master
+from mezzo.pytorch.optim.state_dicts import MASTER, is_for_checkpoint, masters_in, without_master
+from mezzo.pytorch.weights import shards
 from mezzo.pytorch.weights.stored_parameters import LOWERED, pieces, take_master
 
 
@@ -98,6 +100,7 @@ class WithMasters(Optimizer):
     def _attach(self, own_step: Callable[..., Any] | None = None) -> None:
         self._masters: dict[Tensor, nn.Parameter] = {}
         self._is_swapped = False
+        self._is_new = False  # has states that `_make_states` made
         self._own_step = own_step  # set on the object, by a scheduler or a user
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -123,10 +126,15 @@ class WithMasters(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Run the optimizer's own step on the masters, then update the weights; returns None if the step is skipped."""
         self._opt_called = True  # read by schedulers
+        if not self._has_states() and is_for_checkpoint():
+            self._make_states()
+            return None
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None and bool(found_inf):
             return None
         arguments: list[Any] = []
+        if self._is_new:
+            self._drop_states()
         if closure is not None:
 
             def evaluate() -> Any:
@@ -159,7 +167,8 @@ class WithMasters(Optimizer):
         self._check_own(param)
         if param.dtype not in LOWERED:
             return param.detach().clone()
-        return decode_master("fp32", param.detach(), self._ensure_master(param))
+        value = decode_master("fp32", local(param.detach()), local(self._ensure_master(param)))
+        return shards.joined(value, param)
 
     @torch.no_grad()
     def set_master(self, param: Tensor, value: Tensor) -> None:
@@ -169,6 +178,7 @@ class WithMasters(Optimizer):
             raise UsageError(
                 f"set_master: the value has shape {list(value.shape)}; use the parameter's, {list(param.shape)}."
             )
+        value = shards.placed(value, param)
         if param.dtype in LOWERED:
             master = self._ensure_master(param)
             master.copy_(value)
@@ -177,9 +187,14 @@ class WithMasters(Optimizer):
             param.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with each 16-bit weight's FP32 ``"master"`` among its entries."""
+        """The optimizer's state, with each 16-bit weight's FP32 ``"master"`` among its entries.
+
+        Of shards, it has all states also before the first step, because a checkpoint is loaded into them.
+        """
         for param in self._lowered():
             self._ensure_master(param)
+        if not self._has_states() and (any(map(is_spread, self._parameters())) or is_for_checkpoint()):
+            self._make_states()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -191,14 +206,57 @@ class WithMasters(Optimizer):
         state = dict(state_dict)
         masters = masters_in(state, self.param_groups, self.state)
         entries = {key: without_master(entry) for key, entry in state["state"].items()}
+        keys = [key for group in state["param_groups"] for key in group["params"]]
+        for param, key in zip(self._parameters(), keys):
+            if isinstance(entries.get(key), dict):
+                entries[key] = {name: shards.placed(value, param) for name, value in entries[key].items()}
         state["state"] = {key: entry for key, entry in entries.items() if entry != {}}
+        self._is_new = False
         self._swap_in()
         try:
             super().load_state_dict(state)
         finally:
             self._swap_out()
         for param, master in masters.items():
-            self._ensure_master(param).copy_(master)
+            self._ensure_master(param).copy_(shards.placed(master, param))
+
+    def _has_states(self) -> bool:
+        return any(entry.keys() - {MASTER} for entry in self.state.values() if isinstance(entry, dict))
+
+    def _make_states(self) -> None:
+        """Have the own step create its states, from gradients of zero. The next step starts without them, as if new."""
+        grads = [(param, param.grad) for param in self._parameters()]
+        names = "lr", "weight_decay"
+        settings = [{name: group[name] for name in names if name in group} for group in self.param_groups]
+        gpus = {param.device for param in self._parameters() if param.is_cuda}
+        for param, _ in grads:
+            param.grad = None
+        try:
+            self._begin(None)
+            for group, of_group in zip(self.param_groups, settings):
+                group.update({name: value * 0 for name, value in of_group.items()})
+                for param in group["params"]:
+                    param.grad = torch.zeros_like(param) if param.requires_grad else None
+            with torch.random.fork_rng(gpus):
+                super().step()
+        finally:
+            if self._is_swapped:
+                self._end()
+            for group, of_group in zip(self.param_groups, settings):
+                group.update(of_group)
+            for param, grad in grads:
+                param.grad = grad
+        for entry in self.state.values():
+            if "step" in entry:
+                entry["step"] = entry["step"] * 0
+        self._is_new = True
+
+    def _drop_states(self) -> None:
+        self._is_new = False
+        for param, entry in list(self.state.items()):
+            self.state.pop(param)
+            if MASTER in entry:
+                self.state[param] = {MASTER: entry[MASTER]}
 
     def _parameters(self) -> Iterator[Tensor]:
         for group in self.param_groups:
@@ -233,19 +291,23 @@ class WithMasters(Optimizer):
     @torch.no_grad()
     def _begin(self, scale: Tensor | None) -> None:
         """Put the masters in the groups, updated from edited weights, and give them gradients."""
+        if all(param.grad is None for param in self._parameters()):
+            checks.refuse_replaced(self)
         for param in self._parameters():
             grad = param.grad
             if param.dtype not in LOWERED:
                 if self.state.get(param):
                     self.state[param].pop(MASTER, None)  # the model was brought back to FP32
                 if grad is not None and scale is not None:
-                    grad.div_(scale.to(grad.device))
+                    local(grad).div_(scale.to(grad.device))
                 continue
             tensor = self._ensure_master(param)
             refresh_master(tensor, param)
             if grad is not None:
-                wide = grad.to(torch.float32)
-                self._parameter(param).grad = wide if scale is None else wide / scale.to(grad.device)
+                wide = grad.to(torch.float32, copy=scale is not None)
+                if scale is not None:
+                    local(wide).div_(scale.to(grad.device))
+                self._parameter(param).grad = wide
         self._swap_in()
 
     @torch.no_grad()
@@ -258,16 +320,21 @@ class WithMasters(Optimizer):
 
     def _parameter(self, param: Tensor) -> nn.Parameter:
         """The `Parameter` that replaces a weight during a step: the same one at each step."""
+        tensor = self._ensure_master(param)
         master = self._masters.get(param)
-        if master is None:
-            master = self._masters[param] = nn.Parameter(self._ensure_master(param))
+        if master is None or (
+            # A new one, because assigning to `.data` does not change a DTensor's local part.
+            is_spread(tensor) and local(master.detach()).data_ptr() != local(tensor).data_ptr()
+        ):
+            master = self._masters[param] = nn.Parameter(tensor)
+        elif not is_spread(tensor):
+            master.data = tensor
         return master
 
     def _swap_in(self) -> None:
         replaced: dict[Any, Any] = {}
         for param in self._lowered():
             master = replaced[param] = self._parameter(param)
-            master.data = self._ensure_master(param)
             master.requires_grad_(param.requires_grad)
         for param in replaced:
             del self.state[param][MASTER]
@@ -305,13 +372,13 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
 
 def refresh_master(master: Tensor, weight: Tensor) -> None:
     """Replace those elements of an FP32 master whose 16-bit weight was edited since it was written."""
-    for part, low in pieces(master, weight.detach()):
+    for part, low in pieces(local(master), local(weight.detach())):
         part.copy_(decode_master("fp32", low, part))
 
 
 def write_weight(master: Tensor, weight: Tensor) -> None:
     """Round an FP32 master into its 16-bit weight."""
-    for part, out in pieces(master, weight.detach()):
+    for part, out in pieces(local(master), local(weight.detach())):
         out.copy_(encode_master("fp32", part, weight.dtype)[0])
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError, did_you_mean
+from mezzo.pytorch.distributed import is_spread
+from mezzo.pytorch.weights import shards
 from mezzo.pytorch.weights.stored_parameters import LOWERED, keep_master, overflows, peek_master
 
 
@@ -57,7 +59,7 @@ def load_master_state_dict(
     Args:
         model, optimizer: as for `master_state_dict`. For a 16-bit weight that is in none of these optimizers, the FP32
             value is kept as `lower_weights` does.
-        state: name -> tensor, with the model's names and shapes.
+        state: name -> tensor, with the model's names and shapes. A whole tensor is cut for a parameter in shards.
 
     Raises:
         UsageError: missing or unknown names, another shape, or a finite value beyond the range of the weight's format.
@@ -76,7 +78,10 @@ def load_master_state_dict(
                 f"mezzo.lower_weights(model, keep=[{name!r}]). Nothing was changed."
             )
     # Buffers, FP32 weights and extra state; also 16-bit weights, rounded as by `copy_`, which are then set again.
-    model.load_state_dict(state)
+    is_cut = any(isinstance(value, Tensor) and is_spread(value) for value in own.values())
+    model.load_state_dict(
+        {name: shards.placed(state[name], value) for name, value in own.items()} if is_cut else state
+    )
     for name, param in masters.items():
         owner = owners.get(id(param))
         if owner is None:

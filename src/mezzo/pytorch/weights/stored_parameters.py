@@ -22,9 +22,11 @@ from mezzo.core.masters import bytes_per_parameter
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import matches
+from mezzo.pytorch.distributed import local
 from mezzo.pytorch.dtypes import dtype_of, name_of
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
 from mezzo.pytorch.kernels.plain import is_dense
+from mezzo.pytorch.weights import shards
 
 LOWERED = (torch.bfloat16, torch.float16)
 
@@ -111,12 +113,12 @@ def peek_master(param: Tensor) -> Tensor | None:
     kept: Tensor | None = _kept.get(param)
     if kept is None or not _belongs(kept, param):
         return None
-    weight = param.detach()
-    kept = kept.to(weight.device)
+    weight = local(param.detach())
+    kept = local(kept).to(weight.device)
     master = torch.empty_like(weight, dtype=torch.float32)
     for part, low, out in pieces(weight, kept, master):
         out.copy_(decode_master("split" if kept.dtype is torch.int16 else "fp32", part, low))
-    return master
+    return shards.joined(master, param)
 
 
 def has_master(param: Tensor) -> bool:
@@ -127,20 +129,20 @@ def has_master(param: Tensor) -> bool:
 
 def keep_master(param: Tensor, master: Tensor) -> None:
     """Set a 16-bit parameter from an FP32 value of its shape, and keep the lost bits."""
-    weight = param.detach()
-    master = torch.empty_like(weight, dtype=torch.float32).copy_(master)
+    weight = local(param.detach())
+    master = torch.empty_like(weight, dtype=torch.float32).copy_(shards.part(master, param))
     kept = _encode(master, weight)
     if kept is None:
         _kept.pop(param, None)
     else:
-        _kept[param] = kept
+        _kept[param] = shards.joined(kept, param)
 
 
 def overflows(master: Tensor, dtype: torch.dtype) -> bool:
     """Whether a finite FP32 value becomes infinite in a 16-bit weight."""
     return any(
         bool((encode_master("fp32", part, dtype)[0].isinf() & part.isfinite()).any())
-        for (part,) in pieces(master)
+        for (part,) in pieces(local(master))
     )
 
 

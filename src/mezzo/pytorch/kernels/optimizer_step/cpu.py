@@ -138,7 +138,7 @@ def _row_words(row: Row) -> list[int]:
     """One row of the table; weight, gradient and constants are written at each step."""
     made = [0] * words.ROW_WORDS
     made[words.NUMEL] = row.weight.numel()
-    made[words.ORDINAL] = row.ordinal
+    made[words.ORDINAL], made[words.OFFSET] = row.ordinal, row.offset
     made[words.STEP] = row.step.data_ptr()
     made[words.MASTER] = address(row.master)
     for at, state, scale in zip((words.FIRST, words.SECOND), row.states, row.scales):

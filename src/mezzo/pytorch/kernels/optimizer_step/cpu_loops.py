@@ -21,7 +21,7 @@ COUNTER, CHUNKS, CHUNK_LIST, TABLE, CONSTANT_TABLE, OVERFLOW, JOB_WORDS = range(
 
 # A row of the table, one per parameter; tensors by their addresses, 0 for none. A state is followed by its scales.
 WEIGHT, MASTER, GRAD, FIRST, FIRST_SCALES, SECOND, SECOND_SCALES = range(7)
-NUMEL, ORDINAL, CONSTANTS, STEP, ROW_WORDS = range(7, 12)
+NUMEL, ORDINAL, OFFSET, CONSTANTS, STEP, ROW_WORDS = range(7, 13)
 
 # A row of the constants, FP32, one per group and step count; the rule's own seven come last.
 MULTIPLIER, MOVE, L2, RULE, CONSTANT_WORDS = 0, 1, 2, 3, 10
@@ -164,12 +164,12 @@ def share(job: Pointer, walk: Callable[..., Any]) -> None:
 
 
 @inline
-def settings(constants: Pointer, ordinal: int) -> tuple[Any, ...]:
+def settings(constants: Pointer, ordinal: int, offset: int) -> tuple[Any, ...]:
     """From a row of constants: multiplier, L2, the rule's own seven, and the keys of the noise."""
     c, move = constants, u32(constants[MOVE])
     own = c[3], c[4], c[5], c[6], c[7], c[8], c[9]
     keys = f.noise_key(move, ordinal, f.STEP), f.noise_key(move, ordinal, f.WEIGHT)
-    return c[MULTIPLIER], c[L2], own, keys[0], keys[1]
+    return c[MULTIPLIER], c[L2], own, f.key_from(keys[0], offset), f.key_from(keys[1], offset)
 
 
 def count_moves(job: Pointer) -> None:
@@ -183,10 +183,10 @@ def count_moves(job: Pointer) -> None:
 
 
 @loop
-def elements(of: Pointers, constants: Pointer, ordinal: int, start: int, stop: int) -> int:
+def elements(of: Pointers, constants: Pointer, ordinal: int, offset: int, start: int, stop: int) -> int:
     """Update the elements from `start` to `stop`; returns whether one of the weights is now infinite."""
     weight, master, grad, first_state, second_state = of
-    multiplier, l2, own, step_key, weight_key = settings(constants, ordinal)
+    multiplier, l2, own, step_key, weight_key = settings(constants, ordinal, offset)
     overflow, at = i32(0), f.place(start)
     for i in range(start, stop):
         w = decode(load_weight(weight, i), load_master(master, i))
@@ -211,7 +211,7 @@ def walk_elements(row: Pointer, start: int, stop: int, constants: Pointer) -> in
     """Update one chunk of one parameter."""
     weight, master, grad = weight_at(row[WEIGHT]), master_at(row[MASTER]), grad_at(row[GRAD])
     of = weight, master, grad, first_at(row[FIRST]), second_at(row[SECOND])
-    return elements(of, constants, row[ORDINAL], start, stop)
+    return elements(of, constants, row[ORDINAL], row[OFFSET], start, stop)
 
 
 def step_elements(job: Pointer) -> None:
@@ -276,9 +276,9 @@ def store(of: Pointers, start: int, count: int, new: Pointers, a_largest: int, b
 
 
 @loop
-def groups(of: Pointers, constants: Pointer, ordinal: int, start: int, stop: int) -> int:
+def groups(of: Pointers, constants: Pointer, ordinal: int, offset: int, start: int, stop: int) -> int:
     """Update the elements from `start`, a group's first, to `stop`; returns whether a weight is now infinite."""
-    given, overflow, places = settings(constants, ordinal), i32(0), cpu.uint32_scratch(GROUP)
+    given, overflow, places = settings(constants, ordinal, offset), i32(0), cpu.uint32_scratch(GROUP)
     for j in range(GROUP):
         places[j] = f.place(j)
     new = cpu.float32_scratch(GROUP), cpu.float32_scratch(GROUP), cpu.uint32_scratch(GROUP)
@@ -306,7 +306,7 @@ def walk_groups(row: Pointer, start: int, stop: int, constants: Pointer) -> int:
     first, first_scales = first_at(row[FIRST]), cpu.int16_at(row[FIRST_SCALES])
     second, second_scales = second_at(row[SECOND]), cpu.int16_at(row[SECOND_SCALES])
     of = weight, master, grad, first, first_scales, second, second_scales
-    return groups(of, constants, row[ORDINAL], start, stop)
+    return groups(of, constants, row[ORDINAL], row[OFFSET], start, stop)
 
 
 def step_groups(job: Pointer) -> None:

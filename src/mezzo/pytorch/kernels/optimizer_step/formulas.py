@@ -505,6 +505,11 @@ def noise_key(step: Any, ordinal: Any, stream: int) -> Bits:
     return u32(x ^ shifted(x, 16))
 
 
+def key_from(key: Bits, offset: Any) -> Bits:
+    """A key for places counted from `offset`: a shard's elements get the noise that they get in the whole parameter."""
+    return u32(key + place(offset))
+
+
 def place(index: Any) -> Bits:
     """The input of `noise` for the element at `index` in memory order."""
     return u32(u32(index) * u32(0x9E3779B1))

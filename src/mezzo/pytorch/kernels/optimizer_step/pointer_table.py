@@ -16,7 +16,7 @@ from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, address, fo
 from mezzo.pytorch.kernels.optimizer_step.formulas import FORMS, RULES, state_formats
 
 BLOCK = 1024  # elements that a program processes at a time: 16 groups of 64
-ROW_WORDS = 10
+ROW_WORDS = 11
 CURRENT_WORDS = 3
 HYPER_WORDS = 8
 _MOST_BLOCKS = 16  # per program
@@ -51,7 +51,7 @@ class PointerTable:
         self._fixed_aligned = np.array([_is_aligned(row) for row in self.owner])
         self._now = self._read(groups)
         rows = [
-            (*_fixed(row), self.kinds.index(code), group)
+            (*_fixed(row), self.kinds.index(code), group, row.offset)
             for row, code, group in zip(self.owner, kinds, of_group)
         ]
         chunks = _chunks(blocks, self.blocks)

@@ -42,6 +42,7 @@ def _move(hyper: Hyper, row: Row, grad: Tensor, multiplier: Tensor | None, overf
     step = int(row.step)
     rule, constants = getattr(formulas, hyper.rule), formulas.constants_of[hyper.rule](hyper.numbers, step)
     keys = [formulas.noise_key(step, row.ordinal, stream) for stream in (STEP, WEIGHT)]
+    keys = [formulas.key_from(key, row.offset) for key in keys]
     weight, master = flat(row.weight), None if row.master is None else flat(row.master)
     for start in range(0, grad.numel(), BLOCK):
         elements = slice(start, min(start + BLOCK, grad.numel()))

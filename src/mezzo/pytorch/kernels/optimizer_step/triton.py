@@ -217,8 +217,9 @@ def _blocks_of_row(
     numbers = f.constants_by(RULE, numbers, step)
     constants = [each.to(tl.float32) for each in numbers]  # in Triton the variable outlives the brackets
     l2 = tl.load(hyper).to(tl.float32)
-    step_key = f.noise_key(step, ordinal, 0)
-    weight_key = f.noise_key(step, ordinal, 1)
+    offset = tl.load(row + 10)
+    step_key = f.key_from(f.noise_key(step, ordinal, 0), offset)
+    weight_key = f.key_from(f.noise_key(step, ordinal, 1), offset)
     given = (row, moving, step_key, weight_key, constants, l2, scale)
 
     blocks_of_row = tl.maximum(tl.cdiv(numel, _BLOCK), 1).to(tl.int32)

@@ -1,0 +1,497 @@
+"""One of several gloo ranks: optimizers over shards beside the same ones over whole parameters, and their checkpoints.
+
+Arguments: rank, a file for the ranks to meet at, their number, a folder for checkpoints, a part of the cases' names.
+Two ranks write checkpoints, which any number of ranks loads. A case's result is true, or says what is wrong.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from leaving import leave
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import mezzo
+from mezzo.core.errors import UsageError
+from mezzo.optim import SGD, Adam, AdamW, with_masters
+from mezzo.pytorch.training.release import GradientRelease
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+RANK, WORLD, FOLDER = int(sys.argv[1]), int(sys.argv[3]), Path(sys.argv[4])
+
+# Even, uneven, of one element per row, with no row for the second rank, and of rows that are whole groups of 64.
+SHAPES = [(8, 10), (7, 3), (5,), (1, 64), (7, 128), (3, 4, 4, 4), (2,)]
+
+
+def random(shape: Any, *seeds: int) -> Tensor:
+    generator = torch.Generator().manual_seed(hash(seeds) % (1 << 31))
+    return torch.randn(shape, generator=generator)
+
+
+def spread(whole: Tensor, like: Tensor | None = None, mesh: Any = None, placements: Any = None) -> DTensor:
+    mesh = mesh if like is None else like.device_mesh  # type: ignore[attr-defined]
+    placements = placements if like is None else like.placements  # type: ignore[attr-defined]
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def full(tensor: Any) -> Any:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    whole = (
+        tensor.to(torch.int32) if tensor.dtype is torch.int16 else tensor
+    )  # which gloo and NCCL can't gather
+    return whole.full_tensor().detach().to(tensor.dtype)
+
+
+def same(mine: Any, wanted: Any, what: str) -> None:
+    mine, wanted = full(mine), full(wanted)
+    assert mine.dtype is wanted.dtype, f"{what}: {mine.dtype} instead of {wanted.dtype}"
+    assert mine.shape == wanted.shape, f"{what}: {list(mine.shape)} instead of {list(wanted.shape)}"
+    assert torch.equal(mine.nan_to_num(), wanted.nan_to_num()), f"{what} differs: {mine} {wanted}"
+
+
+def give_gradients(params: Any, step: int, scale: float = 1.0) -> None:
+    for index, param in enumerate(params):
+        grad = (scale * random(param.shape, 1, step, index)).to(param.dtype)
+        param.grad = spread(grad, param) if isinstance(param, DTensor) else grad
+
+
+def pair(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES, placements: Any = None) -> Any:
+    """The same parameters, whole and in shards."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    whole = [nn.Parameter(random(shape, 2, i).to(dtype)) for i, shape in enumerate(shapes)]
+    return whole, [nn.Parameter(spread(p.detach(), None, mesh, placements or [Shard(0)])) for p in whole]
+
+
+def groups(params: list[Any], state: str) -> list[dict[str, Any]]:
+    """8-bit states exist over shards where a row is whole groups."""
+    fits = [p.dim() > 1 and p[0].numel() % 64 == 0 for p in params]
+    kinds = (
+        ("int8", True),
+        ("bf16", False),
+    )
+    if state != "int8":
+        return [{"params": params}]
+    return [
+        {"params": [p for p, fit in zip(params, fits) if fit is wanted], "state": kind}
+        for kind, wanted in kinds
+    ]
+
+
+def same_bits(make: Callable[..., Any], dtype: torch.dtype, state: str, masters: str) -> None:
+    whole, shards = pair(dtype)
+    one = make(groups(whole, state), state=state, masters=masters)
+    other = make(groups(shards, state), state=state, masters=masters)
+    for group in other.param_groups:
+        group["state"] = state  # falls back by itself
+    for step in range(3):
+        give_gradients(whole, step)
+        give_gradients(shards, step)
+        one.step()
+        other.step(found_inf=torch.zeros(()))
+    other.step(found_inf=torch.ones(()))
+    for index, (p, q) in enumerate(zip(whole, shards)):
+        same(q, p, f"parameter {index}")
+        same(other.master(q), one.master(p), f"master {index}")
+        mine, wanted = other.state[q], one.state[p]
+        assert mine.keys() == wanted.keys()
+        for key, value in wanted.items():
+            if key.endswith("_scale"):
+                value = value.view(full(mine[key]).shape)
+            same(mine[key], value, f"{key} {index}")
+            assert key == "step" or mine[key].placements == q.placements
+        fresh = random(q.shape, 3, index)
+        other.set_master(q, spread(fresh, q))
+        one.set_master(p, fresh)
+        same(other.master(q), one.master(p), f"set master {index}")
+    compare_for_torch(one, other)
+
+
+def compare_for_torch(one: Any, other: Any) -> None:
+    whole, shards = one.torch_state_dict()["state"], other.torch_state_dict()["state"]
+    for key, entry in whole.items():
+        for name, value in entry.items():
+            same(shards[key][name], value, f"{name} {key} for torch")
+
+
+def any_optimizer(make: Callable[..., Any], dtype: torch.dtype) -> None:
+    whole, shards = pair(dtype)
+    one, other = with_masters(make(whole)), with_masters(make(shards))
+    for step in range(3):
+        for params, optimizer in ((whole, one), (shards, other)):
+            give_gradients(params, step, 8.0)
+            optimizer.grad_scale = torch.tensor(8.0)
+            optimizer.step()
+    other.found_inf = torch.ones(())
+    other.step()
+    for index, (p, q) in enumerate(zip(whole, shards)):
+        same(q, p, f"parameter {index}")
+        same(other.master(q), one.master(p), f"master {index}")
+        with torch.no_grad():
+            p.mul_(2.0)
+            q.mul_(2.0)
+        same(other.master(q), one.master(p), f"master {index} of an edited weight")
+        other.set_master(q, spread(torch.ones(p.shape), q))
+        same(q, torch.ones_like(p), f"set master {index}")
+
+
+def meshes() -> None:
+    """Several meshes and placements, and a plain parameter, in one optimizer."""
+    flat, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    how = [
+        (flat, [Shard(0)]),
+        (flat, [Shard(1)]),
+        (flat, [Replicate()]),
+        (grid, [Replicate(), Shard(0)]),
+        (grid, [Shard(0), Replicate()]),
+    ]
+    whole = [nn.Parameter(random((6, 256), 4, i)) for i in range(6)]
+    shards: list[nn.Parameter] = [
+        nn.Parameter(spread(p.detach(), None, *each)) for p, each in zip(whole, how)
+    ]
+    shards.append(nn.Parameter(whole[5].detach().clone()))
+    for state in ("fp32", "int8"):
+        one, other = AdamW(whole, lr=0.01, state=state), AdamW(shards, lr=0.01, state=state)
+        for step in range(2):
+            give_gradients(whole, step)
+            give_gradients(shards, step)
+            one.step()
+            other.step()
+        for index, (p, q) in enumerate(zip(whole, shards)):
+            if state == "fp32" or index != 1:  # noise is numbered along rows of the whole parameter
+                same(q, p, f"{state}, parameter {index}")
+            assert other.state[q]["exp_avg"].dtype is (torch.uint8 if state == "int8" else torch.float32)
+
+
+def model(seed: int, dtype: str = "fp32", *, shards: bool = True, **how: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(64, 12), nn.LayerNorm(12), nn.Linear(12, 3, bias=False))
+    if dtype != "fp32":
+        mezzo.lower_weights(net, dtype)
+    if not shards:
+        return net
+    fully_shard(net[1], **how)  # FSDP2 wants one dtype per group
+    return fully_shard(net, **how)
+
+
+def trained(dtype: str, **how: Any) -> None:
+    """Real gradients of FSDP2; the same gradients in a whole copy."""
+    net = model(0, dtype, **how)
+    whole = [nn.Parameter(full(p).clone()) for p in net.parameters()]
+    masters = "split" if dtype == "bf16" else "fp32"
+    one = AdamW(whole, lr=0.01, state="bf16", masters=masters)
+    other = AdamW(net.parameters(), lr=0.01, state="bf16", masters=masters)
+    for step in range(3):
+        other.zero_grad()
+        net(random((4, 64), 5, step, RANK)).square().mean().backward()
+        for p, q in zip(whole, net.parameters()):
+            p.grad = full(q.grad)
+        one.step()
+        other.step()
+    for index, (p, q) in enumerate(zip(whole, net.parameters())):
+        same(q, p, f"parameter {index}")
+        assert dtype == "fp32" or p.dim() == 1 or "remainder" in other.state[q]
+
+
+def released() -> None:
+    """A step within FSDP2's backward, and after it."""
+    results = []
+    for release in (True, False):
+        net = model(0)
+        params = list(net.parameters())
+        optimizer = AdamW(params, lr=0.01, state="bf16")
+        for step in range(3):
+            loss = net(random((4, 64), 5, step, RANK)).square().mean()
+            if release:
+                GradientRelease(optimizer).backward(loss, None, params)
+                assert all(p.grad is None for p in params)
+            else:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([full(p) for p in params])
+    for index, (mine, wanted) in enumerate(zip(*results)):
+        same(mine, wanted, f"parameter {index}")
+
+
+OPTIMIZERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "int8, split": ("bf16", lambda params: AdamW(params, lr=0.01, state="int8", masters="split")),
+    "bf16, split8": ("bf16", lambda params: AdamW(params, lr=0.01, state="bf16", masters="split8")),
+    "int8": ("fp32", lambda params: Adam(params, lr=0.01, weight_decay=0.1, state="int8")),
+    "momentum": (
+        "fp32",
+        lambda params: SGD(params, lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1, state="bf16"),
+    ),
+    "with_masters": ("bf16", lambda params: with_masters(torch.optim.NAdam(params, lr=0.01))),
+    "with_masters, SGD": (
+        "bf16",
+        lambda params: with_masters(torch.optim.SGD(params, lr=0.01, momentum=0.9, weight_decay=0.1)),
+    ),
+}
+
+
+def initialized(name: str) -> None:
+    """What DCP does to an optimizer without a state leaves no trace."""
+    dtype, make = OPTIMIZERS[name]
+    nets = model(0, dtype), model(0, dtype)
+    optimizers = [make(net.parameters()) for net in nets]
+    before = [full(p).clone() for p in nets[0].parameters()]
+    state = get_state_dict(nets[0], optimizers[0])[1]["state"]
+    assert all(float(entry.get("step", 0)) == 0 for entry in state.values()), "a step was counted"
+    for p, was in zip(nets[0].parameters(), before):
+        same(p, was, "a weight")
+    for step in range(2):
+        for net, optimizer in zip(nets, optimizers):
+            give_gradients(net.parameters(), step)
+            optimizer.step()
+    compared(nets[0], optimizers[0], {p: snapshot(nets[1], optimizers[1])[p] for p in ("model", "optimizer")})
+
+
+def snapshot(net: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Everything whole."""
+    entries = [
+        {
+            key: full(value).clone() if isinstance(value, Tensor) else value
+            for key, value in optimizer.state[p].items()
+        }
+        for p in net.parameters()
+    ]
+    return {"model": [full(p).clone() for p in net.parameters()], "optimizer": entries}
+
+
+def compared(net: nn.Module, optimizer: Any, wanted: dict[str, Any]) -> None:
+    got = snapshot(net, optimizer)
+    for index, (mine, other) in enumerate(zip(got["model"], wanted["model"])):
+        same(mine, other, f"parameter {index}")
+    for index, (entry, other) in enumerate(zip(got["optimizer"], wanted["optimizer"])):
+        assert entry.keys() == other.keys(), f"{list(entry)} {list(other)}"
+        for key, value in other.items():
+            if isinstance(value, Tensor):
+                same(entry[key], value, f"{key} {index}")
+            else:
+                assert entry[key] == value, f"{key} {index}: {entry[key]} instead of {value}"
+
+
+def trained_further(net: nn.Module, optimizer: Any, steps: Iterator[int] | range) -> None:
+    for step in steps:
+        give_gradients(net.parameters(), step)
+        optimizer.step()
+
+
+def save(name: str) -> None:
+    dtype, make = OPTIMIZERS[name]
+    net = model(0, dtype)
+    optimizer = make(net.parameters())
+    scaler = mezzo.GradScaler("cpu", init_scale=2.0**10)
+    trained_further(net, optimizer, range(2))
+    weights, state = get_state_dict(net, optimizer)
+    dcp.save(
+        {"model": weights, "optimizer": state, "scaler": scaler.state_dict()}, checkpoint_id=FOLDER / name
+    )
+    flat = get_optimizer_state_dict(net, optimizer, options=FLAT)
+    plain = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "flat": flat}
+    dcp.save(plain, checkpoint_id=FOLDER / f"{name}, plain")
+    saved = snapshot(net, optimizer)
+    trained_further(net, optimizer, range(2, 4))
+    after = snapshot(net, optimizer)
+    if RANK == 0:
+        torch.save({"saved": saved, "after": after}, FOLDER / f"{name}.pt")
+        dcp_to_torch_save(FOLDER / name, FOLDER / f"{name}, whole.pt")
+
+
+def load(name: str, how: str) -> None:
+    dtype, make = OPTIMIZERS[name]
+    net = model(1, dtype, shards=how != "unsharded")
+    optimizer = make(net.parameters())
+    wanted = torch.load(FOLDER / f"{name}.pt", weights_only=False)
+    if how in ("whole", "unsharded"):
+        held = torch.load(FOLDER / f"{name}, whole.pt", weights_only=False)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(net, held["model"], options=options)
+        optimizer.load_state_dict(held["optimizer"])
+        if how == "unsharded" and name.startswith("int8"):
+            one, other = optimizer.state[net[0].weight], wanted["saved"]["optimizer"][0]
+            same(one["exp_avg"], other["exp_avg"], "codes")
+            same(one["exp_avg_scale"], other["exp_avg_scale"].view(-1), "scales")
+            return  # other parameters' states are rounded to 8 bits now
+    elif how == "plain":
+        plain: dict[str, Any] = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(plain, checkpoint_id=FOLDER / f"{name}, plain")
+        net.load_state_dict(plain["model"])
+        optimizer.load_state_dict(plain["optimizer"])
+    elif how == "flattened":
+        plain = {"model": net.state_dict(), "flat": get_optimizer_state_dict(net, optimizer, options=FLAT)}
+        dcp.load(plain, checkpoint_id=FOLDER / f"{name}, plain")
+        net.load_state_dict(plain["model"])
+        set_optimizer_state_dict(net, optimizer, plain["flat"], options=FLAT)
+    else:
+        scaler = mezzo.GradScaler("cpu")
+        weights, state = get_state_dict(net, optimizer)
+        held = {"model": weights, "optimizer": state, "scaler": scaler.state_dict()}
+        dcp.load(held, checkpoint_id=FOLDER / name)
+        set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=held["optimizer"])
+        scaler.load_state_dict(held["scaler"])
+        assert scaler.get_scale() == 2.0**10
+    compared(net, optimizer, wanted["saved"])
+    trained_further(net, optimizer, range(2, 4))
+    compared(net, optimizer, wanted["after"])
+
+
+def from_whole() -> None:
+    """A state of whole parameters, whose 8-bit states bf16 holds too."""
+    whole, shards = pair()
+    one, other = AdamW(whole, state="int8"), AdamW(shards, state="int8")
+    for step in range(2):
+        give_gradients(whole, step)
+        one.step()
+    other.load_state_dict(one.state_dict())
+    compare_for_torch(one, other)
+
+
+def masters() -> None:
+    """FP32 weights into a model of 16-bit shards, and out of it."""
+    wanted = {name: random(p.shape, 6, p.numel()) for name, p in model(0, shards=False).named_parameters()}
+    net = model(0, "bf16")
+    optimizer = AdamW(net.parameters(), masters="split")
+    mezzo.load_master_state_dict(net, optimizer, wanted)
+    for name, value in mezzo.master_state_dict(net, optimizer).items():
+        same(value, wanted[name], name)
+    new = model(1, "bf16")
+    mezzo.load_master_state_dict(
+        new, [], mezzo.master_state_dict(net, optimizer)
+    )  # kept until an optimizer takes it
+    for name, value in mezzo.master_state_dict(new, AdamW(new.parameters(), masters="split")).items():
+        same(value, wanted[name], name)
+
+
+def full_disk() -> None:
+    """A rank's disk is full while a checkpoint is written: the last complete one is found, and loads."""
+    root = FOLDER / "steps"
+    net = model(0)
+    optimizer = AdamW(net.parameters(), state="int8")
+    for step in (1, 2):
+        trained_further(net, optimizer, range(step, step + 1))
+        weights, state = get_state_dict(net, optimizer)
+        if step == 1:
+            dcp.save({"model": weights, "optimizer": state}, checkpoint_id=root / f"{step:08}")
+            wanted = snapshot(net, optimizer)
+            continue
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if RANK == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        try:
+            dcp.save({"model": weights, "optimizer": state}, checkpoint_id=root / f"{step:08}")
+        except dcp.api.CheckpointException as error:  # not an Exception
+            failed = list(error.failures)
+        else:
+            failed = []
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert failed == [1]
+        assert any((root / f"{step:08}").iterdir())
+    complete = sorted(file.parent for file in root.glob("*/.metadata"))
+    assert [folder.name for folder in complete] == ["00000001"]
+    weights, state = get_state_dict(net, optimizer)
+    held = {"model": weights, "optimizer": state}
+    dcp.load(held, checkpoint_id=complete[-1])
+    set_state_dict(net, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+    compared(net, optimizer, wanted)
+
+
+def made_before(make: Callable[[Any], Any]) -> str:
+    net = nn.Linear(4, 4)
+    optimizer = make(net.parameters())
+    fully_shard(net)
+    net(torch.ones(1, 4)).sum().backward()
+    try:
+        optimizer.step()
+    except UsageError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+CASES: dict[str, Callable[[], Any]] = {}
+HOW = {
+    1: ("set_state_dict", "whole", "unsharded"),
+    2: ("set_state_dict", "plain", "whole"),
+    3: ("set_state_dict", "flattened"),
+    4: ("set_state_dict",),
+}
+ALIKE = [
+    (AdamW, torch.float32, "fp32", "fp32"),
+    (AdamW, torch.float32, "bf16", "fp32"),
+    (Adam, torch.float32, "int8", "fp32"),
+    (AdamW, torch.bfloat16, "int8", "split"),
+    (AdamW, torch.bfloat16, "bf16", "split8"),
+    (AdamW, torch.bfloat16, "fp32", "none"),
+    (AdamW, torch.float16, "fp32", "fp32"),
+]
+if WORLD == 2:
+    for each in ALIKE:
+        CASES["same bits: {} {} {} {}".format(each[0].__name__, *each[1:])] = lambda each=each: same_bits(
+            *each
+        )
+    CASES["same bits: SGD"] = lambda: same_bits(
+        lambda params, **how: SGD(params, 0.1, 0.9, nesterov=True, **how), torch.bfloat16, "bf16", "fp32"
+    )
+    CASES["any optimizer: NAdam"] = lambda: any_optimizer(torch.optim.NAdam, torch.bfloat16)
+    CASES["any optimizer: RMSprop"] = lambda: any_optimizer(torch.optim.RMSprop, torch.float16)
+    CASES["meshes"] = meshes
+    CASES["trained: FP32"] = lambda: trained("fp32")
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    CASES["trained: MixedPrecisionPolicy"] = lambda: trained("fp32", mp_policy=half)
+    CASES["trained: offload"] = lambda: trained("fp32", offload_policy=CPUOffloadPolicy(pin_memory=False))
+    CASES["trained: bf16"] = lambda: trained("bf16", mp_policy=half)
+    CASES["released"] = released
+    CASES["made before: AdamW"] = lambda: made_before(AdamW)
+    CASES["made before: with_masters"] = lambda: made_before(
+        lambda params: with_masters(torch.optim.SGD(params))
+    )
+    CASES["from whole"] = from_whole
+    CASES["masters"] = masters
+    CASES["full disk"] = full_disk
+    CASES |= {f"initialized: {name}": lambda name=name: initialized(name) for name in OPTIMIZERS}
+    CASES |= {f"save: {name}": lambda name=name: save(name) for name in OPTIMIZERS}
+CASES |= {
+    f"load: {name}, {how}": lambda name=name, how=how: load(name, how)
+    for name in OPTIMIZERS
+    for how in HOW[WORLD]
+}
+
+
+def main() -> None:
+    only = sys.argv[5] if len(sys.argv) > 5 else ""
+    dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], WORLD), rank=RANK, world_size=WORLD)
+    results: dict[str, Any] = {}
+    for name, case in CASES.items():
+        if only not in name:
+            continue
+        try:
+            results[name] = case() or True
+        except (Exception, dcp.api.CheckpointException) as error:
+            results[name] = f"{type(error).__name__}: {error}"[:600]
+        dist.barrier()
+    leave(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Optimizers over DTensors equal those over whole parameters, and their checkpoints load on any number of ranks.
+
+The cases are in tests/children/sharded_optimizers.py: one launch for each number of ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks import ranks_of
+
+pytestmark = pytest.mark.heavy
+
+Results = list[dict[str, Any]]
+
+
+def launched(folder: Path, count: int) -> Results:
+    meeting = folder / f"meeting of {count}"
+    words = str(count), str(folder)
+    return ranks_of("sharded_optimizers.py", meeting, *words, seconds=400, count=count)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the checkpoints are."""
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Results:
+    """The results of two ranks, which write the checkpoints."""
+    return launched(folder, 2)
+
+
+def assert_right(results: Results, case: str, at_least: int) -> None:
+    found = {name for name in results[0] if name.startswith(case)}
+    assert len(found) >= at_least
+    wrong = {name: [rank[name] for rank in results] for name in found}
+    assert {name: said for name, said in wrong.items() if any(each is not True for each in said)} == {}
+
+
+@pytest.mark.parametrize(
+    ("case", "at_least"),
+    [
+        ("same bits", 8),
+        ("any optimizer", 2),
+        ("meshes", 1),
+        ("trained", 4),
+        ("released", 1),
+        ("initialized", 6),
+        ("from whole", 1),
+        ("masters", 1),
+        ("full disk", 1),
+        ("save", 6),
+        ("load", 18),
+    ],
+)
+def test_shards_move_as_in_the_whole_parameter(two: Results, case: str, at_least: int) -> None:
+    assert_right(two, case, at_least)
+
+
+@pytest.mark.parametrize(("count", "cases"), [(1, 18), (3, 12), (4, 6)])
+def test_checkpoints_of_two_ranks_load_on_others_to_the_bit(
+    two: Results, folder: Path, count: int, cases: int
+) -> None:
+    assert_right(two, "save", 6)
+    assert_right(launched(folder, count), "load", cases)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "with_masters"])
+def test_an_optimizer_made_before_fully_shard_says_what_to_do(two: Results, name: str) -> None:
+    for rank in two:
+        said = rank[f"made before: {name}"]
+        assert "before fully_shard" in said
+        assert "[4, 4]" in said
+        assert "(model.parameters(), ...)" in said
