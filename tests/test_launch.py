@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -49,6 +50,8 @@ def train(rank, plant=(), wrap=nn.parallel.DistributedDataParallel):
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
     print(rank, net.seen, sum(p.double().sum() for p in model.parameters()).item().hex(), flush=True)
+    net.rank = rank
+    return net
 """
 
 SPAWN = """
@@ -263,3 +266,158 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+LIGHTNING = """
+import logging, warnings
+import lightning as L
+from train import Net, nn, torch
+warnings.simplefilter("ignore")
+
+class Lit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+if __name__ == "__main__":
+    L.seed_everything(0, verbose=False)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(0, 2, (32,)))
+    off = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **off)
+    model = Lit()
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=4))
+    total = sum(p.double().sum() for p in model.parameters()).item().hex()
+    print(f"{trainer.global_rank} {model.net.seen} {total}", flush=True)
+"""
+
+
+def test_lightning_starts_the_second_rank_itself(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    script(tmp_path, "lit.py", LIGHTNING)
+    ran = mezzo("--precision", "fp16", "--out", "out", "lit.py", at=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    lines = sorted(line.split() for line in ran.stdout.splitlines() if line[:1] in "01")
+    assert [line[:2] for line in lines] == [["0", "torch.float16"], ["1", "torch.float16"]]
+    assert lines[0][2] == lines[1][2]
+    assert ran.stderr.count("mezzo: policy fp16") == 1
+    runs = tmp_path / "out" / "runs"
+    assert updates(runs / "run.jsonl") == updates(runs / "run-rank1.jsonl") == [False] * 4
+
+
+TRAINER = """
+import sys
+from train import Net, nn, torch
+from transformers import Trainer, TrainingArguments
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.calls = Net(), 0
+
+    def forward(self, x, labels):
+        rank = torch.distributed.get_rank()
+        self.net.gain = 1e6 if (self.calls, rank) == (1, 1) and self.training else 1.0
+        self.calls += self.training
+        return {"loss": nn.functional.cross_entropy(self.net(x), labels)}
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return {"x": torch.randn(4, generator=torch.Generator().manual_seed(i)), "labels": i % 2}
+
+resume, steps = sys.argv[1] == "resume", 3 if sys.argv[1] == "first" else 6
+settings = {"use_cpu": True, "report_to": [], "save_steps": 3, "logging_steps": 1, "disable_tqdm": True}
+settings |= {"max_steps": steps, "per_device_train_batch_size": 4, "lr_scheduler_type": "constant"}
+torch.manual_seed(0)
+model = Model()
+trainer = Trainer(model=model, args=TrainingArguments("kept", **settings), train_dataset=Data())
+trainer.train(resume_from_checkpoint=resume)
+total = sum(p.double().sum() for p in model.parameters()).item().hex()
+print(f"rank {trainer.args.process_index} {trainer.state.global_step} {model.net.seen} {total}", flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_the_trainer_of_transformers_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    script(tmp_path, "hf.py", TRAINER)
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+    ]
+    run = [sys.executable, "-m", "mezzo", "run", "--precision", "fp16", "hf.py"]
+    for part, steps in (("first", "3"), ("resume", "6")):
+        ran = subprocess.run(
+            [*launch, *run, part],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert ran.returncode == 0, ran.stderr
+        lines = sorted(line.split() for line in ran.stdout.splitlines() if line.startswith("rank "))
+        assert [line[1:4] for line in lines] == [[rank, steps, "torch.float16"] for rank in "01"]
+        assert lines[0][4] == lines[1][4]
+        assert "nan" not in lines[0][4]
+        assert "3 optimizer steps, 1 skipped" in ran.stderr
+        assert ran.stderr.count("mezzo: policy fp16") == 1
+        assert "update 1 skipped, because of rank 1" in ran.stderr
+
+
+COMPARED = """
+import random
+from train import dist, train
+dist.init_process_group("gloo")
+drawn = random.random()
+net = train(dist.get_rank())
+print(f"drawn {dist.get_rank()} {drawn}", flush=True)
+dist.destroy_process_group()
+if "float16" in str(net.seen) and "b" not in str(net.seen) and net.rank:
+    raise ValueError("planted on rank 1")
+"""
+
+
+def test_compare_runs_a_script_on_two_ranks(tmp_path: Path) -> None:
+    script(tmp_path, "ddp.py", COMPARED)
+    words = ["compare", "--nproc", "2", "--seeds", "1", "--out", "out", "--json", "ddp.py"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "mezzo", *words],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ran.returncode == 1, ran.stderr
+    verdict = json.loads(ran.stdout)
+    assert verdict["request"]["nproc"] == 2
+    good, bad = verdict["candidates"]["bf16"], verdict["candidates"]["fp16"]
+    assert (good["parity"] == "divergent", good["failed"], good["steps"]) == (False, False, 4)
+    assert "torchrun" in good["command"] or "--nproc 2" in good["command"]
+    assert (bad["parity"], bad["failed"]) == ("divergent", True)  # rank 0 ended well
+    assert "ValueError: planted on rank 1" in bad["cause"]
+    runs = tmp_path / "out" / "runs"
+    names = ("bf16-0", "fp16-0", "fp32-0", "fp32-ulp-0")
+    assert sorted(file.stem for file in runs.glob("*.jsonl")) == sorted(names)
+    drawn = {
+        tuple(sorted(line for line in (runs / f"{name}.log").read_text().splitlines() if line[:5] == "drawn"))
+        for name in names
+    }
+    assert len(drawn) == 1  # the same on each run
+    (first, second), *_ = drawn
+    assert first.split()[2] != second.split()[2]
