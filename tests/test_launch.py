@@ -64,7 +64,7 @@ def work(rank, meeting):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.spawn(work, (sys.argv[1],), nprocs=2)
+    mp.start_processes(work, (sys.argv[1],), nprocs=2, start_method=sys.argv[2])
 """
 
 
@@ -98,9 +98,11 @@ def updates(file: Path) -> list[bool]:
     return [record.skipped for record in records if isinstance(record, UpdateRecord)]
 
 
-def test_spawned_ranks_train_under_the_policy_and_rank_0_tells(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["spawn", "fork"])
+def test_spawned_ranks_train_under_the_policy_and_rank_0_tells(how: str, tmp_path: Path) -> None:
     script(tmp_path, "spawn.py", SPAWN)
-    ran = mezzo("--precision", "fp16", "--out", "out", "spawn.py", str(tmp_path / "meeting"), at=tmp_path)
+    words = ["spawn.py", str(tmp_path / "meeting"), how]
+    ran = mezzo("--precision", "fp16", "--out", "out", *words, at=tmp_path)
     assert ran.returncode == 0, ran.stderr
     lines = [line.split() for line in sorted(ran.stdout.splitlines())]
     assert [line[:2] for line in lines] == [["0", "torch.float16"], ["1", "torch.float16"]]
@@ -421,3 +423,18 @@ def test_compare_runs_a_script_on_two_ranks(tmp_path: Path) -> None:
     assert len(drawn) == 1  # the same on each run
     (first, second), *_ = drawn
     assert first.split()[2] != second.split()[2]
+
+
+def test_killed_ranks_are_restarted_and_end_at_the_same_bits(tmp_path: Path) -> None:
+    benchmark = Path(__file__).parents[1] / "benchmarks" / "elastic.py"
+    words = ["--kills", "2", "--row", "mezzo run", "--json", str(tmp_path / "elastic.json")]
+    ran = subprocess.run(
+        [sys.executable, str(benchmark), *words],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ran.returncode == 0, ran.stderr
+    (row,) = json.loads((tmp_path / "elastic.json").read_text())["rows"]
+    assert (row["kills"], row["same_bits"]) == (2, True)

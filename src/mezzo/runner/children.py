@@ -67,9 +67,10 @@ class Children:
     def install(self) -> None:
         """Export the run, unless this process is a child itself and has it from its parent."""
         if VARIABLE not in os.environ:
-            request = self._request
-            if request.records is not None:
-                request = replace(request, records=request.records.absolute())
+            request, code = self._request, self._request.source or ""
+            # A script may change the working directory, and the system limits the length of a variable.
+            file = request.records and request.records.absolute()
+            request = replace(request, records=file, source=code[:1000] or None)
             run = {
                 "module": self._module,
                 "home": str(self._home),

@@ -1,12 +1,13 @@
-"""All ranks of a process group must run under one policy: each compares its own with rank 0's when the group is made.
+"""All ranks of a process group must run under one policy: rank 0 compares the options of all when the group is made.
 
-Three small messages per rank go through the group's store, because the group itself may not be usable yet.
+A small message per rank goes through the group's store, because the group itself may not be usable yet.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -57,26 +58,31 @@ def _described(session: Session) -> str:
 
 
 def _difference(store: Any, rank: int, ranks: int, mine: str) -> str:
-    """What is wrong, in the same words on every rank; empty if all have the same options."""
+    """What is wrong, in the same words on every rank; empty if all have the same options.
+
+    A store may hold the messages of ranks that were killed and restarted, which are the same.
+    """
     try:
+        store.set(f"mezzo/options/{rank}", mine)
         if rank == 0:
-            store.set("mezzo/first", mine)
-        store.wait(["mezzo/first"], PATIENCE)
-        first = store.get("mezzo/first").decode()
-        if first != mine:
-            store.set("mezzo/other", f"rank 0 has `{first}`, rank {rank} has `{mine}`")
-            store.add("mezzo/others", 1)
-        turn = store.add("mezzo/compared", 1)
-        answer = f"mezzo/answer/{(turn - 1) // ranks}"  # a process may make its group more than once
-        if turn % ranks == 0:
-            store.set(answer, store.get("mezzo/other") if store.add("mezzo/others", 0) else _SAME)
-        store.wait([answer], PATIENCE)
-        found: str = store.get(answer).decode()
+            keys = [f"mezzo/options/{other}" for other in range(ranks)]
+            store.wait(keys, PATIENCE)
+            others = ((other, store.get(key).decode()) for other, key in enumerate(keys))
+            found = next(
+                (f"rank 0 has `{mine}`, rank {r} has `{its}`" for r, its in others if its != mine), _SAME
+            )
+            store.set("mezzo/answer", found)
+        store.wait(["mezzo/answer"], PATIENCE)
+        answer: str = store.get("mezzo/answer").decode()
+        if answer != _SAME:  # rank 0 may hold the store, and ends last
+            store.set(f"mezzo/read/{rank}", "")
+            with suppress(RuntimeError):
+                store.wait([f"mezzo/read/{other}" for other in range(ranks if rank == 0 else 0)], PATIENCE)
     except RuntimeError:
         return (
             f"a rank of the process group did not answer in {PATIENCE.seconds} seconds: it runs without Mezzo, or has "
             "ended. Start every rank alike: torchrun --nproc-per-node 2 --no-python mezzo run train.py"
         )
-    if found == _SAME:
+    if answer == _SAME:
         return ""
-    return f"the ranks run under different policies: {found}. Start every rank with the same options of mezzo run"
+    return f"the ranks run under different policies: {answer}. Start every rank with the same options of mezzo run"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import shlex
 import sys
 import weakref
@@ -25,14 +26,14 @@ from mezzo.core.records import OWN, OWN_PRECISION, RecordWriter, RunStarted
 from mezzo.pytorch.run import foreign, own_precision
 from mezzo.pytorch.run.summary import summary
 from mezzo.runner import lifecycle, script
-from mezzo.runner.children import Children, Parent
+from mezzo.runner.children import VARIABLE, Children, Parent
 from mezzo.runner.journal import Journal, check_events, number, of_rank
 from mezzo.runner.lifecycle import RunRequest
 from mezzo.runner.patches import ImportWatch, Patches
 from mezzo.runner.seeds import Seeds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mezzo.pytorch.auto import TimedTrial, TrialDecision
     from mezzo.pytorch.run.observers import Observers
@@ -45,6 +46,7 @@ def run(request: RunRequest) -> int:
     widen = None if request.tensorboard is None else functools.partial(_with_events, request.tensorboard)
     journal = Journal(request.records, lambda: _started(session), widen)
     session = Session(request, policy, journal, ImportWatch())
+    session.begin = functools.partial(_begin_forked, session, os.getpid())
     told, status = functools.partial(summary, session), 130
     try:
         status = lifecycle.run(
@@ -63,23 +65,33 @@ def run(request: RunRequest) -> int:
 def join(run: dict[str, Any]) -> None:
     """Apply the run of another process to this one, which its script has started (`runner/startup`)."""
     request = RunRequest.from_json(json.dumps(run["request"]))
-    parent = Parent(run)
+    session = Session(request, policy_of(request.policy), Journal(None, lambda: _started(session)), ImportWatch())
+    _attend(session, run, session.parts())
+
+
+def _attend(session: Session, run: dict[str, Any], parts: Sequence[lifecycle.Part]) -> None:
+    """Make this process one of several: it has records of its own, and a summary if it is rank 0."""
+    request = RunRequest.from_json(json.dumps(run["request"]))
 
     def widen(_: RecordWriter | None) -> RecordWriter | None:
         file = request.records and of_rank(request.records, session.rank)
         writer = RecordWriter(file) if file else None
         session.begin()
-        return (
-            _with_events(request.tensorboard, writer) if request.tensorboard and not session.rank else writer
-        )
+        return _with_events(request.tensorboard, writer) if request.tensorboard and not session.rank else writer
 
     def started() -> RunStarted:
         return replace(_started(session), script=sys.argv[0], argv=sys.argv[1:])
 
-    journal = Journal(None, started, widen)
-    session = Session(request, policy_of(request.policy), journal, ImportWatch())
+    session.journal = Journal(None, started, widen)
     told = functools.partial(summary, session)
-    session.begin = lifecycle.attend(session, session.parts(), parent, finish=session.finish, summary=told)
+    session.begin = lifecycle.attend(session, parts, Parent(run), finish=session.finish, summary=told)
+
+
+def _begin_forked(session: Session, first: int) -> None:
+    """A rank that the script made by fork begins; the first process itself is none."""
+    if os.getpid() != first:
+        _attend(session, json.loads(os.environ[VARIABLE]), ())
+        session.begin()
 
 
 def checked(request: RunRequest) -> tuple[Policy, script.Target]:
