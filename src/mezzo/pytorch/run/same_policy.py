@@ -32,9 +32,9 @@ def make_init(session: Session, original: Callable[..., Any]) -> Callable[..., A
         result = original(*args, **kwargs)
         store = None if dist.get_backend() in _SIMULATED else distributed_c10d._get_default_store()
         if store is not None:
-            session.rank, session.ranks = dist.get_rank(), dist.get_world_size()
+            session.rank, session.world_size = dist.get_rank(), dist.get_world_size()
             session.begin()
-            wrong = _difference(store, session.rank, session.ranks, _described(session))
+            wrong = _difference(store, session.rank, session.world_size, _described(session))
             if wrong:
                 dist.destroy_process_group()
                 session.fatal = error = UsageError(wrong)

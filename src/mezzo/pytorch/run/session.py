@@ -65,7 +65,9 @@ def run(request: RunRequest) -> int:
 def join(run: dict[str, Any]) -> None:
     """Apply the run of another process to this one, which its script has started (`runner/startup`)."""
     request = RunRequest.from_json(json.dumps(run["request"]))
-    session = Session(request, policy_of(request.policy), Journal(None, lambda: _started(session)), ImportWatch())
+    session = Session(
+        request, policy_of(request.policy), Journal(None, lambda: _started(session)), ImportWatch()
+    )
     _attend(session, run, session.parts())
 
 
@@ -77,7 +79,9 @@ def _attend(session: Session, run: dict[str, Any], parts: Sequence[lifecycle.Par
         file = request.records and of_rank(request.records, session.rank)
         writer = RecordWriter(file) if file else None
         session.begin()
-        return _with_events(request.tensorboard, writer) if request.tensorboard and not session.rank else writer
+        return (
+            _with_events(request.tensorboard, writer) if request.tensorboard and not session.rank else writer
+        )
 
     def started() -> RunStarted:
         return replace(_started(session), script=sys.argv[0], argv=sys.argv[1:])
@@ -145,7 +149,7 @@ class Session:
     trial: TimedTrial | None = None
     precision_reason: str = ""
     rank: int | None = field(default_factory=lifecycle.rank_here)  # in the process group, or a launcher's
-    ranks: int = field(default_factory=lifecycle.ranks_here)
+    world_size: int = field(default_factory=lifecycle.ranks_here)
     children: Children = field(init=False)
     begin: Callable[[], None] = lambda: None  # a process that the script started begins to train
     observers: Observers = field(init=False)  # from `import torch` on

@@ -40,8 +40,8 @@ def summary(session: Session, failed: bool) -> str:
     else:
         why = f"; {session.precision_reason}" if session.precision_reason else ""
         lines = [f"policy {policy}{why}", _calls(session), *_fallbacks()]
-    if 1 < session.ranks < sys.maxsize:
-        lines.append(f"{session.ranks} ranks ran; the numbers here are those of rank 0")
+    if 1 < session.world_size < sys.maxsize:
+        lines.append(f"{session.world_size} ranks ran; the numbers here are those of rank 0")
     if session.left_alone is None:
         if journal.updates or journal.losses:
             steps, passes = (
@@ -60,7 +60,7 @@ def summary(session: Session, failed: bool) -> str:
             skipped=journal.skipped if session.request.trace and session.scaling else 0,
             constant=scale.scale if isinstance(scale, StaticLossScale) else None,
             written=session.command,
-            ranks=session.ranks,
+            ranks=session.world_size,
         )
         if not any(record.finding.alarms for record in journal.findings):
             lines += conclusions([*journal.ranges.values()], None if scale.scale == 1.0 else scale.scale)
@@ -137,7 +137,7 @@ def findings(
         places.setdefault(record.finding.place, []).append(record)
     for first, *later in list(places.values())[:_PLACES]:
         times = f", and {_count(len(later), 'later one')}" if later else ""
-        if ranks > 1:  # the first one tells; the others' findings say so
+        if ranks > 1 and first.finding.cause != "unknown":  # rank 0's own, or one with a note
             by = _BY_RANK.search(first.finding.note)
             times += f", because of rank {by[1] if by else 0}"
         lines.append(f"update {first.update} skipped{times}: {first.finding.sentence}")
