@@ -46,7 +46,7 @@ _LIBRARIES = tuple(
     os.path.realpath(folder) + os.sep
     for folder in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-_TOOLS = {"pip", *sys.stdlib_module_names}
+_TOOLS = {"mezzo", "pip", *sys.stdlib_module_names}
 
 
 class Children:
@@ -190,7 +190,9 @@ class Parent:
         self._is_here = run["host"] == socket.gethostname() and os.name == "posix"
 
     def mark(self, **facts: Any) -> None:
-        """Leave a mark: this process trains under the policy, or has stopped for an `error`."""
+        """Tell the first process that this one trains under the policy, or has stopped for an `error`."""
+        if self._is_here and _is_gone(self._process):
+            return  # a process that outlives the run
         with contextlib.suppress(OSError):
             self._home.mkdir(mode=0o700, exist_ok=True)
             mark = {"process": os.getpid(), "error": "", **facts}
@@ -199,32 +201,32 @@ class Parent:
     def end_with(self) -> None:
         """End this process soon after the first one is killed, also where it waits for another rank."""
         if self._is_here:
-            watch = _watch_over(self._process, still=self._home.exists)
-            threading.Thread(target=watch, name="mezzo-parent", daemon=True).start()
+            end_with(self._process, unless=lambda: not self._home.exists())
 
 
-def end_with(process: int) -> None:
-    """End this process soon after another one, by its id, is gone."""
-    if os.name == "posix":
-        watch = _watch_over(process, still=lambda: True)
-        threading.Thread(target=watch, name="mezzo-parent", daemon=True).start()
-
-
-def _watch_over(process: int, still: Callable[[], bool]) -> Callable[[], None]:
-    """Wait until that process is gone; end this one if it was not a regular end (`still`)."""
+def end_with(process: int, unless: Callable[[], bool] = lambda: False) -> None:
+    """End this process soon after another one, by its id, is gone, `unless` that was its regular end."""
 
     def watch() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            while True:
-                with contextlib.suppress(PermissionError):
-                    os.kill(process, 0)
-                time.sleep(POLL_SECONDS)
-        if still():
+        while not _is_gone(process):
+            time.sleep(POLL_SECONDS)
+        if not unless():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(GRACE_SECONDS)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return watch
+    if os.name == "posix":
+        threading.Thread(target=watch, name="mezzo-parent", daemon=True).start()
+
+
+def _is_gone(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
 
 
 def leave() -> None:

@@ -136,9 +136,8 @@ def run(
     *,
     finish: Callable[[int], None],  # gets the status once the parts are removed
     summary: Callable[[bool], str],  # gets whether the script failed; its lines come before a traceback
-    in_child: Callable[[], MezzoError | None] = lambda: (
-        None
-    ),  # what a process that the script started would raise
+    # The user's mistake that a process started by the script found.
+    in_child: Callable[[], MezzoError | None] = lambda: None,
 ) -> int:
     """Run a script as `python SCRIPT ARGS...` would, with these parts installed; its exit status. Raises `fatal`."""
     status = 1
@@ -209,9 +208,7 @@ def attend(
             if processes is not None and processes.parent_process() is not None:
                 from multiprocessing.util import Finalize
 
-                Finalize(
-                    None, end, exitpriority=0
-                )  # where atexit is too late for the status, or never called
+                Finalize(None, end, exitpriority=0)  # atexit is too late for the status, or is never called
 
     def end() -> None:
         nonlocal over

@@ -65,9 +65,8 @@ def run(request: RunRequest) -> int:
 def join(run: dict[str, Any]) -> None:
     """Apply the run of another process to this one, which its script has started (`runner/startup`)."""
     request = RunRequest.from_json(json.dumps(run["request"]))
-    session = Session(
-        request, policy_of(request.policy), Journal(None, lambda: _started(session)), ImportWatch()
-    )
+    journal = Journal(None, lambda: _started(session))  # until `_attend` knows the rank
+    session = Session(request, policy_of(request.policy), journal, ImportWatch())
     _attend(session, run, session.parts())
 
 
@@ -79,9 +78,9 @@ def _attend(session: Session, run: dict[str, Any], parts: Sequence[lifecycle.Par
         file = request.records and of_rank(request.records, session.rank)
         writer = RecordWriter(file) if file else None
         session.begin()
-        return (
-            _with_events(request.tensorboard, writer) if request.tensorboard and not session.rank else writer
-        )
+        if request.tensorboard is None or session.rank:
+            return writer
+        return _with_events(request.tensorboard, writer)
 
     def started() -> RunStarted:
         return replace(_started(session), script=sys.argv[0], argv=sys.argv[1:])
