@@ -63,6 +63,24 @@ def parity() -> str:
     )
 
 
+def elastic() -> str:
+    """A row for each training whose ranks were killed."""
+    lines = [
+        "| training | policy | kills | steps | skipped | weights and momentum at the end |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in _read("elastic.json")["rows"]:
+        end = "the bits of the undisturbed run" if row["same_bits"] else "differ"
+        cells = [
+            row["row"],
+            f"`{row['policy']}`",
+            *(str(row[key]) for key in ("kills", "steps", "skipped")),
+            end,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def harms() -> str:
     """One row per planted harm, with the verdict on each of its sizes."""
     results = _read("harms.json")
@@ -282,6 +300,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "faults": lambda: troubleshooting.faults(_read("faults.json")),
         "loss-scales": lambda: troubleshooting.loss_scales(_read("loss_scales.json")),
     },
+    "docs/distributed.md": {"elastic": elastic},
     "docs/keras.md": {"transfer": lambda: keras.table(RESULTS / "transfer.json")},
     "docs/dev/reproduce.md": {name: reproduce.experiment(name) for name in reproduce.NAMES},
     "docs/memory.md": {

@@ -209,9 +209,7 @@ def test_each_process_of_torchrun_has_records_of_its_own(
     )
     assert [p.name for p in (tmp_path / "mezzo-run").rglob("*.*")] == ["run-rank1.jsonl"]
     assert not (tmp_path / "events").exists()
-    said = capsys.readouterr().err
-    assert "report" not in said
-    assert "mezzo: op.sigmoid=lower in place of fp32" in said  # a note of the policy's
+    assert capsys.readouterr().err == ""
 
 
 def test_records_go_to_tensorboard_too(train: str, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_commands_on_a_page_have_options_that_exist(page: Path) -> None:
         module, parser = importlib.import_module(f"mezzo.cli.{verb.replace('-', '_')}"), Parser(verb, None)
         module.configure(parser)
         known = {option for action in parser._actions for option in action.option_strings}
-        ours = list(itertools.takewhile(lambda word: not word.endswith((".py", ".train")), words))
+        ours = list(itertools.takewhile(lambda word: not word.endswith((".py", ".train", ".run")), words))
         if "--" in words or (verb != "run" and known.intersection(words[len(ours) :])):
             ours = list(itertools.takewhile("--".__ne__, words))  # the script is among Mezzo's options
         options = [word.partition("=")[0] for word in ours if re.match(r"--?[a-z]", word)]

@@ -11,6 +11,7 @@ Examples:
   mezzo compare --precision bf16,op.softmax=fp32 --precision policy.toml train.py
   mezzo compare --precision bf16,masters=split8,state=int8 train.py
   mezzo compare --precision own,bf16 train.py       the script's own mixed precision, and Mezzo's bf16
+  mezzo compare --nproc 2 --precision bf16 ddp.py    two ranks of DDP or FSDP2, started by torchrun
   mezzo compare --framework keras --precision mixed_bfloat16 train.py
 
 A script with mixed precision of its own (torch.amp, Accelerate, Transformers, Lightning, a model in 16 bits) is the
@@ -68,6 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--precision", action="append", metavar="P", help=precision)
     seeds = "runs of each precision (default 3; 1 for a quick look; more can prove smaller differences)"
     add("--seeds", type=whole("pairs", 3), default=3, metavar="N", help=seeds)
+    nproc = "run a distributed script on so many ranks, each run by torchrun; rank 0 is compared"
+    add("--nproc", type=whole("ranks", 2, 2), metavar="N", help=nproc)
     margin = "the largest harm that you accept, as a share of FP32's final loss: 0.005 or 0.5%% (the default)"
     add("--margin", type=share(), default=DEFAULT_MARGIN, metavar="X", help=margin)
     metric = "pattern that finds the final metric in the script's output; its first group is the number"
@@ -127,6 +130,7 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         metric_margin=arguments.metric_margin,
         demo=arguments.demo,
         framework=trains_with,
+        nproc=arguments.nproc,
     )
     return request, remarks
 

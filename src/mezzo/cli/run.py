@@ -36,7 +36,8 @@ from mezzo.apex.imports import provided
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.run.session import checked
 from mezzo.pytorch.run.session import run as run_request
-from mezzo.runner.lifecycle import RunRequest
+from mezzo.runner.journal import of_rank
+from mezzo.runner.lifecycle import RunRequest, rank_here, ranks_here
 from mezzo.runner.script import locate
 
 PASSES_ON = True
@@ -136,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
         target, source = "-c", target
     elif target == "-" and not arguments.module:
         source = sys.stdin.read()
-    rank = _number("RANK", 0)
+    rank = rank_here() or 0
     if rank == 0 and argv:
         _tell_misplaced(arguments, source)
     request = RunRequest(
@@ -147,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
         policy="fp32" if arguments.masters else arguments.precision or "auto",
         own="record" if arguments.masters else arguments.own,
         masters=arguments.masters,
-        records=arguments.records,
+        records=of_rank(arguments.records, rank) if rank and arguments.records else arguments.records,
         observe=arguments.observe,
         summary=not arguments.quiet,
         watch=arguments.watch,
@@ -214,21 +215,10 @@ def _tell_misplaced(arguments: argparse.Namespace, source: str | None) -> None:
         )
 
 
-def _number(name: str, absent: int) -> int:
-    """A number that torchrun gives each process: its RANK, the WORLD_SIZE."""
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else absent
-
-
-def _ranks() -> int:
-    """How many processes share this run; more than any where only their RANK is known."""
-    return _number("WORLD_SIZE", sys.maxsize if "RANK" in os.environ else 1)
-
-
 def _folder(out: Path | None) -> tuple[Path, str]:
     """The run's folder as an absolute path (the script may change the working directory), and a note."""
     folder, number = out or _FOLDER, 1
-    if out is None and _ranks() == 1:
+    if out is None and ranks_here() == 1:
         while os.path.lexists(folder) and not (folder.is_dir() and not os.listdir(folder)):
             number += 1
             folder = _FOLDER.with_name(f"{_FOLDER}-{number}")
@@ -251,8 +241,8 @@ def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
         if rank == 0:
             (folder / "report.html").unlink(missing_ok=True)  # of other records
             # Records of a run on more processes; ours are in use.
-            for old in (folder / "runs").glob("run-rank*.jsonl"):
+            for old in (folder / "runs").glob("run-*.jsonl"):
                 number = old.stem.removeprefix("run-rank")
-                if number.isdigit() and int(number) >= _ranks():
+                if not number.isdigit() or int(number) not in range(1, ranks_here()):
                     old.unlink()
-    return folder / (_RECORDS if rank == 0 else _RECORDS.with_name(f"run-rank{rank}.jsonl"))
+    return folder / (of_rank(_RECORDS, rank) if rank else _RECORDS)

@@ -67,7 +67,8 @@ def planned_runs(request: Request) -> str:
     few = request.seeds < FEWEST_FOR_TOST
     tip = "a quick look: 3 or more seeds can prove more" if few else "--seeds 1 for a quick look"
     script = shlex.join([request.demo or request.target, *request.argv])
-    return f"{script}\n{len(schedule(request))} runs: {counts}, 1 FP32 as noise check; {tip}"
+    ranks = "" if request.nproc is None else f" on {request.nproc} ranks"
+    return f"{script}\n{len(schedule(request))} runs{ranks}: {counts}, 1 FP32 as noise check; {tip}"
 
 
 def compare(
@@ -84,7 +85,7 @@ def compare(
         with locked(folder):
             request = request if fresh else _known(request, folder)
             resumed = prepare(folder, request, fresh=fresh)
-            launch = tuple(command or FRAMEWORKS[request.framework].launch)
+            launch = tuple(command or request.launch)
             with watcher or Watcher() as told:
                 told.say(planned_runs(request))
                 if resumed:

@@ -32,6 +32,7 @@ FILE = "comparison.json"
 BASELINE = "fp32"
 TWIN = "fp32-ulp"
 SCHEMA = 1
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 MASTERS = ("split", "split8", "fp32")
 
 
@@ -102,8 +103,8 @@ FRAMEWORKS = {
         _pytorch_precision,
         ("torch",),
         True,
-        "never called backward(), so there is no loss to compare. Give a script that trains in its own process, not in "
-        "processes that it starts.",
+        "never called backward(), so there is no loss to compare. Give a script that trains. One that expects torchrun "
+        "needs --nproc.",
         _trained_keras,
     ),
     "keras": Framework(
@@ -151,6 +152,7 @@ class Request(ScriptRequest):
     )
     demo: str | None = None  # its name, if the script is one
     framework: str = "pytorch"  # a key of `FRAMEWORKS`
+    nproc: int | None = None  # ranks of each run, which torchrun starts; rank 0 is compared
     schema: int = field(default=SCHEMA)
 
     def __post_init__(self) -> None:
@@ -159,6 +161,11 @@ class Request(ScriptRequest):
         if not 0.0 < self.margin < 1.0:
             raise UsageError(
                 f"--margin {self.margin:g}: must be a share of the final loss between 0 and 1. Example: 0.005 (0.5 %)"
+            )
+        if self.nproc is not None and self.framework != "pytorch":
+            raise UsageError(
+                f"--nproc {self.nproc}: torchrun starts PyTorch scripts only. Leave --nproc or --framework "
+                f"{self.framework} out."
             )
         super().__post_init__()
         files = [BASELINE, TWIN, *map(file_name, self.precisions)]
@@ -173,6 +180,13 @@ class Request(ScriptRequest):
     @property
     def how_metric(self) -> Metric | None:
         return Metric(self.metric, self.metric_better, self.metric_margin) if self.metric else None
+
+    @property
+    def launch(self) -> tuple[str, ...]:
+        """The command that runs a request's file: once, or on each rank of a new process group."""
+        python, *module = FRAMEWORKS[self.framework].launch
+        ranks = [] if self.nproc is None else [*TORCHRUN, "--nproc-per-node", str(self.nproc)]
+        return (python, *ranks, *module)
 
     @property
     def patterns(self) -> tuple[str, ...]:

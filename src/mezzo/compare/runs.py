@@ -131,6 +131,9 @@ def terminated_like_an_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+# What torchrun logs where a rank has failed, after that rank's own output; its summary has the exit status.
+LAUNCHER = re.compile(r"E\d{4} \d\d:\d\d:\d+\.\d+ +\d+ torch/distributed/")
+ROOT_CAUSE = re.compile(r"Root Cause.*?exitcode +: (-?\d+)", re.DOTALL)
 TRACEBACK = "Traceback (most recent call last):"
 MOST_LINES = 60
 # What TensorFlow's libraries log while they start: `I0000 00:00:1795329464.717600   21560 port.cc:153] oneDNN ...`.
@@ -167,8 +170,10 @@ class FinishedRun:
 
     @property
     def said(self) -> list[str]:
-        """The lines that the script printed, without those that TensorFlow's libraries log by themselves."""
-        return [line for line in self.output.rstrip().splitlines() if not CHATTER.match(line)]
+        """The lines that the script printed, without those that launchers and TensorFlow's libraries log."""
+        lines = self.output.rstrip().splitlines()
+        end = next((at for at, line in enumerate(lines) if LAUNCHER.match(line)), None)
+        return [line for line in lines[:end] if not CHATTER.match(line)]
 
     def metric(self, metric: Metric | None) -> Reading | None:
         """The final metric; None without a pattern or a match."""
@@ -214,9 +219,10 @@ class FinishedRun:
         return [n.removeprefix(records.SWITCHED_OFF) for n in notes if n.startswith(records.SWITCHED_OFF)]
 
     def failure(self) -> str:
-        """The end of the log: from its last traceback on, or its last lines; words for an empty one."""
+        """The end of the log: from its last traceback on (of ranks, the first), or its last lines."""
         lines = self.said
-        start = max((i for i, line in enumerate(lines) if line.startswith(TRACEBACK)), default=None)
+        starts = [i for i, line in enumerate(lines) if line.startswith(TRACEBACK)]
+        start = starts[0 if ROOT_CAUSE.search(self.output) else -1] if starts else None
         kept = lines[start:] if start is not None else lines[-20:]
         if len(kept) > MOST_LINES:
             kept = [*kept[: MOST_LINES // 2], "  ...", *kept[-MOST_LINES // 2 :]]
@@ -238,6 +244,22 @@ def read_run(runs: Path, name: str) -> FinishedRun:
     return FinishedRun(name, once.get("run"), losses, updates, once.get("memory"), once.get("end"), log)
 
 
+def _ended_by_a_rank(path: Path, status: int) -> int:
+    """The exit status of the rank that ended a run on several; rank 0's records at `path` then get its end."""
+    log = path.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
+    cause = ROOT_CAUSE.search(log)
+    if cause is None:  # one process
+        return status
+    files = [path, *sorted(path.parent.glob(f"{path.stem}-rank*{path.suffix}"))]
+    ends = [one for file in files if file.exists() for one in records.read(file) if one.kind == "end"]
+    bad = (end for end in ends if isinstance(end, records.RunEnded) and end.status)
+    end = next(bad, None) or records.RunEnded(status=int(cause[1]), seconds=0.0)
+    text = path.read_bytes() if path.exists() else b""
+    whole = text[: text.rfind(b"\n") + 1]  # of several ends the last one counts
+    path.write_bytes(whole + records.to_line(end).encode() + b"\n")
+    return int(cause[1])
+
+
 def run_to_end(command: Sequence[str], request: RunRequest, told: Watcher) -> tuple[FinishedRun, int]:
     """Run a request in a child process and show its progress; return what it left, and its exit status."""
     assert request.records is not None
@@ -246,6 +268,8 @@ def run_to_end(command: Sequence[str], request: RunRequest, told: Watcher) -> tu
     here = replace(request, records=place / final.name)
     try:
         status = run_child(command, here, told.steps)
+        if status:
+            status = _ended_by_a_rank(place / final.name, status)
     except BaseException:
         told.end("stopped")
         raise

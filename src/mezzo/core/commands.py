@@ -20,7 +20,17 @@ def command(verb: str, request: Mapping[str, Any], *options: str) -> list[str]:
 def run_command(request: Mapping[str, Any], *options: str) -> list[str]:
     """``mezzo run options TARGET args`` for the target and the arguments of a request."""
     apex = ["--apex"] * bool(request.get("apex"))
-    return ["mezzo", "run", *apex, *options, *_target(request), *map(str, request.get("argv") or ())]
+    ranks = request.get("nproc")
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "--no-python"] if ranks else []
+    return [
+        *torchrun,
+        "mezzo",
+        "run",
+        *apex,
+        *options,
+        *_target(request),
+        *map(str, request.get("argv") or ()),
+    ]
 
 
 def _target(request: Mapping[str, Any]) -> list[str]:
@@ -38,7 +48,7 @@ def compare_command(request: Mapping[str, Any], out: str = "", *options: str) ->
     # One option for each policy: "params=fp32,compute=bf16" contains a comma.
     for one in names if "=" in "".join(names) else [",".join(names)]:
         words += ["--precision", one]
-    for key in ("seeds", "margin", "metric", "metric_better", "metric_margin"):
+    for key in ("nproc", "seeds", "margin", "metric", "metric_better", "metric_margin"):
         if request.get(key) not in (None, "", "auto", DEFAULT_MARGIN):
             words += [f"--{key.replace('_', '-')}", str(request[key])]
     return command("compare", request, *words, *(["--out", out] if out else []), *options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import math
 import sys
 import tempfile
@@ -37,7 +39,7 @@ class Journal:
         widen: Widen | None = None,
         tells: bool = False,
     ) -> None:
-        self._widen, self._tells = widen, tells
+        self._widen, self._tells, self._path = widen, tells, path
         try:
             self._writer = None if path is None else records.RecordWriter(path)
         except OSError as error:
@@ -144,6 +146,18 @@ class Journal:
         if self._writer is not None:
             self._writer.close()
 
+    def give_way(self) -> None:
+        """This process only started others, which trained: the records of the first of them take this file's name."""
+        self._make_started = None
+        if self._writer is not None and self._path is not None:
+            self._writer.close()
+            self._writer = None
+            self._path.unlink()
+            for first in ("rank0", "child1"):
+                file = self._path.with_name(f"{self._path.stem}-{first}{self._path.suffix}")
+                if file.exists() and not self._path.exists():
+                    file.replace(self._path)
+
     def flush(self) -> None:
         """Write everything that waits; reads losses from the device."""
         queue, self._queue = self._queue, []
@@ -176,6 +190,22 @@ class Journal:
     def now(self) -> float:
         """Seconds since the run began, as records have them."""
         return time.perf_counter() - self._zero
+
+
+def of_rank(path: Path, rank: int | None) -> Path:
+    """The file of this rank's records, next to the run's own; of a process without a rank the first name that is free.
+
+    >>> of_rank(Path("runs/run.jsonl"), 1).as_posix()
+    'runs/run-rank1.jsonl'
+    """
+    if rank is not None:
+        return path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
+    for number in itertools.count(1):
+        file = path.with_name(f"{path.stem}-child{number}{path.suffix}")
+        with contextlib.suppress(FileExistsError):
+            file.touch(exist_ok=False)
+            break
+    return file
 
 
 def now_text() -> str:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from mezzo.core.commands import run_command
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.records import RunStarted
-from mezzo.runner import script
-from mezzo.runner.journal import Journal, now_text
+from mezzo.runner import children, script
+from mezzo.runner.journal import Journal, now_text, of_rank
 
 _PATHS = ("records", "tensorboard", "report")
 
@@ -133,13 +134,19 @@ def run(
     *,
     finish: Callable[[int], None],  # gets the status once the parts are removed
     summary: Callable[[bool], str],  # gets whether the script failed; its lines come before a traceback
+    # The user's mistake that a process started by the script found.
+    in_child: Callable[[], MezzoError | None] = lambda: None,
 ) -> int:
     """Run a script as `python SCRIPT ARGS...` would, with these parts installed; its exit status. Raises `fatal`."""
     status = 1
     request, printed = session.request, False
+    children.leave()
 
     def account(error: BaseException | None = None) -> bool:
         nonlocal printed
+        if session.fatal is None and (fatal := in_child()):
+            session.fatal = fatal
+            return False
         if session.fatal is None and request.summary and not printed:
             printed = True
             failed = error is not None or status != 0
@@ -159,10 +166,78 @@ def run(
                 part.remove()
             finish(status)
             session.journal.end(status)
+    if session.fatal is None:
+        account()
     if session.fatal is not None:
         raise session.fatal
-    account()
     return status
+
+
+def attend(
+    session: Session,
+    parts: Sequence[Part],
+    parent: children.Parent,
+    *,
+    finish: Callable[[int], None],
+    summary: Callable[[bool], str],
+) -> Callable[[], None]:
+    """Install the parts in a process that the script of a run has started, until this process ends.
+
+    Returns what to call where it begins to train. A process that never does prints and writes nothing.
+    """
+    me, began, over = os.getpid(), False, False
+    show = sys.excepthook
+
+    def excepthook(kind: Any, error: BaseException, trace: Any) -> None:
+        if error is session.fatal:
+            print(f"mezzo run: {error}", file=sys.stderr)
+        else:
+            show(kind, error, trace)
+
+    def begin() -> None:
+        nonlocal began
+        atexit.unregister(end)
+        atexit.register(end)  # the latest is called first: before the file of the records is closed
+        if not began:
+            began = True
+            parent.mark()
+            parent.end_with()
+            processes = sys.modules.get("multiprocessing.process")
+            if processes is not None and processes.parent_process() is not None:
+                from multiprocessing.util import Finalize
+
+                Finalize(None, end, exitpriority=0)  # atexit is too late for the status, or is never called
+
+    def end() -> None:
+        nonlocal over
+        if over or os.getpid() != me:
+            return
+        over, status = True, _ending()
+        for part in reversed(parts):
+            part.remove()
+        if session.journal.losses or session.journal.updates:
+            finish(status)
+            session.journal.end(status)
+            text = summary(status != 0) if session.request.summary else ""
+            if text and session.fatal is None:
+                sys.stdout.flush()
+                print(text, file=sys.stderr)
+        if session.fatal is not None:
+            parent.mark(error=str(session.fatal))
+
+    for part in parts:
+        part.install()
+    sys.excepthook = excepthook
+    atexit.register(end)
+    return begin
+
+
+def _ending() -> int:
+    """The status with which this process is about to end, as far as it can be known."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit):
+        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+    return int(error is not None)
 
 
 def _hint(request: RunRequest, error: BaseException | None) -> str:
@@ -186,6 +261,18 @@ def started(request: RunRequest, policy: str, machine: dict[str, Any]) -> RunSta
     )
 
 
+def rank_here() -> int | None:
+    """The rank that torchrun, or a launcher like it, gave this process; None if it gave none."""
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdigit() else None
+
+
+def ranks_here() -> int:
+    """How many ranks that launcher started; 1 without one, more than any where only the RANK is known."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdigit() else 1 if rank_here() is None else sys.maxsize
+
+
 PARENT = "MEZZO_PARENT"  # environment variable: the id of the process that waits for this one
 
 
@@ -194,10 +281,16 @@ def main(words: list[str], run: Callable[[RunRequest], int], module: str) -> int
     if len(words) != 1:
         print(f"usage: python -m {module} REQUEST.json", file=sys.stderr)
         return 2
-    if int(os.environ.pop(PARENT, 0)) not in (0, os.getppid()):
+    parent, rank = int(os.environ.pop(PARENT, 0)), rank_here()
+    if parent and rank is not None:  # torchrun's agent is in between
+        children.end_with(parent)
+    elif parent not in (0, os.getppid()):
         return 2  # the parent was killed while this process started
     try:
-        return run(RunRequest.from_json(Path(words[0]).read_text(encoding="utf-8")))
+        request = RunRequest.from_json(Path(words[0]).read_text(encoding="utf-8"))
+        if rank and request.records is not None:
+            request = replace(request, records=of_rank(request.records, rank))
+        return run(request)
     except (MezzoError, OSError) as error:
         print(f"mezzo: {error}", file=sys.stderr)
         return 2

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from mezzo.runner.lifecycle import rank_here
 from mezzo.runner.patches import ImportWatch, Patches
 
 # What an unseeded stream of run 0 starts from. Any number would do, as long as it stays the same.
@@ -34,6 +35,8 @@ class Seeds:
 
     def __init__(self, offset: int, imports: ImportWatch) -> None:
         self.offset = offset
+        # Python and NumPy draw other numbers on each rank where the script does not seed them; torch draws the same.
+        self._unseeded_base = BASE + offset + 7_919 * (rank_here() or 0)
         self._imports = imports
         self._patches = Patches()
         self._unseeded = 0
@@ -41,7 +44,7 @@ class Seeds:
 
     def install(self) -> None:
         """Seed what may stay unseeded, and from now on add to what the script gives."""
-        random.seed(BASE + self.offset)
+        random.seed(self._unseeded_base)
         self._patch_random()
         self._imports.when("numpy", self._numpy_imported)
         self._imports.when("torch", self._torch_imported)
@@ -68,7 +71,7 @@ class Seeds:
     def _fresh(self) -> int:
         """A seed where the script asks for an unpredictable one: another at each call, the same in both of a pair."""
         self._unseeded += 1
-        return (BASE + self.offset + 1_000_003 * self._unseeded) % 2**32
+        return (self._unseeded_base + 1_000_003 * self._unseeded) % 2**32
 
     def _patch_random(self) -> None:
         original, globally = random.Random.seed, random._inst
@@ -77,7 +80,7 @@ class Seeds:
             if a is not None and (generator is globally or not _library_calls(2)):
                 a = self.shifted(a)
             elif a is None and generator is globally:
-                a = BASE + self.offset
+                a = self._unseeded_base
             original(generator, a, version)
 
         self._patches.set(random.Random, "seed", seed)
@@ -85,9 +88,9 @@ class Seeds:
 
     def _numpy_imported(self, numpy: ModuleType | Any) -> None:
         namespace = numpy.random
-        namespace.seed((BASE + self.offset) % 2**32)
+        namespace.seed(self._unseeded_base % 2**32)
         self._replace(namespace, "default_rng", always=False, fresh=True)
-        self._replace(namespace, "seed", bits=32, absent=BASE + self.offset)
+        self._replace(namespace, "seed", bits=32, absent=self._unseeded_base)
         if self.offset:
             for name in ("RandomState", "SeedSequence", *_BIT_GENERATORS):
                 self._replace_class(namespace, name, 32 if name in ("RandomState", "MT19937") else 64)

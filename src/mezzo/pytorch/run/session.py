@@ -6,7 +6,9 @@ This file imports no torch: a script may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_
 from __future__ import annotations
 
 import functools
+import json
 import math
+import os
 import shlex
 import sys
 import weakref
@@ -24,12 +26,15 @@ from mezzo.core.records import OWN, OWN_PRECISION, RecordWriter, RunStarted
 from mezzo.pytorch.run import foreign, own_mezzo, own_precision
 from mezzo.pytorch.run.summary import summary
 from mezzo.runner import lifecycle, script
-from mezzo.runner.journal import Journal, check_events, number
+from mezzo.runner.children import VARIABLE, Children, Parent
+from mezzo.runner.journal import Journal, check_events, number, of_rank
 from mezzo.runner.lifecycle import RunRequest
 from mezzo.runner.patches import ImportWatch, Patches
 from mezzo.runner.seeds import Seeds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from mezzo.pytorch.auto import TimedTrial, TrialDecision
     from mezzo.pytorch.run.observers import Observers
     from mezzo.pytorch.run.ranks import RunRanks
@@ -39,15 +44,58 @@ if TYPE_CHECKING:
 def run(request: RunRequest) -> int:
     """Run a script as `python SCRIPT ARGS...` would, under a policy; its exit status (see `lifecycle.run`)."""
     policy, target = checked(request)
-    imports = ImportWatch()
     widen = None if request.tensorboard is None else functools.partial(_with_events, request.tensorboard)
     journal = Journal(request.records, lambda: _started(session), widen, request.summary)
-    session = Session(request, policy, journal, imports)
-    parts: list[lifecycle.Part] = [imports, session]
-    if request.seed_offset is not None:
-        parts.append(Seeds(request.seed_offset, imports))
+    session = Session(request, policy, journal, ImportWatch())
+    session.begin = functools.partial(_begin_forked, session, os.getpid())
+    told, status = functools.partial(summary, session), 130
+    try:
+        status = lifecycle.run(
+            session,
+            target,
+            session.parts(),
+            finish=session.finish,
+            summary=told,
+            in_child=lambda: UsageError(error) if (error := session.children.error) else None,
+        )
+        return status
+    finally:
+        session.children.dismiss(interrupted=status == 130)
+
+
+def join(run: dict[str, Any]) -> None:
+    """Apply the run of another process to this one, which its script has started (`runner/startup`)."""
+    request = RunRequest.from_json(json.dumps(run["request"]))
+    journal = Journal(None, lambda: _started(session))  # until `_attend` knows the rank
+    session = Session(request, policy_of(request.policy), journal, ImportWatch())
+    _attend(session, run, session.parts())
+
+
+def _attend(session: Session, run: dict[str, Any], parts: Sequence[lifecycle.Part]) -> None:
+    """Make this process one of several: it has records of its own, and a summary if it is rank 0."""
+    request = RunRequest.from_json(json.dumps(run["request"]))
+
+    def widen(_: RecordWriter | None) -> RecordWriter | None:
+        file = request.records and of_rank(request.records, session.rank)
+        writer = RecordWriter(file) if file else None
+        session.begin()
+        if request.tensorboard is None or session.rank:
+            return writer
+        return _with_events(request.tensorboard, writer)
+
+    def started() -> RunStarted:
+        return replace(_started(session), script=sys.argv[0], argv=sys.argv[1:])
+
+    session.journal = Journal(None, started, widen, request.summary and not session.rank)
     told = functools.partial(summary, session)
-    return lifecycle.run(session, target, parts, finish=session.finish, summary=told)
+    session.begin = lifecycle.attend(session, parts, Parent(run), finish=session.finish, summary=told)
+
+
+def _begin_forked(session: Session, first: int) -> None:
+    """A rank that the script made by fork begins; the first process itself is none."""
+    if os.getpid() != first:
+        _attend(session, json.loads(os.environ[VARIABLE]), ())
+        session.begin()
 
 
 def checked(request: RunRequest) -> tuple[Policy, script.Target]:
@@ -98,6 +146,10 @@ class Session:
     lowered_weights: int = 0  # weights stored in 16 bits; with any, the script can't be left alone any more
     trial: TimedTrial | None = None
     precision_reason: str = ""
+    rank: int | None = field(default_factory=lifecycle.rank_here)  # in the process group, or a launcher's
+    world_size: int = field(default_factory=lifecycle.ranks_here)
+    children: Children = field(init=False)
+    begin: Callable[[], None] = lambda: None  # a process that the script started begins to train
     observers: Observers = field(init=False)  # from `import torch` on
     networks: Networks = field(init=False)  # running statistics of the models; from `import torch` on
     ranks: RunRanks = field(init=False)  # from `import torch` on
@@ -108,12 +160,29 @@ class Session:
     _counted: dict[int | None, dict[str, int]] = field(default_factory=dict)  # of the others
 
     def __post_init__(self) -> None:
+        request = replace(self.request, policy=str(self.policy))  # a file's name may be relative
+        self.children = Children(request, __name__, self.imports, self._fail)
         if self.policy.compute != "auto":
             self._settle()
 
     def _settle(self) -> None:
         self.lowers = not self.policy.is_fp32
         self.scale = self.policy.make_loss_scale()
+
+    def parts(self) -> list[lifecycle.Part]:
+        """What this run installs, in order."""
+        parts: list[lifecycle.Part] = [self.imports, self.children, self]
+        if self.request.seed_offset is not None:
+            parts.append(Seeds(self.request.seed_offset, self.imports))
+        return parts
+
+    def _fail(self, error: MezzoError) -> None:
+        self.fatal = error
+
+    @property
+    def only_launched(self) -> bool:
+        """Whether this process trained nothing, but processes that the script started did."""
+        return not (self.model_calls or self.journal.losses) and bool(self.children.marks())
 
     def install(self) -> None:
         """Wait for the imports that need patches."""
@@ -154,6 +223,12 @@ class Session:
             preparation.finish,
             lambda status: self.journal.seen(self.observers.finish()),
         ]
+        if torch.distributed.is_available():
+            from mezzo.pytorch.run.same_policy import make_init
+
+            init = make_init(self, torch.distributed.init_process_group)
+            for owner in (torch.distributed, torch.distributed.distributed_c10d):
+                patches.set(owner, "init_process_group", init)
         module, optimizer, autograd = torch.nn.Module, torch.optim.Optimizer, torch.autograd
         if self.records_own:
             record_scaler(steps, patches, torch.amp.GradScaler)
@@ -184,6 +259,9 @@ class Session:
         """The script is over: finish measurements and notes."""
         for ending in self._endings:
             ending(status)
+        if self.only_launched:
+            self.journal.give_way()
+            return
         if status == 0 and self.left_alone is None and isinstance(self.scale, NoLossScale):
             self._check_finite()
         if not self.journal.losses and self.left_alone is None and status == 0:

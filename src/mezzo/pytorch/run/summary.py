@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
 
 _PLACES = 5  # origins of values that are not finite, listed one by one
 _REMEDIES = 3
+_BY_RANK = re.compile(r"found by rank (\d+)")  # in a note of mezzo.pytorch.monitor.overflow_tracer
 _TRACED = 20  # after so many findings that alarm the tracer looks into no more skipped steps of a run
 
 
 def summary(session: Session, failed: bool) -> str:
     """The summary of a run, ready to print; empty where the script failed before it did anything."""
     journal, policy, scale = session.journal, session.policy, session.scale
+    if session.rank or session.only_launched:
+        return ""  # rank 0 tells
     if failed and not (session.device_type or journal.losses or session.left_alone):
         return ""  # the script's own error says it all
     if "keras" in sys.modules and not (journal.updates or session.left_alone):
@@ -36,6 +40,8 @@ def summary(session: Session, failed: bool) -> str:
     else:
         why = f"; {session.precision_reason}" if session.precision_reason else ""
         lines = [f"policy {policy}{why}", _calls(session), *_fallbacks()]
+    if 1 < session.world_size < sys.maxsize:
+        lines.append(f"{session.world_size} ranks ran; the numbers here are those of rank 0")
     if session.left_alone is None:
         if journal.updates or journal.losses:
             due, passes = _count(journal.updates, "update"), _count(journal.losses, "backward pass", "es")
@@ -51,6 +57,7 @@ def summary(session: Session, failed: bool) -> str:
             skipped=journal.skipped if session.request.trace and session.scaling else 0,
             constant=scale.scale if isinstance(scale, StaticLossScale) else None,
             written=session.command,
+            ranks=session.world_size,
         )
         if not any(record.finding.alarms for record in journal.findings):
             lines += conclusions([*journal.ranges.values()], None if scale.scale == 1.0 else scale.scale)
@@ -114,6 +121,7 @@ def findings(
     skipped: int = 0,
     constant: float | None = None,
     written: Callable[[str], str] = training_code,
+    ranks: int = 1,
 ) -> list[str]:
     """What to fix, of `skipped` steps those that were traced, each place once; `constant`: a static loss scale."""
     lines: list[str] = []
@@ -131,6 +139,9 @@ def findings(
         places.setdefault(record.finding.place, []).append(record)
     for first, *later in list(places.values())[:_PLACES]:
         times = f", and {_count(len(later), 'later one')}" if later else ""
+        if ranks > 1 and first.finding.cause != "unknown":  # rank 0's own, or one with a note
+            by = _BY_RANK.search(first.finding.note)
+            times += f", because of rank {by[1] if by else 0}"
         lines.append(f"update {first.update} skipped{times}: {first.finding.sentence}")
         lines += _tries(first.finding.remedies)
     if len(places) > _PLACES:

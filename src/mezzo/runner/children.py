@@ -1,0 +1,235 @@
+"""Processes that a script starts: they inherit the run, report to its first process, and end with it.
+
+`Children` exports the run in an environment variable, with a folder at the front of PYTHONPATH whose `sitecustomize`
+applies it in each new Python process that imports torch. A child that trains leaves a mark: a file in a folder that
+both know. Processes made by fork have the run of their parent anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from inspect import signature
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from mezzo.core.commands import run_command
+from mezzo.core.errors import UsageError
+from mezzo.core.whole_file import write_whole
+from mezzo.runner.patches import ImportWatch, Patches
+
+if TYPE_CHECKING:
+    from mezzo.runner.lifecycle import RunRequest
+
+VARIABLE = "MEZZO_RUN"
+STARTUP = str(Path(__file__).parent / "startup")
+POLL_SECONDS = 1.0
+GRACE_SECONDS = 5.0
+
+_PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?", re.IGNORECASE)
+_LIBRARIES = tuple(
+    os.path.realpath(folder) + os.sep
+    for folder in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+_TOOLS = {"mezzo", "pip", *sys.stdlib_module_names}
+
+
+class Children:
+    """Passes a run on to the Python processes that its script starts, and refuses to start one that it can't reach."""
+
+    def __init__(
+        self, request: RunRequest, module: str, imports: ImportWatch, fail: Callable[[UsageError], None]
+    ) -> None:
+        """`module` has the function `join` of a child; `fail` gets the error of a process that can't be reached."""
+        self._request = request
+        self._imports = imports
+        self._fail = fail
+        self._patches = Patches()
+        self._before: dict[str, str | None] = {}
+        self._home = Path(tempfile.gettempdir(), f"mezzo-run-{uuid.uuid4().hex}")  # made by the first mark
+        self._module = module
+
+    def install(self) -> None:
+        """Export the run, unless this process is a child itself and has it from its parent."""
+        if VARIABLE not in os.environ:
+            request, code = self._request, self._request.source or ""
+            # A script may change the working directory, and the system limits the length of a variable.
+            file = request.records and request.records.absolute()
+            request = replace(request, records=file, source=code[:1000] or None)
+            run = {
+                "module": self._module,
+                "home": str(self._home),
+                "process": os.getpid(),
+                "host": socket.gethostname(),
+                "request": json.loads(request.to_json()),
+            }
+            paths = filter(None, (STARTUP, os.environ.get("PYTHONPATH")))
+            for name, value in ((VARIABLE, json.dumps(run)), ("PYTHONPATH", os.pathsep.join(paths))):
+                self._before[name] = os.environ.get(name)
+                os.environ[name] = value
+        self._imports.when("subprocess", self._watch_starts)
+
+    def remove(self) -> None:
+        """Take the variables back. Children that still run go on by themselves."""
+        self._patches.undo()
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    def marks(self) -> list[dict[str, Any]]:
+        """What the children that trained have reported."""
+        found = []
+        for path in self._home.glob("*.json"):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(json.loads(path.read_text(encoding="utf-8")))
+        return found
+
+    @property
+    def error(self) -> str:
+        """The user's mistake that a child found; empty if none did."""
+        return next((str(mark["error"]) for mark in self.marks() if mark["error"]), "")
+
+    def dismiss(self, *, interrupted: bool) -> None:
+        """The script is over: forget the children; after an interrupt end those that still run."""
+        for mark in self.marks() if interrupted else ():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(mark["process"], signal.SIGTERM)
+        if self._before:
+            shutil.rmtree(self._home, ignore_errors=True)
+
+    def _watch_starts(self, subprocess: ModuleType | Any) -> None:
+        original = subprocess.Popen.__init__
+        parameters = signature(original)
+
+        def init(*args: Any, **kwargs: Any) -> None:
+            given = parameters.bind(*args, **kwargs)
+            environment = given.arguments.get("env")
+            command = script_of(given.arguments.get("args"))
+            if command is not None and not given.arguments.get("shell"):
+                self._check(given.arguments["args"], *command, environment)
+                if environment is not None and STARTUP not in str(environment.get("PYTHONPATH", "")):
+                    paths = filter(None, (STARTUP, environment.get("PYTHONPATH")))
+                    given.arguments["env"] = {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+            original(*given.args, **given.kwargs)
+
+        self._patches.set(subprocess.Popen, "__init__", init)
+
+    def _check(self, words: Sequence[Any], flags: str, script: Sequence[str], environment: Any) -> None:
+        """Raise UsageError for a process that would not apply the policy."""
+        ignoring = "".join(sorted(set(flags) & set("EIS")))
+        if ignoring:
+            why = f"with -{ignoring}, which ignores PYTHONPATH or sitecustomize. Leave -{ignoring} out"
+        elif environment is not None and VARIABLE not in environment:
+            why = f"without the environment variable {VARIABLE}. Pass env={{**os.environ, ...}}"
+        else:
+            return
+        request = {"target": script[-1], "is_module": script[0] == "-m"}
+        launch = shlex.join(run_command(request, "--precision", self._request.policy))
+        error = UsageError(
+            f"the script starts `{shlex.join(map(str, words))}` {why}, or start that process by "
+            f"`{launch}`: the policy can't reach it otherwise, and it would train in FP32"
+        )
+        self._fail(error)
+        raise error
+
+
+def script_of(command: Any) -> tuple[str, list[str]] | None:
+    """The flags and the script (or `-m`, MODULE) of a command that runs a user's Python script; None for any other.
+
+    >>> script_of(["python3", "-u", "train.py", "-S"]), script_of(["python", "-IWerror", "-m", "train"])
+    (('u', ['train.py']), ('I', ['-m', 'train']))
+    >>> script_of(["python", "-I", "-c", "print()"]), script_of(["python", "-m", "pip", "list"]), script_of("ls")
+    (None, None, None)
+    """
+    if not isinstance(command, (list, tuple)) or not all(isinstance(w, (str, os.PathLike)) for w in command):
+        return None
+    words = iter([str(word) for word in command])
+    program = next(words, "")
+    if program != sys.executable and not _PYTHON.fullmatch(os.path.basename(program)):
+        return None
+    flags = ""
+    for word in words:
+        if not word.startswith("-") or word == "-":
+            path = os.path.realpath(word)
+            return None if path.startswith(_LIBRARIES) else (flags, [word])
+        for at, letter in enumerate(word[1:], start=2):
+            value = letter in "cmWX" and (word[at:] or next(words, ""))
+            if letter == "c":
+                return None
+            if letter == "m":
+                return None if str(value).partition(".")[0] in _TOOLS else (flags, ["-m", str(value)])
+            if value is not False:
+                break
+            flags += letter
+    return None
+
+
+class Parent:
+    """The first process of a run, as one of its children sees it."""
+
+    def __init__(self, run: dict[str, Any]) -> None:
+        self._home = Path(run["home"])
+        self._process: int = run["process"]
+        self._is_here = run["host"] == socket.gethostname() and os.name == "posix"
+
+    def mark(self, **facts: Any) -> None:
+        """Tell the first process that this one trains under the policy, or has stopped for an `error`."""
+        if self._is_here and _is_gone(self._process):
+            return  # a process that outlives the run
+        with contextlib.suppress(OSError):
+            self._home.mkdir(mode=0o700, exist_ok=True)
+            mark = {"process": os.getpid(), "error": "", **facts}
+            write_whole(self._home / f"{socket.gethostname()}-{os.getpid()}.json", json.dumps(mark))
+
+    def end_with(self) -> None:
+        """End this process soon after the first one is killed, also where it waits for another rank."""
+        if self._is_here:
+            end_with(self._process, unless=lambda: not self._home.exists())
+
+
+def end_with(process: int, unless: Callable[[], bool] = lambda: False) -> None:
+    """End this process soon after another one, by its id, is gone, `unless` that was its regular end."""
+
+    def watch() -> None:
+        while not _is_gone(process):
+            time.sleep(POLL_SECONDS)
+        if not unless():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(GRACE_SECONDS)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.name == "posix":
+        threading.Thread(target=watch, name="mezzo-parent", daemon=True).start()
+
+
+def _is_gone(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def leave() -> None:
+    """This process runs a `mezzo` command of its own: forget the run that it would belong to."""
+    os.environ.pop(VARIABLE, None)
+    sys.meta_path[:] = [hook for hook in sys.meta_path if getattr(hook, "__name__", "") != "WaitsForTorch"]

@@ -1,0 +1,130 @@
+"""Processes that a script under `mezzo run` starts: which ones it recognizes, reaches or refuses to start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mezzo.cli.main import main
+from mezzo.pytorch.run.same_policy import _difference
+from mezzo.runner import children
+
+PYTHON = sys.executable
+WORKER = Path(dist.__file__).parents[1] / "_inductor" / "compile_worker" / "__main__.py"
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        (["python", "train.py", "-I"], ("", ["train.py"])),
+        (["/usr/bin/python3.11", "-IuX", "dev", "train.py"], ("Iu", ["train.py"])),
+        ([Path(PYTHON), "-S", Path("train.py")], ("S", ["train.py"])),
+        (["python", "-u", "-Wignore", "-m", "pack.train", "3"], ("u", ["-m", "pack.train"])),
+        (["python", "-Impack"], ("I", ["-m", "pack"])),
+        (["python", "-c", "print()"], None),
+        (["python", "-Ic", "print()"], None),
+        (["python", "-I", "-m", "pip", "list"], None),
+        (["python"], None),
+        ([PYTHON, str(WORKER), "--pickler=x"], None),  # compile worker of torch.compile
+        (["git", "status"], None),
+        ("python train.py", None),
+        (b"python", None),
+    ],
+)
+def test_commands_that_run_a_script(command: Any, found: Any) -> None:
+    assert children.script_of(command) == found
+
+
+START = """
+import os, subprocess, sys
+words = {words}
+env = {env}
+try:
+    subprocess.run([sys.executable, *words], env=env, check=True)
+except ValueError as error:
+    print("caught", type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "fix"),
+    [
+        (["-I", "child.py", "4"], "None", "Leave -I out"),
+        (["-uS", "-m", "child"], "None", "mezzo run --precision bf16 -m child"),
+        (["child.py"], "{'PATH': os.environ['PATH']}", "env={**os.environ"),
+        (["-I", "-c", "print('utility')"], "{}", ""),
+        (["child.py"], "{**os.environ, 'PYTHONPATH': 'src'}", ""),
+    ],
+)
+def test_a_process_that_the_policy_cannot_reach_ends_the_run(
+    words: list[str],
+    env: str,
+    fix: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("child.py").write_text("import os, sys\nprint('ran', 'mezzo' in sys.modules, sys.path[1])\n")
+    Path("start.py").write_text(START.format(words=words, env=env))
+    variables = dict(os.environ)
+    status = main(["run", "--precision", "bf16", "start.py"])
+    told = capfd.readouterr()
+    assert (status, fix in told.err, "Traceback" in told.err) == (2 if fix else 0, True, False)
+    if fix:
+        assert all(word in told.err for word in words)
+        assert told.out == "caught UsageError\n"
+    else:
+        assert told.out in ("utility\n", f"ran False {tmp_path / 'src'}\n")
+    assert dict(os.environ) == variables
+
+
+def test_an_existing_sitecustomize_runs_and_nothing_of_mezzo_does(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('theirs')\n")
+    look = "import sys; print('mezzo' in sys.modules, sys.modules['sitecustomize'].__file__, sys.path[1])"
+    paths = os.pathsep.join([children.STARTUP, str(tmp_path)])
+    for request, hooked in (("", False), ('{"seed_offset": null}', True)):
+        env = {**os.environ, "PYTHONPATH": paths, children.VARIABLE: request}
+        code = f"{look}; print(any('Waits' in str(hook) for hook in sys.meta_path))"
+        ran = subprocess.run([PYTHON, "-c", code], env=env, capture_output=True, text=True, check=True)
+        theirs = tmp_path / "sitecustomize.py"
+        assert ran.stdout.splitlines() == ["theirs", f"False {theirs} {tmp_path}", str(hooked)]
+        assert ran.stderr == ""
+
+
+def test_ranks_compare_their_options() -> None:
+    for options in (["fp16"] * 3, ["fp16", "fp16", "bf16"], ["bf16", "fp16", "fp32"]):
+        store, answers = dist.HashStore(), dict[int, str]()
+
+        def ask(rank: int) -> None:
+            for _ in range(2):  # a process may make its group again
+                answers[rank] = _difference(store, rank, 3, f"--precision {options[rank]}")  # noqa: B023
+
+        threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(answers.values())) == 1
+        if options[0] == options[2]:
+            assert answers[0] == ""
+        else:
+            assert f"rank 0 has `--precision {options[0]}`" in answers[0]
+            assert "rank 2" in answers[0] or "rank 1" in answers[0]
+
+
+def test_a_rank_without_mezzo_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from datetime import timedelta
+
+    from mezzo.pytorch.run import same_policy
+
+    monkeypatch.setattr(same_policy, "PATIENCE", timedelta(seconds=0.2))
+    told = _difference(dist.HashStore(), 0, 2, "--precision fp16")
+    assert "--no-python mezzo run" in told

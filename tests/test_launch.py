@@ -1,0 +1,440 @@
+"""Scripts under `mezzo run` that start other processes, which train: by mp.spawn, subprocess and launchers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from mezzo.core.records import OverflowRecord, RunEnded, RunStarted, UpdateRecord, read
+
+pytestmark = pytest.mark.heavy
+
+# A model, and the training of one rank, or of a process by itself.
+TRAIN = """
+import os, sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.gain = nn.Linear(4, 8), nn.Linear(8, 2), 1.0
+
+    def forward(self, x):
+        x = self.one(x)
+        x = x.mul(self.gain)
+        self.seen = x.dtype
+        return self.two(x)
+
+def train(rank, plant=(), wrap=nn.parallel.DistributedDataParallel):
+    torch.manual_seed(0)
+    net = Net()
+    model = wrap(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(rank)
+    x, y = torch.randn(16, 4, generator=generator), torch.randint(0, 2, (16,), generator=generator)
+    for step in range(4):
+        net.gain = 1e6 if (step, rank) == plant else 1.0
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    print(rank, net.seen, sum(p.double().sum() for p in model.parameters()).item().hex(), flush=True)
+    net.rank = rank
+    return net
+"""
+
+SPAWN = """
+import sys
+from train import dist, mp, train
+
+def work(rank, meeting):
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    train(rank, plant=(2, 1))
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.start_processes(work, (sys.argv[1],), nprocs=2, start_method=sys.argv[2])
+"""
+
+
+def mezzo(*words: str, at: Path, seconds: float = 240.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mezzo", "run", *words],
+        cwd=at,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def script(folder: Path, name: str, source: str) -> Path:
+    (folder / "train.py").write_text(dedent(TRAIN))
+    (folder / name).write_text(dedent(source))
+    return folder / name
+
+
+def updates(file: Path) -> list[bool]:
+    """Whether each update of a run was skipped; the run must have ended well."""
+    records = list(read(file))
+    assert isinstance(records[0], RunStarted)
+    assert isinstance(records[-1], RunEnded)
+    assert records[-1].status == 0
+    return [record.skipped for record in records if isinstance(record, UpdateRecord)]
+
+
+@pytest.mark.parametrize("how", ["spawn", "fork"])
+def test_spawned_ranks_train_under_the_policy_and_rank_0_tells(how: str, tmp_path: Path) -> None:
+    script(tmp_path, "spawn.py", SPAWN)
+    words = ["spawn.py", str(tmp_path / "meeting"), how]
+    ran = mezzo("--precision", "fp16", "--out", "out", *words, at=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    lines = [line.split() for line in sorted(ran.stdout.splitlines())]
+    assert [line[:2] for line in lines] == [["0", "torch.float16"], ["1", "torch.float16"]]
+    assert lines[0][2] == lines[1][2]
+    assert ran.stderr.count("mezzo: policy fp16") == 1
+    assert "2 ranks" in ran.stderr
+    assert "update 2 skipped, because of rank 1" in ran.stderr
+    assert "no model was called" not in ran.stderr
+    runs = tmp_path / "out" / "runs"
+    assert sorted(file.name for file in runs.iterdir()) == ["run-rank1.jsonl", "run.jsonl"]
+    for file in runs.iterdir():
+        assert updates(file) == [False, False, True, False]
+        assert sum(isinstance(record, OverflowRecord) for record in read(file)) == 1
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "run-rank1" in page
+
+
+STARTER = """
+import os, subprocess, sys
+utility = "import sys, torch; print('utility', torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype)"
+running = [
+    subprocess.Popen([sys.executable, "alone.py"], env={**os.environ, "PYTHONPATH": "elsewhere"}),
+    subprocess.Popen([sys.executable, "-c", utility]),
+    subprocess.Popen([sys.executable, "-c", "import sys; print('cheap', 'mezzo' in sys.modules)"]),
+]
+sys.exit(sum(one.wait() for one in running))
+"""
+
+ALONE = """
+from train import nn, torch, train
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        return torch.full((1,), float(i))
+
+if __name__ == "__main__":
+    for how in ("fork", "spawn"):
+        loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context=how)
+        assert [float(x) for x in loader] == [0.0, 1.0]
+    train(0, wrap=nn.Sequential)
+"""
+
+
+def test_a_subprocess_trains_under_the_policy_and_helpers_are_left_alone(tmp_path: Path) -> None:
+    script(tmp_path, "alone.py", ALONE)
+    script(tmp_path, "starter.py", STARTER)
+    ran = mezzo("--precision", "bf16", "--records", "r.jsonl", "starter.py", at=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    told = sorted(ran.stdout.splitlines())
+    assert told[0].startswith("0 torch.bfloat16")
+    assert told[1:] == ["cheap False", "utility torch.float32"]
+    assert [line for line in ran.stderr.splitlines() if line.startswith("mezzo: policy")] == [
+        "mezzo: policy bf16"
+    ]
+    assert "no model was called" not in ran.stderr
+    assert [file.name for file in tmp_path.glob("*.jsonl")] == ["r.jsonl"]
+    assert updates(tmp_path / "r.jsonl") == [False] * 4
+
+
+RANK = """
+import os, sys
+from train import dist, train
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+if rank == 1 and sys.argv[1:] == ["fail"]:
+    raise ValueError("planted on rank 1")
+train(rank)
+dist.destroy_process_group()
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "rank.py")
+
+
+def test_a_launcher_as_the_module(tmp_path: Path) -> None:
+    script(tmp_path, "rank.py", RANK)
+    ran = mezzo("--precision", "bf16", *TORCHRUN, at=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(line.split()[1] for line in ran.stdout.splitlines()) == ["torch.bfloat16"] * 2
+    assert ran.stderr.count("mezzo: policy bf16") == 1
+    assert "2 ranks" in ran.stderr
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_a_rank_that_raises_ends_the_others_with_its_message(tmp_path: Path) -> None:
+    script(tmp_path, "rank.py", RANK)
+    ran = mezzo("--precision", "fp16", *TORCHRUN, "fail", at=tmp_path)
+    assert ran.returncode == 1
+    assert "ValueError: planted on rank 1" in ran.stderr
+    assert ran.stdout == ""
+
+
+def test_ranks_with_different_policies_end_with_one_sentence_each(tmp_path: Path) -> None:
+    script(tmp_path, "rank.py", RANK)
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "mezzo", "run", "--precision", policy, "rank.py"],
+            cwd=tmp_path,
+            env={**environment(), **together, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, policy in enumerate(("fp16", "bf16"))
+    ]
+    for one in running:
+        _, told = one.communicate(timeout=200)
+        assert one.returncode == 2
+        sentences = [line for line in told.splitlines() if line.startswith("mezzo run: ")]
+        assert len(sentences) == 1
+        assert "rank 0 has `--precision fp16`, rank 1 has `--precision bf16`" in sentences[0]
+        assert "Traceback" not in told
+
+
+LASTING = """
+import os, subprocess, sys, time
+if sys.argv[1:] == ["child"]:
+    from train import nn, torch, train
+    while True:
+        train(0, wrap=nn.Sequential)
+        open(f"{os.getpid()}.pid", "w").close()
+        time.sleep(0.1)
+child = subprocess.Popen([sys.executable, __file__, "child"], stdout=subprocess.DEVNULL)
+time.sleep(600)
+"""
+
+
+def test_a_signal_to_the_first_process_ends_all(tmp_path: Path) -> None:
+    script(tmp_path, "lasting.py", LASTING)
+    for number, status in ((signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)):
+        folder = tmp_path / number.name
+        folder.mkdir()
+        words = ["--precision", "bf16", str(tmp_path / "lasting.py"), number.name.removeprefix("SIG")]
+        first = subprocess.Popen(
+            [sys.executable, "-m", "mezzo", "run", *words],
+            cwd=folder,
+            env=environment(),
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert wait_for(lambda: any(folder.glob("*.pid")), 120)  # noqa: B023
+        child = int(next(folder.glob("*.pid")).stem)
+        first.send_signal(number)  # to this process alone
+        try:
+            assert first.wait(60) == status
+            assert wait_for(lambda: not running(child), 60)  # noqa: B023
+        finally:
+            for pid in (child, first.pid):
+                if running(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def wait_for(fact: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not (holds := fact()) and time.monotonic() < end:
+        time.sleep(0.2)
+    return holds
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+LIGHTNING = """
+import logging, warnings
+import lightning as L
+from train import Net, nn, torch
+warnings.simplefilter("ignore")
+
+class Lit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+if __name__ == "__main__":
+    L.seed_everything(0, verbose=False)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(0, 2, (32,)))
+    off = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **off)
+    model = Lit()
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=4))
+    total = sum(p.double().sum() for p in model.parameters()).item().hex()
+    print(f"{trainer.global_rank} {model.net.seen} {total}", flush=True)
+"""
+
+
+def test_lightning_starts_the_second_rank_itself(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    script(tmp_path, "lit.py", LIGHTNING)
+    ran = mezzo("--precision", "fp16", "--out", "out", "lit.py", at=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    lines = sorted(line.split() for line in ran.stdout.splitlines() if line[:1] in "01")
+    assert [line[:2] for line in lines] == [["0", "torch.float16"], ["1", "torch.float16"]]
+    assert lines[0][2] == lines[1][2]
+    assert ran.stderr.count("mezzo: policy fp16") == 1
+    runs = tmp_path / "out" / "runs"
+    assert updates(runs / "run.jsonl") == updates(runs / "run-rank1.jsonl") == [False] * 4
+
+
+TRAINER = """
+import sys
+from train import Net, nn, torch
+from transformers import Trainer, TrainingArguments
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.calls = Net(), 0
+
+    def forward(self, x, labels):
+        rank = torch.distributed.get_rank()
+        self.net.gain = 1e6 if (self.calls, rank) == (1, 1) and self.training else 1.0
+        self.calls += self.training
+        return {"loss": nn.functional.cross_entropy(self.net(x), labels)}
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return {"x": torch.randn(4, generator=torch.Generator().manual_seed(i)), "labels": i % 2}
+
+resume, steps = sys.argv[1] == "resume", 3 if sys.argv[1] == "first" else 6
+settings = {"use_cpu": True, "report_to": [], "save_steps": 3, "logging_steps": 1, "disable_tqdm": True}
+settings |= {"max_steps": steps, "per_device_train_batch_size": 4, "lr_scheduler_type": "constant"}
+torch.manual_seed(0)
+model = Model()
+trainer = Trainer(model=model, args=TrainingArguments("kept", **settings), train_dataset=Data())
+trainer.train(resume_from_checkpoint=resume)
+total = sum(p.double().sum() for p in model.parameters()).item().hex()
+print(f"rank {trainer.args.process_index} {trainer.state.global_step} {model.net.seen} {total}", flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_the_trainer_of_transformers_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    script(tmp_path, "hf.py", TRAINER)
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+    ]
+    run = [sys.executable, "-m", "mezzo", "run", "--precision", "fp16", "hf.py"]
+    for part, steps in (("first", "3"), ("resume", "6")):
+        ran = subprocess.run(
+            [*launch, *run, part],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert ran.returncode == 0, ran.stderr
+        lines = sorted(line.split() for line in ran.stdout.splitlines() if line.startswith("rank "))
+        assert [line[1:4] for line in lines] == [[rank, steps, "torch.float16"] for rank in "01"]
+        assert lines[0][4] == lines[1][4]
+        assert "nan" not in lines[0][4]
+        assert "3 optimizer steps, 1 skipped" in ran.stderr
+        assert ran.stderr.count("mezzo: policy fp16") == 1
+        assert "update 1 skipped, because of rank 1" in ran.stderr
+
+
+COMPARED = """
+import random
+from train import dist, train
+dist.init_process_group("gloo")
+drawn = random.random()
+net = train(dist.get_rank())
+print(f"drawn {dist.get_rank()} {drawn}", flush=True)
+dist.destroy_process_group()
+if "float16" in str(net.seen) and "b" not in str(net.seen) and net.rank:
+    raise ValueError("planted on rank 1")
+"""
+
+
+def test_compare_runs_a_script_on_two_ranks(tmp_path: Path) -> None:
+    script(tmp_path, "ddp.py", COMPARED)
+    words = ["compare", "--nproc", "2", "--seeds", "1", "--out", "out", "--json", "ddp.py"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "mezzo", *words],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ran.returncode == 1, ran.stderr
+    verdict = json.loads(ran.stdout)
+    assert verdict["request"]["nproc"] == 2
+    good, bad = verdict["candidates"]["bf16"], verdict["candidates"]["fp16"]
+    assert (good["parity"] == "divergent", good["failed"], good["steps"]) == (False, False, 4)
+    assert "torchrun" in good["command"] or "--nproc 2" in good["command"]
+    assert (bad["parity"], bad["failed"]) == ("divergent", True)  # rank 0 ended well
+    assert "ValueError: planted on rank 1" in bad["cause"]
+    runs = tmp_path / "out" / "runs"
+    names = ("bf16-0", "fp16-0", "fp32-0", "fp32-ulp-0")
+    assert sorted(file.stem for file in runs.glob("*.jsonl")) == sorted(names)
+    drawn = {
+        tuple(sorted(line for line in (runs / f"{name}.log").read_text().splitlines() if line[:5] == "drawn"))
+        for name in names
+    }
+    assert len(drawn) == 1  # the same on each run
+    (first, second), *_ = drawn
+    assert first.split()[2] != second.split()[2]
+
+
+def test_killed_ranks_are_restarted_and_end_at_the_same_bits(tmp_path: Path) -> None:
+    benchmark = Path(__file__).parents[1] / "benchmarks" / "elastic.py"
+    words = ["--kills", "2", "--row", "mezzo run", "--json", str(tmp_path / "elastic.json")]
+    ran = subprocess.run(
+        [sys.executable, str(benchmark), *words],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ran.returncode == 0, ran.stderr
+    (row,) = json.loads((tmp_path / "elastic.json").read_text())["rows"]
+    assert (row["kills"], row["same_bits"]) == (2, True)
