@@ -78,7 +78,7 @@ def migrate(source: bytes, name: str) -> Migration:
 
 
 class _Ours(NamedTuple):
-    """What a dotted name of theirs is in Mezzo; `name` is empty for a module, and `rest` its attributes."""
+    """What a dotted name of torch or Apex is in Mezzo; `name` is empty for a module, and `rest` its attributes."""
 
     module: str
     name: str
@@ -106,7 +106,7 @@ class _Plan:
         self._spans = wrapper.resolve(metadata.ByteSpanPositionProvider)
         self._parents = wrapper.resolve(metadata.ParentNodeProvider)
         self._stay: set[str] = set()  # their names of which a use is left alone
-        self._lacking: set[cst.CSTNode] = set()  # imports of torch beside which mezzo.amp is to be imported
+        self._lacking: set[cst.CSTNode] = set()  # imports of torch where mezzo.amp is needed too
         uses: dict[cst.CSTNode, Any] = {}  # with their scopes
         for scope in {*wrapper.resolve(metadata.ScopeProvider).values()}:
             for access in scope.accesses if scope else ():
@@ -158,7 +158,7 @@ class _Plan:
                 self._lacking.add(min((one.node for one in imports), key=self._span))
 
     def _between(self, statement: cst.CSTNode) -> str:
-        """What goes between this statement and one beside it."""
+        """What goes between this statement and another one on the same level."""
         line, start = self._parents[statement], self._span(statement)[0]
         if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
             return "; "
