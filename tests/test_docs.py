@@ -69,6 +69,7 @@ def clean() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # Inductor's own imports
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning 2.6.6 with torch 2.13
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # overflows that a page shows
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_runs_alone_and_prints_what_is_shown(
     block: re.Match[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

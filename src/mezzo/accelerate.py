@@ -35,7 +35,6 @@ from mezzo.pytorch.optim.adopt import class_of
 from mezzo.pytorch.step import parameters
 from mezzo.pytorch.trainer_step import TrainerStep
 from mezzo.pytorch.training.backward import Gradients
-from mezzo.pytorch.training.observers import Observers
 
 # Not under its own name, which `mezzo.accelerate` would then return.
 _library = library("accelerate", "1.10")
@@ -130,7 +129,7 @@ class Precision(TrainerStep):
         self._gradients = Gradients(fp32=True)
         finalize(self, self._gradients.undo).atexit = False
         self._paths: set[str] = set()  # of the modules of all models
-        self.observing = Observers([], self.tracers(self.context, self.device_type))
+        self.observe([], self.context, self.device_type)
 
     def __repr__(self) -> str:
         scaled = f", loss_scale={self.loss_scale:g}, {self.skipped_steps} skipped"
@@ -159,7 +158,7 @@ class Precision(TrainerStep):
             if stores:
                 self.lower(model)
 
-    def observe(self, model: nn.Module) -> None:
+    def watch(self, model: nn.Module) -> None:
         """Report the calls of a model, as it is called: perhaps compiled, or wrapped for data parallelism."""
         handles = vars(unwrapped(model))["forward"].handles
         if self.scaler is not None and not handles:
@@ -239,7 +238,7 @@ class _Attached(_library.Accelerator):  # type: ignore[misc, name-defined]
         """As Accelerate's, under the policy."""
         self.mezzo.apply([unwrapped(model)], stores=not evaluation_mode)
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
-        self.mezzo.observe(prepared)
+        self.mezzo.watch(prepared)
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:

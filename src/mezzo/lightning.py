@@ -188,8 +188,7 @@ class _Plugin(TrainerStep):
         # In DDP the root's call is the whole `training_step`, which can't be called again by itself.
         outermost = [root, *called] if wrapped is root else called
         first = self._resolved[0]
-        observers = self.tracers(first.context, first.device.type, wrapped or root)
-        self.observing = Observers(outermost, observers)
+        self.observe(outermost, first.context, first.device.type, wrapped or root)
 
     def _release(self) -> None:
         for resolved in self._resolved:

@@ -25,7 +25,6 @@ from mezzo.core.policy_text import as_loss_scale
 from mezzo.pytorch import auto
 from mezzo.pytorch.autocast.modules import fitting
 from mezzo.pytorch.grad_scaler import GradScaler
-from mezzo.pytorch.monitor.observer import StepObserver
 from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
 from mezzo.pytorch.step import parameters
 from mezzo.pytorch.training import cast_parameters
@@ -80,18 +79,19 @@ class TrainerStep:
             cast_parameters.apply(owner, optimizer, fitting(policy, owner), where=self.where)
         return owner is not None
 
-    def tracers(
+    def observe(
         self,
+        models: Sequence[nn.Module],
         enter: Callable[[], AbstractContextManager[Any]],
         device_type: str,
         model: nn.Module | None = None,
-    ) -> list[StepObserver]:
-        """The observer that explains skipped steps, if it was asked for, or on a CPU, where it need not wait."""
-        wanted = device_type == "cpu" if self._trace is None else self._trace
-        if self.scaler is None or not wanted:
-            return []
-        waits, written = bool(self._trace), self._written.format
-        return [OverflowTracer(enter=enter, waits=waits, model=model, written=written)]
+    ) -> None:
+        """Explain skipped steps by the calls of models, if that was asked for, or on a CPU, where it need not wait."""
+        tracers: list[OverflowTracer] = []
+        if self.scaler is not None and (device_type == "cpu" if self._trace is None else self._trace):
+            waits, written = bool(self._trace), self._written.format
+            tracers = [OverflowTracer(enter=enter, waits=waits, model=model, written=written)]
+        self.observing = Observers(models, tracers)
 
     def called(self, model: nn.Module, *_: Any) -> None:
         """A pre-hook of a model: in training, copy the buffers that a skipped step restores."""

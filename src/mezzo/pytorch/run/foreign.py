@@ -26,36 +26,32 @@ SEARCHES = {"calibrate": "mezzo.pytorch.calibrate", "find_batch_size": "mezzo.py
 _TRANSPARENT = frozenset({"decorate_autocast", "watched", "scale", "<genexpr>", "apply_scale"})
 
 
-def _always(*_: Any) -> bool:
-    return True
-
-
-def _is_enabled(scaler: Any) -> bool:
-    return bool(scaler.is_enabled())
-
-
-# Module, what is called in it, its name for the user (default: the module's), whether a call of an object is a use.
-_USES: tuple[tuple[str, str, str, Callable[..., bool]], ...] = (
-    ("torch", "amp.autocast.__enter__", "torch.autocast", lambda this: bool(this._enabled)),
-    ("torch", "amp.GradScaler.scale", "GradScaler", _is_enabled),
-    ("deepspeed", "initialize", "", _always),
-    ("apex.amp", "initialize", "", _always),
-    ("mezzo.lightning", "precision", "mezzo.lightning.precision", _always),
-    ("mezzo.transformers", "use", "", _always),
-    ("mezzo.accelerate", "attach", "", _always),
-    ("mezzo.accelerate", "Accelerator.__init__", "", _always),
-    ("mezzo.pytorch.grad_scaler", "GradScaler.scale", "mezzo.GradScaler", _is_enabled),
+# Module, what is called in it, and its name for the user (default: the module's).
+_USES = (
+    ("torch", "amp.autocast.__enter__", "torch.autocast"),
+    ("torch", "amp.GradScaler.scale", "GradScaler"),
+    ("deepspeed", "initialize", ""),
+    ("apex.amp", "initialize", ""),
+    ("mezzo.lightning", "precision", "mezzo.lightning.precision"),
+    ("mezzo.transformers", "use", ""),
+    ("mezzo.accelerate", "attach", ""),
+    ("mezzo.accelerate", "Accelerator.__init__", ""),
+    ("mezzo.pytorch.grad_scaler", "GradScaler.scale", "mezzo.GradScaler"),
 )
+
+
+def _is_on(*called: Any) -> bool:
+    """Whether it is a use to call a method of an object, or a function: not that of a context or scaler that is off."""
+    return bool(getattr(called[0] if called else None, "_enabled", True))
 
 
 def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     """Notice the first use of PyTorch's mixed precision, of another library's, or of Mezzo's."""
 
-    def noticed(path: str, what: str, is_used: Callable[..., bool], module: Any) -> None:
+    def noticed(path: str, what: str, module: Any) -> None:
         *owners, name = path.split(".")
         owner = functools.reduce(getattr, owners, module)
-        seen = _noticed(session, getattr(owner, name), what or module.__name__, is_used)
-        patches.set(owner, name, seen)
+        patches.set(owner, name, _noticed(session, getattr(owner, name), what or module.__name__))
 
     def fit(*args: Any) -> bool:
         if session.request.stop_after is not None or session.request.seed_offset is not None:
@@ -76,16 +72,16 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
 
     def keras_imported(keras: Any) -> None:
         if hasattr(keras, "Model"):
-            noticed("Model.fit", "fit", fit, keras)
+            patches.set(keras.Model, "fit", _noticed(session, keras.Model.fit, "fit", fit))
 
-    for name, path, what, is_used in _USES:
-        imports.when(name, functools.partial(noticed, path, what, is_used))
+    for name, path, what in _USES:
+        imports.when(name, functools.partial(noticed, path, what))
     imports.when("torch", torch_imported)
     imports.when("mezzo.amp", lambda amp: patches.set(amp, "autocast", _autocast(session, amp.autocast)))
     imports.when("keras", keras_imported)
 
 
-def _noticed(session: Session, original: Any, name: str, is_used: Callable[..., bool] = _always) -> Any:
+def _noticed(session: Session, original: Any, name: str, is_used: Callable[..., bool] = _is_on) -> Any:
     """This function, after whose first call with an object that `is_used` the script is left alone."""
 
     seen = False
