@@ -144,14 +144,15 @@ def test_another_policy_replaces_it(launch: Any, name: str) -> None:
     assert launch(source, policy="bf16", own="off").lines == launch(fp32, policy="bf16").lines
 
 
-def test_a_context_in_a_compiled_function_is_switched_off(launch: Any) -> None:
+@pytest.mark.parametrize("context", ["torch.autocast('cpu', torch.bfloat16)", "mezzo.autocast('bf16')"])
+def test_a_context_in_a_compiled_function_is_switched_off(launch: Any, context: str) -> None:
     before_torch(2, 12, "Dynamo does not see that it is switched off (docs/run.md)")
-    body = "def f(x):\n    with torch.autocast('cpu', torch.bfloat16):\n        return model(x)\n"
+    body = f"import mezzo\ndef f(x):\n    with {context}:\n        return model(x)\n"
     source = script(f"{body}f = torch.compile(f, backend='eager')", CALL.replace("model(x)", "f(x)"))
     off = launch(source, policy="fp32", own="off")
     assert off.status == 0, off.err
     assert off.lines == launch(script(), policy="fp32").lines
-    assert f"{SWITCHED_OFF}torch.autocast bfloat16" in off.notes
+    assert (f"{SWITCHED_OFF}torch.autocast bfloat16" in off.notes) == context.startswith("torch")
 
 
 @pytest.mark.parametrize(
