@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from mezzo.compare import folder as folder_module
-from mezzo.compare.answer import answer, unclear_speed
+from mezzo.compare.answer import answer, next_steps, unclear_speed
 from mezzo.compare.comparison import compare, schedule
 from mezzo.compare.measure import Metric
 from mezzo.compare.progress import Watcher, watcher
@@ -239,6 +239,15 @@ def test_what_is_slower_and_saves_nothing_is_not_recommended(case: Case) -> None
         told = answer("bf16", slower, case.request(seeds=3), case.out)
         assert word in told["advice"]
         assert told["command"].startswith(command)
+
+
+def test_why_equality_is_not_proven_stands_beside_the_command_of_a_proof(case: Case) -> None:
+    one = case.compare(seeds=3)["candidates"]["bf16"]
+    assert (one["parity"], one["unproven"]) == ("equivalent", "")
+    noisy = {**one, "parity": "consistent", "loss_parity": "consistent", "pairs_needed": 5}
+    told = answer("bf16", noisy, case.request(seeds=3), case.out)
+    assert told["unproven"] == "the interval of the loss exceeds the margin"
+    assert "(now the interval of the loss exceeds the margin)" in next_steps({"bf16": {**noisy, **told}})[-2]
 
 
 def test_a_speed_whose_interval_is_wide_is_unclear(case: Case) -> None:

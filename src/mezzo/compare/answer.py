@@ -30,7 +30,11 @@ def answer(name: str, one: Candidate, request: Request, folder: Path) -> dict[st
         saved = f"{_memory(one['peak_memory_ratio'])}, {_speed(one, request)}."
         plain += f" {saved[0].upper()}{saved[1:]}"
     proof = shlex.join(_proof(name, one, request, folder))
-    wide = [what for what in ("metric", "loss") if one[f"{what}_parity"] not in (None, "equivalent")]
+    wide = [
+        what
+        for what in ("metric", "loss")
+        if one[f"{what}_gap_interval"] and one[f"{what}_parity"] != "equivalent"
+    ]
     unproven = f"the interval of the {' and of the '.join(wide)} exceeds the margin" if wide else ""
     return {
         "plain": plain,
@@ -53,10 +57,8 @@ def next_steps(candidates: Mapping[str, Candidate]) -> list[str]:
     if best["command"]:
         lines.append(f"  {best['command']}")
     if best["proof"]:
-        lines += [
-            f"Or prove that it is as good as FP32 (now {best['unproven']}), in a new folder:",
-            f"  {best['proof']}",
-        ]
+        now = f" (now {best['unproven']})" if best["unproven"] else ""
+        lines += [f"Or prove that it is as good as FP32{now}, in a new folder:", f"  {best['proof']}"]
     return lines
 
 
