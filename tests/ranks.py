@@ -10,34 +10,32 @@ from pathlib import Path
 from typing import Any
 
 
-def two_ranks(child: str, meeting: Path, *, seconds: float) -> list[dict[str, Any]]:
-    """Case -> result of each rank: what a file of tests/children printed, given its rank and where the two meet."""
-    file = Path(__file__).parent / "children" / child
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    children = [
+def two_processes(words: list[str], folder: Path, *, seconds: float) -> list[tuple[str, str]]:
+    """What the two ranks of ``python WORDS`` print, on stdout and stderr; {rank} in a word stands for the rank."""
+    running = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "error",
-                "-W",
-                "ignore:MixedPrecision",
-                str(file),
-                str(rank),
-                str(meeting),
-            ],
+            [sys.executable, *(word.replace("{rank}", str(rank)) for word in words)],
+            cwd=folder,
+            env={**os.environ, "RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=env,
         )
         for rank in (0, 1)
     ]
     try:
-        outputs = [each.communicate(timeout=seconds) for each in children]
+        outputs = [each.communicate(timeout=seconds) for each in running]
     finally:
-        for each in children:
+        for each in running:
             each.kill()
-    for each, (_, err) in zip(children, outputs):
+    for each, (_, err) in zip(running, outputs):
         assert each.returncode == 0, err
+    return outputs
+
+
+def two_ranks(child: str, meeting: Path, *, seconds: float) -> list[dict[str, Any]]:
+    """Case -> result of each rank: what a file of tests/children printed, given its rank and where the two meet."""
+    file = str(Path(__file__).parent / "children" / child)
+    words = ["-W", "error", "-W", "ignore:MixedPrecision", file, "{rank}", str(meeting)]
+    outputs = two_processes(words, meeting.parent, seconds=seconds)
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
