@@ -10,6 +10,31 @@ from pathlib import Path
 from typing import Any
 
 
+def processes(
+    words: list[str], folder: Path, *, seconds: float, count: int = 2
+) -> list[tuple[str, str]]:
+    """What the ranks of ``python WORDS`` print, on stdout and stderr; {rank} in a word stands for the rank."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, *(word.replace("{rank}", str(rank)) for word in words)],
+            cwd=folder,
+            env={**os.environ, "RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        outputs = [each.communicate(timeout=seconds) for each in running]
+    finally:
+        for each in running:
+            each.kill()
+    for each, (_, err) in zip(running, outputs):
+        assert each.returncode == 0, err
+    return outputs
+
+
 def two_ranks(child: str, meeting: Path, *, seconds: float) -> list[dict[str, Any]]:
     """Case -> result of each rank: what a file of tests/children printed, given its rank and where the two meet."""
     return ranks_of(child, meeting, seconds=seconds)
@@ -17,33 +42,7 @@ def two_ranks(child: str, meeting: Path, *, seconds: float) -> list[dict[str, An
 
 def ranks_of(child: str, meeting: Path, *words: str, seconds: float, count: int = 2) -> list[dict[str, Any]]:
     """As `two_ranks`, for `count` ranks; `words` are the child's further arguments."""
-    file = Path(__file__).parent / "children" / child
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    children = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "error",
-                "-W",
-                "ignore:MixedPrecision",
-                str(file),
-                str(rank),
-                str(meeting),
-                *words,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        for rank in range(count)
-    ]
-    try:
-        outputs = [each.communicate(timeout=seconds) for each in children]
-    finally:
-        for each in children:
-            each.kill()
-    for each, (_, err) in zip(children, outputs):
-        assert each.returncode == 0, err
+    file = str(Path(__file__).parent / "children" / child)
+    command = ["-W", "error", "-W", "ignore:MixedPrecision", file, "{rank}", str(meeting), *words]
+    outputs = processes(command, meeting.parent, seconds=seconds, count=count)
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mezzo.core.records import OverflowRecord, RangesRecord, UpdateRecord, read
+from ranks import processes
 
 SCRIPT = """
 import gc, os, sys
@@ -105,8 +106,6 @@ EVERYWHERE = {  # optimizers that both ranks have, in the order of their first s
     "fsdp_penalty": None,
     "fsdp_accumulated": 1,
     "fsdp_and_plain": 2,
-    "ddp_clipped": 2,
-    "hand_reduced": 2,
     "hand_cleaned": 2,
     "only_here": None,
 }
@@ -118,24 +117,8 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[
     """The folder of a run of all cases of ``scripts/several_ranks.py``; its results and messages on each rank."""
     folder = tmp_path_factory.mktemp("several")
     script = str(Path(__file__).parent / "scripts" / "several_ranks.py")
-    words = ["-m", "mezzo", "run", "--precision", "fp16", script, str(folder / "meeting"), *CASES]
-    running = [
-        subprocess.Popen(
-            [sys.executable, *words[:5], f"--records=run{rank}.jsonl", *words[5:]],
-            cwd=folder,
-            env={**os.environ, "RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [one.communicate(timeout=200) for one in running]
-    finally:
-        for one in running:
-            one.kill()
-    assert [one.returncode for one in running] == [0, 0], told
+    words = ["-m", "mezzo", "run", "--precision", "fp16", "--records=run{rank}.jsonl", script]
+    told = processes([*words, str(folder / "meeting"), *CASES], folder, seconds=200)
     return folder, [(json.loads(out), err) for out, err in told]
 
 
@@ -180,19 +163,7 @@ def test_what_is_not_done_with_several_ranks_is_said(several: Any) -> None:
 def test_all_ranks_skip_a_step_or_none_does(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     words = ["-m", "mezzo", "run", "--precision", "fp16", "--watch=1", "script.py", str(tmp_path / "meeting")]
-    running = [
-        subprocess.Popen(
-            [sys.executable, *words],
-            cwd=tmp_path,
-            env={**os.environ, "RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told = [one.communicate(timeout=150) for one in running]
-    assert [one.returncode for one in running] == [0, 0], told
+    told = processes(words, tmp_path, seconds=150)
     assert told[0][0] == told[1][0]
     assert "nan" not in told[0][0]
     for name in ("run.jsonl", "run-rank1.jsonl"):

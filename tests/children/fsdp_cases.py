@@ -140,53 +140,37 @@ def adversaries(rank: int) -> dict[str, Any]:
     return {"kept": whole(nets[0]) == before, "clean": all(p.grad is None for p in nets[0].parameters())}
 
 
-def scaled(rank: int) -> dict[str, Any]:
-    """GradScaler over shards and a plain parameter, whose gradient overflows on rank 1 alone at the second step."""
-    net, gain = sharded(), nn.Parameter(torch.ones(()))
-    params = list(net.parameters())
-    optimizer = torch.optim.SGD([*params, gain], lr=0.1)
+def scaled(rank: int, *, reduced: str) -> dict[str, Any]:
+    """GradScaler over shards and a plain parameter, or over gradients that the script reduces itself.
+
+    One overflows on rank 1 alone at the second step.
+    """
+    net, gain = sharded() if reduced == "shards" else network(), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*net.parameters(), gain], lr=0.1)
     scaler = mezzo.GradScaler(init_scale=2.0**10)
     told, scales, reductions, norms = [], [], [], []
+
+    def reduce() -> None:
+        for p in (*net.parameters(), gain):
+            dist.all_reduce(p.grad)
+
     for step in range(3):
         factor = float("inf") if (step, rank) == (1, 1) else 1.0
-        loss = net(data(10 * rank + step)).square().mean() + gain * factor
-        scaler.scale(loss).backward()
+        scaler.scale(net(data(10 * rank + step)).square().mean() + gain * factor).backward()
+        if reduced == "before":
+            reduce()
         with counting() as seen:
-            norms.append(str(scaler.clip_grad_norm_(optimizer, 0.5)))
+            norms.append(float(scaler.clip_grad_norm_(optimizer, 0.5)).hex())
+            if reduced == "after":
+                reduce()
             scaler.step(optimizer)
             scaler.update()
         reductions.append(len(seen))
         told.append(scaler.was_skipped(optimizer))
         scales.append(scaler.get_scale())
         optimizer.zero_grad()
+    norms = [] if reduced == "after" else norms  # which are of each rank alone
     return {"told": told, "scales": scales, "reductions": reductions, "norms": norms, "weights": whole(net)}
-
-
-def by_hand(rank: int, *, when: str) -> dict[str, Any]:
-    """GradScaler and `all_reduce(p.grad)`, before or after `unscale_`; rank 1 overflows at the second step."""
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scaler = mezzo.GradScaler(init_scale=2.0**10)
-    told, scales = [], []
-
-    def reduce() -> None:
-        for p in net.parameters():
-            dist.all_reduce(p.grad)
-
-    for step in range(3):
-        loss = net(data(10 * rank + step)).square().mean() * (float("inf") if (step, rank) == (1, 1) else 1.0)
-        scaler.scale(loss).backward()
-        if when == "before":
-            reduce()
-        scaler.unscale_(optimizer)
-        if when == "after":
-            reduce()
-        scaler.step(optimizer)
-        scaler.update()
-        told.append(scaler.was_skipped(optimizer))
-        scales.append(scaler.get_scale())
-        optimizer.zero_grad()
-    return {"told": told, "scales": scales, "weights": whole(net)}
 
 
 def decided(rank: int) -> dict[str, Any]:
@@ -212,7 +196,8 @@ def decided(rank: int) -> dict[str, Any]:
 
 def without_gradients(rank: int) -> dict[str, Any]:
     """On each rank alone, for the ranks' backward passes would wait for each other."""
-    net = DistributedDataParallel(network(), process_group=SELF[0])
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    net = DistributedDataParallel(network(), process_group=groups[rank])
     mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "bf16")
     other = nn.Parameter(torch.ones(()))
     try:
@@ -260,17 +245,7 @@ def reduction_refused(rank: int) -> dict[str, Any]:
     return {"said": said}
 
 
-SELF: list[Any] = []
-
-
-def own_group(rank: int) -> dict[str, Any]:
-    SELF.extend([dist.new_group([0]), dist.new_group([1])])
-    SELF[:] = [SELF[rank]]
-    return {}
-
-
 CASES: dict[str, Callable[[int], dict[str, Any]]] = {
-    "own group": own_group,
     "fsdp bf16": lambda rank: trained(rank, "bf16", clip_norm=0.5),
     "fsdp fp16": lambda rank: trained(rank, "fp16", bad=(1, 0), clip_norm=0.5),
     "fsdp fp16, no norm": lambda rank: trained(rank, "fp16", bad=(1, 0)),
@@ -295,9 +270,9 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
         rank, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     ),
     "adversaries": adversaries,
-    "scaled": scaled,
-    "by hand before": lambda rank: by_hand(rank, when="before"),
-    "by hand after": lambda rank: by_hand(rank, when="after"),
+    "scaled shards": lambda rank: scaled(rank, reduced="shards"),
+    "scaled before": lambda rank: scaled(rank, reduced="before"),
+    "scaled after": lambda rank: scaled(rank, reduced="after"),
     "decided": decided,
     "without gradients": without_gradients,
     "reduced bf16": lambda rank: averaged_in(rank, "bf16", accumulate=1),

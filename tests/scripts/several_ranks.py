@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 
 RANK = int(os.environ["RANK"])
+Losses = Callable[[int], Iterable[Tensor]]
 
 
 def network() -> nn.Sequential:
@@ -31,11 +32,11 @@ def batch(step: int, *, bad: bool = False) -> Tensor:
     return x * 1e30 if bad else x
 
 
-def sharded(**how: Any) -> nn.Sequential:
+def sharded() -> Any:
     net = network()
-    fully_shard(net[0], **how)
-    fully_shard(net[2], **how)
-    return fully_shard(net, **how)
+    fully_shard(net[0])
+    fully_shard(net[2])
+    return fully_shard(net)
 
 
 def weights(params: Iterable[Tensor]) -> list[str]:
@@ -44,161 +45,134 @@ def weights(params: Iterable[Tensor]) -> list[str]:
     return [x.hex() for p in whole for x in p.detach().double().flatten().tolist()]
 
 
+def squared(net: nn.Module, *, bad: int = 2) -> Losses:
+    """One loss per step, which overflows on rank 1 at one step."""
+    return lambda step: [net(batch(step, bad=(step, RANK) == (bad, 1))).square().mean()]
+
+
 def train(
     net: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    losses: Losses,
     before_step: Callable[[], Any] = lambda: None,
-    bad: int = 2,
+    *,
+    steps: int = 4,
+    more: Iterable[Tensor] = (),
 ) -> list[str]:
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for step in range(4):
+    params = [*net.parameters(), *more]
+    optimizer = torch.optim.SGD(params, lr=1e-2)
+    for step in range(steps):
         optimizer.zero_grad()
-        net(batch(step, bad=(step, RANK) == (bad, 1))).square().mean().backward()
+        for loss in losses(step):
+            loss.backward()
         before_step()
         optimizer.step()
     return weights(params)
 
 
-def by_hand(params: list[Tensor], *changes: Callable[[Tensor], Any]) -> None:
-    for p in params:
-        assert p.grad is not None
-        for change in changes:
-            change(p.grad)
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
-
-
 def fsdp() -> Any:
     net = sharded()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    return train(net, optimizer, lambda: clip_grad_norm_(net.parameters(), 1.0))
+    return train(net, squared(net), lambda: clip_grad_norm_(net.parameters(), 1.0))
 
 
 def fsdp_input() -> Any:
     """The input requires a gradient: a leaf of the graph that no optimizer owns."""
     net = sharded()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    for step in range(4):
-        optimizer.zero_grad()
-        x = batch(step, bad=(step, RANK) == (2, 1)).requires_grad_()
-        net(x).square().mean().backward()
-        optimizer.step()
-    return weights(net.parameters())
+    return train(
+        net, lambda step: [net(batch(step, bad=(step, RANK) == (2, 1)).requires_grad_()).square().mean()]
+    )
 
 
 def fsdp_penalty() -> Any:
     """`autograd.grad` through gathered parameters, which overflows on one rank."""
     net = sharded()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    for step in range(3):
-        optimizer.zero_grad()
+
+    def losses(step: int) -> Iterable[Tensor]:
         x = batch(step).requires_grad_()
         out = net(x).square().mean() * (2000.0 if (step, RANK) == (1, 1) else 1.0)
-        (grad,) = torch.autograd.grad(out, x)
-        assert grad.isfinite().all()
-        net(batch(step)).square().mean().backward()
-        optimizer.step()
-    return weights(net.parameters())
+        assert torch.autograd.grad(out, x)[0].isfinite().all()
+        yield net(batch(step)).square().mean()
+
+    return train(net, losses, steps=3)
 
 
 def fsdp_accumulated() -> Any:
     """The overflow is in the first of two losses, whose gradients stay unsharded until the second."""
-    net = sharded(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    for step in range(3):
-        optimizer.zero_grad()
+    net = sharded()
+
+    def losses(step: int) -> Iterable[Tensor]:
         for part in range(2):
-            net.set_requires_gradient_sync(part == 1)  # type: ignore[operator]
-            net(batch(2 * step + part, bad=(step, part, RANK) == (1, 0, 1))).square().mean().backward()
-        optimizer.step()
-    return weights(net.parameters())
+            net.set_requires_gradient_sync(part == 1)
+            yield net(batch(2 * step + part, bad=(step, part, RANK) == (1, 0, 1))).square().mean()
+
+    return train(net, losses, steps=3)
 
 
 def fsdp_and_plain() -> Any:
     """A plain parameter beside the shards overflows on one rank alone."""
     net, gain = sharded(), nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([*net.parameters(), gain], lr=1e-2)
-    for step in range(4):
-        optimizer.zero_grad()
+
+    def losses(step: int) -> Iterable[Tensor]:
         factor = 1e30 if (step, RANK) == (2, 1) else 1.0
-        (net(batch(step)).square().mean() + (gain * factor) ** 2 * factor).backward()
-        optimizer.step()
-    return weights([*net.parameters()])
+        yield net(batch(step)).square().mean() + (gain * factor) ** 2 * factor
 
-
-def ddp_clipped() -> Any:
-    """What the averages hide again: gradients that are clipped by value after the reduction."""
-    net = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    return train(net, optimizer, lambda: clip_grad_value_(net.parameters(), 0.1))
-
-
-def hand_reduced() -> Any:
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    return train(net, optimizer, lambda: by_hand(list(net.parameters())))
-
-
-def hand_cleaned() -> Any:
-    """The script hides the overflow before it reduces."""
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    return train(net, optimizer, lambda: by_hand(list(net.parameters()), torch.nan_to_num_))
-
-
-def only_here() -> Any:
-    """An optimizer on rank 0 only, which overflows at one step, and a metric that all ranks reduce."""
-    net, probe = DistributedDataParallel(network()), network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    own = torch.optim.SGD(probe.parameters(), lr=1e-2) if RANK == 0 else None
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = net(batch(step)).square().mean()
-        loss.backward()
-        dist.all_reduce(loss.detach())
-        optimizer.step()
-        if own is not None:
-            own.zero_grad()
-            probe(batch(step, bad=step == 1)).square().mean().backward()
-            own.step()
-    return weights(net.parameters())
+    return train(net, losses, more=[gain])[:-1]  # which is not reduced
 
 
 def ddp_joined() -> Any:
     """Rank 1 has two batches, rank 0 four, and one of the last two overflows."""
     net = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
     with net.join():
-        for step in range(2 if RANK else 4):
-            optimizer.zero_grad()
-            net(batch(step, bad=step == 2)).square().mean().backward()
-            optimizer.step()
-    return weights(net.parameters())
+        train(net, lambda step: [net(batch(step, bad=step == 2)).square().mean()], steps=2 if RANK else 4)
+    return weights(net.parameters())  # which the rank that ends last has sent
+
+
+def hand_cleaned() -> Any:
+    """Gradients that the script reduces itself, after it has hidden the overflow."""
+    net = network()
+
+    def reduce() -> None:
+        for p in net.parameters():
+            assert p.grad is not None
+            p.grad.nan_to_num_()
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+    return train(net, squared(net), reduce)
+
+
+def only_here() -> Any:
+    """An optimizer on rank 0 only, which overflows at one step, and a metric that all ranks reduce."""
+    net, probe = DistributedDataParallel(network()), network()
+    own = torch.optim.SGD(probe.parameters(), lr=1e-2)
+
+    def losses(step: int) -> Iterable[Tensor]:
+        if RANK == 0 and step:
+            own.zero_grad()
+            probe(batch(step, bad=step == 2)).square().mean().backward()
+            own.step()
+        loss = net(batch(step)).square().mean()
+        dist.all_reduce(loss.detach())
+        yield loss
+
+    return train(net, losses)
 
 
 def without_gradients() -> Any:
     """Rank 1 calls `step` once more, with no gradient."""
     net = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    for step in range(3):
-        optimizer.zero_grad()
+    again = torch.optim.SGD(net.parameters(), lr=1e-2)
+
+    def losses(step: int) -> Iterable[Tensor]:
         if (step, RANK) == (1, 1):
-            optimizer.step()
-        net(batch(step)).square().mean().backward()
-        optimizer.step()
-    return weights(net.parameters())
+            again.step()
+        yield net(batch(step)).square().mean()
 
-
-CASES = {
-    name: case
-    for name, case in list(globals().items())
-    if callable(case) and getattr(case, "__annotations__", {}).get("return") == "Any" and name != "Any"
-}
+    return train(net, losses, steps=3)
 
 
 def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=RANK, world_size=2)
-    print(json.dumps({name: CASES[name]() for name in sys.argv[2:] or CASES}))
+    print(json.dumps({name: globals()[name]() for name in sys.argv[2:]}))
     sys.stdout.flush()
     dist.barrier()
 
