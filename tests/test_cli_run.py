@@ -212,6 +212,15 @@ def test_each_process_of_torchrun_has_records_of_its_own(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(("given", "file"), [("r.jsonl", "r-rank1.jsonl"), ("r1.jsonl", "r1.jsonl")])
+def test_each_rank_has_a_file_of_its_own(
+    given: str, file: str, train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["run", "--records", given, train]) == 3
+    assert [path.name for path in tmp_path.glob("*.jsonl")] == [file]
+
+
 def test_records_go_to_tensorboard_too(train: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

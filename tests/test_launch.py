@@ -165,6 +165,16 @@ def test_a_subprocess_trains_under_the_policy_and_helpers_are_left_alone(tmp_pat
     assert updates(tmp_path / "r.jsonl") == [False] * 4
 
 
+def test_a_mistake_that_a_subprocess_finds_ends_the_run(tmp_path: Path) -> None:
+    script(tmp_path, "alone.py", "from train import nn, train\ntrain(0, wrap=nn.Sequential)\n")
+    start = "import subprocess, sys\nsubprocess.run([sys.executable, 'alone.py'], check=True)\n"
+    script(tmp_path, "starter.py", start)
+    ran = mezzo("--precision", "bf16,module.haed=fp32", "starter.py", at=tmp_path)
+    assert ran.returncode == 2
+    assert all("haed" in line for line in ran.stderr.splitlines())
+    assert ran.stdout == ""
+
+
 RANK = """
 import os, sys
 from train import dist, train

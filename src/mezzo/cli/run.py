@@ -72,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         f"{_FOLDER}, or {_FOLDER}-2 and so on if that is not empty)"
     )
     where.add_argument("--out", metavar="DIR", type=Path, help=out)
-    file = "write the run's records to this file, as JSON lines"
+    file = "write the run's records to this file, as JSON lines (of several ranks: FILE-rank1 and so on)"
     where.add_argument("--records", metavar="FILE", type=Path, help=file)
     add("--tensorboard", metavar="DIR", type=Path, help="also write the records as TensorBoard events")
     observe = "measure one early step: its peak memory and the formats of its ops"
@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
         policy="fp32" if arguments.masters else arguments.precision or "auto",
         own="record" if arguments.masters else arguments.own,
         masters=arguments.masters,
-        records=of_rank(arguments.records, rank) if rank and arguments.records else arguments.records,
+        records=_of_rank(arguments.records, rank),
         observe=arguments.observe,
         summary=not arguments.quiet,
         watch=arguments.watch,
@@ -213,6 +213,11 @@ def _tell_misplaced(arguments: argparse.Namespace, source: str | None) -> None:
             f"name belong to the script. To give it to Mezzo: mezzo run {words}",
             file=sys.stderr,
         )
+
+
+def _of_rank(file: Path | None, rank: int) -> Path | None:
+    """The file that --records names, for this rank; a name with the rank's number was made for it."""
+    return file if file is None or not rank or str(rank) in file.stem else of_rank(file, rank)
 
 
 def _folder(out: Path | None) -> tuple[Path, str]:
