@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import mezzo
 from mezzo.core.errors import UsageError
@@ -327,3 +328,30 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         with pytest.raises(UsageError, match=message):
             optimizer.load_state_dict(state)
         torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.SGD, torch.optim.LBFGS])
+def test_a_checkpoint_creates_the_states_of_a_new_optimizer_and_leaves_no_trace(kind: Any) -> None:
+    settings = {"momentum": 0.9, "weight_decay": 0.1} if kind is torch.optim.SGD else {}
+    nets = [nn.Linear(3, 2).bfloat16() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    one, other = (with_masters(kind(net.parameters(), lr=0.1, **settings)) for net in nets)
+    state = get_state_dict(nets[0], one)[1]["state"]
+    names = {
+        torch.optim.NAdam: {"exp_avg", "exp_avg_sq", "mu_product", "step"},
+        torch.optim.SGD: {"momentum_buffer"},
+    }
+    assert state["weight"].keys() == {"master", *names.get(kind, ())}
+    assert float(state["weight"].get("step", 0)) == 0
+    assert all(param.grad is None for param in nets[0].parameters())
+    for net, optimizer in zip(nets, (one, other)):
+
+        def closure(net: nn.Module = net) -> Tensor:
+            net.zero_grad()
+            loss = net(torch.ones(1, 3).bfloat16()).float().square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    for p, q in zip(*(net.parameters() for net in nets)):
+        assert torch.equal(one.master(p), other.master(q))

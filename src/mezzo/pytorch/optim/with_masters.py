@@ -225,6 +225,8 @@ class WithMasters(Optimizer):
 
     def _make_states(self) -> None:
         """Have the own step create its states, from gradients of zero. The next step starts without them, as if new."""
+        if isinstance(self, torch.optim.LBFGS):
+            return  # one state for all parameters, and no step without a closure
         grads = [(param, param.grad) for param in self._parameters()]
         names = "lr", "weight_decay"
         settings = [{name: group[name] for name in names if name in group} for group in self.param_groups]
