@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-def processes(
-    words: list[str], folder: Path, *, seconds: float, count: int = 2
-) -> list[tuple[str, str]]:
+def processes(words: list[str], folder: Path, *, seconds: float, count: int = 2) -> list[tuple[str, str]]:
     """What the ranks of ``python WORDS`` print, on stdout and stderr; {rank} in a word stands for the rank."""
     running = [
         subprocess.Popen(

@@ -156,7 +156,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{SIZES} --max 4 --multiple-of 8", "--max 4 is less than --multiple-of 8"),
     (f"{SIZES} --out train.py", "--out train.py: is a file"),
     (f"{SIZES} --out .", "holds other files (train.py)"),
-    ("doctor A100", "unrecognized arguments: A100. Every option: mezzo doctor --help"),
+    ("doctor A100", "mezzo doctor --gpu A100"),
 ]
 
 

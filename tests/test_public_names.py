@@ -46,7 +46,7 @@ TENSORFLOW = {
 
 FORMATS = {
     *("ALIASES", "Bits", "FORMATS", "OVERFLOW", "Format"),
-    *("bits", "decode", "dtype_name", "format_name", "named", "round", "ulp"),
+    *("bits", "decode", "dtype_name", "format_name", "named", "quantize", "round", "ulp"),
 }
 
 

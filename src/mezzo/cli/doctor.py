@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mezzo.core.errors import UsageError
 from mezzo.doctor.gpus import GpuModel, Recommendation, architecture, find, formats_at, from_capability
 from mezzo.doctor.script import NEXT, WEIGHTS, findings
 from mezzo.runner.script import locate
@@ -67,6 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(script: str, as_json: bool) -> int:
     """What the script makes by its text, and the commands that measure or change it."""
+    if not Path(script).exists() and not script.endswith(".py"):
+        raise UsageError(
+            f"no script {script!r}. For a GPU of this name: mezzo doctor --gpu {shlex.quote(script)}"
+        )
     found = findings(Path(locate(script, is_module=False).file).read_text(errors="replace"), script)
     kinds = dict.fromkeys(kind for _, kind, _ in found)
     commands = [f"mezzo {words} {shlex.quote(script)}" for kind in kinds for words in NEXT[kind]]

@@ -178,7 +178,7 @@ def quantized_linear(
         g, x = values(grad, recipe.weight_gradient[0]), values(input, recipe.weight_gradient[1])
         dweight, dbias = g.T @ x, grad.float().sum(0)
 
-    Gradients have the dtype of their tensor. If K or N is no multiple that the recipe needs, or the input is empty,
+    Gradients have the dtype of their tensor. If K and N do not fit the recipe's multiple, or the input is empty,
     this is ``F.linear`` of bf16 values. A NaN or infinity in a row of the input makes the row NaN, one in the weight
     its column, and with blocks those that share its block; in gradients of e5m2 infinities stay infinities.
 

@@ -19,10 +19,10 @@ from mezzo.pytorch.kernels.optimizer_step.formulas import GROUP
 
 @torch.no_grad()
 def part(value: Tensor, like: Tensor, shape: torch.Size | None = None) -> Tensor:
-    """This rank's part of a value, cut as a parameter is; the value itself beside a parameter that is not cut.
+    """This rank's part of a value, cut as a parameter is; the value itself for a parameter that is not cut.
 
     A whole tensor has the same values on all ranks. `shape`: of the value before it is cut, by default its own.
-    UsageError for a `DTensor` beside a plain parameter; one with other placements is redistributed.
+    UsageError for a `DTensor` and a plain parameter; one with other placements is redistributed.
     """
     if not is_spread(like):
         if is_spread(value):
