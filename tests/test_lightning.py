@@ -435,6 +435,27 @@ def test_a_skipped_closure_step_returns_the_loss() -> None:
     assert [bool(loss.isfinite()) for loss in returned] == [True, False] * 2
 
 
+def test_an_evaluation_that_runs_again_leaves_the_statistics() -> None:
+    """In manual optimization; `test_lbfgs` has the automatic one."""
+    model = net(make=torch.optim.LBFGS, lr=0.1, max_iter=2, manual=True)
+
+    def training_step(batch: Any, batch_idx: int) -> None:
+        def closure() -> Tensor:
+            model.optimizers().zero_grad()
+            loss = nn.functional.mse_loss(model(batch[0]).float(), batch[1])
+            model.manual_backward(loss)
+            model.losses.append(loss.item())
+            return loss
+
+        model.optimizers().step(closure)
+
+    model.training_step = training_step
+    plugin = mezzo.lightning.precision("fp16", loss_scale="dynamic(init=1048576)")
+    fit(model, loader(batches=2), plugin)
+    assert len(plugin.findings) > 0
+    assert model.body[1].num_batches_tracked == len(model.losses) - len(plugin.findings)
+
+
 def fabric_run(
     plugin: Any, plant: int | None = None, masters: bool = False, library: str = "lightning", **clip: Any
 ) -> Any:

@@ -181,3 +181,23 @@ def test_a_run_whose_updates_are_measured_ends_at_fit_of_keras(
     assert ran.lines == ["fit", "end"]
     assert "mezzo.keras.set_policy('bf16')" in ran.notes
     assert "mezzo compare --framework keras --precision bf16" in ran.notes
+
+
+@pytest.mark.parametrize(
+    ("library", "use"),
+    [
+        ("deepspeed", "initialize"),
+        ("transformer_engine.pytorch", "fp8_autocast"),
+        ("torchao.float8", "convert_to_float8_training"),
+    ],
+)
+def test_what_is_not_of_pytorch_is_not_switched_off(
+    library: str, use: str, launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType(library)
+    monkeypatch.setitem(sys.modules, library, module)
+    source = f"import sys, torch\nsys.modules[{library!r}].{use}()"
+    launch("import torch", policy="fp32", own="off")  # another version, without it
+    setattr(module, use, lambda: None)
+    with pytest.raises(UsageError, match=f"not switch this off: it uses {library} itself"):
+        launch(source, policy="fp32", own="off")

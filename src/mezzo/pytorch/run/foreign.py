@@ -32,6 +32,8 @@ _USES = (
     ("torch", "amp.GradScaler.scale", "GradScaler"),
     ("deepspeed", "initialize", ""),
     ("apex.amp", "initialize", ""),
+    ("transformer_engine.pytorch", "fp8_autocast", ""),
+    ("torchao.float8", "convert_to_float8_training", ""),
     ("mezzo.lightning", "precision", "mezzo.lightning.precision"),
     ("mezzo.transformers", "use", ""),
     ("mezzo.accelerate", "attach", ""),
@@ -51,7 +53,8 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     def noticed(path: str, what: str, module: Any) -> None:
         *owners, name = path.split(".")
         owner = functools.reduce(getattr, owners, module)
-        patches.set(owner, name, _noticed(session, getattr(owner, name), what or module.__name__))
+        if hasattr(owner, name):  # else another version's
+            patches.set(owner, name, _noticed(session, getattr(owner, name), what or module.__name__))
 
     def fit(*args: Any) -> bool:
         if session.request.stop_after is not None or session.request.seed_offset is not None:
