@@ -138,12 +138,12 @@ def test_a_loss_through_another_sharded_model_leaves_its_gradients(ranks: list[d
     assert [rank["adversaries"] for rank in ranks] == [{"kept": True, "clean": True}] * 2
 
 
-@pytest.mark.parametrize("case", ["scaled shards", "scaled before", "scaled after"])
+@pytest.mark.parametrize("case", ["scaled shards", "scaled meshes", "scaled before", "scaled after"])
 def test_the_scaler_skips_on_both_ranks(case: str, ranks: list[dict[str, Any]]) -> None:
     assert ranks[0][case] == ranks[1][case]
     assert ranks[0][case]["told"] == [False, True, False]
     assert ranks[0][case]["scales"] == [1024.0, 512.0, 512.0]
-    if case == "scaled shards":  # found_inf and the norm
+    if case in ("scaled shards", "scaled meshes"):  # found_inf and the norm
         assert ranks[0][case]["reductions"] == [1, 1, 1]
 
 

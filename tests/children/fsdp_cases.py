@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -145,7 +146,12 @@ def scaled(rank: int, *, reduced: str) -> dict[str, Any]:
 
     One overflows on rank 1 alone at the second step.
     """
-    net, gain = sharded() if reduced == "shards" else network(), nn.Parameter(torch.ones(()))
+    net, gain = network(), nn.Parameter(torch.ones(()))
+    if reduced == "shards":
+        net = sharded(net)
+    elif reduced == "meshes":  # of which torch asks only that of the first gradient
+        fully_shard(net[0], mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "shards")))
+        fully_shard(net[2], mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.SGD([*net.parameters(), gain], lr=0.1)
     scaler = mezzo.GradScaler(init_scale=2.0**10)
     told, scales, reductions, norms = [], [], [], []
@@ -271,6 +277,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     ),
     "adversaries": adversaries,
     "scaled shards": lambda rank: scaled(rank, reduced="shards"),
+    "scaled meshes": lambda rank: scaled(rank, reduced="meshes"),
     "scaled before": lambda rank: scaled(rank, reduced="before"),
     "scaled after": lambda rank: scaled(rank, reduced="after"),
     "decided": decided,

@@ -128,7 +128,8 @@ def ranks_of(params: Iterable[Tensor], groups: Iterable[Any] = ()) -> Ranks:
     params = list(params)
     spread: list[Any] = [param for param in params if is_spread(param)]
     meshes = dict.fromkeys(param.device_mesh for param in spread)
-    plain = [_Part(frozenset(dist.get_process_group_ranks(group)), (group,)) for group in groups]
+    given = (dist.group.WORLD if group is None else group for group in groups)
+    plain = [_Part(frozenset(dist.get_process_group_ranks(group)), (group,)) for group in given]
     holders = [*(_of_mesh(mesh) for mesh in meshes), *plain]
     everyone = [*(_of_mesh(_root(mesh)) for mesh in meshes), *plain]
     if not everyone or len(_covering(everyone).ranks) < 2:

@@ -92,7 +92,8 @@ class RunRanks:
         def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling() and _has_storage(tensor):
                 group = kwargs.get("group", args[1] if len(args) > 1 else None)
-                self._reduced[StorageWeakRef(tensor.untyped_storage())] = group
+                if torch.distributed.get_rank(group) >= 0:  # else this rank is not in the group
+                    self._reduced[StorageWeakRef(tensor.untyped_storage())] = group
             return original(tensor, *args, **kwargs)
 
         return all_reduce
