@@ -254,7 +254,7 @@ def test_a_signal_to_the_first_process_ends_all(tmp_path: Path) -> None:
         first = subprocess.Popen(
             [sys.executable, "-m", "mezzo", "run", *words],
             cwd=folder,
-            env=environment(),
+            env={**environment(), "TMPDIR": str(folder)},
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -264,6 +264,7 @@ def test_a_signal_to_the_first_process_ends_all(tmp_path: Path) -> None:
         try:
             assert first.wait(60) == status
             assert wait_for(lambda: not running(child), 60)  # noqa: B023
+            assert not list(folder.glob("mezzo-run-*"))
         finally:
             for pid in (child, first.pid):
                 if running(pid):
