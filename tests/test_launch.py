@@ -26,6 +26,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -49,7 +52,7 @@ def train(rank, plant=(), wrap=nn.parallel.DistributedDataParallel):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    print(rank, net.seen, sum(p.double().sum() for p in model.parameters()).item().hex(), flush=True)
+    say(rank, net.seen, sum(p.double().sum() for p in model.parameters()).item().hex())
     net.rank = rank
     return net
 """
@@ -80,7 +83,8 @@ def mezzo(*words: str, at: Path, seconds: float = 240.0) -> subprocess.Completed
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    whole_lines = {"PYTHONUNBUFFERED": ""}  # the processes share their output
+    return {**os.environ, **whole_lines, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def script(folder: Path, name: str, source: str) -> Path:
@@ -250,7 +254,7 @@ def test_a_signal_to_the_first_process_ends_all(tmp_path: Path) -> None:
         first = subprocess.Popen(
             [sys.executable, "-m", "mezzo", "run", *words],
             cwd=folder,
-            env=environment(),
+            env={**environment(), "TMPDIR": str(folder)},
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -260,6 +264,7 @@ def test_a_signal_to_the_first_process_ends_all(tmp_path: Path) -> None:
         try:
             assert first.wait(60) == status
             assert wait_for(lambda: not running(child), 60)  # noqa: B023
+            assert not list(folder.glob("mezzo-run-*"))
         finally:
             for pid in (child, first.pid):
                 if running(pid):
@@ -283,7 +288,7 @@ def running(pid: int) -> bool:
 LIGHTNING = """
 import logging, warnings
 import lightning as L
-from train import Net, nn, torch
+from train import Net, nn, say, torch
 warnings.simplefilter("ignore")
 
 class Lit(L.LightningModule):
@@ -306,7 +311,7 @@ if __name__ == "__main__":
     model = Lit()
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=4))
     total = sum(p.double().sum() for p in model.parameters()).item().hex()
-    print(f"{trainer.global_rank} {model.net.seen} {total}", flush=True)
+    say("rank", trainer.global_rank, model.net.seen, total)
 """
 
 
@@ -315,7 +320,7 @@ def test_lightning_starts_the_second_rank_itself(tmp_path: Path) -> None:
     script(tmp_path, "lit.py", LIGHTNING)
     ran = mezzo("--precision", "fp16", "--out", "out", "lit.py", at=tmp_path)
     assert ran.returncode == 0, ran.stderr
-    lines = sorted(line.split() for line in ran.stdout.splitlines() if line[:1] in "01")
+    lines = sorted(line.split()[1:] for line in ran.stdout.splitlines() if line.startswith("rank "))
     assert [line[:2] for line in lines] == [["0", "torch.float16"], ["1", "torch.float16"]]
     assert lines[0][2] == lines[1][2]
     assert ran.stderr.count("mezzo: policy fp16") == 1
@@ -325,7 +330,7 @@ def test_lightning_starts_the_second_rank_itself(tmp_path: Path) -> None:
 
 TRAINER = """
 import sys
-from train import Net, nn, torch
+from train import Net, nn, say, torch
 from transformers import Trainer, TrainingArguments
 
 class Model(nn.Module):
@@ -354,7 +359,7 @@ model = Model()
 trainer = Trainer(model=model, args=TrainingArguments("kept", **settings), train_dataset=Data())
 trainer.train(resume_from_checkpoint=resume)
 total = sum(p.double().sum() for p in model.parameters()).item().hex()
-print(f"rank {trainer.args.process_index} {trainer.state.global_step} {model.net.seen} {total}", flush=True)
+say("rank", trainer.args.process_index, trainer.state.global_step, model.net.seen, total)
 torch.distributed.destroy_process_group()
 """
 
@@ -393,11 +398,11 @@ def test_the_trainer_of_transformers_on_two_ranks(tmp_path: Path) -> None:
 
 COMPARED = """
 import random
-from train import dist, train
+from train import dist, say, train
 dist.init_process_group("gloo")
 drawn = random.random()
 net = train(dist.get_rank())
-print(f"drawn {dist.get_rank()} {drawn}", flush=True)
+say("drawn", dist.get_rank(), drawn)
 dist.destroy_process_group()
 if "float16" in str(net.seen) and "b" not in str(net.seen) and net.rank:
     raise ValueError("planted on rank 1")

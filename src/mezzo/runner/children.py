@@ -186,6 +186,7 @@ class Parent:
 
     def __init__(self, run: dict[str, Any]) -> None:
         self._home = Path(run["home"])
+        self._mark = self._home / f"{socket.gethostname()}-{os.getpid()}.json"
         self._process: int = run["process"]
         self._is_here = run["host"] == socket.gethostname() and os.name == "posix"
 
@@ -196,12 +197,21 @@ class Parent:
         with contextlib.suppress(OSError):
             self._home.mkdir(mode=0o700, exist_ok=True)
             mark = {"process": os.getpid(), "error": "", **facts}
-            write_whole(self._home / f"{socket.gethostname()}-{os.getpid()}.json", json.dumps(mark))
+            write_whole(self._mark, json.dumps(mark))
 
     def end_with(self) -> None:
         """End this process soon after the first one is killed, also where it waits for another rank."""
         if self._is_here:
-            end_with(self._process, unless=lambda: not self._home.exists())
+            end_with(self._process, unless=self._ended_well)
+
+    def _ended_well(self) -> bool:
+        """Whether the first process took the marks away at its end; else this one's is taken away here."""
+        if not self._home.exists():
+            return True
+        self._mark.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other marks
+            self._home.rmdir()
+        return False
 
 
 def end_with(process: int, unless: Callable[[], bool] = lambda: False) -> None:
