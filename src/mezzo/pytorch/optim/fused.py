@@ -35,6 +35,10 @@ class FusedOptimizer(Optimizer):
     Works with torch.amp's `GradScaler`: if the attribute `grad_scale` is set, gradients are divided by it; if
     `found_inf` is set and not 0, the step is skipped, without waiting for the device.
 
+    Parameters may be `DTensor`s: each rank updates its own part, with the bits of the whole parameter where it is cut
+    along its first dimension. Create the optimizer after `fully_shard`. There, ``state="int8"`` is for parameters whose
+    rows are multiples of 64 elements; others have bf16 states.
+
     Args:
         params: parameters, named parameters, or groups; a group may set `masters` and `state` for itself.
         defaults: the update rule's settings.
