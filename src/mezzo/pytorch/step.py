@@ -50,6 +50,7 @@ def step_in_place(
     """
     params = [param for param in parameters(optimizer) if param.grad is not None]
     if not params:
+        checks.refuse_replaced(optimizer)
         raise no_gradient()
     grads, found = gradients_of(params), None
     if scale is not None:
@@ -85,6 +86,7 @@ def step_fused(
     params = list(parameters(optimizer))
     first = next((param.grad for param in params if param.grad is not None), None)
     if first is None:
+        checks.refuse_replaced(optimizer)
         raise no_gradient()
     found = norm = multiplier = by = None
     device = first.device if scale is None else scale.device
