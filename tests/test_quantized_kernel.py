@@ -47,6 +47,7 @@ def inputs(factor: Factor) -> dict[str, Tensor]:
     zeros = make(160, 256, 1)
     zeros[:128, :128] = 0
     zeros[128:] *= 1e-30
+    edges = [1.0, 1 + 2.0**-23, 1 + 2.0**-7, 2.0**-127, 2.0**-127 * (1 + 2.0**-7), 2.0**-126]  # of scales
     bad = make(64, 128, 2)
     bad[3, 5], bad[40, 7] = math.nan, -math.inf
     return {
@@ -57,6 +58,10 @@ def inputs(factor: Factor) -> dict[str, Tensor]:
         "subnormal": make(32, 128, 7) * 2.0**-126,
         "large": make(32, 128, 8) * 2.0**110,
         "zero blocks": zeros,
+        "edges": (torch.tensor(edges, dtype=torch.float64) * factor.largest)
+        .float()
+        .repeat_interleave(32)[:, None]
+        * torch.ones(32),
         "zero": torch.zeros(16, 16),
         "minus zero": -torch.zeros(32, 32),
         "nan and infinity": bad,
