@@ -63,7 +63,7 @@ def quantize(
         *(0, _shared(tiles), tiles, columns, height, columns // width, span, x.data_ptr(), codes.data_ptr()),
         *(0 if values is None else values.data_ptr(), inv_scale.data_ptr(), *given),
     )
-    _run(_quantizer(factor, width, x.dtype, values is not None), job, x.numel())
+    _run(_quantizer(factor, width, x.dtype), job, x.numel())
     if job[NOT_FINITE]:
         return None
     return codes, inv_scale[:1].clone() if is_one else inv_scale, values
@@ -107,16 +107,15 @@ def _shared(count: int) -> int:
 
 
 def _width(width: int) -> dict[str, str]:
-    return {"WIDTH": str(width if width <= 32 else 0)}  # longer loops need not know their count
+    return {"WIDTH": str(width if width in (1, 16, 32) else 0)}  # longer loops need not know
 
 
 @functools.cache
-def _quantizer(factor: Factor, width: int, x: torch.dtype, has_values: bool) -> int:
+def _quantizer(factor: Factor, width: int, x: torch.dtype) -> int:
     form = named(factor.element)
     bindings = {
         **jit.elements(x, load="load_x", at="x_at"),
         **_width(width),
-        "HAS_VALUES": str(has_values),
         "NMANT": str(form.nmant),
         "LEAST": str(127 + form.minexp),
         "LARGEST": repr(float(form.max)),
@@ -142,7 +141,6 @@ NMANT = 3  # bound
 LEAST = 121  # bound
 LARGEST = 448.0  # bound
 WIDTH = 32  # bound
-HAS_VALUES = True  # bound
 x_at = cpu.int16_at  # bound
 load_x = cpu.load_bf16  # bound
 value_at = cpu.int16_at  # bound
@@ -155,7 +153,15 @@ value_of_code = cpu_codes.value_of_e4m3fn  # bound
 
 @loop
 def quantize_tile(
-    tensors: Tensors, given: Given, start: int, first: int, rows: int, blocks: int, stride: int, width: int
+    tensors: Tensors,
+    given: Given,
+    start: int,
+    first: int,
+    rows: int,
+    blocks: int,
+    stride: int,
+    width: int,
+    has_values: bool,
 ) -> int:
     """Quantize the blocks from element `start`, whose scales begin at `first`; returns the largest magnitude."""
     x, codes, values, inv_scales = tensors
@@ -189,7 +195,7 @@ def quantize_tile(
                 gaps = gaps_of(magnitude, sign, binade, NMANT, u32(mark + u32(u32(places[b]) + u32(i))))
                 rounded = cpu_codes.value_of(gaps, binade, NMANT)
                 codes[place] = u8(i32(code_of(gaps, binade, rounded, LEAST, NMANT) | i32(sign >> 24)))
-                if HAS_VALUES:
+                if has_values:
                     signed = float_of(i32(bits(rounded) | sign))
                     cpu.store_number_bf16(values, place, f32(signed * f32(inv_scales[first + b])))
     return i32(top)
@@ -201,6 +207,7 @@ def quantize_tiles(job: Pointer) -> None:
     width = WIDTH if WIDTH else columns // job[ACROSS]
     tensors = x_at(job[X]), uint8_at(job[CODES]), cpu.int16_at(job[VALUES]), float32_at(job[SCALES])
     given = i32(job[GIVEN]), i32(job[GIVEN + 1]), i32(job[GIVEN + 2])
+    has_values = job[VALUES] != 0
     parts = (columns + span - 1) // span
     while True:
         begin = cpu.take(job) * job[TAKEN]
@@ -210,7 +217,9 @@ def quantize_tiles(job: Pointer) -> None:
             down, column = tile // parts, tile % parts * span
             start, first = down * height * columns + column, down * job[ACROSS] + column // width
             blocks = min(span, columns - column) // width
-            if quantize_tile(tensors, given, start, first, height, blocks, columns, width) >= i32(INFINITY):
+            if quantize_tile(tensors, given, start, first, height, blocks, columns, width, has_values) >= i32(
+                INFINITY
+            ):
                 job[NOT_FINITE] = 1
 
 
