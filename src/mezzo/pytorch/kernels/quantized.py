@@ -6,8 +6,12 @@ Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433).
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
+import os
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +19,10 @@ from torch import Tensor
 
 from mezzo.core.recipes import HADAMARD, Factor
 from mezzo.pytorch.dtypes import dtype_of
+from mezzo.pytorch.kernels.backend import KERNELS, implementation
 from mezzo.pytorch.kernels.plain import is_plain
 
+_READ = (torch.float32, torch.bfloat16, torch.float16)  # what the compiled loops read
 _MANTISSA = (1 << 23) - 1  # of an FP32 pattern
 _LARGEST = torch.finfo(torch.float32).max
 _SIXTH = float(torch.tensor(1.0) / 6)  # in FP32
@@ -34,32 +40,42 @@ class Quantized:
 
     __slots__ = ("_values", "codes", "inv_scale", "tensor_scale")
 
-    def __init__(self, codes: Tensor, inv_scale: Tensor, tensor_scale: Tensor | None = None) -> None:
-        self.codes, self.inv_scale, self.tensor_scale = codes, inv_scale, tensor_scale
-        self._values: Tensor | None = None
+    def __init__(
+        self,
+        codes: Tensor,
+        inv_scale: Tensor,
+        tensor_scale: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> None:
+        self.codes, self.inv_scale, self.tensor_scale, self._values = codes, inv_scale, tensor_scale, values
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """``codes * inv_scale``, kept for a second product of the same factor; exact in bf16 but for FP32 scales."""
         if self._values is None or self._values.dtype is not dtype:
-            self._values = _by_block(torch.mul, decode(self.codes), self.inv_scale).to(dtype)
+            kernel = _kernel(os.environ.get(KERNELS)) if _fits(self.codes, self.inv_scale) else None
+            if kernel is not None and dtype in (torch.bfloat16, torch.float32):
+                self._values = kernel.decode(self.codes, self.inv_scale, dtype)
+            else:
+                self._values = _by_block(torch.mul, decode(self.codes), self.inv_scale).to(dtype)
         return self._values
 
 
-def quantize(x: Tensor, factor: Factor, dim: int = 1) -> Quantized:
-    """Codes and scales of a matrix [R, C] whose dimension `dim` a product sums over.
+def quantize(x: Tensor, factor: Factor, dim: int = 1, dtype: torch.dtype | None = None) -> Quantized:
+    """Codes and scales of a matrix [R, C] whose dimension `dim` a product sums over; with `dtype` the values as well.
 
     Naive code, for one power of two for the whole matrix::
 
         inv_scale = 2.0 ** ceil(log2(x.abs().max() / factor.largest))
         codes = (x.float() / inv_scale).to(torch.float8_e4m3fn)
     """
+    is_served = x.dtype in _READ and factor.scale != "fp32" and _fits(x)
+    kernel = _kernel(os.environ.get(KERNELS)) if is_served else None
+    if kernel is not None and (fused := _fused(kernel, x.detach(), factor, dim, dtype)) is not None:
+        return fused
     wide = _in_blocks(x.detach().to(torch.float32), factor, dim)
     if factor.hadamard:
         wide = hadamard(wide, dim)
-    rows, columns = (wide.shape[0], wide.shape[1])
-    other, summed = factor.block
-    height, width = (other, summed) if dim == 1 else (summed, other)
-    block = (height or rows, width or columns)
+    block = _block(wide, factor, dim)
     if x.device.type == "cpu" and is_plain(x):
         # If all values are finite, PyTorch's cast needs no correction: half the time, and no device waits.
         largest = _magnitude(wide, block)
@@ -71,6 +87,57 @@ def quantize(x: Tensor, factor: Factor, dim: int = 1) -> Quantized:
     return found
 
 
+def _block(x: Tensor, factor: Factor, dim: int) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    other, summed = factor.block
+    height, width = (other, summed) if dim == 1 else (summed, other)
+    return height or x.shape[0], width or x.shape[1]
+
+
+@functools.cache
+def _kernel(forced: str | None) -> ModuleType | None:
+    """The compiled loops, if there are any; `forced` is MEZZO_KERNELS."""
+    is_compiled = implementation("cpu") == "numba"
+    return importlib.import_module("mezzo.pytorch.kernels.cpu_quantized") if is_compiled else None
+
+
+def _fits(*tensors: Tensor) -> bool:
+    """Whether the compiled loops may read these tensors."""
+    return all(x.device.type == "cpu" and x.numel() > 0 for x in tensors) and is_plain(*tensors)
+
+
+def _fused(
+    kernel: ModuleType, x: Tensor, factor: Factor, dim: int, dtype: torch.dtype | None
+) -> Quantized | None:
+    """The same in one pass over memory, two with a scale of the tensor; None if an element is not finite."""
+    x = _in_blocks(x, factor, dim).contiguous()
+    if factor.hadamard and dim == 0:
+        x = kernel.mixed(x, _mixing(x.device))
+    elif factor.hadamard:
+        x = hadamard(x.to(torch.float32), dim).to(torch.bfloat16)
+    block, tensor_scale = _block(x, factor, dim), None
+    least, most = (1, 253) if factor.scale == "power-of-two" else (0, 254)
+    given = [least, most, _top(factor) if factor.scale == "e8m0-floor" else 0]
+    if factor.scale == "e4m3fn" or block == x.shape:
+        largest = _magnitude(x, (x.shape[0], x.shape[1])).to(torch.float32).view(())
+        if factor.scale == "e4m3fn":
+            encode_tensor, tensor_scale = _of_tensor(largest)
+            given = [_pattern(encode_tensor * _SIXTH), _pattern(tensor_scale), 0]
+        else:
+            exponent = _pattern(_power_scale(largest, factor)) >> 23
+            given = [exponent, exponent, 0]
+    found = kernel.quantize(x, factor, block, given, dtype)
+    if found is None:
+        return None
+    codes, inv_scale, values = found
+    return Quantized(codes, inv_scale, tensor_scale, values)
+
+
+def _pattern(number: Tensor) -> int:
+    """The bits of an FP32 [] on a CPU."""
+    return int(number.view(torch.int32))
+
+
 def amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """The largest finite magnitude of each block of (height, width) elements, 0 if there is none. No host sync."""
     return _magnitude(x.nan_to_num(0.0, 0.0, 0.0), block)
@@ -80,7 +147,7 @@ def _magnitude(x: Tensor, block: tuple[int, int]) -> Tensor:
     """The largest magnitude of each block; NaN if one is NaN."""
     if block == tuple(x.shape):
         low, high = x.aminmax()
-        return torch.maximum(-low, high).view(1, 1)
+        return torch.maximum(-low, high).abs().view(1, 1)  # not -0.0, whose inverse is minus infinity
     (rows, columns), (height, width) = x.shape, block
     magnitudes = x.abs()
     if height == 1 and width == columns:
@@ -95,13 +162,8 @@ def _with_scales(wide: Tensor, largest: Tensor, factor: Factor, *, is_finite: bo
         return _nvfp4(wide, largest, factor, is_finite=is_finite)
     if factor.scale == "fp32":
         inv_scale = torch.where(largest > 0, largest / factor.largest, 1.0)
-    elif factor.scale == "e8m0-floor":
-        top = math.frexp(factor.largest)[1] - 1
-        inv_scale = _power_of_two(((largest.view(torch.int32) >> 23) - top).clamp(0, 254))
-    elif factor.scale == "e8m0":
-        inv_scale = e8m0_scale_of(largest, factor.largest)
     else:
-        inv_scale = inv_scale_of(largest, factor.largest)
+        inv_scale = _power_scale(largest, factor)
     scaled = _by_block(torch.div, wide, inv_scale).contiguous()
     if factor.element not in ("e4m3fn", "e5m2"):
         return Quantized(_rounded(scaled, factor, is_finite=is_finite), inv_scale)
@@ -109,6 +171,18 @@ def _with_scales(wide: Tensor, largest: Tensor, factor: Factor, *, is_finite: bo
     if is_finite and factor.scale not in ("e8m0-floor", "fp32"):  # nothing is too large
         return Quantized(scaled.to(dtype), inv_scale)
     return Quantized(encode(scaled, dtype), inv_scale)
+
+
+def _power_scale(largest: Tensor, factor: Factor) -> Tensor:
+    """The power of two for the largest magnitude of a block."""
+    if factor.scale == "e8m0-floor":
+        return _power_of_two(((largest.view(torch.int32) >> 23) - _top(factor)).clamp(0, 254))
+    return (e8m0_scale_of if factor.scale == "e8m0" else inv_scale_of)(largest, factor.largest)
+
+
+def _top(factor: Factor) -> int:
+    """The exponent of the largest element."""
+    return math.frexp(factor.largest)[1] - 1
 
 
 def inv_scale_of(amax: Tensor, largest: float) -> Tensor:
@@ -131,15 +205,19 @@ def _power_of_two(biased: Tensor) -> Tensor:
 
 def _nvfp4(wide: Tensor, largest: Tensor, factor: Factor, *, is_finite: bool) -> Quantized:
     """4-bit elements, a scale in e4m3fn for each block, one in FP32 for the tensor; operation by operation in FP32."""
-    of_tensor = largest.amax()
-    # `number / tensor` would multiply by the reciprocal, which rounds twice.
-    encode_tensor = (torch.full_like(of_tensor, 448.0 * 6.0) / of_tensor).clamp(max=_LARGEST)
-    encode_tensor = torch.where((encode_tensor == 0) | (of_tensor == 0), 1.0, encode_tensor)
-    decode_tensor = 1.0 / encode_tensor
+    encode_tensor, decode_tensor = _of_tensor(largest.amax())
     block_scale = decode((largest * (encode_tensor * _SIXTH)).clamp(max=448.0).to(torch.float8_e4m3fn))
     to_codes = (1.0 / (block_scale * decode_tensor)).clamp(max=_LARGEST)
     scaled = _by_block(torch.mul, wide, to_codes).contiguous()
     return Quantized(_rounded(scaled, factor, is_finite=is_finite), block_scale, decode_tensor)
+
+
+def _of_tensor(of_tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """NVFP4's factor of a tensor whose largest magnitude is given, and its inverse."""
+    # `number / tensor` would multiply by the reciprocal, which rounds twice.
+    encode_tensor = (torch.full_like(of_tensor, 448.0 * 6.0) / of_tensor).clamp(max=_LARGEST)
+    encode_tensor = torch.where((encode_tensor == 0) | (of_tensor == 0), 1.0, encode_tensor)
+    return encode_tensor, 1.0 / encode_tensor
 
 
 def _rounded(x: Tensor, factor: Factor, *, is_finite: bool) -> Tensor:
@@ -171,17 +249,22 @@ def uniform(x: Tensor) -> Tensor:
 
 def hadamard(x: Tensor, dim: int) -> Tensor:
     """FP32 [R, C] with each 16 elements along `dim` multiplied by ``diag(signs) H / 4``, rounded to bf16."""
-    i = torch.arange(HADAMARD, device=x.device)
-    bits = i[:, None] & i[None, :]
-    odd = (bits ^ bits >> 1 ^ bits >> 2 ^ bits >> 3) & 1
-    signs = torch.tensor(_SIGNS, dtype=torch.float32, device=x.device)
-    matrix = signs[:, None] * (1.0 - 2.0 * odd) / 4
+    matrix = _mixing(x.device)
     rows, columns = x.shape
     if dim == 1:
         mixed = (x.reshape(-1, HADAMARD) @ matrix).view(rows, columns)
     else:
         mixed = (matrix.t() @ x.reshape(-1, HADAMARD, columns)).view(rows, columns)
     return mixed.to(torch.bfloat16).to(torch.float32)
+
+
+def _mixing(device: torch.device) -> Tensor:
+    """The transform's FP32 matrix [16, 16]."""
+    i = torch.arange(HADAMARD, device=device)
+    bits = i[:, None] & i[None, :]
+    odd = (bits ^ bits >> 1 ^ bits >> 2 ^ bits >> 3) & 1
+    signs = torch.tensor(_SIGNS, dtype=torch.float32, device=device)
+    return signs[:, None] * (1.0 - 2.0 * odd) / 4
 
 
 def _in_blocks(x: Tensor, factor: Factor, dim: int) -> Tensor:

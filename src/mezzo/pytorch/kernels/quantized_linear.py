@@ -54,7 +54,7 @@ def product(
     """
     if is_native(a.codes.device) and _is_fp8(a) and _is_fp8(b):
         return _native(form, a, b, bias, out_dtype)
-    dtype = gemm_dtype(a.codes.device.type) if in_bf16 else torch.float32
+    dtype = _dtype(a.codes.device, in_bf16)
     if a.tensor_scale is not None and b.tensor_scale is not None:
         return _with_tensor_scales(form, a, b, bias, dtype, a.tensor_scale * b.tensor_scale, out_dtype)
     if bias is not None and torch._C._functorch.peek_interpreter_stack() is not None:
@@ -64,6 +64,10 @@ def product(
         low = None if bias is None else bias.to(torch.bfloat16).to(dtype)
         return F.linear(left, right, low).to(out_dtype)
     return torch.mm(left if form == "NN" else left.t(), right).to(out_dtype)
+
+
+def _dtype(device: torch.device, in_bf16: bool) -> torch.dtype:
+    return gemm_dtype(device.type) if in_bf16 else torch.float32
 
 
 def _with_tensor_scales(
@@ -216,7 +220,8 @@ class _QuantizedLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """The output; x [M, K] as kept for the weight's gradient: codes and their scales."""
         x, w = _rows(input), weight.detach()
-        left, right = (quantize(value, factor) for value, factor in zip((x, w), recipe.output))
+        dtype = _dtype(x.device, recipe.is_exact_in_bf16)
+        left, right = (quantize(value, factor, 1, dtype) for value, factor in zip((x, w), recipe.output))
         y = product("NT", left, right, bias, in_bf16=recipe.is_exact_in_bf16)
         y = y.view(*input.shape[:-1], w.shape[0])
         if not for_weight:
@@ -264,16 +269,16 @@ def _gradients(
     """The gradients of input, weight and bias, each if wanted."""
     (input_dtype, weight_dtype, bias_dtype), recipe = ctx.dtypes, ctx.recipe
     g = _rows(grad)
+    dtype = _dtype(g.device, recipe.is_exact_in_bf16)
     dx = dw = db = by_row = None
     if weight is not None:
-        by_row = quantize(g, recipe.input_gradient[0])
-        dx = product(
-            "NN", by_row, quantize(weight, recipe.input_gradient[1], 0), in_bf16=recipe.is_exact_in_bf16
-        )
+        by_row = quantize(g, recipe.input_gradient[0], 1, dtype)
+        right = quantize(weight, recipe.input_gradient[1], 0, dtype)
+        dx = product("NN", by_row, right, in_bf16=recipe.is_exact_in_bf16)
         dx = dx.view(*grad.shape[:-1], dx.shape[-1]).to(input_dtype)
     if held is not None:
         shares = by_row is not None and _is_shared(recipe.input_gradient[0], recipe.weight_gradient[0])
-        by_column = by_row if shares else quantize(g, recipe.weight_gradient[0], 0)
+        by_column = by_row if shares else quantize(g, recipe.weight_gradient[0], 0, dtype)
         assert by_column is not None
         produced = torch.bfloat16 if weight_dtype is torch.bfloat16 else torch.float32
         dw = product("TN", by_column, held, None, produced, in_bf16=recipe.is_exact_in_bf16).to(weight_dtype)

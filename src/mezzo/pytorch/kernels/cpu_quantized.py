@@ -1,0 +1,276 @@
+"""Quantization by blocks on a CPU, in a `jit` template: magnitudes, scales, codes and decoded values of a tile at once.
+
+A tile is a row of blocks, or a part of one, so that x is read from memory once. For finite values the results are bit
+for bit those of `quantized`, by any number of threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from ctypes import addressof, c_int64
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo.core.formats import named
+from mezzo.core.recipes import HADAMARD, Factor
+from mezzo.pytorch.dtypes import dtype_of
+from mezzo.pytorch.kernels import cpu, cpu_codes, jit
+from mezzo.pytorch.kernels.cpu import Pointer, bits, f32, float32_at, float_of, i32, loop, u8, u32, uint8_at
+from mezzo.pytorch.kernels.cpu_codes import INFINITY, Given
+
+ALONE = 1 << 15  # elements up to which one thread is done before a second has begun
+BLOCKS = 512  # in a tile, at most
+SPAN_MIXED = 256  # columns that are transformed at once
+MIXED = HADAMARD * SPAN_MIXED  # their elements: 16 KiB in FP32
+_TILE = 1 << 14  # elements of a tile, about
+
+# The words of a job; the address of values is 0 if they are not wanted. GIVEN: three words for `scales_of`. NOT_FINITE
+# becomes 1 if there is a NaN or an infinity.
+(
+    COUNTER, TAKEN, TILES, COLUMNS, HEIGHT, ACROSS, SPAN, X, CODES, VALUES, SCALES, GIVEN, _, _, NOT_FINITE, JOB_WORDS,
+) = range(16)  # fmt: skip
+
+_Job = c_int64 * JOB_WORDS
+
+Tensors = tuple[Pointer, Pointer, Pointer, Pointer]
+
+
+def quantize(
+    x: Tensor, factor: Factor, block: tuple[int, int], given: Sequence[int], dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Codes, the blocks' scales and values of x [R, C], contiguous and in whole blocks; None if one is not finite.
+
+    `given` are a tensor scale's FP32 patterns for NVFP4; else the least and the largest biased exponent of a scale,
+    and 0, or for scales that are rounded down the exponent of the largest element.
+    """
+    rows, columns = x.shape
+    height, width = block
+    is_one = block == (rows, columns) and factor.scale != "e4m3fn"
+    if is_one:
+        height = 1  # rows as blocks, whose scales are the same
+    codes = torch.empty(x.shape, dtype=dtype_of("e5m2" if factor.element == "e5m2" else "e4m3fn"))
+    inv_scale = torch.empty((rows // height, columns // width), dtype=torch.float32)
+    values = torch.empty(x.shape, dtype=dtype) if dtype is torch.bfloat16 else None
+    if height == 1:  # one row of blocks
+        rows, columns = 1, x.numel()
+    span = min(max(_TILE // height, 128), BLOCKS * width, columns) // width * width or width
+    tiles = rows // height * -(-columns // span)
+    job = _Job(
+        *(0, _shared(tiles), tiles, columns, height, columns // width, span, x.data_ptr(), codes.data_ptr()),
+        *(0 if values is None else values.data_ptr(), inv_scale.data_ptr(), *given),
+    )
+    _run(_quantizer(factor, width, x.dtype), job, x.numel())
+    if job[NOT_FINITE]:
+        return None
+    return codes, inv_scale[:1].clone() if is_one else inv_scale, values
+
+
+def decode(codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``codes * inv_scale`` [R, C] in bf16 or FP32."""
+    codes, inv_scale = codes.contiguous(), inv_scale.contiguous()
+    (rows, columns), (down, across) = codes.shape, inv_scale.shape
+    values = torch.empty(codes.shape, dtype=dtype)
+    job = _Job(
+        *(0, _shared(rows), rows, columns, rows // down, across, columns, 0, codes.data_ptr()),
+        *(values.data_ptr(), inv_scale.data_ptr()),
+    )
+    _run(_decoder(codes.dtype, columns // across, dtype), job, codes.numel())
+    return values
+
+
+def mixed(x: Tensor, matrix: Tensor) -> Tensor:
+    """`quantized.hadamard` along the rows of x [R, C], in whole groups and contiguous, summed in order; in bf16."""
+    rows, columns = x.shape
+    values = torch.empty(x.shape, dtype=torch.bfloat16)
+    tiles = rows // HADAMARD * -(-columns // SPAN_MIXED)
+    job = _Job(
+        *(0, _shared(tiles), tiles, columns, HADAMARD, 0, SPAN_MIXED, x.data_ptr(), 0),
+        *(values.data_ptr(), matrix.data_ptr()),
+    )
+    kernel = jit.kernel(sys.modules[__name__], jit.elements(x.dtype, load="load_x", at="x_at"), "mix_tiles")
+    _run(kernel.address, job, x.numel())
+    return values
+
+
+def _run(kernel: int, job: Any, elements: int) -> None:
+    call = jit.alone if elements <= ALONE else jit.parallel
+    call(kernel, addressof(job))
+
+
+def _shared(count: int) -> int:
+    """The tiles that a thread takes at once: a fourth of its part."""
+    return -(-count // (4 * torch.get_num_threads()))
+
+
+def _width(width: int) -> dict[str, str]:
+    return {"WIDTH": str(width if width in (1, 16, 32) else 0)}  # longer loops need not know
+
+
+@functools.cache
+def _quantizer(factor: Factor, width: int, x: torch.dtype) -> int:
+    form = named(factor.element)
+    bindings = {
+        **jit.elements(x, load="load_x", at="x_at"),
+        **_width(width),
+        "NMANT": str(form.nmant),
+        "LEAST": str(127 + form.minexp),
+        "LARGEST": repr(float(form.max)),
+        "scales_of": f"cpu_codes.{'by_e4m3fn' if factor.scale == 'e4m3fn' else 'by_power'}",
+        "gaps_of": f"cpu_codes.{'stochastic' if factor.stochastic else 'nearest'}",
+        "code_of": f"cpu_codes.{'own_code' if form.bits == 8 else 'wider_code'}",
+    }
+    return jit.kernel(sys.modules[__name__], bindings, "quantize_tiles").address
+
+
+@functools.cache
+def _decoder(codes: torch.dtype, width: int, values: torch.dtype) -> int:
+    element = "e5m2" if codes is torch.float8_e5m2 else "e4m3fn"
+    bindings = {
+        **jit.elements(values, store="store_value", at="value_at"),
+        **_width(width),
+        "value_of_code": f"cpu_codes.value_of_{element}",
+    }
+    return jit.kernel(sys.modules[__name__], bindings, "decode_rows").address
+
+
+NMANT = 3  # bound
+LEAST = 121  # bound
+LARGEST = 448.0  # bound
+WIDTH = 32  # bound
+x_at = cpu.int16_at  # bound
+load_x = cpu.load_bf16  # bound
+value_at = cpu.int16_at  # bound
+store_value = cpu.store_bf16  # bound
+gaps_of = cpu_codes.nearest  # bound
+code_of = cpu_codes.own_code  # bound
+scales_of = cpu_codes.by_power  # bound
+value_of_code = cpu_codes.value_of_e4m3fn  # bound
+
+
+@loop
+def quantize_tile(
+    tensors: Tensors,
+    given: Given,
+    start: int,
+    first: int,
+    rows: int,
+    blocks: int,
+    stride: int,
+    width: int,
+    has_values: bool,
+) -> int:
+    """Quantize the blocks from element `start`, whose scales begin at `first`; returns the largest magnitude."""
+    x, codes, values, inv_scales = tensors
+    largest, multipliers = cpu.uint32_scratch(BLOCKS), cpu.float32_scratch(BLOCKS)
+    places = cpu.uint32_scratch(BLOCKS)  # vectors of 64 bits would take the place of 32-bit ones
+    for b in range(blocks):
+        largest[b], places[b] = u32(0), u32(b * width)
+    for row in range(rows):
+        at = start + row * stride
+        for b in range(blocks):
+            most = u32(largest[b])
+            for i in range(width):
+                most = max(most, u32(bits(load_x(x, at + b * width + i)) & i32(0x7FFFFFFF)))
+            largest[b] = most
+    top = u32(0)
+    for b in range(blocks):
+        top = max(top, u32(largest[b]))
+        inv_scale, multiplier = scales_of(i32(largest[b]), f32(LARGEST), given)
+        inv_scales[first + b] = inv_scale
+        multipliers[b] = multiplier
+    for row in range(rows):
+        at = start + row * stride
+        mark = u32(at)
+        for b in range(blocks):
+            for i in range(width):
+                place = at + b * width + i
+                pattern = bits(f32(load_x(x, place) * f32(multipliers[b])))
+                sign = i32(pattern & i32(-0x80000000))
+                magnitude = min(i32(pattern & i32(0x7FFFFFFF)), bits(f32(LARGEST)))
+                binade = cpu_codes.binade_of(magnitude, LEAST)
+                gaps = gaps_of(magnitude, sign, binade, NMANT, u32(mark + u32(u32(places[b]) + u32(i))))
+                rounded = cpu_codes.value_of(gaps, binade, NMANT)
+                codes[place] = u8(i32(code_of(gaps, binade, rounded, LEAST, NMANT) | i32(sign >> 24)))
+                if has_values:
+                    signed = float_of(i32(bits(rounded) | sign))
+                    cpu.store_number_bf16(values, place, f32(signed * f32(inv_scales[first + b])))
+    return i32(top)
+
+
+def quantize_tiles(job: Pointer) -> None:
+    """Take tiles until none is left."""
+    columns, height, span = job[COLUMNS], job[HEIGHT], job[SPAN]
+    width = WIDTH if WIDTH else columns // job[ACROSS]
+    tensors = x_at(job[X]), uint8_at(job[CODES]), cpu.int16_at(job[VALUES]), float32_at(job[SCALES])
+    given = i32(job[GIVEN]), i32(job[GIVEN + 1]), i32(job[GIVEN + 2])
+    has_values = job[VALUES] != 0
+    parts = (columns + span - 1) // span
+    while True:
+        begin = cpu.take(job) * job[TAKEN]
+        if begin >= job[TILES]:
+            break
+        for tile in range(begin, min(begin + job[TAKEN], job[TILES])):
+            down, column = tile // parts, tile % parts * span
+            start, first = down * height * columns + column, down * job[ACROSS] + column // width
+            blocks = min(span, columns - column) // width
+            if quantize_tile(tensors, given, start, first, height, blocks, columns, width, has_values) >= i32(
+                INFINITY
+            ):
+                job[NOT_FINITE] = 1
+
+
+@loop
+def decode_row(tensors: Tensors, start: int, first: int, blocks: int, width: int) -> None:
+    """Decode the blocks of a row."""
+    _, codes, values, inv_scales = tensors
+    for b in range(blocks):
+        for i in range(width):
+            place = start + b * width + i
+            store_value(values, place, f32(value_of_code(i32(codes[place])) * f32(inv_scales[first + b])))
+
+
+def decode_rows(job: Pointer) -> None:
+    """Take rows until none is left."""
+    columns, across = job[COLUMNS], job[ACROSS]
+    width = WIDTH if WIDTH else columns // across
+    tensors = uint8_at(job[X]), uint8_at(job[CODES]), value_at(job[VALUES]), float32_at(job[SCALES])
+    while True:
+        begin = cpu.take(job) * job[TAKEN]
+        if begin >= job[TILES]:
+            break
+        for row in range(begin, min(begin + job[TAKEN], job[TILES])):
+            decode_row(tensors, row * columns, row // job[HEIGHT] * across, across, width)
+
+
+@loop
+def mix_tile(x: Pointer, values: Pointer, matrix: Pointer, start: int, columns: int, stride: int) -> None:
+    """Multiply 16 rows by the matrix."""
+    wide = cpu.float32_scratch(MIXED)
+    for i in range(HADAMARD):
+        for column in range(columns):
+            wide[i * SPAN_MIXED + column] = load_x(x, start + i * stride + column)
+    for j in range(HADAMARD):
+        for column in range(columns):
+            total = f32(0.0)
+            for i in range(HADAMARD):
+                total = cpu.fma(f32(wide[i * SPAN_MIXED + column]), f32(matrix[i * HADAMARD + j]), total)
+            cpu.store_bf16(values, start + j * stride + column, total)
+
+
+def mix_tiles(job: Pointer) -> None:
+    """Take tiles until none is left."""
+    columns, span = job[COLUMNS], job[SPAN]
+    x, values, matrix = x_at(job[X]), cpu.int16_at(job[VALUES]), float32_at(job[SCALES])
+    parts = (columns + span - 1) // span
+    while True:
+        begin = cpu.take(job) * job[TAKEN]
+        if begin >= job[TILES]:
+            break
+        for tile in range(begin, min(begin + job[TAKEN], job[TILES])):
+            column = tile % parts * span
+            start = tile // parts * HADAMARD * columns + column
+            mix_tile(x, values, matrix, start, min(span, columns - column), columns)
