@@ -391,7 +391,7 @@ def test_the_trainer_of_transformers_on_two_ranks(tmp_path: Path) -> None:
         assert [line[1:4] for line in lines] == [[rank, steps, "torch.float16"] for rank in "01"]
         assert lines[0][4] == lines[1][4]
         assert "nan" not in lines[0][4]
-        assert "3 optimizer steps, 1 skipped" in ran.stderr
+        assert "3 updates due, 1 skipped" in ran.stderr
         assert ran.stderr.count("mezzo: policy fp16") == 1
         assert "update 1 skipped, because of rank 1" in ran.stderr
 

@@ -10,7 +10,7 @@ from typing import Any
 from mezzo.compare.folder import strict
 from mezzo.compare.measure import speed
 from mezzo.compare.request import BASELINE, FRAMEWORKS, TWIN, Request
-from mezzo.compare.runs import FinishedRun
+from mezzo.compare.runs import TRACEBACK, FinishedRun
 from mezzo.core.comparison import WIDE, Comparison, Parity
 from mezzo.core.policy import policy
 from mezzo.core.records import OWN, OWN_PRECISION, SWITCHED_OFF
@@ -136,7 +136,12 @@ def _quantity(part: Comparison | None, name: str, prefix: str) -> dict[str, Any]
 
 
 def _failure(run: FinishedRun) -> str:
-    last = run.failure().rstrip().rpartition("\n")[2].strip()
+    lines = run.failure().rstrip().splitlines()
+    if lines[0].startswith(TRACEBACK):  # what other ranks print may come after it
+        lines = lines[
+            : 1 + next((i for i, line in enumerate(lines) if i and not line.startswith(" ")), len(lines))
+        ]
+    last = lines[-1].strip()
     how = "was killed or crashed" if run.ended is None else f"ended with exit status {run.ended.status}"
     return f"run {run.name} {how}, FP32's did not (output: runs/{run.log.name}): {last}"
 
