@@ -45,7 +45,9 @@ def run(request: RunRequest) -> int:
     """Run a script as `python SCRIPT ARGS...` would, under a policy; its exit status (see `lifecycle.run`)."""
     policy, target = checked(request)
     widen = None if request.tensorboard is None else functools.partial(_with_events, request.tensorboard)
-    journal = Journal(request.records, lambda: _started(session), widen, request.summary and not lifecycle.rank_here())
+    journal = Journal(
+        request.records, lambda: _started(session), widen, request.summary and not lifecycle.rank_here()
+    )
     session = Session(request, policy, journal, ImportWatch())
     session.begin = functools.partial(_begin_forked, session, os.getpid())
     told, status = functools.partial(summary, session), 130
