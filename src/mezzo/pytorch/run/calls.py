@@ -126,6 +126,7 @@ class Preparation:
             )
         if session.lowers or not session.compiled:  # a compiled step in FP32 shows inner modules, too
             session.modules.setdefault(name)
+            session.calls_keras |= type(model).__module__.partition(".")[0] == "keras"
         for pattern in self._missing(session.request.patterns, model) if first else ():
             self._wait_for(pattern, model)
         policy = with_heads(session.policy, model)

@@ -141,6 +141,7 @@ class Session:
     model_calls: int = 0  # outermost calls of modules with parameters
     lowered_calls: int = 0  # those of them in 16 bits
     modules: dict[str, None] = field(default_factory=dict)  # their class names, in order
+    calls_keras: bool = False  # whether one of them is a Keras model, on Keras's torch backend
     compiled: bool = False  # whether a module's call was traced into a compiled function of the script's
     reruns: int = 0  # backward passes that were run again before the script saw their gradients
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
@@ -416,7 +417,8 @@ def _with_events(folder: Path, also: RecordWriter | None) -> RecordWriter | None
 def _started(session: Session) -> RunStarted:
     machine: dict[str, Any] = {}
     # With TensorFlow imported, `describe` would load Triton, whose LLVM aborts where another one is loaded.
-    idle = "keras" in sys.modules and not session.journal.losses and not session.model_calls
+    used = session.device_type or session.journal.losses or session.model_calls
+    idle = "keras" in sys.modules and not used
     if "torch" in sys.modules and not idle:
         import torch
 

@@ -29,7 +29,8 @@ def summary(session: Session, failed: bool) -> str:
         return ""  # rank 0 tells
     if failed and not (session.device_type or journal.losses or session.left_alone):
         return ""  # the script's own error says it all
-    if "keras" in sys.modules and not (journal.updates or session.left_alone):
+    trains = journal.updates or session.left_alone or (session.device_type and not session.calls_keras)
+    if "keras" in sys.modules and not trains:
         return "\n".join(f"mezzo: {line}" for line in for_keras(session))
     if session.left_alone is not None:
         lines = [_left_alone(session)]
