@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -135,13 +136,19 @@ def _quantity(part: Comparison | None, name: str, prefix: str) -> dict[str, Any]
     return {key: getattr(part, field, None) for key, field in keys.items()}
 
 
+# The line of an exception, which PyTorch prints with the rank.
+_ERROR = re.compile(r"(?P<rank>\[rank\d+\]: )?(?P<error>[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*)")
+
+
 def _failure(run: FinishedRun) -> str:
     lines = run.failure().rstrip().splitlines()
-    if lines[0].startswith(TRACEBACK):  # what other ranks print may come after it
-        lines = lines[
-            : 1 + next((i for i, line in enumerate(lines) if i and not line.startswith(" ")), len(lines))
-        ]
-    last = lines[-1].strip()
+    # On several ranks, what the others print may come between the lines of the traceback, or after it.
+    errors = (
+        found["error"]
+        for line in lines
+        if (found := _ERROR.match(line)) and (found["rank"] or lines[0].startswith(TRACEBACK))
+    )
+    last = next(errors, lines[-1]).strip()
     how = "was killed or crashed" if run.ended is None else f"ended with exit status {run.ended.status}"
     return f"run {run.name} {how}, FP32's did not (output: runs/{run.log.name}): {last}"
 
