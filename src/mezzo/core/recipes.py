@@ -10,6 +10,7 @@ A layer has three products, each of two factors (x: input [M, K], w: weight [N, 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -107,6 +108,26 @@ class Recipe:
                     f"recipe {self.name!r}: block={list(factor.block)} of the first factor of {what} spans several "
                     "rows (tokens), whose number changes. Use 1 or 0 as the first number."
                 )
+
+        for what, (_, weight) in (("output", self.output), ("input_gradient", self.input_gradient)):
+            if any(size > 1 and self.multiple % size for size in weight.block):
+                raise UsageError(
+                    f"recipe {self.name!r}: multiple={self.multiple} is not a multiple of block={list(weight.block)}, "
+                    f"which w has in {what}. Use multiple={math.lcm(*(size or 1 for size in weight.block))}."
+                )
+
+    @property
+    def has_fp8_scales(self) -> bool:
+        """Whether each factor has one power of two, or one for each line: what GPUs with fp8 take."""
+        factors = (*self.output, *self.input_gradient, *self.weight_gradient)
+        return (
+            all(
+                (factor.block in ((0, 0), (1, 0)), factor.scale, named(factor.element).bits)
+                == (True, "power-of-two", 8)
+                for factor in factors
+            )
+            and len({factor.block for factor in factors}) == 1
+        )
 
     @property
     def is_exact_in_bf16(self) -> bool:

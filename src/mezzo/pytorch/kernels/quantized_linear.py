@@ -11,6 +11,7 @@ weight itself.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -43,7 +44,7 @@ def product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     *,
-    in_bf16: bool = True,
+    recipe: Recipe = RECIPES["fp8"],
 ) -> Tensor:
     """One of the three products, ``"NT"``, ``"NN"`` or ``"TN"``, of factors as stored; a bias only with bf16 results.
 
@@ -52,11 +53,12 @@ def product(
         a, b = (f.codes.double() * f.inv_scale for f in (a, b))
         return (a @ b.T + bias.bfloat16()).to(out_dtype)
     """
-    if is_native(a.codes.device) and _is_fp8(a) and _is_fp8(b):
+    if recipe.has_fp8_scales and is_native(a.codes.device):
         return _native(form, a, b, bias, out_dtype)
-    dtype = _dtype(a.codes.device, in_bf16)
-    if a.tensor_scale is not None and b.tensor_scale is not None:
-        return _with_tensor_scales(form, a, b, bias, dtype, a.tensor_scale * b.tensor_scale, out_dtype)
+    dtype = _dtype(a.codes.device, recipe.is_exact_in_bf16)
+    scales = [factor.tensor_scale for factor in (a, b) if factor.tensor_scale is not None]
+    if scales:
+        return _with_tensor_scales(form, a, b, bias, dtype, math.prod(scales[1:], start=scales[0]), out_dtype)
     if bias is not None and torch._C._functorch.peek_interpreter_stack() is not None:
         dtype = torch.float32  # a batched bf16 product would be rounded before the bias is added, and after
     left, right = _decoded(form, a, b, dtype)
@@ -94,11 +96,6 @@ def _decoded(form: str, a: Quantized, b: Quantized, dtype: torch.dtype) -> tuple
         rows = min(left.shape[0], right.shape[0])
         left, right = left[:rows], right[:rows]
     return left, right
-
-
-def _is_fp8(factor: Quantized) -> bool:
-    """Whether `torch._scaled_mm` takes these scales: one, one a row, or one a column."""
-    return factor.tensor_scale is None and min(factor.inv_scale.shape) == 1
 
 
 def _native(form: str, a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -222,7 +219,7 @@ class _QuantizedLinear(torch.autograd.Function):
         x, w = _rows(input), weight.detach()
         dtype = _dtype(x.device, recipe.is_exact_in_bf16)
         left, right = (quantize(value, factor, 1, dtype) for value, factor in zip((x, w), recipe.output))
-        y = product("NT", left, right, bias, in_bf16=recipe.is_exact_in_bf16)
+        y = product("NT", left, right, bias, recipe=recipe)
         y = y.view(*input.shape[:-1], w.shape[0])
         if not for_weight:
             return y, None, None, None
@@ -274,14 +271,14 @@ def _gradients(
     if weight is not None:
         by_row = quantize(g, recipe.input_gradient[0], 1, dtype)
         right = quantize(weight, recipe.input_gradient[1], 0, dtype)
-        dx = product("NN", by_row, right, in_bf16=recipe.is_exact_in_bf16)
+        dx = product("NN", by_row, right, recipe=recipe)
         dx = dx.view(*grad.shape[:-1], dx.shape[-1]).to(input_dtype)
     if held is not None:
         shares = by_row is not None and _is_shared(recipe.input_gradient[0], recipe.weight_gradient[0])
         by_column = by_row if shares else quantize(g, recipe.weight_gradient[0], 0, dtype)
         assert by_column is not None
         produced = torch.bfloat16 if weight_dtype is torch.bfloat16 else torch.float32
-        dw = product("TN", by_column, held, None, produced, in_bf16=recipe.is_exact_in_bf16).to(weight_dtype)
+        dw = product("TN", by_column, held, None, produced, recipe=recipe).to(weight_dtype)
     if ctx.needs_input_grad[2]:
         db = g.sum(0, dtype=torch.float32).to(bias_dtype)
     return dx, dw, db
