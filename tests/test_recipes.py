@@ -296,6 +296,11 @@ WRONG_FILES = [
     (MINE.replace("[output]", "[outputs]"), ("outputs", "output")),
     (MINE.replace('"e2m3"', '"e2m4"'), ("e2m4", "e2m3")),
     ("[output", ("not TOML",)),
+    (MINE.replace("[1, 16]", "16"), ("block=16", "[1, 32]")),
+    (MINE.replace("[1, 16]", '["1", 16]'), ("block=['1', 16]", "[1, 32]")),
+    (MINE.replace("= true", '= "yes"'), ("stochastic='yes'", "true or false")),
+    (MINE.replace("multiple = 32", 'multiple = "32"'), ("multiple='32'", "32")),
+    (f"last_blocks = 15\n{MINE}", ("last_blocks=15", "0.15")),
 ]
 
 

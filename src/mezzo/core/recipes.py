@@ -61,11 +61,19 @@ class Factor:
             raise unknown_name("element format", self.element, ELEMENTS)
         if self.scale not in SCALES:
             raise unknown_name("scale", self.scale, SCALES)
-        object.__setattr__(self, "block", tuple(self.block))
-        if len(self.block) != 2 or min(self.block) < 0:
+        block = list(self.block) if isinstance(self.block, tuple) else self.block
+        if (
+            not isinstance(block, list)
+            or len(block) != 2
+            or not all(type(size) is int and size >= 0 for size in block)
+        ):
             raise UsageError(
-                f"block={list(self.block)}: use two numbers from 0 on, such as [1, 32]; 0 is the whole dimension."
+                f"block={block!r}: use two numbers from 0 on, such as [1, 32]; 0 is the whole dimension."
             )
+        object.__setattr__(self, "block", tuple(block))
+        for name, value in (("stochastic", self.stochastic), ("hadamard", self.hadamard)):
+            if not isinstance(value, bool):
+                raise UsageError(f"{name}={value!r}: use true or false.")
         if self.scale == "e4m3fn" and self.element != "e2m1":
             raise UsageError(
                 f"scale='e4m3fn' with element={self.element!r}: the two scales of NVFP4 need element='e2m1'."
@@ -102,6 +110,14 @@ class Recipe:
     last_blocks: float = 0.0
 
     def __post_init__(self) -> None:
+        if type(self.multiple) is not int or self.multiple < 1:
+            raise UsageError(
+                f"recipe {self.name!r}: multiple={self.multiple!r} is not a whole number from 1 on, such as 32."
+            )
+        if not isinstance(self.last_blocks, (int, float)) or not 0 <= self.last_blocks < 1:
+            raise UsageError(
+                f"recipe {self.name!r}: last_blocks={self.last_blocks!r} is not from 0 to below 1, such as 0.15."
+            )
         for what, (factor, _) in (("output", self.output), ("input_gradient", self.input_gradient)):
             if factor.block[0] > 1:
                 raise UsageError(
