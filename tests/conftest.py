@@ -70,6 +70,14 @@ def _restored_settings() -> Iterator[None]:
         state.GradientState._reset_state()
 
 
+@pytest.fixture(autouse=True)
+def _one_framework(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test of PyTorch leaves no other framework imported: Mezzo treats a process with Keras as one of Keras."""
+    yield
+    if not request.path.parent.name.startswith("on_"):
+        assert not sys.modules.keys() & {"keras", "tensorflow", "jax"}
+
+
 @pytest.fixture
 def launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
     """Runs a script as `mezzo run` does, in this process: `launch(source, *argv, **request) -> Ran`."""
