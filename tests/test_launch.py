@@ -24,8 +24,8 @@ from mezzo.core.records import OverflowRecord, RangesRecord, RunEnded, RunStarte
 
 pytestmark = pytest.mark.heavy
 
-# A model, the training of one rank, or of a process by itself, and the end of a rank: a DistributedDataParallel is part
-# of a reference cycle, which would keep gloo's threads into the end of the interpreter (tests/children/leaving.py).
+# A model, the training of one rank, or of a process by itself, and the end of a rank, which leaves no thread of gloo:
+# one that waits for the GIL when Python ends would abort the process.
 TRAIN = """
 import gc, os, sys
 import torch
@@ -48,8 +48,10 @@ class Net(nn.Module):
         return self.two(x)
 
 def leave():
-    gc.collect()
+    gc.collect()  # a DistributedDataParallel is part of a reference cycle
     dist.destroy_process_group()
+    threads = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+    assert not any("gloo" in name for name in threads), threads
 
 def train(rank, plant=(), wrap=nn.parallel.DistributedDataParallel):
     torch.manual_seed(0)
