@@ -67,13 +67,6 @@ def test_shards_and_whole_parameters_are_summed_apart_and_parts_added_up_first(
     assert ranks[1]["parts to add"]["local"] == [3.0] * 3
 
 
-@pytest.mark.parametrize("case", ["released", "released, clipped"])
-def test_shards_are_stepped_within_backward_as_after_it(ranks: list[dict[str, Any]], case: str) -> None:
-    for rank in ranks:
-        assert rank[case]["released"] == pytest.approx(rank[case]["after"], rel=1e-6, abs=1e-7)
-    assert ranks[0]["released"]["after"] != pytest.approx(ranks[0]["released, clipped"]["after"], rel=1e-3)
-
-
 @pytest.mark.parametrize("case", ["alone", "alone, released"])
 def test_an_optimizer_of_one_rank_decides_alone(case: str, ranks: list[dict[str, Any]]) -> None:
     assert ranks[0][case] == {"told": [True] * 3, "steps": 3.0}

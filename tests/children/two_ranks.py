@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 import mezzo
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.distributed import Ranks, local, named, own_squares, ranks_of, replica_groups
-from mezzo.pytorch.training.release import GradientRelease
 
 
 def model() -> nn.Sequential:
@@ -128,43 +127,6 @@ def by(rank: int) -> dict[str, Any]:
         assert agreement.by is not None
         said.append(named(agreement.by))
     return {"said": said, "first": ranks.of_first(5.0 + rank), "largest": ranks.largest(rank, -rank)}
-
-
-class Descent:
-    """Stands in for an optimizer over shards: plain descent, in or after backward."""
-
-    @torch.no_grad()
-    def step_parameters(
-        self, params: list[Tensor], *, multiplier: Tensor | None = None, found_inf: Tensor | None = None
-    ) -> None:
-        for param in params:
-            assert param.grad is not None
-            step = 0.1 if multiplier is None else 0.1 * float(multiplier)
-            local(param.data).sub_(local(param.grad), alpha=step)
-
-
-def released(rank: int, **how: Any) -> dict[str, Any]:
-    """Steps within FSDP2's backward, beside PyTorch's own after it."""
-    results = []
-    for release in (True, False):
-        net = model()
-        fully_shard(net[0])
-        fully_shard(net)
-        params = list(net.parameters())
-        optimizer: Any = Descent()
-        for i in range(3):
-            loss = net(data(10 * i + rank)).square().mean()
-            if release:
-                GradientRelease(optimizer).backward(loss, None, params, **how)
-            else:
-                loss.backward()
-                if "clip_norm" in how:
-                    nn.utils.clip_grad_norm_(params, how["clip_norm"])
-                optimizer.step_parameters(params)
-                for param in params:
-                    param.grad = None
-        results.append([x for param in params for x in local(param.data).flatten().tolist()])
-    return {"released": results[0], "after": results[1]}
 
 
 def given(found: list[float | None], sums: list[float]) -> Callable[[int], dict[str, Any]]:
@@ -273,8 +235,6 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "parts to add": parts_to_add,
     "stages": stages,
     "by": by,
-    "released": released,
-    "released, clipped": lambda rank: released(rank, clip_norm=0.01),
     "an ulp apart": given([0.0, 0.0], [1.0, 1.0 + 2.0**-52]),
     "overflow on one": given([0.0, 1.0], [4.0, math.inf]),
     "NaN on one": given([math.nan, 0.0], [math.nan, 4.0]),

@@ -289,7 +289,7 @@ class OverflowTracer(StepObserver):
 
     def _agreed(self, finding: OverflowReport) -> OverflowReport:
         """The ranks of data parallelism look at their own parts of the batch: the first report that alarms."""
-        group = self._group and self._group()
+        group: Any = None if self._group is None else self._group()
         if group is None or not is_distributed(group):
             return finding
         found: list[Any] = [None] * dist.get_world_size(group)
