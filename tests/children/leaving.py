@@ -1,8 +1,9 @@
 """How a rank ends, so that its exit status says something of Mezzo and nothing of PyTorch's teardown.
 
-A `DistributedDataParallel` is part of a reference cycle, which keeps gloo's process group alive into the end of the
-interpreter, where its threads abort the process now and then ("terminate called without an active exception": 4 of 30
-processes of plain PyTorch 2.13). What a rank leaves behind is nobody's concern here.
+Where Dynamo is imported after the process group is made, which `DistributedDataParallel` does, default arguments in
+`torch.distributed.nn.functional` keep the group and its threads into the end of the interpreter. Python ends a thread
+that then waits for the GIL inside a C++ destructor, which aborts the process ("terminate called without an active
+exception": 4 of 30 processes of plain PyTorch 2.13). `mezzo run` imports that module before the group is made.
 """
 
 from __future__ import annotations

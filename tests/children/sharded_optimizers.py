@@ -193,25 +193,32 @@ def trained(dtype: str, **how: Any) -> None:
         assert dtype == "fp32" or p.dim() == 1 or "remainder" in other.state[q]
 
 
-def released() -> None:
+def released(make: Callable[[Any], Any], **how: Any) -> None:
     """A step within FSDP2's backward, and after it."""
     results = []
-    for release in (True, False):
+    for release, clip in ((True, True), (False, True), (False, False)):
         net = model(0)
         params = list(net.parameters())
-        optimizer = AdamW(params, lr=0.01, state="bf16")
+        optimizer = make(params)
         for step in range(3):
             loss = net(random((4, 64), 5, step, RANK)).square().mean()
             if release:
-                GradientRelease(optimizer).backward(loss, None, params)
+                GradientRelease(optimizer).backward(loss, None, params, **how)
                 assert all(p.grad is None for p in params)
-            else:
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                continue
+            loss.backward()
+            if how and clip:
+                nn.utils.clip_grad_norm_(params, how["clip_norm"])
+            optimizer.step()
+            optimizer.zero_grad()
         results.append([full(p) for p in params])
-    for index, (mine, wanted) in enumerate(zip(*results)):
-        same(mine, wanted, f"parameter {index}")
+    mine, wanted, unclipped = results
+    for index, (one, other) in enumerate(zip(mine, wanted)):
+        if how:
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+            assert not torch.allclose(one, unclipped[index], rtol=1e-4), f"parameter {index} was not clipped"
+        else:
+            same(one, other, f"parameter {index}")
 
 
 OPTIMIZERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -442,7 +449,8 @@ if WORLD == 2:
     CASES["trained: MixedPrecisionPolicy"] = lambda: trained("fp32", mp_policy=half)
     CASES["trained: offload"] = lambda: trained("fp32", offload_policy=CPUOffloadPolicy(pin_memory=False))
     CASES["trained: bf16"] = lambda: trained("bf16", mp_policy=half)
-    CASES["released"] = released
+    CASES["released"] = lambda: released(lambda params: AdamW(params, lr=0.01, state="bf16"))
+    CASES["released, clipped"] = lambda: released(lambda params: SGD(params, lr=0.1), clip_norm=0.01)
     CASES["made before: AdamW"] = lambda: made_before(AdamW)
     CASES["made before: with_masters"] = lambda: made_before(
         lambda params: with_masters(torch.optim.SGD(params))

@@ -6,11 +6,13 @@ Arguments: rank, a file for the ranks to meet at.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import fsdp_cases
+import provenance_cases
 import torch
 import torch.distributed as dist
 from leaving import leave
@@ -23,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 import mezzo
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.distributed import Ranks, local, named, own_squares, ranks_of, replica_groups
-from mezzo.pytorch.training.release import GradientRelease
 
 
 def model() -> nn.Sequential:
@@ -128,43 +129,6 @@ def by(rank: int) -> dict[str, Any]:
     return {"said": said, "first": ranks.of_first(5.0 + rank), "largest": ranks.largest(rank, -rank)}
 
 
-class Descent:
-    """Stands in for an optimizer over shards: plain descent, in or after backward."""
-
-    @torch.no_grad()
-    def step_parameters(
-        self, params: list[Tensor], *, multiplier: Tensor | None = None, found_inf: Tensor | None = None
-    ) -> None:
-        for param in params:
-            assert param.grad is not None
-            step = 0.1 if multiplier is None else 0.1 * float(multiplier)
-            local(param.data).sub_(local(param.grad), alpha=step)
-
-
-def released(rank: int, **how: Any) -> dict[str, Any]:
-    """Steps within FSDP2's backward, beside PyTorch's own after it."""
-    results = []
-    for release in (True, False):
-        net = model()
-        fully_shard(net[0])
-        fully_shard(net)
-        params = list(net.parameters())
-        optimizer: Any = Descent()
-        for i in range(3):
-            loss = net(data(10 * i + rank)).square().mean()
-            if release:
-                GradientRelease(optimizer).backward(loss, None, params, **how)
-            else:
-                loss.backward()
-                if "clip_norm" in how:
-                    nn.utils.clip_grad_norm_(params, how["clip_norm"])
-                optimizer.step_parameters(params)
-                for param in params:
-                    param.grad = None
-        results.append([x for param in params for x in local(param.data).flatten().tolist()])
-    return {"released": results[0], "after": results[1]}
-
-
 def given(found: list[float | None], sums: list[float]) -> Callable[[int], dict[str, Any]]:
     def case(rank: int) -> dict[str, Any]:
         mine = found[rank]
@@ -242,8 +206,28 @@ def refused(rank: int) -> dict[str, Any]:
     return {"told": told, "same": hexed(net) == before, "dtype": str(net.module[0].weight.dtype)}
 
 
+def accelerated(rank: int) -> dict[str, Any]:
+    """Accelerate's data parallelism under fp16, with an overflow in the batch of rank 1."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # of no use: the group exists
+    accelerator = mezzo.accelerate.Accelerator("fp16", cpu=True)
+    net = normed()
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1, fused=True))
+    skips = []
+    for step in range(3):
+        x = data(10 * rank + step) * (1e30 if step == rank == 1 else 1.0)
+        accelerator.backward(model(x).pow(2).mean())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        skips.append(accelerator.optimizer_step_was_skipped)
+    scale, kind = accelerator.mezzo.loss_scale, type(model).__name__
+    return {"skips": skips, "weights": hexed(model), "loss_scale": scale, "kind": kind}
+
+
 CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     **fsdp_cases.CASES,
+    **provenance_cases.CASES,
     "replicated": replicated,
     "sharded": sharded,
     "copies": copies,
@@ -251,8 +235,6 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "parts to add": parts_to_add,
     "stages": stages,
     "by": by,
-    "released": released,
-    "released, clipped": lambda rank: released(rank, clip_norm=0.01),
     "an ulp apart": given([0.0, 0.0], [1.0, 1.0 + 2.0**-52]),
     "overflow on one": given([0.0, 1.0], [4.0, math.inf]),
     "NaN on one": given([math.nan, 0.0], [math.nan, 4.0]),
@@ -263,6 +245,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "averaged": lambda rank: averaged(rank, accumulate=1),
     "averaged, accumulated": lambda rank: averaged(rank, accumulate=3),
     "refused": refused,
+    "accelerated": accelerated,
 }
 
 

@@ -91,7 +91,8 @@ class OverflowTracer(StepObserver):
         self._trouble: list[str] = []
         self._group_of = group_of
         parallel = isinstance(model, nn.parallel.DistributedDataParallel)
-        self._group: Any = model.process_group if parallel else None  # type: ignore[union-attr]
+        # Weak: a group that outlives its end keeps gloo's threads into the end of Python, which they abort at times.
+        self._group = _weak(model.process_group if parallel else None)  # type: ignore[union-attr]
         self.notes: list[str] = []
         self._last: OverflowReport | None = None
         self._records: list[Record] = []
@@ -107,7 +108,7 @@ class OverflowTracer(StepObserver):
         """Keep the arguments."""
         self._open = None
         if self._group_of is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            self._group = model.process_group
+            self._group = _weak(model.process_group)
         if running_again() or not self._looks:
             return
         # Many calls in one graph: looked at once each time that their number has doubled, not all of them at each call.
@@ -174,7 +175,7 @@ class OverflowTracer(StepObserver):
             skipped = bool(skipped) if self._waits or skipped.device.type == "cpu" else False
         try:
             if self._group_of is not None:
-                self._group = self._group_of(optimizer)
+                self._group = _weak(self._group_of(optimizer))
             left = self._left.setdefault(self._group, self._limit)
             if skipped and left > 0:
                 # Another optimizer of the same backward: what was found for the first is kept no longer.
@@ -288,13 +289,18 @@ class OverflowTracer(StepObserver):
 
     def _agreed(self, finding: OverflowReport) -> OverflowReport:
         """The ranks of data parallelism look at their own parts of the batch: the first report that alarms."""
-        if self._group is None or not is_distributed(self._group):
+        group: Any = None if self._group is None else self._group()
+        if group is None or not is_distributed(group):
             return finding
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, finding, group=self._group)
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, finding, group=group)
         order = {"loss scale": 1, "unknown": 2}
         rank = min(range(len(found)), key=lambda one: order.get(found[one].cause, 0))
-        if rank == dist.get_rank(self._group):
+        if rank == dist.get_rank(group):
             return finding
         chosen: OverflowReport = found[rank]
         return replace(chosen, note="; ".join(filter(None, (chosen.note, f"found by rank {rank}"))))
+
+
+def _weak(group: Any) -> weakref.ref[Any] | None:
+    return None if group is None else weakref.ref(group)

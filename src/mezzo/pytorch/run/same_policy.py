@@ -29,6 +29,10 @@ def make_init(session: Session, original: Callable[..., Any]) -> Callable[..., A
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        # If first imported when a group exists (by DDP or an optimizer, with Dynamo), it keeps that group as a default
+        # argument, and so gloo's threads, into the end of Python: one that waits for the GIL then aborts the process.
+        import torch.distributed.nn.functional  # noqa: F401
+
         result = original(*args, **kwargs)
         store = None if dist.get_backend() in _SIMULATED else distributed_c10d._get_default_store()
         if store is not None:
