@@ -175,14 +175,9 @@ def late(trainer: Any) -> None:
         ({}, "fp16,params=fp16", UsageError, ["fp16,masters=fp32", "clips", "masters='split'"]),
         ({"model": llama(dtype=BF16)}, "bf16", UsageError, ["bf16", "'split'"]),
         ({}, "bf61", UsageError, ["bf61", "'bf16'"]),
-        (
-            {},
-            lambda _: mezzo.transformers.use(llama(), "bf16"),
-            UsageError,
-            ["Llama", "transformers.Trainer"],
-        ),
+        ({}, lambda _: mezzo.transformers.use(llama(), "bf16"), UsageError, ["Llama", "transformers.Trainer"]),
     ],
-)
+)  # fmt: skip
 def test_bad_input(
     options: Any, use: str | Callable[[Any], Any], error: type[Exception], parts: list[str], tmp_path: Path
 ) -> None:
