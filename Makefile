@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Python compiles a file when it is first imported; pip would compile all of them, which takes as long as the rest.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test checks lint types layers docs pytorch fast heavy frameworks reproduce wheel versions bench ledger gpu-check clean
+.PHONY: demo test checks lint types layers docs pytorch fast heavy nightly frameworks reproduce wheel versions bench ledger gpu-check clean
 
 demo: .venv/demo.stamp
 	$(BIN)/mezzo compare --demo digits --out mezzo-compare-digits
@@ -33,15 +33,13 @@ docs: .venv/test.stamp
 
 OTHERS := tests/on_keras tests/on_tensorflow
 
-# All tests of PyTorch; `fast` and `heavy` are the two halves.
-pytorch: .venv/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 $(PYTEST_FLAGS) $(OTHERS:%=--ignore=%)
-
-fast: .venv/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not heavy" $(PYTEST_FLAGS) $(OTHERS:%=--ignore=%)
-
-heavy: .venv/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m heavy $(PYTEST_FLAGS) $(OTHERS:%=--ignore=%)
+# The daily tests of PyTorch; `fast` and `heavy` are the two halves. `nightly` has more forms of what they test.
+pytorch: SELECTED := not nightly
+fast: SELECTED := not heavy and not nightly
+heavy: SELECTED := heavy and not nightly
+nightly: SELECTED := nightly
+pytorch fast heavy nightly: .venv/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "$(SELECTED)" $(PYTEST_FLAGS) $(OTHERS:%=--ignore=%)
 
 # The whole of Keras's tests on PyTorch, and what depends on the backend on the other two. A process has one Keras backend,
 # that of its first import; and TensorFlow stays out of the processes of PyTorch's tests.

@@ -33,13 +33,11 @@ def processes(words: list[str], folder: Path, *, seconds: float, count: int = 2)
     return outputs
 
 
-def two_ranks(child: str, meeting: Path, *, seconds: float) -> list[dict[str, Any]]:
-    """Case -> result of each rank: what a file of tests/children printed, given its rank and where the two meet."""
-    return ranks_of(child, meeting, seconds=seconds)
-
-
 def ranks_of(child: str, meeting: Path, *words: str, seconds: float, count: int = 2) -> list[dict[str, Any]]:
-    """As `two_ranks`, for `count` ranks; `words` are the child's further arguments."""
+    """Case -> result of each rank: what a file of tests/children printed.
+
+    Its arguments are its rank, where the ranks meet, and `words`.
+    """
     file = str(Path(__file__).parent / "children" / child)
     command = ["-W", "error", "-W", "ignore:MixedPrecision", file, "{rank}", str(meeting), *words]
     outputs = processes(command, meeting.parent, seconds=seconds, count=count)

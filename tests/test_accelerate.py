@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
-from ranks import two_ranks
 from trainers import OVERFLOW, batches, network, refused, same
 
 X, Y = map(torch.stack, zip(*batches(12)))
@@ -270,11 +269,3 @@ def test_an_old_library_is_refused(name: str, needed: str, monkeypatch: pytest.M
     monkeypatch.delitem(sys.modules, f"mezzo.{name}", raising=False)
     with pytest.raises(UsageError, match=rf"{name} >= {needed}.*0\.34\.2.*pip install -U '{name}>={needed}'"):
         importlib.import_module(f"mezzo.{name}")
-
-
-@pytest.mark.heavy
-def test_two_ranks_skip_together(tmp_path: Path) -> None:
-    one, other = two_ranks("accelerate_ddp.py", tmp_path / "meeting", seconds=180)
-    assert one == other
-    assert (one["skips"], one["loss_scale"]) == ([False, True, False], 2.0**15)
-    assert one["kind"] == "DistributedDataParallel"

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ranks import two_ranks
+from mezzo.core.overflow import OUTSIDE
+from ranks import ranks_of
 
 pytestmark = pytest.mark.heavy
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.heavy
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank printed: case -> result."""
-    return two_ranks("two_ranks.py", tmp_path_factory.mktemp("ranks") / "store", seconds=400)
+    return ranks_of("two_ranks.py", tmp_path_factory.mktemp("ranks") / "store", seconds=400)
 
 
 def both(ranks: list[dict[str, Any]], case: str) -> tuple[float | None, float]:
@@ -182,3 +183,20 @@ def test_an_average_that_is_not_ddps_is_refused(ranks: list[dict[str, Any]]) -> 
     assert "MixedPrecisionPolicy" in no_ddp
     assert "fp8" in no_format
     assert "bf16" in no_format
+
+
+@pytest.mark.parametrize("case", ["forward", "backward", "loss"])
+def test_both_ranks_tell_what_one_of_them_found(case: str, ranks: list[dict[str, Any]]) -> None:
+    module, op = {"forward": ("1", "mul"), "backward": ("1", "sqrt"), "loss": (OUTSIDE, "")}[case]
+    one, other = (rank[f"fault in {case}"] for rank in ranks)
+    for told in (one, other):
+        assert (told["module"], told["op"], told["skips"]) == (module, op, [False, True, False])
+    assert ["found by rank 1" in told["note"] for told in (one, other)] == [True, False]
+    assert one["weights"] == other["weights"] == one["untraced"]
+
+
+def test_accelerates_ranks_skip_together(ranks: list[dict[str, Any]]) -> None:
+    one, other = (rank["accelerated"] for rank in ranks)
+    assert one == other
+    assert (one["skips"], one["loss_scale"]) == ([False, True, False], 2.0**15)
+    assert one["kind"] == "DistributedDataParallel"

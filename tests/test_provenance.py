@@ -26,7 +26,6 @@ from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.core.records import OverflowRecord, RecordWriter, read
 from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
-from ranks import two_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
@@ -479,19 +478,3 @@ def test_a_compiled_model_is_run_again_as_it_was_written(whole: bool, fresh_comp
     assert ("compiled" in told.note) == whole
     net.first[0].weight.data.fill_(6e4)
     assert found(mp).module == "first.0"
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return two_ranks("provenance_ranks.py", tmp_path_factory.mktemp("ranks") / "store", seconds=300)
-
-
-@pytest.mark.heavy
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
-@pytest.mark.parametrize("case", ["forward", "backward", "loss"])
-def test_both_ranks_tell_what_one_of_them_found(case: str, ranks: list[dict[str, Any]]) -> None:
-    module, op = {"forward": ("1", "mul"), "backward": ("1", "sqrt"), "loss": (OUTSIDE, "")}[case]
-    for told in (rank[case] for rank in ranks):
-        assert (told["module"], told["op"], told["skips"]) == (module, op, [False, True, False])
-    assert ["found by rank 1" in rank[case]["note"] for rank in ranks] == [True, False]
-    assert ranks[0][case]["weights"] == ranks[1][case]["weights"] == ranks[0][case]["untraced"]

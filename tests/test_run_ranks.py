@@ -4,101 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mezzo.core.records import OverflowRecord, RangesRecord, UpdateRecord, read
+from mezzo.core.records import UpdateRecord, read
 from ranks import processes
-
-SCRIPT = """
-import gc, os, sys
-import torch
-import torch.distributed as dist
-from torch import nn
-
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
-torch.manual_seed(0)
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 2)
-        self.gain = 1.0
-
-    def forward(self, x):
-        x = self.one(x)
-        x = x.mul(self.gain)
-        return self.two(x)
-
-net = Net()
-model = nn.parallel.DistributedDataParallel(net)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-generator = torch.Generator().manual_seed(rank)
-x, y = torch.randn(16, 4, generator=generator), torch.randint(0, 2, (16,), generator=generator)
-for step in range(4):
-    net.gain = 1e6 if (step, rank) == (2, 1) else 1.0
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(x), y).backward()
-    optimizer.step()
-print(*(p.double().sum().item().hex() for p in model.parameters()))
-del model, optimizer
-gc.collect()  # or DDP's cycle keeps gloo's threads into the interpreter's end, which aborts now and then
-dist.destroy_process_group()
-"""
-
-
-UNUSED = """
-import os, sys
-import torch
-import torch.distributed as dist
-from torch import nn
-
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
-torch.manual_seed(0)
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.gain = nn.Linear(8, 8), nn.Linear(8, 1), 1.0
-
-    def forward(self, x):
-        hidden = self.a(x * self.gain)
-        return {"loss": self.b(hidden).pow(2).mean(), "hidden": hidden}
-
-net = Net()
-model = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(3):
-    net.gain = 1e30 if step == 1 else 1.0
-    optimizer.zero_grad()
-    model(torch.randn(4, 8))["loss"].backward()
-    optimizer.step()
-print(all(bool(p.isfinite().all()) for p in model.parameters()))
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.heavy
-def test_an_output_that_the_loss_does_not_use(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(UNUSED)
-    words = ["-m", "mezzo", "run", "--precision", "fp16", "script.py", str(tmp_path / "meeting")]
-    ran = subprocess.run(
-        [sys.executable, *words],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert ran.stdout == "True\n", ran.stderr
-    assert "3 updates due, 1 skipped" in ran.stderr
-
+from run_scripts import Ran
 
 EVERYWHERE = {  # optimizers that both ranks have, in the order of their first steps -> the step that they skip
     "fsdp": 2,
@@ -107,6 +21,7 @@ EVERYWHERE = {  # optimizers that both ranks have, in the order of their first s
     "fsdp_accumulated": 1,
     "fsdp_and_plain": 2,
     "hand_cleaned": 2,
+    "ddp_unused": 1,
     "only_here": None,
 }
 CASES = [*EVERYWHERE, "ddp_joined", "without_gradients"]
@@ -161,30 +76,13 @@ def test_what_is_not_done_with_several_ranks_is_said(several: Any) -> None:
     assert "call backward() on every rank" not in first
 
 
-@pytest.mark.heavy
-def test_all_ranks_skip_a_step_or_none_does(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    words = ["-m", "mezzo", "run", "--precision", "fp16", "--watch=1", "script.py", str(tmp_path / "meeting")]
-    told = processes(words, tmp_path, seconds=150)
-    assert told[0][0] == told[1][0]
-    assert "nan" not in told[0][0]
-    for name in ("run.jsonl", "run-rank1.jsonl"):
-        records = list(read(tmp_path / "mezzo-run" / "runs" / name))
-        assert [r.skipped for r in records if isinstance(r, UpdateRecord)] == [False, False, True, False]
-        (found,) = [r for r in records if isinstance(r, OverflowRecord)]
-        assert (found.update, found.finding.op, found.finding.cause) == (2, "mul", "overflow")
-        assert sum(isinstance(r, RangesRecord) for r in records) == 4
-    assert (tmp_path / "mezzo-run" / "report.html").exists()
-
-
 GATHERED = """
-import sys
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 net = fully_shard(nn.Linear(4, 2), mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 net(torch.randn(3, 4)).float().sum().backward()
@@ -193,14 +91,11 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.heavy
-def test_parameters_that_are_gathered_in_16_bits_are_the_scripts_own_precision(tmp_path: Path) -> None:
+def test_parameters_that_are_gathered_in_16_bits_are_the_scripts_own_precision(
+    launch: Callable[..., Ran],
+) -> None:
     """Else Mezzo would unscale fp16 gradients in fp16."""
-    (tmp_path / "script.py").write_text(GATHERED)
-    words = ["-m", "mezzo", "run", "--precision", "fp16", "script.py", str(tmp_path / "meeting")]
-    ran = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=150, env=os.environ
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "left alone: Linear has fully_shard(mp_policy=" in ran.stderr.replace("FSDPLinear", "Linear")
-    assert "float16" in ran.stderr
+    ran = launch(GATHERED, policy="fp16")
+    assert ran.status == 0
+    assert "left alone: Linear has fully_shard(mp_policy=" in ran.notes.replace("FSDPLinear", "Linear")
+    assert "float16" in ran.notes

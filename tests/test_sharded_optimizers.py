@@ -62,7 +62,10 @@ def test_shards_move_as_in_the_whole_parameter(two: Results, case: str, at_least
     assert_right(two, case, at_least)
 
 
-@pytest.mark.parametrize(("count", "cases"), [(1, 18), (3, 12), (4, 6)])
+@pytest.mark.parametrize(
+    ("count", "cases"),
+    [(1, 18), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((3, 12), (4, 6)))],
+)
 def test_checkpoints_of_two_ranks_load_on_others_to_the_bit(
     two: Results, folder: Path, count: int, cases: int
 ) -> None:

@@ -6,11 +6,13 @@ Arguments: rank, a file for the ranks to meet at.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import fsdp_cases
+import provenance_cases
 import torch
 import torch.distributed as dist
 from leaving import leave
@@ -242,8 +244,28 @@ def refused(rank: int) -> dict[str, Any]:
     return {"told": told, "same": hexed(net) == before, "dtype": str(net.module[0].weight.dtype)}
 
 
+def accelerated(rank: int) -> dict[str, Any]:
+    """Accelerate's data parallelism under fp16, with an overflow in the batch of rank 1."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # of no use: the group exists
+    accelerator = mezzo.accelerate.Accelerator("fp16", cpu=True)
+    net = normed()
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1, fused=True))
+    skips = []
+    for step in range(3):
+        x = data(10 * rank + step) * (1e30 if step == rank == 1 else 1.0)
+        accelerator.backward(model(x).pow(2).mean())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        skips.append(accelerator.optimizer_step_was_skipped)
+    scale, kind = accelerator.mezzo.loss_scale, type(model).__name__
+    return {"skips": skips, "weights": hexed(model), "loss_scale": scale, "kind": kind}
+
+
 CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     **fsdp_cases.CASES,
+    **provenance_cases.CASES,
     "replicated": replicated,
     "sharded": sharded,
     "copies": copies,
@@ -263,6 +285,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "averaged": lambda rank: averaged(rank, accumulate=1),
     "averaged, accumulated": lambda rank: averaged(rank, accumulate=3),
     "refused": refused,
+    "accelerated": accelerated,
 }
 
 

@@ -5,6 +5,7 @@ Arguments: a file for the ranks to meet at, and the cases. The environment has R
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -140,6 +141,23 @@ def hand_cleaned() -> Any:
     return train(net, squared(net), reduce)
 
 
+class TwoOutputs(nn.Module):
+    """A loss, an output that the loss does not use, and a parameter without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.unused = network(), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.net[0](x)
+        return {"loss": self.net[2](hidden).square().mean(), "hidden": hidden}
+
+
+def ddp_unused() -> Any:
+    net = DistributedDataParallel(TwoOutputs(), find_unused_parameters=True)
+    return train(net, lambda step: [net(batch(step, bad=(step, RANK) == (1, 1)))["loss"]], steps=3)
+
+
 def only_here() -> Any:
     """An optimizer on rank 0 only, which overflows at one step, and a metric that all ranks reduce."""
     net, probe = DistributedDataParallel(network()), network()
@@ -175,6 +193,8 @@ def main() -> None:
     print(json.dumps({name: globals()[name]() for name in sys.argv[2:]}))
     sys.stdout.flush()
     dist.barrier()
+    gc.collect()  # see ../children/leaving.py
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
