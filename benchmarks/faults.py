@@ -99,13 +99,13 @@ class Score:
 def score(folder: Path) -> Score:
     """Run and grade all rows; scripts and records go to a folder."""
     scoring = importlib.import_module("faults.score")
-    faults, clean = scoring.FAULTS, scoring.CLEAN
-    graded = [g for row in faults for g in scoring.grades_of(row)]
+    faults, clean = (importlib.import_module(f"faults.{name}") for name in ("rows", "clean"))
+    graded = [g for row in faults.FAULTS for g in scoring.grades_of(row)]
     return Score(
         graded,
-        [scoring.grade_of_clean(row) for row in clean],
-        [g for row in faults if row.can_be_a_script for g in scoring.grades_of_script(row, folder)],
-        [scoring.grade_of_clean_script(row, folder) for row in clean if row.can_be_a_script],
+        [scoring.grade_of_clean(row) for row in clean.CLEAN],
+        [g for row in faults.FAULTS if row.can_be_a_script for g in scoring.grades_of_script(row, folder)],
+        [scoring.grade_of_clean_script(row, folder) for row in clean.CLEAN if row.can_be_a_script],
         [trial for g in graded for trial in scoring.trials_of(g)],
     )
 

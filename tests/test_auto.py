@@ -154,22 +154,6 @@ def test_skipped_steps_are_not_timed(monkeypatch: pytest.MonkeyPatch, clock: Clo
     assert mp.step(mp.model(torch.ones(2, 3)).mean()).loss_scale == 1.0  # none in FP32
 
 
-def test_validation_between_steps_is_not_timed(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    mp, model = make("bf16", monkeypatch)
-    seconds = {"fp32": 2.0, "bf16": 1.0}
-    for _ in range(20):
-        model.eval()
-        with torch.no_grad(), mp.autocast():
-            model(torch.ones(2, 3))
-        clock.now += 50.0
-        with mp.autocast():
-            model(torch.ones(2, 3))
-        clock.now += 50.0
-        model.train()
-        steps(mp, clock, seconds, 1)
-    assert mp.decision.speedup == pytest.approx(2.0)
-
-
 @pytest.mark.parametrize("ratio", [2.0, 0.5])
 def test_a_decision_is_carried_into_the_resumed_run(
     ratio: float, monkeypatch: pytest.MonkeyPatch, clock: Clock

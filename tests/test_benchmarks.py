@@ -51,3 +51,23 @@ def test_the_gpu_check_without_a_gpu_exits_with_2_and_says_what_it_needs() -> No
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     assert (done.returncode, done.stdout) == (2, "")
     assert "needs a CUDA device" in done.stderr
+
+
+def test_collectives_that_mezzo_adds_are_those_beyond_pytorchs(load: Load) -> None:
+    collectives = load("collectives")
+    before = {
+        "ranks": 2,
+        "wrapper": "DDP",
+        "contender": "torch fp16",
+        "collectives": {"a": 1},
+        "bytes": {"a": 8},
+    }
+    after = before | {
+        "contender": "GradScaler fp16",
+        "collectives": {"a": 1, "b": 2},
+        "bytes": {"a": 6, "b": 4},
+    }
+    plain, own = collectives.with_added([before, after])
+    assert "added_bytes" not in plain
+    assert (own["baseline"], own["added_collectives"]) == ("torch fp16", {"b": 2})
+    assert own["added_bytes"] == {"a": -2, "b": 4}

@@ -162,14 +162,6 @@ def test_a_row(name: str) -> None:
     assert (row.planned, row.observed, row.calls, row.casts, row.as_planned) == expected
 
 
-def test_integers_have_no_row_and_auto_is_resolved() -> None:
-    with OpObserver("auto") as observer, mezzo.autocast("auto", "cpu"):
-        torch.mm(A.long(), A.long())
-        torch.mm(A, A)
-    (row,) = observer.table()
-    assert row.as_planned
-
-
 def test_a_second_observer_says_why_it_sees_nothing() -> None:
     with OpObserver("bf16") as first:
         second = OpObserver("bf16")
