@@ -79,7 +79,17 @@ def tested(python: Path, release: str, extra: list[str]) -> dict[str, Any]:
     report.unlink(missing_ok=True)
     began = time.monotonic()
     ignored = ["--ignore=tests/on_keras", "--ignore=tests/on_tensorflow"]
-    command = [str(python), "-m", "pytest", "-q", "-n", "2", "-m", "not heavy", f"--junitxml={report}"]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "-m",
+        "not heavy and not nightly",
+        f"--junitxml={report}",
+    ]
     done = subprocess.run(
         [*command, *ignored, *extra], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
     )

@@ -1,6 +1,7 @@
 """Run every experiment, two at a time, and write `summary.json`; exit status 1 if a finding no longer shows.
 
     python experiments/run_all.py                                            # quick, what `make reproduce` runs
+    python experiments/run_all.py --only accumulation,lost-updates           # some of them
     python experiments/run_all.py --full --out benchmarks/results/reproduce  # the figures of docs/dev/reproduce.md
 
 `python benchmarks/readme.py` then writes the summary and the figures into docs/dev/reproduce.md.
@@ -43,12 +44,21 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("mezzo-reproduce"), help="output folder (default %(default)s)"
     )
+    parser.add_argument(
+        "--only",
+        type=lambda text: tuple(text.split(",")),
+        default=NAMES,
+        metavar="NAMES",
+        help=f"run these experiments: {', '.join(NAMES)} (default all)",
+    )
     arguments = parser.parse_args()
+    if unknown := set(arguments.only) - set(NAMES):
+        parser.error(f"--only: unknown experiment {sorted(unknown)[0]!r}. Use {', '.join(NAMES)}.")
     options = ["--out", str(arguments.out), *["--full"] * arguments.full]
     with ThreadPoolExecutor(ATONCE) as pool:
-        statuses = dict(zip(NAMES, pool.map(lambda name: run(name, options)[0], NAMES)))
+        statuses = dict(zip(arguments.only, pool.map(lambda name: run(name, options)[0], arguments.only)))
     records = {}
-    for name in NAMES:
+    for name in arguments.only:
         path = arguments.out / name / "numbers.json"
         if path.exists():  # a script that failed leaves none
             record = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Blocks of Python in the pages for other frameworks: ```python keras, ```python keras jax, ```python tensorflow."""
+"""Blocks of Python in the pages: ```python, and for other frameworks ```python keras, ```python keras jax."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 # A fence, and the ```text that follows it: what the block prints.
 BLOCK = re.compile(
-    r"^```python (?P<words>[\w ]+)\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<shown>.*?)^```)?",
+    r"^```python(?P<words>[\w ]*)\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<shown>.*?)^```)?",
     re.MULTILINE | re.DOTALL,
 )
 
 
-def blocks(framework: str, backend: str | None = None) -> list[Any]:
-    """The blocks for a framework, as parameters; without those for another backend."""
+def blocks(framework: str = "", backend: str | None = None) -> list[Any]:
+    """The blocks for a framework, PyTorch if none is named, as parameters; without those for another backend."""
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for block in BLOCK.finditer(text):
-            first, *backends = block["words"].split()
+            first, *backends = block["words"].split() or [""]
             if first == framework and backends in ([], [backend]):
                 line = text.count("\n", 0, block.start("code")) + 1
                 found.append(pytest.param(block, id=f"{page.name}:{line}"))

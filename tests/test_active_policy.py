@@ -152,7 +152,7 @@ print(*(str(dtype).removeprefix("torch.") for dtype in formats), hits)
 """
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 @pytest.mark.compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
 def test_processes_that_share_a_compile_cache_never_cross(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.hardware import native_formats
-from releases import TORCH, before_torch
+from releases import before_torch
 from run_scripts import launcher
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -182,17 +182,6 @@ def test_errors_are_those_that_torch_raises_and_say_its_words() -> None:
         assert isinstance(ours.value, UsageError)
 
 
-def test_fp16_on_a_cpu_is_more_exact_than_torchs() -> None:
-    """A documented difference: sums of FP16 products in FP32, where PyTorch's CPU kernels round parts of them."""
-    a, b, c = torch.randn(8, 8), torch.randn(64, 8, 16), torch.randn(64, 16, 8)
-    truth = torch.addbmm(*(t.half().double() for t in (a, b, c)))
-    errors = []
-    for call in (torch.amp.autocast, autocast):
-        with call("cpu", dtype=FP16):
-            errors.append((torch.addbmm(a, b, c).double() - truth).abs().max().item())
-    assert errors[1] < errors[0]
-
-
 # --- Rules of custom operations.
 
 
@@ -245,22 +234,6 @@ def test_registered_rules_apply_as_under_torch(custom: Any, dtype: torch.dtype) 
         loss = model(x).square().mean()
     assert mp.step(loss).stepped
     assert model.seen == seen[0][0]
-
-
-def test_explain_names_registered_rules(custom: Any) -> None:
-    registered, wide = ("registered", "bf16 -> bf16"), "fp32 -> fp32"
-    # From torch 2.14 on its cast is part of what is observed.
-    in_fp16 = registered if TORCH < (2, 14) else ("registered", "fp16 -> bf16")
-    policies = {"bf16": registered, "fp16": in_fp16, "fp16,op.mezzoamp::low=fp32": ("fp32", wide)}
-    before_torch(
-        2, 13, "an op has one Python kernel for autocast: a policy's rule beside a registered one is an error"
-    )
-    for precision, expected in {**policies, "fp32": ("", wide)}.items():
-        shown = mezzo.explain(Layers(custom), torch.randn(2, 4), precision=precision)
-        rows = {row.op.removeprefix("mezzoamp::"): row for row in shown.ops}
-        assert (rows["low"].rule, rows["low"].observed) == expected
-        assert (rows["plain"].rule, shown.departed) == ("", [])
-        assert ("register_autocast" in str(shown)) == (precision != "fp32")
 
 
 SCRIPT = """

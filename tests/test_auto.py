@@ -62,13 +62,9 @@ DECISIONS = [
     # fp32 seconds, candidate seconds, the decision, words of the reason
     (0.1, 0.06, "bf16", "60 ms in bf16, 100 ms in FP32 (medians of 8 steps), so bf16 is 1.66x"),
     (0.1051, 0.100, "bf16", "1.05x as fast"),
-    (
-        0.1049,
-        0.100,
-        "fp32",
-        "FP32: a step takes 100 ms in bf16, 105 ms in FP32 (medians of 8 steps), so bf16 is 1.04x",
-    ),
-]
+    (0.1049, 0.100, "fp32",
+     "FP32: a step takes 100 ms in bf16, 105 ms in FP32 (medians of 8 steps), so bf16 is 1.04x"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fp32", "low", "chosen", "words"), DECISIONS)
@@ -76,20 +72,6 @@ def test_decides_by_the_ratio_of_medians(fp32: float, low: float, chosen: str, w
     _, decision = timed(lambda precision, _: fp32 if precision == "fp32" else low)
     assert decision.precision == chosen
     assert words in decision.reason
-
-
-def test_the_order_is_fair() -> None:
-    turns, _ = timed(lambda precision, _: 1.0)
-    assert turns == ["fp32", "bf16", "bf16", "fp32"] * 5
-
-
-def test_neither_drift_nor_warm_up_nor_one_stall_decides() -> None:
-    assert timed(lambda _, index: 1.0 + 0.2 * index)[1].speedup == pytest.approx(1.0)
-    slow = {1, 2, 9}  # the first two steps in bf16, which compile, and a stall
-    _, decision = timed(
-        lambda precision, index: 50.0 if index in slow else {"fp32": 2.0, "bf16": 1.0}[precision]
-    )
-    assert decision.speedup == 2.0
 
 
 @pytest.mark.parametrize(
@@ -170,22 +152,6 @@ def test_skipped_steps_are_not_timed(monkeypatch: pytest.MonkeyPatch, clock: Clo
     assert mp.loss_scale == 2.0**13
     assert steps(mp, clock, seconds, 2) == ["fp16", "fp32"]
     assert mp.step(mp.model(torch.ones(2, 3)).mean()).loss_scale == 1.0  # none in FP32
-
-
-def test_validation_between_steps_is_not_timed(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    mp, model = make("bf16", monkeypatch)
-    seconds = {"fp32": 2.0, "bf16": 1.0}
-    for _ in range(20):
-        model.eval()
-        with torch.no_grad(), mp.autocast():
-            model(torch.ones(2, 3))
-        clock.now += 50.0
-        with mp.autocast():
-            model(torch.ones(2, 3))
-        clock.now += 50.0
-        model.train()
-        steps(mp, clock, seconds, 1)
-    assert mp.decision.speedup == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("ratio", [2.0, 0.5])

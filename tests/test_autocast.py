@@ -142,22 +142,6 @@ def test_one_object_many_times_nested_and_in_threads():
     assert seen == [IN_BF16] * 2
 
 
-def test_many_threads_have_their_own_new_policies():
-    """Registration of kernels included: no other process state is shared than theirs."""
-    ops = ("tan", "sinh", "cosh", "asin", "acos", "expm1", "log1p", "log2")
-    start, seen = threading.Barrier(len(ops)), {}
-
-    def work(op):
-        start.wait(5)
-        with mezzo.autocast(f"bf16,op.{op}=lower"):
-            got = getattr(torch, op)(torch.full((4,), 0.5, dtype=BF16)).dtype
-            seen[op] = got, torch.exp(torch.ones(4, dtype=BF16)).dtype
-            start.wait(5)
-
-    in_threads(*(lambda op=op: work(op) for op in ops))
-    assert seen == dict.fromkeys(ops, (BF16, FP32))
-
-
 class _Product(torch.autograd.Function):
     """A user's Function, by the book: formats of its forward and backward are noted."""
 
@@ -290,13 +274,3 @@ def test_rules_for_another_librarys_op():
         for spec, expected in (("bf16,op.mezzotest::double=fp32", FP32), ("bf16", BF16)):
             with mezzo.autocast(spec):
                 assert torch.ops.mezzotest.double(HALF).dtype is expected
-
-
-def test_a_change_of_the_native_formats_is_noticed(monkeypatch):
-    """The variable is for tests, which run in one process: what another one assumed must not stick."""
-    x = torch.randn(2, 4, 4, requires_grad=True)
-    for assumed in ("bf16", "", "bf16"):
-        monkeypatch.setenv("MEZZO_ASSUME_NATIVE", assumed)
-        with mezzo.autocast("bf16"):
-            out = torch.bmm(x, x)
-        assert (out.grad_fn.name() == "BmmBackward0") == (assumed == "bf16"), assumed

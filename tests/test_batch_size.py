@@ -122,15 +122,11 @@ SENTENCES: list[tuple[BatchSizeResult, list[str]]] = [
     (run(Search(max_size=16), itself, fails=True), ["16 is the largest that was tried"]),
     (run(Search(start=2), itself, 0, fails=True), ["no size fits", "1 does not run (out of memory)"]),
     (run(Search(), tens, 5), ["no size fits", "1 takes 10 B", "limit is 5 B"]),
-    (
-        BatchSizeResult((Trial(8, True, 10, 1.0), Trial(16, True, 20, 4.0), Trial(17, False))),
-        ["16 is the largest that fits (20 B)", "trains 4 samples", "batch size 8 is the fastest, with 8."],
-    ),
-    (
-        BatchSizeResult((Trial(8, True, 10, 1.0), Trial.timed(16, 20, [1.0, 1.0, 2.0, 2.0, 2.0, 2.0]))),
-        ["trains 8 samples", "cannot be told", "vary by more than 1.5x"],
-    ),
-]
+    (BatchSizeResult((Trial(8, True, 10, 1.0), Trial(16, True, 20, 4.0), Trial(17, False))),
+     ["16 is the largest that fits (20 B)", "trains 4 samples", "batch size 8 is the fastest, with 8."]),
+    (BatchSizeResult((Trial(8, True, 10, 1.0), Trial.timed(16, 20, [1.0, 1.0, 2.0, 2.0, 2.0, 2.0]))),
+     ["trains 8 samples", "cannot be told", "vary by more than 1.5x"]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("result", "names"), SENTENCES, ids=range(len(SENTENCES)))
@@ -328,34 +324,6 @@ def test_what_was_handed_over_is_put_back_to_the_bit(name: str, steps_before: in
         return everything(model, optimizer, schedule)
 
     assert train(search=True) == train(search=False)
-
-
-def test_memory_and_time_are_taken_from_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step is a warm-up, the second is measured for memory, the others are timed."""
-    log: list[str] = []
-
-    class Watch(PeakTensorBytes):
-        def start(self) -> None:
-            log.append("[")
-            super().start()
-
-        def stop(self) -> Any:
-            log.append("]")
-            return super().stop()
-
-    def now() -> float:
-        log.append("t")
-        return float(len(log))
-
-    monkeypatch.setattr("mezzo.pytorch.batch_size.PeakTensorBytes", Watch)
-    monkeypatch.setattr("mezzo.pytorch.batch_size.time.perf_counter", now)
-
-    def step(size: int) -> None:
-        log.append("s")
-
-    found = mezzo.find_batch_size(step, 8, max_size=8, limit="10 GB", rounds=2)
-    assert "".join(log) == "s[s]tsttst"
-    assert found.trials[0].seconds == 2.0
 
 
 def constant(size: int) -> None:

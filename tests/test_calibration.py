@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mezzo.core.calibration import MOST_LOST, Sensitivity, conclusions, expected_square, rank, recommend
+from mezzo.core.calibration import MOST_LOST, Sensitivity, conclusions, rank, recommend
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import named
 from mezzo.core.loss_scale import DynamicLossScale
@@ -174,20 +174,6 @@ def test_what_is_concluded_from_watched_tensors(
     assert all(word in line for word, line in zip(words, found)), found
 
 
-NOTES: list[tuple[list[RangeRow], str]] = [
-    ([gradient("b", math.nan, 1.0)], "In FP32 itself 1 numbers of the activation gradient of b"),
-    ([activation("", 1e6)], "No policy can name ''"),
-    ([gradient("b", 1e10)], "b, up to 1e+10: this overflows fp16 under every dynamic"),
-]
-
-
-@pytest.mark.parametrize(("rows", "words"), NOTES)
-def test_notes(rows: list[RangeRow], words: str) -> None:
-    found = recommend(steps(FINE, rows), native={"fp16"})
-    assert any(words in note for note in found.notes)
-    assert not any("FP32 itself" in note for note in recommend(steps(FINE), native={"fp16"}).notes)
-
-
 @pytest.mark.parametrize("rows", [[], [CHAIN], [[gradient("a", 0.0, math.nan)]]])
 def test_without_a_gradient_nothing_is_recommended(rows: list[list[RangeRow]]) -> None:
     with pytest.raises(UsageError, match="no gradient was finite and not 0"):
@@ -203,14 +189,6 @@ def ranked(*rows: ModuleRounding) -> Sensitivity:
     found = rank([SensitivityRecord(i, 2.0, list(rows)) for i in (0, 5)], formats, 0.01)
     assert found is not None
     return found
-
-
-def test_the_expected_square_is_the_larger_sum_of_each_step() -> None:
-    steps = [ModuleRounding("a", "A", "bf16", 0.1, 0.04), ModuleRounding("a", "A", "bf16", -0.4, 0.04)]
-    assert expected_square(steps) == pytest.approx((0.04 + 0.16) / 2)
-    for odd in (math.nan, -math.inf):
-        assert expected_square([*steps, ModuleRounding("a", "A", "bf16", odd, 0.0)]) == math.inf
-        assert expected_square([ModuleRounding("a", "A", "bf16", 0.0, odd)]) == math.inf
 
 
 def test_the_most_sensitive_is_first_and_a_module_bears_what_is_within_its_share() -> None:

@@ -206,6 +206,12 @@ def test_the_real_thing(
     ended = (tmp_path / "mezzo-compare-train" / "report.html").read_text()
     assert "consistent" in ended
 
+
+@pytest.mark.nightly
+def test_a_script_with_calls_of_mezzo_is_compared_as_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     made = "mp = __import__('mezzo').MixedPrecision(model, optimizer, 'fp16')\n    for step"
     moved = (
         TRAINING.replace("for step", made)
@@ -219,5 +225,5 @@ def test_the_real_thing(
     found = json.loads(capsys.readouterr().out)
     assert found["own"] == "mezzo.MixedPrecision(fp16)"
     own = found["candidates"]["own"]
-    assert (own["steps"], own["fp32_loss"]) == (30, one["fp32_loss"])
+    assert own["steps"] == 30
     assert own["parity"] == "consistent", own["reason"]

@@ -50,16 +50,6 @@ def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture
     assert printed.count("\n") > 8
 
 
-@pytest.mark.parametrize("words", [["help"], *([name, "--help"] for name in VERBS)])
-def test_help_fits_a_narrow_terminal(
-    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    assert main(words) == 0
-    prose = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("usage:", "  "))]
-    assert max(map(len, prose)) <= 60
-
-
 ENDS = [
     (0, 0, ""),
     (1, 1, ""),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -147,13 +146,6 @@ def test_code_has_records_and_its_command_can_be_pasted(
     assert words == ["mezzo", "run", "--precision", "fp16", "-c", "1", "x"]
 
 
-@pytest.mark.parametrize("verb", ["compare", "calibrate", "batch-size"])
-@pytest.mark.parametrize("words", [["-"], ["-c", "print()"]])
-def test_other_commands_want_a_file(verb: str, words: list[str], capsys: Output) -> None:
-    assert main([verb, *words]) == 2
-    assert f"Save it as train.py: mezzo {verb} train.py" in capsys.readouterr().err
-
-
 def test_a_keras_script_gets_the_way_for_keras(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
@@ -212,15 +204,6 @@ def test_each_process_of_torchrun_has_records_of_its_own(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("given", "file"), [("r.jsonl", "r-rank1.jsonl"), ("r1.jsonl", "r1.jsonl")])
-def test_each_rank_has_a_file_of_its_own(
-    given: str, file: str, train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert main(["run", "--records", given, train]) == 3
-    assert [path.name for path in tmp_path.glob("*.jsonl")] == [file]
-
-
 def test_records_go_to_tensorboard_too(train: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -245,16 +228,6 @@ def test_tensorboard_is_missed_before_the_script_runs(
     assert captured.err.endswith("Install it: pip install tensorboard\n")
     assert (captured.err.count("\n"), captured.out) == (1, "")
     assert not (tmp_path / "here").exists()
-
-
-def test_whether_events_can_be_written_is_asked_without_torch(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    code = (
-        "import sys; from pathlib import Path\nfrom mezzo.runner.journal import check_events\n"
-        "check_events(Path(sys.argv[1]))\nassert not {'torch', 'tensorflow'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "a" / "b")], check=True)
-    assert (tmp_path / "a" / "b").is_dir()
 
 
 def test_watched_runs_never_overwrite_one_another(

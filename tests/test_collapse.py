@@ -19,8 +19,6 @@ from torch import nn
 import mezzo
 from bad_steps import is_finite, same
 from mezzo.core.errors import LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import DynamicLossScale, ScaleArrays, check
-from mezzo.core.overflow import OverflowReport
 from training_steps import NAN, nobody_owns_anything, who_decides  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
@@ -117,23 +115,6 @@ def test_the_error_names_where_it_comes_from_and_offers_remedies() -> None:
         again_and_again(lambda: step(mp, 0))
     assert "add an eps to the denominator" in str(raised.value)
     assert "PATTERN" not in str(raised.value)
-
-
-def test_a_collapse_offers_remedies_and_else_the_general_one() -> None:
-    with pytest.raises(LossScaleCollapseError) as caught:
-        check(DynamicLossScale(), ScaleArrays(2.0**-14, 0, 50, 50))
-    raised = caught.value
-    assert "module.PATTERN=fp32" in str(raised)
-    remedies = ["this module in FP32: `fp16,module.b=fp32`", "bf16: `bf16`"]
-    found = OverflowReport("overflow", "b", "mul", remedies=remedies)
-    said = str(raised.named(found))
-    assert all(words in said for words in (found.sentence, *remedies))
-    assert "PATTERN" not in said
-    for cause in ("unknown", "loss scale"):  # the remedy of a dynamic scale, the next step, did not help
-        unknown = OverflowReport(cause, remedies=["nothing, if the loss scale is dynamic"])
-        said = str(raised.named(unknown))
-        assert "module.PATTERN=fp32" in said
-        assert "nothing" not in said
 
 
 def test_a_grad_scaler_resumes_from_what_a_collapse_leaves() -> None:

@@ -133,7 +133,7 @@ def test_every_op_gives_the_planned_format_on_the_cpu(spec):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("spec", ["bf16", "fp16"])
+@pytest.mark.parametrize("spec", ["bf16", pytest.param("fp16", marks=pytest.mark.nightly)])
 def test_every_op_gives_the_planned_format_on_cuda(spec, both_native):
     code = active_policy.successor(0, "cuda", policy(spec))
     with FakeTensorMode(), samples.cuda_autocast(dtype_of(spec)), active_policy.rebound(code):

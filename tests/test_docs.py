@@ -18,20 +18,10 @@ import torch
 from mezzo.core.overflow import CAUSES
 from mezzo.core.ranges import WHAT
 from mezzo.pytorch.training import mixed_precision
+from page_blocks import blocks, run
 
 ROOT = Path(__file__).parent.parent
 USER_PAGES = sorted((ROOT / "docs").glob("*.md"))
-# A block, and the ```text after it, which is what it prints. A second word in the fence names a framework.
-BLOCK = re.compile(
-    r"^(?P<fence>```python(?: \w+)*)\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<shown>.*?)^```)?",
-    re.MULTILINE | re.DOTALL,
-)
-BLOCKS = [
-    pytest.param(block, id=f"{page.name}:{block.string.count(chr(10), 0, block.start()) + 1}")
-    for page in (ROOT / "README.md", *USER_PAGES)
-    for block in BLOCK.finditer(page.read_text(encoding="utf-8"))
-    if block["fence"] == "```python"
-]
 SHOWN = [
     ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
     for path in sorted((ROOT / "src").rglob("*.py"))
@@ -45,11 +35,6 @@ import doctest, importlib, sys
 found = doctest.testmod(importlib.import_module(sys.argv[1]))
 sys.exit(bool(found.failed) or not found.attempted)
 """
-
-
-def matches(shown: str, printed: str) -> bool:
-    """Whether a page shows what was printed; ``...`` stands for any text."""
-    return re.fullmatch(".*".join(map(re.escape, shown.split("..."))), printed, re.DOTALL) is not None
 
 
 @pytest.fixture
@@ -70,7 +55,7 @@ def clean() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning 2.6.6 with torch 2.13
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # overflows that a page shows
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", blocks())
 def test_a_block_runs_alone_and_prints_what_is_shown(
     block: re.Match[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,11 +64,7 @@ def test_a_block_runs_alone_and_prints_what_is_shown(
         test = doctest.DocTestParser().get_doctest(block["code"], {}, "page", None, 0)
         assert not doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed
         return
-    script = tmp_path / "train.py"  # a report about a skipped step names the file and shows the line
-    script.write_text(block["code"], encoding="utf-8")
-    exec(compile(block["code"], str(script), "exec"), {"__name__": "__main__"})
-    printed = capsys.readouterr().out
-    assert block["shown"] is None or matches(block["shown"], printed), printed
+    run(block, tmp_path, capsys)  # a report about a skipped step names the file and shows the line
 
 
 def test_user_pages_are_few_and_each_is_in_the_navigation() -> None:

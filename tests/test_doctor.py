@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from mezzo.cli.main import main
 from mezzo.core.hardware import cuda_formats
 from mezzo.doctor import measure
 from mezzo.doctor.gpus import ARCHITECTURES, MODELS, find, formats_at, from_capability
-from mezzo.doctor.measure import recommend, row, take_turns
+from mezzo.doctor.measure import recommend, row
 from mezzo.pytorch import hardware
 from mezzo.pytorch.hardware import Gpu
 
@@ -74,49 +73,6 @@ def test_a_gpu_without_a_datasheet_here_has_its_compute_capability_and_no_figure
     assert not any(model.memory_gb or model.peaks for name in CAPABILITIES for model in find(name))
 
 
-class Clock:
-    """A clock that tasks move on."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def task(self, *lengths: float) -> Callable[[], None]:
-        left = list(lengths)
-
-        def run() -> None:
-            self.now += left.pop(0) if len(left) > 1 else left[0]
-
-        return run
-
-
-def test_tasks_take_turns_until_the_budget_is_spent() -> None:
-    clock = Clock()
-    short, long = clock.task(1.0, 2.0, 3.0, 1.0), clock.task(2.0)
-    first, second = take_turns([short, long], budget=28.0, least=2, most=10, clock=clock)
-    assert first[:3] == (1.0, 2.0, 3.0)
-    assert set(second) == {2.0}
-    assert len(first) == len(second) == 9
-
-
-def test_a_slow_task_runs_once_and_a_quick_one_not_for_ever() -> None:
-    clock = Clock()
-    options: dict[str, Any] = {"budget": 3.0, "least": 3, "most": 7, "clock": clock}
-    assert [*map(len, take_turns([clock.task(0.001), clock.task(5.0)], **options))] == [3, 1]
-    assert [*map(len, take_turns([clock.task(0.001)], **options))] == [7]
-    assert [*map(len, take_turns([clock.task(1.0)] * 2, until=clock() + 2.5, **options))] == [2, 1]
-
-
-def test_the_spread_is_the_middle_half() -> None:
-    five = row("matmul", "bf16", 12.0, (5.0, 1.0, 3.0, 2.0, 4.0))
-    assert (five["low"], five["high"]) == (3.0, 6.0)
-    three = row("matmul", "bf16", 6.0, (1.0, 2.0, 3.0))
-    assert (three["median"], three["low"], three["high"], three["unit"]) == (3.0, 2.0, 6.0, "GFLOP/s")
-    none = row("copy", "fp32", 1.0, reason="no")
-    assert none["median"] is none["low"] is none["high"] is None
-
-
 NAN = float("nan")
 # (matmul, conv step) rates of fp32, bf16, fp16; native formats; the precision; what the reasons say
 RATES: list[tuple[tuple[float, float], tuple[float, float], tuple[float, float], str, str, list[str]]] = [
@@ -149,14 +105,6 @@ def test_the_recommendation_follows_from_the_rates(
     assert found.precision == precision
     assert all(one in " ".join(found.reasons) for one in words)
     assert {"bf16", "fp16"} <= {reason.split(":")[0] for reason in found.reasons}
-
-
-@pytest.mark.parametrize("seconds", [(1.0,), (1.0, 1.0, 4.0), ()])
-def test_unsteady_or_few_repeats_give_no_factors(seconds: tuple[float, ...]) -> None:
-    fp32 = row("matmul", "fp32", 1.0, seconds, "" if seconds else measure.LATE)
-    found = recommend([*made_up("cpu"), fp32], ["bf16"], device="the CPU")
-    assert (found.precision, "too few steady repeats" in found.reasons[0]) == ("bf16", True)
-    assert "x faster" not in str(found)
 
 
 TINY = measure.Sizes(side=32, batch=1, image=4, copy_bytes=4096)

@@ -25,21 +25,11 @@ RUNS = [
         6,
         r"fp8,masters=split,.*: [0-9,]+ weights, last loss \d\.\d+",
     ),
-    (
-        "recurrent.py",
-        ["--precision", "fp16,hidden=fp32"],
-        6,
-        r"fp16,hidden=fp32: .* states torch.float32 and .*",
-    ),
-    (
-        "gan.py",
-        ["--generator", "bf16", "--discriminator", "fp32"],
-        30,
-        r"\d of 8 clusters reached, \d+% of .*",
-    ),
+    ("recurrent.py", ["--precision", "fp16,hidden=fp32"], 6, r"fp16,hidden=fp32: .* states torch.float32 and .*"),
+    ("gan.py", ["--generator", "bf16", "--discriminator", "fp32"], 30, r"\d of 8 clusters reached, \d+% of .*"),
     ("fine_tuning.py", [], 20, r"\{'torch.float32'\} to save; the model has .*'torch.bfloat16'.*"),
     ("accumulation_and_clipping.py", [], 8, r"fp16: 3 updates from 10 batches, last loss .*"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.heavy

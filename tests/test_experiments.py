@@ -11,7 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -77,93 +76,6 @@ def test_only_a_finding_that_is_lost_fails_the_run(
     printed = capsys.readouterr().out
     assert f"b: {common.WORDS[fate]}" in printed
     assert known in printed
-
-
-GAPS = [
-    ([0.0, 0.01, -0.01], False, True),
-    ([0.3, 0.31, 0.32], True, False),
-    ([-0.3, -0.31, -0.32], False, False),  # better by more than the margin is not equivalent
-    ([0.0, 0.3, -0.3], False, False),  # too wide to tell
-    ([0.0, math.nan, 0.0], True, False),
-    ([0.0, math.inf, 0.0], True, False),
-]
-
-
-@pytest.mark.parametrize(("differences", "behind", "equivalent"), GAPS)
-def test_what_paired_differences_establish(differences: list[float], behind: bool, equivalent: bool) -> None:
-    with np.errstate(invalid="ignore"):
-        found = load("common").gap(differences, 0.1)
-    assert (found.behind, found.equivalent) == (behind, equivalent)
-
-
-@pytest.mark.heavy
-def test_the_cheapest_experiment_shows_its_findings_and_each_can_fail(tmp_path: Path) -> None:
-    accumulation = load("accumulation")
-    findings, numbers = accumulation.run(full=False)
-    assert [one.name for one in findings if not one.holds] == []
-    load("figures").save(tmp_path / "figure.svg", "title", lambda figure: accumulation.draw(numbers, figure))
-    n = len(numbers["lengths"])
-    inf = [math.inf] * n
-    for path, value, lost in (
-        (("equal_sums", "fp16"), [128.0], {"equal-terms-stick"}),
-        (("largest_positive_sum", "fp16"), 257.0, {"positive-terms-stick"}),
-        (("dot", "zero mean", "bf16", "fp32"), [5e-4] * n, {"fp32-is-enough"}),
-        (("dot", "zero mean", "fp16", "sequential"), [1e-3] * n, {"zero-mean-drifts"}),
-        (("dot", "positive", "fp16", "pairwise"), [0.01] * n, {"order-fixes-it"}),
-        (("variance", "unit", "sequential"), [0.1] * n, {"variance-sticks"}),
-        (("variance", "large", "pairwise"), inf, {"variance-overflows"}),
-        (("variance", "offset", "sequential"), [0.001] * n, {"variance-loses-digits"}),
-    ):
-        changed = json.loads(json.dumps(numbers))
-        place = changed
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = value
-        assert {one.name for one in accumulation.findings(changed) if not one.holds} == lost
-
-
-# weight, update as a share of it -> lost in fp16, lost in bf16
-RULE = [
-    (1.5, 2.0**-8, False, False),
-    (1.5, 2.0**-9, False, True),
-    (1.5, 2.0**-11, False, True),
-    (1.5, 2.0**-12, True, True),
-    (1.999, 0.9 * 2.0**-12, True, True),
-    (1.001, 0.9 * 2.0**-11, True, True),
-    (1.0, -1.1 * 2.0**-12, False, True),  # the gap below a power of two is half as wide
-]
-
-
-@pytest.mark.parametrize(("weight", "share", "in_fp16", "in_bf16"), RULE)
-def test_the_rule_of_2048(weight: float, share: float, in_fp16: bool, in_bf16: bool) -> None:
-    seen = load("lost_updates").Updates()
-    seen.look(7, torch.tensor([weight, 1.0]), torch.tensor([weight * share, 0.0]))
-    assert seen.lost == {"fp16": [in_fp16], "bf16": [in_bf16]}
-    assert (int(seen.counts.sum()), seen.steps) == (1, [7])
-
-
-GOOD = (5.0, 5.4, 5.2)
-
-
-def runs_of(distances: tuple[float, ...] = GOOD, classes: int = 10) -> list[dict[str, Any]]:
-    """Runs of the GAN made by hand."""
-    return [{"distance": distance, "classes": classes} for distance in distances]
-
-
-AS_GOOD = [
-    (GOOD, 10, True, "equivalent"),
-    ((5.1, 5.8, 4.9), 10, True, "consistent"),
-    ((6.0, 6.5, 6.3), 10, False, "divergent"),
-    ((5.0, 60.0, 5.2), 10, False, "inconclusive"),  # one ruined run: too wide to tell
-    (GOOD, 8, False, "equivalent"),
-]
-
-
-@pytest.mark.parametrize(("distances", "classes", "holds", "word"), AS_GOOD)
-def test_a_gan_is_as_good(distances: tuple[float, ...], classes: int, holds: bool, word: str) -> None:
-    found = load("gan").as_good("name", "as good", runs_of(), runs_of(distances, classes))
-    assert found.holds is holds
-    assert found.seen.startswith(f"{word}: ")
 
 
 def test_run_all_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

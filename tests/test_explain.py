@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import mezzo
-from mezzo.core.errors import UnknownNameError, UnsupportedPrecisionError, UsageError
+from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.policy import Policy
-from mezzo.pytorch.monitor.formats import OpObserver
 from mezzo.pytorch.weights.stored_parameters import has_master, lower_weights
 
 
@@ -146,16 +145,6 @@ def test_the_model_and_the_random_state_are_as_before() -> None:
     assert "forward" not in model.head.__dict__
 
 
-def test_a_model_that_raises_is_restored_too() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(4, 2))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        mezzo.explain(model, torch.randn(4, 8), precision="bf16,module.1=fp32")
-    assert model[0].num_batches_tracked == 0
-    assert not model[1]._forward_hooks
-    assert "forward" not in model[1].__dict__
-    assert mezzo.explain(nn.Linear(2, 2), torch.ones(1, 2), precision="bf16").departed == []
-
-
 def test_auto_says_what_it_is() -> None:
     result = mezzo.explain(nn.Linear(2, 2), torch.ones(1, 2))
     assert result.precision in ("fp32", "bf16", "fp16")
@@ -177,19 +166,6 @@ WRONG = [
 def test_errors_say_how_to_mend_it(args: Any, kwargs: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         mezzo.explain(*args, **kwargs)
-
-
-def test_one_trace_at_a_time() -> None:
-    with OpObserver("bf16"), pytest.raises(UnsupportedPrecisionError, match="another PyTorch"):
-        mezzo.explain(nn.Linear(2, 2), torch.ones(1, 2), precision="bf16")
-
-
-@pytest.mark.heavy
-def test_a_compiled_model_is_said_to_be_compiled() -> None:
-    model = torch.compile(nn.Linear(2, 2), backend="aot_eager")
-    result = mezzo.explain(model, torch.ones(1, 2), precision="bf16")
-    assert any("is compiled" in note for note in result.notes)
-    assert [row.op for row in result.ops] == ["linear"]
 
 
 def test_the_storage_of_parameters_is_shown_and_put_back() -> None:

@@ -17,7 +17,6 @@ from mezzo.core import records
 from mezzo.core.commands import compare_command
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.demos import DEMOS, Demo
-from mezzo.report.run import Comparison, command_line
 
 
 def a_run(machine: dict[str, Any], losses: int = 0, updates: int = 0) -> FinishedRun:
@@ -98,20 +97,6 @@ def _asked(*words: str) -> tuple[Request, list[str]]:
     return verb.request_of(arguments)
 
 
-def test_the_command_repeats_the_framework(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("")
-    request, _ = _asked(str(script), "--framework", "keras", "--precision", "mixed_float16")
-    assert request.framework == "keras"
-    again = compare_command(request.asked(), "out", "--fresh")
-    assert again[3:7] == ["--framework", "keras", "--precision", "mixed_float16"]
-    asked = {"target": "train.py", "framework": "keras", "precisions": ["bf16"]}
-    keras = command_line(Comparison(tmp_path, {}, {}, request=asked))
-    assert "train.py --framework keras --precision bf16" in keras
-    pytorch = Comparison(tmp_path, {}, {}, request={**asked, "framework": "pytorch"})
-    assert "--framework" not in command_line(pytorch)
-
-
 def test_a_demo_brings_its_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "pretended.py"
     script.write_text("")
@@ -152,18 +137,3 @@ def test_pytorchs_machine_is_not_described_where_keras_alone_was_used(
         one for one in records.read(Path("there/runs/fp32-0.jsonl")) if isinstance(one, records.RunStarted)
     )
     assert started.machine == {"keras": ""}  # to describe it loads Triton, and LLVM with it
-
-
-def test_what_libraries_log_is_no_part_of_a_failure(tmp_path: Path) -> None:
-    log = tmp_path / "run.log"
-    log.write_text(
-        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
-        "I0000 00:00:1795329464.717600   21560 port.cc:153] oneDNN custom operations are on. You may see\n"
-        "2026-01-01 10:00:00.123456: I tensorflow/core/platform/cpu_feature_guard.cc:210] This TensorFlow binary\n"
-        "To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with the\n"
-        "E0000 00:00:1795329464.717600   21560 one.cc:1] an error stays\n"
-        "the script's own\n"
-    )
-    run = FinishedRun("fp32-0", None, (), (), None, None, log)
-    assert run.failure().splitlines()[1:] == ["the script's own"]
-    assert "an error stays" in run.failure()

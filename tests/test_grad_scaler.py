@@ -107,14 +107,6 @@ def test_unscales_with_the_scale_that_the_loss_was_multiplied_with() -> None:
     assert scaler.get_scale() == 1024.0
 
 
-def test_clipping_comes_after_unscaling() -> None:
-    sides = [started(enabled=enabled) for enabled in (False, True)]
-    for scaler, optimizer, _ in sides:
-        assert float(scaler.clip_grad_norm_(optimizer, 1.0)) == 6.0  # four gradients of 3, and not 6 * 65536
-        scaler.step(optimizer)
-    assert same(*([p.detach() for p in params] for _, _, params in sides))
-
-
 def test_the_larger_of_two_found_infs_counts_for_one_scale() -> None:
     first, second = parameters(), parameters()
     one, two = OPTIMIZERS["sgd"](first), OPTIMIZERS["adamw-fused"](second)
@@ -126,20 +118,6 @@ def test_the_larger_of_two_found_infs_counts_for_one_scale() -> None:
     scaler.update()
     assert scaler.get_scale() == 4.0
     assert (scaler.was_skipped(one), scaler.was_skipped(two)) == (False, True)
-
-
-def test_scale_keeps_the_shape_of_what_it_is_given() -> None:
-    scaler, one = mezzo.GradScaler(init_scale=4.0), torch.tensor(1.0)
-    nested = scaler.scale([one, (one, [one])])
-    assert isinstance(nested[1], tuple)
-    assert nested[1][1][0].item() == 4.0
-    assert [t.item() for t in scaler.scale(t for t in (one, one))] == [4.0, 4.0]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_cuda_without_cuda_is_disabled_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="disabling it"):
-        assert not mezzo.GradScaler("cuda").is_enabled()
 
 
 @pytest.mark.parametrize(("dtype", "match"), [(torch.float16, "Keep them in FP32"), (None, "has a gradient")])
@@ -163,23 +141,6 @@ def test_sparse_gradients_are_unscaled_by_their_values() -> None:
     scaler.step(optimizer)
     moved = (before - embedding.weight.detach())[:, 0]
     assert moved.tolist() == pytest.approx([0.0, 2.0, 0.0, 1.0, 0.0], abs=1e-6)
-
-
-def test_setters_take_effect_as_in_torch() -> None:
-    traces = []
-    for make in (torch.amp.GradScaler, mezzo.GradScaler):
-        params = parameters()
-        optimizer = OPTIMIZERS["sgd"](params)
-        scaler = make("cpu", init_scale=64.0)
-        train(scaler, optimizer, params, 1.0)
-        scaler.set_growth_factor(4.0)
-        scaler.set_backoff_factor(0.125)
-        scaler.set_growth_interval(2)
-        traces.append([scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()])
-        for event in (1.0, 1.0, 1.0, INF):
-            train(scaler, optimizer, params, event)
-            traces[-1].append(scaler.get_scale())
-    assert traces[0] == traces[1]
 
 
 def test_the_older_contract_hands_the_scaler_to_the_optimizer() -> None:
@@ -432,20 +393,6 @@ def test_a_closure_that_overflows_runs_again_at_a_smaller_scale(finite_up_to: fl
         scaler.step(optimizer, closure)
         with pytest.raises(LossScaleCollapseError):
             scaler.update()
-
-
-def test_a_step_is_undone_whose_second_evaluation_can_not_be_finite() -> None:
-    params, scaler = parameters(), mezzo.GradScaler()
-    optimizer, events = torch.optim.LBFGS(params, lr=0.1), iter([1.0, NAN])
-
-    def closure() -> Tensor:
-        loss = loss_of(params, next(events))
-        scaler.scale(loss).backward()
-        return loss
-
-    assert scaler.step(optimizer, closure) is None
-    assert same(params, parameters())
-    assert list(optimizer.state.values()) == [{"func_evals": 0, "n_iter": 0}]
 
 
 def test_a_disabled_scaler_passes_through_and_keeps_its_numbers() -> None:

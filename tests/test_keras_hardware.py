@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,33 +107,3 @@ def test_versions_of_what_was_used(
     told = hardware.describe(backend, used=used)
     names = {"keras", "tensorflow", "jax", "torch", "tf_keras"}
     assert {name: told[name] for name in names & told.keys()} == dict.fromkeys(versions, "9.9")
-
-
-CPUINFO = (
-    "processor\t: 0\nmodel name\t: Some CPU @ 2.00GHz\n{}\t\t: {}\n\nmodel name\t: Another\nflags\t: none\n"
-)
-
-
-def test_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, flags, formats in (
-        ("flags", "fpu sse2", []),
-        ("flags", "amx_bf16 avx512_fp16", BOTH),
-        ("Features", "asimdhp", ["fp16"]),
-    ):
-        text = CPUINFO.format(key, flags)
-        monkeypatch.setattr(Path, "read_text", lambda self, text=text, **_: text)
-        told = hardware.describe("")
-        assert (told["cpu"], told["native_formats"]) == ("Some CPU @ 2.00GHz", formats)
-
-
-def test_a_system_without_proc_or_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(self: Path, **_: Any) -> str:
-        raise FileNotFoundError(self)
-
-    monkeypatch.setattr(Path, "read_text", absent)
-    monkeypatch.setattr(platform, "processor", lambda: "arm64")
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 7)
-    told = hardware.describe("")
-    assert (told["cpu"], told["native_formats"], told["usable_cores"]) == ("arm64", [], 7)
-    assert hardware.resident() is None

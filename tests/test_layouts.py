@@ -209,7 +209,13 @@ def unexplained(found: list[tuple[str, str, bool]]) -> list[tuple[str, str]]:
     return [(told, error) for told, error, _ in found if error and not any(part in error for part in LIMITS)]
 
 
-ROWS = [(kind, "bf16") for kind in CONVERSIONS] + [(kind, "fp16") for kind in ("coo", "jagged", "mkldnn")]
+def nightly(*row: str) -> Any:
+    return pytest.param(*row, marks=pytest.mark.nightly)
+
+
+ROWS = [(kind, "bf16") for kind in CONVERSIONS] + [
+    nightly(kind, "fp16") for kind in ("coo", "jagged", "mkldnn")
+]
 
 
 @pytest.mark.heavy
@@ -223,7 +229,7 @@ def test_where_torch_autocast_works_a_context_does(kind: str, spec: str) -> None
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("kind", "spec"), [*((kind, "bf16") for kind in SPARSE), ("csr", "fp16")])
+@pytest.mark.parametrize(("kind", "spec"), [*((kind, "bf16") for kind in SPARSE), nightly("csr", "fp16")])
 def test_where_fp32_works_a_run_does(kind: str, spec: str) -> None:
     end = lend_kernels()
     try:

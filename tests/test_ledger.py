@@ -70,21 +70,6 @@ def test_the_verdict_on_a_figure(case: str, ledger: ModuleType) -> None:
     assert verdict in ledger.ARROWS
 
 
-LISTED: dict[str, tuple[dict[str, Row], dict[str, Row], dict[str, str]]] = {
-    "a figure that is gone": ({"a": ratio(1), "b": ratio(1)}, {"a": ratio(1)}, {"a": "same", "b": "missing"}),
-    "a part that failed lists nothing else": ({"a": ratio(1)}, {"p": FAILED}, {"p": "worse"}),
-    "a figure that was not run before": ({"p": NOT_MEASURED}, {"a": ratio(1)}, {"a": "new"}),
-    "no figures at all": ({"a": ratio(1)}, {}, {"a": "missing"}),
-}
-
-
-@pytest.mark.parametrize("case", LISTED)
-def test_the_figures_of_a_part_that_are_listed(case: str, ledger: ModuleType) -> None:
-    before, now, expected = LISTED[case]
-    found = ledger.lines({"part": {"rows": before}}, {"part": {"rows": now}}, ["part"])
-    assert {line.name: line.verdict for line in found} == expected
-
-
 # A part's command is one of these scripts.
 WRITES = "import sys; open(sys.argv[1], 'w').write('{\"value\": %s}')"
 RENAMED = 'import sys; open(sys.argv[1], \'w\').write(\'{"value": 0.5, "name": "other"}\')'
@@ -146,31 +131,6 @@ def test_the_exit_status_and_what_a_part_replaces(
     assert ("no data" in capfd.readouterr().out) == (case == "could not run")
 
 
-def test_from_results_reads_and_runs_nothing(run: Callable[..., int], tmp_path: Path) -> None:
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "a.json").write_text('{"value": 5, "machine": {"cpu": "another"}}')
-    assert run({"a": "raise SystemExit(3)", "b": "raise SystemExit(3)"}, "--from-results", "--json") == 0
-    parts = json.loads((tmp_path / "ledger.json").read_text())["parts"]
-    assert parts["a"]["rows"]["figure"]["value"] == 5
-    assert parts["a"]["machine"]["cpu"] == "another"
-    assert "a.json" in parts["a"]["source"]
-    assert parts["b"]["rows"]["b"]["note"].startswith("not run")
-
-
-USAGE = {
-    "an unknown part": ("--part", "nonesuch"),
-    "another source into the ledger itself": ("--source", ".."),
-    "no ledger to compare with": ("--against", "{here}/none.json"),
-}
-
-
-@pytest.mark.parametrize("case", USAGE)
-def test_usage_is_status_2(case: str, ledger: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as ended:
-        ledger.main([word.format(here=tmp_path) for word in USAGE[case]])
-    assert ended.value.code == 2
-
-
 def test_the_committed_ledger_is_that_of_head(
     ledger: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,31 +159,3 @@ def test_the_parts_read_the_committed_result_files(load: Callable[[str], ModuleT
             assert (BENCHMARKS / part.command[0]).is_file()
             read += 1
     assert read >= 6
-
-
-def test_each_group_of_cases_has_its_files_and_no_other_group_s(load: Callable[[str], ModuleType]) -> None:
-    groups = load("ledger_parts").groups(Path(__file__).parent)
-    assert all(groups.values())
-    files = [path for group in groups.values() for path in group]
-    assert len(files) == len(set(files))
-
-
-REPORT = """<testsuites><testsuite>
-<testcase classname="tests.test_a.TestA" name="good"/>
-<testcase classname="test_a" name="bad"><failure message="boom&#10;more">x</failure></testcase>
-<testcase classname="test_a" name="skips"><skipped message="no GPU"/></testcase>
-<testcase classname="test_a" name="torn"/>
-<testcase classname="test_a" name="torn"><error message="teardown"/></testcase>
-<testcase classname="" name="tests.test_b"><error message="collection failure"/></testcase>
-</testsuite></testsuites>"""
-
-
-def test_a_junit_report_is_read(load: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    (tmp_path / "report.xml").write_text(REPORT)
-    assert load("outcomes").read(tmp_path / "report.xml") == {
-        "TestA::good": ("passed", ""),
-        "test_a::bad": ("failed", "boom"),
-        "test_a::skips": ("skipped", "no GPU"),
-        "test_a::torn": ("failed", "teardown"),
-        "tests.test_b": ("failed", "collection failure"),
-    }

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from mezzo.cli.main import main
-from mezzo.core.errors import UsageError
 from mezzo.keras import run as keras_runner
 from mezzo.pytorch.run import session as pytorch_session
 from run_scripts import Ran, launcher
@@ -20,19 +19,6 @@ from run_scripts import Ran, launcher
 def _plain_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.distributed, once a test has started it in this process, writes the rank before each line."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-
-
-def test_everything_is_put_back_where_a_part_can_not_be_installed(
-    launch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(self: Any) -> None:
-        raise UsageError("not here")
-
-    before = sys.argv, list(sys.path), list(sys.meta_path), sys.modules["__main__"]
-    monkeypatch.setattr(pytorch_session.Session, "install", fails)
-    with pytest.raises(UsageError, match="not here"):
-        launch("print('the script')", policy="fp32")
-    assert (sys.argv, sys.path, sys.meta_path, sys.modules["__main__"]) == before
 
 
 @pytest.mark.parametrize(

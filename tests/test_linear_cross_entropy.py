@@ -206,29 +206,6 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(
     assert watch.largest == 64 * 2000
 
 
-WANTED = {
-    # which of input and weight want a gradient -> products of a chunk whose weight's gradient is 20 blocks
-    (True, True): 1 + 1 + 20,
-    (True, False): 1 + 1,
-    (False, True): 1 + 20,
-    (False, False): 1,
-}
-
-
-@pytest.mark.parametrize("wanted", WANTED, ids=str)
-def test_only_the_gradients_that_are_wanted_are_made(
-    wanted: tuple[bool, bool], of_64_rows: tuple[Tensor, ...]
-) -> None:
-    x, weight, target = of_64_rows
-    tensors = [tensor.requires_grad_(flag) for tensor, flag in zip((x, weight), wanted)]
-    with Watch() as watch, mezzo.autocast("bf16", "cpu"):
-        loss = ours(tensors, target, None, {})
-    assert watch.products == 8 * WANTED[wanted]
-    if any(wanted):
-        loss.backward()
-    assert [tensor.grad is not None for tensor in tensors] == list(wanted)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_native_fp16_gradients_neither_vanish_nor_overflow(
     reduction: str, of_64_rows: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mezzo.compare.measure import Speed, speed, step_times
-from mezzo.core.records import LossRecord, UpdateRecord
+from mezzo.core.records import UpdateRecord
 
 
 def updates(at: Sequence[float], observed: Sequence[int] = (), optimizer: int = 0) -> list[UpdateRecord]:
@@ -30,20 +30,6 @@ def updates(at: Sequence[float], observed: Sequence[int] = (), optimizer: int = 
 def test_which_steps_are_timed(count: int, observed: tuple[int, ...], left: list[int]) -> None:
     at = np.cumsum(np.arange(count, dtype=float))  # interval i lasts i + 1 seconds
     assert step_times(updates(at, observed)).tolist() == [i + 1 for i in left]
-
-
-def test_only_the_first_optimizer_counts() -> None:
-    both = sorted(
-        [*updates(np.arange(12.0)), *updates(np.arange(12.0) + 0.1, optimizer=1)],
-        key=lambda update: update.at,
-    )
-    assert step_times(both).tolist() == [1.0] * 6
-
-
-def test_losses_stand_in_where_no_optimizer_steps() -> None:
-    losses = [LossRecord(i, 1.0, 2.0 * i) for i in range(10)]
-    assert step_times([], losses).tolist() == [2.0] * 4
-    assert step_times([]).size == 0
 
 
 def times(rng: np.random.Generator, seconds: float, count: int = 60, spread: float = 0.05) -> np.ndarray:

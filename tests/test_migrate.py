@@ -160,18 +160,10 @@ def test_a_script_becomes(title: str) -> None:
 
 
 LEFT = [  # a script, the line, what the reason and the fix mention
-    (
-        "from torch.cuda.amp import autocast\ndef autocast(): pass\nautocast()\n",
-        3,
-        ["autocast", "line 2", "rename"],
-    ),
+    ("from torch.cuda.amp import autocast\ndef autocast(): pass\nautocast()\n", 3, ["autocast", "line 2", "rename"]),
     ("from torch.amp import autocast\nfor autocast in x: autocast()\n", 2, ["line 2"]),
     ("import torch\ntorch = fake(torch)\ntorch.autocast('cpu')\n", 3, ["torch", "line 2"]),
-    (
-        "from mine import autocast\nfrom torch.amp import autocast\nautocast('cpu')\n",
-        3,
-        ["different imports"],
-    ),
+    ("from mine import autocast\nfrom torch.amp import autocast\nautocast('cpu')\n", 3, ["different imports"]),
     ("from torch.cuda.amp import *\nautocast()\n", 1, ["star import"]),
     ("from torch.amp import autocast\nautocast()\nisinstance(x, autocast)\n", 3, ["function"]),
     ("import torch\nclass Mine(torch.amp.GradScaler): pass\n", 2, ["another class"]),
@@ -179,7 +171,7 @@ LEFT = [  # a script, the line, what the reason and the fix mention
     ("import apex\napex.amp.frobnicate()\n", 2, ["mezzo.apex.amp", "scale_loss"]),
     ("from torch.cuda.amp import custom_fwd as f\nf(g)\n", 2, ["torch.amp.custom_fwd"]),
     ("from torch.cuda.amp import GradScaler as S\ns: S = S(1.)\n", 2, ["torch.amp.GradScaler"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("source", "line", "said"), LEFT)

@@ -1,9 +1,14 @@
-"""A skipped step leaves no trace: a run with bad batches ends bit for bit where the run without them does."""
+"""A skipped step leaves no trace: a run with bad batches ends bit for bit where the run without them does.
+
+In a script that `mezzo run` runs, a scheduler and an average of the weights are left out: the script isn't told of a
+skip, since it must stay unchanged.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +21,9 @@ from bad_steps import CLOSURES, OPTIMIZERS, RUNS, Make, batches, is_finite, netw
 from mezzo.core.masters import MASTERS
 from mezzo.pytorch.optim.optimizers import SGD, AdamW
 from moving_buffers import NORMS, OWN
+from run_scripts import Ran
 from training_steps import nobody_owns_anything, who_decides  # noqa: F401
+from two_networks import LAST
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
@@ -194,3 +201,45 @@ def test_every_kind_of_buffer(name: str, run: str, decides: str) -> None:
         ends.append(trained(each, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True), model, follows=False))
     for part in ends[0]:
         assert same(ends[0][part], ends[1][part]), part
+
+
+# A script under `mezzo run`.
+
+SCRIPT = """
+import sys
+from torch import nn
+from bad_steps import CLOSURES, OPTIMIZERS, batches, network
+from two_networks import LAST
+kind, run = sys.argv[1:]
+model = network(kind)
+optimizer = {**OPTIMIZERS, **CLOSURES}[kind](model.parameters())
+for x, y in batches(run):
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+    if kind in CLOSURES:
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+LAST.update(model=model.state_dict(), optimizer=optimizer.state_dict())
+"""
+STORED = ("bf16,masters=split", "bf16,masters=split8,state=int8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [*((kind, "fp16") for kind in (*OPTIMIZERS, *CLOSURES)), *(("AdamW fused", policy) for policy in STORED)],
+)
+def test_under_mezzo_run(kind: str, policy: str, launch: Callable[..., Ran]) -> None:
+    def ended(run: str) -> dict[str, Any]:
+        ran = launch(SCRIPT, kind, run, policy=f"{policy},loss_scale=128")
+        assert ran.status == 0, ran.err
+        assert [update.moved for update in ran.of("update")] == [event == "g" for event in run]
+        return dict(LAST)
+
+    ours = ended("bgbbgbg")
+    assert is_finite(ours)
+    assert same(ours, ended("ggg"))

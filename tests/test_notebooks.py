@@ -11,7 +11,13 @@ FOLDER = Path(__file__).parent.parent / "notebooks"
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] * (path.stem == "is_bf16_safe"))
+        for path in sorted(FOLDER.glob("*.ipynb"))
+    ],
+)
 def test_a_notebook_gives_its_committed_outputs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     execute = importlib.import_module("execute")

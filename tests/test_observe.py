@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 import mezzo
 from mezzo.core.records import OpFormats
-from mezzo.pytorch.memory import PeakTensorBytes
 from mezzo.pytorch.monitor.formats import COMPILED, OpObserver
 
 
@@ -161,25 +160,6 @@ def test_a_row(name: str) -> None:
         run()
     row = _find(observer.table(), op)
     assert (row.planned, row.observed, row.calls, row.casts, row.as_planned) == expected
-
-
-def test_integers_have_no_row_and_auto_is_resolved() -> None:
-    with OpObserver("auto") as observer, mezzo.autocast("auto", "cpu"):
-        torch.mm(A.long(), A.long())
-        torch.mm(A, A)
-    (row,) = observer.table()
-    assert row.as_planned
-
-
-def test_beside_a_dispatch_mode() -> None:
-    memory = PeakTensorBytes("cpu")
-    plain = _step("fp16")
-    memory.start()
-    beside = _step("fp16")
-    memory.stop()
-    assert [(r.op, r.observed, r.calls, r.casts) for r in beside] == [
-        (r.op, r.observed, r.calls, r.casts) for r in plain
-    ]
 
 
 def test_a_second_observer_says_why_it_sees_nothing() -> None:

@@ -111,21 +111,6 @@ def test_records_that_cannot_be_written(records: object) -> None:
     assert "'run.jsonl'" in str(caught.value)
 
 
-def test_accumulation_and_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, mp, observer = trained(monkeypatch, accumulate=4)
-    for _ in range(4):
-        mp.step(loss_of(mp, model))
-    full = observer.gradient
-    scales = [what for what in observer.seen if what[0] in ("backward", "update")]
-    assert scales == [("backward", 256.0)] * 4 + [("update", 1024.0)]
-    model, mp, observer = trained(monkeypatch, accumulate=4)
-    mp.step(loss_of(mp, model))
-    mp.flush()
-    # A quarter of the losses have a quarter of the gradient; divided by the scale it is the mean again.
-    assert observer.seen[-2] == ("update", 256.0)
-    assert torch.allclose(observer.gradient, full, rtol=1e-3)
-
-
 def test_a_skipped_step_brings_the_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     model, mp, _ = trained(monkeypatch)
     result = mp.step(loss_of(mp, model, float("inf")))

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 from torch.testing._internal.two_tensor import TwoTensor
 
 import mezzo
@@ -140,42 +139,6 @@ def test_a_closure_is_run_once_with_gradients_on() -> None:
     assert (param < 1).all()
 
 
-def warmed_up(optimizer: Any) -> Any:
-    first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
-    last = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, last], [2])
-
-
-# What makes Mezzo's optimizer of torch's, and whether the scheduler is made before.
-CONVERTED: list[tuple[Callable[[Any], Any], bool]] = [
-    (lambda optimizer: AdamW(optimizer.param_groups, masters="split"), False),
-    *(
-        (lambda optimizer: mezzo.optim.adopt(optimizer, masters="split", state="fp32"), b)
-        for b in (True, False)
-    ),
-    *((mezzo.optim.with_masters, before) for before in (True, False)),
-]
-
-
-@pytest.mark.parametrize(("convert", "is_before"), CONVERTED)
-def test_schedulers_of_torch_set_what_the_next_step_uses(
-    convert: Callable[[Any], Any], is_before: bool
-) -> None:
-    params, exact = parameters(), parameters(torch.float32)
-    ours, theirs = (torch.optim.AdamW(each, lr=1e-2) for each in (params, exact))
-    scheduler, expected = warmed_up(ours) if is_before else None, warmed_up(theirs)
-    ours = convert(ours)
-    scheduler = scheduler or warmed_up(ours)
-    for step in range(5):
-        run(ours, params, [step])
-        run(theirs, exact, [step])
-        scheduler.step()
-        expected.step()
-        assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
-    for param, wide in zip(params, exact):
-        torch.testing.assert_close(ours.master(param), wide.detach(), rtol=1e-5, atol=1e-5)
-
-
 def test_a_rate_may_be_a_tensor() -> None:
     rate, param = torch.tensor(0.25), one(3, dtype=torch.float32)
     optimizer = SGD([param], lr=rate)
@@ -183,15 +146,6 @@ def test_a_rate_may_be_a_tensor() -> None:
     rate.fill_(0.5)
     optimizer.step()
     assert torch.equal(param, torch.full((3,), 1 - 0.5 * 0.25 - 0.5 * 0.5))
-
-
-def test_momentum_that_is_turned_on_later_starts_with_that_gradient() -> None:
-    ours, theirs = one(5, dtype=torch.float32), one(5, dtype=torch.float32)
-    for optimizer in (SGD([ours], lr=0.1), torch.optim.SGD([theirs], lr=0.1)):
-        for momentum in (0.0, 0.9, 0.9):
-            optimizer.param_groups[0].update(momentum=momentum, dampening=0.5)
-            optimizer.step()
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
 def test_tied_weights_move_once_and_empty_ones_are_passed_over() -> None:
@@ -203,26 +157,6 @@ def test_tied_weights_move_once_and_empty_ones_are_passed_over() -> None:
     assert torch.equal(param, other)
     with pytest.raises(ValueError, match="more than one parameter group"):
         AdamW([{"params": [param]}, {"params": [param]}])
-
-
-def test_a_step_is_compiled_around() -> None:
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    plain, compiled = one(5), one(5)
-    left, right = (AdamW([param], lr=0.1, masters="split") for param in (plain, compiled))
-
-    @torch.compile(backend=counter)
-    def train(value: Tensor) -> Tensor:
-        result = value * 2
-        right.step()
-        return result + 1
-
-    for _ in range(3):
-        left.step()
-        assert float(train(torch.ones(()))) == 3
-    assert torch.equal(plain, compiled)
-    assert counter.op_count == 2  # the product and the sum, and nothing of the step
-    torch._dynamo.reset()
 
 
 # Exact masters: the remainder's are those of a separate FP32 copy to the bit, and torch's to rounding.

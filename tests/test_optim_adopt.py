@@ -87,20 +87,13 @@ def test_hooks_fire_once() -> None:
 
 # How an optimizer is made, the modes -> words of the error: what, the value received, what to do.
 REFUSED: dict[str, tuple[Any, dict[str, str], list[str]]] = {
-    "class": (
-        lambda: torch.optim.RMSprop(parameters()),
-        {},
-        ["RMSprop", "torch.optim.AdamW", "with_masters"],
-    ),
+    "class": (lambda: torch.optim.RMSprop(parameters()), {}, ["RMSprop", "torch.optim.AdamW", "with_masters"]),
     "Mezzo's": (lambda: SGD(parameters()), {}, ["mezzo", "SGD"]),
     "amsgrad": (lambda: torch.optim.AdamW(parameters(), amsgrad=True), {}, ["amsgrad=True", "with_masters"]),
-    "differentiable": (
-        lambda: torch.optim.SGD(parameters(), lr=0.1, differentiable=True),
-        {},
-        ["differentiable=True", "with_masters"],
-    ),
+    "differentiable": (lambda: torch.optim.SGD(parameters(), lr=0.1, differentiable=True), {},
+     ["differentiable=True", "with_masters"]),
     "state": (lambda: torch.optim.AdamW(parameters()), {"state": "fp8"}, ["'fp8'", "int8"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("row", REFUSED)

@@ -19,7 +19,6 @@ from optimizer_steps import (
     MASTERS,
     MODES,
     RULES,
-    STATES,
     Rule,
     assert_same,
     bits,
@@ -187,18 +186,6 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(row: str) -> N
     assert_same(everything(optimizer), everything(twin))
 
 
-def test_modes_of_masters_do_not_matter_to_fp32_weights() -> None:
-    params = parameters(torch.float32)
-    first = AdamW(params, masters="fp32")
-    run(first, params, range(2))
-    second = AdamW([nn.Parameter(p.detach().clone()) for p in params], masters="split")
-    second.load_state_dict(first.state_dict())
-    assert second.param_groups[0]["masters"] == "split"
-    for optimizer in (first, second):
-        run(optimizer, weights(optimizer), range(2, 4))
-    assert_same(everything(first), everything(second))
-
-
 def test_a_state_of_version_0_1_0_is_loaded() -> None:
     first = trained(BY_NAME["AdamW"], "split8", "int8")
     state = first.state_dict()
@@ -274,30 +261,6 @@ def test_a_gradient_that_is_expanded_or_strided_is_read_right() -> None:
     param.grad = torch.arange(24.0).view(3, 8)[:, ::2]
     optimizer.step()
     assert torch.equal(param[1], 0 - torch.arange(8.0, 16.0, 2.0))
-
-
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("masters", MASTERS)
-def test_a_weight_s_layout_and_format_may_change_on_the_way(masters: str, state: str) -> None:
-    param = parameters(shapes=[(4, 3, 5, 7)])[0]
-    optimizer = AdamW([param], lr=0.01, masters=masters, state=state)
-    run(optimizer, [param], range(2))
-    before = optimizer.master(param)
-    moment = optimizer.state[param]["exp_avg"].clone()
-    param.data = param.data.to(memory_format=torch.channels_last)
-    assert torch.equal(optimizer.master(param), before)
-    if state != "int8":
-        assert torch.equal(optimizer.state[param]["exp_avg"], moment)
-    run(optimizer, [param], range(2, 4))
-    assert float(optimizer.state[param]["step"]) == 4
-    param.data = param.data.float()
-    run(optimizer, [param], range(4, 5))
-    assert "remainder" not in optimizer.state[param]
-    assert "master" not in optimizer.state[param]
-    param.data = param.data.bfloat16()
-    run(optimizer, [param], range(5, 6))
-    assert float(optimizer.state[param]["step"]) == 6
-    assert ("remainder" in optimizer.state[param]) is masters.startswith("split")
 
 
 @pytest.mark.parametrize(

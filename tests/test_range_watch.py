@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.core.errors import UsageError
-from mezzo.core.overflow import OUTSIDE
 from mezzo.core.ranges import BINS, NAN, WHAT, ZERO, Histogram, RangeRow
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.monitor.module_paths import parameter_paths, paths
@@ -348,55 +347,6 @@ def test_two_optimizers_of_one_loop_see_their_own() -> None:
         seen = by_key(record.rows)["activation gradient", "0", ""].histogram
         # d mean / d out is 1/5, whatever the loss scale is
         assert (seen.elements, seen.lowest) == (10, -3)
-
-
-def test_any_optimizer_and_any_model_where_none_is_named() -> None:
-    """What a launched script has: models that are called, and optimizers that step."""
-    torch.manual_seed(0)
-    models = [nn.Linear(2, 2), nn.Linear(2, 3)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    stray = nn.Parameter(torch.ones(2))
-    optimizers[1].add_param_group({"params": [stray]})
-    watch = RangeWatch(None, None, every=2, clock=lambda: 1.5)
-    for index in range(6):
-        number, model, optimizer = index % 2, models[index % 2], optimizers[index % 2]
-        watch.call_begins(model, (torch.ones(1, 2),), {})
-        out = model(torch.ones(1, 2))
-        watch.call_ended(model, out)
-        loss = out.sum() + stray.sum()
-        watch.backward_begins(loss, 4.0)
-        (loss * 4).backward()
-        watch.update_begins(optimizer, 4.0)
-        optimizer.step()
-        watch.update_ended(optimizer, index=index, number=number, skipped=False, loss_scale=4.0)
-        optimizer.zero_grad()
-    found = watch.drain()
-    assert [(r.update, r.optimizer) for r in found] == [(0, 0), (1, 1), (4, 0), (5, 1)]
-    assert {(r.loss_scale, r.at) for r in found} == {(4.0, 1.5)}
-    assert {row.module for row in found[2].rows} == {""}
-    last = by_key(found[3].rows)
-    assert {module for _, module, _ in last} == {"Linear", OUTSIDE}
-    assert last["activation gradient", "Linear", ""].histogram == Histogram(0, [3], largest=1.0)
-    assert last["weight gradient", OUTSIDE, "parameter 2"].histogram.lowest in (0, 1)
-
-
-def test_parts_that_are_called_themselves_keep_their_paths_and_notes_go_where_they_are_wanted() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 1))
-    other, optimizer = nn.Linear(1, 1), torch.optim.SGD(model.parameters())
-    notes: list[str] = []
-    watch = RangeWatch(model, None, every=1, kinds=("activation",), note=notes.append)
-    for index in range(2):
-        for part in (model[0], other, nn.Linear(1, 1)):
-            x = torch.ones(1, 2 if part is model[0] else 1)
-            watch.call_begins(part, (x,), {})
-            watch.call_ended(part, part(x))
-        watch.update_ended(optimizer, index=index, number=0, skipped=False, loss_scale=1.0)
-        assert [row.module for row in watch.rows] == ["0.0", "Linear", "Linear2"]
-    for index in range(2):
-        watch.update_begins(optimizer, 1.0)
-        watch.update_ended(optimizer, index=index, number=0, skipped=False, loss_scale=1.0)
-    assert len(notes) == 1
-    assert notes == watch.notes
 
 
 def test_sparse_gradients_are_seen_by_their_values() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,12 +23,6 @@ LAYERS: dict[str, Callable[..., nn.RNNBase]] = {
     "gru": nn.GRU,
     "rnn_tanh": nn.RNN,
     "rnn_relu": lambda *sizes, **rest: nn.RNN(*sizes, nonlinearity="relu", **rest),
-}
-CELLS: dict[str, Callable[..., nn.RNNCellBase]] = {
-    "lstm": nn.LSTMCell,
-    "gru": nn.GRUCell,
-    "rnn_tanh": nn.RNNCell,
-    "rnn_relu": lambda *sizes, **rest: nn.RNNCell(*sizes, nonlinearity="relu", **rest),
 }
 SPECS = ["bf16", "fp16", "bf16,hidden=fp32"]
 
@@ -114,80 +107,6 @@ def test_an_fp32_state_that_is_handed_on_loses_nothing(kind: str) -> None:
     assert off(torch.cat((first, second)), whole) < 0.1 * torch.finfo(torch.bfloat16).eps
     for one, other in zip(floating(last), floating(ends), strict=True):
         assert off(one, other) < 1e-6
-
-
-@pytest.mark.parametrize("spec", ["fp16", "bf16,hidden=fp32"])
-def test_every_input_dtype(spec: str) -> None:
-    module = layer("lstm", num_layers=2, bidirectional=True)
-    x, states = torch.randn(STEPS, BATCH, IN), torch.randn(2, 4, BATCH, WIDTH) * 0.3
-
-    def run(spec: str, given: list[Tensor]) -> list[Tensor]:
-        leaves = [tensor.detach().clone().requires_grad_() for tensor in given]
-        args = (leaves[0], leaves[1:3], leaves[3:], True, 2, 0.0, True, True, False)
-        outputs = inside(spec, torch.lstm, *args)
-        loss = sum((out.double() * out.double().detach().cos()).sum() for out in outputs)
-        return [*outputs, *torch.autograd.grad(loss, leaves)]
-
-    formats = [torch.float32, torch.bfloat16, torch.float16]
-    for turn in range(3):  # each argument has each format
-        of_input, of_weights, of_states = formats[turn:] + formats[:turn]
-        weights = [weight.to(of_weights) for weight in module._flat_weights]
-        given = [x.to(of_input), *states.to(of_states), *weights]
-        found, truth = run(spec, given), run("", [tensor.double() for tensor in given])
-        compute, of_state = formats_of(spec)
-        wanted = [compute, of_state, of_state, *(tensor.dtype for tensor in given)]
-        assert [tensor.dtype for tensor in found] == wanted
-        assert max(off(got, true) for got, true in zip(found, truth, strict=True)) < 0.02
-
-
-@pytest.mark.parametrize("spec", ["fp16", "bf16,hidden=fp32"])
-@KINDS
-def test_nan_and_infinity_stay_in_their_sequence(kind: str, spec: str) -> None:
-    module = layer(kind)
-    x = torch.randn(STEPS, 3, IN)
-    clean = inside(spec, module, x)[0]
-    x[4, 0, 0] = float("nan")
-    x[4, 1, 0] = float("inf")
-    found = inside(spec, module, x)[0]
-    assert found[4:, 0].isnan().all()
-    assert torch.equal(found[:4], clean[:4])
-    assert torch.equal(found[:, 2], clean[:, 2])
-    assert torch.equal(found[4:, 1].isnan(), module(x)[0][4:, 1].isnan())
-
-
-def chain(cell: nn.Module, xs: Tensor) -> list[Tensor]:
-    """The states that a loop of cells goes through, h and c in turn."""
-    seen, state = [], None
-    for x in xs:
-        state = cell(x, state)
-        seen += floating(state)
-    return seen
-
-
-@pytest.mark.parametrize("spec", SPECS)
-@KINDS
-def test_a_loop_of_cells_gives_what_pytorch_gives(kind: str, spec: str) -> None:
-    cell = CELLS[kind](IN, WIDTH)
-    xs = torch.randn(STEPS, BATCH, IN)
-    assert floating(inside(spec, cell, xs[0, 0]))[0].shape == (WIDTH,)  # without a batch
-
-    def run(spec: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-        twin, leaf = copy.deepcopy(cell).to(dtype), xs.to(dtype, copy=True).requires_grad_()
-        seen = inside(spec, chain, twin, leaf)
-        loss = sum((t.double() * t.detach().double().cos()).sum() for t in seen)
-        return seen, list(torch.autograd.grad(loss, [leaf, *twin.parameters()]))
-
-    (got, gradients), (truth, true_gradients) = run(spec, torch.float32), run("", torch.float64)
-    compute, of_state = formats_of(spec)
-    eps = torch.finfo(compute).eps
-    for state, true in zip(got, truth, strict=True):
-        assert state.dtype is of_state
-        assert off(state, true) < 4 * eps
-        if "hidden=fp32" in spec and kind != "rnn_relu":  # whose state may be one product
-            assert not torch.equal(state, state.to(compute).float())
-    for gradient, true in zip(gradients, true_gradients, strict=True):
-        assert gradient.dtype is torch.float32
-        assert off(gradient, true) < 6 * eps
 
 
 # Why a state is kept in FP32: what a step adds to a state 256 times larger is lost in bf16.

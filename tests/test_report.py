@@ -14,8 +14,6 @@ import pytest
 from markupsafe import escape
 
 import comparisons
-from mezzo.compare.comparison import schedule
-from mezzo.compare.request import Request
 from mezzo.core.errors import UsageError
 from mezzo.report import build
 from mezzo.report.page import _environment
@@ -128,18 +126,6 @@ def test_what_was_not_measured_is_said_and_leaves_no_empty_section(tmp_path: Pat
     assert "No candidate was compared." in outline(empty).text
 
 
-@pytest.mark.parametrize("name", ["/tmp/a b/p.v2.toml", "../policy.toml", "bf16,module.4.up=fp32"])
-def test_the_runs_of_a_candidate_are_found_by_the_name_under_which_they_were_written(
-    tmp_path: Path, name: str
-) -> None:
-    (tmp_path / "train.py").touch()
-    planned = schedule(Request(str(tmp_path / "train.py"), precisions=(name,), seeds=1))
-    runs = {plan.name: comparisons.Written([2.0, 1.0]) for plan in planned}
-    folder = comparisons.write(tmp_path / "run", {"candidates": {name: {}}}, runs)
-    assert [len(run.losses) for run in read(folder).of(name)] == [2]
-    assert "recorded no loss" not in outline(folder).text
-
-
 def test_failures_are_told_where_they_happened(tmp_path: Path) -> None:
     found = outline(comparisons.failed(tmp_path / "run"))
     for words in (
@@ -153,18 +139,6 @@ def test_failures_are_told_where_they_happened(tmp_path: Path) -> None:
         "Loss gap NaN",
     ):
         assert words in found.text, words
-
-
-def test_departures_come_first_and_a_long_list_is_folded(tmp_path: Path) -> None:
-    short = build(comparisons.healthy(tmp_path / "short", steps=20, seeds=1)).read_text(encoding="utf-8")
-    fp16 = short[short.index("1 op did not run") :]
-    assert fp16.index("relu") < fp16.index("not as planned") < fp16.index("log_softmax")
-    assert "<details" not in fp16[: fp16.index("</section>")]
-    text = build(comparisons.many_ops(tmp_path / "run")).read_text(encoding="utf-8")
-    section = text[text.index('id="formats"') :]
-    for departed in ("op_07", "op_09"):
-        assert section.index(departed) < section.index("<details") < section.index("All 60 ops of bf16")
-    assert section.count('class="departs"') == 4  # short table and long
 
 
 def test_hostile_text_is_shown_and_does_nothing(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_phone(name: str, pages: dict[str, Path]) -> None:
     assert set(seen["labels"]) == {"12px"}
 
 
-@pytest.mark.parametrize("width", [0, 400])
+@pytest.mark.parametrize("width", [pytest.param(0, marks=pytest.mark.nightly), 400])
 @pytest.mark.parametrize("name", ["hostile comparison", "hostile run"])
 def test_hostile_text_is_inert_even_without_the_policy(name: str, width: int, pages: dict[str, Path]) -> None:
     seen = probe(pages[name], width=width)
@@ -166,7 +166,10 @@ def test_values_under_the_pointer(pages: dict[str, Path]) -> None:
     assert (seen["pointed"][1], seen["rested"][1]) == ("visible", "hidden")
 
 
-@pytest.mark.parametrize("name", ["failed", "one_step", "bare", "one_seed"])
+@pytest.mark.parametrize(
+    "name",
+    ["failed", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("one_step", "bare", "one_seed"))],
+)
 def test_what_went_wrong_still_makes_a_page_that_fits(name: str, tmp_path: Path) -> None:
     seen = probe(build(comparisons.FOLDERS[name](tmp_path / name)), width=360)
     assert seen["scroll"] == seen["width"] == 360

@@ -11,13 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mezzo.report import series
-from mezzo.report.charts import CUT, Axis, Row, axis_over, bars, gauge
+from mezzo.report.charts import axis_over
 from mezzo.report.numbers import (
     count,
-    finite,
-    number,
-    pair,
     percent,
     power_of_two,
     ratio,
@@ -29,7 +25,6 @@ from mezzo.report.numbers import (
     tick_label,
 )
 from mezzo.report.page import _environment
-from test_report import drawn
 
 
 @given(st.text())
@@ -71,66 +66,6 @@ def test_numbers_read_as_people_write_them(shown: str, text: str) -> None:
     assert shown == text
 
 
-def test_an_interval_is_two_finite_numbers() -> None:
-    assert pair([1, 2]) == pair([2, 1]) == (1.0, 2.0)
-    assert [pair(odd) for odd in ([1], [1, "nan"], None, "12")] == [None] * 4
-    assert finite("nan") is None
-    assert (number("inf"), number(None), number(True), number(3)) == (float("inf"), None, None, 3.0)
-
-
-values = st.lists(st.one_of(st.floats(-1e3, 1e3), st.sampled_from([np.nan, np.inf])), max_size=40)
-
-
-@given(values, st.sampled_from([1, 3, 7]))
-def test_smoothing_is_the_mean_of_a_centred_window(row: list[float], window: int) -> None:
-    v = np.array(row)
-    out = series.smooth(v, window)
-    for i, value in enumerate(v):
-        h = min(window // 2, i, len(v) - 1 - i)
-        near = v[i - h : i + h + 1]
-        if np.isfinite(value):
-            np.testing.assert_allclose(out[i], near[np.isfinite(near)].mean(), rtol=1e-9, atol=1e-9)
-        else:
-            assert np.isnan(out[i])
-
-
-def test_smoothing_survives_a_loss_that_explodes() -> None:
-    assert series.smooth(np.array([1.0, 1.0, 1e300, 1.0, 1.0, 1.0, 1.0]), 3)[5] == 1.0
-
-
-@given(st.lists(st.one_of(st.floats(-10, 10), st.just(np.nan)), min_size=41, max_size=400))
-def test_thinning_keeps_every_bucket_s_extremes_in_order(row: list[float]) -> None:
-    v = np.array(row)
-    x, y = series.thin(v, buckets=20)
-    assert len(x) <= 40
-    assert (np.diff(x) > 0).all()
-    for bucket in np.array_split(np.arange(len(v)), 20):
-        kept = y[(x >= bucket[0]) & (x <= bucket[-1])]
-        good = v[bucket][np.isfinite(v[bucket])]
-        if len(good):
-            assert (kept.min(), kept.max()) == (good.min(), good.max())
-        else:
-            assert np.isnan(kept).all()
-    np.testing.assert_array_equal(y, v[x.astype(int)])
-
-
-def test_a_band_leaves_gaps_out_and_is_a_gap_where_all_are() -> None:
-    over = series.band(series.align([np.array([1.0, np.nan, 3.0]), np.array([3.0])]))
-    np.testing.assert_array_equal(over, [[1.0, np.nan, 3.0], [2.0, np.nan, 3.0], [3.0, np.nan, 3.0]])
-    assert series.align([]).shape == (0, 0)
-    assert [part.shape for part in series.band(series.align([]))] == [(0,)] * 3
-
-
-@given(st.floats(1e-12, 1e12), st.floats(1.0001, 1e9), st.booleans())
-def test_ticks_are_few_round_and_on_the_axis(low: float, factor: float, log: bool) -> None:
-    axis = Axis(low, low * factor, log)
-    ticks = axis.ticks(5)
-    assert len(ticks) <= 9
-    assert all(-0.01 <= axis.place(tick) <= 1.01 for tick in ticks)
-    if factor > 1.5:
-        assert len(ticks) >= 2
-
-
 @pytest.mark.parametrize(
     ("parts", "log", "covers"),
     [
@@ -150,24 +85,3 @@ def test_the_axis_covers_what_is_finite_and_is_never_empty(
     assert axis.low <= covers[0]
     assert covers[1] <= axis.high
     assert len(axis.ticks()) >= 2
-
-
-def test_the_gauge_shows_a_gap_far_outside_as_an_arrow() -> None:
-    inside = drawn("gauge", gauge(0.5, 1.0, (-0.2, 1.2), "s1"))
-    outside = drawn("gauge", gauge(-9.0, 1.0, None, "s1"))
-    assert "<circle" in inside
-    assert "interval −0.200 to +1.20" in inside
-    assert "<circle" not in outside
-    for value, margin in ((None, 1.0), (0.5, 0.0), (0.5, None)):
-        assert gauge(value, margin, None, "s1") is None
-
-
-@pytest.mark.parametrize(("high", "cut"), [(137.0, True), (1.2, False), (2.0, False)])
-def test_a_wide_interval_leaves_the_bars_to_be_seen(high: float, cut: bool) -> None:
-    rows = [Row("FP32", "s0", "1.00", 1.0), Row("bf16", "s1", "0.83", 0.83, interval=(0.01, high))]
-    figure = drawn("bars", bars("Speed", "Times FP32.", rows, reference=1.0))
-    widths = [float(width) for width in re.findall(r'width="([0-9.]+)%"', figure)]
-    assert min(widths) > 40
-    assert all(float(place) <= 100 for place in re.findall(r'x[12]="([0-9.]+)%"', figure))
-    assert (CUT in figure) is cut
-    assert figure.count('class="whisker"') == (2 if cut else 3)  # a line, its low cap, and its high one

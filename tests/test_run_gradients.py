@@ -220,34 +220,6 @@ print(optimizer.step(closure).isfinite().item(), calls)
     assert (found.update, found.finding.module, found.finding.op) == (0, "0", "linear")
 
 
-def test_a_closure_is_run_again_until_its_gradients_are_finite(launch: Any) -> None:
-    ran = launch(
-        HEAD
-        + """
-optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-21)
-calls = []
-def closure():
-    optimizer.zero_grad()
-    loss = 2.0**20 * model(x).square().mean()
-    loss.backward()
-    calls.append(all(p.grad.isfinite().all().item() for p in model.parameters()))
-    return loss
-print(torch.is_tensor(optimizer.step(closure)))
-print(calls)
-""",
-        policy="fp16",
-    )
-    assert ran.status == 0, ran.err
-    calls = json.loads(ran.lines[1].lower())
-    assert calls[-1] is True
-    assert calls[:-1] == [False] * (len(calls) - 1)
-    assert len(calls) > 3
-    (update,) = ran.of("update")
-    assert update.moved
-    assert update.loss_scale == 65536.0 / 2 ** (len(calls) - 1)
-    assert f"run again {len(calls) - 1} times" in update.reason
-
-
 TWO = """
 import torch
 from torch import nn

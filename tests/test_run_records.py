@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +12,10 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from alive import bytes_alive
-from mezzo.core.errors import UsageError
 from mezzo.core.overflow import OverflowReport, TensorFacts
 from mezzo.core.records import LossRecord, OverflowRecord, RunStarted, UpdateRecord
 from mezzo.pytorch.autocast.modules import to_fp32
-from mezzo.pytorch.run.session import run
 from mezzo.pytorch.run.summary import findings
-from mezzo.runner.lifecycle import RunRequest, main
 
 TRAIN = """
 import sys
@@ -152,43 +148,6 @@ def test_no_model_and_no_backward(launch: Any) -> None:
     )
     assert ran.lines == ["torch.float32"]
     assert "1 call of Linear in bf16" in ran.err
-
-
-def test_auto_times_the_first_steps_and_says_what_it_chose(
-    launch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16")
-    ran = launch(TRAIN.replace("range(5)", "range(24)"), policy="auto")
-    assert ran.status == 0
-    assert "24 calls of Sequential" in ran.err
-    assert "medians of 8 steps" in ran.err
-    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "")
-    ran = launch(TRAIN, policy="auto")
-    assert ran.records[0].policy == "fp32"
-    assert "5 calls of Sequential, all in FP32" in ran.err
-    assert "no fast 16-bit format" in ran.err
-
-
-def test_a_child_process_runs_a_request_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script, request = tmp_path / "s.py", tmp_path / "request.json"
-    script.write_text("import sys; print(sys.argv[1]); sys.exit(7)")
-    request.write_text(RunRequest(str(script), ("x",), policy="bf16", summary=False).to_json())
-    assert main([str(request)], run, "") == 7
-    assert capsys.readouterr().out == "x\n"
-    request.write_text(RunRequest("absent.py", policy="bf16").to_json())
-    for words in ([], [str(tmp_path / "no.json")], [str(request)]):
-        assert main(words, run, "") == 2
-    assert "no script 'absent.py'" in capsys.readouterr().err
-
-
-def test_requests_travel_as_json() -> None:
-    full = RunRequest("t.py", ("a", "--b"), True, "fp16", Path("r.jsonl"), 3, True, True, False, watch=-1)
-    full = replace(full, trace=False, stop_after=7, sensitivity=True, tensorboard=Path("events"))
-    assert RunRequest.from_json(full.to_json()) == full
-    assert RunRequest.from_json(RunRequest("t.py").to_json()) == RunRequest("t.py")
-    for text, message in [("{", "not a run request"), ('{"targett": "x"}', "targett"), ("{}", "target")]:
-        with pytest.raises(UsageError, match=message):
-            RunRequest.from_json(text)
 
 
 def test_outputs_leave_as_fp32_whatever_holds_them() -> None:

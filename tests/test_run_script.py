@@ -143,11 +143,6 @@ def test_code_runs_as_python_runs_it(source: str, tmp_path: Path) -> None:
     assert_same(*both(["-c", source, "a", "--flag", "-"], tmp_path))
 
 
-@pytest.mark.parametrize("source", [SURROUNDINGS, RAISES])
-def test_standard_input_runs_as_python_runs_it(source: str, tmp_path: Path) -> None:
-    assert_same(*both(["-", "a", "-m"], tmp_path, source))
-
-
 def test_directory_and_symbolic_link_run_as_python_runs_them(tmp_path: Path) -> None:
     real = tmp_path / "real"
     real.mkdir()

@@ -54,21 +54,13 @@ STORED = [
     # policy, dtypes of the weights, of Adam's first moment, what the summary says
     ("bf16", FP32, "float32", None),
     ("bf16,masters=split", LOWERED, "float32", "weights bf16 (4 of 6 parameters), masters split, state fp32"),
-    (
-        "bf16,masters=split8,state=int8",
-        LOWERED,
-        "uint8",
-        "weights bf16 (4 of 6 parameters), masters split8, state int8",
-    ),
+    ("bf16,masters=split8,state=int8", LOWERED, "uint8",
+     "weights bf16 (4 of 6 parameters), masters split8, state int8"),
     ("bf16,masters=none,state=bf16", LOWERED, "bfloat16", "masters none, state bf16"),
     ("fp16,state=int8", FP32, "uint8", "weights fp32, state int8"),
-    (
-        "bf16,params=bf16,module.3=fp32",
-        "bfloat16 bfloat16 float32 float32 float32 float32",
-        "float32",
-        "weights bf16 (2 of 6 parameters), masters split",
-    ),
-]
+    ("bf16,params=bf16,module.3=fp32", "bfloat16 bfloat16 float32 float32 float32 float32", "float32",
+     "weights bf16 (2 of 6 parameters), masters split"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "weights", "state", "told"), STORED)
@@ -165,18 +157,14 @@ SHAPES = {
     "an autocast of its own": (OWN_AUTOCAST, ["bfloat16", LOWERED], "it uses torch.autocast itself"),
     "data parallelism": (DATA_PARALLEL, [FP32], "the weights of Sequential stay FP32"),
     "a saved state goes back": (SAVED, "halves", "4 of 6 parameters"),
-    "a foreign optimizer": (
-        plain("torch.optim.RMSprop(model.parameters())"),
-        [FP32],
-        "states of RMSprop stay FP32",
-    ),
+    "a foreign optimizer": (plain("torch.optim.RMSprop(model.parameters())"), [FP32], "states of RMSprop stay FP32"),
     "Mezzo's optimizer": (
         plain("AdamW(model.parameters())", "from mezzo.optim import AdamW"),
         [FP32],
         "AdamW is one of Mezzo's optimizers",
     ),
     "accumulation": (ACCUMULATION, [LOWERED], "12 backward passes for 3 optimizer steps"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("row", SHAPES)

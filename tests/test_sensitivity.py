@@ -282,13 +282,6 @@ def test_a_parent_is_charged_for_what_it_does_with_a_modules_numbers(inner: type
     assert changes(around(Residual(inner())), "bf16")["1"] < 3e-3
 
 
-def test_calls_of_one_step_are_taken_to_be_alike() -> None:
-    """A window of n losses, each over n: the loss is their sum, and n times 1/n^2 is the variance."""
-    found = {calls: measured(around(), steps=1, rate=0.0, calls=calls)[0] for calls in (2, 8)}
-    assert found[8].loss == pytest.approx(1.4, abs=0.4)
-    assert found[8].rows[0].squares / found[2].rows[0].squares == pytest.approx(0.25, rel=0.3)
-
-
 class Once(nn.Module):
     """Can't be run again."""
 

@@ -17,17 +17,12 @@ Pool = Callable[[Tensor], Tensor]
 # name -> input shape, op
 POOLS: dict[str, tuple[tuple[int, ...], Pool]] = {
     "1d": ((4, 32, 512), lambda x: F.max_pool1d(x, 2)),
-    "2d overlapping, padded, dilated": (
-        (4, 32, 33, 31),
-        lambda x: F.max_pool2d(x, 3, stride=2, padding=1, dilation=2),
-    ),
+    "2d overlapping, padded, dilated": ((4, 32, 33, 31), lambda x: F.max_pool2d(x, 3, stride=2, padding=1,
+     dilation=2)),
     "2d, a plane of more than 2^15": ((1, 2, 200, 300), lambda x: F.max_pool2d(x, 2)),
-    "2d channels_last": (
-        (4, 32, 32, 32),
-        lambda x: F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2),
-    ),
+    "2d channels_last": ((4, 32, 32, 32), lambda x: F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2)),
     "3d": ((2, 8, 16, 16, 16), lambda x: F.max_pool3d(x, 2)),
-}
+}  # fmt: skip
 
 
 def _gradients(x: Tensor, pool: Pool, region: bool) -> tuple[Tensor, Tensor]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
@@ -143,37 +141,6 @@ def test_statistics_go_back_to_before_the_first_of_several_regions(decides: str)
         loss = loss + mp.model(batch()[0]).sum()
     assert mp.step(loss).skipped
     assert same(everything(mp), before)
-
-
-@pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
-@pytest.mark.parametrize(("accumulate", "release"), [(1, False), (2, False), (1, True)])
-def test_scheduler_and_average_follow_only_moves(
-    name: str, accumulate: int, release: bool, decides: str
-) -> None:
-    model = network()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    ema = AveragedModel(model, use_buffers=True)
-    seen: list[nn.Module] = []
-    mp = mezzo.MixedPrecision(
-        model,
-        optimizer,
-        "fp16",
-        scheduler=scheduler,
-        ema=seen.append if release else ema,
-        accumulate=accumulate,
-        release_gradients=release,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()"
-        warnings.filterwarnings("ignore", "MixedPrecision: update 0 was skipped")
-        for factor in (INF, 1.0, INF, 1.0, 1.0):
-            for _ in range(accumulate):
-                run(mp, factor=factor)
-    assert scheduler.last_epoch == 3
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
-    assert (len(seen) if release else int(ema.n_averaged)) == 3
-    assert all(t.isfinite().all() for t in ema.buffers())
 
 
 @pytest.mark.parametrize(

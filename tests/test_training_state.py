@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import mezzo
-from mezzo.core import records
 from mezzo.core.errors import CallOrderError, UsageError
 from training_steps import (  # noqa: F401
     INF,
@@ -71,24 +69,6 @@ def test_a_backward_that_raises_drops_its_window() -> None:
         assert run(mp, 1).stepped
         weights.append([p.detach() for p in model.parameters()])
     assert same(*weights)
-
-
-def test_records_tell_of_every_loss_and_update(tmp_path: Path) -> None:
-    writer = records.RecordWriter(tmp_path / "run.jsonl")
-    mp = training("sgd", "fp16", accumulate=2, records=writer)
-    for factor in (1.0, 1.0, 1.0, INF):
-        run(mp, factor=factor)
-    mp.close()
-    writer.close()
-    found = list(records.read(tmp_path / "run.jsonl"))
-    losses = [record.index for record in found if isinstance(record, records.LossRecord)]
-    updates = [record for record in found if isinstance(record, records.UpdateRecord)]
-    assert losses == [0, 1, 2, 3]
-    assert [(u.index, u.moved, u.skipped, u.loss_scale) for u in updates] == [
-        (0, True, False, 65536.0),
-        (1, False, True, 65536.0),
-    ]
-    assert "NaN or infinite" in updates[1].reason
 
 
 @pytest.mark.parametrize(
@@ -207,23 +187,6 @@ def test_a_loss_outside_autocast_is_told_once(name: str, recwarn: pytest.Warning
     )
     for context in ("mp", mezzo.autocast("bf16"), torch.autocast("cpu", torch.bfloat16)):
         assert train(context) == []
-
-
-@pytest.mark.parametrize("masters", ["split", "fp32"])
-def test_a_state_with_masters_in_an_optimizer_without_is_refused(masters: str) -> None:
-    model = network()
-    mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), "bf16", masters=masters)
-    with mp.autocast():
-        loss = model(batch()[0]).float().mean()
-    mp.step(loss)
-    state = copy.deepcopy(mp.optimizer.state_dict())
-    mp.close()
-    for precision, given in (("bf16", {"masters": masters}), ("fp32", {}), ("bf16", {})):
-        model = network()
-        optimizer = torch.optim.AdamW(model.parameters())
-        optimizer.load_state_dict(state)
-        with pytest.raises(UsageError, match=rf"optimizer, masters='{masters}'\), then load model"):
-            mezzo.MixedPrecision(model, optimizer, precision, **given)
 
 
 def test_frozen_parameters_are_an_error_and_thawed_ones_train() -> None:

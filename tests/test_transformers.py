@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -88,6 +90,8 @@ def test_masters_under_bf16_weights_follow_fp32(tmp_path: Path) -> None:
 def test_an_overflow_is_skipped_and_is_in_the_log_and_in_tensorboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # TensorBoard does not import TensorFlow, which would stay in this process, if this module exists.
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.notf", ModuleType("notf"))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
@@ -175,14 +179,9 @@ def late(trainer: Any) -> None:
         ({}, "fp16,params=fp16", UsageError, ["fp16,masters=fp32", "clips", "masters='split'"]),
         ({"model": llama(dtype=BF16)}, "bf16", UsageError, ["bf16", "'split'"]),
         ({}, "bf61", UsageError, ["bf61", "'bf16'"]),
-        (
-            {},
-            lambda _: mezzo.transformers.use(llama(), "bf16"),
-            UsageError,
-            ["Llama", "transformers.Trainer"],
-        ),
+        ({}, lambda _: mezzo.transformers.use(llama(), "bf16"), UsageError, ["Llama", "transformers.Trainer"]),
     ],
-)
+)  # fmt: skip
 def test_bad_input(
     options: Any, use: str | Callable[[Any], Any], error: type[Exception], parts: list[str], tmp_path: Path
 ) -> None:

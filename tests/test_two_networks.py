@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
 from bad_steps import is_finite, same
-from moving_buffers import NORMS, OWN
-from run_scripts import Ran, launcher
+from run_scripts import Ran
 from training_steps import nobody_owns_anything, who_decides  # noqa: F401
 from two_networks import LAST, OF_A_SCRIPT, ORDERS, train
 
@@ -28,11 +26,6 @@ train(name, bad, lambda: nn.BatchNorm1d(4), separate=False, left_out=left_out ==
 
 
 Launch = Callable[..., Ran]
-
-
-@pytest.fixture(name="launch")
-def launch_fixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
-    return launcher(tmp_path, capsys)
 
 
 def differing(ours: dict[str, Any], left_out: dict[str, Any]) -> list[str]:
@@ -63,27 +56,6 @@ def test_a_mixed_precision_each(order: str, bad: str, decides: str) -> None:
     assert is_finite(ours.state())
     left_out = train(order, bad, make, separate=True, left_out=True)
     assert differing(ours.state(), left_out.state()) == []
-
-
-@pytest.mark.parametrize("name", [*NORMS, *OWN])
-@pytest.mark.parametrize("order", ["kept_over_the_step", "retained"])
-def test_every_kind_of_buffer(order: str, name: str) -> None:
-    make = {**NORMS, **OWN}[name]
-    for bad in ("a", "b", "ab"):
-        ours = train(order, bad, make, separate=True, left_out=False)
-        left_out = train(order, bad, make, separate=True, left_out=True)
-        assert differing(ours.state(), left_out.state()) == [], bad
-
-
-@pytest.mark.parametrize("order", ["penalty", "retained", "unrelated"])
-def test_looking_into_the_skips_changes_nothing(order: str, launch: Launch) -> None:
-    """The tracer runs calls again and puts buffers back, while the graph of the other network is alive."""
-    for traced in (True, False):
-        ran = launch(SCRIPT, order, "ab", "with them", policy="fp16,loss_scale=128", trace=traced)
-        assert ran.status == 0, ran.err
-        assert "after an error" not in ran.notes
-        ours = dict(LAST["state"]) if traced else ours  # noqa: F821
-    assert differing(ours, LAST["state"]) == []
 
 
 SPOILED = """

@@ -5,7 +5,6 @@ A node of several outputs runs when one of them got a gradient, and a custom fun
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-import mezzo
-from run_scripts import Ran, launcher
+from run_scripts import Ran
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
@@ -108,11 +105,6 @@ MODES: dict[str, tuple[str, dict[str, Any], bool]] = {
 Launch = Callable[..., Ran]
 
 
-@pytest.fixture(name="launch")
-def launch_fixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
-    return launcher(tmp_path, capsys)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_past_undefined_gradients(
     kind: str, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -131,40 +123,3 @@ def test_a_run_goes_on_past_undefined_gradients(
         else:
             for wanted, found in zip(expected, map(torch.tensor, json.loads(ran.lines[-1]))):
                 assert (wanted - found).norm() <= 0.01 * wanted.norm() + 1e-3, mode
-
-
-TRAININGS: dict[str, dict[str, Any]] = {
-    "traced": {"precision": "fp16,loss_scale=128"},
-    "watched": {"precision": "fp16,loss_scale=128", "watch": 1},
-    "released": {"precision": "fp16,loss_scale=128", "release_gradients": True},
-}
-
-
-@pytest.mark.parametrize("kind", ["inside", "second input", "weight", "states"])
-@pytest.mark.parametrize("name", TRAININGS)
-def test_mixed_precision_goes_on_past_undefined_gradients(name: str, kind: str) -> None:
-    names: dict[str, Any] = {}
-    exec(PARTS, names)
-    torch.manual_seed(0)
-    model: nn.Module = names["Net"](kind)
-    model.requires_grad_()
-    if name == "released":
-        optimizer: Any = mezzo.optim.SGD(model.parameters(), lr=0.01)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    mp = mezzo.MixedPrecision(model, optimizer, **TRAININGS[name])
-    moved = []
-    try:
-        for step in range(3):
-            model.gain = 1e30 if step == 1 else 1.0
-            before: dict[str, Tensor] = copy.deepcopy(model.state_dict())
-            with mp.autocast():
-                used, _ = model(torch.ones(2, 4))
-                loss = used.float().square().mean()
-            moved.append(mp.step(loss).stepped)
-            after = model.state_dict()
-            assert torch.equal(before["a.weight"], after["a.weight"]) != moved[-1]
-            assert torch.equal(before["unused"], after["unused"])
-    finally:
-        mp.close()
-    assert moved == [True, False, True]

@@ -386,7 +386,6 @@ def test_no_harm_is_called_divergent_in_at_most_five_percent(pairs: int) -> None
         assert rate_is_at_most(wrong, draws, 0.05), f"noise {noise}: {wrong / draws:.2%}"
 
 
-SIMULATED = 400
 # Bars of the verdict's errors, and the skewed noise that no test of few pairs holds them under (docs/compare.md).
 BARS = [
     ("false_equivalent", ("normal", "t3", "t2", "mixture", "-lognormal"), 0.06),
@@ -399,21 +398,22 @@ BARS = [
 
 
 @pytest.mark.heavy
-def test_simulated_errors_stay_under_their_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("trials", [100, pytest.param(400, marks=pytest.mark.nightly)])
+def test_simulated_errors_stay_under_their_bars(trials: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One test, since one simulation gives all rates. The printed power and early ends are simulated too."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    simulated = importlib.import_module("verdict_simulation").simulate(trials=SIMULATED, seed=1)
+    simulated = importlib.import_module("verdict_simulation").simulate(trials=trials, seed=1)
     over = [
         f"{error}, {name}, {sd} margins, {pairs} pairs: {rate:.1%}"
         for error, names, bar in BARS
         for name in names
         for sd, by_pairs in simulated[error][name].items()
         for pairs, rate in by_pairs.items()
-        if not rate_is_at_most(round(rate * SIMULATED), SIMULATED, bar)
+        if not rate_is_at_most(round(rate * trials), trials, bar)
     ]
     assert over == []
     for pairs, by_sd in simulated["power_error"].items():
         for sd, one in by_sd.items():
-            error = 0.5 / np.sqrt(SIMULATED // 3)  # of a mean of values between 0 and 1, at most
+            error = 0.5 / np.sqrt(trials // 3)  # of a mean of values between 0 and 1, at most
             assert abs(one["error"]) < 0.03 + 3 * error, (pairs, sd, one)
     assert set(simulated["early_end"].values()) == {0.0}

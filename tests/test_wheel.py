@@ -38,7 +38,7 @@ def test_the_distributions_hold_the_package_and_nothing_else(dist: Path) -> None
         assert any(name.endswith("/README.md") for name in source.getnames())
 
 
-@pytest.mark.heavy
+@pytest.mark.nightly
 def test_the_wheel_works_in_a_clean_environment(dist: Path, tmp_path: Path) -> None:
     environment, empty = tmp_path / "environment", tmp_path / "empty"
     empty.mkdir()

@@ -164,34 +164,12 @@ def critics_without_gradients(t: Training) -> None:
     t.update("a", loss_of(t.call("b", t.spoiled(t.call("a", t.batch(), of="a"), "a"), of="a")))
 
 
-def generator_first(t: Training) -> None:
-    fake = t.call("a", t.batch(), of="a")
-    t.update("a", loss_of(t.call("b", t.spoiled(fake, "a"), of="a")))
-    real = t.call("b", t.spoiled(t.batch(), "b"), of="b")
-    t.update("b", loss_of(real) + loss_of(t.call("b", fake.detach(), of="b") - 1))
-
-
-def auxiliary(t: Training) -> None:
-    """A loss of "a" of its own, computed before the step of "b"."""
-    fake = t.call("a", t.batch(), of="a")
-    own = loss_of(t.spoiled(fake, "a"))
-    t.update("b", loss_of(t.call("b", t.spoiled(t.batch(), "b"), of="b")))
-    t.update("a", own + loss_of(t.call("b", fake, of="a")))
-
-
 def frozen_judge(t: Training) -> None:
     """The discriminator takes no gradients while the generator is trained."""
     t.update("b", loss_of(t.call("b", t.spoiled(t.batch(), "b"), of="b")))
     t.networks["b"].requires_grad_(False)
     t.update("a", loss_of(t.call("b", t.spoiled(t.call("a", t.batch(), of="a"), "a"), of="a")))
     t.networks["b"].requires_grad_(True)
-
-
-def infinite_fake(t: Training) -> None:
-    """The fake itself is infinite, kept over the step of "b", whose loss it does not reach."""
-    fake = t.call("a", t.spoiled(t.batch(), "a"), of="a")
-    t.update("b", loss_of(t.call("b", t.spoiled(t.batch(), "b"), of="b")))
-    t.update("a", loss_of(t.call("b", fake, of="a")))
 
 
 def unrelated(t: Training, steps: str = "ab") -> None:
@@ -216,16 +194,6 @@ def both_backward(t: Training, steps: str = "ab") -> None:
     losses = {name: loss_of(t.call(name, t.spoiled(t.batch(), name), of=name)) for name in "ab"}
     for name, loss in losses.items():
         t.backward(name, loss)
-    for name in steps:
-        t.step(name)
-
-
-def one_loss(t: Training, steps: str = "ab") -> None:
-    """One backward for the losses of both."""
-    for name in "ab":
-        t.clear(name)
-    outs = [t.call(name, t.batch(), of=name) for name in "ab"]
-    sum(loss_of(t.spoiled(out, name)) for name, out in zip("ab", outs)).backward()  # type: ignore[union-attr]
     for name in steps:
         t.step(name)
 
@@ -264,15 +232,13 @@ Order = Callable[[Training], None]
 ORDERS: dict[str, Order] = {
     order.__name__: order
     for order in (
-        kept_over_the_step, retained, penalty, critics_without_gradients, generator_first, auxiliary,
-        frozen_judge, infinite_fake, unrelated, accumulating,
+        kept_over_the_step, retained, penalty, critics_without_gradients, frozen_judge, unrelated, accumulating,
     )
 } | {"unrelated, b first": partial(unrelated, steps="ba")}  # fmt: skip
 # Here a backward, or a network, belongs to no MixedPrecision.
 OF_A_SCRIPT: dict[str, Order] = {
-    order.__name__: order
-    for order in (both_backward, one_loss, backwards_before_steps, frozen, part_by_itself)
-} | {f"{order.__name__}, b first": partial(order, steps="ba") for order in (both_backward, one_loss)}
+    order.__name__: order for order in (both_backward, backwards_before_steps, frozen, part_by_itself)
+} | {"both_backward, b first": partial(both_backward, steps="ba")}
 WINDOWS = {"accumulating": {"a": 2}}
 
 

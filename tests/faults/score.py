@@ -6,13 +6,12 @@ and line are counted too. A clean run counts as quiet if no skipped step is call
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from faults.clean import CLEAN
-from faults.rows import FAULTS, Expected, Row
+from faults.rows import Expected, Row
 from faults.runs import launched, mends, of_row, policies
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import OverflowRecord, UpdateRecord
@@ -52,12 +51,6 @@ class FaultGrade:
             return f"{wanted}; found nothing{'' if self.skipped else ', and the step was not skipped'}"
         told = f"{f.cause} {f.direction} {f.op or 'no op'} in {f.module!r} line {f.line!r}"
         return f"{wanted}; found {told}{f', note: {f.note}' if f.note else ''}"
-
-    def to_json(self) -> dict[str, Any]:
-        told = ("module", "op", "direction", "cause", "line", "how", "seconds", "kept_bytes", "note")
-        found = None if self.found is None else {name: getattr(self.found, name) for name in told}
-        right = {"named": self.named, "cause": self.right["cause"], "line": self.right["line"]}
-        return {"name": self.row.name, "family": self.row.family, "right": right, "found": found}
 
 
 @dataclass(frozen=True)
@@ -121,75 +114,3 @@ def trials_of(graded: FaultGrade) -> list[Trial]:
     offered = [] if graded.found is None else policies(graded.found)
     row, part = graded.row, graded.expected.part
     return [Trial(row.name, policy, mends(row, part, policy)) for policy in offered]
-
-
-def _share(told: Iterable[bool]) -> list[int]:
-    every = list(told)
-    return [sum(every), len(every)]
-
-
-@dataclass(frozen=True)
-class Score:
-    """All grades: of loops with `MixedPrecision`, and of plain scripts."""
-
-    faults: list[FaultGrade]
-    clean: list[CleanGrade]
-    scripts: list[FaultGrade]
-    clean_scripts: list[CleanGrade]
-    trials: list[Trial]
-
-    @property
-    def perfect(self) -> bool:
-        """Every fault named, and no alarm without one, in loops with `MixedPrecision`; none without one in scripts."""
-        alarms = any(g.alarms for g in (*self.clean, *self.clean_scripts))
-        return not alarms and all(g.named for g in self.faults)
-
-    def counts(self) -> dict[str, list[int]]:
-        """What was asked -> [how often it was right, of how many]."""
-        faults, scripts, skips = self.faults, self.scripts, sum(g.skips for g in self.clean)
-        explained = skips - sum(len(g.alarms) + g.silent for g in self.clean)
-        asked = ("module", "direction", "op", "cause")
-        with_line = [g for g in faults if g.expected.line]
-        return {
-            "named (module, direction, operation)": _share(g.named for g in faults),
-            **{f"right {what}": _share(g.right[what] for g in faults) for what in asked},
-            "right line, of those with one in the script": _share(g.right["line"] for g in with_line),
-            "clean runs without an alarm": _share(not g.alarms for g in self.clean),
-            "skipped steps of clean runs put down to the loss scale": [explained, skips],
-            "as plain scripts: module and direction": _share(
-                g.right["module"] and g.right["direction"] for g in scripts
-            ),
-            "as plain scripts: named": _share(g.named for g in scripts),
-            "as plain scripts: clean runs without an alarm": _share(not g.alarms for g in self.clean_scripts),
-            "policies that remedies name: the step is taken under them": _share(t.mends for t in self.trials),
-        }
-
-    def by_family(self) -> dict[str, list[int]]:
-        families = dict.fromkeys(g.row.family for g in self.faults)
-        return {one: _share(g.named for g in self.faults if g.row.family == one) for one in families}
-
-    def to_json(self) -> dict[str, Any]:
-        def clean(some: list[CleanGrade]) -> list[dict[str, Any]]:
-            return [{"name": g.name, "skips": g.skips, "alarms": len(g.alarms)} for g in some]
-
-        return {
-            "counts": self.counts(),
-            "by_family": self.by_family(),
-            "faults": [g.to_json() for g in self.faults],
-            "clean": clean(self.clean),
-            "scripts": [g.to_json() for g in self.scripts],
-            "clean_scripts": clean(self.clean_scripts),
-            "trials": [t._asdict() for t in self.trials],
-        }
-
-
-def score(folder: Path) -> Score:
-    """Run and grade all rows; scripts and records go to a folder."""
-    graded = [g for row in FAULTS for g in grades_of(row)]
-    return Score(
-        graded,
-        [grade_of_clean(row) for row in CLEAN],
-        [g for row in FAULTS if row.can_be_a_script for g in grades_of_script(row, folder)],
-        [grade_of_clean_script(row, folder) for row in CLEAN if row.can_be_a_script],
-        [trial for g in graded for trial in trials_of(g)],
-    )

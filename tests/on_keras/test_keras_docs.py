@@ -7,7 +7,6 @@ import runpy
 import sys
 from pathlib import Path
 
-import keras
 import pytest
 
 from conftest import BACKEND
@@ -25,29 +24,6 @@ def test_a_block_runs_alone_and_prints_what_the_page_shows(
     monkeypatch.chdir(tmp_path)
     run(block, tmp_path, capsys)
     assert "PrecisionMonitor(" not in block["code"] or len(list(tmp_path.rglob("fit001.jsonl"))) == 1
-
-
-def test_no_image_is_both_trained_on_and_tested() -> None:
-    old, old_test, new, new_test = transfer.load(16, shots=3)
-    assert [len(images) for images, _ in (old, old_test, new, new_test)] == [720, 180, 3 * 5 * 9, 720]
-    known = {image.tobytes() for images, _ in (old, new) for image in images}
-    assert not any(image.tobytes() in known for images, _ in (old_test, new_test) for image in images)
-    assert new[1].sum(axis=0).tolist() == [27] * 5
-
-
-def test_what_is_frozen_stays_to_the_bit() -> None:
-    _, _, new, _ = transfer.load(8, shots=1)
-    body = transfer.base(8, width=2)
-    transfer.thaw(body)
-    model = transfer.headed(body, "transfer")
-
-    def held() -> dict[str, bytes]:
-        return {weight.path: keras.ops.convert_to_numpy(weight).tobytes() for weight in body.weights}
-
-    before = held()
-    transfer.train(model, new, "fine-tuning", 1, 45, 1e-2)
-    moved = {re.sub("^.*(?=stage)", "", path) for path, value in held().items() if value != before[path]}
-    assert moved == {"stage3_1_conv/kernel", "stage3_2_conv/kernel"}
 
 
 def test_the_script_prints_each_stage_and_ends_with_its_metric(

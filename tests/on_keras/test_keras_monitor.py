@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -191,27 +189,6 @@ def test_files_are_never_overwritten_and_breaking_off_keeps_what_was(tmp_path: P
     assert not of("end", first)
 
 
-@pytest.mark.every_backend
-def test_a_monitor_that_is_collected_while_a_function_is_traced_writes_what_waits(tmp_path: Path) -> None:
-    monitors = [PrecisionMonitor(tmp_path, every=4, verbose=False)]
-    with pytest.raises(KeyboardInterrupt):
-        fit(model(scaled()), [*monitors, Break()])
-    path, collected = monitors[0].path, weakref.ref(monitors[0])
-
-    def traced(x: Any) -> Any:
-        monitors.clear()
-        gc.collect()
-        assert collected() is None
-        return x + 1
-
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        traced = tf.function(traced)
-    traced(keras.ops.ones(1))
-    assert len(of("update", path)) == 5
-
-
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on PyTorch")
 def test_several_steps_in_one_execution(tmp_path: Path, watched: dict[str, Any]) -> None:
     monitor = PrecisionMonitor(tmp_path, every=3, verbose=False)
@@ -267,17 +244,6 @@ def test_bad_arguments(given: dict[str, Any], told: str) -> None:
         PrecisionMonitor(**given)
 
 
-def test_what_is_done_between_two_epochs_is_not_recorded_as_a_step(tmp_path: Path) -> None:
-    net = model(scaled(16.0))
-    net.optimizer.build(net.trainable_variables)
-    (scale,) = (one for one in net.optimizer.variables if one.name == "dynamic_scale")
-    monitor = PrecisionMonitor(tmp_path, verbose=False)
-    anew = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: scale.assign(4.0))
-    fit(net, [monitor, anew], epochs=2)
-    scales = [one.loss_scale for one in of("update", monitor.path)]
-    assert scales == [16.0] * BATCHES + [4.0] * BATCHES
-
-
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])
 def test_float16_without_a_loss_scale_is_noted(tmp_path: Path, policy: str) -> None:
     monitor = PrecisionMonitor(tmp_path, verbose=False)
@@ -292,27 +258,6 @@ def test_float16_without_a_loss_scale_is_noted(tmp_path: Path, policy: str) -> N
 
 STEPS = 5
 needs_own_step = pytest.mark.skipif(BACKEND == "jax", reason="an own training step is stateless on JAX")
-
-
-@needs_own_step
-def test_a_step_that_leaves_the_loss_tracker_out_is_counted(tmp_path: Path) -> None:
-    keras.config.set_dtype_policy("mixed_float16")
-    net = OwnStep()
-    net.compile(scaled(), "mse")
-    x, y = data(STEPS)
-    net(x[:1])
-    net.optimizer.build(net.trainable_variables)
-    monitor, seen = PrecisionMonitor(tmp_path, every=2, verbose=False), Seen()
-    history = fit(net, [monitor, seen], (x, y), epochs=2, validation_data=(x[:8], y[:8]))
-    skipped = number(net.optimizer.skipped_steps)
-    assert 0 < skipped < 2 * STEPS
-    updates = of("update", monitor.path)
-    assert [one.index for one in updates] == list(range(2 * STEPS))
-    assert sum(one.skipped for one in updates) == skipped == history["skipped_steps"][-1]
-    assert history["loss_scale"][-1] == 2.0 ** (20 - skipped)
-    assert [one.loss for one in of("loss", monitor.path)] == [logs["loss"] for logs in seen.logs]
-    assert len(seen.logs) == 2 * STEPS
-    assert any("training step reports" in note for note in of("end", monitor.path)[0].notes)
 
 
 class Two(OwnStep):

@@ -175,18 +175,6 @@ def test_compile_leaves_an_optimizer_that_scales() -> None:
     assert model.optimizer is kerass
 
 
-def test_compile_in_a_subclass_that_calls_super() -> None:
-    class Own(Subclassed):
-        def compile(self, rate: float) -> None:
-            super().compile(optimizer=keras.optimizers.SGD(rate), loss=LOSS)
-
-    set_policy("fp16,module.head=fp32")
-    model = Own()
-    model.compile(0.25)
-    assert type(model.optimizer) is LossScaleOptimizer
-    assert float(model.optimizer.inner_optimizer.learning_rate) == 0.25
-
-
 def test_fp32_undoes_everything() -> None:
     def patched() -> list[Any]:
         layer, model = keras.layers.Layer, keras.Model

@@ -80,36 +80,6 @@ def test_the_path_without_reading_equals_the_branching_one(
     assert weights_after(make, events, mode()) == branching
 
 
-def test_gradients_are_unscaled_by_the_definition() -> None:
-    """Of every format of gradient and variable, with NaN, infinities and an empty one."""
-    rows: list[tuple[str, str, list[float] | None]] = [
-        *(("float32", "float32", given) for given in ([1.0, 2.0], [math.nan, 1.0], [1.0, -INF], [])),
-        *(("float16", "float16", given) for given in ([300.0, 2.0**-20], [INF, 0.0], [65504.0, 0.0])),
-        ("bfloat16", "bfloat16", [1.0, 3e38]),
-        ("float32", "bfloat16", [1.0, 3.0]),
-        ("float64", "float64", [1e300, 1.0]),
-        ("float32", "float32", None),
-    ]
-    weights = [variables([given or [1.0]], stored)[0] for _, stored, given in rows]
-    gradients = [None if given is None else tensor(given, made) for made, _, given in rows]
-    overwritten, value = variables([[1.0, 1.0]])[0], tensor([3.0, 4.0])
-    overwritten.overwrite_with_gradient = True
-    for scale, back in ((2.0**-10, True), (3.0, False), (2.0**16, True)):
-        arguments = ([*gradients, value], [*weights, overwritten], tensor(scale))
-        unscaled, flags = gradients_module.unscale(*arguments, in_variables_format=back)
-        assert unscaled.pop() is value
-        assert not flags.pop()
-        for weight, gradient, ours, flag in zip(weights, gradients, unscaled, flags, strict=True):
-            if gradient is None:
-                assert ours is flag is None
-                continue
-            wide = gradient if gradient.dtype == torch.float64 else gradient.float()
-            stored = (wide / torch.tensor(scale, dtype=wide.dtype)).to(weight.value.dtype)
-            if back or weight.value.dtype == wide.dtype:
-                torch.testing.assert_close(ours, stored, rtol=0, atol=0, equal_nan=True)
-            assert bool(flag) == (not bool(stored.isfinite().all()))
-
-
 def test_on_an_accelerator_the_patience_is_checked_every_50th_step(monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_a_gpu(monkeypatch)
     weights = variables()

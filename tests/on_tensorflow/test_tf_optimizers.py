@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import subprocess
@@ -21,7 +20,6 @@ from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, Observation, StaticLossScale
 from mezzo.tensorflow.keras2 import LegacyLossScaleOptimizer
 from mezzo.tensorflow.keras2 import LossScaleOptimizer as Keras2Optimizer
-from mezzo.tensorflow.v1_optimizer import LossScaleOptimizer
 from scale_cases import TABLE, Remembering
 
 v1 = tf.compat.v1
@@ -79,19 +77,6 @@ def test_patience(way: str) -> None:
             stepper.optimizer.check()
 
 
-def test_only_the_bad_variable_is_named_in_a_function() -> None:
-    good, bad = tf.Variable(1.0, name="innocent"), tf.Variable(1.0, name="culprit")
-    optimizer = FAMILIES["v1"](StaticLossScale(2.0, patience=1))
-
-    @tf.function
-    def step() -> None:
-        optimizer.minimize(lambda: good + bad * np.inf, var_list=[good, bad])
-
-    with pytest.raises(tf.errors.InvalidArgumentError, match="culprit") as raised:
-        step()
-    assert "innocent" not in str(raised.value)
-
-
 @pytest.mark.parametrize("family", UNSCALING)
 def test_forgetting_to_scale_or_to_unscale_and_no_gradient_at_all(family: str) -> None:
     variable = tf.Variable([1.0])
@@ -134,47 +119,6 @@ def test_a_narrow_loss_and_narrow_gradients_keep_their_types() -> None:
     assert (tiny[0].dtype, float(tiny[0]), tiny[1]) == (tf.float16, 2.0**-24, None)
     wide = optimizer.get_unscaled_gradients([tf.constant(1.0, tf.float64)])[0]
     assert (wide.dtype, float(wide)) == (tf.float64, 2.0**-16)
-
-
-def test_a_tf1_optimizer_is_still_one() -> None:
-    variable = tf.Variable([1.0])
-    inner = v1.train.MomentumOptimizer(0.125, 0.5, name="Heavy")
-    optimizer = LossScaleOptimizer(inner, DynamicLossScale())
-    assert isinstance(optimizer, v1.train.Optimizer)
-    optimizer.minimize(lambda: variable * 1.0, var_list=[variable])
-    assert optimizer.get_name() == "Heavy"
-    assert optimizer.get_slot_names() == ["momentum"]
-    assert optimizer.get_slot(variable, "momentum") is inner.get_slot(variable, "momentum")
-    assert len(optimizer.variables()) == len(inner.variables()) + 6
-    assert optimizer._momentum == 0.5  # other attributes are the inner optimizer's
-    assert copy.copy(optimizer).inner_optimizer is inner
-
-
-def test_each_graph_has_a_scale_that_is_read_without_a_new_op_and_nowhere_else() -> None:
-    optimizer = FAMILIES["v1"](DynamicLossScale())
-    assert optimizer.machine() == DynamicLossScale()  # before the first step there is an eager one
-    with tf.Graph().as_default() as first:
-        weight = v1.get_variable("weight", initializer=[1.0])
-        step = optimizer.minimize(tf.reduce_sum(weight) * np.inf)
-        assert optimizer.skipped_steps.graph is first
-        initializers = [variable.initializer for variable in v1.global_variables()]
-    first.finalize()
-    with first.as_default(), v1.Session() as session:
-        session.run(initializers)
-        session.run(step)
-        reads = [optimizer.loss_scale, optimizer.skipped_steps, optimizer.last_step_skipped]
-        assert session.run(reads) == [2.0**15, 1, True]
-    other = tf.Graph()
-    for what in ("loss_scale", "skipped_steps", "last_step_skipped", "machine", "check"):
-        for place in (other.as_default(), tf.init_scope()):
-            with place, pytest.raises(UsageError, match=rf"{what}.* in <tensorflow.*Graph.*session.run"):
-                getattr(optimizer, what)()
-    assert not other.get_operations()
-    with other.as_default():  # a second run has its own
-        optimizer.compute_gradients(v1.get_variable("weight", initializer=[1.0]))
-        assert optimizer.skipped_steps.graph is other
-    optimizer.apply_gradients([(tf.constant(1.0), tf.Variable(1.0))])  # and so has an eager step
-    assert optimizer.machine() == DynamicLossScale(good_steps=1)
 
 
 def test_a_session_saves_and_restores_by_name(tmp_path: Any) -> None:
@@ -241,21 +185,6 @@ def test_a_checkpoint_of_others_goes_on_here(whose: str, family: str, has_slots:
     np.testing.assert_array_equal(weight.numpy(), on)
     if whose != "plain":
         assert ours.machine() == DynamicLossScale(scale=2.0**8, good_steps=2)
-
-
-def test_a_saver_finds_the_names_of_tf1() -> None:
-    def names(scale: Any) -> list[str]:
-        with tf.Graph().as_default():
-            loss = v1.get_variable("weight", initializer=1.0) ** 2
-            adam = v1.train.AdamOptimizer()
-            optimizer = adam if scale is None else LossScaleOptimizer(adam, scale)
-            with tf.name_scope("train"):
-                optimizer.minimize(loss)
-            return sorted(variable.op.name for variable in v1.global_variables())
-
-    plain = names(None)
-    assert "train/beta1_power" in plain
-    assert [name for name in names(DynamicLossScale()) if "loss_scale/" not in name] == plain
 
 
 def test_reference_variables_are_refused_with_the_way_out() -> None:

@@ -197,29 +197,6 @@ def test_bad_input_changes_nothing(call: Any, kind: Any, said: str) -> None:
     assert dict(os.environ) == environment
 
 
-@pytest.mark.parametrize("module", [keras, tf_keras])
-def test_not_with_a_mixed_policy_as_well(module: Any) -> None:
-    module.mixed_precision.set_global_policy("mixed_bfloat16")
-    with pytest.raises(UsageError, match=r"dtype policy of .* is 'mixed_bfloat16', which is mixed"):
-        enable(module.optimizers.Adam())
-    module.mixed_precision.set_global_policy("float32")
-    enable(adam())
-    with pytest.raises(ValueError, match="graph rewrite has already been enabled"):
-        tf_keras.mixed_precision.set_global_policy("mixed_bfloat16")
-
-
-def test_xla_is_refused_while_the_rewrite_is_on() -> None:
-    weight = tf.Variable([1.0])
-    optimizer = enable(adam(), 128)
-
-    @tf.function(jit_compile=True)
-    def step() -> None:
-        optimizer.minimize(lambda: weight * 1.0, var_list=[weight])
-
-    with pytest.raises(UsageError, match=r"XLA compiles this training step.*Use jit_compile=False"):
-        step()
-
-
 # Keras 3
 
 X = np.random.default_rng(0).standard_normal((64, 8)).astype("float32")
