@@ -140,6 +140,20 @@ def hand_cleaned() -> Any:
     return train(net, squared(net), reduce)
 
 
+def hand_flat() -> Any:
+    """Gradients that the script copies into a flat buffer, reduces, and copies back."""
+    net = network()
+
+    def reduce() -> None:
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        flat = torch._utils._flatten_dense_tensors(grads)
+        dist.all_reduce(flat)
+        for grad, total in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads)):
+            grad.copy_(total / dist.get_world_size())
+
+    return train(net, squared(net), reduce)
+
+
 def only_here() -> Any:
     """An optimizer on rank 0 only, which overflows at one step, and a metric that all ranks reduce."""
     net, probe = DistributedDataParallel(network()), network()

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from mezzo.core.errors import LossScaleCollapseError
+from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale
 from mezzo.pytorch.distributed import ALONE, is_distributed
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.optim.adopt import Adopted
+from mezzo.pytorch.optim.checks import refuse_replaced
 from mezzo.pytorch.run.backward import Attempts, Flags, FoundInf
 from mezzo.pytorch.run.own_weights import LostUpdates, Masters
 from mezzo.pytorch.step import AbandonedStepError, check_finite, parameters, step_with_closure
@@ -206,6 +207,12 @@ class Steps:
 
     def _step(self, step: Step, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
+        if optimizer not in self._numbers:
+            try:
+                refuse_replaced(optimizer)
+            except UsageError as error:
+                session.fatal = error
+                raise
         closure = args[0] if args and callable(args[0]) else kwargs.get("closure")
         if closure is not None:
             session.observers.closure_begins()
