@@ -108,6 +108,7 @@ EVERYWHERE = {  # optimizers that both ranks have, in the order of their first s
     "fsdp_penalty": None,
     "fsdp_accumulated": 1,
     "fsdp_and_plain": 2,
+    "slow": 2,
     "only_here": None,
 }
 CASES = [*EVERYWHERE, "ddp_joined", "without_gradients"]
@@ -169,7 +170,6 @@ def test_what_is_not_done_with_several_ranks_is_said(several: Any) -> None:
 @pytest.mark.heavy
 def test_rank_0_prints_what_only_rank_1_could_explain(several: Any) -> None:
     first = several[1][0][1]
-    print(first)
     (line,) = [line for line in first.splitlines() if "because of rank 1" in line]
     assert "several_ranks.py" in line
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -152,6 +153,17 @@ def hand_flat() -> Any:
             grad.copy_(total / dist.get_world_size())
 
     return train(net, squared(net), reduce)
+
+
+def slow() -> Any:
+    """Rank 1 is late at each backward pass, and at each step."""
+    net = DistributedDataParallel(network())
+
+    def losses(step: int) -> Iterable[Tensor]:
+        time.sleep(0.1 * RANK)
+        yield from squared(net)(step)
+
+    return train(net, losses, lambda: time.sleep(0.1 * RANK))
 
 
 def only_here() -> Any:
