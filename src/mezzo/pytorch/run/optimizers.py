@@ -68,16 +68,23 @@ class Overflows:
         return self._flags.setdefault(id(leaf), [])
 
     @not_traced
-    def found_inf(self, optimizer: Any) -> bool:
-        """Whether the optimizer must skip its step; waits for the device. All ranks get the same answer."""
-        params = list(parameters(optimizer))
-        if is_distributed() and all(p.grad is None for p in params):
-            # No rank is asked: this one's next backward and step meet those that the others run now.
+    def lacks_gradients(self, optimizer: Any) -> bool:
+        """Whether this rank has no gradients while others may have some, with a note of it."""
+        lacks = is_distributed() and all(p.grad is None for p in parameters(optimizer))
+        if lacks:
             self._session.journal.note(
                 f"on rank {dist.get_rank()} an optimizer's step() was called without gradients, so it changed nothing. "
                 "If other ranks had gradients, this rank is a step behind them: call backward() on every rank"
             )
+        return lacks
+
+    @not_traced
+    def found_inf(self, optimizer: Any) -> bool:
+        """Whether the optimizer must skip its step; waits for the device. All ranks get the same answer."""
+        if self.lacks_gradients(optimizer):
+            # No rank is asked: this one's next backward and step meet those that the others run now.
             return False
+        params = list(parameters(optimizer))
         flagged = self._flagged(optimizer, params) and not self._session.ranks.averages_only(params)
         return self._agreed(flagged or not check_finite(optimizer), params, began=flagged)
 
@@ -231,6 +238,8 @@ class Steps:
                 hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
                 if hooks:  # which may change gradients: check after them
                     last = optimizer.register_step_pre_hook(self._abandon_unless_finite)
+            else:
+                self.overflows.lacks_gradients(optimizer)
             with self.lost.measured(optimizer) if self.lost.wants(optimizer) else nullcontext():
                 result = step(optimizer, *args, **kwargs)
         except AbandonedStepError:

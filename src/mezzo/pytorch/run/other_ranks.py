@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Any
 
 PATIENCE = 5.0
-_MOST = 10  # lines of other ranks
 _KEY = "mezzo/said/{}"
 
 
@@ -37,20 +36,16 @@ def collected(store: Any, ranks: int, own: str, *, patience: float = PATIENCE) -
         for rank, key in enumerate(keys, start=1):
             for entry in json.loads(store.get(key)) if store.check([key]) else ():
                 by.setdefault(entry, []).append(rank)
-    told = [_numbered(entry, some) for entry, some in by.items() if entry not in own]
-    if more := len(told) - _MOST:
-        told[_MOST:] = [f"{more} more of other ranks in their records (--out DIR)"] * (more > 0)
-    return told
+    return [_numbered(entry, some) for entry, some in by.items() if entry not in own]
 
 
 def _numbered(entry: str, ranks: list[int]) -> str:
     """The entry with its ranks' numbers at the end of the first line, unless it has the rank's number itself."""
-    first, rest = entry.partition("\n")[::2]
-    if len(ranks) == 1 and f"rank {ranks[0]}" in first:
+    if len(ranks) == 1 and f"rank {ranks[0]}" in entry:
         return entry
-    which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    which = which if len(ranks) <= 4 else f"{len(ranks)} ranks, first rank {ranks[0]}"
-    return f"{first} ({which})" + (f"\n{rest}" if rest else "")
+    first, *rest = entry.splitlines()
+    which = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+    return "\n".join([f"{first} (rank{'s' * (len(ranks) > 1)} {which})", *rest])
 
 
 def _answers(store: Any) -> bool:
