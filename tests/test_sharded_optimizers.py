@@ -74,6 +74,10 @@ def test_gradients_that_are_not_reduced_yet_are_no_state(two: Results) -> None:
     assert all("result.updated" in rank["unreduced"] for rank in two)
 
 
+def test_a_trace_of_a_sharded_model_says_what_to_do_instead(two: Results) -> None:
+    assert all("on one process without fully_shard" in rank["traced"] for rank in two)
+
+
 @pytest.mark.parametrize("case", ["precision", "accumulate", "clip_norm"])
 def test_ranks_with_different_arguments_end_with_the_same_sentence(two: Results, case: str) -> None:
     first, second = (rank[f"differ: {case}"] for rank in two)

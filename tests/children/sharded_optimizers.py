@@ -456,6 +456,7 @@ if WORLD == 2:
     CASES |= {f"save: {name}": lambda name=name: save(name) for name in OPTIMIZERS}
     CASES["made before: MixedPrecision"] = training_cases.made_before
     CASES["unreduced"] = training_cases.unreduced
+    CASES["traced"] = training_cases.traced
     for what, other in (("precision", "fp16"), ("accumulate", 2), ("clip_norm", 1.0)):
         CASES[f"differ: {what}"] = lambda what=what, other=other: training_cases.differ(
             RANK, ({}, {what: other})

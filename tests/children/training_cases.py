@@ -21,7 +21,7 @@ def data(seed: int) -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
 
 
-def training(seed: int, precision: str) -> tuple[Any, Any, mezzo.MixedPrecision]:
+def training(seed: int, precision: str, **how: Any) -> tuple[Any, Any, mezzo.MixedPrecision]:
     """Uneven shards, a buffer that moves, and a parameter that no loss reaches."""
     torch.manual_seed(seed)
     net: Any = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 3))
@@ -30,7 +30,7 @@ def training(seed: int, precision: str) -> tuple[Any, Any, mezzo.MixedPrecision]
     optimizer = torch.optim.SGD(
         net.parameters(), lr=0.1, weight_decay=0.1
     )  # DCP wants a state of each parameter
-    return net, optimizer, mezzo.MixedPrecision(net, optimizer, precision, accumulate=4)
+    return net, optimizer, mezzo.MixedPrecision(net, optimizer, precision, accumulate=4, **how)
 
 
 def train(net: Any, mp: mezzo.MixedPrecision, seeds: range, factor: float = 1.0) -> None:
@@ -99,6 +99,14 @@ def unreduced() -> str:
     except UsageError as error:
         return str(error)
     raise AssertionError("no error")
+
+
+def traced() -> str:
+    try:
+        training(0, "fp16", trace=True)
+    except UserWarning as warning:  # an error in tests
+        return str(warning)
+    raise AssertionError("no warning")
 
 
 def differ(rank: int, arguments: tuple[dict[str, Any], dict[str, Any]]) -> str:
