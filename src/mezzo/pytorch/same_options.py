@@ -62,9 +62,8 @@ def compare(mp: MixedPrecision, ranks: Sequence[int]) -> None:
     if store is None:
         return
     parts = {"precision": mp._resolved.asked, "accumulate": mp.accumulate}
-    parts |= {"clip_norm": mp.clip_norm, "clip_value": mp.clip_value}
-    if mp._resolved.active_scaler is not None:
-        parts["loss_scale"] = mp.loss_scale
+    # As given, not the present scale: the store may have the messages of ranks that were restarted since.
+    parts |= {"clip_norm": mp.clip_norm, "clip_value": mp.clip_value, "loss_scale": mp._given_scale}
     mine = ", ".join(f"{name}={value}" for name, value in parts.items() if value is not None)
     group = zlib.crc32(str(ranks).encode())
     own = distributed_c10d.PrefixStore(f"mezzo/training/{group}/{_compared[group]}", store)

@@ -191,6 +191,7 @@ class MixedPrecision:
         self._window = Accumulation(accumulate)
         self._buffers = _NETWORKS.of(model)
         self._compared = False  # with the arguments of other ranks
+        self._given_scale = scale
         self._losses: list[Tensor] = []  # of the window, where other networks are trained as well
         self._resolved = ResolvedPrecision(model, asked, device_type, scale, why)
         try:
