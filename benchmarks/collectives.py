@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -58,17 +57,37 @@ CONTENDERS: dict[str, tuple[str | None, str | None]] = {
     "mezzo run fp16": ("torch fp16", "fp16"),
     "mezzo run fp16, clip": ("torch fp16, clip", "fp16"),
 }
-HOP = 10e-6
-"""Assumed seconds for one message of a few bytes between two ranks; measure your own with nccl-tests, 8 bytes."""
+# NCCL's own model of the time of a small all-reduce in seconds (NVIDIA/nccl, src/graph/tuning.cc at commit 01afd20,
+# protocol LL): `baseLat`, then `hwLat` of NVLink within a node and of the network between nodes, for trees and rings.
+NCCL = {"tree": (4.4e-6, 0.52e-6, 5.0e-6), "ring": (3.6e-6, 0.47e-6, 2.7e-6)}
+GPUS = 8
+"""GPUs per node."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RANKS = (8, 64, 512, 1024, 4096, 16384)
 
 
+def added(contender: str, wrapper: str) -> tuple[int, int]:
+    """The formula: all-reduces of Mezzo in a step and their bytes, on any number of ranks and for any model."""
+    clips, scales = contender.endswith("clip"), "fp16" in contender
+    if contender.startswith("MixedPrecision"):
+        runs, norms = scales or clips, int(clips)
+    elif contender.startswith("GradScaler"):  # under DDP a NaN or infinity reaches each rank in the average
+        runs, norms = scales and wrapper == "FSDP2", int(clips)
+    else:
+        runs, norms = scales, 0
+    return (1, 8 * (4 + norms)) if runs else (0, 0)
+
+
 def at_scale(ranks: int) -> dict[str, Any]:
-    """Seconds of one all-reduce of a few bytes: by trees, as NCCL does across nodes, and by a ring, as gloo does."""
-    tree, ring = 2 * math.ceil(math.log2(ranks)), 2 * (ranks - 1)
-    seconds = {"tree_s": round(tree * HOP, 6), "ring_s": round(ring * HOP, 6)}
-    return {"ranks": ranks, "tree_hops": tree, "ring_hops": ring, **seconds}
+    """Seconds of one all-reduce of a few bytes by NCCL's model, `GPUS` ranks per node."""
+    nodes = max(1, ranks // GPUS)
+    within, between = ranks // nodes - 1, nodes.bit_length() - 1
+    seconds = {}
+    for name, (base, intra, inter) in NCCL.items():
+        intra *= 1.8 if nodes > 1 else 1.0
+        steps = (within, between) if name == "tree" else (ranks - nodes, nodes - 1)
+        seconds[f"{name}_s"] = round(base + 2 * (steps[0] * intra + steps[1] * inter), 9)
+    return {"ranks": ranks, "nodes": nodes, **seconds}
 
 
 def training(name: str, wrapper: str) -> Callable[[Tensor], None]:
@@ -214,7 +233,8 @@ def main() -> None:
     results = {
         "torch": torch.__version__,
         "steps": rows,
-        "hop_s": HOP,
+        "nccl_s": NCCL,
+        "gpus_per_node": GPUS,
         "at_scale": [at_scale(n) for n in RANKS],
     }
     OUT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -14,6 +14,7 @@ from typing import Any
 
 import readme_api as api
 import readme_commands as commands
+import readme_distributed as distributed
 import readme_emulation as emulation
 import readme_front as front
 import readme_keras as keras
@@ -61,24 +62,6 @@ def parity() -> str:
             f"| {result} | {' | '.join(printed[name] for name in PARITY)} |",
         )
     )
-
-
-def elastic() -> str:
-    """A row for each training whose ranks were killed."""
-    lines = [
-        "| training | policy | kills | steps | skipped | weights and momentum at the end |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in _read("elastic.json")["rows"]:
-        end = "the bits of the undisturbed run" if row["same_bits"] else "differ"
-        cells = [
-            row["row"],
-            f"`{row['policy']}`",
-            *(str(row[key]) for key in ("kills", "steps", "skipped")),
-            end,
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def harms() -> str:
@@ -300,7 +283,11 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "faults": lambda: troubleshooting.faults(_read("faults.json")),
         "loss-scales": lambda: troubleshooting.loss_scales(_read("loss_scales.json")),
     },
-    "docs/distributed.md": {"elastic": elastic},
+    "docs/distributed.md": {
+        "elastic": lambda: distributed.elastic(_read("elastic.json")),
+        "collectives": lambda: distributed.collectives(_read("collectives.json")),
+        "at-scale": lambda: distributed.at_scale(_read("collectives.json")),
+    },
     "docs/keras.md": {"transfer": lambda: keras.table(RESULTS / "transfer.json")},
     "docs/dev/reproduce.md": {name: reproduce.experiment(name) for name in reproduce.NAMES},
     "docs/memory.md": {

@@ -133,3 +133,39 @@ def test_an_imported_apex_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with provided():
         assert importlib.import_module("apex") is not before
     assert sys.modules["apex"] is before
+
+
+STARTER = """
+import multiprocessing, subprocess, sys
+
+def work(how):
+    from apex import amp  # before torch
+    import torch
+    net = torch.nn.Linear(8, 3)
+    net, optimizer = amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    for _ in range(2):
+        out = net(torch.randn(16, 8))
+        with amp.scale_loss(out.float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    print(how, out.dtype, amp.state_dict()["loss_scaler0"]["unskipped"], flush=True)
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        work("subprocess")
+    else:
+        child = multiprocessing.get_context("spawn").Process(target=work, args=("spawn",))
+        child.start()
+        started = subprocess.run([sys.executable, __file__, "child"], check=True)
+        child.join()
+        sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.heavy
+def test_processes_that_the_script_starts_import_it_too(tmp_path: Path) -> None:
+    (tmp_path / "start.py").write_text(STARTER)
+    words = [sys.executable, "-m", "mezzo", "run", "--apex", "start.py"]
+    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(ran.stdout.splitlines()) == ["spawn torch.float16 2", "subprocess torch.float16 2"]

@@ -71,3 +71,29 @@ def test_collectives_that_mezzo_adds_are_those_beyond_pytorchs(load: Load) -> No
     assert "added_bytes" not in plain
     assert (own["baseline"], own["added_collectives"]) == ("torch fp16", {"b": 2})
     assert own["added_bytes"] == {"a": -2, "b": 4}
+
+
+def test_the_formula_gives_the_measured_collectives_on_2_and_4_ranks(load: Load) -> None:
+    collectives = load("collectives")
+    rows = json.loads(collectives.OUT.read_text(encoding="utf-8"))["steps"]
+    of = {(row["ranks"], row["wrapper"], row["contender"]): row for row in rows}
+    compared = 0
+    for (ranks, wrapper, contender), row in of.items():
+        if "baseline" not in row:
+            continue
+        # Under `mezzo run` the script's clip_grad_norm_ stays; elsewhere Mezzo's reduction replaces PyTorch's.
+        stays = row["baseline"].replace("fp16", "bf16") if contender.startswith("mezzo run") else "torch bf16"
+        least = of[ranks, wrapper, stays]
+        messages, size = collectives.added(contender, wrapper)
+        assert sum(row["collectives"].values()) - sum(least["collectives"].values()) == messages, row
+        assert sum(row["bytes"].values()) - sum(least["bytes"].values()) == size, row
+        compared += 1
+    assert compared == 40
+
+
+def test_a_small_reduction_grows_with_the_logarithm_of_the_nodes(load: Load) -> None:
+    at_scale = load("collectives").at_scale
+    one, two, many = at_scale(8), at_scale(16), at_scale(16384)
+    assert (one["nodes"], two["nodes"], many["nodes"]) == (1, 2, 2048)
+    assert many["tree_s"] - two["tree_s"] == pytest.approx(2 * 10 * 5.0e-6)
+    assert many["ring_s"] - two["ring_s"] == pytest.approx(2 * 2046 * (7 * 0.47e-6 * 1.8 + 2.7e-6))

@@ -437,11 +437,11 @@ def test_the_trainer_of_transformers_on_two_ranks(tmp_path: Path) -> None:
 
 COMPARED = """
 import random
-from train import dist, leave, say, train
+from train import dist, leave, say, torch, train
 dist.init_process_group("gloo")
-drawn = random.random()
+drawn = random.random(), *map(int, torch.utils.data.DataLoader(range(6), shuffle=True))
 net = train(dist.get_rank())
-say("drawn", dist.get_rank(), drawn)
+say("drawn", dist.get_rank(), *drawn)
 leave()
 if "float16" in str(net.seen) and "b" not in str(net.seen) and net.rank:
     raise ValueError("planted on rank 1")

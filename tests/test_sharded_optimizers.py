@@ -54,8 +54,8 @@ def assert_right(results: Results, case: str, at_least: int) -> None:
         ("from whole", 1),
         ("masters", 1),
         ("full disk", 1),
-        ("save", 6),
-        ("load", 18),
+        ("save", 9),
+        ("load", 21),
     ],
 )
 def test_shards_move_as_in_the_whole_parameter(two: Results, case: str, at_least: int) -> None:
@@ -64,16 +64,33 @@ def test_shards_move_as_in_the_whole_parameter(two: Results, case: str, at_least
 
 @pytest.mark.parametrize(
     ("count", "cases"),
-    [(1, 18), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((3, 12), (4, 6)))],
+    [(1, 21), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((3, 15), (4, 9)))],
 )
 def test_checkpoints_of_two_ranks_load_on_others_to_the_bit(
     two: Results, folder: Path, count: int, cases: int
 ) -> None:
-    assert_right(two, "save", 6)
+    assert_right(two, "save", 9)
     assert_right(launched(folder, count), "load", cases)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "with_masters"])
+def test_gradients_that_are_not_reduced_yet_are_no_state(two: Results) -> None:
+    assert all("result.updated" in rank["unreduced"] for rank in two)
+
+
+def test_a_trace_of_a_sharded_model_says_what_to_do_instead(two: Results) -> None:
+    assert all("on one process without fully_shard" in rank["traced"] for rank in two)
+
+
+@pytest.mark.parametrize("case", ["precision", "accumulate", "clip_norm"])
+def test_ranks_with_different_arguments_end_with_the_same_sentence(two: Results, case: str) -> None:
+    first, second = (rank[f"differ: {case}"] for rank in two)
+    assert first == second
+    assert first.startswith("MixedPrecision: ")
+    for part in ("rank 0 has", "rank 1 has", case, "the same arguments on every rank"):
+        assert part in first
+
+
+@pytest.mark.parametrize("name", ["AdamW", "with_masters", "MixedPrecision"])
 def test_an_optimizer_made_before_fully_shard_says_what_to_do(two: Results, name: str) -> None:
     for rank in two:
         said = rank[f"made before: {name}"]

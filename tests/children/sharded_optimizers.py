@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import training_cases
 from leaving import leave
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -424,6 +425,7 @@ HOW = {
     3: ("set_state_dict", "flattened"),
     4: ("set_state_dict",),
 }
+WINDOWS = (("bf16", 6), ("fp16", 6), ("bf16", 4))  # losses before the checkpoint, of 4 per update
 ALIKE = [
     (AdamW, torch.float32, "fp32", "fp32"),
     (AdamW, torch.float32, "bf16", "fp32"),
@@ -460,6 +462,17 @@ if WORLD == 2:
     CASES["full disk"] = full_disk
     CASES |= {f"initialized: {name}": lambda name=name: initialized(name) for name in OPTIMIZERS}
     CASES |= {f"save: {name}": lambda name=name: save(name) for name in OPTIMIZERS}
+    CASES["made before: MixedPrecision"] = training_cases.made_before
+    CASES["unreduced"] = training_cases.unreduced
+    CASES["traced"] = training_cases.traced
+    for what, other in (("precision", "fp16"), ("accumulate", 2), ("clip_norm", 1.0)):
+        CASES[f"differ: {what}"] = lambda what=what, other=other: training_cases.differ(
+            RANK, ({}, {what: other})
+        )
+    CASES |= {
+        f"save: window {each}": lambda each=each: training_cases.save(FOLDER, *each) for each in WINDOWS
+    }
+CASES |= {f"load: window {each}": lambda each=each: training_cases.load(FOLDER, *each) for each in WINDOWS}
 CASES |= {
     f"load: {name}, {how}": lambda name=name, how=how: load(name, how)
     for name in OPTIMIZERS
@@ -479,7 +492,7 @@ def main() -> None:
         try:
             results[name] = case() or True
         except (Exception, dcp.api.CheckpointException) as error:
-            results[name] = f"{type(error).__name__}: {error}"[:600]
+            results[name] = f"{type(error).__name__}: {error}"[-600:]
         dist.barrier()
     leave(results)
 

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -156,6 +157,31 @@ class TwoOutputs(nn.Module):
 def ddp_unused() -> Any:
     net = DistributedDataParallel(TwoOutputs(), find_unused_parameters=True)
     return train(net, lambda step: [net(batch(step, bad=(step, RANK) == (1, 1)))["loss"]], steps=3)
+
+
+def hand_flat() -> Any:
+    """Gradients that the script copies into a flat buffer, reduces, and copies back."""
+    net = network()
+
+    def reduce() -> None:
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        flat = torch._utils._flatten_dense_tensors(grads)
+        dist.all_reduce(flat)
+        for grad, total in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads)):
+            grad.copy_(total / dist.get_world_size())
+
+    return train(net, squared(net), reduce)
+
+
+def slow() -> Any:
+    """Rank 1 is late at each backward pass, and at each step."""
+    net = DistributedDataParallel(network())
+
+    def losses(step: int) -> Iterable[Tensor]:
+        time.sleep(0.1 * RANK)
+        yield from squared(net)(step)
+
+    return train(net, losses, lambda: time.sleep(0.1 * RANK))
 
 
 def only_here() -> Any:

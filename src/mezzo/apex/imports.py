@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -34,6 +35,13 @@ def provided(instead: str = "") -> Iterator[None]:
         sys.modules.update(before)
         if amp := sys.modules.get("mezzo.apex.amp"):
             amp.reset()
+
+
+def join(run: dict[str, Any]) -> None:
+    """Provide the modules until this process ends, which the script of a run with `--apex` has started."""
+    policy, until_exit = run["request"]["policy"], ExitStack()
+    until_exit.enter_context(provided("" if policy == "auto" else policy))
+    atexit.register(until_exit.close)
 
 
 def _forget_apex() -> dict[str, ModuleType]:

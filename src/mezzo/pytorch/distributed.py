@@ -60,6 +60,11 @@ class Ranks:
     def __bool__(self) -> bool:
         return self._everyone is not None
 
+    @property
+    def holders(self) -> list[int]:
+        """The ranks that have parts of the parameters, in order."""
+        return [] if self._holders is None else sorted(self._holders.ranks)
+
     def agreed(
         self, found: Tensor | None, squares: Tensor | None = None, began: Tensor | None = None
     ) -> Agreement:
@@ -157,6 +162,16 @@ def shards(models: Iterable[nn.Module]) -> dict[int, Tensor]:
     """By the id of a gathered parameter of `fully_shard`, which is a leaf of the graph: its sharded parameter."""
     gathered = ((one, getattr(one, "_unsharded_param", None)) for one in _sharded(models))
     return {id(leaf): one.sharded_param for one, leaf in gathered if leaf is not None}
+
+
+def holds_unreduced(models: Iterable[nn.Module]) -> bool:
+    """Whether `set_requires_gradient_sync(False)` has left gradients unreduced."""
+    leaves = ((one, getattr(one, "_unsharded_param", None)) for one in _sharded(models))
+    return any(
+        getattr(one, "unsharded_accumulated_grad", None) is not None
+        or (leaf is not None and leaf.grad is not None)
+        for one, leaf in leaves
+    )
 
 
 def drop_unsharded(models: Iterable[nn.Module]) -> None:

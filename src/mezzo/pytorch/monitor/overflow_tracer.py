@@ -34,7 +34,10 @@ _FEW = 8  # kept calls that are looked at before each call
 WATCHED = 50
 """Contexts that are watched live at most, for one overflow that was not explained."""
 
-_NOT_TRACED = "skipped steps of a sharded model (fully_shard, DTensor) are not traced to an operation"
+NOT_TRACED = (
+    "skipped steps of a sharded model (fully_shard, DTensor) are not traced to an operation, because a replay would "
+    "gather parameters on one rank alone. To find the operation, run the script on one process without fully_shard"
+)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _ALL: weakref.WeakSet[OverflowTracer] = weakref.WeakSet()
@@ -120,7 +123,7 @@ class OverflowTracer(StepObserver):
                 # Replaying a call would gather parameters, and the ranks don't replay the same calls.
                 self._limit = 0
                 self._left.clear()
-                self.notes.append(_NOT_TRACED)
+                self.notes.append(NOT_TRACED)
                 return
             self._effects[inner] = SideEffects(inner)
             if self._model is not None and path_of(inner, self._model):

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from mezzo.core.errors import LossScaleCollapseError
+from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale
 from mezzo.pytorch.distributed import ALONE, is_distributed
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.optim.adopt import Adopted
+from mezzo.pytorch.optim.checks import refuse_replaced
 from mezzo.pytorch.run.backward import Attempts, Flags, FoundInf
 from mezzo.pytorch.run.own_weights import LostUpdates, Masters
 from mezzo.pytorch.step import AbandonedStepError, check_finite, parameters, step_with_closure
@@ -67,16 +68,23 @@ class Overflows:
         return self._flags.setdefault(id(leaf), [])
 
     @not_traced
-    def found_inf(self, optimizer: Any) -> bool:
-        """Whether the optimizer must skip its step; waits for the device. All ranks get the same answer."""
-        params = list(parameters(optimizer))
-        if is_distributed() and all(p.grad is None for p in params):
-            # No rank is asked: this one's next backward and step meet those that the others run now.
+    def lacks_gradients(self, optimizer: Any) -> bool:
+        """Whether this rank has no gradients while others may have some, with a note of it."""
+        lacks = is_distributed() and all(p.grad is None for p in parameters(optimizer))
+        if lacks:
             self._session.journal.note(
                 f"on rank {dist.get_rank()} an optimizer's step() was called without gradients, so it changed nothing. "
                 "If other ranks had gradients, this rank is a step behind them: call backward() on every rank"
             )
+        return lacks
+
+    @not_traced
+    def found_inf(self, optimizer: Any) -> bool:
+        """Whether the optimizer must skip its step; waits for the device. All ranks get the same answer."""
+        if self.lacks_gradients(optimizer):
+            # No rank is asked: this one's next backward and step meet those that the others run now.
             return False
+        params = list(parameters(optimizer))
         flagged = self._flagged(optimizer, params) and not self._session.ranks.averages_only(params)
         return self._agreed(flagged or not check_finite(optimizer), params, began=flagged)
 
@@ -206,6 +214,12 @@ class Steps:
 
     def _step(self, step: Step, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
+        if optimizer not in self._numbers:
+            try:
+                refuse_replaced(optimizer)
+            except UsageError as error:
+                session.fatal = error
+                raise
         closure = args[0] if args and callable(args[0]) else kwargs.get("closure")
         if closure is not None:
             session.observers.closure_begins()
@@ -224,6 +238,8 @@ class Steps:
                 hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
                 if hooks:  # which may change gradients: check after them
                     last = optimizer.register_step_pre_hook(self._abandon_unless_finite)
+            else:
+                self.overflows.lacks_gradients(optimizer)
             with self.lost.measured(optimizer) if self.lost.wants(optimizer) else nullcontext():
                 result = step(optimizer, *args, **kwargs)
         except AbandonedStepError:

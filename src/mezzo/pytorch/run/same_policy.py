@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.same_options import difference, store_of_ranks
 
 if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
 
 PATIENCE = timedelta(seconds=60)
-_SIMULATED = ("fake", "threaded")  # backends of one process
-_SAME = "the same"
 
 
 def make_init(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +31,7 @@ def make_init(session: Session, original: Callable[..., Any]) -> Callable[..., A
         import torch.distributed.nn.functional  # noqa: F401
 
         result = original(*args, **kwargs)
-        store = None if dist.get_backend() in _SIMULATED else distributed_c10d._get_default_store()
+        store = store_of_ranks()
         if store is not None:
             session.rank, session.world_size = dist.get_rank(), dist.get_world_size()
             session.begin()
@@ -43,6 +40,7 @@ def make_init(session: Session, original: Callable[..., Any]) -> Callable[..., A
                 dist.destroy_process_group()
                 session.fatal = error = UsageError(wrong)
                 raise error
+            session.store = store
         return result
 
     return init_process_group
@@ -62,31 +60,13 @@ def _described(session: Session) -> str:
 
 
 def _difference(store: Any, rank: int, ranks: int, mine: str) -> str:
-    """What is wrong, in the same words on every rank; empty if all have the same options.
-
-    A store may hold the messages of ranks that were killed and restarted, which are the same.
-    """
-    try:
-        store.set(f"mezzo/options/{rank}", mine)
-        if rank == 0:
-            keys = [f"mezzo/options/{other}" for other in range(ranks)]
-            store.wait(keys, PATIENCE)
-            others = ((other, store.get(key).decode()) for other, key in enumerate(keys))
-            found = next(
-                (f"rank 0 has `{mine}`, rank {r} has `{its}`" for r, its in others if its != mine), _SAME
-            )
-            store.set("mezzo/answer", found)
-        store.wait(["mezzo/answer"], PATIENCE)
-        answer: str = store.get("mezzo/answer").decode()
-        if answer != _SAME:  # rank 0 may hold the store, and ends last
-            store.set(f"mezzo/read/{rank}", "")
-            with suppress(RuntimeError):
-                store.wait([f"mezzo/read/{other}" for other in range(ranks if rank == 0 else 0)], PATIENCE)
-    except RuntimeError:
+    """What is wrong, in the same words on every rank; empty if all have the same options."""
+    wrong = difference(store, rank, range(ranks), mine, PATIENCE)
+    if wrong is None:
         return (
             f"a rank of the process group did not answer in {PATIENCE.seconds} seconds: it runs without Mezzo, or has "
             "ended. Start every rank alike: torchrun --nproc-per-node 2 --no-python mezzo run train.py"
         )
-    if answer == _SAME:
+    if not wrong:
         return ""
-    return f"the ranks run under different policies: {answer}. Start every rank with the same options of mezzo run"
+    return f"the ranks run under different policies: {wrong}. Start every rank with the same options of mezzo run"

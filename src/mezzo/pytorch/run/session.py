@@ -151,6 +151,7 @@ class Session:
     precision_reason: str = ""
     rank: int | None = field(default_factory=lifecycle.rank_here)  # in the process group, or a launcher's
     world_size: int = field(default_factory=lifecycle.ranks_here)
+    store: Any = None  # of the process group, from when it is made to the end
     children: Children = field(init=False)
     begin: Callable[[], None] = lambda: None  # a process that the script started begins to train
     observers: Observers = field(init=False)  # from `import torch` on

@@ -25,8 +25,11 @@ _TRACED = 20  # after so many findings that alarm the tracer looks into no more 
 def summary(session: Session, failed: bool) -> str:
     """The summary of a run, ready to print; empty where the script failed before it did anything."""
     journal, policy, scale = session.journal, session.policy, session.scale
-    if session.rank or session.only_launched:
+    if session.only_launched:
         return ""  # rank 0 tells
+    if session.rank:
+        _leave(session)
+        return ""
     if failed and not (session.device_type or journal.losses or session.left_alone):
         return ""  # the script's own error says it all
     trains = journal.updates or session.left_alone or (session.device_type and not session.calls_keras)
@@ -67,7 +70,31 @@ def summary(session: Session, failed: bool) -> str:
             formats = "; ".join(f"{name}: {ops} ops" for name, ops in sorted(counts.items()))
             lines.append(f"formats seen in one step: {formats}")
         lines += policy.notes
-    return "\n".join(f"mezzo: {line}" for line in [*lines, *journal.notes])
+    lines += journal.notes
+    if session.store is not None and session.world_size > 1:
+        from mezzo.pytorch.run.other_ranks import PATIENCE, collected
+
+        store, session.store = session.store, None
+        wait = 0.0 if failed else PATIENCE
+        lines += collected(store, session.world_size, "\n".join(lines), patience=wait)
+    return "\n".join(f"mezzo: {line}" for text in lines for line in text.splitlines())
+
+
+def _leave(session: Session) -> None:
+    """Leave for rank 0 what this rank has found and noted."""
+    from mezzo.pytorch.run.other_ranks import leave
+
+    places: dict[tuple[str, ...], list[OverflowRecord]] = {}
+    for record in session.journal.findings:
+        if record.finding.alarms and record.finding.cause != "unknown":
+            places.setdefault(record.finding.place, []).append(record)
+    entries = [
+        "\n".join(findings(some, ranks=session.world_size, rank=session.rank or 0))
+        for some in [*places.values()][:_PLACES]
+    ]
+    store, session.store = session.store, None
+    if store is not None:
+        leave(store, session.rank or 0, [*entries, *session.journal.notes])
 
 
 def for_keras(session: Session) -> list[str]:
@@ -123,8 +150,12 @@ def findings(
     constant: float | None = None,
     written: Callable[[str], str] = training_code,
     ranks: int = 1,
+    rank: int = 0,
 ) -> list[str]:
-    """What to fix, of `skipped` steps those that were traced, each place once; `constant`: a static loss scale."""
+    """What to fix, of `skipped` steps those that were traced, each place once; `constant`: a static loss scale.
+
+    `rank`: the one of `ranks` that made these records.
+    """
     lines: list[str] = []
     alarms = [record for record in records if record.finding.alarms]
     if steps := len(records) - len(alarms):
@@ -140,9 +171,9 @@ def findings(
         places.setdefault(record.finding.place, []).append(record)
     for first, *later in list(places.values())[:_PLACES]:
         times = f", and {_count(len(later), 'later one')}" if later else ""
-        if ranks > 1 and first.finding.cause != "unknown":  # rank 0's own, or one with a note
+        if ranks > 1 and first.finding.cause != "unknown":  # this rank's own, or one with a note
             by = _BY_RANK.search(first.finding.note)
-            times += f", because of rank {by[1] if by else 0}"
+            times += f", because of rank {by[1] if by else rank}"
         lines.append(f"update {first.update} skipped{times}: {first.finding.sentence}")
         lines += _tries(first.finding.remedies)
     if len(places) > _PLACES:

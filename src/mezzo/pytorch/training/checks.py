@@ -17,6 +17,7 @@ from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.core.policy import Policy
 from mezzo.pytorch.distributed import shards
 from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.optim.checks import refuse_replaced
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.step import parameters
@@ -59,6 +60,7 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
             )
     mine = {id(p) for p in parameters(optimizer)}
     if in_model.isdisjoint(mine):
+        refuse_replaced(optimizer)
         raise refused(
             f"none of the optimizer's parameters belongs to this {type(model).__name__}. Create the optimizer from "
             "model.parameters(), after model.to(device)."

@@ -190,6 +190,8 @@ class MixedPrecision:
         self._warned = False  # of a skipped step that a smaller loss scale does not fix
         self._window = Accumulation(accumulate)
         self._buffers = _NETWORKS.of(model)
+        self._compared = False  # with the arguments of other ranks
+        self._given_scale = scale
         self._losses: list[Tensor] = []  # of the window, where other networks are trained as well
         self._resolved = ResolvedPrecision(model, asked, device_type, scale, why)
         try:
@@ -367,6 +369,12 @@ class MixedPrecision:
         if self not in _ALIVE:
             raise CallOrderError("step(): this MixedPrecision is closed. Create a new one.")
         window, observing = self._window, self._observing
+        if not self._compared:
+            self._compared = True
+            if distributed.is_distributed():
+                from mezzo.pytorch.same_options import compare
+
+                compare(self, self._ranks().holders)
         if self._looks:
             self._looks = False
             checks.outside_autocast(loss, self.policy)
@@ -554,13 +562,20 @@ class MixedPrecision:
             return None
         return self._fused.weight_overflow.clone()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, fixed_keys: bool = False) -> dict[str, Any]:
         """The state of this object; save those of model, optimizer, scheduler and average too.
 
         It holds plain values and tensors: policy, decision of `auto`, loss scale, and the accumulated gradients.
         Training continues from it bit for bit. An unfinished trial of `auto` starts again.
+
+        Args:
+            fixed_keys: have the same keys at any time, for `torch.distributed.checkpoint`, which loads into the keys of
+                another state. Gradients are then part of every state: zeros where nothing is accumulated.
+
+        Raises:
+            UsageError: gradients of an open window that `fully_shard` has not reduced yet.
         """
-        return training_state.save(self)
+        return training_state.save(self, fixed_keys=fixed_keys)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` saved, or the state of a `torch.amp.GradScaler` or `mezzo.GradScaler`.

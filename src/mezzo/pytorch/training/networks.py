@@ -170,9 +170,11 @@ class MovingBuffers:
         """Drop the copies."""
         self._first = self._last = self._undone = None
 
-    def state(self) -> dict[str, Tensor]:
-        """The copies: name of a buffer -> its values before the step."""
+    def state(self, *, every: bool = False) -> dict[str, Tensor]:
+        """The copies: name of a buffer -> its values before the step; of `every` buffer, without a copy as it is."""
         named = {} if self._first is None else self._first.named()
+        if every and (model := self._model()) is not None:
+            named = {**dict(model.named_buffers()), **named}
         return {name: values.clone() for name, values in named.items()}
 
     def load(self, state: dict[str, Tensor] | list[Tensor]) -> None:

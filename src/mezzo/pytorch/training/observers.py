@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,8 +16,9 @@ from mezzo.core.overflow import OverflowReport
 from mezzo.core.ranges import RangeRow
 from mezzo.core.records import Record
 from mezzo.core.remedies import training_code
+from mezzo.pytorch.distributed import is_sharded
 from mezzo.pytorch.monitor.observer import StepObserver
-from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
+from mezzo.pytorch.monitor.overflow_tracer import NOT_TRACED, OverflowTracer
 from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
 from mezzo.pytorch.monitor.replay import running_again
 from mezzo.pytorch.step import host_knows
@@ -41,6 +43,8 @@ def observers_for(
         every = DEFAULT_EVERY if watch is True else watch
         observers.append(RangeWatch(model, optimizer, every=every, clock=clock))
     if trace or (trace is None and resolved.scaler is not None and host_knows(next(model.parameters()))):
+        if trace and is_sharded(model):
+            warnings.warn(f"trace=True: {NOT_TRACED}.", stacklevel=4)
         enter, waits = resolved.context, bool(trace)
         observers.append(OverflowTracer(enter=enter, clock=clock, waits=waits, model=model, written=written))
     return observers

@@ -6,14 +6,16 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, from_state_dict
 from mezzo.core.version import VERSION
 from mezzo.pytorch.auto import TrialDecision
+from mezzo.pytorch.distributed import holds_unreduced
 from mezzo.pytorch.loss_scaler import from_scaler_state, is_scaler_state
 from mezzo.pytorch.step import parameters
-from mezzo.pytorch.training.backward import Accumulation
+from mezzo.pytorch.training.backward import SIXTEEN_BITS, Accumulation
 
 if TYPE_CHECKING:
     from mezzo.pytorch.training.mixed_precision import MixedPrecision
@@ -21,20 +23,30 @@ if TYPE_CHECKING:
 SCHEMA = 2
 
 
-def save(mp: MixedPrecision) -> dict[str, Any]:
-    """The state as plain values and tensors."""
+def save(mp: MixedPrecision, *, fixed_keys: bool = False) -> dict[str, Any]:
+    """The state as plain values and tensors; with `fixed_keys` also where no window is open."""
     window, resolved = mp._window, mp._resolved
     params, masters = mp._stored_as
     decision, scaler = resolved.decision, resolved.scaler
     saved_window = None
-    if window.seen:
-        gradients = [mp._gradients.of(p) for p in parameters(mp.optimizer)]
+    if window.seen and holds_unreduced([mp.model]):
+        raise UsageError(
+            f"state_dict(): the gradients of {window.seen} losses are not reduced yet, because of "
+            "set_requires_gradient_sync(False). Save after an update: result.updated is true."
+        )
+    if window.seen or fixed_keys:
+        params_of = list(parameters(mp.optimizer))
+        gradients = [mp._gradients.of(p) for p in params_of]
+        given = [grad is not None for grad in gradients]
+        if fixed_keys:
+            gradients = [_zeros(p) if grad is None else grad for p, grad in zip(params_of, gradients)]
         saved_window = {
             "seen": window.seen,
             "scale": None if window.scale is None else float(window.scale),
             "loss": None if window.loss is None else float(window.loss),
             "gradients": [None if grad is None else grad.detach().clone() for grad in gradients],
-            "statistics": mp._buffers.state(),
+            "given": given,
+            "statistics": mp._buffers.state(every=fixed_keys),
         }
     return {
         "schema": SCHEMA,
@@ -79,16 +91,24 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
     mp._buffers.forget()
     mp._gradients.clear()
     window = state["window"]
-    if window is None:
+    if window is None or window["seen"] == 0:
         return
     mp._window.seen = window["seen"]
     if window.get("loss") is not None:  # a state of version 0.1.0 has none
         mp._window.loss = torch.tensor(window["loss"])
     if window["scale"] is not None:
         mp._window.scale = torch.full((), window["scale"], dtype=torch.float32, device=mp._resolved.device)
-    for param, grad in zip(params, window["gradients"]):
+    given = window.get("given", [True] * len(params))  # an older state has None for the others
+    for param, grad, is_given in zip(params, window["gradients"], given):
+        grad = grad if is_given else None
         mp._gradients.put(param, None if grad is None else grad.to(param.device, copy=True))
     mp._buffers.load(window["statistics"])
+
+
+def _zeros(param: Tensor) -> Tensor:
+    """A gradient of zeros, in the format of a window's sums."""
+    dtype = torch.float32 if param.dtype in SIXTEEN_BITS else param.dtype
+    return torch.zeros_like(param, dtype=dtype, requires_grad=False)
 
 
 def _check(mp: MixedPrecision, state: dict[str, Any], params: int) -> None:
@@ -108,6 +128,7 @@ def _check(mp: MixedPrecision, state: dict[str, Any], params: int) -> None:
         stored, _, kind = state.get("weights", "fp32").partition(" with masters=")
         saved_as = stored, kind or "fp32"
     window = state["window"]
+    window = None if window is None or window["seen"] == 0 else window
     # An FP32 run may go on in 16 bits, between two windows: its parameters can be rounded, not the reverse.
     if saved_as != mp._stored_as and (saved_as[0] != "fp32" or window is not None):
         saved, here = ("params={}, masters={}".format(*each) for each in (saved_as, mp._stored_as))

@@ -36,6 +36,8 @@ def _join() -> None:
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(_HERE))))
     try:
         module = importlib.import_module(run["module"])
+        if run["request"]["apex"]:
+            importlib.import_module("mezzo.apex.imports").join(run)
     except ImportError as error:
         raise ImportError(
             f"mezzo run: {sys.executable} lacks {error.name}, which Mezzo needs to apply the policy to this process. "
@@ -50,9 +52,9 @@ def _join() -> None:
 # The first entry of PYTHONPATH, which no script should see.
 sys.path[:] = [entry for entry in sys.path if entry != _HERE]
 if _text := os.environ.get("MEZZO_RUN"):
-    if '"seed_offset": null' in _text:
+    if '"seed_offset": null' in _text and '"apex": true' not in _text:
         sys.meta_path.insert(0, WaitsForTorch)
-    else:  # of mezzo compare: it seeds what the script draws before it imports torch
+    else:  # mezzo compare seeds what the script draws before it imports torch; --apex has apex before torch
         _join()
 sys.modules.pop("sitecustomize", None)
 import sitecustomize  # type: ignore[import-not-found] # noqa: E402, F401

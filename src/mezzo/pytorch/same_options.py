@@ -1,0 +1,81 @@
+"""All ranks must train under the same options: the first one compares what all have left in the process group's store.
+
+No collective is started: ranks with different options would run different ones, and wait for each other forever.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from mezzo.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from mezzo.pytorch.training.mixed_precision import MixedPrecision
+
+_SIMULATED = ("fake", "threaded")  # backends of one process
+_SAME = "the same"
+_SECONDS_TO_READ = timedelta(seconds=60)
+_compared = Counter[int]()  # MixedPrecisions of this process, by their ranks
+
+
+def store_of_ranks() -> Any:
+    """The store of the default process group; None where one process simulates the others."""
+    return None if dist.get_backend() in _SIMULATED else distributed_c10d._get_default_store()
+
+
+def difference(store: Any, rank: int, ranks: Sequence[int], mine: str, patience: timedelta) -> str | None:
+    """What differs, in the same words on every rank; empty if nothing does, None if a rank did not answer in time.
+
+    A store may hold the messages of ranks that were killed and restarted, which are the same.
+    """
+    first = rank == ranks[0]
+    try:
+        store.set(f"mezzo/options/{rank}", mine)
+        if first:
+            keys = {other: f"mezzo/options/{other}" for other in ranks}
+            store.wait([*keys.values()], patience)
+            others = ((other, store.get(key).decode()) for other, key in keys.items())
+            found = (f"rank {rank} has `{mine}`, rank {r} has `{its}`" for r, its in others if its != mine)
+            store.set("mezzo/answer", next(found, _SAME))
+        store.wait(["mezzo/answer"], patience)
+        answer: str = store.get("mezzo/answer").decode()
+        if answer != _SAME:  # the first rank may hold the store, and ends last
+            store.set(f"mezzo/read/{rank}", "")
+            with suppress(RuntimeError):
+                store.wait([f"mezzo/read/{other}" for other in ranks if first], _SECONDS_TO_READ)
+    except RuntimeError:
+        return None
+    return "" if answer == _SAME else answer
+
+
+def compare(mp: MixedPrecision, ranks: Sequence[int]) -> None:
+    """Before the first backward of a MixedPrecision: raise a UsageError on all its ranks if their arguments differ."""
+    store = store_of_ranks() if len(ranks) > 1 else None
+    if store is None:
+        return
+    parts = {"precision": mp._resolved.asked, "accumulate": mp.accumulate}
+    # As given, not the present scale: the store may have the messages of ranks that were restarted since.
+    parts |= {"clip_norm": mp.clip_norm, "clip_value": mp.clip_value, "loss_scale": mp._given_scale}
+    mine = ", ".join(f"{name}={value}" for name, value in parts.items() if value is not None)
+    group = zlib.crc32(str(ranks).encode())
+    own = distributed_c10d.PrefixStore(f"mezzo/training/{group}/{_compared[group]}", store)
+    _compared[group] += 1
+    wrong = difference(own, dist.get_rank(), ranks, mine, store.timeout)
+    if wrong:
+        raise UsageError(
+            f"MixedPrecision: the ranks have different arguments: {wrong}. They would wait for each other forever. "
+            "Pass the same arguments on every rank."
+        )
+    if wrong is None:
+        raise UsageError(
+            f"MixedPrecision: one of the {len(ranks)} ranks did not reach its first step(loss) in "
+            f"{store.timeout.total_seconds():.0f} seconds. Create the MixedPrecision on every rank, and call step."
+        )

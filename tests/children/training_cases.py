@@ -1,0 +1,132 @@
+"""Cases of `sharded_optimizers.py`: a MixedPrecision's state in the middle of a window, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import mezzo
+from mezzo.core.errors import UsageError
+
+
+def data(seed: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def training(seed: int, precision: str, **how: Any) -> tuple[Any, Any, mezzo.MixedPrecision]:
+    """Uneven shards, a buffer that moves, and a parameter that no loss reaches."""
+    torch.manual_seed(seed)
+    net: Any = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 3))
+    net.unused = nn.Parameter(torch.ones(3))
+    fully_shard(net)
+    optimizer = torch.optim.SGD(
+        net.parameters(), lr=0.1, weight_decay=0.1
+    )  # DCP wants a state of each parameter
+    return net, optimizer, mezzo.MixedPrecision(net, optimizer, precision, accumulate=4, **how)
+
+
+def train(net: Any, mp: mezzo.MixedPrecision, seeds: range, factor: float = 1.0) -> None:
+    for seed in seeds:
+        with mp.autocast():
+            loss = net(data(seed)).float().square().mean() * factor
+        mp.step(loss)
+
+
+def whole(net: Any, mp: mezzo.MixedPrecision) -> dict[str, Any]:
+    """All bits of a training, whole."""
+    grads = [p.grad for p in net.parameters()]
+    return {
+        "weights": [p.detach().full_tensor().clone() for p in net.parameters()],
+        "grads": [None if grad is None else grad.full_tensor().clone() for grad in grads],
+        "buffers": [buffer.clone() for buffer in net.buffers()],
+        "scale": mp.loss_scale,
+        "window": mp._window.seen,
+    }
+
+
+def same(mine: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name, value in wanted.items():
+        got = mine[name] if isinstance(value, list) else [mine[name]]
+        for one, other in zip(got, value if isinstance(value, list) else [value], strict=True):
+            equal = torch.equal(one, other) if isinstance(other, Tensor) else one == other
+            assert equal, f"{name}: {one} instead of {other}"
+
+
+def save(folder: Path, precision: str, losses: int) -> None:
+    """All ranks have the same data, so that any number of ranks goes on with the same gradients."""
+    net, optimizer, mp = training(0, precision)
+    train(net, mp, range(losses))
+    weights, state = get_state_dict(net, optimizer)
+    held = {"model": weights, "optimizer": state, "mp": mp.state_dict(fixed_keys=True)}
+    dcp.save(held, checkpoint_id=folder / f"window {precision} {losses}")
+    wanted = [whole(net, mp)]
+    # In fp16 the window's end overflows: the step is skipped, and the buffers go back to the window's start.
+    train(net, mp, range(10, 12), 1e30 if precision == "fp16" else 1.0)
+    mp.flush()
+    wanted.append(whole(net, mp))
+    if dist.get_rank() == 0:
+        torch.save(wanted, folder / f"window {precision} {losses}.pt")
+
+
+def load(folder: Path, precision: str, losses: int) -> None:
+    net, optimizer, mp = training(1, precision)
+    weights, state = get_state_dict(net, optimizer)
+    held = {"model": weights, "optimizer": state, "mp": mp.state_dict(fixed_keys=True)}
+    dcp.load(held, checkpoint_id=folder / f"window {precision} {losses}")
+    set_state_dict(net, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+    mp.load_state_dict(held["mp"])
+    saved, after = torch.load(folder / f"window {precision} {losses}.pt", weights_only=False)
+    same(whole(net, mp), saved)
+    train(net, mp, range(10, 12), 1e30 if precision == "fp16" else 1.0)
+    mp.flush()
+    same(whole(net, mp), after)
+
+
+def unreduced() -> str:
+    net, _, mp = training(0, "bf16")
+    net.set_requires_gradient_sync(False)
+    train(net, mp, range(1))
+    try:
+        mp.state_dict()
+    except UsageError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def traced() -> str:
+    try:
+        training(0, "fp16", trace=True)
+    except UserWarning as warning:  # an error in tests
+        return str(warning)
+    raise AssertionError("no warning")
+
+
+def differ(rank: int, arguments: tuple[dict[str, Any], dict[str, Any]]) -> str:
+    """Ranks with different arguments end with one sentence, before a collective that one of them lacks."""
+    net = DistributedDataParallel(nn.Linear(6, 3))
+    how = {"precision": "bf16", **arguments[rank]}
+    mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), **how)
+    try:
+        train(net, mp, range(4))
+    except UsageError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def made_before() -> str:
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(net.parameters())
+    fully_shard(net)
+    try:
+        mezzo.MixedPrecision(net, optimizer, "bf16")
+    except UsageError as error:
+        return str(error)
+    raise AssertionError("no error")
