@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import readme_api as api
+import readme_blocks as blocks
 import readme_commands as commands
 import readme_emulation as emulation
 import readme_front as front
@@ -286,6 +287,14 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "loss": _bench(steps.loss_alone),
         "emulation": lambda: emulation.emulation(_read("emulation.json")),
         "other-machine": lambda: steps.other_machine(_read("training_step_xeon.json")),
+    },
+    "docs/formats.md": {
+        name: lambda part=part: part(_read("block_verdicts.json"))
+        for name, part in (
+            ("verdicts", blocks.verdicts),
+            ("parts", blocks.parts),
+            ("gradients", blocks.gradients),
+        )
     },
     "docs/models.md": {
         "advice": lambda: recipes.advice(_read("advice.json")["rows"]),

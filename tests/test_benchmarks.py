@@ -176,3 +176,23 @@ def test_collectives_that_mezzo_adds_are_those_beyond_pytorchs(load: Load) -> No
     assert "added_bytes" not in plain
     assert (own["baseline"], own["added_collectives"]) == ("torch fp16", {"b": 2})
     assert own["added_bytes"] == {"a": -2, "b": 4}
+
+
+def test_recipes_are_paired_by_seed(load: Load) -> None:
+    def one(gaps: dict[int, float]) -> dict[str, Any]:
+        return {"pairs": [{"seed": seed, "loss_gap": gap} for seed, gap in gaps.items()]}
+
+    found = load("block_verdicts").difference(one({0: 0.5, 1: 0.7, 2: 0.6}), one({2: 0.1, 1: 0.2, 0: 0.3}))
+    assert found["pairs"] == pytest.approx([0.2, 0.5, 0.5])
+    assert found["mean"] == pytest.approx(0.4)
+    assert found["interval"][0] < 0.2 < 0.6 < found["interval"][1]
+
+
+def test_a_common_error_of_gradients_does_not_average_out(load: Load) -> None:
+    errors = load("block_verdicts")._errors
+    exact = [[torch.tensor([3.0, 4.0])], [torch.tensor([4.0, 3.0])]]
+    common = errors([[of[0] - torch.tensor([0.3, 0.3])] for of in exact], exact)
+    random = errors([[exact[0][0] + 0.3], [exact[1][0] - 0.3]], exact)
+    assert common["of_one"] == pytest.approx(common["of_mean"]) == pytest.approx(random["of_one"])
+    assert (random["of_mean"], random["gain"]) == (pytest.approx(0.0, abs=1e-6), pytest.approx(1.0))
+    assert common["gain"] == pytest.approx(1 - 0.3 * 7 / 25)
