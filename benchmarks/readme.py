@@ -289,12 +289,9 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "other-machine": lambda: steps.other_machine(_read("training_step_xeon.json")),
     },
     "docs/formats.md": {
-        name: lambda part=part: part(_read("block_verdicts.json"))
-        for name, part in (
-            ("verdicts", blocks.verdicts),
-            ("parts", blocks.parts),
-            ("gradients", blocks.gradients),
-        )
+        "verdicts": lambda: blocks.verdicts(_read("block_verdicts.json")),
+        "parts": lambda: blocks.parts(_read("block_verdicts.json")),
+        "gradients": lambda: blocks.gradients(_read("block_verdicts.json")),
     },
     "docs/models.md": {
         "advice": lambda: recipes.advice(_read("advice.json")["rows"]),
