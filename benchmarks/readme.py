@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import readme_api as api
+import readme_blocks as blocks
 import readme_commands as commands
 import readme_distributed as distributed
 import readme_emulation as emulation
@@ -269,6 +270,11 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "loss": _bench(steps.loss_alone),
         "emulation": lambda: emulation.emulation(_read("emulation.json")),
         "other-machine": lambda: steps.other_machine(_read("training_step_xeon.json")),
+    },
+    "docs/formats.md": {
+        "verdicts": lambda: blocks.verdicts(_read("block_verdicts.json")),
+        "parts": lambda: blocks.parts(_read("block_verdicts.json")),
+        "gradients": lambda: blocks.gradients(_read("block_verdicts.json")),
     },
     "docs/models.md": {
         "advice": lambda: recipes.advice(_read("advice.json")["rows"]),

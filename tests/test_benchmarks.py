@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 # PyTorch's own, while it imports Inductor.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
@@ -97,3 +100,23 @@ def test_a_small_reduction_grows_with_the_logarithm_of_the_nodes(load: Load) -> 
     assert (one["nodes"], two["nodes"], many["nodes"]) == (1, 2, 2048)
     assert many["tree_s"] - two["tree_s"] == pytest.approx(2 * 10 * 5.0e-6)
     assert many["ring_s"] - two["ring_s"] == pytest.approx(2 * 2046 * (7 * 0.47e-6 * 1.8 + 2.7e-6))
+
+
+def test_recipes_are_paired_by_seed(load: Load) -> None:
+    def one(gaps: dict[int, float]) -> dict[str, Any]:
+        return {"pairs": [{"seed": seed, "loss_gap": gap} for seed, gap in gaps.items()]}
+
+    found = load("block_verdicts").difference(one({0: 0.5, 1: 0.7, 2: 0.6}), one({2: 0.1, 1: 0.2, 0: 0.3}))
+    assert found["pairs"] == pytest.approx([0.2, 0.5, 0.5])
+    assert found["mean"] == pytest.approx(0.4)
+    assert found["interval"][0] < 0.2 < 0.6 < found["interval"][1]
+
+
+def test_a_common_error_of_gradients_does_not_average_out(load: Load) -> None:
+    errors = load("block_verdicts")._errors
+    exact = [[torch.tensor([3.0, 4.0])], [torch.tensor([4.0, 3.0])]]
+    common = errors([[of[0] - torch.tensor([0.3, 0.3])] for of in exact], exact)
+    random = errors([[exact[0][0] + 0.3], [exact[1][0] - 0.3]], exact)
+    assert common["of_one"] == pytest.approx(common["of_mean"]) == pytest.approx(random["of_one"])
+    assert (random["of_mean"], random["gain"]) == (pytest.approx(0.0, abs=1e-6), pytest.approx(1.0))
+    assert common["gain"] == pytest.approx(1 - 0.3 * 7 / 25)

@@ -70,6 +70,7 @@ def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureF
         ("bf16", "cpu", [], "bf16: bf16 is emulated on this CPU: stored in"),
         ("fp16,module.a=bf16", "cpu", ["bf16"], "fp16,module.a=bf16: fp16 is emulated"),
         ("fp8", "cpu", ["bf16"], "fp8: fp8 is emulated on this CPU: inputs"),
+        ("nvfp4", "cpu", ["bf16"], "is emulated on this CPU: inputs of a product are rounded to nvfp4"),
         ("fp8", "cuda", ["bf16", "fp8"], None),
     ],
 )

@@ -320,6 +320,18 @@ def test_a_recipe_by_name_and_where_it_has_no_place() -> None:
             mezzo.policy(text)
 
 
+@pytest.mark.parametrize("text", ["mxfp8,recipe=mxfp8-floor", "bf16,module.0=mxfp8,recipe=mxfp8-floor"])
+def test_a_recipe_by_name_where_another_layer_stays_in_bf16(text: str) -> None:
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 5)), torch.randn(4, 32)
+    hidden = quantized_linear(x, *model[0].parameters(), recipe=RECIPES["mxfp8-floor"])
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model[1](hidden)
+    assert "Not in mxfp8: 1 (the policy says bf16)" in str(mezzo.explain(model, x, precision=text))
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
+    with mp.autocast():
+        assert torch.equal(model(x), expected)
+
+
 def test_recipes_are_plain_data() -> None:
     for name, recipe in RECIPES.items():
         assert isinstance(recipe, Recipe)

@@ -13,6 +13,7 @@ from mezzo.compare.measure import speed
 from mezzo.compare.request import BASELINE, FRAMEWORKS, TWIN, Request
 from mezzo.compare.runs import TRACEBACK, FinishedRun
 from mezzo.core.comparison import WIDE, Comparison, Parity
+from mezzo.core.compute import QUANTIZED
 from mezzo.core.policy import policy
 from mezzo.core.records import OWN, OWN_PRECISION, SWITCHED_OFF
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
@@ -177,7 +178,10 @@ def _memory(pairs: list[tuple[FinishedRun, FinishedRun]]) -> dict[str, Any]:
 _IN_16_BITS = "stored in 16 bits, computed in FP32"
 # How formats that no device here has are emulated.
 _HOW = {
-    "fp8": "inputs of a product are rounded to 8 bits, stored so, and multiplied in a wider format",
+    **{
+        name: f"inputs of a product are rounded to {name} and multiplied in a wider format"
+        for name in QUANTIZED
+    },
     "tf32": "inputs of a product are rounded and multiplied in FP32, which shows the numerical effect of TF32",
 }
 

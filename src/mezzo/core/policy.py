@@ -237,6 +237,19 @@ class Policy:
         """This policy with `auto` replaced by a format (and the loss scale by that format's); else itself."""
         return replace(self, compute=compute) if self.compute == "auto" else self
 
+    def of_module(self, compute: str) -> Policy:
+        """This policy in a module of another format, which stores nothing and scales no loss of its own."""
+        recipe = self.recipe if compute in QUANTIZED else "default"
+        return replace(
+            self,
+            compute=compute,
+            recipe=recipe,
+            params="fp32",
+            masters="auto",
+            state="fp32",
+            loss_scale="none",
+        )
+
     def to_toml(self) -> str:
         """The policy as the text of a TOML file, without settings that have the default of `compute`."""
         return print_toml([Entry("compute", "", self.compute, ""), *self._written])

@@ -70,12 +70,11 @@ def apply_module_overrides(
             raise no_such_module(pattern, paths)
     formats = {path: found for path in paths if (found := policy.format_for_module(path)) is not None}
     device = default_device_type() if device_type is None else device_type
-    storage = {"params": "fp32", "masters": "auto", "state": "fp32", "loss_scale": "none"}
     for path, fmt in formats.items():
         module = model.get_submodule(path)
         _remove_override(module)
         # With its patterns: an overridden module inside this one is active where any policy is.
-        module.forward = _Override(module, replace(policy, compute=fmt, **storage), device)  # type: ignore[arg-type]
+        module.forward = _Override(module, policy.of_module(fmt), device)
     return ModuleOverrides(model, formats)
 
 

@@ -120,14 +120,11 @@ class OpObserver:
         if not self.policy.modules:
             yield self.policy
             return
-        base = replace(self.policy, modules=(), params="fp32", masters="auto", state="fp32")
-        if not module:
-            yield base
-            for fmt in dict.fromkeys(fmt for _, fmt in self.policy.modules):
-                yield replace(base, compute=fmt, loss_scale="none")
-            return
-        own = self.policy.format_inside(module)
-        yield base if own is None else replace(base, compute=own, loss_scale="none")
+        inside = self.policy.format_inside(module) if module else None
+        formats = [self.policy.compute] if inside is None else [inside]
+        formats += [] if module else [fmt for _, fmt in self.policy.modules]
+        for fmt in dict.fromkeys(formats):
+            yield replace(self.policy.of_module(fmt), modules=())
 
 
 def summed(rows: Iterable[OpFormats]) -> list[OpFormats]:

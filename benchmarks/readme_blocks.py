@@ -1,0 +1,66 @@
+"""The tables of docs/formats.md on block formats: verdicts, recipes that lack a part, errors of gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from readme_steps import header
+
+
+def _interval(ends: list[float]) -> str:
+    return f"{ends[0]:+.4f} to {ends[1]:+.4f}"
+
+
+def verdicts(results: dict[str, Any]) -> str:
+    """One row per script and precision, then the commands."""
+    lines = header("script", "precision", "verdict", "loss - FP32's", "90 % interval", "margin", "n", "power")
+    for name, row in results["rows"].items():
+        for precision, one in row["candidates"].items():
+            if "recipe=" not in precision:
+                cells = [
+                    name,
+                    f"`{precision}`",
+                    f"**{one['parity']}**" if one["parity"] == "divergent" else one["parity"],
+                    f"{one['loss_gap']:+.4f}",
+                    _interval(one["loss_gap_interval"]),
+                    f"{one['margin']:.4f}",
+                    str(one["seeds"]),
+                    f"{one['power']:.0%}".replace("%", " %"),
+                ]
+                lines.append(f"| {' | '.join(cells)} |")
+    commands = [row["command"] for row in results["rows"].values()]
+    return "\n".join([*lines, "", "```bash", *commands, "```"])
+
+
+def parts(results: dict[str, Any]) -> str:
+    """The paired difference of each recipe that lacks a part from the full one, by script."""
+    lines = header(
+        "without a part - the full recipe", "script", "difference of the loss", "90 % interval", "n"
+    )
+    found = [
+        (pair, name, one) for name, row in results["rows"].items() for pair, one in row["differences"].items()
+    ]
+    for pair, name, one in sorted(found, key=lambda each: each[0]):
+        lacking, full = (text.rpartition("recipe=")[2] for text in pair.split(" - "))
+        cells = [f"`{lacking}` - `{full}`", name, f"{one['mean']:+.4f}", _interval(one["interval"])]
+        lines.append(f"| {' | '.join(cells)} | {len(one['pairs'])} |")
+    return "\n".join(lines)
+
+
+def gradients(results: dict[str, Any]) -> str:
+    """The errors of the weight gradients by recipe."""
+    found = results["gradients"]
+    mean = f"in the mean over {found['batches']} batches"
+    lines = header(
+        "recipe", "error in a batch", mean, "length along FP32's", "length of the input's gradient"
+    )
+    for name, one in found["recipes"].items():
+        ours = one["weight"]
+        cells = [
+            f"{ours['of_one']:.3f}",
+            f"{ours['of_mean']:.3f}",
+            f"{ours['gain']:.4f}",
+            f"{one['input']['gain']:.4f}",
+        ]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
