@@ -343,6 +343,9 @@ def test_quantize_for_study(name: str, role: str) -> None:
     bound = {"e2m1": 0.5, "e4m3fn": 0.07, "e5m2": 0.13}[form.name]
     assert (found.values - x.float()).norm() < bound * x.float().norm()
     assert form.name in repr(found)
+    scale_bytes = {"mxfp8": 1, "nvfp4": 1, "nvfp4-plain": 1}.get(name, 4) * found.scales.numel()
+    scale_of_tensor = 4 * (form.name == "e2m1")
+    assert found.stored_bytes == x.numel() * form.bits / 8 + scale_bytes + scale_of_tensor
 
 
 WRONG_CALLS = [

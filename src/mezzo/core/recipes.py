@@ -88,6 +88,11 @@ class Factor:
         """The largest value of an element."""
         return named(self.element).max
 
+    def stored_bytes(self, elements: int, scales: int) -> int:
+        """What a GPU stores: elements in their bits, a scale in 1 byte, or in 4 if it is FP32 or a power of two."""
+        each = 1 if self.scale.startswith(("e8m0", "e4m3fn")) else 4
+        return -(-elements * named(self.element).bits // 8) + each * scales + 4 * (self.scale == "e4m3fn")
+
 
 @dataclass(frozen=True)
 class Recipe:
