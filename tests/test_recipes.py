@@ -17,6 +17,7 @@ from mezzo.core.recipes import RECIPES, Factor, Recipe, read_recipe
 from mezzo.pytorch.autocast.modules import last_blocks_of
 from mezzo.pytorch.kernels.quantized import hadamard, quantize, uniform
 from mezzo.pytorch.kernels.quantized_linear import quantized_linear
+from run_scripts import launcher
 
 BLOCKS = ["mxfp8", "fp8-block", "nvfp4"]
 
@@ -198,6 +199,27 @@ def test_compute_in_bf16_where_sizes_do_not_fit_and_explain_says_so(name: str) -
     assert f"{name} in 1 linear layer: 3." in text
 
 
+SCRIPT = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 60), torch.nn.Linear(60, 4))
+model(torch.ones(2, 64)).sum().backward()
+"""
+
+
+def test_the_summary_of_a_run_names_layers_and_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = launcher(tmp_path, capsys)(SCRIPT, policy="mxfp8").err
+    for part in (
+        "mxfp8 in 1 linear layer: 0.",
+        "1 (bf16: 60 outputs",
+        "multiple of 32",
+        "Emulated on cpu",
+        "10.0",
+    ):
+        assert part in text
+
+
 def test_the_last_blocks_stay_in_bf16_under_nvfp4() -> None:
     blocks = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(14)])
     model = nn.ModuleDict({"embed": nn.Embedding(8, 32), "blocks": blocks, "head": nn.Linear(32, 8)})
@@ -240,7 +262,27 @@ WRONG = [
         UsageError,
         ("mine", "[32, 32]", "output"),
     ),
-    (lambda: replace(RECIPES["fp8-block"], multiple=48), UsageError, ("48", "[128, 128]", "multiple=128")),
+    (
+        lambda: replace(RECIPES["fp8-block"], multiple=48),
+        UsageError,
+        ("48", "[1, 128]", "x has in output", "multiple=384"),
+    ),
+    # The weight's gradient would have 64 rows in place of 48; the factors of the output 128 and 96 columns.
+    (
+        lambda: replace(MIXED, multiple=32, weight_gradient=(Factor("e2m1", (64, 16), "e4m3fn"), _MXFP8)),
+        UsageError,
+        ("32", "[64, 16]", "g", "weight_gradient", "multiple=64"),
+    ),
+    (
+        lambda: replace(RECIPES["mxfp8"], output=(Factor("e4m3fn", (1, 64)), _MXFP8)),
+        UsageError,
+        ("[1, 64]", "x has in output", "multiple=64"),
+    ),
+    (
+        lambda: replace(RECIPES["mxfp8"], output=(replace(_MXFP8, hadamard=True), _MXFP8)),
+        UsageError,
+        ("hadamard", "output", "x and w"),
+    ),
 ]
 
 
@@ -261,7 +303,7 @@ multiple = 32
 x = { element = "e2m1", block = [1, 32], scale = "e8m0" }
 w = { element = "e2m3", block = [32, 32], scale = "fp32" }
 [input_gradient]
-g = { element = "e2m1", block = [1, 32], scale = "e8m0", stochastic = true, hadamard = true }
+g = { element = "e2m1", block = [1, 32], scale = "e8m0", stochastic = true }
 w = { element = "e5m2", block = [0, 0] }
 [weight_gradient]
 g = { element = "e3m2", block = [1, 16], scale = "e8m0-floor" }

@@ -221,13 +221,14 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
         return []
     from mezzo.pytorch.kernels.quantized_linear import misfit
 
+    recipes = {each: recipe_of(each, policy.scaling, policy.recipe) for each in quantized}
     lower: list[str] = []
     apart: list[str] = []
     for path, layer in _linear_layers(model):
         fmt = policy.format_inside(path) or policy.compute
         why = f"the policy says {fmt}"
         if fmt in QUANTIZED:
-            why = misfit(recipe_of(fmt, policy.scaling, policy.recipe), layer.in_features, layer.out_features)
+            why = misfit(recipes[fmt], layer.in_features, layer.out_features)
         if why:
             apart.append(f"{path} ({why})")
         else:
@@ -235,7 +236,20 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
     count = f"{len(lower)} linear layer{'s' if len(lower) > 1 else ''}"
     name = " and ".join(quantized)
     notes = [f"{name} in {count}: {', '.join(_together(lower))}." if lower else _NOTHING.format(name)]
-    return notes + ([f"Not in {name}: {'; '.join(_together(apart))}."] if apart else [])
+    notes += [f"Not in {name}: {'; '.join(_together(apart))}."] if apart else []
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return notes + (
+        list(dict.fromkeys(_computed(r.hardware, device) for r in recipes.values())) if lower else []
+    )
+
+
+def _computed(kind: str, device: torch.device) -> str:
+    """How a device computes the products of a recipe, and why."""
+    from mezzo.pytorch.kernels.quantized_linear import PATH, is_native, why_emulated
+
+    if is_native(device, kind):
+        return f"{kind} products run on {device.type} natively. Sums over a part of a block are padded with zeros."
+    return f"Emulated on {device.type}: {why_emulated(device, kind) or f'{PATH}=emulated'}."
 
 
 def _together(paths: list[str]) -> list[str]:

@@ -130,7 +130,7 @@ class Preparation:
         for pattern in self._missing(session.request.patterns, model) if first else ():
             self._wait_for(pattern, model)
         policy = with_heads(session.policy, model)
-        for note in described(policy, model)[:1]:
+        for note in described(policy, model):
             session.journal.note(note)
         if policy.modules and not policy.is_fp32:
             self._override(model, policy, first)

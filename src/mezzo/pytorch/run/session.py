@@ -423,12 +423,12 @@ def _started(session: Session) -> RunStarted:
         import torch
 
         from mezzo.pytorch.hardware import describe, has_tf32, native_formats
-        from mezzo.pytorch.kernels.quantized_linear import is_native
+        from mezzo.pytorch.kernels.quantized_linear import NATIVE, why_emulated
 
         machine = describe()
         if device := session.device_type:
-            others = {"tf32": has_tf32(device), "fp8": is_native(torch.device(device))}
-            native = native_formats(device) | {name for name, has in others.items() if has}
+            others = {name for name in NATIVE if not why_emulated(torch.device(device), name)}
+            native = native_formats(device) | others | ({"tf32"} if has_tf32(device) else set())
             machine |= {"device_type": device, "native_formats": sorted(native)}
     if "keras" in sys.modules:  # readers of the records can tell that Keras trained
         machine["keras"] = getattr(sys.modules["keras"], "__version__", "")
