@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
+import mx_casts
 from mezzo.core import formats
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.recipes import RECIPES, Factor, Recipe, read_recipe
@@ -64,6 +66,19 @@ def test_codes_and_scales_of_one_scale_a_block(factor: Factor, dim: int) -> None
             assert scales[i // height, j // width].item() == scale
             expected = formats.round(block / scale, factor.element, overflow="saturate").float()
             assert torch.equal(codes[i : i + height, j : j + width], expected)
+
+
+@pytest.mark.parametrize("scale", mx_casts.MODES)
+@pytest.mark.parametrize("element", mx_casts.ELEMENTS)
+def test_mx_casts_are_those_of_torchao(element: str, scale: str) -> None:
+    """For every finite bf16 value as the largest of its block; codes where the scale is above 2^-127.
+
+    There torchao 0.18's codes are not the elements divided by the scale.
+    """
+    found = quantize(mx_casts.inputs(), Factor(element, (1, 32), scale))
+    exponents = (found.inv_scale.view(torch.int32) >> 23).to(torch.uint8).flatten()
+    expected = json.loads(mx_casts.FILE.read_text(encoding="utf-8"))["digests"]
+    assert mx_casts.digest(exponents, found.codes) == expected[f"{element} {scale}"]
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -249,6 +264,16 @@ def test_a_training_follows_bf16(name: str) -> None:
     assert losses[name] != losses["bf16"]
     assert losses[name][-1] < 0.2 * losses[name][0]  # type: ignore[operator]
     assert losses[name][:5] == pytest.approx(losses["bf16"][:5], rel=0.1)
+
+
+def test_every_recipe_trains_a_model_whose_head_is_also_its_last_block() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    for text in ("nvfp4", "nvfp4,recipe=nvfp4-plain", "mxfp8,recipe=mxfp8-floor"):
+        mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
+        with mp.autocast():
+            loss = model(torch.ones(2, 32)).sum()
+        mp.step(loss)
+        mp.close()
 
 
 WRONG = [

@@ -74,8 +74,9 @@ def apply_module_overrides(
     for path, fmt in formats.items():
         module = model.get_submodule(path)
         _remove_override(module)
+        recipe = policy.recipe if fmt in QUANTIZED else "default"
         # With its patterns: an overridden module inside this one is active where any policy is.
-        module.forward = _Override(module, replace(policy, compute=fmt, **storage), device)  # type: ignore[arg-type]
+        module.forward = _Override(module, replace(policy, compute=fmt, recipe=recipe, **storage), device)  # type: ignore[arg-type]
     return ModuleOverrides(model, formats)
 
 
@@ -190,7 +191,7 @@ def with_heads(policy: Policy, model: nn.Module) -> Policy:
     """
     if policy.compute not in QUANTIZED:
         return policy
-    wide = (*heads_of(model), *last_blocks_of(model, policy.quantization.last_blocks))
+    wide = dict.fromkeys((*heads_of(model), *last_blocks_of(model, policy.quantization.last_blocks)))
     paths = [path for path in wide if is_pattern(path) and policy.format_inside(path) is None]
     if not paths:
         return policy

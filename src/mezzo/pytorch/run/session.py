@@ -147,6 +147,8 @@ class Session:
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     optimizers_made: int = 0
     lowered_weights: int = 0  # weights stored in 16 bits; with any, the script can't be left alone any more
+    applied: Policy = field(init=False)  # the policy of the next update; plain, as `lowers`
+    overridden: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # models with module overrides
     trial: TimedTrial | None = None
     precision_reason: str = ""
     rank: int | None = field(default_factory=lifecycle.rank_here)  # in the process group, or a launcher's
@@ -171,6 +173,7 @@ class Session:
     def _settle(self) -> None:
         self.lowers = not self.policy.is_fp32
         self.scale = self.policy.make_loss_scale()
+        self.applied = self.policy.at(0)
 
     def parts(self) -> list[lifecycle.Part]:
         """What this run installs, in order."""
@@ -354,7 +357,7 @@ class Session:
     def enter(self) -> Policy:
         """An outermost call begins: its policy, which alternates with FP32 while the trial of `auto` runs."""
         self.model_calls += 1
-        policy = self.policy
+        policy = self.applied
         if self.trial is not None:
             self.trial.start()
             policy = self.policy_now
@@ -364,7 +367,18 @@ class Session:
     @property
     def policy_now(self) -> Policy:
         """The policy of the step that runs."""
-        return _FP32 if self.trial is not None and self.trial.precision == "fp32" else self.policy
+        return _FP32 if self.trial is not None and self.trial.precision == "fp32" else self.applied
+
+    def counted(self) -> None:
+        """An update of the first optimizer is over: the next one may be the first in bf16."""
+        if (policy := self.policy.at(self.journal.first_updates)) is not self.applied:
+            self.applied = policy
+            self.journal.note(f"linear layers multiply in bf16 from update {self.policy.bf16_from} on")
+            from mezzo.pytorch.autocast.modules import apply_module_overrides, fitting
+
+            for model in self.overridden:
+                if (fits := fitting(policy, model)).modules:
+                    apply_module_overrides(model, fits, self.device_type)
 
     def observe(self, *, found_inf: bool, optimizer: int | None = None) -> None:
         """One step of this optimizer (None: of the last one) is over: the scale for the next, its counts for each."""
