@@ -235,6 +235,28 @@ def test_the_summary_of_a_run_names_layers_and_reasons(
         assert part in text
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.head = nn.Linear(64, 64), nn.Linear(64, 4)
+        self.conv = nn.Conv1d(64, 64, 1)
+        self.up = nn.Parameter(torch.randn(4, 64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = torch.bmm(self.into(x).expand(4, *x.shape), self.up)
+        out: Tensor = self.head(self.conv(each.mean(0).t()).t())
+        return out
+
+
+def test_batched_weights_of_experts_stay_in_bf16_and_explain_says_so() -> None:
+    text = mezzo.explain(Experts(), torch.randn(8, 64), precision="mxfp8").as_text(300)
+    assert "up (bf16: 4 matrices" in text
+    assert "conv.weight" not in text
+    assert "up (bf16" not in mezzo.explain(
+        Experts(), torch.randn(8, 64), precision="bf16,module.into=mxfp8"
+    ).as_text(300)
+
+
 def test_the_last_blocks_stay_in_bf16_under_nvfp4() -> None:
     blocks = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(14)])
     model = nn.ModuleDict({"embed": nn.Embedding(8, 32), "blocks": blocks, "head": nn.Linear(32, 8)})

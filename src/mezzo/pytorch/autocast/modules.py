@@ -234,14 +234,26 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
             apart.append(f"{path} ({why})")
         else:
             lower.append(path)
-    count = f"{len(lower)} linear layer{'s' if len(lower) > 1 else ''}"
+    for path, (count, *_) in _batched(model):
+        if (policy.format_inside(path.rpartition(".")[0]) or policy.compute) in QUANTIZED:
+            apart.append(f"{path} (bf16: {count} matrices in one product, as of experts, not a linear layer)")
+    layers = f"{len(lower)} linear layer{'s' if len(lower) > 1 else ''}"
     name = " and ".join(quantized)
-    notes = [f"{name} in {count}: {', '.join(_together(lower))}." if lower else _NOTHING.format(name)]
+    notes = [f"{name} in {layers}: {', '.join(_together(lower))}." if lower else _NOTHING.format(name)]
     notes += [f"Not in {name}: {'; '.join(_together(apart))}."] if apart else []
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return notes + (
         list(dict.fromkeys(_computed(r.hardware, device) for r in recipes.values())) if lower else []
     )
+
+
+def _batched(model: nn.Module) -> Iterator[tuple[str, torch.Size]]:
+    """Parameters that batched or grouped products multiply: of three dimensions, and not a convolution's."""
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
+            for name, parameter in module.named_parameters(path, recurse=False):
+                if parameter.dim() == 3 and parameter.shape[0] > 1:
+                    yield name, parameter.shape
 
 
 def _computed(kind: str, device: torch.device) -> str:
