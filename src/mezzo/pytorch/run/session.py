@@ -167,6 +167,7 @@ class Session:
     def __post_init__(self) -> None:
         request = replace(self.request, policy=str(self.policy))  # a file's name may be relative
         self.children = Children(request, __name__, self.imports, self._fail)
+        self.applied = self.policy
         if self.policy.compute != "auto":
             self._settle()
 
