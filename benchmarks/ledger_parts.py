@@ -160,6 +160,15 @@ def emulation(path: Path) -> Iterator[Row]:
                     yield Row(f"{name}: kept", row["kept_bytes"], unit="bytes")
 
 
+def block_formats(path: Path) -> Iterator[Row]:
+    """A training step in each block format, as a ratio to bf16's; and the bytes that its layers keep as stored."""
+    for policy, row in load(path)["rows"].items():
+        if policy != "bf16":
+            value, *interval = row["time"]
+            yield Row(f"{policy}: time", value, interval=interval)
+            yield Row(f"{policy}: kept", row["kept_bytes"], unit="bytes")
+
+
 def ratios(path: Path) -> Iterator[Row]:
     """A file of rows, each a ratio with its interval: overhead.json, small_models.json."""
     for name, found in load(path)["rows"].items():
@@ -276,6 +285,7 @@ PARTS: Mapping[str, Part] = {
     "speed": Part(("bench.py", "--out", "{out}"), "bench.json", speed),
     "bytes": Part(("bench.py", "--rounds", "2", "--out", "{out}"), "bench.json", peaks, keeps=False),
     "optimizers": Part(("optimizers.py", "--out", "{out}"), "optimizers.json", optimizers),
+    "block formats": Part(("block_formats.py", "--out", "{out}"), "block_formats.json", block_formats),
     "emulation": Part(("emulation.py", "--out", "{out}"), "emulation.json", emulation),
     "overhead": Part(("overhead.py", "--out", "{out}"), "overhead.json", ratios),
     "small": Part(("small_models.py", "--out", "{out}"), "small_models.json", ratios),

@@ -250,6 +250,13 @@ def keep_memory() -> str:
     return "\n".join(lines)
 
 
+def block_formats() -> str:
+    """A row for each block format, where `block_formats.json` is there."""
+    if not (RESULTS / "block_formats.json").exists():
+        return "Not measured yet: `python benchmarks/block_formats.py` writes this table."
+    return emulation.block_formats(_read("block_formats.json"))
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"gains": _bench(front.gains), "compared": compared},
     "docs/index.md": {"compared": compared, "versions": versions},
@@ -269,6 +276,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "training-steps": _bench(steps.training_steps),
         "loss": _bench(steps.loss_alone),
         "emulation": lambda: emulation.emulation(_read("emulation.json")),
+        "block-formats": block_formats,
         "other-machine": lambda: steps.other_machine(_read("training_step_xeon.json")),
     },
     "docs/formats.md": {

@@ -1,4 +1,4 @@
-"""The tables of docs/dev/benchmarks.md on formats that the machine lacks, and on fp8."""
+"""The tables of docs/dev/benchmarks.md on formats that the machine lacks, on fp8 and on block formats."""
 
 from __future__ import annotations
 
@@ -81,4 +81,22 @@ def fp8(results: dict[str, Any]) -> str:
             "",
             f"Native fp8: {unmeasured} layer sizes were not measured, because this machine has no such GPU.",
         ]
+    return "\n".join(lines)
+
+
+def block_formats(results: dict[str, Any]) -> str:
+    """One row per precision."""
+    settings = {name: results[name] for name in ("rounds", "processes")}
+    lines = [
+        _where(results, "block_formats.py", threads=results["machine"]["threads"], **settings),
+        "",
+        "| precision | time / bf16's | goal, at most | kept for backward | of it, quantized inputs | these on a GPU |",
+        "|---|---|---|---|---|---|",
+    ]
+    for policy, row in results["rows"].items():
+        bar = results["bars"].get(policy)
+        missed = bar is not None and row["time"][1] > bar
+        goal = "" if bar is None else f"{bar:g}, {'**missed**' if missed else 'met'}"
+        megabytes = [f"{row[key] / 1e6:.1f} MB" for key in ("kept_bytes", "inputs", "inputs_on_a_gpu")]
+        lines.append(f"| `{policy}` | {_ratio(row['time'])} | {goal} | {' | '.join(megabytes)} |")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
+import mx_casts
 from mezzo.core import formats
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.recipes import RECIPES, Factor, Recipe, read_recipe
 from mezzo.pytorch.autocast.modules import last_blocks_of
 from mezzo.pytorch.kernels.quantized import hadamard, quantize, uniform
 from mezzo.pytorch.kernels.quantized_linear import quantized_linear
+from run_scripts import launcher
 
 BLOCKS = ["mxfp8", "fp8-block", "nvfp4"]
 
@@ -63,6 +66,19 @@ def test_codes_and_scales_of_one_scale_a_block(factor: Factor, dim: int) -> None
             assert scales[i // height, j // width].item() == scale
             expected = formats.round(block / scale, factor.element, overflow="saturate").float()
             assert torch.equal(codes[i : i + height, j : j + width], expected)
+
+
+@pytest.mark.parametrize("scale", mx_casts.MODES)
+@pytest.mark.parametrize("element", mx_casts.ELEMENTS)
+def test_mx_casts_are_those_of_torchao(element: str, scale: str) -> None:
+    """For every finite bf16 value as the largest of its block; codes where the scale is above 2^-127.
+
+    There torchao 0.18's codes are not the elements divided by the scale.
+    """
+    found = quantize(mx_casts.inputs(), Factor(element, (1, 32), scale))
+    exponents = (found.inv_scale.view(torch.int32) >> 23).to(torch.uint8).flatten()
+    expected = json.loads(mx_casts.FILE.read_text(encoding="utf-8"))["digests"]
+    assert mx_casts.digest(exponents, found.codes) == expected[f"{element} {scale}"]
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -198,6 +214,49 @@ def test_compute_in_bf16_where_sizes_do_not_fit_and_explain_says_so(name: str) -
     assert f"{name} in 1 linear layer: 3." in text
 
 
+SCRIPT = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 60), torch.nn.Linear(60, 4))
+model(torch.ones(2, 64)).sum().backward()
+"""
+
+
+def test_the_summary_of_a_run_names_layers_and_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = launcher(tmp_path, capsys)(SCRIPT, policy="mxfp8").err
+    for part in (
+        "mxfp8 in 1 linear layer: 0.",
+        "1 (bf16: 60 outputs",
+        "multiple of 32",
+        "Emulated on cpu",
+        "10.0",
+    ):
+        assert part in text
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.head = nn.Linear(64, 64), nn.Linear(64, 4)
+        self.conv = nn.Conv1d(64, 64, 1)
+        self.up = nn.Parameter(torch.randn(4, 64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = torch.bmm(self.into(x).expand(4, *x.shape), self.up)
+        out: Tensor = self.head(self.conv(each.mean(0).t()).t())
+        return out
+
+
+def test_batched_weights_of_experts_stay_in_bf16_and_explain_says_so() -> None:
+    text = mezzo.explain(Experts(), torch.randn(8, 64), precision="mxfp8").as_text(300)
+    assert "up (bf16: 4 matrices" in text
+    assert "conv.weight" not in text
+    assert "up (bf16" not in mezzo.explain(
+        Experts(), torch.randn(8, 64), precision="bf16,module.into=mxfp8"
+    ).as_text(300)
+
+
 def test_the_last_blocks_stay_in_bf16_under_nvfp4() -> None:
     blocks = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(14)])
     model = nn.ModuleDict({"embed": nn.Embedding(8, 32), "blocks": blocks, "head": nn.Linear(32, 8)})
@@ -229,6 +288,16 @@ def test_a_training_follows_bf16(name: str) -> None:
     assert losses[name][:5] == pytest.approx(losses["bf16"][:5], rel=0.1)
 
 
+def test_every_recipe_trains_a_model_whose_head_is_also_its_last_block() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    for text in ("nvfp4", "nvfp4,recipe=nvfp4-plain", "mxfp8,recipe=mxfp8-floor"):
+        mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
+        with mp.autocast():
+            loss = model(torch.ones(2, 32)).sum()
+        mp.step(loss)
+        mp.close()
+
+
 WRONG = [
     (lambda: Factor("fp8", (1, 32)), UnknownNameError, ("fp8", "e4m3fn")),
     (lambda: Factor("e4m3fn", (1, 32), "e8m"), UnknownNameError, ("e8m", "e8m0")),
@@ -240,7 +309,27 @@ WRONG = [
         UsageError,
         ("mine", "[32, 32]", "output"),
     ),
-    (lambda: replace(RECIPES["fp8-block"], multiple=48), UsageError, ("48", "[128, 128]", "multiple=128")),
+    (
+        lambda: replace(RECIPES["fp8-block"], multiple=48),
+        UsageError,
+        ("48", "[1, 128]", "x has in output", "multiple=384"),
+    ),
+    # The weight's gradient would have 64 rows in place of 48; the factors of the output 128 and 96 columns.
+    (
+        lambda: replace(MIXED, multiple=32, weight_gradient=(Factor("e2m1", (64, 16), "e4m3fn"), _MXFP8)),
+        UsageError,
+        ("32", "[64, 16]", "g", "weight_gradient", "multiple=64"),
+    ),
+    (
+        lambda: replace(RECIPES["mxfp8"], output=(Factor("e4m3fn", (1, 64)), _MXFP8)),
+        UsageError,
+        ("[1, 64]", "x has in output", "multiple=64"),
+    ),
+    (
+        lambda: replace(RECIPES["mxfp8"], output=(replace(_MXFP8, hadamard=True), _MXFP8)),
+        UsageError,
+        ("hadamard", "output", "x and w"),
+    ),
 ]
 
 
@@ -261,7 +350,7 @@ multiple = 32
 x = { element = "e2m1", block = [1, 32], scale = "e8m0" }
 w = { element = "e2m3", block = [32, 32], scale = "fp32" }
 [input_gradient]
-g = { element = "e2m1", block = [1, 32], scale = "e8m0", stochastic = true, hadamard = true }
+g = { element = "e2m1", block = [1, 32], scale = "e8m0", stochastic = true }
 w = { element = "e5m2", block = [0, 0] }
 [weight_gradient]
 g = { element = "e3m2", block = [1, 16], scale = "e8m0-floor" }
@@ -355,6 +444,9 @@ def test_quantize_for_study(name: str, role: str) -> None:
     bound = {"e2m1": 0.5, "e4m3fn": 0.07, "e5m2": 0.13}[form.name]
     assert (found.values - x.float()).norm() < bound * x.float().norm()
     assert form.name in repr(found)
+    scale_bytes = {"mxfp8": 1, "nvfp4": 1, "nvfp4-plain": 1}.get(name, 4) * found.scales.numel()
+    scale_of_tensor = 4 * (form.name == "e2m1")
+    assert found.stored_bytes == x.numel() * form.bits / 8 + scale_bytes + scale_of_tensor
 
 
 WRONG_CALLS = [

@@ -42,6 +42,7 @@ _ALLOWED = {
     "state": ("state format", STATE_FORMATS),
     "scaling": ("fp8 scaling", GRANULARITIES),
     "recipe": ("recipe", ("default", *RECIPES)),
+    "bf16_from": ("update", ("none",)),
     "hidden": ("kind of hidden state", HIDDEN),
     "module": ("format", tuple(COMPUTE)),
 }
@@ -89,6 +90,9 @@ class Policy:
         scaling: how fp8 factors are scaled: ``tensorwise`` or ``rowwise``.
         recipe: how linear layers are quantized, instead of by `compute`: a name of `mezzo.core.recipes`, or the path of
             a TOML file.
+        bf16_from: ``none``, or the number of an update, counted from 0, from which on linear layers multiply in bf16
+            instead of the format with scales. `mezzo.MixedPrecision` and `mezzo run` count updates; other contexts
+            refuse it.
         hidden: the format of a recurrent layer's hidden and cell state between time steps: ``fp32``, ``compute``
             (that of `activations`), or ``auto``: what the device's 16-bit operation does.
 
@@ -112,6 +116,7 @@ class Policy:
     recompute: str = "none"
     scaling: str = "tensorwise"
     recipe: str = "default"
+    bf16_from: str = "none"
     hidden: str = "auto"
 
     def __post_init__(self, output: str) -> None:
@@ -143,6 +148,11 @@ class Policy:
             raise UsageError(
                 f"policy 'compute={self.compute},recipe={self.recipe}': only {', '.join(sorted(QUANTIZED))} have a "
                 "recipe. Remove recipe, or compute in one of these."
+            )
+        if self.bf16_from != "none" and not self.computed & QUANTIZED:
+            raise UsageError(
+                f"policy 'compute={self.compute},bf16_from={self.bf16_from}': nothing here is computed in "
+                f"{', '.join(sorted(QUANTIZED))}. Remove bf16_from, or compute in one of these."
             )
         if self.loss_scale == "auto" and self.compute != "auto":
             object.__setattr__(self, "loss_scale", "dynamic" if "fp16" in self.computed else "none")
@@ -223,6 +233,23 @@ class Policy:
     def quantization(self) -> Recipe:
         """How the factors of linear layers are quantized, where `compute` is a format with scales."""
         return recipe_of(self.compute, self.scaling, self.recipe)
+
+    def at(self, update: int) -> Policy:
+        """The policy of an update, without `bf16_from`: itself if it has none. Equal results are the same object."""
+        if self.bf16_from == "none":
+            return self
+        return self._before if update < int(self.bf16_from) else self._after
+
+    @cached_property
+    def _before(self) -> Policy:
+        return replace(self, bf16_from="none")
+
+    @cached_property
+    def _after(self) -> Policy:
+        low = {name: "bf16" for name in QUANTIZED}
+        modules = tuple((pattern, low.get(fmt, fmt)) for pattern, fmt in self.modules)
+        compute = low.get(self.compute, self.compute)
+        return replace(self._before, compute=compute, modules=modules, recipe="default", scaling="tensorwise")
 
     def make_loss_scale(self) -> LossScale:
         """The loss scale's first state; UsageError before the policy is resolved."""
@@ -373,6 +400,13 @@ def _checked(entry: Entry) -> Entry:
     if key == "recipe" and value.endswith(".toml"):
         read_recipe(value)
         return entry._replace(value=os.path.abspath(value))
+    if key == "bf16_from" and value != "none":
+        if not value.isdecimal() or int(value) < 1:
+            raise UsageError(
+                f"{where}{value!r} is not the number of an update. Use none or a whole number from 1 on: for the last "
+                "10 % of 1000 updates write bf16_from=900."
+            )
+        return entry._replace(value=str(int(value)))
     noun, allowed = _ALLOWED[key]
     if value not in allowed:
         text = f" To read a text, call mezzo.policy({value!r})." if "," in value else ""

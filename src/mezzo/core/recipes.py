@@ -31,8 +31,18 @@ SCALES: Mapping[str, str] = MappingProxyType(
 )
 """Kinds of scales, each with what it is."""
 
+HARDWARE: Mapping[str, tuple[int, tuple[str, ...], tuple[tuple[int, int], ...]]] = MappingProxyType(
+    {
+        "mxfp8": (8, ("e8m0", "e8m0-floor"), ((1, 32), (32, 32))),
+        "fp8-block": (8, ("power-of-two", "fp32"), ((1, 128), (128, 128))),
+        "nvfp4": (4, ("e4m3fn",), ((1, 16), (16, 16))),
+    }
+)
+"""Products of blocks that GPUs compute: bits of an element, kinds of scales, blocks. fp8's are `has_fp8_scales`."""
+
 ELEMENTS = ("e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1")
 HADAMARD = 16  # rows that the transform mixes
+_FACTORS = {"output": ("x", "w"), "input_gradient": ("g", "w"), "weight_gradient": ("g", "x")}
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,11 @@ class Factor:
         """The largest value of an element."""
         return named(self.element).max
 
+    def stored_bytes(self, elements: int, scales: int) -> int:
+        """What a GPU stores: elements in their bits, a scale in 1 byte, or in 4 if it is FP32 or a power of two."""
+        each = 1 if self.scale.startswith(("e8m0", "e4m3fn")) else 4
+        return -(-elements * named(self.element).bits // 8) + each * scales + 4 * (self.scale == "e4m3fn")
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -124,13 +139,21 @@ class Recipe:
                     f"recipe {self.name!r}: block={list(factor.block)} of the first factor of {what} spans several "
                     "rows (tokens), whose number changes. Use 1 or 0 as the first number."
                 )
-
-        for what, (_, weight) in (("output", self.output), ("input_gradient", self.input_gradient)):
-            if any(size > 1 and self.multiple % size for size in weight.block):
+        products = (self.output, self.input_gradient, self.weight_gradient)
+        for (what, names), pair in zip(_FACTORS.items(), products):
+            if pair[0].hadamard != pair[1].hadamard:
                 raise UsageError(
-                    f"recipe {self.name!r}: multiple={self.multiple} is not a multiple of block={list(weight.block)}, "
-                    f"which w has in {what}. Use multiple={math.lcm(*(size or 1 for size in weight.block))}."
+                    f"recipe {self.name!r}: only one factor of {what} has hadamard=true, so the transform would stay "
+                    f"in the result. Set it for {' and '.join(names)}, or for neither."
                 )
+            for name, factor in zip(names, pair):
+                sizes = factor.block[:1] if what == "weight_gradient" else factor.block  # tokens are padded
+                if any(size > 1 and self.multiple % size for size in sizes):
+                    raise UsageError(
+                        f"recipe {self.name!r}: multiple={self.multiple} is not a multiple of "
+                        f"block={list(factor.block)}, which {name} has in {what}. Use "
+                        f"multiple={math.lcm(self.multiple, *(size or 1 for size in sizes))}."
+                    )
 
     @property
     def has_fp8_scales(self) -> bool:
@@ -144,6 +167,23 @@ class Recipe:
             )
             and len({factor.block for factor in factors}) == 1
         )
+
+    @property
+    def hardware(self) -> str:
+        """The product of GPUs that multiplies these factors: ``fp8`` or one of `HARDWARE`; empty if there is none."""
+        if self.has_fp8_scales:
+            return "fp8"
+        pairs = (self.output, self.input_gradient, self.weight_gradient)
+        if self.multiple % 16 or any(a.element == b.element == "e5m2" for a, b in pairs):
+            return ""
+        for name, (bits, scales, blocks) in HARDWARE.items():
+            if all(
+                named(each.element).bits == bits and each.scale in scales and each.block in blocks
+                for pair in pairs
+                for each in pair
+            ):
+                return name
+        return ""
 
     @property
     def is_exact_in_bf16(self) -> bool:
@@ -195,9 +235,6 @@ def recipe_of(compute: str, scaling: str = "tensorwise", recipe: str = "default"
     if name not in RECIPES:
         raise unknown_name("recipe", name, RECIPES)
     return RECIPES[name]
-
-
-_FACTORS = {"output": ("x", "w"), "input_gradient": ("g", "w"), "weight_gradient": ("g", "x")}
 
 
 @functools.lru_cache(maxsize=64)

@@ -57,6 +57,7 @@ _CANNOT = (
     ("recompute", "none", "use keras.remat, which recomputes the activations of the layer that it wraps"),
     ("scaling", "tensorwise", "Mezzo has fp8 on PyTorch only. Remove the key scaling"),
     ("recipe", "default", "Mezzo has block formats on PyTorch only. Remove the key recipe"),
+    ("bf16_from", "none", "Mezzo has block formats on PyTorch only. Remove the key bf16_from"),
     ("hidden", "auto", "its recurrent layers carry the format of their policy. Use module.PATTERN=fp32"),
 )
 

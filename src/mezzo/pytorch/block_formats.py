@@ -33,6 +33,11 @@ class QuantizedTensor:
     values: Tensor
     factor: Factor
 
+    @property
+    def stored_bytes(self) -> int:
+        """What a GPU stores: codes in their bits, packed, and scales in theirs."""
+        return self.factor.stored_bytes(self.codes.numel(), self.scales.numel())
+
     def __repr__(self) -> str:
         bits = formats.named(self.factor.element).bits
         return (

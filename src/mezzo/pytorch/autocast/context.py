@@ -331,6 +331,11 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
         if isinstance(policy, str) and did_you_mean(policy, AUTOCAST_KEYS, cutoff=0.6):  # cdua
             raise _unknown_device(policy) from None
         raise
+    if resolved.bf16_from != "none":
+        raise UsageError(
+            f"mezzo.autocast: policy '{resolved}': a context does not count updates, so it cannot follow "
+            f"bf16_from={resolved.bf16_from}. Use mezzo.MixedPrecision or mezzo run, or remove bf16_from."
+        )
     if resolved.modules and not isinstance(policy, Policy):
         raise _without_model(resolved)
     if resolved.compute == "auto":

@@ -189,7 +189,7 @@ def with_heads(policy: Policy, model: nn.Module) -> Policy:
     """
     if policy.compute not in QUANTIZED:
         return policy
-    wide = (*heads_of(model), *last_blocks_of(model, policy.quantization.last_blocks))
+    wide = dict.fromkeys((*heads_of(model), *last_blocks_of(model, policy.quantization.last_blocks)))
     paths = [path for path in wide if is_pattern(path) and policy.format_inside(path) is None]
     if not paths:
         return policy
@@ -220,21 +220,47 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
         return []
     from mezzo.pytorch.kernels.quantized_linear import misfit
 
+    recipes = {each: recipe_of(each, policy.scaling, policy.recipe) for each in quantized}
     lower: list[str] = []
     apart: list[str] = []
     for path, layer in _linear_layers(model):
         fmt = policy.format_inside(path) or policy.compute
         why = f"the policy says {fmt}"
         if fmt in QUANTIZED:
-            why = misfit(recipe_of(fmt, policy.scaling, policy.recipe), layer.in_features, layer.out_features)
+            why = misfit(recipes[fmt], layer.in_features, layer.out_features)
         if why:
             apart.append(f"{path} ({why})")
         else:
             lower.append(path)
-    count = f"{len(lower)} linear layer{'s' if len(lower) > 1 else ''}"
+    for path, (count, *_) in _batched(model):
+        if (policy.format_inside(path.rpartition(".")[0]) or policy.compute) in QUANTIZED:
+            apart.append(f"{path} (bf16: {count} matrices in one product, as of experts, not a linear layer)")
+    layers = f"{len(lower)} linear layer{'s' if len(lower) > 1 else ''}"
     name = " and ".join(quantized)
-    notes = [f"{name} in {count}: {', '.join(_together(lower))}." if lower else _NOTHING.format(name)]
-    return notes + ([f"Not in {name}: {'; '.join(_together(apart))}."] if apart else [])
+    notes = [f"{name} in {layers}: {', '.join(_together(lower))}." if lower else _NOTHING.format(name)]
+    notes += [f"Not in {name}: {'; '.join(_together(apart))}."] if apart else []
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return notes + (
+        list(dict.fromkeys(_computed(r.hardware, device) for r in recipes.values())) if lower else []
+    )
+
+
+def _batched(model: nn.Module) -> Iterator[tuple[str, torch.Size]]:
+    """Parameters that batched or grouped products multiply: of three dimensions, and not a convolution's."""
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
+            for name, parameter in module.named_parameters(path, recurse=False):
+                if parameter.dim() == 3 and parameter.shape[0] > 1:
+                    yield name, parameter.shape
+
+
+def _computed(kind: str, device: torch.device) -> str:
+    """How a device computes the products of a recipe, and why."""
+    from mezzo.pytorch.kernels.quantized_linear import PATH, is_native, why_emulated
+
+    if is_native(device, kind):
+        return f"{kind} products run on {device.type} natively. Sums over a part of a block are padded with zeros."
+    return f"Emulated on {device.type}: {why_emulated(device, kind) or f'{PATH}=emulated'}."
 
 
 def _together(paths: list[str]) -> list[str]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,18 +24,27 @@ from torch import Tensor
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.recipes import RECIPES, Factor, Recipe
 from mezzo.pytorch.hardware import native_formats
+from mezzo.pytorch.kernels import native_blocks
 from mezzo.pytorch.kernels.emulated import emulated
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.kernels.quantized import Quantized, quantize
 
-__all__ = ["gemm_dtype", "is_native", "misfit", "product", "quantized_linear"]
+__all__ = ["gemm_dtype", "is_native", "misfit", "product", "quantized_linear", "why_emulated"]
 
 PATH = "MEZZO_FP8"
 """Environment variable that forces ``native`` or ``emulated`` for every device."""
 
 PATHS = ("emulated", "native")
-NATIVE_FROM = (8, 9)  # first compute capability whose tensor cores multiply fp8: CUDA C++ Programming Guide
+# Products -> the first and last compute capability whose tensor cores have them, and the first CUDA whose cuBLAS has.
+NATIVE: Mapping[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]] = MappingProxyType(
+    {
+        "fp8": ((8, 9), (99, 9), (11, 8)),
+        "fp8-block": ((9, 0), (9, 9), (12, 9)),
+        "mxfp8": ((10, 0), (99, 9), (12, 8)),
+        "nvfp4": ((10, 0), (99, 9), (12, 8)),
+    }
+)
 MULTIPLE = 16  # of the rows of native fp8 factors: hardware's loads are aligned to 16 bytes
 
 
@@ -53,8 +64,11 @@ def product(
         a, b = (f.codes.double() * f.inv_scale for f in (a, b))
         return (a @ b.T + bias.bfloat16()).to(out_dtype)
     """
-    if recipe.has_fp8_scales and is_native(a.codes.device):
-        return _native(form, a, b, bias, out_dtype)
+    kind = recipe.hardware
+    if is_native(a.codes.device, kind):
+        if kind == "fp8":
+            return _native(form, a, b, bias, out_dtype)
+        return native_blocks.product(kind, form, a, b, bias, out_dtype)
     dtype = _dtype(a.codes.device, recipe.is_exact_in_bf16)
     scales = [factor.tensor_scale for factor in (a, b) if factor.tensor_scale is not None]
     if scales:
@@ -145,17 +159,44 @@ def misfit(recipe: Recipe, in_features: int, out_features: int) -> str:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
-def is_native(device: torch.device) -> bool:
-    """Whether a device computes fp8 products by `torch._scaled_mm`: CUDA from 8.9 on, unless MEZZO_FP8 forces one."""
+def is_native(device: torch.device, kind: str = "fp8") -> bool:
+    """Whether a device computes a recipe's `hardware` products itself; see `why_emulated`.
+
+    Raises:
+        UsageError: MEZZO_FP8=native, where this is not possible.
+        UnknownNameError: another value of MEZZO_FP8.
+    """
     forced = os.environ.get(PATH)
-    if forced:
-        if forced not in PATHS:
-            raise unknown_name("fp8 implementation", forced, PATHS, where=f"{PATH}={forced!r}: ")
-        return forced == "native"
+    if not forced:
+        return not why_emulated(device, kind)
+    if forced not in PATHS:
+        raise unknown_name("fp8 implementation", forced, PATHS, where=f"{PATH}={forced!r}: ")
+    if forced == "native" and (not kind or (kind != "fp8" and device.type != "cuda")):
+        raise UsageError(
+            f"{PATH}='native': {why_emulated(device, kind)}. Use {PATH}=emulated, or unset it: Mezzo then chooses."
+        )
+    return forced == "native"
+
+
+def why_emulated(device: torch.device, kind: str) -> str:
+    """Why a device does not compute a recipe's `hardware` products, a clause without a full stop; empty if it does."""
+    if not kind:
+        return "no GPU has products of these factors"
+    (first, last, cuda), version = NATIVE[kind], torch.version.cuda
+    least, most = (f"{major}.{minor}" for major, minor in (first, last))
+    needs = f"{kind} products need an NVIDIA GPU of compute capability {least}"
+    needs += f" to {most}" if last < (99, 9) else " or later"
     # AMD's first fp8 has other codes (e4m3fnuz), and its capability numbers mean something else.
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability(device.index) >= NATIVE_FROM
+        return needs
+    capability = torch.cuda.get_device_capability(device.index)
+    if not first <= capability <= last:
+        return f"{needs}; this one has {capability[0]}.{capability[1]}"
+    if version is not None and tuple(map(int, version.split(".")[:2])) < cuda:
+        return (
+            f"{kind} products need a PyTorch for CUDA {cuda[0]}.{cuda[1]} or later; this one is for {version}"
+        )
+    return ""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]

@@ -134,7 +134,7 @@ def explain(
     _check_arguments(model, inputs, kwargs)
     tensors = [*model.parameters(), *model.buffers(), *inputs, *kwargs.values()]
     device_type = next((str(t.device.type) for t in tensors if isinstance(t, torch.Tensor)), "cpu")
-    context = autocast(policy_of(precision), device_type)
+    context = autocast(policy_of(precision).at(0), device_type)
     policy = with_heads(context.policy or policy_of("fp32"), model)
     notes = list(policy.notes)
     if isinstance(precision, (str, Policy)) and policy_of(precision).compute == "auto":

@@ -129,8 +129,8 @@ class Preparation:
             session.calls_keras |= type(model).__module__.partition(".")[0] == "keras"
         for pattern in self._missing(session.request.patterns, model) if first else ():
             self._wait_for(pattern, model)
-        policy = with_heads(session.policy, model)
-        for note in described(policy, model)[:1]:
+        policy = with_heads(session.applied, model)
+        for note in described(policy, model):
             session.journal.note(note)
         if policy.modules and not policy.is_fp32:
             self._override(model, policy, first)
@@ -161,6 +161,7 @@ class Preparation:
         fits = fitting(policy, model)
         if not fits.modules:
             return
+        self._session.overridden.add(model)
         formats = apply_module_overrides(model, fits, self._session.device_type).formats
         for path, fmt in formats.items():
             if fmt in _AUTOCAST_OFF:
@@ -217,7 +218,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             args, kwargs = to_fp32(args), to_fp32(kwargs)
         if session.left_alone is not None or not session.lowers:
             return original(self, *args, **kwargs)
-        with autocast(session.policy, session.device_type):
+        with autocast(session.applied, session.device_type):
             out = original(self, *args, **kwargs)
         return to_fp32(out)
 

@@ -68,7 +68,7 @@ def observed_step(session: Session) -> Callable[[bool], None]:
 
     device = session.device_type or "cpu"
     session.observers.pause()  # what they compute is not part of the step
-    formats, memory = OpObserver(session.policy, device), PeakTensorBytes(device)
+    formats, memory = OpObserver(session.applied, device), PeakTensorBytes(device)
     recording = ExitStack()
     recording.enter_context(formats)
     memory.start()

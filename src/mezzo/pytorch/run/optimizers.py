@@ -378,6 +378,7 @@ class Steps:
         if session.trial is not None and session.trial.decision is not None and decides:
             session.decide(session.trial.decision)
         if number == 0:
+            session.counted()
             session.journal.stop_after(session.request.stop_after)
 
 

@@ -147,6 +147,8 @@ class Session:
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     optimizers_made: int = 0
     lowered_weights: int = 0  # weights stored in 16 bits; with any, the script can't be left alone any more
+    applied: Policy = field(init=False)  # the policy of the next update; plain, as `lowers`
+    overridden: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # models with module overrides
     trial: TimedTrial | None = None
     precision_reason: str = ""
     rank: int | None = field(default_factory=lifecycle.rank_here)  # in the process group, or a launcher's
@@ -166,12 +168,14 @@ class Session:
     def __post_init__(self) -> None:
         request = replace(self.request, policy=str(self.policy))  # a file's name may be relative
         self.children = Children(request, __name__, self.imports, self._fail)
+        self.applied = self.policy
         if self.policy.compute != "auto":
             self._settle()
 
     def _settle(self) -> None:
         self.lowers = not self.policy.is_fp32
         self.scale = self.policy.make_loss_scale()
+        self.applied = self.policy.at(0)
 
     def parts(self) -> list[lifecycle.Part]:
         """What this run installs, in order."""
@@ -355,7 +359,7 @@ class Session:
     def enter(self) -> Policy:
         """An outermost call begins: its policy, which alternates with FP32 while the trial of `auto` runs."""
         self.model_calls += 1
-        policy = self.policy
+        policy = self.applied
         if self.trial is not None:
             self.trial.start()
             policy = self.policy_now
@@ -365,7 +369,18 @@ class Session:
     @property
     def policy_now(self) -> Policy:
         """The policy of the step that runs."""
-        return _FP32 if self.trial is not None and self.trial.precision == "fp32" else self.policy
+        return _FP32 if self.trial is not None and self.trial.precision == "fp32" else self.applied
+
+    def counted(self) -> None:
+        """An update of the first optimizer is over: the next one may be the first in bf16."""
+        if (policy := self.policy.at(self.journal.first_updates)) is not self.applied:
+            self.applied = policy
+            self.journal.note(f"linear layers multiply in bf16 from update {self.policy.bf16_from} on")
+            from mezzo.pytorch.autocast.modules import apply_module_overrides, fitting
+
+            for model in self.overridden:
+                if (fits := fitting(policy, model)).modules:
+                    apply_module_overrides(model, fits, self.device_type)
 
     def observe(self, *, found_inf: bool, optimizer: int | None = None) -> None:
         """One step of this optimizer (None: of the last one) is over: the scale for the next, its counts for each."""
@@ -424,12 +439,12 @@ def _started(session: Session) -> RunStarted:
         import torch
 
         from mezzo.pytorch.hardware import describe, has_tf32, native_formats
-        from mezzo.pytorch.kernels.quantized_linear import is_native
+        from mezzo.pytorch.kernels.quantized_linear import NATIVE, why_emulated
 
         machine = describe()
         if device := session.device_type:
-            others = {"tf32": has_tf32(device), "fp8": is_native(torch.device(device))}
-            native = native_formats(device) | {name for name, has in others.items() if has}
+            others = {name for name in NATIVE if not why_emulated(torch.device(device), name)}
+            native = native_formats(device) | others | ({"tf32"} if has_tf32(device) else set())
             machine |= {"device_type": device, "native_formats": sorted(native)}
     if "keras" in sys.modules:  # readers of the records can tell that Keras trained
         machine["keras"] = getattr(sys.modules["keras"], "__version__", "")

@@ -517,6 +517,7 @@ class MixedPrecision:
         if scaler is not None and found is not None:
             scaler.update(found)
         self._journal.update(result)
+        self._resolved.counted(self._journal.updates)
         if self._resolved.trial is not None:  # `stepped` may wait
             self._resolved.step_ended(counts=result.stepped, ranks=self._ranks())
         if scaler is not None:

@@ -20,7 +20,8 @@ from mezzo.pytorch.loss_scaler import LossScaler
 class ResolvedPrecision:
     """The policy of one training, applied: autocast context, loss scale (`scaler`) and module overrides.
 
-    `policy` is the one without `auto`; `decision` says why it is (`why`, if decided before), None while a `trial` runs.
+    `policy` is the one of the next step, without `auto`; `decision` says why it is (`why`, if decided before), None
+    while a `trial` runs.
     """
 
     def __init__(
@@ -43,16 +44,26 @@ class ResolvedPrecision:
 
     def _apply(self, policy: Policy) -> None:
         """Apply a policy without `auto`, with its loss scale at its first state."""
-        self.policy = policy = with_heads(policy, self._model)
+        self._planned = with_heads(policy, self._model)
+        scale = policy.make_loss_scale() if self._asked_scale is None else self._asked_scale
+        self.scaler = LossScaler.of(scale, self.device)
+        self._enter(self._planned.at(0))
+
+    def _enter(self, policy: Policy) -> None:
+        """Compute by this policy from now on."""
+        self.policy = policy
         self._regions = {
             name: autocast(chosen, self._device_type)
             for name, chosen in (("fp32", PRESETS["fp32"]), (policy.compute, policy))
         }
-        scale = policy.make_loss_scale() if self._asked_scale is None else self._asked_scale
-        self.scaler = LossScaler.of(scale, self.device)
         self.end()
         if policy.modules:
             self._overrides = apply_module_overrides(self._model, policy, self._device_type)
+
+    def counted(self, updates: int) -> None:
+        """So many updates are over: the next one may be the first in bf16."""
+        if (policy := self._planned.at(updates)) is not self.policy:
+            self._enter(policy)
 
     def end(self) -> None:
         """Take the policy's overrides off the model."""

@@ -85,6 +85,7 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
         if type(saved) is type(scaler.pure):
             scaler.load(saved.begun_anew() if saved.has_collapsed else saved)
     mp._journal.losses, mp._journal.updates = state["losses"], state["updates"]
+    mp._resolved.counted(mp._journal.updates)
     mp._journal.skips = state.get("skipped", 0)  # version 0.1.0 has none
     mp._journal.flags.clear()
     mp._window = Accumulation(mp.accumulate)
