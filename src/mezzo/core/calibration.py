@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from itertools import pairwise
 
+from mezzo.core.compute import COMPUTE, QUANTIZED
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import Format, named
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale, power_text
@@ -20,8 +21,8 @@ from mezzo.core.ranges import GRADIENTS, Histogram, Merged, RangeRow, merge, per
 from mezzo.core.records import LossRecord, ModuleRounding, RangesRecord, Record, SensitivityRecord, strict
 from mezzo.core.rules import RULES, Rule
 
-FORMATS = ("bf16", "fp16", "fp32")
-"""What can be recommended, the first that fits."""
+FORMATS = ("bf16", "fp16", "fp32", *(name for name in COMPUTE if name in QUANTIZED))
+"""What can be recommended; those with scales only if asked for."""
 HEADROOM = 1
 """Doublings that the largest numbers may still make in the rest of the run."""
 MOST_LOST = 0.5
@@ -75,7 +76,7 @@ class Sensitivity:
         loss: mean magnitude of the losses of the measured steps.
         margin: share of the loss that all modules together may change it by.
         limit: change that one module may make: ``margin * loss / sqrt(number of modules)``, since random changes add in
-            squares.
+            squares. Formats with scales: `together`.
         notes: what could not be measured, and why.
         shown: the printed formats, which decide the order: narrower than 16 bits only if no other was asked for.
     """
@@ -92,9 +93,12 @@ class Sensitivity:
     @property
     def title(self) -> str:
         """What the numbers of `table` are."""
+        over = f"more than {self.limit:.2g}, a module's share of {self.margin:.1%} of the loss"
+        if set(self.formats) & QUANTIZED:
+            over = f"in bf16, so that the others together change the loss by at most {self.margin:.2g} of it"
         return (
             f"Expected change of the loss ({self.loss:.3g}) if one module alone runs in a format, the most sensitive "
-            f"first. Over: more than {self.limit:.2g}, a module's share of {self.margin:.1%} of the loss."
+            f"first. Over: {over}."
         )
 
     def table(self, formats: Sequence[str]) -> list[list[str]]:
@@ -170,6 +174,9 @@ class Recommendation:
         some = [f"{one.name} ({one.why})" for one in self.kept[:WORST]]
         some += [f"{len(self.kept) - WORST} more modules"] * (len(self.kept) > WORST)
         found = [f"Use {self.format}: {self.why}."]
+        if self.format in QUANTIZED:
+            found += [f"Keep in bf16: {'; '.join(some)}." if some else "No linear layer has to stay in bf16."]
+            return [*found, f"Policy: {self.policy}", *self.notes]
         if self.format == "fp16":
             found += [f"It needs a {scale}: the largest gradient is the {self.gradient}."]
             found += [f"Keep in FP32: {'; '.join(some)}." if some else "No module has to stay in FP32."]
@@ -212,6 +219,18 @@ class Recommendation:
         return "\n".join(self.lines())
 
 
+def ranked_for(format: str | None) -> tuple[str, ...]:
+    """The formats of the ranking for a recommendation of this one; () for `RANKED`, or others."""
+    return (format,) if format in QUANTIZED else ()
+
+
+def ranked_format(format: str | Format) -> Format:
+    """A format of the ranking; ``nvfp4`` and the like are that of their factors in forward, under their name."""
+    if format in QUANTIZED:
+        return replace(named(COMPUTE[format].forward), name=str(format))
+    return named(format)
+
+
 def check_format(format: str | None) -> None:
     """Raise UnknownNameError for a format that can't be recommended."""
     if format is not None and format not in FORMATS:
@@ -224,13 +243,17 @@ def recommend(
     native: Collection[str],
     format: str | None = None,
     ranked: Sequence[str | Format] = RANKED,
+    margin: float = MARGIN,
 ) -> Recommendation:
-    """What to train in, from a few FP32 steps; `native` formats of the hardware, `ranked` those of the records."""
+    """What to train in, from a few FP32 steps; `native` formats of the hardware, `ranked` those of the records.
+
+    `margin`: the change of the loss that all modules together may make, as a share of the loss.
+    """
     measured = list(measured)
     records = [one for one in measured if isinstance(one, RangesRecord) and one.rows]
     sensitivities = [one for one in measured if isinstance(one, SensitivityRecord)]
-    formats = [named(one) for one in ranked]
-    sensitivity = rank(sensitivities, formats)
+    formats = [ranked_format(one) for one in ranked]
+    sensitivity = rank(sensitivities, formats, margin)
     merged: Merged = {}  # over all steps
     for record in records:
         merge(merged, record.rows)
@@ -248,6 +271,10 @@ def recommend(
             f"nothing to calibrate with: in {len(records)} watched steps no gradient was finite and not 0"
         )
     constant, start = _scales(source.histogram.largest)
+    if format in QUANTIZED:
+        return _quantized(
+            format, sensitivity, sensitivities, len(records), source, gradients, (constant, start)
+        )
     kept = _kept(tensors, start, sensitivity, {one.name for one in formats if one.bits < 16})
     chosen, why = _format(native, format)
     notes = _notes(tensors, kept)
@@ -284,6 +311,51 @@ def recommend(
         gradients=reduce(Histogram.plus, (one.histogram for one in gradients)),
         kept=kept,
         notes=notes,
+        sensitivity=sensitivity,
+    )
+
+
+def _quantized(
+    format: str,
+    sensitivity: Sensitivity | None,
+    measured: Sequence[SensitivityRecord],
+    steps: int,
+    source: RangeRow,
+    gradients: Sequence[RangeRow],
+    scales: tuple[float, float],
+) -> Recommendation:
+    """A precision whose factors have scales, with the most sensitive linear layers in bf16."""
+    if sensitivity is None:
+        why = dict.fromkeys(note for record in measured for note in record.notes)
+        raise UsageError("; ".join([f"no linear layer of the model was measured in {format}", *why]))
+    over = [one for one in sensitivity.modules if not one.bears]
+    # A pattern of its own takes a last block out of the precision's own rule.
+    inside = [one.module for one in sensitivity.modules if one.bears]
+    wide = list(dict.fromkeys(path for record in measured for path in record.wide))
+    freed = [path for path in wide if any(f"{module}.".startswith(f"{path}.") for module in inside)]
+    modules = [*((path, format) for path in freed), *((one.module, "bf16") for one in over)]
+    policy = Policy(format, modules=tuple(pair for pair in modules if is_pattern(pair[0])))
+    left = math.sqrt(math.fsum(one.changes[format] ** 2 for one in sensitivity.modules if one.bears))
+    count, share = len(sensitivity.modules), left / sensitivity.loss if sensitivity.loss else 0.0
+    notes = [
+        f"{len(over)} of {count} linear layers stay in bf16, besides the head; the others together are expected to "
+        f"change the loss by {left:.2g} ({share:.2%}).",
+    ]
+    if wide:
+        notes += [f"{format} without this policy keeps the last blocks in bf16: {', '.join(wide)}."]
+    unnamed = [one.module for one in over if not is_pattern(one.module)]
+    notes += [f"No policy can name {', '.join(unnamed)}."] * bool(unnamed)
+    return Recommendation(
+        format=format,
+        why="as asked",
+        policy=str(policy),
+        steps=steps,
+        constant=scales[0],
+        start=scales[1],
+        gradient=source,
+        gradients=reduce(Histogram.plus, (one.histogram for one in gradients)),
+        kept=[Kept(one.module, f"alone changes the loss by {one.changes[format]:.2g}") for one in over],
+        notes=[*notes, *_notes([], [])],
         sensitivity=sensitivity,
     )
 
@@ -427,6 +499,21 @@ def expected_square(roundings: Sequence[ModuleRounding]) -> float:
     return math.fsum(max(one.signed**2, one.squares) for one in roundings) / len(roundings)
 
 
+def together(changes: Iterable[float], most: float) -> float:
+    """The largest of those changes that add up, in squares and from the smallest on, to at most `most`; 0.0 if none.
+
+    >>> together([3.0, 1.0, 2.0, 2.0], 3.0)
+    2.0
+    """
+    limit = total = 0.0
+    for change in sorted(changes):
+        total += change * change
+        if math.sqrt(total) > most:
+            return limit
+        limit = change
+    return limit
+
+
 def rank(
     records: Sequence[SensitivityRecord], formats: Sequence[Format], margin: float = MARGIN
 ) -> Sensitivity | None:
@@ -439,6 +526,12 @@ def rank(
     loss = math.fsum(abs(record.loss) for record in records) / len(records)
     limit = margin * loss / math.sqrt(len(found))
     bits = {form.name: form.bits for form in formats}
+    limits = {
+        name: together(
+            [math.sqrt(expected_square(rows[name])) for rows in found.values() if name in rows], margin * loss
+        )
+        for name in QUANTIZED.intersection(bits)
+    }
     modules = []
     for module, by_format in found.items():
         changes = {name: math.sqrt(expected_square(rows)) for name, rows in by_format.items()}
@@ -447,7 +540,7 @@ def rank(
             for name, change in changes.items()
             if not math.isfinite(change)
         }
-        bears = [name for name, change in changes.items() if change <= limit]
+        bears = [name for name, change in changes.items() if change <= limits.get(name, limit)]
         bears.sort(key=lambda name: (bits[name], changes[name]))
         kind = next(iter(by_format.values()))[0].kind
         modules.append(ModuleSensitivity(module, kind, changes, causes, bears, [*bears, "fp32"][0]))
