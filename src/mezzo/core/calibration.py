@@ -245,9 +245,8 @@ def recommend(
     ranked: Sequence[str | Format] = RANKED,
     margin: float = MARGIN,
 ) -> Recommendation:
-    """What to train in, from a few FP32 steps; `native` formats of the hardware, `ranked` those of the records.
-
-    `margin`: the change of the loss that all modules together may make, as a share of the loss.
+    """What to train in, from a few FP32 steps; `native` formats of the hardware, `ranked` those of the records; for a
+    change of the loss by all modules together of at most `margin`, a share.
     """
     measured = list(measured)
     records = [one for one in measured if isinstance(one, RangesRecord) and one.rows]
@@ -271,14 +270,12 @@ def recommend(
             f"nothing to calibrate with: in {len(records)} watched steps no gradient was finite and not 0"
         )
     constant, start = _scales(source.histogram.largest)
-    if format in QUANTIZED:
-        return _quantized(
-            format, sensitivity, sensitivities, len(records), source, gradients, (constant, start)
-        )
     kept = _kept(tensors, start, sensitivity, {one.name for one in formats if one.bits < 16})
     chosen, why = _format(native, format)
-    notes = _notes(tensors, kept)
-    held = [one.module for one in kept] if chosen == "fp16" else []
+    notes, policy = _notes(tensors, kept), _policy(chosen, start, kept)
+    if chosen in QUANTIZED:
+        policy, kept, notes = _quantized(chosen, sensitivity, sensitivities)
+    held = [one.module for one in kept] if chosen not in ("bf16", "fp32") else []
     over = [
         one.module
         for one in (sensitivity.modules if sensitivity else ())
@@ -296,14 +293,14 @@ def recommend(
             f"{chosen} changes the loss by more than the limit in {', '.join(over)}. If mezzo compare finds harm, add "
             f"{add} to the policy.",
         )
-    if source.histogram.overflows("fp16", shift_of(start)):
+    if chosen not in QUANTIZED and source.histogram.overflows("fp16", shift_of(start)):
         notes.insert(
             0, f"{source}: this overflows fp16 under every dynamic loss scale. Train in bf16 or fp32."
         )
     return Recommendation(
         format=chosen,
         why=why,
-        policy=_policy(chosen, start, kept),
+        policy=policy,
         steps=len(records),
         constant=constant,
         start=start,
@@ -316,48 +313,26 @@ def recommend(
 
 
 def _quantized(
-    format: str,
-    sensitivity: Sensitivity | None,
-    measured: Sequence[SensitivityRecord],
-    steps: int,
-    source: RangeRow,
-    gradients: Sequence[RangeRow],
-    scales: tuple[float, float],
-) -> Recommendation:
-    """A precision whose factors have scales, with the most sensitive linear layers in bf16."""
-    if sensitivity is None:
+    format: str, found: Sensitivity | None, measured: Sequence[SensitivityRecord]
+) -> tuple[str, list[Kept], list[str]]:
+    """The policy, the linear layers that it keeps in bf16, and notes, for a precision whose factors have scales."""
+    if found is None:
         why = dict.fromkeys(note for record in measured for note in record.notes)
         raise UsageError("; ".join([f"no linear layer of the model was measured in {format}", *why]))
-    over = [one for one in sensitivity.modules if not one.bears]
+    over = [one for one in found.modules if not one.bears]
+    lowered = [one for one in found.modules if one.bears]
     # A pattern of its own takes a last block out of the precision's own rule.
-    inside = [one.module for one in sensitivity.modules if one.bears]
-    wide = list(dict.fromkeys(path for record in measured for path in record.wide))
-    freed = [path for path in wide if any(f"{module}.".startswith(f"{path}.") for module in inside)]
-    modules = [*((path, format) for path in freed), *((one.module, "bf16") for one in over)]
-    policy = Policy(format, modules=tuple(pair for pair in modules if is_pattern(pair[0])))
-    left = math.sqrt(math.fsum(one.changes[format] ** 2 for one in sensitivity.modules if one.bears))
-    count, share = len(sensitivity.modules), left / sensitivity.loss if sensitivity.loss else 0.0
-    notes = [
-        f"{len(over)} of {count} linear layers stay in bf16, besides the head; the others together are expected to "
-        f"change the loss by {left:.2g} ({share:.2%}).",
-    ]
-    if wide:
-        notes += [f"{format} without this policy keeps the last blocks in bf16: {', '.join(wide)}."]
-    unnamed = [one.module for one in over if not is_pattern(one.module)]
-    notes += [f"No policy can name {', '.join(unnamed)}."] * bool(unnamed)
-    return Recommendation(
-        format=format,
-        why="as asked",
-        policy=str(policy),
-        steps=steps,
-        constant=scales[0],
-        start=scales[1],
-        gradient=source,
-        gradients=reduce(Histogram.plus, (one.histogram for one in gradients)),
-        kept=[Kept(one.module, f"alone changes the loss by {one.changes[format]:.2g}") for one in over],
-        notes=[*notes, *_notes([], [])],
-        sensitivity=sensitivity,
+    freed = dict.fromkeys(path for record in measured for path in record.wide)
+    modules = [
+        (path, format) for path in freed if any(f"{one.module}.".startswith(f"{path}.") for one in lowered)
+    ] + [(one.module, "bf16") for one in over if is_pattern(one.module)]
+    left = math.sqrt(math.fsum(one.changes[format] ** 2 for one in lowered))
+    note = (
+        f"{len(over)} of {len(found.modules)} linear layers stay in bf16, besides the head; the others together are "
+        f"expected to change the loss by {left:.2g}."
     )
+    kept = [Kept(one.module, f"alone changes the loss by {one.changes[format]:.2g}") for one in over]
+    return str(Policy(format, modules=tuple(modules))), kept, [note, *_notes([], kept)]
 
 
 def _scales(largest_gradient: float) -> tuple[float, float]:

@@ -35,20 +35,19 @@ class Muon(FusedOptimizer):
         update = orthogonalized(g.lerp(buf, momentum) if nesterov else buf)
         w = w * (1 - lr * weight_decay) - lr * max(1, rows / columns) ** 0.5 * update
 
-    A group with ``use_muon=False`` is updated by AdamW, with its own `lr`, `betas`, `eps` and `weight_decay` (AdamW's
-    defaults, not this class's). `muon_groups` makes a model's groups.
+    A group with ``use_muon=False`` is updated by AdamW, with AdamW's settings and defaults. `muon_groups` makes a
+    model's groups.
 
     Args:
-        params: parameters, named parameters or groups; 2-D ones, except in groups with ``use_muon=False``.
-        lr, weight_decay, momentum, nesterov: as in `torch.optim.Muon`; momentum is in [0, 1).
-        ns_coefficients, ns_steps, eps: of the Newton-Schulz iteration, which runs `ns_steps` times (1 to 99).
+        params: 2-D parameters, except in groups with ``use_muon=False``.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, eps: as in `torch.optim.Muon`; momentum is in
+            [0, 1), and the Newton-Schulz iteration runs `ns_steps` times (1 to 99).
         adjust_lr_fn: ``"original"`` or None: as above; ``"match_rms_adamw"``: ``0.2 * max(rows, columns) ** 0.5``
             instead of the root above, for the learning rate and weight decay of AdamW.
         state, masters: see `FusedOptimizer`; `state` is the format of the momentum, also of 16-bit weights.
 
     Raises:
-        UsageError: a number out of range, a parameter that is not 2-D, a `DTensor`, or a parameter that these masters
-            do not support.
+        UsageError: a number out of range, a parameter that is not 2-D, is a `DTensor`, or does not fit the masters.
         UnknownNameError: an unknown `state`, `masters` or `adjust_lr_fn`.
     """
 
@@ -81,7 +80,7 @@ class Muon(FusedOptimizer):
         super().__init__(params, {**defaults, "adjust_lr_fn": adjust_lr_fn}, state=state, masters=masters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, 2-D ones or with ``use_muon=False``. A UsageError changes nothing."""
+        """Add a group; those with ``use_muon=False`` have AdamW's defaults."""
         if isinstance(param_group, dict) and not param_group.get("use_muon", True):
             param_group = {**_ADAMW, **param_group}
         super().add_param_group(param_group)
@@ -139,8 +138,8 @@ class Muon(FusedOptimizer):
         """The state for `torch.optim.Muon`: FP32 momentum, no masters. UsageError if AdamW updates a group."""
         if not all(group.get("use_muon", True) for group in self.param_groups):
             raise UsageError(
-                "Muon.torch_state_dict: a group with use_muon=False has AdamW's state, which torch.optim.Muon does not "
-                "have. Use state_dict(), or two optimizers: mezzo.optim.Muon and mezzo.optim.AdamW."
+                "Muon.torch_state_dict: torch.optim.Muon has no groups with use_muon=False. Use state_dict(), or two "
+                "optimizers: mezzo.optim.Muon and mezzo.optim.AdamW."
             )
         return super().torch_state_dict()
 
@@ -184,22 +183,18 @@ def muon_groups(
     [[[8, 4]], [[10, 4], [8], [8], [8], [10, 8], [10]]]
     >>> optimizer = mezzo.optim.Muon(groups, masters="split", state="bf16")
     """
-    heads = {id(model.get_submodule(path).weight) for path in heads_of(model)}
-    tables = (nn.Embedding, nn.EmbeddingBag)
-    apart = heads | {id(module.weight) for module in model.modules() if isinstance(module, tables)}
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    apart = {id(module.weight) for module in (*tables, *map(model.get_submodule, heads_of(model)))}
+    named = list(model.named_parameters(remove_duplicate=False))
     for pattern in exclude:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            fix = did_you_mean(pattern, names)
+        found = {id(param) for name, param in named if fnmatchcase(name, pattern)}
+        if not found:
+            fix = did_you_mean(pattern, (name for name, _ in named))
             raise UsageError(f"muon_groups: exclude={pattern!r} matches no parameter of the model.{fix}")
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if any(fnmatchcase(name, pattern) for pattern in exclude):
-            apart.add(id(param))
-    hidden: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for param in model.parameters():
-        if param.requires_grad:
-            (others if param.ndim != 2 or id(param) in apart else hidden).append(param)
+        apart |= found
+    trained = [param for param in model.parameters() if param.requires_grad]
+    hidden = [param for param in trained if param.ndim == 2 and id(param) not in apart]
+    others = [param for param in trained if param.ndim != 2 or id(param) in apart]
     if not hidden:
         raise UsageError(
             "muon_groups: the model has no trainable matrix besides embeddings, head and excluded parameters, so "
