@@ -88,7 +88,6 @@ class MuonStepper:
                 first, last = self._parts_of(row)
                 first.weight = torch.empty_like(row.weight, dtype=torch.float32)
                 first.grad, last.weight = row.grad, row.weight
-                first.step.copy_(row.step)
                 self._first([(hyper, [first])], multiplier=multiplier, found_inf=found_inf, overflow=None)
                 update = orthogonalized(first.weight, hyper.coefficients, hyper.iterations, hyper.eps)
                 last.grad = torch.empty_like(row.weight, dtype=torch.bfloat16).copy_(update)
