@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, Stepper, reference
 from mezzo.pytorch.kernels.optimizer_step.reference import groups
+from mezzo.pytorch.optim.muon import Muon
 from mezzo.pytorch.optim.optimizers import adam_hyper, sgd_hyper
 
 HYPERS: dict[str, Hyper] = {
@@ -20,6 +21,7 @@ HYPERS: dict[str, Hyper] = {
     "sgd": sgd_hyper(0.1),
     "sgd-momentum": sgd_hyper(0.1, momentum=0.9, dampening=0.3, weight_decay=0.01),
     "sgd-nesterov-up": sgd_hyper(0.05, momentum=0.8, weight_decay=0.1, nesterov=True, maximize=True),
+    "muon-average": (_muon := Muon([torch.zeros(1, 1)]))._hyper(_muon.param_groups[0]),
 }
 STATES = ("fp32", "bf16", "int8")
 GRADS = (torch.float32, torch.bfloat16, torch.float16)

@@ -91,6 +91,26 @@ def test_the_modules_are_ranked(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert ranking["modules"][0]["changes"] == {"bf16": pytest.approx(0.5), "fp16": "inf"}
 
 
+def test_linear_layers_of_a_block_format_are_ranked_for_a_margin(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = script(here, changes={"a": {"nvfp4": 2e-3}, "b": {"nvfp4": 8e-3}})
+    assert main(["calibrate", name, "--precision", "nvfp4", "--margin", "0.3%"]) == 0
+    out = capsys.readouterr().out
+    file = "mezzo-calibrate-train/policy.toml"
+    for words in ("Use nvfp4", "b (alone", "\nPolicy: nvfp4,module.b=bf16\n", f"--precision nvfp4,{file}\n"):
+        assert words in out
+    assert [line.split() for line in out.splitlines() if line.startswith("  b")] == [["b", "0.008", "over"]]
+    assert str(policy(here / file)) == "nvfp4,module.b=bf16"
+    assert json.loads((here / "train.asked").read_text())["ranked"] == ["nvfp4"]
+    for words, told in (
+        (["--margin", "2"], "--margin 2"),
+        (["--precision", "nvfp5"], "Did you mean 'nvfp4'"),
+    ):
+        assert main(["calibrate", name, *words]) == 2
+        assert told in capsys.readouterr().err
+
+
 def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", script(here), "--json", "--out", "there"]) == 0
     out, err = capsys.readouterr()

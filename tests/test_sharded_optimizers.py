@@ -48,6 +48,7 @@ def assert_right(results: Results, case: str, at_least: int) -> None:
         ("same bits", 8),
         ("any optimizer", 2),
         ("meshes", 1),
+        ("refused", 1),
         ("trained", 4),
         ("released", 2),
         ("initialized", 6),

@@ -1,8 +1,9 @@
 """Optimizers for mixed precision: `from mezzo.optim import AdamW`.
 
 `AdamW`, `Adam` and `SGD` update FP32, bf16 and fp16 weights in one fused pass; ``masters=`` and ``state=`` choose the
-formats of FP32 masters and moments. `with_masters` adds FP32 masters to any other optimizer, `adopt` replaces a
-`torch.optim` optimizer in place, and `lower_weights` stores a model's weights in 16 bits.
+formats of FP32 masters and moments. `Muon` does so for the matrices of hidden layers, which `muon_groups` finds.
+`with_masters` adds FP32 masters to any other optimizer, `adopt` replaces a `torch.optim` optimizer in place, and
+`lower_weights` stores a model's weights in 16 bits.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ _PUBLIC = {
     "Adam": "mezzo.pytorch.optim.optimizers",
     "AdamW": "mezzo.pytorch.optim.optimizers",
     "FusedOptimizer": "mezzo.pytorch.optim.fused",
+    "Muon": "mezzo.pytorch.optim.muon",
     "SGD": "mezzo.pytorch.optim.optimizers",
     "adopt": "mezzo.pytorch.optim.adopt",
     "lower_weights": "mezzo.pytorch.weights.stored_parameters",
+    "muon_groups": "mezzo.pytorch.optim.muon",
     "with_masters": "mezzo.pytorch.optim.with_masters",
 }
 
@@ -32,6 +35,8 @@ __all__ = list(_PUBLIC)
 if TYPE_CHECKING:
     from mezzo.pytorch.optim.adopt import adopt as adopt
     from mezzo.pytorch.optim.fused import FusedOptimizer as FusedOptimizer
+    from mezzo.pytorch.optim.muon import Muon as Muon
+    from mezzo.pytorch.optim.muon import muon_groups as muon_groups
     from mezzo.pytorch.optim.optimizers import SGD as SGD
     from mezzo.pytorch.optim.optimizers import Adam as Adam
     from mezzo.pytorch.optim.optimizers import AdamW as AdamW

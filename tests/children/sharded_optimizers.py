@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import mezzo
 from mezzo.core.errors import UsageError
-from mezzo.optim import SGD, Adam, AdamW, with_masters
+from mezzo.optim import SGD, Adam, AdamW, Muon, with_masters
 from mezzo.pytorch.training.release import GradientRelease
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -418,6 +418,27 @@ def made_before(make: Callable[[Any], Any]) -> str:
     raise AssertionError("no error")
 
 
+def refused() -> None:
+    """Muon takes no shards, and names what does; over shards that is close to whole matrices."""
+    whole, shards = pair(torch.bfloat16, [(8, 10), (7, 3)])
+    try:
+        Muon(shards)
+    except UsageError as error:
+        said = str(error)
+    else:
+        raise AssertionError("no error")
+    assert all(word in said for word in ("DTensor", "with_masters(torch.optim.Muon(params))")), said
+    one, other = with_masters(torch.optim.Muon(whole, 0.02)), with_masters(torch.optim.Muon(shards, 0.02))
+    for step in range(3):
+        give_gradients(whole, step)
+        give_gradients(shards, step)
+        one.step()
+        other.step()
+    for p, q in zip(whole, shards):
+        off = (full(other.master(q)) - one.master(p)).abs().max()
+        assert off < 0.05 * 3 * 0.02, f"off by {off}"  # products in bf16, summed in another order
+
+
 CASES: dict[str, Callable[[], Any]] = {}
 HOW = {
     1: ("set_state_dict", "whole", "unsharded"),
@@ -446,6 +467,7 @@ if WORLD == 2:
     CASES["any optimizer: NAdam"] = lambda: any_optimizer(torch.optim.NAdam, torch.bfloat16)
     CASES["any optimizer: RMSprop"] = lambda: any_optimizer(torch.optim.RMSprop, torch.float16)
     CASES["meshes"] = meshes
+    CASES["refused: Muon"] = refused
     CASES["trained: FP32"] = lambda: trained("fp32")
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     CASES["trained: MixedPrecisionPolicy"] = lambda: trained("fp32", mp_policy=half)

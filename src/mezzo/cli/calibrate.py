@@ -1,7 +1,8 @@
 """Recommend a format, a loss scale for fp16, and the modules that fp16 needs in FP32, from a few steps in FP32.
 
 Mezzo measures the ranges of all numbers of the model, and shows them as histograms. It also ranks the modules by how
-much rounding each of them to bf16, fp16 or fp8 would change the loss.
+much rounding each of them to bf16, fp16 or fp8 would change the loss. With --precision fp8, mxfp8, fp8-block or nvfp4
+it ranks the linear layers in that precision instead, and keeps the most sensitive in bf16.
 
 The script is not changed. It starts once and ends after --steps updates, as by sys.exit. It writes its own files
 (checkpoints, logs).
@@ -19,6 +20,7 @@ Examples:
   mezzo calibrate train.py
   mezzo calibrate train.py --steps 50 -- --epochs 3
   mezzo calibrate train.py --precision fp16          for another machine than this one
+  mezzo calibrate train.py --precision nvfp4         which linear layers have to stay in bf16
   mezzo calibrate --demo digits --json
 """
 
@@ -36,15 +38,15 @@ from pathlib import Path
 from rich.console import Console
 
 import mezzo
-from mezzo.cli.arguments import KERAS, add_target, folder_of, target_of, whole
+from mezzo.cli.arguments import KERAS, add_target, folder_of, share, target_of, whole
 from mezzo.cli.report import page
 from mezzo.compare.folder import forget_run, locked, writing
 from mezzo.compare.progress import Watcher, watcher
 from mezzo.compare.request import ScriptRequest
 from mezzo.compare.runs import LAUNCH, run_to_end, terminated_like_an_interrupt
 from mezzo.core import records
-from mezzo.core.calibration import FORMATS, Recommendation, check_format, recommend
-from mezzo.core.commands import command
+from mezzo.core.calibration import FORMATS, RANKED, Recommendation, check_format, ranked_for, recommend
+from mezzo.core.commands import DEFAULT_MARGIN, command
 from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
@@ -65,6 +67,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     formats = ", ".join(FORMATS)
     add("--steps", type=steps, default=20, metavar="N", help="number of updates to watch (default 20)")
     add("--precision", metavar="P", help=f"recommend this format, whatever the hardware: {formats}")
+    margin = "the change of the loss that all modules together may make, as a share of it: 0.005 or 0.5%% (the default)"
+    add("--margin", type=share(), default=DEFAULT_MARGIN, metavar="X", help=margin)
     add("--no-check", action="store_true", help=argparse.SUPPRESS)  # of 0.1.0: nothing is tried any more
     add("--out", metavar="DIR", help="the output folder (default mezzo-calibrate-SCRIPT)")
     add("--verbose", action="store_true", help="print all modules in all formats")
@@ -75,7 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Calibrate, print, and return the exit status."""
     target = target_of(arguments, DEMOS, "mezzo calibrate --demo digits")
     request = CalibrationRequest(
-        target, tuple(arguments.argv), bool(arguments.module), arguments.steps, arguments.precision
+        target,
+        tuple(arguments.argv),
+        bool(arguments.module),
+        arguments.steps,
+        arguments.precision,
+        arguments.margin,
     )
     folder = folder_of(arguments, "calibrate")
     progress = watcher(Console(stderr=True), quiet=arguments.json)
@@ -99,9 +108,14 @@ class CalibrationRequest(ScriptRequest):
 
     steps: int = 20
     format: str | None = None
+    margin: float = DEFAULT_MARGIN
 
     def __post_init__(self) -> None:
         check_format(self.format)
+        if not 0.0 < self.margin < 1.0:
+            raise UsageError(
+                f"--margin {self.margin:g}: must be a share of the loss between 0 and 1. Example: 0.005"
+            )
         super().__post_init__()
 
 
@@ -109,8 +123,13 @@ def next_step(found: Recommendation, request: CalibrationRequest, folder: Path) 
     """What to do next, and its command."""
     if found.format == "fp32":
         return "for other hardware", shlex.join(command("calibrate", vars(request), "--precision", "fp16"))
-    precision = found.format if found.policy == found.format else str(folder / POLICY)
-    return "test it against FP32", shlex.join(command("compare", vars(request), "--precision", precision))
+    precision, advice = (
+        found.format if found.policy == found.format else str(folder / POLICY),
+        "test it against FP32",
+    )
+    if precision != found.format and ranked_for(found.format):
+        precision, advice = f"{found.format},{precision}", f"{advice}, with {found.format} as it is"
+    return advice, shlex.join(command("compare", vars(request), "--precision", precision))
 
 
 def calibrate_script(
@@ -127,7 +146,8 @@ def calibrate_script(
             (folder / name).unlink(missing_ok=True)
         forget_run(folder, RUN)
         shown.begin("fp32", 1, 1, request.steps)
-        options = {"watch": 1, "watch_all": True, "sensitivity": True, "trace": False}
+        ranked = ranked_for(request.format)
+        options = {"watch": 1, "watch_all": True, "sensitivity": True, "ranked": ranked, "trace": False}
         child = request.child(folder, RUN, "fp32", stop_after=request.steps, **options)
         finished, status = run_to_end(command, child, shown)
         if not finished.succeeded:
@@ -143,8 +163,9 @@ def calibrate_script(
                     "closure (SGD, Adam; not LBFGS). Otherwise call mezzo.calibrate(model, loss_fn, batches) in "
                     "Python, which needs no optimizer"
                 )
+            native = set(finished.machine.get("native_formats", ()))
             found = recommend(
-                written, native=set(finished.machine.get("native_formats", ())), format=request.format
+                written, native=native, format=request.format, ranked=ranked or RANKED, margin=request.margin
             )
         except UsageError as error:
             if "keras" in finished.machine:

@@ -83,8 +83,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--own", choices=("keep", "off"), default="keep", help=own)
     masters = (
-        "keep the script's own precision, and give its 16-bit weights FP32 masters: split or split8 under AdamW, Adam "
-        "and SGD (fp32 under any other optimizer), or fp32"
+        "keep the script's own precision, and give its 16-bit weights FP32 masters: split or split8 under AdamW, "
+        "Adam, SGD and Muon (fp32 under any other optimizer), or fp32"
     )
     add("--masters", choices=("split", "split8", "fp32"), default="", help=masters)
     add("--quiet", action="store_true", help="print no summary at the end")

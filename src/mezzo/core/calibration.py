@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from itertools import pairwise
 
+from mezzo.core.compute import COMPUTE, QUANTIZED
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import Format, named
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale, power_text
@@ -20,8 +21,8 @@ from mezzo.core.ranges import GRADIENTS, Histogram, Merged, RangeRow, merge, per
 from mezzo.core.records import LossRecord, ModuleRounding, RangesRecord, Record, SensitivityRecord, strict
 from mezzo.core.rules import RULES, Rule
 
-FORMATS = ("bf16", "fp16", "fp32")
-"""What can be recommended, the first that fits."""
+FORMATS = ("bf16", "fp16", "fp32", *(name for name in COMPUTE if name in QUANTIZED))
+"""What can be recommended; those with scales only if asked for."""
 HEADROOM = 1
 """Doublings that the largest numbers may still make in the rest of the run."""
 MOST_LOST = 0.5
@@ -75,7 +76,7 @@ class Sensitivity:
         loss: mean magnitude of the losses of the measured steps.
         margin: share of the loss that all modules together may change it by.
         limit: change that one module may make: ``margin * loss / sqrt(number of modules)``, since random changes add in
-            squares.
+            squares. Formats with scales: `together`.
         notes: what could not be measured, and why.
         shown: the printed formats, which decide the order: narrower than 16 bits only if no other was asked for.
     """
@@ -92,9 +93,12 @@ class Sensitivity:
     @property
     def title(self) -> str:
         """What the numbers of `table` are."""
+        over = f"more than {self.limit:.2g}, a module's share of {self.margin:.1%} of the loss"
+        if set(self.formats) & QUANTIZED:
+            over = f"in bf16, so that the others together change the loss by at most {self.margin:.2g} of it"
         return (
             f"Expected change of the loss ({self.loss:.3g}) if one module alone runs in a format, the most sensitive "
-            f"first. Over: more than {self.limit:.2g}, a module's share of {self.margin:.1%} of the loss."
+            f"first. Over: {over}."
         )
 
     def table(self, formats: Sequence[str]) -> list[list[str]]:
@@ -170,6 +174,9 @@ class Recommendation:
         some = [f"{one.name} ({one.why})" for one in self.kept[:WORST]]
         some += [f"{len(self.kept) - WORST} more modules"] * (len(self.kept) > WORST)
         found = [f"Use {self.format}: {self.why}."]
+        if self.format in QUANTIZED:
+            found += [f"Keep in bf16: {'; '.join(some)}." if some else "No linear layer has to stay in bf16."]
+            return [*found, f"Policy: {self.policy}", *self.notes]
         if self.format == "fp16":
             found += [f"It needs a {scale}: the largest gradient is the {self.gradient}."]
             found += [f"Keep in FP32: {'; '.join(some)}." if some else "No module has to stay in FP32."]
@@ -212,6 +219,18 @@ class Recommendation:
         return "\n".join(self.lines())
 
 
+def ranked_for(format: str | None) -> tuple[str, ...]:
+    """The formats of the ranking for a recommendation of this one; () for `RANKED`, or others."""
+    return (format,) if format in QUANTIZED else ()
+
+
+def ranked_format(format: str | Format) -> Format:
+    """A format of the ranking; ``nvfp4`` and the like are that of their factors in forward, under their name."""
+    if format in QUANTIZED:
+        return replace(named(COMPUTE[format].forward), name=str(format))
+    return named(format)
+
+
 def check_format(format: str | None) -> None:
     """Raise UnknownNameError for a format that can't be recommended."""
     if format is not None and format not in FORMATS:
@@ -224,13 +243,16 @@ def recommend(
     native: Collection[str],
     format: str | None = None,
     ranked: Sequence[str | Format] = RANKED,
+    margin: float = MARGIN,
 ) -> Recommendation:
-    """What to train in, from a few FP32 steps; `native` formats of the hardware, `ranked` those of the records."""
+    """What to train in, from a few FP32 steps; `native` formats of the hardware, `ranked` those of the records; for a
+    change of the loss by all modules together of at most `margin`, a share.
+    """
     measured = list(measured)
     records = [one for one in measured if isinstance(one, RangesRecord) and one.rows]
     sensitivities = [one for one in measured if isinstance(one, SensitivityRecord)]
-    formats = [named(one) for one in ranked]
-    sensitivity = rank(sensitivities, formats)
+    formats = [ranked_format(one) for one in ranked]
+    sensitivity = rank(sensitivities, formats, margin)
     merged: Merged = {}  # over all steps
     for record in records:
         merge(merged, record.rows)
@@ -250,8 +272,10 @@ def recommend(
     constant, start = _scales(source.histogram.largest)
     kept = _kept(tensors, start, sensitivity, {one.name for one in formats if one.bits < 16})
     chosen, why = _format(native, format)
-    notes = _notes(tensors, kept)
-    held = [one.module for one in kept] if chosen == "fp16" else []
+    notes, policy = _notes(tensors, kept), _policy(chosen, start, kept)
+    if chosen in QUANTIZED:
+        policy, kept, notes = _quantized(chosen, sensitivity, sensitivities)
+    held = [one.module for one in kept] if chosen not in ("bf16", "fp32") else []
     over = [
         one.module
         for one in (sensitivity.modules if sensitivity else ())
@@ -269,14 +293,14 @@ def recommend(
             f"{chosen} changes the loss by more than the limit in {', '.join(over)}. If mezzo compare finds harm, add "
             f"{add} to the policy.",
         )
-    if source.histogram.overflows("fp16", shift_of(start)):
+    if chosen not in QUANTIZED and source.histogram.overflows("fp16", shift_of(start)):
         notes.insert(
             0, f"{source}: this overflows fp16 under every dynamic loss scale. Train in bf16 or fp32."
         )
     return Recommendation(
         format=chosen,
         why=why,
-        policy=_policy(chosen, start, kept),
+        policy=policy,
         steps=len(records),
         constant=constant,
         start=start,
@@ -286,6 +310,29 @@ def recommend(
         notes=notes,
         sensitivity=sensitivity,
     )
+
+
+def _quantized(
+    format: str, found: Sensitivity | None, measured: Sequence[SensitivityRecord]
+) -> tuple[str, list[Kept], list[str]]:
+    """The policy, the linear layers that it keeps in bf16, and notes, for a precision whose factors have scales."""
+    if found is None:
+        why = dict.fromkeys(note for record in measured for note in record.notes)
+        raise UsageError("; ".join([f"no linear layer of the model was measured in {format}", *why]))
+    over = [one for one in found.modules if not one.bears]
+    lowered = [one for one in found.modules if one.bears]
+    # A pattern of its own takes a last block out of the precision's own rule.
+    freed = dict.fromkeys(path for record in measured for path in record.wide)
+    modules = [
+        (path, format) for path in freed if any(f"{one.module}.".startswith(f"{path}.") for one in lowered)
+    ] + [(one.module, "bf16") for one in over if is_pattern(one.module)]
+    left = math.sqrt(math.fsum(one.changes[format] ** 2 for one in lowered))
+    note = (
+        f"{len(over)} of {len(found.modules)} linear layers stay in bf16, besides the head; the others together are "
+        f"expected to change the loss by {left:.2g}."
+    )
+    kept = [Kept(one.module, f"alone changes the loss by {one.changes[format]:.2g}") for one in over]
+    return str(Policy(format, modules=tuple(modules))), kept, [note, *_notes([], kept)]
 
 
 def _scales(largest_gradient: float) -> tuple[float, float]:
@@ -427,6 +474,21 @@ def expected_square(roundings: Sequence[ModuleRounding]) -> float:
     return math.fsum(max(one.signed**2, one.squares) for one in roundings) / len(roundings)
 
 
+def together(changes: Iterable[float], most: float) -> float:
+    """The largest of those changes that add up, in squares and from the smallest on, to at most `most`; 0.0 if none.
+
+    >>> together([3.0, 1.0, 2.0, 2.0], 3.0)
+    2.0
+    """
+    limit = total = 0.0
+    for change in sorted(changes):
+        total += change * change
+        if math.sqrt(total) > most:
+            return limit
+        limit = change
+    return limit
+
+
 def rank(
     records: Sequence[SensitivityRecord], formats: Sequence[Format], margin: float = MARGIN
 ) -> Sensitivity | None:
@@ -439,6 +501,12 @@ def rank(
     loss = math.fsum(abs(record.loss) for record in records) / len(records)
     limit = margin * loss / math.sqrt(len(found))
     bits = {form.name: form.bits for form in formats}
+    limits = {
+        name: together(
+            [math.sqrt(expected_square(rows[name])) for rows in found.values() if name in rows], margin * loss
+        )
+        for name in QUANTIZED.intersection(bits)
+    }
     modules = []
     for module, by_format in found.items():
         changes = {name: math.sqrt(expected_square(rows)) for name, rows in by_format.items()}
@@ -447,7 +515,7 @@ def rank(
             for name, change in changes.items()
             if not math.isfinite(change)
         }
-        bears = [name for name, change in changes.items() if change <= limit]
+        bears = [name for name, change in changes.items() if change <= limits.get(name, limit)]
         bears.sort(key=lambda name: (bits[name], changes[name]))
         kind = next(iter(by_format.values()))[0].kind
         modules.append(ModuleSensitivity(module, kind, changes, causes, bears, [*bears, "fp32"][0]))

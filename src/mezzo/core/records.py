@@ -151,6 +151,7 @@ class SensitivityRecord:
     loss: float
     rows: list[ModuleRounding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    wide: list[str] = field(default_factory=list)  # last blocks that a ranked precision leaves in bf16
 
 
 @dataclass(frozen=True)

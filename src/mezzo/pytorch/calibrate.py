@@ -10,9 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.calibration import RANKED, Recommendation, check_format, recommend
+from mezzo.core.calibration import (
+    MARGIN,
+    RANKED,
+    Recommendation,
+    check_format,
+    ranked_for,
+    ranked_format,
+    recommend,
+)
 from mezzo.core.errors import UsageError, checks_keywords
-from mezzo.core.formats import Format, named
+from mezzo.core.formats import Format
 from mezzo.core.ranges import WHAT
 from mezzo.core.records import LossRecord, Record
 from mezzo.pytorch.dtypes import name_of
@@ -34,6 +42,7 @@ def calibrate(
     optimizer: Optimizer | None = None,
     format: str | None = None,
     rank_formats: Sequence[str | Format] = RANKED,
+    margin: float = MARGIN,
 ) -> Recommendation:
     """Recommend a format, a loss scale and the modules to keep in FP32, from a few FP32 steps; and rank the modules by
     how much rounding each would change the loss.
@@ -51,8 +60,11 @@ def calibrate(
         batches: an iterable of second arguments for `loss_fn`, such as a DataLoader. The first `steps` are used.
         steps: the number of batches to use.
         optimizer: takes a step after each batch; None: the weights don't change.
-        format: ``bf16``, ``fp16`` or ``fp32`` to recommend it, whatever the hardware.
-        rank_formats: formats of the ranking, names or `mezzo.formats.Format` values; none: no ranking.
+        format: ``bf16``, ``fp16`` or ``fp32`` to recommend it, whatever the hardware. ``fp8``, ``mxfp8``, ``fp8-block``
+            or ``nvfp4`` ranks the linear layers in it, and recommends which of them to keep in bf16.
+        rank_formats: formats of the ranking, names or `mezzo.formats.Format` values; none: no ranking. Ignored if
+            `format` has 8 or 4 bits.
+        margin: the change of the loss that all modules together may make, as a share of the loss.
 
     Returns:
         A `Recommendation`, which has not been tried. Print it; pass its `policy` to `MixedPrecision`; `to_toml()` is
@@ -79,7 +91,7 @@ def calibrate(
     snapshot = Snapshot([model], [] if optimizer is None else [optimizer])
     updated = torch.optim.SGD(parameters, lr=0.0) if optimizer is None else optimizer
     kinds = [kind for kind in WHAT if kind != "update ratio"]
-    formats = [named(one) for one in rank_formats]
+    formats = [ranked_format(one) for one in ranked_for(format) or rank_formats]
     observers: list[StepObserver] = [RangeWatch(model, updated, every=1, kinds=kinds, all_modules=True)]
     if formats:
         observers.append(Sensitivities(formats, every=steps // STEPS))
@@ -108,7 +120,7 @@ def calibrate(
         observing.undo()
         snapshot.restore()
     native = native_formats(device.type)
-    return recommend(records, native=native, format=format, ranked=formats)
+    return recommend(records, native=native, format=format, ranked=formats, margin=margin)
 
 
 def _checked(parameters: list[nn.Parameter]) -> torch.device:

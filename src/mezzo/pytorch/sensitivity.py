@@ -13,17 +13,22 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from mezzo.core.calibration import RANKED
-from mezzo.core.formats import Format, named
+from mezzo.core.calibration import RANKED, ranked_format
+from mezzo.core.compute import QUANTIZED
+from mezzo.core.formats import Format
+from mezzo.core.recipes import recipe_of
 from mezzo.core.records import ModuleRounding, Record, SensitivityRecord
-from mezzo.pytorch.emulation import Rounding, floats, is_finite
+from mezzo.pytorch.autocast.modules import heads_of, last_blocks_of
+from mezzo.pytorch.emulation import Rounding, floats
+from mezzo.pytorch.kernels.quantized_linear import misfit
+from mezzo.pytorch.layer_sensitivity import LayerUpdate, layer_changes, sums
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.monitor.observer import Scale, StepObserver
 from mezzo.pytorch.monitor.replay import ModuleState, SideEffects, devices_of, nothing_left
@@ -71,7 +76,11 @@ class Sensitivities(StepObserver):
     """A `StepObserver` that measures the sensitivity of a model's modules every `every` updates, `STEPS` times."""
 
     def __init__(self, formats: Sequence[str | Format] = RANKED, *, every: int = 1) -> None:
-        self._formats, self._every = [named(one) for one in formats], max(1, every)
+        self._formats, self._every = [ranked_format(one) for one in formats], max(1, every)
+        names = [one.name for one in self._formats]
+        self._recipes = {name: recipe_of(name) for name in names if name in QUANTIZED}
+        self._layers: dict[tuple[str, str], LayerUpdate] = {}
+        self._heads: tuple[str, ...] = ()
         self._model: nn.Module | None = None
         self._paths: dict[nn.Module, str] = {}
         self._outer: _Call | None = None
@@ -92,6 +101,7 @@ class Sensitivities(StepObserver):
         if self._model is None:
             self._model = module
             self._paths = {inner: path for path, inner in module.named_modules()}
+            self._heads = heads_of(module)
         if module is not self._model:
             name, first = type(module).__name__, type(self._model).__name__
             self._notes.setdefault(
@@ -122,6 +132,12 @@ class Sensitivities(StepObserver):
         """Count the update."""
         if self._model is None or self._is_ours(optimizer):
             self._updates += 1
+        if self._layers and self._records and self._is_ours(optimizer):
+            rows = cast(SensitivityRecord, self._records[-1]).rows
+            for place, row in enumerate(rows):
+                if (row.module, row.format) in self._layers:
+                    rows[place] = self._layers[row.module, row.format].added_to(row)
+            self._layers.clear()
 
     def step_dropped(self) -> None:
         """Forget the step."""
@@ -152,8 +168,10 @@ class Sensitivities(StepObserver):
                             cause = known.cause or row.cause
                             rows[path, row.format] = replace(row, signed=signed, squares=squares, cause=cause)
         self._measured += 1
+        shares = [recipe.last_blocks for recipe in self._recipes.values()]
+        wide = last_blocks_of(outer.module, max(shares, default=0.0))
         self._records.append(
-            SensitivityRecord(self._updates, self._loss, list(rows.values()), list(self._notes))
+            SensitivityRecord(self._updates, self._loss, list(rows.values()), list(self._notes), wide)
         )
         self.step_dropped()
 
@@ -230,6 +248,9 @@ class Sensitivities(StepObserver):
             self._notes.setdefault(f"{name}: {why}")
             return []
         for form in self._formats:
+            if form.name in self._recipes:
+                rows += self._layer_rows(call, form.name, times)
+                continue
             if form.bits < 16 and not call.multiplies:
                 continue
             exact, _ = self._run(call, form, rounds=False)
@@ -237,17 +258,33 @@ class Sensitivities(StepObserver):
             signed = squares = 0.0
             for gradient, a, b in zip(call.gradients, exact, rounded):
                 if gradient is not None:
-                    terms = (gradient.float() * (b.float() - a.float())).double()
-                    if not is_finite(terms):
-                        terms = terms[torch.isfinite(a) & (gradient != 0.0)]
-                    signed += float(terms.sum())
-                    squares += float(terms.square().sum())
+                    found = sums(gradient, b.float() - a.float(), a)
+                    signed, squares = signed + found[0], squares + found[1]
             if math.isfinite(signed) and math.isfinite(squares):
                 cause = ""
             else:
                 signed = squares = math.inf
             rows.append(ModuleRounding(call.path, kind, form.name, signed * times, squares * times, cause))
         return rows
+
+    def _layer_rows(self, call: _Call, format: str, times: float) -> list[ModuleRounding]:
+        """A linear layer's row for a format whose factors have scales; none for the head and other modules."""
+        layer, recipe, gradient = call.module, self._recipes[format], call.gradients[0]
+        if not isinstance(layer, nn.Linear) or call.path in self._heads or gradient is None:
+            return []
+        if why := misfit(recipe, layer.in_features, layer.out_features):
+            self._notes.setdefault(f"{call.path}: {why}")
+            return []
+        x = floats((call.args, call.kwargs))[0]
+        with nothing_left(layer):
+            output, update = layer_changes(layer, x, gradient, recipe)
+        if (call.path, format) not in self._layers:
+            self._layers[call.path, format] = LayerUpdate.of(layer)
+        self._layers[call.path, format].signed += update[0] * times
+        self._layers[call.path, format].squares += update[1] * times
+        finite = all(map(math.isfinite, output))
+        signed, squares = output if finite else (math.inf, math.inf)
+        return [ModuleRounding(call.path, type(layer).__name__, format, signed * times, squares * times)]
 
     @torch.no_grad()
     def _run(self, call: _Call, form: Format, *, rounds: bool) -> tuple[list[Tensor], str]:

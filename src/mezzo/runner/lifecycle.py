@@ -40,6 +40,7 @@ class RunRequest:
     stop_after: int | None = None  # end the script after so many updates of its first optimizer
     tensorboard: Path | None = None  # folder for the records as TensorBoard events
     sensitivity: bool = False  # measure the sensitivity of each module in a few steps
+    ranked: tuple[str, ...] = ()  # the formats of that; () for the default ones
     watch_all: bool = False  # histograms of every module's outputs, also of those that only contain others
     apex: bool = False  # `import apex` gives Mezzo's modules
     report: Path | None = None  # page that the caller makes afterwards, named before a traceback

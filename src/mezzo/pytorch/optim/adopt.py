@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.optim import checks, state_dicts, storage
 from mezzo.pytorch.optim.fused import FusedOptimizer
+from mezzo.pytorch.optim.muon import Muon
 from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW
 from mezzo.pytorch.weights.stored_parameters import take_master
 
@@ -22,6 +23,7 @@ _FUSED: dict[type[Optimizer], type[FusedOptimizer]] = {
     torch.optim.AdamW: AdamW,
     torch.optim.Adam: Adam,
     torch.optim.SGD: SGD,
+    torch.optim.Muon: Muon,
 }
 
 
@@ -34,8 +36,8 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
         fused.load_state_dict(optimizer.state_dict())
 
     Args:
-        optimizer: `torch.optim.AdamW`, `Adam` or `SGD`, not a subclass. Its `foreach`, `fused` and `capturable` are
-            ignored.
+        optimizer: `torch.optim.AdamW`, `Adam`, `SGD` or `Muon`, not a subclass. Its `foreach`, `fused` and
+            `capturable` are ignored.
         masters, state: see `FusedOptimizer`. The existing state is converted.
 
     Returns:

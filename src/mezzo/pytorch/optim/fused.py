@@ -280,8 +280,11 @@ class FusedOptimizer(Optimizer):
         # Each caches tables of the rows that it saw last; the single rows of a gradient release have their own.
         key = (device.type, partial)
         if key not in self._steppers:
-            self._steppers[key] = stepper(device.type)
+            self._steppers[key] = self._new_stepper(device.type)
         return self._steppers[key]
+
+    def _new_stepper(self, device_type: str) -> Stepper:
+        return stepper(device_type)
 
     def _overflow_on(self, device: torch.device) -> Tensor:
         flag = self._overflow.get(device)

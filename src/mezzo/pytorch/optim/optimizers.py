@@ -13,7 +13,7 @@ from mezzo.pytorch.kernels.optimizer_step import Hyper, StateSpec
 from mezzo.pytorch.optim.fused import FusedOptimizer
 
 _MOMENTS = StateSpec("exp_avg", signed=True), StateSpec("exp_avg_sq", signed=False)
-_BUFFER = (StateSpec("momentum_buffer", signed=True),)
+BUFFER = (StateSpec("momentum_buffer", signed=True),)
 
 
 def adam_hyper(
@@ -41,8 +41,8 @@ def sgd_hyper(
 ) -> Hyper:
     """SGD; there is no state without momentum."""
     rule = "plain" if not momentum else "nesterov" if nesterov else "momentum"
-    numbers = (-lr, momentum, 1 - dampening, 0.0, 0.0, 0.0, 0.0)
-    return Hyper(rule, _BUFFER if momentum else (), numbers, weight_decay, maximize)
+    numbers = (-lr, momentum, 1 - dampening, 0.0, 1.0, 0.0, 0.0)
+    return Hyper(rule, BUFFER if momentum else (), numbers, weight_decay, maximize)
 
 
 class Adam(FusedOptimizer):

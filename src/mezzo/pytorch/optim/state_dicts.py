@@ -31,7 +31,7 @@ MASTER = "master"  # the entry of a parameter's state that is its FP32 master
 _TORCH_ONLY = frozenset({"foreach", "fused", "capturable", "differentiable", "amsgrad"})
 
 # Settings that tell one optimizer's groups from another's.
-_SETTINGS = ("betas", "eps", "momentum", "nesterov", "decoupled_weight_decay")
+_SETTINGS = ("betas", "eps", "momentum", "nesterov", "ns_steps", "decoupled_weight_decay")
 
 # A parameter's new entries, their storage, and whether they come from a state of Mezzo's own form.
 Plan = tuple[Entries, Storage, bool]
@@ -178,19 +178,20 @@ def from_torch(what: str, found: Mapping[str, Any], param: Tensor, how: Storage)
 def to_torch(optimizer: FusedOptimizer) -> dict[str, Any]:
     """`optimizer.torch_state_dict()`."""
     kind: type[Any] = optimizer.TORCH
-    defaults = kind([torch.zeros(1)]).defaults
+    defaults = kind([torch.zeros(1, 1)]).defaults
     packed = torch.optim.Optimizer.state_dict(optimizer)
     groups, state = [], {}
     for group, saved in zip(optimizer.param_groups, packed["param_groups"]):
         groups.append({name: value for name, value in {**defaults, **saved}.items() if name not in MODES})
-        counts = "betas" in group  # SGD counts no steps, and has no buffer before the first one
+        counts = "betas" in group
+        hyper = optimizer._hyper(group)
+        has_buffer = hyper.rule not in ("momentum", "nesterov")  # SGD has none before the first step
         for param, key in zip(group["params"], saved["params"]):
             entries = optimizer.state.get(param)
             if entries:
-                exists = counts or float(entries["step"]) > 0
-                specs = optimizer._hyper(group).states
+                exists = has_buffer or float(entries["step"]) > 0
                 state[key] = {
-                    spec.name: storage.read_state(entries, spec) if exists else None for spec in specs
+                    spec.name: storage.read_state(entries, spec) if exists else None for spec in hyper.states
                 }
                 if counts:
                     state[key]["step"] = entries["step"].detach().clone().cpu()

@@ -41,9 +41,11 @@ def watchers_for(session: Session) -> list[StepObserver]:
         clock, note = session.journal.now, session.journal.note
         found.append(RangeWatch(None, None, every=every, clock=clock, note=note, all_modules=wide))
     if request.sensitivity:
+        from mezzo.core.calibration import RANKED
         from mezzo.pytorch.sensitivity import STEPS, Sensitivities
 
-        found.append(Sensitivities(every=(request.stop_after or STEPS) // STEPS))
+        every = (request.stop_after or STEPS) // STEPS
+        found.append(Sensitivities(request.ranked or RANKED, every=every))
     return found
 
 

@@ -229,6 +229,6 @@ def _check_storage(optimizer: FusedOptimizer, policy: Policy, where: str) -> Non
             if value not in (None, group[key]):
                 raise refused(
                     f"policy '{policy}' needs {key}={value!r}, but this {type(optimizer).__name__} has "
-                    f"{key}={group[key]!r}. Create it with {key}={value!r}, or use torch.optim.AdamW, Adam or SGD.",
+                    f"{key}={group[key]!r}. Create it with {key}={value!r}, or use torch.optim's of the same name.",
                     where,
                 )

@@ -105,8 +105,8 @@ class MixedPrecision:
         ema: updated after each step that was taken, with the FP32 masters of 16-bit weights: an object with
             `update_parameters(model)`, such as `torch.optim.swa_utils.AveragedModel`, or a function of the model.
         params: storage format of the parameters: `"fp32"`, `"bf16"`, `"fp16"`. Parameters of normalizations, and of
-            modules that the policy keeps in FP32, stay FP32. The model is changed in place, and torch's AdamW, Adam and
-            SGD become Mezzo's in the same object. `params`, `masters` and `state` are also keys of policies.
+            modules that the policy keeps in FP32, stay FP32. The model is changed in place, and torch's AdamW, Adam,
+            SGD and Muon become Mezzo's in the same object. `params`, `masters` and `state` are also keys of policies.
         masters: how the optimizer keeps the FP32 value of a 16-bit parameter: `"fp32"`, a separate copy; `"split"`,
             the 16 bits that bf16 lacks; `"split8"`, 8 of them; `"none"`. With `masters` alone, parameters are stored
             in the compute format; with `params="bf16"` alone, masters are split.

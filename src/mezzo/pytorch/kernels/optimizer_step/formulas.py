@@ -175,15 +175,15 @@ def adamw(w: Value, g: Value, m: Value, v: Value, c: Numbers) -> tuple[Value, Va
 
 def sgd_constants(numbers: Numbers, step: Any) -> Numbers:
     """As `adam_constants`. The buffer starts as the first gradient, undampened."""
-    minus_lr, momentum, one_minus_dampening, is_first, a, b, c = numbers
+    minus_lr, momentum, one_minus_dampening, is_first, decay, b, c = numbers
     is_first = step == 1
-    return minus_lr, momentum, one_minus_dampening, is_first, a, b, c
+    return minus_lr, momentum, one_minus_dampening, is_first, decay, b, c
 
 
 def plain(w: Value, g: Value, a: Value, b: Value, c: Numbers) -> tuple[Value, Value, Value]:
-    """SGD without momentum, as `torch.optim.SGD` has it."""
-    minus_lr, _, _, _, _, _, _ = c
-    return fma(minus_lr, g, w), a, b
+    """SGD without momentum, as `torch.optim.SGD` has it (`decay` is 1), and the last part of Muon's step."""
+    minus_lr, _, _, _, decay, _, _ = c
+    return fma(minus_lr, g, w * decay), a, b
 
 
 def momentum(w: Value, g: Value, buffer: Value, b: Value, c: Numbers) -> tuple[Value, Value, Value]:
@@ -200,14 +200,31 @@ def nesterov(w: Value, g: Value, buffer: Value, b: Value, c: Numbers) -> tuple[V
     return fma(minus_lr, fma(decay, buffer, g), w), buffer, b
 
 
+def average_constants(numbers: Numbers, step: Any) -> Numbers:
+    """The same for every step."""
+    return numbers
+
+
+def average(w: Value, g: Value, m: Value, b: Value, c: Numbers) -> tuple[Value, Value, Value]:
+    """The first part of Muon's step: the average `m` of the gradients; in place of a weight, what is orthogonalized.
+
+    ``lerp(start, end, t)`` is ``start + t * (end - start)``, and for t from 0.5 up ``end + (t - 1) * (end - start)``.
+    """
+    t, from_m, ahead, from_g, is_nesterov, _, _ = c
+    m = fma(t, g - m, where(from_m != 0, m, g))
+    nesterov = fma(ahead, m - g, where(from_g != 0, g, m))
+    return where(is_nesterov != 0, nesterov, m), m, b
+
+
 constants_of = {
     "adamw": adam_constants,
     "plain": sgd_constants,
     "momentum": sgd_constants,
     "nesterov": sgd_constants,
+    "average": average_constants,
 }
 RULES = tuple(constants_of)
-ADAMW, PLAIN, MOMENTUM, NESTEROV = range(len(RULES))
+ADAMW, PLAIN, MOMENTUM, NESTEROV, AVERAGE = range(len(RULES))
 
 
 # Triton can't look a function up by its name: `moved`, `constants_by`, `decoded`, `encoded`, `value_by` and `code_by`
@@ -218,6 +235,8 @@ def constants_by(rule: int, numbers: Numbers, step: Any) -> Numbers:
     """The constants of the rule with this index in `RULES`."""
     if rule == ADAMW:
         return adam_constants(numbers, step)
+    elif rule == AVERAGE:
+        return average_constants(numbers, step)
     else:  # Triton compiles what follows an `if`
         return sgd_constants(numbers, step)
 
@@ -230,8 +249,10 @@ def moved(rule: int, w: Value, g: Value, m: Value, v: Value, c: Numbers) -> tupl
         return plain(w, g, m, v, c)
     elif rule == MOMENTUM:
         return momentum(w, g, m, v, c)
-    else:
+    elif rule == NESTEROV:
         return nesterov(w, g, m, v, c)
+    else:
+        return average(w, g, m, v, c)
 
 
 # Masters: a weight's pattern and what is kept with it, decoded to FP32, and encoded with noise below the last bit.

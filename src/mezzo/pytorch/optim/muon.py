@@ -1,0 +1,204 @@
+"""Muon for the matrices of hidden layers, with AdamW for the other parameters in groups of the same optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from mezzo.core.errors import UsageError, checks_keywords, did_you_mean, unknown_name
+from mezzo.pytorch.autocast.modules import heads_of
+from mezzo.pytorch.distributed import is_spread
+from mezzo.pytorch.kernels.optimizer_step import Hyper, Stepper
+from mezzo.pytorch.kernels.optimizer_step.muon import ADJUSTMENTS, MuonHyper, MuonStepper
+from mezzo.pytorch.optim import checks
+from mezzo.pytorch.optim.fused import FusedOptimizer
+from mezzo.pytorch.optim.optimizers import BUFFER, adam_hyper
+
+_MOST_STEPS = 99  # as torch.optim.Muon
+
+# Defaults of a group with use_muon=False: those of AdamW.
+_ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+
+
+class Muon(FusedOptimizer):
+    """Muon, as `torch.optim.Muon`, for 2-D weights: the averaged gradient is orthogonalized before it is applied.
+
+    Naive code, for one weight of shape [rows, columns], in FP32 except for `orthogonalized`, which is in bf16::
+
+        g = grad.float()
+        buf = buf.lerp(g, 1 - momentum)                         # starts at zero
+        update = orthogonalized(g.lerp(buf, momentum) if nesterov else buf)
+        w = w * (1 - lr * weight_decay) - lr * max(1, rows / columns) ** 0.5 * update
+
+    A group with ``use_muon=False`` is updated by AdamW, with AdamW's settings and defaults. `muon_groups` makes a
+    model's groups.
+
+    Args:
+        params: 2-D parameters, except in groups with ``use_muon=False``.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, eps: as in `torch.optim.Muon`; momentum is in
+            [0, 1), and the Newton-Schulz iteration runs `ns_steps` times (1 to 99).
+        adjust_lr_fn: ``"original"`` or None: as above; ``"match_rms_adamw"``: ``0.2 * max(rows, columns) ** 0.5``
+            instead of the root above, for the learning rate and weight decay of AdamW.
+        state, masters: see `FusedOptimizer`; `state` is the format of the momentum, also of 16-bit weights.
+
+    Raises:
+        UsageError: a number out of range, a parameter that is not 2-D, is a `DTensor`, or does not fit the masters.
+        UnknownNameError: an unknown `state`, `masters` or `adjust_lr_fn`.
+    """
+
+    TORCH: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Muon
+    NUMBERS: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum", "eps")
+
+    @checks_keywords
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        state: str = "fp32",
+        masters: str = "fp32",
+    ) -> None:
+        defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        defaults |= {
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+        }
+        super().__init__(params, {**defaults, "adjust_lr_fn": adjust_lr_fn}, state=state, masters=masters)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; those with ``use_muon=False`` have AdamW's defaults."""
+        if isinstance(param_group, dict) and not param_group.get("use_muon", True):
+            param_group = {**_ADAMW, **param_group}
+        super().add_param_group(param_group)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        if not group.get("use_muon", True):
+            return
+        owner, steps, function = type(self).__name__, group["ns_steps"], group["adjust_lr_fn"]
+        checks.number(owner, "momentum", group["momentum"], below=1.0)
+        if type(steps) is not int or not 1 <= steps <= _MOST_STEPS:
+            raise UsageError(f"{owner}: ns_steps={steps!r} is not an integer from 1 to {_MOST_STEPS}.")
+        if len(group["ns_coefficients"]) != 3:
+            raise UsageError(f"{owner}: ns_coefficients={group['ns_coefficients']!r}: use three numbers.")
+        if function not in (None, *ADJUSTMENTS):
+            raise unknown_name("adjust_lr_fn", str(function), ADJUSTMENTS, where=f"{owner}: ")
+        for index, param in enumerate(group["params"]):
+            what = f"{owner}: parameter {index} of the group, of shape {list(param.shape)},"
+            if param.ndim != 2:
+                raise UsageError(
+                    f"{what} is not a matrix. Give it to AdamW, in a group with use_muon=False; "
+                    "mezzo.optim.Muon(mezzo.optim.muon_groups(model)) does that for all parameters of a model."
+                )
+            if is_spread(param):
+                raise UsageError(
+                    f"{what} is a DTensor, and the iteration needs whole matrices. Use "
+                    "mezzo.optim.with_masters(torch.optim.Muon(params)) or mezzo.optim.AdamW(params)."
+                )
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        lr, decay, momentum, eps = (float(group[name]) for name in self.NUMBERS)
+        if not group.get("use_muon", True):
+            beta1, beta2 = map(float, group["betas"])
+            return adam_hyper(lr, beta1, beta2, eps, decay, decoupled=True)
+        numbers = (*_lerp(1 - momentum), *_lerp(momentum), float(group["nesterov"]), 0.0, 0.0)
+        a, b, c = map(float, group["ns_coefficients"])
+        return MuonHyper(
+            "average",
+            BUFFER,
+            numbers,
+            0.0,
+            False,
+            lr=lr,
+            decay=1 - lr * decay,
+            adjustment=group["adjust_lr_fn"] or ADJUSTMENTS[0],
+            coefficients=(a, b, c),
+            iterations=group["ns_steps"],
+            eps=eps,
+        )
+
+    def _new_stepper(self, device_type: str) -> Stepper:
+        return MuonStepper(device_type)
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """The state for `torch.optim.Muon`: FP32 momentum, no masters. UsageError if AdamW updates a group."""
+        if not all(group.get("use_muon", True) for group in self.param_groups):
+            raise UsageError(
+                "Muon.torch_state_dict: torch.optim.Muon has no groups with use_muon=False. Use state_dict(), or two "
+                "optimizers: mezzo.optim.Muon and mezzo.optim.AdamW."
+            )
+        return super().torch_state_dict()
+
+
+def _lerp(t: float) -> tuple[float, bool]:
+    """The factor of ``end - start`` in an interpolation with this weight, and whether it is added to the start."""
+    return (t, True) if t < 0.5 else (float(torch.tensor(t)) - 1, False)
+
+
+@checks_keywords
+def muon_groups(
+    model: nn.Module,
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+    *,
+    exclude: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """A model's trainable parameters as two groups: matrices of hidden layers for Muon, all others for AdamW.
+
+    For AdamW are embeddings, the head (the last `nn.Linear`, and those with tied embeddings) and everything that is
+    not 2-D: biases, norms, convolutions.
+
+    Args:
+        model: whose parameters are grouped; a parameter in several places is listed once.
+        muon, adamw: settings of the two groups, such as ``{"lr": 3e-4, "betas": (0.9, 0.95)}``.
+        exclude: patterns of names of further parameters for AdamW, such as ``"pos_embed"`` or ``"blocks.0.*"``: a
+            table of positions that is a bare `nn.Parameter` looks like a hidden matrix.
+
+    Returns:
+        ``[{"params": [...], "use_muon": True, **muon}, {"params": [...], "use_muon": False, **adamw}]``, for
+        `mezzo.optim.Muon`, or one each for two optimizers.
+
+    Raises:
+        UsageError: a pattern that matches no parameter, or no matrix for Muon.
+
+    >>> import torch, mezzo.optim
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 10))
+    >>> groups = mezzo.optim.muon_groups(model, {"lr": 0.02}, {"lr": 3e-4})
+    >>> [[list(param.shape) for param in group["params"]] for group in groups]
+    [[[8, 4]], [[10, 4], [8], [8], [8], [10, 8], [10]]]
+    >>> optimizer = mezzo.optim.Muon(groups, masters="split", state="bf16")
+    """
+    tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    apart = {id(module.weight) for module in (*tables, *map(model.get_submodule, heads_of(model)))}
+    named = list(model.named_parameters(remove_duplicate=False))
+    for pattern in exclude:
+        found = {id(param) for name, param in named if fnmatchcase(name, pattern)}
+        if not found:
+            fix = did_you_mean(pattern, (name for name, _ in named))
+            raise UsageError(f"muon_groups: exclude={pattern!r} matches no parameter of the model.{fix}")
+        apart |= found
+    trained = [param for param in model.parameters() if param.requires_grad]
+    hidden = [param for param in trained if param.ndim == 2 and id(param) not in apart]
+    others = [param for param in trained if param.ndim != 2 or id(param) in apart]
+    if not hidden:
+        raise UsageError(
+            "muon_groups: the model has no trainable matrix besides embeddings, head and excluded parameters, so "
+            "nothing is left for Muon. Use mezzo.optim.AdamW(model.parameters())."
+        )
+    groups = [{"params": hidden, "use_muon": True, **(muon or {})}]
+    return [*groups, *([{"params": others, "use_muon": False, **(adamw or {})}] if others else [])]
