@@ -21,7 +21,7 @@ from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy import Policy
 from mezzo.core.policy_text import matches
 from mezzo.core.version import library
-from mezzo.pytorch.autocast.context import Context, autocast
+from mezzo.pytorch.autocast.context import Context, context_of
 from mezzo.pytorch.autocast.modules import (
     apply_module_overrides,
     fitting,
@@ -142,7 +142,7 @@ class Precision(TrainerStep):
 
     def context(self, enabled: bool = True) -> Context:
         """The autocast context of the policy."""
-        return autocast(self.policy, self.device_type, enabled)
+        return context_of(self.policy, self.device_type, enabled)
 
     def apply(self, models: Sequence[nn.Module], *, stores: bool = True) -> None:
         """Let models compute by the policy, and store their weights as the policy says, if it `stores`."""
@@ -162,7 +162,7 @@ class Precision(TrainerStep):
         """Report the calls of a model, as it is called: perhaps compiled, or wrapped for data parallelism."""
         handles = vars(unwrapped(model))["forward"].handles
         if self.scaler is not None and not handles:
-            handles += [model.register_forward_pre_hook(self.called), *self.observing.watch(model)]
+            handles += [model.register_forward_pre_hook(self.networks.called), *self.observing.watch(model)]
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Give an optimizer the masters and the state formats of the policy."""
@@ -207,7 +207,7 @@ class _Forward:
         return type(self._model).forward.__get__(self._model) if self._before is None else self._before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with autocast(self._policy, self._device_type):
+        with context_of(self._policy, self._device_type):
             out = self.__wrapped__(*args, **kwargs)
         return to_fp32(out)
 

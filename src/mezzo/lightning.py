@@ -24,7 +24,7 @@ from mezzo.core.errors import UsageError, checks_keywords
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy import Policy
 from mezzo.core.version import library
-from mezzo.pytorch.autocast.context import autocast
+from mezzo.pytorch.autocast.context import context_of
 from mezzo.pytorch.autocast.modules import fitting
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.optim.adopt import class_of
@@ -184,7 +184,7 @@ class _Plugin(TrainerStep):
         root = self._models[0]
         called = self._models if self._trainer is None else list(_parts(root))
         if self._trainer is None or len(self._optimizers) > 1:
-            self._handles = [part.register_forward_pre_hook(self.called) for part in called]
+            self._handles = [part.register_forward_pre_hook(self.networks.called) for part in called]
         # In DDP the root's call is the whole `training_step`, which can't be called again by itself.
         outermost = [root, *called] if wrapped is root else called
         first = self._resolved[0]
@@ -210,7 +210,7 @@ class _Plugin(TrainerStep):
         if self._models and not self._resolved:
             self._prepare()
         # Without models: Fabric's own `autocast()`, before `setup`.
-        context = self._resolved[0].context() if self._models else autocast(self.policy)
+        context = self._resolved[0].context() if self._models else context_of(self.policy)
         with context, self.observing.live() if torch.is_grad_enabled() else nullcontext():
             yield
 
@@ -221,7 +221,7 @@ class _Plugin(TrainerStep):
         """Around `training_step`. With manual optimization it holds all steps of a batch: then the scale is updated."""
         module = self._trainer.lightning_module
         if self.scaler is not None and len(self._optimizers) == 1:
-            self.called(module)
+            self.networks.called(module)
         with self.forward_context():
             yield
         if not module.automatic_optimization:
@@ -259,7 +259,7 @@ class _Plugin(TrainerStep):
             def evaluate() -> Any:
                 self.observing.step_dropped()  # only the last evaluation is explained
                 if self._trainer is not None and len(self._optimizers) == 1:
-                    self.called(self._trainer.lightning_module)
+                    self.networks.called(self._trainer.lightning_module)
                     self._before = self.networks.of(self._trainer.lightning_module).copied()
                 results[:] = [closure()]
                 return results[0]

@@ -107,20 +107,47 @@ def _imported(home: str, name: str) -> Callable[..., Any]:
 
 
 def _autocast(session: Session, autocast: Any) -> Any:
-    """The `mezzo.autocast` of a run; not noticed in a compiled function, where Dynamo traces it."""
+    """The `mezzo.autocast` of a run; in a compiled function it is noticed when Dynamo traces it."""
     from mezzo.pytorch.kernels.not_traced import not_traced
 
-    compiling: Any = sys.modules["torch"].compiler.is_dynamo_compiling
+    torch: Any = sys.modules["torch"]
+    compiling = torch.compiler.is_dynamo_compiling
+
+    def notice_at_trace_time(_: Any) -> None:
+        stack = torch._guards.TracingContext.extract_stack()
+        line = next(frame for frame in reversed(stack) if frame.filename != __file__)
+        where = f"{os.path.basename(line.filename)} line {line.lineno}"
+        if session.request.own != "keep":
+            stand_back(session, "mezzo.autocast", where)
+        else:  # to be left alone would change what the graph's guards check
+            why = f"it uses mezzo.autocast in a compiled function ({where})"
+            session.journal.note(f"not left alone, though {why}: there its own precision applies")
 
     @not_traced
     @functools.wraps(autocast)
     def watched(*args: Any, **kwargs: Any) -> Any:
+        if compiling():
+            if not is_off(args, kwargs):
+                at_trace_time(notice_at_trace_time)
+            return autocast(*args, **kwargs)
         made = autocast(*args, **kwargs)
-        if not compiling() and session.left_alone is None and made.policy is not None:
+        if session.left_alone is None and made.policy is not None:
             _notice(session, "mezzo.autocast")
         return made
 
     return watched
+
+
+def is_off(args: Any, kwargs: Any) -> bool:
+    """Whether these arguments of a `mezzo.autocast` that Dynamo traces switch autocast off."""
+    return "fp32" in args or not kwargs.get("enabled", True)
+
+
+def at_trace_time(call: Callable[[Any], None]) -> None:
+    """Make a call while Dynamo traces this function; nothing of it is in the graph."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(call)
 
 
 def _notice(session: Session, name: str) -> bool:

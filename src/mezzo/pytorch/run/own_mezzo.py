@@ -51,11 +51,16 @@ def _switched(session: Session, what: str) -> None:
 
 
 def _switch_off(session: Session, patches: Patches, imports: ImportWatch) -> None:
+    def switched(_: Any) -> None:
+        _switched(session, "mezzo.autocast in a compiled function")
+
     def without_autocast(module: Any, autocast: Any) -> None:
         def off(*args: Any, **kwargs: Any) -> Any:
             if sys.modules["torch"].compiler.is_dynamo_compiling():
-                stays = "fp32" in args or not kwargs.get("enabled", True)
-                return autocast(*args, **kwargs) if stays else nullcontext()
+                if foreign.is_off(args, kwargs):
+                    return autocast(*args, **kwargs)
+                foreign.at_trace_time(switched)
+                return nullcontext()
             made = autocast(*args, **kwargs)
             if made.policy is None:
                 return made

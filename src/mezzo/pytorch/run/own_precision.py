@@ -62,6 +62,8 @@ def _is_half(dtype: Any) -> bool:
 
 def _autocast(session: Session, autocast: Any) -> Any:
     """A context that the script or a library enables changes nothing: Mezzo's policy may be on around it."""
+    from mezzo.pytorch.autocast import active_policy
+
     init = autocast.__init__
     nothing = {"__enter__": lambda self: self, "__exit__": lambda self, *exc_info: None}
     off = type(autocast.__name__, (autocast,), nothing)
@@ -70,8 +72,11 @@ def _autocast(session: Session, autocast: Any) -> Any:
     def made(
         self: Any, device_type: Any, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
     ) -> None:
-        # Dynamo makes an `_UnmanagedAutocast` of a context in a compiled function.
-        theirs = "Unmanaged" in type(self).__name__ or foreign.user_line(2, {"__init__"}) is not None
+        # Dynamo makes an `_UnmanagedAutocast` of a context in a compiled function, also of Mezzo's.
+        if "Unmanaged" in type(self).__name__:
+            theirs = not active_policy.belongs(device_type, dtype)
+        else:
+            theirs = foreign.user_line(2, {"__init__"}) is not None
         init(self, device_type, dtype, enabled and not theirs, cache_enabled)
         if enabled and theirs:
             self.__class__ = off
