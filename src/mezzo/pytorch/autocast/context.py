@@ -123,7 +123,7 @@ def autocast(
 
 @not_traced
 def context_of(
-    policy: Any, device_type: Any, enabled: bool = True, cache_enabled: bool | None = None
+    policy: Any, device_type: Any = None, enabled: bool = True, cache_enabled: bool | None = None
 ) -> Context:
     """`autocast` for Mezzo's own calls, which know the model that a policy's module patterns are for."""
     if _is_dynamo_compiling():
