@@ -7,8 +7,7 @@ optimizer step use `mezzo.autocast`, `mezzo.GradScaler` and the optimizers of `m
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 from weakref import finalize
 
@@ -31,7 +30,7 @@ from mezzo.pytorch.autocast.modules import (
 )
 from mezzo.pytorch.grad_scaler import GradScaler
 from mezzo.pytorch.monitor.module_paths import unwrapped
-from mezzo.pytorch.optim.adopt import class_of
+from mezzo.pytorch.optim.adopt import extend
 from mezzo.pytorch.step import parameters
 from mezzo.pytorch.trainer_step import TrainerStep
 from mezzo.pytorch.training.backward import Gradients
@@ -103,8 +102,7 @@ def attached(accelerator: Any, precision: Precision, *, late: bool = False) -> A
             "accelerator.prepare(...)."
         )
     precision.apply(list(map(unwrapped, accelerator._models)), stores=False)
-    kind: Any = type(accelerator)
-    accelerator.__class__ = class_of(_Attached, kind)
+    extend(accelerator, _Attached)
     accelerator.mezzo, accelerator.scaler = precision, precision.scaler
     return accelerator
 
@@ -247,8 +245,7 @@ class _Attached(_library.Accelerator):  # type: ignore[misc, name-defined]
             return super().prepare_optimizer(optimizer, device_placement)
         self.mezzo.prepare(optimizer)
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        kind: Any = type(prepared)
-        prepared.__class__ = class_of(_Optimizer, kind)
+        extend(prepared, _Optimizer)
         prepared.mezzo = self.mezzo
         return prepared
 
@@ -279,11 +276,9 @@ class _Attached(_library.Accelerator):  # type: ignore[misc, name-defined]
                 self.mezzo.unscale(optimizer)
         return several
 
-    @contextmanager
-    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+    def autocast(self, autocast_handler: Any = None) -> Context:
         """The policy's context, for code outside of prepared models."""
-        with self.mezzo.context(autocast_handler is None or autocast_handler.enabled):
-            yield
+        return self.mezzo.context(autocast_handler is None or autocast_handler.enabled)
 
 
 class _Optimizer(_library.optimizer.AcceleratedOptimizer):  # type: ignore[misc, name-defined]
@@ -294,8 +289,7 @@ class _Optimizer(_library.optimizer.AcceleratedOptimizer):  # type: ignore[misc,
     def step(self, closure: Any = None) -> None:
         """Step at the end of an accumulation window, unless a gradient is NaN or infinite."""
         if self.gradient_state.sync_gradients:
-            arguments = () if closure is None else (closure,)
-            self._is_overflow = self.mezzo.step(self.optimizer, *arguments)
+            self._is_overflow = self.mezzo.step(self.optimizer, *[closure] * (closure is not None))
 
 
 class Accelerator(_Attached):

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache, partial, partialmethod
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -27,7 +27,7 @@ from mezzo.core.version import library
 from mezzo.pytorch.autocast.context import context_of
 from mezzo.pytorch.autocast.modules import fitting
 from mezzo.pytorch.monitor.module_paths import unwrapped
-from mezzo.pytorch.optim.adopt import class_of
+from mezzo.pytorch.optim.adopt import extend
 from mezzo.pytorch.snapshot import BufferSnapshot
 from mezzo.pytorch.step import parameters
 from mezzo.pytorch.trainer_step import TrainerStep
@@ -160,8 +160,7 @@ class _Plugin(TrainerStep):
         self._schedulers = [] if self.scaler is None else [config.scheduler for config in lr_schedulers]
         for scheduler in self._schedulers:
             if not isinstance(scheduler, _Held):  # an attribute would be in its `state_dict`
-                kind: Any = type(scheduler)
-                scheduler.__class__ = class_of(_Held, kind)
+                extend(scheduler, _Held)
         self._prepare(model)
         return model, optimizers, lr_schedulers
 
@@ -227,11 +226,14 @@ class _Plugin(TrainerStep):
         if not module.automatic_optimization:
             self._end_batch()
 
-    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        return self._base.pre_backward(self, tensor, module)
+    def _of_base(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's own method, of the Trainer's plugin or of Fabric's."""
+        return getattr(self._base, name)(self, *args, **kwargs)
 
-    def post_backward(self, tensor: Tensor, module: Any) -> Any:
-        return self._base.post_backward(self, tensor, module)
+    pre_backward = partialmethod(_of_base, "pre_backward")
+    post_backward = partialmethod(_of_base, "post_backward")
+    _after_closure = partialmethod(_of_base, "_after_closure")
+    _clip_gradients = partialmethod(_of_base, "_clip_gradients")
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Backward of the scaled loss."""
@@ -314,12 +316,6 @@ class _Plugin(TrainerStep):
     def was_skipped(self, optimizer: Any) -> bool:
         """Whether the optimizer's last step was skipped: if so, do not step its scheduler (a Trainer does it)."""
         return self.scaler is not None and self.scaler.was_skipped(_unwrapped(optimizer))
-
-    def _after_closure(self, *args: Any) -> None:
-        self._base._after_closure(self, *args)
-
-    def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        self._base._clip_gradients(self, *args, **kwargs)
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
         """Clip the unscaled gradients, of fused optimizers too."""

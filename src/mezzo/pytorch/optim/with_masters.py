@@ -19,7 +19,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.distributed import is_spread, local
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
 from mezzo.pytorch.optim import checks
-from mezzo.pytorch.optim.adopt import adopt, class_of, empty
+from mezzo.pytorch.optim.adopt import adopt, empty, extend
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import MASTER, is_for_checkpoint, masters_in, without_master
 from mezzo.pytorch.weights import shards
@@ -50,7 +50,7 @@ def with_masters(optimizer: Any) -> WithMasters:
         if param.dtype in LOWERED:
             checks.claim(optimizer, param)
     own_step = vars(optimizer).pop("step", None)
-    optimizer.__class__ = class_of(WithMasters, optimizer.__class__)
+    extend(optimizer, WithMasters)
     made: WithMasters = optimizer
     made._attach(own_step)
     for param in made._lowered():
