@@ -234,6 +234,14 @@ def test_gradients_of_several_backward_passes_add_up(level: str, delay: bool) ->
     optimizer.step()
 
 
+def test_clipping_the_weights_of_param_groups_is_noticed() -> None:
+    model, optimizer = made()
+    backward(model, optimizer)
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    with pytest.warns(UserWarning, match=r"no effect.*amp\.master_params\(optimizer\)"):
+        optimizer.step()
+
+
 def test_a_delayed_check_finds_the_overflow_later() -> None:
     model, optimizer = made()
     overflow(optimizer, delay_overflow_check=True)

@@ -43,7 +43,7 @@ def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureF
     out, err = capsys.readouterr()
     first, use = out.splitlines()[1], "mezzo run --precision bf16 train.py --epochs 3"
     assert first.startswith(
-        "bf16: proven equal within ±0.2 points in accuracy and ±0.5 % in loss (3 runs), accuracy 97"
+        "bf16: proven equal within ±0.2 points in accuracy and ±0.5 % in loss (3 pairs), accuracy 97"
     )
     assert first.endswith("accuracy 97.01 % (FP32 97.01 %). 40 % less memory, 2.0x faster.")
     assert "  verdict        equivalent\n  accuracy       97.01 %   (FP32 97.01 %)\n" in out
@@ -53,7 +53,7 @@ def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureF
     assert "Report: mezzo-compare-train/report.html" in out
     assert out.endswith(f"\nNext: use bf16:\n  {use}\n")
     assert out.count("mezzo run") == 1
-    assert "7 runs: 3 FP32, 3 bf16, 1 FP32 as noise check" in err
+    assert "7 runs: 3 FP32, 3 bf16 (3 pairs: the same seed), 1 FP32 as noise check" in err
     assert "[7/7] bf16-2: 40 steps" in err
     page = (Path(__file__).parent.parent / "docs" / "compare.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r'IFrame\("([^"]+)"', page)
@@ -151,7 +151,7 @@ def test_every_width_shows_every_number(found: dict[str, Any], width: int, termi
     joined = "".join(text.split())
     assert "".join(note.split()) in joined
     assert "[bold]ValueError[/]:[red]x" in joined  # the script's words are not markup
-    assert "fp16:quicklook,noharmfound(1run,notproof)" in joined
+    assert "fp16:quicklook,noharmfound(1pair,notproof)" in joined
     assert "Final loss" not in text
     assert joined.count("Next:") == joined.count("mezzocompare") == 1
     for one in ("divergent", "speed", "peak", "lossmargin"):

@@ -16,11 +16,14 @@ from rich.console import Console
 from mezzo.compare import folder as folder_module
 from mezzo.compare.answer import answer, unclear_speed
 from mezzo.compare.comparison import compare, schedule
+from mezzo.compare.judgement import _overflow
 from mezzo.compare.measure import Metric
 from mezzo.compare.progress import Watcher, watcher
 from mezzo.compare.request import Request, candidates
-from mezzo.compare.runs import run_child
+from mezzo.compare.runs import read_run, run_child
+from mezzo.core import records
 from mezzo.core.errors import MezzoError, ScriptError, UnknownNameError, UnsupportedPrecisionError, UsageError
+from mezzo.core.overflow import OverflowReport
 from mezzo.runner.lifecycle import RunRequest
 
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
@@ -134,6 +137,18 @@ def test_a_comparison_writes_its_folder(case: Case) -> None:
     assert [key for key in (*found, *one, *one["pairs"][0]) if f"`{key}`" not in page] == []
 
 
+def test_the_place_of_an_overflow_is_in_the_answer(case: Case) -> None:
+    one = {**case.compare()["candidates"]["bf16"], "overflow": "forward of mul in head (train.py:6)"}
+    assert "forward of mul in head (train.py:6)." in answer("bf16", one, case.request(), case.out)["plain"]
+    found = [
+        OverflowReport("loss scale", op="mul"),
+        OverflowReport("overflow", "head", "mul", line="t.py:6: x * y"),
+    ]
+    lines = [records.to_line(records.OverflowRecord(0, 0, 0.0, 1.0, report)) for report in found]
+    (case.out / "runs" / "odd.jsonl").write_text("\n".join([*lines, ""]))
+    assert _overflow([read_run(case.out / "runs", "odd")]) == "forward of mul in head (t.py:6)"
+
+
 AUTOCAST = ["left alone: it uses torch.autocast itself (t.py line 3)", "to have Mezzo do it, switch it off"]
 OWN: dict[str, Any] = {"losses": 0, "status": 2, "notes": AUTOCAST}
 QUICK, MORE, RUN = "quick look, ", "mezzo compare ", "mezzo run --precision bf16 "
@@ -142,9 +157,9 @@ QUICK, MORE, RUN = "quick look, ", "mezzo compare ", "mezzo run --precision bf16
 @pytest.mark.parametrize(
     ("behaviour", "parity", "says", "plain", "command"),
     [
-        ({"bf16": {"shift": 0.2}}, "divergent", "harm is established", "worse (1 run), loss ", "mezzo calibrate "),
+        ({"bf16": {"shift": 0.2}}, "divergent", "harm is established", "worse (1 pair), loss ", "mezzo calibrate "),
         ({"bf16": {"shift": 0.02}}, "inconclusive", "harm is not established", f"{QUICK}too few runs", MORE),
-        ({}, "consistent", "within the margin", f"{QUICK}no harm found (1 run, not proof), loss ", MORE),
+        ({}, "consistent", "within the margin", f"{QUICK}no harm found (1 pair, not proof), loss ", MORE),
         ({"bf16": {"losses": 25}}, "divergent", "25 losses and 25 updates with seed 0; FP32 recorded 40 losses",
          "worse: it recorded 25 losses", "mezzo calibrate "),
         ({"fp16": {"nan": 30}}, "divergent", "its loss is nan from step 30", "worse: with",
@@ -197,7 +212,7 @@ def test_what_is_slower_and_saves_nothing_is_not_recommended(case: Case) -> None
 def test_a_speed_whose_interval_is_wide_is_unclear(case: Case) -> None:
     one = case.compare()["candidates"]["bf16"]
     assert unclear_speed({**one, "speedup_interval": (0.5, 4.9)}) == ""
-    assert unclear_speed({**one, "speedup_interval": (0.0, 8e9)}) == "unclear (one run)"
+    assert unclear_speed({**one, "speedup_interval": (0.0, 8e9)}) == "unclear (1 pair)"
 
 
 class Lines(Watcher):
@@ -484,7 +499,7 @@ def test_lines_for_pipes(case: Case, tmp_path: Path) -> None:
         for _ in range(2):
             case.compare(watcher=watcher(Console(file=file)))
     said = path.read_text().splitlines()
-    assert said[1].startswith("3 runs: 1 FP32, 1 bf16, 1 FP32 as noise check")
+    assert said[1].startswith("3 runs: 1 FP32, 1 bf16 (1 pair: the same seed), 1 FP32 as noise check")
     assert said[2].startswith("[1/3] fp32-0: 40 steps, ")
     assert said[2].endswith(" s left")
     assert said[4].endswith(" s")  # nothing is left

@@ -99,6 +99,17 @@ def test_autocast_refuses_module_patterns_since_it_has_no_model(tmp_path, compil
         assert "mezzo.MixedPrecision(model, optimizer, 'bf16,module.head=fp32')" in str(caught.value)
 
 
+def test_a_policy_s_module_patterns_are_refused_until_they_are_applied(net):
+    chosen = policy("bf16,module.hea*=fp32")
+    for call in (lambda: mezzo.autocast(chosen), lambda: mezzo.autocast("cpu", dtype=chosen)):
+        with pytest.raises(
+            UsageError, match=r"mezzo\.MixedPrecision\(model, optimizer, 'bf16,module\.hea\*=fp32'"
+        ):
+            call()
+    with apply_module_overrides(net, chosen, "cpu"):
+        assert mezzo.autocast(chosen, "cpu").policy == chosen
+
+
 def test_fp32_modules_get_fp32_inputs_and_others_their_own(net):
     apply_module_overrides(net, policy("bf16,module.head=fp32"), "cpu")
     low, double = X.to(BF16), torch.ones(2, dtype=FP64)

@@ -96,8 +96,8 @@ USES = {
             net[0].weight.detach()
         assert any("set_grad_enabled" in name for name in during), during
     """,
-    "autocast with a module in FP32, recomputation, all formats, and one that raises": """
-        for policy in ("fp32", mezzo.policy("bf16,module.0=fp32"), "fp16", "bf16,recompute=gelu", "fp8", "tf32"):
+    "autocast with an op in FP32, recomputation, all formats, and one that raises": """
+        for policy in ("fp32", mezzo.policy("bf16,op.softmax=fp32"), "fp16", "bf16,recompute=gelu", "fp8", "tf32"):
             with mezzo.autocast(policy, "cpu"), mezzo.autocast("bf16", "cpu"):
                 net(x).sum().backward()
         mezzo.autocast("bf16", "cpu")(net)(x)

@@ -152,7 +152,14 @@ def test_a_context_in_a_compiled_function_is_switched_off(launch: Any, context: 
     off = launch(source, policy="fp32", own="off")
     assert off.status == 0, off.err
     assert off.lines == launch(script(), policy="fp32").lines
-    assert (f"{SWITCHED_OFF}torch.autocast bfloat16" in off.notes) == context.startswith("torch")
+    what = "mezzo.autocast in a compiled function" if "mezzo" in context else "torch.autocast bfloat16"
+    assert f"{SWITCHED_OFF}{what}" in off.notes
+    assert launch(source, policy="bf16", own="off").lines == launch(script(), policy="bf16").lines
+    if "mezzo" in context:
+        assert (
+            f"{OWN_PRECISION}it uses mezzo.autocast itself (script.py line 7)"
+            in launch(source, own="record").notes
+        )
 
 
 @pytest.mark.parametrize(

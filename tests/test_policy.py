@@ -355,6 +355,9 @@ def test_output_of_version_0_1_is_ignored_and_settings_belong_into_the_text(tmp_
         assert policy("bf16,output=fp16") == Policy("bf16")
     with pytest.raises(UsageError, match=r"mezzo\.policy\('bf16,loss_scale=8'\)"):
         policy("bf16", loss_scale=8)
+    for modules in ({"head": "fp32"}, [("head", "fp32")], "head=fp32"):
+        with pytest.raises(UsageError, match=r"mezzo\.policy\('bf16,module\.head=fp32'\)"):
+            policy("bf16", modules=modules)
 
 
 def test_built_in_python() -> None:

@@ -166,6 +166,7 @@ for _ in range(2):
     ran = launch(SCRIPT.format(body), policy="fp16")
     assert ran.status == 0, ran.err
     assert len(ran.of("update")) == 2
+    assert "not left alone, though it uses mezzo.autocast in a compiled function (script.py line" in ran.notes
 
 
 def test_a_run_whose_updates_are_measured_ends_at_fit_of_keras(

@@ -7,8 +7,7 @@ optimizer step use `mezzo.autocast`, `mezzo.GradScaler` and the optimizers of `m
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 from weakref import finalize
 
@@ -21,7 +20,7 @@ from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy import Policy
 from mezzo.core.policy_text import matches
 from mezzo.core.version import library
-from mezzo.pytorch.autocast.context import Context, autocast
+from mezzo.pytorch.autocast.context import Context, context_of
 from mezzo.pytorch.autocast.modules import (
     apply_module_overrides,
     fitting,
@@ -31,7 +30,7 @@ from mezzo.pytorch.autocast.modules import (
 )
 from mezzo.pytorch.grad_scaler import GradScaler
 from mezzo.pytorch.monitor.module_paths import unwrapped
-from mezzo.pytorch.optim.adopt import class_of
+from mezzo.pytorch.optim.adopt import extend
 from mezzo.pytorch.step import parameters
 from mezzo.pytorch.trainer_step import TrainerStep
 from mezzo.pytorch.training.backward import Gradients
@@ -103,8 +102,7 @@ def attached(accelerator: Any, precision: Precision, *, late: bool = False) -> A
             "accelerator.prepare(...)."
         )
     precision.apply(list(map(unwrapped, accelerator._models)), stores=False)
-    kind: Any = type(accelerator)
-    accelerator.__class__ = class_of(_Attached, kind)
+    extend(accelerator, _Attached)
     accelerator.mezzo, accelerator.scaler = precision, precision.scaler
     return accelerator
 
@@ -142,7 +140,7 @@ class Precision(TrainerStep):
 
     def context(self, enabled: bool = True) -> Context:
         """The autocast context of the policy."""
-        return autocast(self.policy, self.device_type, enabled)
+        return context_of(self.policy, self.device_type, enabled)
 
     def apply(self, models: Sequence[nn.Module], *, stores: bool = True) -> None:
         """Let models compute by the policy, and store their weights as the policy says, if it `stores`."""
@@ -162,7 +160,7 @@ class Precision(TrainerStep):
         """Report the calls of a model, as it is called: perhaps compiled, or wrapped for data parallelism."""
         handles = vars(unwrapped(model))["forward"].handles
         if self.scaler is not None and not handles:
-            handles += [model.register_forward_pre_hook(self.called), *self.observing.watch(model)]
+            handles += [model.register_forward_pre_hook(self.networks.called), *self.observing.watch(model)]
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Give an optimizer the masters and the state formats of the policy."""
@@ -207,7 +205,7 @@ class _Forward:
         return type(self._model).forward.__get__(self._model) if self._before is None else self._before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with autocast(self._policy, self._device_type):
+        with context_of(self._policy, self._device_type):
             out = self.__wrapped__(*args, **kwargs)
         return to_fp32(out)
 
@@ -247,8 +245,7 @@ class _Attached(_library.Accelerator):  # type: ignore[misc, name-defined]
             return super().prepare_optimizer(optimizer, device_placement)
         self.mezzo.prepare(optimizer)
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        kind: Any = type(prepared)
-        prepared.__class__ = class_of(_Optimizer, kind)
+        extend(prepared, _Optimizer)
         prepared.mezzo = self.mezzo
         return prepared
 
@@ -279,11 +276,9 @@ class _Attached(_library.Accelerator):  # type: ignore[misc, name-defined]
                 self.mezzo.unscale(optimizer)
         return several
 
-    @contextmanager
-    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+    def autocast(self, autocast_handler: Any = None) -> Context:
         """The policy's context, for code outside of prepared models."""
-        with self.mezzo.context(autocast_handler is None or autocast_handler.enabled):
-            yield
+        return self.mezzo.context(autocast_handler is None or autocast_handler.enabled)
 
 
 class _Optimizer(_library.optimizer.AcceleratedOptimizer):  # type: ignore[misc, name-defined]
@@ -294,8 +289,7 @@ class _Optimizer(_library.optimizer.AcceleratedOptimizer):  # type: ignore[misc,
     def step(self, closure: Any = None) -> None:
         """Step at the end of an accumulation window, unless a gradient is NaN or infinite."""
         if self.gradient_state.sync_gradients:
-            arguments = () if closure is None else (closure,)
-            self._is_overflow = self.mezzo.step(self.optimizer, *arguments)
+            self._is_overflow = self.mezzo.step(self.optimizer, *[closure] * (closure is not None))
 
 
 class Accelerator(_Attached):

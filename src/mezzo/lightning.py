@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache, partial, partialmethod
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -24,10 +24,10 @@ from mezzo.core.errors import UsageError, checks_keywords
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy import Policy
 from mezzo.core.version import library
-from mezzo.pytorch.autocast.context import autocast
+from mezzo.pytorch.autocast.context import context_of
 from mezzo.pytorch.autocast.modules import fitting
 from mezzo.pytorch.monitor.module_paths import unwrapped
-from mezzo.pytorch.optim.adopt import class_of
+from mezzo.pytorch.optim.adopt import extend
 from mezzo.pytorch.snapshot import BufferSnapshot
 from mezzo.pytorch.step import parameters
 from mezzo.pytorch.trainer_step import TrainerStep
@@ -160,8 +160,7 @@ class _Plugin(TrainerStep):
         self._schedulers = [] if self.scaler is None else [config.scheduler for config in lr_schedulers]
         for scheduler in self._schedulers:
             if not isinstance(scheduler, _Held):  # an attribute would be in its `state_dict`
-                kind: Any = type(scheduler)
-                scheduler.__class__ = class_of(_Held, kind)
+                extend(scheduler, _Held)
         self._prepare(model)
         return model, optimizers, lr_schedulers
 
@@ -184,7 +183,7 @@ class _Plugin(TrainerStep):
         root = self._models[0]
         called = self._models if self._trainer is None else list(_parts(root))
         if self._trainer is None or len(self._optimizers) > 1:
-            self._handles = [part.register_forward_pre_hook(self.called) for part in called]
+            self._handles = [part.register_forward_pre_hook(self.networks.called) for part in called]
         # In DDP the root's call is the whole `training_step`, which can't be called again by itself.
         outermost = [root, *called] if wrapped is root else called
         first = self._resolved[0]
@@ -210,7 +209,7 @@ class _Plugin(TrainerStep):
         if self._models and not self._resolved:
             self._prepare()
         # Without models: Fabric's own `autocast()`, before `setup`.
-        context = self._resolved[0].context() if self._models else autocast(self.policy)
+        context = self._resolved[0].context() if self._models else context_of(self.policy)
         with context, self.observing.live() if torch.is_grad_enabled() else nullcontext():
             yield
 
@@ -221,17 +220,20 @@ class _Plugin(TrainerStep):
         """Around `training_step`. With manual optimization it holds all steps of a batch: then the scale is updated."""
         module = self._trainer.lightning_module
         if self.scaler is not None and len(self._optimizers) == 1:
-            self.called(module)
+            self.networks.called(module)
         with self.forward_context():
             yield
         if not module.automatic_optimization:
             self._end_batch()
 
-    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        return self._base.pre_backward(self, tensor, module)
+    def _of_base(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's own method, of the Trainer's plugin or of Fabric's."""
+        return getattr(self._base, name)(self, *args, **kwargs)
 
-    def post_backward(self, tensor: Tensor, module: Any) -> Any:
-        return self._base.post_backward(self, tensor, module)
+    pre_backward = partialmethod(_of_base, "pre_backward")
+    post_backward = partialmethod(_of_base, "post_backward")
+    _after_closure = partialmethod(_of_base, "_after_closure")
+    _clip_gradients = partialmethod(_of_base, "_clip_gradients")
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Backward of the scaled loss."""
@@ -259,7 +261,7 @@ class _Plugin(TrainerStep):
             def evaluate() -> Any:
                 self.observing.step_dropped()  # only the last evaluation is explained
                 if self._trainer is not None and len(self._optimizers) == 1:
-                    self.called(self._trainer.lightning_module)
+                    self.networks.called(self._trainer.lightning_module)
                     self._before = self.networks.of(self._trainer.lightning_module).copied()
                 results[:] = [closure()]
                 return results[0]
@@ -314,12 +316,6 @@ class _Plugin(TrainerStep):
     def was_skipped(self, optimizer: Any) -> bool:
         """Whether the optimizer's last step was skipped: if so, do not step its scheduler (a Trainer does it)."""
         return self.scaler is not None and self.scaler.was_skipped(_unwrapped(optimizer))
-
-    def _after_closure(self, *args: Any) -> None:
-        self._base._after_closure(self, *args)
-
-    def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        self._base._clip_gradients(self, *args, **kwargs)
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
         """Clip the unscaled gradients, of fused optimizers too."""

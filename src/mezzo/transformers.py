@@ -19,7 +19,7 @@ from mezzo.core.errors import CallOrderError, UsageError, checks_keywords
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy import Policy
 from mezzo.core.version import library
-from mezzo.pytorch.optim.adopt import class_of
+from mezzo.pytorch.optim.adopt import extend
 
 # Not under its own name, which `mezzo.transformers` would then return.
 _library = library("transformers", "5.0")
@@ -98,8 +98,7 @@ def use(
         )
     attached(trainer.accelerator, precision, late=True)
     trainer._mezzo_make = make
-    own: Any = type(trainer)
-    trainer.__class__ = class_of(_InUse, own)
+    extend(trainer, _InUse)
     return trainer
 
 

@@ -7,6 +7,7 @@ model's 16-bit weights keep their scaled 16-bit gradients until the step.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from types import MethodType
 from typing import Any
@@ -29,6 +30,7 @@ class Stash:
         self.skips = False  # the next step
         self._optimizer = optimizer
         self._is_scaled = False  # from `begin` until the gradients are unscaled
+        self._versions: dict[Tensor, int] = {}  # of 16-bit gradients whose values the masters have
         self._before: dict[Tensor, Tensor] = {}  # unscaled gradients of earlier backward passes
         if exact is not None:
             with_masters(optimizer)
@@ -41,10 +43,7 @@ class Stash:
 
     def masters(self) -> dict[Tensor, nn.Parameter]:
         """The masters of 16-bit weights."""
-        own = self._optimizer
-        return (
-            {param: own._parameter(param) for param in own._lowered()} if isinstance(own, WithMasters) else {}
-        )
+        return self._optimizer.masters() if isinstance(self._optimizer, WithMasters) else {}
 
     def parameters(self) -> list[Tensor]:
         """The parameters that the optimizer updates: masters where there are some."""
@@ -66,6 +65,7 @@ class Stash:
         """Divide the new gradients by the scale, and add the earlier ones; whether a new one is NaN or infinite."""
         for weight, master in self.masters().items():
             master.grad = None if weight.grad is None else weight.grad.float()
+            self._versions[weight] = getattr(weight.grad, "_version", 0)
         grads = engine.gradients_of(self.parameters(), allow_fp16=True)
         found = engine.unscale_(grads, inverse(torch.tensor(scale)))
         for param, grad in self._before.items():
@@ -90,7 +90,13 @@ class Stash:
                 "out delay_unscale=True in the last block before a step."
             )
         for weight in self.masters():
-            weight.grad = None  # those of the masters are taken
+            grad, weight.grad = weight.grad, None  # those of the masters are taken
+            if grad is not None and grad._version != self._versions.get(weight):
+                warnings.warn(
+                    "amp: gradients of 16-bit weights were changed after scale_loss, which has no effect. Clip those "
+                    "of amp.master_params(optimizer) instead of model.parameters() or optimizer.param_groups.",
+                    stacklevel=4,
+                )
         with disable_casts():
             return own(**kwargs)
 

@@ -67,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--framework", choices=tuple(FRAMEWORKS), help=framework)
     precision = "the candidates, separated by commas: bf16, fp16, policies, .toml files (default bf16,fp16)"
     add("--precision", action="append", metavar="P", help=precision)
-    seeds = "runs of each precision (default 3; 1 for a quick look; more can prove smaller differences)"
+    seeds = "pairs of runs, FP32 and candidate (default 3; 1 for a quick look; more can prove smaller differences)"
     add("--seeds", type=whole("pairs", 3), default=3, metavar="N", help=seeds)
     nproc = "run a distributed script on so many ranks, each run by torchrun; rank 0 is compared"
     add("--nproc", type=whole("ranks", 2, 2), metavar="N", help=nproc)

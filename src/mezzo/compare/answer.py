@@ -26,6 +26,8 @@ def answer(name: str, one: Candidate, request: Request, folder: Path) -> dict[st
     """The keys of `verdict.json` that answer in plain words: `plain`, what to do next, and the command of a proof."""
     advice, words = _next_step(name, one, request, folder)
     plain = f"{_judged(one, request)}."
+    if one.get("overflow"):
+        plain += f" First overflow: {one['overflow']}."
     if one["pairs"]:
         saved = f"{_memory(one['peak_memory_ratio'])}, {_speed(one, request)}."
         plain += f" {saved[0].upper()}{saved[1:]}"
@@ -83,7 +85,7 @@ def written(one: Candidate, quantity: str) -> tuple[str, str] | None:
 
 def _judged(one: Candidate, request: Request) -> str:
     word, cause = one["parity"], one["cause"]
-    found = f"{READING[word]} ({one['seeds']} run{'s' * (one['seeds'] != 1)}"
+    found = f"{READING[word]} ({one['seeds']} pair{'s' * (one['seeds'] != 1)}"
     label = metric_name(request.metric)
     if word == "equivalent":
         within = f"±{100 * one['margin_relative']:.3g} %"
@@ -120,7 +122,7 @@ def _speed(one: Candidate, request: Request) -> str:
     if interval[0] > 1 / SAME and interval[1] < SAME:
         return "same speed"
     if one["speed_word"] not in ("faster", "slower"):
-        return "speed unclear" + " (1 run)" * (len(one["pairs"]) == 1)
+        return "speed unclear" + " (1 pair)" * (len(one["pairs"]) == 1)
     factor = max(speed, 1 / speed)
     if request.seeds < FEWEST_FOR_TOST:
         return f"about {factor:.2g}x {one['speed_word']}"
@@ -130,7 +132,7 @@ def _speed(one: Candidate, request: Request) -> str:
 def unclear_speed(one: Candidate) -> str:
     """What is printed where the speed's interval says nothing; empty otherwise."""
     low, high = one["speedup_interval"] or (1.0, 1.0)
-    return "unclear" + " (one run)" * (len(one["pairs"]) == 1) if high > WIDE * low else ""
+    return "unclear" + " (1 pair)" * (len(one["pairs"]) == 1) if high > WIDE * low else ""
 
 
 def _proof(name: str, one: Candidate, request: Request, folder: Path) -> list[str]:
@@ -168,7 +170,7 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         more = {**asked, "seeds": FEWEST_FOR_TOST}
         its = request.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
         out = "" if str(folder) == f"mezzo-compare-{its}" else str(folder)
-        return "make 3 runs (finished runs are kept)", compare_command(more, out)
+        return "make 3 pairs of runs (finished runs are kept)", compare_command(more, out)
     if word == "inconclusive":
         if one["cause"]:
             return "let the script train for a fixed number of steps", []
@@ -176,9 +178,12 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         seeds = max([request.seeds + 1, *(found or [2 * request.seeds])])
         if seeds > MOST_RUNS:
             other = "test on more data" if request.metric else "judge by a metric (--metric)"
-            return f"train longer, or {other}. With this script only about {seeds} runs could tell", []
+            return (
+                f"train longer, or {other}. With this script only about {seeds} pairs of runs could tell",
+                [],
+            )
         more = {**asked, "precisions": [name], "seeds": seeds}
-        return f"make {seeds} runs of {name}, in a new folder", compare_command(
+        return f"make {seeds} pairs of runs with {name}, in a new folder", compare_command(
             more, f"{folder}-{seeds}-seeds"
         )
     memory = one["peak_memory_ratio"]

@@ -68,7 +68,8 @@ def planned_runs(request: Request) -> str:
     tip = "a quick look: 3 or more seeds can prove more" if few else "--seeds 1 for a quick look"
     script = shlex.join([request.demo or request.target, *request.argv])
     ranks = "" if request.nproc is None else f" on {request.nproc} ranks"
-    return f"{script}\n{len(schedule(request))} runs{ranks}: {counts}, 1 FP32 as noise check; {tip}"
+    pairs = f"{request.seeds} pair{'s' * (request.seeds > 1)}: the same seed"
+    return f"{script}\n{len(schedule(request))} runs{ranks}: {counts} ({pairs}), 1 FP32 as noise check; {tip}"
 
 
 def compare(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -83,6 +83,7 @@ def _candidate(
             "parity": judged.parity.value,
             "reason": reason,
             "cause": judged.cause,
+            "overflow": _overflow(runs.values()) if judged.cause else "",
             "speedup": fast.speedup if fast else None,
             "speedup_interval": fast.interval if fast else None,
             "speed_word": fast.word if fast else None,
@@ -135,6 +136,13 @@ def _quantity(part: Comparison | None, name: str, prefix: str) -> dict[str, Any]
         f"{prefix}seed_noise": "seed_noise",
     }
     return {key: getattr(part, field, None) for key, field in keys.items()}
+
+
+def _overflow(runs: Iterable[FinishedRun]) -> str:
+    """The place of the first overflow on record that a smaller loss scale would not avoid."""
+    found = [one.finding for run in runs for one in run.overflows if one.finding.op and one.finding.alarms]
+    line = ":".join(found[0].line.split(":")[:2]) if found else ""
+    return f"{found[0].where}{f' ({line})' if line else ''}" if found else ""
 
 
 # The line of an exception, which PyTorch prints with the rank.

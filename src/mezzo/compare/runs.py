@@ -156,6 +156,7 @@ class FinishedRun:
     memory: records.MemoryRecord | None
     ended: records.RunEnded | None
     log: Path
+    overflows: tuple[records.OverflowRecord, ...] = ()
 
     @property
     def succeeded(self) -> bool:
@@ -232,16 +233,17 @@ class FinishedRun:
 def read_run(runs: Path, name: str) -> FinishedRun:
     """Read a run's records; a run that left none has neither a start nor an end."""
     path = runs / f"{name}.jsonl"
-    kept: dict[str, list[Any]] = {"loss": [], "update": []}
+    kept: dict[str, list[Any]] = {"loss": [], "update": [], "overflow": []}
     once: dict[str, Any] = {}
     for record in records.read(path) if path.exists() else ():
         if record.kind in kept:
             kept[record.kind].append(record)
         else:
             once[record.kind] = record
-    losses, updates = map(tuple, kept.values())
+    losses, updates, overflows = map(tuple, kept.values())
     log = runs / f"{name}.log"
-    return FinishedRun(name, once.get("run"), losses, updates, once.get("memory"), once.get("end"), log)
+    end = once.get("end")
+    return FinishedRun(name, once.get("run"), losses, updates, once.get("memory"), end, log, overflows)
 
 
 def _ended_by_a_rank(path: Path, status: int) -> int:

@@ -194,8 +194,13 @@ class OverflowReport:
         if self.cause in ("input", "state"):  # a tensor that was there
             names = ", ".join(facts.name for facts in self.inputs)
             return f"{names or 'a tensor'}{f' of {self.module}' if self.module else ''}{line}: {CAUSES[self.cause]}"
+        return f"{self.where}{line}: {self.why}"
+
+    @property
+    def where(self) -> str:
+        """The operation and its module in words."""
         where = "outside the model" if self.module == OUTSIDE else f"in {self.module or 'the model'}"
-        return f"{self.direction} of {self.op or 'an operation'} {where}{line}: {self.why}"
+        return f"{self.direction} of {self.op or 'an operation'} {where}"
 
     def _repr_html_(self) -> str:
         rows = [("cause", self.why), ("module", self.module), ("operation", self.op), ("line", self.line)]

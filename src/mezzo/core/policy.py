@@ -333,7 +333,7 @@ def policy(spec: object, **settings: object) -> Policy:
         True
     """
     if settings:
-        text = ",".join([str(spec), *(f"{key}={value}" for key, value in settings.items())])
+        text = ",".join([str(spec), *(part for given in settings.items() for part in _as_text(*given))])
         raise UsageError(f"policy: write settings in the text: mezzo.policy({str(policy(text))!r}).")
     if isinstance(spec, Policy):
         return spec
@@ -347,6 +347,16 @@ def policy(spec: object, **settings: object) -> Policy:
             "torch.float16, a policy such as 'bf16,op.softmax=fp32', or the path of a .toml file."
         )
     return _parsed(spec if isinstance(spec, str) else precision_name(spec))
+
+
+def _as_text(key: str, value: object) -> list[str]:
+    """A setting as a policy's text has it: ``module.head=fp32`` for ``modules={"head": "fp32"}``."""
+    prefix = {"modules": "module", "ops": "op"}.get(key, key)
+    if prefix not in ("module", "op"):
+        return [f"{key}={value}"]
+    if isinstance(value, str):
+        return [f"{prefix}.{value}"]
+    return [f"{prefix}.{name}={fmt}" for name, fmt in dict(value).items()]  # type: ignore[call-overload]
 
 
 @lru_cache(maxsize=256)

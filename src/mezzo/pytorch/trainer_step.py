@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backward pass
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
@@ -92,13 +90,6 @@ class TrainerStep:
             waits, written = bool(self._trace), self._written.format
             tracers = [OverflowTracer(enter=enter, waits=waits, model=model, written=written)]
         self.observing = Observers(models, tracers)
-
-    def called(self, model: nn.Module, *_: Any) -> None:
-        """A pre-hook of a model: in training, copy the buffers that a skipped step restores."""
-        if torch.compiler.is_compiling() or _graph_task() != -1:  # -1: not recomputed in backward
-            return
-        if model.training and torch.is_grad_enabled():
-            self.networks.call(model)
 
     def backward_begins(self, loss: Any, divisor: int = 1) -> None:
         """A loss is about to be divided, scaled and backpropagated."""

@@ -126,6 +126,14 @@ def current_policy(device_type: str = "cpu") -> Policy | None:
     return policy if enabled and _get_dtype(device_type) is dtype_of(policy.activations) else None
 
 
+def belongs(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether a `torch.autocast` is part of a context of Mezzo as compiled code replays it: the label comes first."""
+    if device_type in label_devices():
+        return True
+    policy = dict(binding_of(label())).get(device_type)
+    return policy is not None and dtype is dtype_of(policy.activations)
+
+
 def successor(code: int, device_type: str, policy: Policy | None) -> int:
     """The label after `policy` (None: no policy) is bound to `device_type` where the label is `code`."""
     key = (code, device_type, policy, native_key())

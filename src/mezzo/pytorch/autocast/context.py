@@ -49,6 +49,7 @@ _OFF = _Resolved(None, False, None)
 _DEVICES = {name: name for name in AUTOCAST_KEYS} | {"gpu": "cuda"}
 _Outside = tuple[active_policy.Transition, bool, torch.dtype, bool | None]
 
+applied: set[tuple[str, str]] = set()  # the module patterns that `apply_module_overrides` has applied
 _contexts: dict[tuple[Any, ...], Context] = {}  # one object for all calls with the same arguments
 
 _get_ident = threading.get_ident
@@ -94,7 +95,7 @@ def autocast(
     Args:
         policy: a precision (``"bf16"``), a torch dtype, a string with settings (``"fp16,op.softmax=lower"``), the path
             of a TOML file, or a `Policy`. ``"fp32"`` switches autocast off. ``"auto"`` takes what this device has.
-            The model is unknown here: module patterns are an error, and those of a `Policy` object have no effect.
+            The model is unknown here: a module pattern is an error, in a `Policy` unless it was applied to a model.
         device_type: ``"cpu"``, ``"cuda"``, ... Default: the accelerator of this computer, or ``"cpu"``.
         enabled: False for a context without autocast and without a policy.
         cache_enabled: whether 16-bit copies of weights are kept until the outermost context ends. Default: as outside,
@@ -113,6 +114,18 @@ def autocast(
         raise unknown_argument(autocast, next(iter(unknown)))
     if dtype is not None or policy is None:
         policy, device_type = _as_in_torch(policy, device_type, dtype)
+    if not _is_dynamo_compiling():
+        for given in (policy, device_type):
+            if type(given) is Policy and not applied.issuperset(given.modules):
+                raise _without_model(given)
+    return context_of(policy, device_type, enabled, cache_enabled)
+
+
+@not_traced
+def context_of(
+    policy: Any, device_type: Any = None, enabled: bool = True, cache_enabled: bool | None = None
+) -> Context:
+    """`autocast` for Mezzo's own calls, which know the model that a policy's module patterns are for."""
     if _is_dynamo_compiling():
         first, second = _policy_first(policy, device_type)
         # Field by field: the graph is guarded by the content. Dynamo of torch 2.11 takes no dataclass there.
@@ -124,7 +137,7 @@ def autocast(
     if found is None:
         first, second = _policy_first(policy, device_type)
         if first is not policy:
-            return autocast(first, second, enabled, cache_enabled)
+            return context_of(first, second, enabled, cache_enabled)
         found = Context(first, second, enabled, cache_enabled)
         is_file = not isinstance(policy, (Policy, str, torch.dtype)) or str(policy).endswith(".toml")
         if not is_file and found.is_as_asked:  # a file, or which devices there are, may change
@@ -297,7 +310,7 @@ class Context:
             if not _is_dynamo_compiling():
                 with shared:
                     return function(*args, **kwargs)
-            with autocast(policy, device_type, enabled, cache_enabled):
+            with context_of(policy, device_type, enabled, cache_enabled):
                 return function(*args, **kwargs)
 
         return cast("_Function", in_context)
@@ -352,7 +365,7 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
 
 
 def _without_model(policy: Policy) -> UsageError:
-    pattern, fmt = policy.modules[0]
+    pattern, fmt = next((pair for pair in policy.modules if pair not in applied), policy.modules[0])
     return UsageError(
         f"mezzo.autocast('{policy}'): module.{pattern}={fmt} needs the model, which mezzo.autocast does not know. Use "
         f"mezzo.MixedPrecision(model, optimizer, '{policy}').autocast(), or call that module inside "
@@ -409,7 +422,7 @@ def _settings(
         (device, digit or torch.bfloat16, digit is not None, cache_enabled)
         for device, digit in active_policy.label_state(code)
     )
-    return ((context.device_type, dtype, context._enabled, cache_enabled), *label)
+    return (*label, (context.device_type, dtype, context._enabled, cache_enabled))
 
 
 # Constants while tracing, as by `torch.compiler.assume_constant_result`, without importing the compiler. Dynamo guards

@@ -25,7 +25,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy_text import is_pattern, matches
 from mezzo.core.recipes import recipe_of
 from mezzo.pytorch.autocast import active_policy
-from mezzo.pytorch.autocast.context import autocast, default_device_type
+from mezzo.pytorch.autocast.context import applied, context_of, default_device_type
 
 __all__ = [
     "ModuleOverrides",
@@ -68,6 +68,7 @@ def apply_module_overrides(
     for pattern, _ in policy.modules:
         if not any(matches(pattern, path) for path in paths):
             raise no_such_module(pattern, paths)
+    applied.update(policy.modules)
     formats = {path: found for path in paths if (found := policy.format_for_module(path)) is not None}
     device = default_device_type() if device_type is None else device_type
     for path, fmt in formats.items():
@@ -98,7 +99,7 @@ class _Override:
         if self._policy.compute == "fp32":
             args, kwargs = to_fp32(args), to_fp32(kwargs)
         lowered_around = torch.is_autocast_enabled(self._device_type)
-        with autocast(self._policy, self._device_type):
+        with context_of(self._policy, self._device_type):
             result = forward(*args, **kwargs)
         # Where autocast is off around, FP32 weights would meet a 16-bit activation.
         return result if lowered_around else to_fp32(result)

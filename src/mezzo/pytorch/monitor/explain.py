@@ -21,7 +21,7 @@ from mezzo.core.notebook import html_table
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OpFormats
-from mezzo.pytorch.autocast.context import autocast
+from mezzo.pytorch.autocast.context import context_of
 from mezzo.pytorch.autocast.modules import apply_module_overrides, described, with_heads
 from mezzo.pytorch.autocast.plan import plan
 from mezzo.pytorch.monitor.formats import MODULE_MARK, OpObserver, summed
@@ -134,7 +134,7 @@ def explain(
     _check_arguments(model, inputs, kwargs)
     tensors = [*model.parameters(), *model.buffers(), *inputs, *kwargs.values()]
     device_type = next((str(t.device.type) for t in tensors if isinstance(t, torch.Tensor)), "cpu")
-    context = autocast(policy_of(precision).at(0), device_type)
+    context = context_of(policy_of(precision).at(0), device_type)
     policy = with_heads(context.policy or policy_of("fp32"), model)
     notes = list(policy.notes)
     if isinstance(precision, (str, Policy)) and policy_of(precision).compute == "auto":

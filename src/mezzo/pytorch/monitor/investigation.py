@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mezzo.core.overflow import OUTSIDE, SUM, OverflowReport
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.remedies import MODULES, POLICY, added, remedies, training_code, with_fix
-from mezzo.pytorch.autocast.context import autocast
+from mezzo.pytorch.autocast.context import context_of
 from mezzo.pytorch.autocast.modules import apply_module_overrides, fitting
 from mezzo.pytorch.hardware import native_formats
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, replay_backward, report_at
@@ -231,7 +231,7 @@ def _changed(text: str, call: SavedCall) -> Iterator[Callable[[], AbstractContex
     policy = fitting(policy_of(text), call.root)  # under `mezzo run` it names other models' modules too
     overrides = apply_module_overrides(call.root, policy, device) if policy.modules else None
     try:
-        yield partial(autocast, policy, device)
+        yield partial(context_of, policy, device)
     finally:
         if overrides is not None:
             overrides.remove()

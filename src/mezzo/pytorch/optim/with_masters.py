@@ -19,7 +19,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.distributed import is_spread, local
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
 from mezzo.pytorch.optim import checks
-from mezzo.pytorch.optim.adopt import adopt, class_of, empty
+from mezzo.pytorch.optim.adopt import adopt, empty, extend
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import MASTER, is_for_checkpoint, masters_in, without_master
 from mezzo.pytorch.weights import shards
@@ -50,7 +50,7 @@ def with_masters(optimizer: Any) -> WithMasters:
         if param.dtype in LOWERED:
             checks.claim(optimizer, param)
     own_step = vars(optimizer).pop("step", None)
-    optimizer.__class__ = class_of(WithMasters, optimizer.__class__)
+    extend(optimizer, WithMasters)
     made: WithMasters = optimizer
     made._attach(own_step)
     for param in made._lowered():
@@ -320,6 +320,10 @@ class WithMasters(Optimizer):
             self._parameter(param).grad = None
             write_weight(self.state[param][MASTER], param)
 
+    def masters(self) -> dict[Any, Any]:
+        """The 16-bit weights, each with its FP32 master: the `Parameter` that replaces it during a step."""
+        return {param: self._parameter(param) for param in self._lowered()}
+
     def _parameter(self, param: Tensor) -> nn.Parameter:
         """The `Parameter` that replaces a weight during a step: the same one at each step."""
         tensor = self._ensure_master(param)
@@ -334,11 +338,9 @@ class WithMasters(Optimizer):
         return master
 
     def _swap_in(self) -> None:
-        replaced: dict[Any, Any] = {}
-        for param in self._lowered():
-            master = replaced[param] = self._parameter(param)
+        replaced = self.masters()
+        for param, master in replaced.items():
             master.requires_grad_(param.requires_grad)
-        for param in replaced:
             del self.state[param][MASTER]
             if not self.state[param]:
                 del self.state[param]  # some optimizers ask whether a parameter has a state

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.core.policy_text import matches
 from mezzo.pytorch.autocast import active_policy
-from mezzo.pytorch.autocast.context import autocast
+from mezzo.pytorch.autocast.context import context_of
 from mezzo.pytorch.autocast.modules import (
     apply_module_overrides,
     described,
@@ -218,7 +218,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             args, kwargs = to_fp32(args), to_fp32(kwargs)
         if session.left_alone is not None or not session.lowers:
             return original(self, *args, **kwargs)
-        with autocast(session.applied, session.device_type):
+        with context_of(session.applied, session.device_type):
             out = original(self, *args, **kwargs)
         return to_fp32(out)
 
@@ -240,7 +240,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         observers.watch_begins(module)
         if thread.policy is not policy:
             thread.policy = policy
-            thread.context = None if policy.is_fp32 else autocast(policy, session.device_type)
+            thread.context = None if policy.is_fp32 else context_of(policy, session.device_type)
         context = thread.context
         if context is None:
             thread.in_fp32 = True

@@ -7,9 +7,11 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Collection
+from contextlib import ContextDecorator, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from mezzo.core.records import SWITCHED_OFF
 from mezzo.pytorch.run.summary import for_keras
 
 if TYPE_CHECKING:
@@ -106,21 +108,53 @@ def _imported(home: str, name: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: getattr(importlib.import_module(home), name)(*args, **kwargs)
 
 
+class _Unchanged(ContextDecorator, nullcontext[None]):
+    """Instead of a `mezzo.autocast` of the script: the run's policy stays on inside."""
+
+
 def _autocast(session: Session, autocast: Any) -> Any:
-    """The `mezzo.autocast` of a run; not noticed in a compiled function, where Dynamo traces it."""
+    """The `mezzo.autocast` of a run: noticed, or off; in a compiled function when Dynamo traces it."""
     from mezzo.pytorch.kernels.not_traced import not_traced
 
-    compiling: Any = sys.modules["torch"].compiler.is_dynamo_compiling
+    torch: Any = sys.modules["torch"]
+    compiling, own = torch.compiler.is_dynamo_compiling, session.request.own
+
+    def notice_at_trace_time(_: Any) -> None:
+        stack = torch._guards.TracingContext.extract_stack()
+        line = next(frame for frame in reversed(stack) if frame.filename != __file__)
+        where = f"{os.path.basename(line.filename)} line {line.lineno}"
+        if own == "off":
+            switched_off(session, "mezzo.autocast in a compiled function")
+        elif own != "keep":
+            stand_back(session, "mezzo.autocast", where)
+        else:  # to be left alone would change what the graph's guards check
+            why = f"it uses mezzo.autocast in a compiled function ({where})"
+            session.journal.note(f"not left alone, though {why}: there its own precision applies")
 
     @not_traced
     @functools.wraps(autocast)
     def watched(*args: Any, **kwargs: Any) -> Any:
+        if compiling():
+            if "fp32" in args or not kwargs.get("enabled", True):
+                return autocast(*args, **kwargs)
+            from torch._dynamo.comptime import comptime
+
+            comptime(notice_at_trace_time)
+            return nullcontext() if own == "off" else autocast(*args, **kwargs)
         made = autocast(*args, **kwargs)
-        if not compiling() and session.left_alone is None and made.policy is not None:
+        if made.policy is not None and own == "off":
+            switched_off(session, f"mezzo.autocast {made.policy}")
+            return _Unchanged()
+        if made.policy is not None and session.left_alone is None:
             _notice(session, "mezzo.autocast")
         return made
 
     return watched
+
+
+def switched_off(session: Session, what: str) -> None:
+    """Note a setting of the script that `--own off` has switched off."""
+    session.journal.note(f"{SWITCHED_OFF}{what}")
 
 
 def _notice(session: Session, name: str) -> bool:

@@ -51,11 +51,11 @@ def watchers_for(session: Session) -> list[StepObserver]:
 
 def tracer_for(session: Session) -> OverflowTracer:
     """Investigates skipped steps. The host knows of each at once, so this adds no wait."""
-    from mezzo.pytorch.autocast.context import autocast
+    from mezzo.pytorch.autocast.context import context_of
     from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
 
     return OverflowTracer(
-        enter=lambda: autocast(session.policy_now, session.device_type),
+        enter=lambda: context_of(session.policy_now, session.device_type),
         clock=session.journal.now,
         waits=True,
         written=session.command,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import ContextDecorator, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.policy import policy
-from mezzo.core.records import SWITCHED_OFF
 from mezzo.pytorch.run import foreign
 
 if TYPE_CHECKING:
@@ -17,10 +14,6 @@ if TYPE_CHECKING:
 
 _SCALER, _MIXED = "mezzo.pytorch.grad_scaler", "mezzo.pytorch.training.mixed_precision"
 _LOW = ("params", "masters", "state", "weights", "loss_scale", "release_gradients")  # of MixedPrecision
-
-
-class _Unchanged(ContextDecorator, nullcontext[None]):
-    """Instead of a `mezzo.autocast` of the script: the run's policy stays on inside."""
 
 
 def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
@@ -33,7 +26,9 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
             if any(given.get(name) for name in _LOW) or not policy(precision).is_fp32:
                 if session.request.own == "off":
                     low = [f"{name}={given.pop(name)}" for name in _LOW if given.get(name)]
-                    _switched(session, f"mezzo.MixedPrecision({', '.join([str(precision), *low])})")
+                    foreign.switched_off(
+                        session, f"mezzo.MixedPrecision({', '.join([str(precision), *low])})"
+                    )
                     precision = "fp32"
                 elif session.left_alone is None and (where := foreign.user_line(2)) is not None:
                     foreign.stand_back(session, "mezzo.MixedPrecision", where)
@@ -46,33 +41,14 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
         _switch_off(session, patches, imports)
 
 
-def _switched(session: Session, what: str) -> None:
-    session.journal.note(f"{SWITCHED_OFF}{what}")
-
-
 def _switch_off(session: Session, patches: Patches, imports: ImportWatch) -> None:
-    def without_autocast(module: Any, autocast: Any) -> None:
-        def off(*args: Any, **kwargs: Any) -> Any:
-            if sys.modules["torch"].compiler.is_dynamo_compiling():
-                stays = "fp32" in args or not kwargs.get("enabled", True)
-                return autocast(*args, **kwargs) if stays else nullcontext()
-            made = autocast(*args, **kwargs)
-            if made.policy is None:
-                return made
-            _switched(session, f"mezzo.autocast {made.policy}")
-            return _Unchanged()
-
-        patches.set(module, "autocast", off)
-
     def torch_imported(_: Any) -> None:
         import mezzo
-        from mezzo.pytorch.autocast.context import autocast
 
         def lower_weights(model: Any, *_: Any, **__: Any) -> list[str]:
-            _switched(session, f"mezzo.lower_weights({type(model).__name__})")
+            foreign.switched_off(session, f"mezzo.lower_weights({type(model).__name__})")
             return []
 
-        without_autocast(mezzo, autocast)
         patches.set(mezzo, "lower_weights", lower_weights)
 
     def scaler_imported(module: Any) -> None:
@@ -80,13 +56,12 @@ def _switch_off(session: Session, patches: Patches, imports: ImportWatch) -> Non
 
         def off(self: Any, device: Any, enabled: bool, pure: Any) -> None:
             if enabled:
-                _switched(session, "mezzo.GradScaler")
+                foreign.switched_off(session, "mezzo.GradScaler")
             begin(self, device, False, pure)
 
         patches.set(module.GradScaler, "_begin", off)
 
     imports.when("torch", torch_imported)
-    imports.when("mezzo.amp", lambda amp: without_autocast(amp, amp.autocast))
     imports.when(_SCALER, scaler_imported)
 
 

@@ -11,7 +11,6 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from mezzo.core.records import SWITCHED_OFF
 from mezzo.pytorch.run import foreign
 
 if TYPE_CHECKING:
@@ -30,10 +29,6 @@ def switch_off(session: Session, patches: Patches, imports: ImportWatch) -> None
             imports.when(f"{package}.plugins.precision.{file}", convert)
 
 
-def _switched(session: Session, what: str) -> None:
-    session.journal.note(f"{SWITCHED_OFF}{what}")
-
-
 def _torch(session: Session, patches: Patches, torch: Any) -> None:
     default = torch.set_default_dtype
 
@@ -42,7 +37,7 @@ def _torch(session: Session, patches: Patches, torch: Any) -> None:
         if _is_half(d):
             package = sys._getframe(1).f_globals.get("__name__", "__main__").partition(".")[0]
             by = "" if package == "__main__" else f" by {package}"
-            _switched(session, f"torch.set_default_dtype({d}){by}")
+            foreign.switched_off(session, f"torch.set_default_dtype({d}){by}")
         else:
             default(d)
 
@@ -62,6 +57,8 @@ def _is_half(dtype: Any) -> bool:
 
 def _autocast(session: Session, autocast: Any) -> Any:
     """A context that the script or a library enables changes nothing: Mezzo's policy may be on around it."""
+    from mezzo.pytorch.autocast import active_policy
+
     init = autocast.__init__
     nothing = {"__enter__": lambda self: self, "__exit__": lambda self, *exc_info: None}
     off = type(autocast.__name__, (autocast,), nothing)
@@ -70,12 +67,15 @@ def _autocast(session: Session, autocast: Any) -> Any:
     def made(
         self: Any, device_type: Any, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
     ) -> None:
-        # Dynamo makes an `_UnmanagedAutocast` of a context in a compiled function.
-        theirs = "Unmanaged" in type(self).__name__ or foreign.user_line(2, {"__init__"}) is not None
+        # Dynamo makes an `_UnmanagedAutocast` of a context in a compiled function, also of Mezzo's.
+        if "Unmanaged" in type(self).__name__:
+            theirs = not active_policy.belongs(device_type, dtype)
+        else:
+            theirs = foreign.user_line(2, {"__init__"}) is not None
         init(self, device_type, dtype, enabled and not theirs, cache_enabled)
         if enabled and theirs:
             self.__class__ = off
-            _switched(session, f"torch.autocast {_short(self.fast_dtype)}")
+            foreign.switched_off(session, f"torch.autocast {_short(self.fast_dtype)}")
 
     return made
 
@@ -86,7 +86,7 @@ def _scaler(session: Session, init: Any) -> Any:
         init(self, *args, **kwargs)
         if self._enabled and not type(self).__module__.startswith("mezzo."):
             self._enabled = False
-            _switched(session, "GradScaler")
+            foreign.switched_off(session, "GradScaler")
 
     return made
 
@@ -111,7 +111,7 @@ def _conversion(session: Session, apply: Any) -> Any:
         wide._mezzo_dtypes = dtypes  # type: ignore[attr-defined]  # the parts of this module are called with it, too
         result = apply(self, wide, *args, **kwargs)
         for dtype in dtypes:
-            _switched(session, f"{type(self).__name__} in {_short(dtype)}")
+            foreign.switched_off(session, f"{type(self).__name__} in {_short(dtype)}")
         return result
 
     return applied

@@ -26,9 +26,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backward pass
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
@@ -225,6 +227,9 @@ class Networks:
         self._turn = 0
         self.hold_copies = False  # without copies a step has nothing to restore
 
+    def __reduce__(self) -> Any:
+        return type(self), ()  # a copy of a model has the hook `called`
+
     def __len__(self) -> int:
         return len(self._of)
 
@@ -244,6 +249,13 @@ class Networks:
     def several(self) -> bool:
         """Whether more than one network has copies: the host must know then whether a step was skipped."""
         return self.hold_copies and sum(buffers.remembers for buffers in self._of.values()) > 1
+
+    def called(self, model: nn.Module, *_: Any) -> None:
+        """A pre-hook of a network: `call`, if it is in training."""
+        if torch.compiler.is_compiling() or _graph_task() != -1:  # -1: not recomputed in backward
+            return
+        if model.training and torch.is_grad_enabled():
+            self.call(model)
 
     def call(self, model: nn.Module) -> None:
         """A network is about to be called in training mode."""

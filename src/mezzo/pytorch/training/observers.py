@@ -61,6 +61,9 @@ class Observers:
         for model in [models] if isinstance(models, nn.Module) else models:
             self.watch(model)
 
+    def __reduce__(self) -> Any:
+        return type(self), ([], [])  # a copy of a model has the hooks, and nothing to report to
+
     def watch(self, model: nn.Module) -> list[Any]:
         """Report the calls of one more model; returns the hooks, none without observers."""
         if not self._observers:

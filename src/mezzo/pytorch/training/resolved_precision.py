@@ -11,7 +11,7 @@ from torch import nn
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy import PRESETS, Policy
 from mezzo.pytorch import auto
-from mezzo.pytorch.autocast.context import Context, autocast
+from mezzo.pytorch.autocast.context import Context, context_of
 from mezzo.pytorch.autocast.modules import ModuleOverrides, apply_module_overrides, with_heads
 from mezzo.pytorch.distributed import Ranks
 from mezzo.pytorch.loss_scaler import LossScaler
@@ -53,7 +53,7 @@ class ResolvedPrecision:
         """Compute by this policy from now on."""
         self.policy = policy
         self._regions = {
-            name: autocast(chosen, self._device_type)
+            name: context_of(chosen, self._device_type)
             for name, chosen in (("fp32", PRESETS["fp32"]), (policy.compute, policy))
         }
         self.end()
@@ -84,7 +84,7 @@ class ResolvedPrecision:
     def context(self) -> AbstractContextManager[Context]:
         """The autocast context of the next step."""
         if torch.compiler.is_dynamo_compiling():  # which can't enter a context that it did not see made
-            return autocast(self.policy, self._device_type)
+            return context_of(self.policy, self._device_type)
         return self._regions[self.precision]
 
     def step_ended(self, *, counts: bool, ranks: Ranks) -> None:
