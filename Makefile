@@ -50,10 +50,10 @@ frameworks: .venv/test.stamp
 keras-torch: SELECTED := not nightly
 keras-tensorflow keras-jax: SELECTED := every_backend and not nightly
 keras-torch keras-tensorflow keras-jax: .venv/test.stamp
-	KERAS_BACKEND=$(@:keras-%=%) $(BIN)/pytest -q -m "$(SELECTED)" $(PYTEST_FLAGS) tests/on_keras
+	OMP_NUM_THREADS=1 KERAS_BACKEND=$(@:keras-%=%) $(BIN)/pytest -q -m "$(SELECTED)" $(PYTEST_FLAGS) tests/on_keras
 
 tensorflow: .venv/test.stamp
-	$(BIN)/pytest -q -m "not nightly" $(PYTEST_FLAGS) tests/on_tensorflow
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not nightly" $(PYTEST_FLAGS) tests/on_tensorflow
 
 # The original paper's experiments, small: fails when a finding no longer shows. docs/dev/reproduce.md has the full size.
 # `experiments` runs the three that take less than a minute.
