@@ -170,8 +170,7 @@ def calibrate_script(
         except UsageError as error:
             if "keras" in finished.machine:
                 raise ScriptError(f"{request.target} {KERAS.format('calibrate')} {request.target}") from error
-            notes = finished.ended.notes if finished.ended else []
-            told = "".join(f" {note[0].upper()}{note[1:].rstrip('.')}." for note in notes)
+            told = "".join(f" {note[0].upper()}{note[1:].rstrip('.')}." for note in finished.notes)
             raise ScriptError(f"{request.target}: {error}.{told}") from error
         write_whole(folder / POLICY, found.to_toml())
         result = {

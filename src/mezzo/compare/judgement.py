@@ -110,7 +110,7 @@ def _candidate(
                 *dict.fromkeys(
                     note
                     for run in runs.values()
-                    for note in (run.ended.notes if run.ended else ())
+                    for note in run.notes
                     if not note.startswith((SWITCHED_OFF, OWN_PRECISION))
                 ),
             ],

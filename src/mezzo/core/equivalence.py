@@ -7,7 +7,6 @@ Source: Schuirmann, J. Pharmacokinet. Biopharm. 15, 657 (1987); the power is exa
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -134,8 +133,3 @@ def planned(differences: Floats, margin: float) -> tuple[float, int | None]:
     n, deviation = len(differences), null_deviation(differences)
     power, needed = estimated_power(deviation, n, margin), pairs_needed(deviation, margin)
     return power, min(needed, n) if needed is not None and power >= POWER else needed
-
-
-def root_mean_square(values: Sequence[float]) -> float:
-    """``sqrt(mean(v * v))``."""
-    return float(np.sqrt(np.mean(np.square(np.asarray(values, dtype=np.float64)))))

@@ -10,22 +10,18 @@ import functools
 import os
 import random
 import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from mezzo.runner.children import LIBRARIES
 from mezzo.runner.lifecycle import rank_here
 from mezzo.runner.patches import ImportWatch, Patches
 
 # What an unseeded stream of run 0 starts from. Any number would do, as long as it stays the same.
 BASE = 20171010  # the day on which arXiv:1710.03740 appeared
 
-_LIBRARIES = tuple(
-    os.path.realpath(folder) + os.sep
-    for folder in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
-# Also those of a virtual environment's parent, of the user, and of Debian.
+# Besides `LIBRARIES`: those of a virtual environment's parent, of the user, and of Debian.
 _PACKAGES = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
@@ -235,4 +231,4 @@ def _library_calls(depth: int) -> bool:
     if file.startswith("<"):
         return file.startswith("<frozen")
     path = os.path.realpath(file)
-    return path.startswith(_LIBRARIES) or any(folder in path for folder in _PACKAGES)
+    return path.startswith(LIBRARIES) or any(folder in path for folder in _PACKAGES)
