@@ -123,10 +123,8 @@ def next_step(found: Recommendation, request: CalibrationRequest, folder: Path) 
     """What to do next, and its command."""
     if found.format == "fp32":
         return "for other hardware", shlex.join(command("calibrate", vars(request), "--precision", "fp16"))
-    precision, advice = (
-        found.format if found.policy == found.format else str(folder / POLICY),
-        "test it against FP32",
-    )
+    precision = found.format if found.policy == found.format else str(folder / POLICY)
+    advice = "test it against FP32"
     if precision != found.format and ranked_for(found.format):
         precision, advice = f"{found.format},{precision}", f"{advice}, with {found.format} as it is"
     return advice, shlex.join(command("compare", vars(request), "--precision", precision))

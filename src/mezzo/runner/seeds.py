@@ -85,7 +85,7 @@ class Seeds:
     def _numpy_imported(self, numpy: ModuleType | Any) -> None:
         namespace = numpy.random
         namespace.seed(self._unseeded_base % 2**32)
-        self._replace(namespace, "default_rng", always=False, fresh=True)
+        self._replace(namespace, "default_rng", makes=True)
         self._replace(namespace, "seed", bits=32, absent=self._unseeded_base)
         if self.offset:
             for name in ("RandomState", "SeedSequence", *_BIT_GENERATORS):
@@ -113,26 +113,25 @@ class Seeds:
         owner: Any,
         name: str,
         *,
-        always: bool = True,
+        makes: bool = False,
         bits: int = 64,
         absent: int | None = None,
-        fresh: bool = False,
         but_for: Sequence[str] = ("torch", "numpy"),
     ) -> None:
-        """Shift a function's first argument, `seed`; without one use `absent`, or with `fresh` another at each call.
+        """Shift a function's first argument, `seed`; without one use `absent`. Calls of `but_for` were shifted before.
 
-        An installed library's calls are shifted only if `always`, those of `but_for` (which were shifted before) never.
+        If it `makes` a generator, an installed library's calls stay, and each call without a seed gets another one.
         """
         original: Callable[..., Any] = getattr(owner, name)  # of a class, bound to it: a classmethod
 
         @functools.wraps(original)
         def seeded(*args: Any, **kwargs: Any) -> Any:
             given = args[0] if args else kwargs.get("seed")
-            if _caller() in but_for:
+            if _caller() in but_for or (makes and _library_calls(2)):
                 return original(*args, **kwargs)
             if given is None:
-                given = self._fresh() if fresh and not _library_calls(2) else absent
-            elif always or not _library_calls(2):
+                given = self._fresh() if makes else absent
+            else:
                 given = self.shifted(given, bits)
             if given is None:
                 return original(*args, **kwargs)
