@@ -195,9 +195,8 @@ class Comparison:
         for name, values in self.candidates.items():
             pairs = values.get("pairs") if precision in (name, self.baseline) else None
             for row in pairs if isinstance(pairs, list) else []:
-                seed, value = (
-                    map(finite, (row.get("seed"), row.get(key))) if isinstance(row, dict) else (None, None)
-                )
+                given = row if isinstance(row, dict) else {}
+                seed, value = finite(given.get("seed")), finite(given.get(key))
                 if seed is not None and value is not None:
                     found[int(seed)] = value
         return dict(sorted(found.items()))
