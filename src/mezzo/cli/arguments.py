@@ -163,7 +163,7 @@ def whole(what: str, example: int, least: int | None = None) -> Callable[[str], 
     def read_at_least(text: str) -> int:
         if least is not None and read(text) < least:
             raise argparse.ArgumentTypeError(
-                f"{text} is too small. The minimum is {least}. Example: {example}"
+                f"{text!r} is too small. The minimum is {least}. Example: {example}"
             )
         return read(text)
 

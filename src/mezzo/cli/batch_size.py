@@ -320,7 +320,7 @@ def _trial(script: str, size: int, finished: FinishedRun, status: int, limit: in
     if finished.memory is None and "keras" in finished.machine:
         raise ScriptError(f"{script} {KERAS.format('batch-size')} {script}")
     if finished.memory is None:
-        notes = "; ".join(finished.ended.notes if finished.ended else ())
+        notes = "; ".join(finished.notes)
         raise ScriptError(
             f"{script} ended after {finished.steps} steps, but memory is measured in step {MEASURED}"
             f"{notes and f' ({notes})'}. Let it train longer: more epochs, or a smaller --start."

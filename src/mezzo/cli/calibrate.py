@@ -123,10 +123,8 @@ def next_step(found: Recommendation, request: CalibrationRequest, folder: Path) 
     """What to do next, and its command."""
     if found.format == "fp32":
         return "for other hardware", shlex.join(command("calibrate", vars(request), "--precision", "fp16"))
-    precision, advice = (
-        found.format if found.policy == found.format else str(folder / POLICY),
-        "test it against FP32",
-    )
+    precision = found.format if found.policy == found.format else str(folder / POLICY)
+    advice = "test it against FP32"
     if precision != found.format and ranked_for(found.format):
         precision, advice = f"{found.format},{precision}", f"{advice}, with {found.format} as it is"
     return advice, shlex.join(command("compare", vars(request), "--precision", precision))
@@ -170,8 +168,7 @@ def calibrate_script(
         except UsageError as error:
             if "keras" in finished.machine:
                 raise ScriptError(f"{request.target} {KERAS.format('calibrate')} {request.target}") from error
-            notes = finished.ended.notes if finished.ended else []
-            told = "".join(f" {note[0].upper()}{note[1:].rstrip('.')}." for note in notes)
+            told = "".join(f" {note[0].upper()}{note[1:].rstrip('.')}." for note in finished.notes)
             raise ScriptError(f"{request.target}: {error}.{told}") from error
         write_whole(folder / POLICY, found.to_toml())
         result = {

@@ -49,6 +49,7 @@ from mezzo.compare.answer import metric_name, next_steps, unclear_speed, written
 from mezzo.compare.comparison import compare
 from mezzo.compare.progress import watcher
 from mezzo.compare.request import FRAMEWORKS, Request, candidates
+from mezzo.core.byte_counts import written_bytes
 from mezzo.core.commands import DEFAULT_MARGIN
 from mezzo.core.errors import UsageError
 from mezzo.core.records import OWN
@@ -137,7 +138,6 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
 
 STYLES = {"equivalent": "green", "consistent": "green", "inconclusive": "yellow", "divergent": "bold red"}
 MISSING = "-"
-MB = 1_000_000  # as the report writes it
 
 
 def show(console: Console, verdict: Mapping[str, Any], report: Path | None, verbose: bool = False) -> None:
@@ -192,8 +192,8 @@ def _rows(one: Mapping[str, Any], metric: str) -> list[tuple[str, str, str]]:
     def shown(key: str, form: str, missing: str = MISSING) -> str:
         return missing if one[key] is None else form.format(one[key])
 
-    def size(value: float | None) -> str:
-        return "" if value is None else f"{value / MB:.3g} MB"
+    def size(value: int | None) -> str:
+        return "" if value is None else written_bytes(value)
 
     speed, memory = shown("speedup", "{:.2f}x"), shown("peak_memory_ratio", "{:.2f}x")
     if one["speedup"] is not None and one["speedup_interval"]:

@@ -33,6 +33,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mezzo.apex.imports import provided
+from mezzo.cli.arguments import whole
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.run.session import checked
 from mezzo.pytorch.run.session import run as run_request
@@ -63,7 +64,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--watch, or --watch=N: record the exponents of weights, activations, gradients and updates, by module, "
         "at the first update and every Nth after it (default 100)"
     )
-    add("--watch", metavar="N", type=_interval, nargs="?", const=-1, default=0, help=watch)
+    add(
+        "--watch", metavar="N", type=whole("updates", 50, least=1), nargs="?", const=-1, default=0, help=watch
+    )
     no_trace = "do not search skipped steps for the origin of their NaN or infinity (fp16)"
     add("--no-trace", action="store_true", help=no_trace)
     where = parser.add_mutually_exclusive_group()
@@ -105,14 +108,6 @@ def _toml(text: str) -> str:
             f"{text!r} is not a TOML file. For other policies use --precision {text}"
         )
     return text
-
-
-def _interval(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of updates. Examples: --watch, --watch=50"
-        )
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

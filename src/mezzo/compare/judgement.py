@@ -110,7 +110,7 @@ def _candidate(
                 *dict.fromkeys(
                     note
                     for run in runs.values()
-                    for note in (run.ended.notes if run.ended else ())
+                    for note in run.notes
                     if not note.startswith((SWITCHED_OFF, OWN_PRECISION))
                 ),
             ],
@@ -169,18 +169,13 @@ def _memory(pairs: list[tuple[FinishedRun, FinishedRun]]) -> dict[str, Any]:
         for fp32, ours in pairs
         if fp32.memory and ours.memory and fp32.memory.how == ours.memory.how
     ]
+    keys = ("peak_memory_ratio", "peak_memory_bytes", "fp32_peak_memory_bytes", "memory_how")
     if not found:
-        return dict.fromkeys(
-            ("peak_memory_ratio", "peak_memory_bytes", "fp32_peak_memory_bytes", "memory_how")
-        )
+        return dict.fromkeys(keys)
     theirs = int(statistics.median(fp32.peak_bytes for fp32, _ in found))
     peak = int(statistics.median(ours.peak_bytes for _, ours in found))
-    return {
-        "peak_memory_ratio": peak / theirs if peak and theirs else None,
-        "peak_memory_bytes": peak,
-        "fp32_peak_memory_bytes": theirs,
-        "memory_how": found[0][1].how,
-    }
+    ratio = peak / theirs if peak and theirs else None
+    return dict(zip(keys, (ratio, peak, theirs, found[0][1].how)))
 
 
 _IN_16_BITS = "stored in 16 bits, computed in FP32"

@@ -284,13 +284,9 @@ def differences(declared: dict[str, Any], before: dict[str, Any]) -> dict[str, s
 
 
 def _text(value: Any) -> str:
-    return (
-        " ".join(map(str, value)) or "none"
-        if isinstance(value, list)
-        else "none"
-        if value is None
-        else str(value)
-    )
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
 
 
 def read_request(path: Path) -> dict[str, Any]:

@@ -203,21 +203,23 @@ class FinishedRun:
         return sum(update.optimizer == 0 for update in self.updates) or len(self.losses)
 
     @property
+    def notes(self) -> list[str]:
+        """The notes at its end."""
+        return self.ended.notes if self.ended else []
+
+    @property
     def own(self) -> tuple[str, str] | None:
         """The script's own mixed precision that ended the run, or made Mezzo stand back, and what to do about it."""
-        notes = self.ended.notes if self.ended else []
-        found = next((index for index, note in enumerate(notes) if note.startswith(records.LEFT_ALONE)), None)
-        return (
-            None
-            if found is None
-            else (notes[found].removeprefix(records.LEFT_ALONE), "".join(notes[found + 1 : found + 2]))
-        )
+        for note, fix in zip(self.notes, [*self.notes[1:], ""]):
+            if note.startswith(records.LEFT_ALONE):
+                return note.removeprefix(records.LEFT_ALONE), fix
+        return None
 
     @property
     def switched_off(self) -> list[str]:
         """The settings of the script that `--own off` switched off."""
-        notes = self.ended.notes if self.ended else []
-        return [n.removeprefix(records.SWITCHED_OFF) for n in notes if n.startswith(records.SWITCHED_OFF)]
+        prefix = records.SWITCHED_OFF
+        return [note.removeprefix(prefix) for note in self.notes if note.startswith(prefix)]
 
     def failure(self) -> str:
         """The end of the log: from its last traceback on (of ranks, the first), or its last lines."""

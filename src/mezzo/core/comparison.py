@@ -8,7 +8,7 @@ from enum import Enum
 
 import numpy as np
 
-from mezzo.core.equivalence import Floats, far_outside, paired_interval, planned, root_mean_square
+from mezzo.core.equivalence import Floats, far_outside, paired_interval, planned
 
 FEWEST_FOR_TOST = 3
 WIDE = 10.0  # a speed's interval whose ends differ by more than this factor is not printed
@@ -120,7 +120,7 @@ def compare(
     ends = paired_interval(d) if n > 1 else None
     interval = (float(ends[0]), float(ends[1])) if ends is not None else None
     low, high = sorted(worse * end for end in interval) if interval else (-np.inf, np.inf)  # of the harm
-    twin = NOISE_WIDTH * root_mean_square(twin_gaps) if twin_gaps else None
+    twin = NOISE_WIDTH * float(np.sqrt(np.mean(np.square(twin_gaps)))) if twin_gaps else None
     # Two unrelated FP32 runs differ by sqrt(2) of one's deviation.
     seeds = NOISE_WIDTH * float(np.sqrt(2.0) * baseline.std(ddof=1)) if n > 1 else None
     noise = max((floor for floor in (twin, seeds) if floor is not None), default=None)

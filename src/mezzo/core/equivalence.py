@@ -7,7 +7,6 @@ Source: Schuirmann, J. Pharmacokinet. Biopharm. 15, 657 (1987); the power is exa
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from scipy import special
 
 CONFIDENCE = 0.90
 """Of the two-sided interval. TOST at 5 % a side reads this one."""
+_LEVEL = 1 - (1 - CONFIDENCE) / 2
 
 POWER = 0.80
 """The power that `pairs_needed` plans for."""
@@ -69,9 +69,7 @@ def tost_power(sd: float, pairs: int, margin: float, gap: float = 0.0) -> float:
     if sd <= 0.0:
         return float(abs(gap) < margin)
     error = sd / np.sqrt(pairs)
-    room = (
-        margin - t_quantile(1 - (1 - CONFIDENCE) / 2, pairs - 1) * error * _spread_quantiles(pairs - 1)
-    ) / error
+    room = (margin - t_quantile(_LEVEL, pairs - 1) * error * _spread_quantiles(pairs - 1)) / error
     chances = special.ndtr(room - gap / error) - special.ndtr(-room - gap / error)
     return float(np.mean(np.maximum(chances, 0.0)))
 
@@ -83,9 +81,7 @@ def null_deviation(differences: Floats) -> float:
     """
     n = len(differences)
     variance = float(differences.var(ddof=1))
-    mean = min(
-        n * float(differences.mean()) ** 2, t_quantile(1 - (1 - CONFIDENCE) / 2, n - 1) ** 2 * variance
-    )
+    mean = min(n * float(differences.mean()) ** 2, t_quantile(_LEVEL, n - 1) ** 2 * variance)
     return float(np.sqrt(((n - 1) * variance + mean) / n))
 
 
@@ -95,7 +91,7 @@ def estimated_power(deviation: float, pairs: int, margin: float) -> float:
     This is the share of all samples with that root mean square that pass the test, so its mean over samples is the
     power (Rao and Blackwell). ``tost_power(std(d), pairs, margin)`` is biased: 33 % for 13 %, 3 pairs, 1 margin.
     """
-    n, t = pairs, t_quantile(1 - (1 - CONFIDENCE) / 2, pairs - 1)
+    n, t = pairs, t_quantile(_LEVEL, pairs - 1)
     u = (np.arange(256) + 0.5) / 256
     of_mean = special.betaincinv(0.5, (n - 1) / 2, u)  # the mean's share of the sum of squares
     ends = deviation * (np.sqrt(of_mean) + t * np.sqrt((1 - of_mean) / (n - 1)))
@@ -134,8 +130,3 @@ def planned(differences: Floats, margin: float) -> tuple[float, int | None]:
     n, deviation = len(differences), null_deviation(differences)
     power, needed = estimated_power(deviation, n, margin), pairs_needed(deviation, margin)
     return power, min(needed, n) if needed is not None and power >= POWER else needed
-
-
-def root_mean_square(values: Sequence[float]) -> float:
-    """``sqrt(mean(v * v))``."""
-    return float(np.sqrt(np.mean(np.square(np.asarray(values, dtype=np.float64)))))

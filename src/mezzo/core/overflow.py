@@ -41,10 +41,6 @@ class Weakness:
     fix_slope: str = ""
     takes_eps: bool = False
 
-    def fix_of(self, direction: str) -> str:
-        """How to fix a result (``forward``) or a derivative (``backward``) that is not finite."""
-        return (self.fix_slope or self.fix) if direction == "backward" else self.fix
-
 
 _INSIDE = "keep the input inside (-1, 1), where the derivative is finite: `x.clamp(-1 + 1e-6, 1 - 1e-6)`"
 _BY_OPS = {

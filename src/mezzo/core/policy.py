@@ -144,16 +144,13 @@ class Policy:
                 f"policy 'compute={self.compute},params={params}': values would pass between two 16-bit formats, and "
                 f"lose range in fp16 and digits in bf16. Use params=fp32 or params={self.activations}."
             )
-        if self.recipe != "default" and not self.computed & QUANTIZED:
-            raise UsageError(
-                f"policy 'compute={self.compute},recipe={self.recipe}': only {', '.join(sorted(QUANTIZED))} have a "
-                "recipe. Remove recipe, or compute in one of these."
-            )
-        if self.bf16_from != "none" and not self.computed & QUANTIZED:
-            raise UsageError(
-                f"policy 'compute={self.compute},bf16_from={self.bf16_from}': nothing here is computed in "
-                f"{', '.join(sorted(QUANTIZED))}. Remove bf16_from, or compute in one of these."
-            )
+        for key in ("recipe", "bf16_from"):
+            value = getattr(self, key)
+            if value not in ("default", "none") and not self.computed & QUANTIZED:
+                raise UsageError(
+                    f"policy 'compute={self.compute},{key}={value}': nothing here is computed in "
+                    f"{', '.join(sorted(QUANTIZED))}. Remove {key}, or compute in one of these."
+                )
         if self.loss_scale == "auto" and self.compute != "auto":
             object.__setattr__(self, "loss_scale", "dynamic" if "fp16" in self.computed else "none")
 

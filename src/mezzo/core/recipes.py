@@ -156,17 +156,15 @@ class Recipe:
                     )
 
     @property
+    def factors(self) -> tuple[Factor, ...]:
+        """All six."""
+        return (*self.output, *self.input_gradient, *self.weight_gradient)
+
+    @property
     def has_fp8_scales(self) -> bool:
         """Whether each factor has one power of two, or one for each line: what GPUs with fp8 take."""
-        factors = (*self.output, *self.input_gradient, *self.weight_gradient)
-        return (
-            all(
-                (factor.block in ((0, 0), (1, 0)), factor.scale, named(factor.element).bits)
-                == (True, "power-of-two", 8)
-                for factor in factors
-            )
-            and len({factor.block for factor in factors}) == 1
-        )
+        kinds = {(one.block, one.scale, named(one.element).bits) for one in self.factors}
+        return kinds in ({((0, 0), "power-of-two", 8)}, {((1, 0), "power-of-two", 8)})
 
     @property
     def hardware(self) -> str:
@@ -178,9 +176,8 @@ class Recipe:
             return ""
         for name, (bits, scales, blocks) in HARDWARE.items():
             if all(
-                named(each.element).bits == bits and each.scale in scales and each.block in blocks
-                for pair in pairs
-                for each in pair
+                named(one.element).bits == bits and one.scale in scales and one.block in blocks
+                for one in self.factors
             ):
                 return name
         return ""
@@ -188,8 +185,7 @@ class Recipe:
     @property
     def is_exact_in_bf16(self) -> bool:
         """Whether bf16 holds every decoded factor: scales are powers of two, or NVFP4's, whose products have 6 bits."""
-        factors = (*self.output, *self.input_gradient, *self.weight_gradient)
-        return all(factor.scale != "fp32" for factor in factors)
+        return all(factor.scale != "fp32" for factor in self.factors)
 
 
 def _fp8(name: str, block: tuple[int, int]) -> Recipe:

@@ -290,6 +290,6 @@ def read(path: Path) -> Iterator[Record]:
             if not line.endswith("\n"):  # only the last can
                 return
             try:
-                yield from_line(line)
+                yield from_line(line.rstrip())
             except UsageError as error:
                 raise UsageError(f"{path}:{number}: {error}") from error

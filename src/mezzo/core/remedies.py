@@ -119,7 +119,7 @@ def _of_invalid(report: OverflowReport, used: Policy | None) -> list[str]:
     if low == "fp16" and weak.takes_eps:
         # First: an eps that is there already, and is 0 in this format, is why "add an eps" would be no help.
         found.append("use an eps of at least 2**-24 (6e-8), better 1e-5: 1e-8, for example, is 0 in fp16")
-    fix = weak.fix_of(report.direction)
+    fix = (report.direction == "backward" and weak.fix_slope) or weak.fix
     if fix or not found:
         found.append(fix or "clamp the input away from where the operation has no finite value or derivative")
     if low is not None:

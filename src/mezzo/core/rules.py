@@ -7,7 +7,7 @@ every op on PyTorch 2.13's autocast lists and lower what those lower; docs/torch
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -429,16 +429,8 @@ _ROWS: list[OpRule] = [
 ]
 
 
-def _table(rows: Iterable[OpRule]) -> Mapping[str, OpRule]:
-    table: dict[str, OpRule] = {}
-    for row in rows:
-        if row.op in table:
-            raise AssertionError(f"op {row.op!r} has two rows")
-        table[row.op] = row
-    return MappingProxyType(table)
-
-
-RULES: Mapping[str, OpRule] = _table(_ROWS)
+RULES: Mapping[str, OpRule] = MappingProxyType({row.op: row for row in _ROWS})
+assert len(RULES) == len(_ROWS), "an op has two rows"
 
 
 # Ops that write into their first tensor, whose format therefore stays; the table's only ones.

@@ -159,9 +159,7 @@ def _broken(baseline: Mapping[int, RunResult], candidate: Mapping[int, RunResult
         if not losses.size:
             return f"With seed {k} it recorded no loss; FP32 recorded {len(baseline[k].losses)}."
         bad = np.flatnonzero(~np.isfinite(losses))
-        per_update = 1.0
-        if run.moved is not None:
-            per_update = max(1.0, losses.size / max(1, run.moved + run.skipped))
+        per_update = max(1.0, losses.size / (run.updates or losses.size))
         if bad.size > run.skipped * per_update or not np.isfinite(final_loss(losses)):
             return (
                 f"With seed {k} its loss is {losses[bad[0]]} from step {bad[0]} on "

@@ -12,7 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import PurePath
 from typing import Any
@@ -124,17 +124,15 @@ def _environment() -> jinja2.Environment:
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         found.globals.update({kind: text, f"{kind}_hash": f"sha256-{digest}"})
     found.globals.update(version=VERSION, parity=_parity, noted=_noted, READING=READING)
-    found.filters.update(prose=_prose, json=_json, comma="{:,}".format)
+    found.filters.update(
+        prose=_prose, json=partial(json.dumps, separators=(",", ":"), allow_nan=False), comma="{:,}".format
+    )
     return found
 
 
 def _shown(value: Any) -> Any:
     """The text of an expression in a template, without control characters; it is escaped after this."""
     return value if isinstance(value, Markup) else "" if value is None else printable(str(value))
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def _prose(text: str) -> Markup:
@@ -189,7 +187,7 @@ def _ops(groups: Iterable[tuple[str, Sequence[Run]]]) -> list[dict[str, Any]]:
 def _noted(runs: Sequence[Run]) -> dict[str, list[str]]:
     told: dict[str, list[str]] = {}
     for run in runs:
-        for note in run.ended.notes if run.ended else []:
+        for note in run.notes:
             told.setdefault(str(note), []).append(run.name)
     return told
 

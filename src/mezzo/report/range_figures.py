@@ -170,14 +170,11 @@ def bar_path(bins: Sequence[int]) -> str:
     parts = []
     for place, number in enumerate(bins):
         if number:
-            edges = (place * width, UNITS * (1 - _height(number / total)), (place + 1) * width)
+            height = max(0.004, 1 + math.log10(number / total) / DECADES)
+            edges = (place * width, UNITS * (1 - height), (place + 1) * width)
             left, top, right = (math.floor(edge + 0.5) for edge in edges)  # as the script's Math.round
             parts.append(f"M{left} 1000V{top}H{right}V1000Z")
     return "".join(parts)
-
-
-def _height(share: float) -> float:
-    return max(0.004, 1 + math.log10(share) / DECADES)
 
 
 def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:

@@ -54,6 +54,10 @@ class Run:
         return bool(self.fault) or (self.ended is not None and self.ended.status != 0)
 
     @property
+    def notes(self) -> list[str]:
+        return self.ended.notes if self.ended else []
+
+    @property
     def exited(self) -> str:
         if self.ended is None:
             return "unknown"
@@ -62,9 +66,8 @@ class Run:
     @property
     def left_alone(self) -> str:
         """Why Mezzo applied no policy to the script; ``""`` if it did."""
-        notes = self.ended.notes if self.ended else []
         prefix = records.LEFT_ALONE
-        return next((str(note).removeprefix(prefix) for note in notes if str(note).startswith(prefix)), "")
+        return next((note.removeprefix(prefix) for note in self.notes if note.startswith(prefix)), "")
 
     @property
     def ran_by(self) -> str:
@@ -106,23 +109,16 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
     ranges = Ranges()
     read, fault = 0, ""
     try:
-        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-            for line in file:
-                if not line.endswith("\n"):  # only the last line can: its writer was killed
-                    break
-                try:
-                    record = records.from_line(line.rstrip("\r\n"))
-                except UsageError as error:
-                    # A missing loss would shift all that follow.
-                    fault = f"{path.name}:{read + 1}: {error}; this line and those after it were not read"
-                    break
-                read += 1
-                if isinstance(record, records.RangesRecord):
-                    ranges.add(record)  # a sum: the histograms of a long run would fill the memory
-                else:
-                    found[record.kind].append(record)
-    except OSError as error:
+        for record in records.read(path):
+            read += 1
+            if isinstance(record, records.RangesRecord):
+                ranges.add(record)  # a sum: the histograms of a long run would fill the memory
+            else:
+                found[record.kind].append(record)
+    except (OSError, UsageError) as error:
         fault = str(error).replace(f"{path.parent}/", "")
+        # A missing loss would shift all that follow.
+        fault += "; this line and those after it were not read" * isinstance(error, UsageError)
     started, memory, ops, ended = (found[kind][-1:] for kind in ("run", "memory", "ops", "end"))
     of_a_loop = not started and bool(found["loss"] or found["update"])
     if not ended and not of_a_loop:
@@ -199,9 +195,8 @@ class Comparison:
         for name, values in self.candidates.items():
             pairs = values.get("pairs") if precision in (name, self.baseline) else None
             for row in pairs if isinstance(pairs, list) else []:
-                seed, value = (
-                    map(finite, (row.get("seed"), row.get(key))) if isinstance(row, dict) else (None, None)
-                )
+                given = row if isinstance(row, dict) else {}
+                seed, value = finite(given.get("seed")), finite(given.get(key))
                 if seed is not None and value is not None:
                     found[int(seed)] = value
         return dict(sorted(found.items()))

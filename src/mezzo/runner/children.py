@@ -42,7 +42,7 @@ POLL_SECONDS = 1.0
 GRACE_SECONDS = 5.0
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?", re.IGNORECASE)
-_LIBRARIES = tuple(
+LIBRARIES = tuple(
     os.path.realpath(folder) + os.sep
     for folder in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
@@ -168,7 +168,7 @@ def script_of(command: Any) -> tuple[str, list[str]] | None:
     for word in words:
         if not word.startswith("-") or word == "-":
             path = os.path.realpath(word)
-            return None if path.startswith(_LIBRARIES) else (flags, [word])
+            return None if path.startswith(LIBRARIES) else (flags, [word])
         for at, letter in enumerate(word[1:], start=2):
             value = letter in "cmWX" and (word[at:] or next(words, ""))
             if letter == "c":

@@ -10,22 +10,18 @@ import functools
 import os
 import random
 import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from mezzo.runner.children import LIBRARIES
 from mezzo.runner.lifecycle import rank_here
 from mezzo.runner.patches import ImportWatch, Patches
 
 # What an unseeded stream of run 0 starts from. Any number would do, as long as it stays the same.
 BASE = 20171010  # the day on which arXiv:1710.03740 appeared
 
-_LIBRARIES = tuple(
-    os.path.realpath(folder) + os.sep
-    for folder in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
-# Also those of a virtual environment's parent, of the user, and of Debian.
+# Besides `LIBRARIES`: those of a virtual environment's parent, of the user, and of Debian.
 _PACKAGES = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
@@ -89,7 +85,7 @@ class Seeds:
     def _numpy_imported(self, numpy: ModuleType | Any) -> None:
         namespace = numpy.random
         namespace.seed(self._unseeded_base % 2**32)
-        self._replace(namespace, "default_rng", always=False, fresh=True)
+        self._replace(namespace, "default_rng", makes=True)
         self._replace(namespace, "seed", bits=32, absent=self._unseeded_base)
         if self.offset:
             for name in ("RandomState", "SeedSequence", *_BIT_GENERATORS):
@@ -117,26 +113,25 @@ class Seeds:
         owner: Any,
         name: str,
         *,
-        always: bool = True,
+        makes: bool = False,
         bits: int = 64,
         absent: int | None = None,
-        fresh: bool = False,
         but_for: Sequence[str] = ("torch", "numpy"),
     ) -> None:
-        """Shift a function's first argument, `seed`; without one use `absent`, or with `fresh` another at each call.
+        """Shift a function's first argument, `seed`; without one use `absent`. Calls of `but_for` were shifted before.
 
-        An installed library's calls are shifted only if `always`, those of `but_for` (which were shifted before) never.
+        If it `makes` a generator, an installed library's calls stay, and each call without a seed gets another one.
         """
         original: Callable[..., Any] = getattr(owner, name)  # of a class, bound to it: a classmethod
 
         @functools.wraps(original)
         def seeded(*args: Any, **kwargs: Any) -> Any:
             given = args[0] if args else kwargs.get("seed")
-            if _caller() in but_for:
+            if _caller() in but_for or (makes and _library_calls(2)):
                 return original(*args, **kwargs)
             if given is None:
-                given = self._fresh() if fresh and not _library_calls(2) else absent
-            elif always or not _library_calls(2):
+                given = self._fresh() if makes else absent
+            else:
                 given = self.shifted(given, bits)
             if given is None:
                 return original(*args, **kwargs)
@@ -235,4 +230,4 @@ def _library_calls(depth: int) -> bool:
     if file.startswith("<"):
         return file.startswith("<frozen")
     path = os.path.realpath(file)
-    return path.startswith(_LIBRARIES) or any(folder in path for folder in _PACKAGES)
+    return path.startswith(LIBRARIES) or any(folder in path for folder in _PACKAGES)
