@@ -71,9 +71,8 @@ class Trial:
         blocks = [statistics.median(seconds[start : start + each]) for start in starts]
         if not blocks:
             return cls(size, True, peak_bytes)
-        return cls(
-            size, True, peak_bytes, statistics.median(blocks), spread=max(blocks) / (min(blocks) or 1.0)
-        )
+        spread = max(blocks) / (min(blocks) or 1.0)
+        return cls(size, True, peak_bytes, statistics.median(blocks), spread=spread)
 
     @property
     def samples_per_second(self) -> float | None:
@@ -215,11 +214,8 @@ class Search:
     multiple_of: int = 1
     max_size: int | None = None
     until_flat: bool = False
-    names: tuple[str, str, str] = (
-        "start=",
-        "multiple_of=",
-        "max_size=",
-    )  # as the user writes the first three
+    # As the user writes the first three.
+    names: tuple[str, str, str] = ("start=", "multiple_of=", "max_size=")
 
     def __post_init__(self) -> None:
         for name, value in zip(self.names, (self.start, self.multiple_of)):

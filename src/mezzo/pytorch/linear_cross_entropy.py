@@ -279,12 +279,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = [records and needed for needed in ctx.needs_input_grad[:3]]
         with torch.autocast(weight.device.type, enabled=False):
             head = _head((input, weight, bias), target, class_weight, *ctx.rest)
-            is_mean = options.reduction == "mean"
-            divisor = (
-                cross_entropy.divisor_of_mean(head[-1])
-                if is_mean
-                else weight.new_ones((), dtype=torch.float32)
-            )
+            divisor = weight.new_ones((), dtype=torch.float32)
+            if options.reduction == "mean":
+                divisor = cross_entropy.divisor_of_mean(head[-1])
             scale = factor = None
             if any(needs) and options.reduction != "none":
                 scale, factor = _scale(head, divisor.reciprocal().expand(target.numel()))

@@ -77,8 +77,7 @@ class Sensitivities(StepObserver):
 
     def __init__(self, formats: Sequence[str | Format] = RANKED, *, every: int = 1) -> None:
         self._formats, self._every = [ranked_format(one) for one in formats], max(1, every)
-        names = [one.name for one in self._formats]
-        self._recipes = {name: recipe_of(name) for name in names if name in QUANTIZED}
+        self._recipes = {one.name: recipe_of(one.name) for one in self._formats if one.name in QUANTIZED}
         self._layers: dict[tuple[str, str], LayerUpdate] = {}
         self._heads: tuple[str, ...] = ()
         self._model: nn.Module | None = None
@@ -239,13 +238,11 @@ class Sensitivities(StepObserver):
     def _rows_of(self, call: _Call, times: float) -> list[ModuleRounding]:
         """A row for each format that the module can run in; none where it can't be measured."""
         name, kind, rows = call.path or "the model itself", type(call.module).__name__, []
-        why = ""
         if [t._version for t in floats((call.args, call.kwargs))] != call.versions:
-            why = "not measured, because its input is overwritten later"
-        elif all(gradient is None for gradient in call.gradients):
-            why = "not measured, because no gradient reaches its output"
-        if why:
-            self._notes.setdefault(f"{name}: {why}")
+            self._notes.setdefault(f"{name}: not measured, because its input is overwritten later")
+            return []
+        if all(gradient is None for gradient in call.gradients):
+            self._notes.setdefault(f"{name}: not measured, because no gradient reaches its output")
             return []
         for form in self._formats:
             if form.name in self._recipes:
@@ -282,8 +279,7 @@ class Sensitivities(StepObserver):
             self._layers[call.path, format] = LayerUpdate.of(layer)
         self._layers[call.path, format].signed += update[0] * times
         self._layers[call.path, format].squares += update[1] * times
-        finite = all(map(math.isfinite, output))
-        signed, squares = output if finite else (math.inf, math.inf)
+        signed, squares = output if all(map(math.isfinite, output)) else (math.inf, math.inf)
         return [ModuleRounding(call.path, type(layer).__name__, format, signed * times, squares * times)]
 
     @torch.no_grad()

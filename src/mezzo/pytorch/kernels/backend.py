@@ -57,6 +57,12 @@ def load(package: str, device_type: str) -> ModuleType:
     return importlib.import_module(module)
 
 
+@functools.cache
+def cpu_loops(module: str, forced: str | None) -> ModuleType | None:
+    """A module of this package with Numba's loops, if there is Numba; `forced` is MEZZO_KERNELS."""
+    return importlib.import_module(f"{__package__}.{module}") if implementation("cpu") == "numba" else None
+
+
 def kernel(path: str) -> Callable[..., Any]:
     """The function ``module:function`` of this package; the module is imported now."""
     module, _, name = path.partition(":")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from ctypes import addressof, c_int64
-from typing import Any
+from ctypes import c_int64
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from mezzo.pytorch.kernels import cpu, cpu_codes, jit
 from mezzo.pytorch.kernels.cpu import Pointer, bits, f32, float32_at, float_of, i32, loop, u8, u32, uint8_at
 from mezzo.pytorch.kernels.cpu_codes import INFINITY, Given
 
-ALONE = 1 << 15  # elements up to which one thread is done before a second has begun
 BLOCKS = 512  # in a tile, at most
 SPAN_MIXED = 256  # columns that are transformed at once
 MIXED = HADAMARD * SPAN_MIXED  # their elements: 16 KiB in FP32
@@ -60,10 +58,20 @@ def quantize(
     span = min(max(_TILE // height, 128), BLOCKS * width, columns) // width * width or width
     tiles = rows // height * -(-columns // span)
     job = _Job(
-        *(0, _shared(tiles), tiles, columns, height, columns // width, span, x.data_ptr(), codes.data_ptr()),
+        *(
+            0,
+            jit.shared(tiles),
+            tiles,
+            columns,
+            height,
+            columns // width,
+            span,
+            x.data_ptr(),
+            codes.data_ptr(),
+        ),
         *(0 if values is None else values.data_ptr(), inv_scale.data_ptr(), *given),
     )
-    _run(_quantizer(factor, width, x.dtype), job, x.numel())
+    jit.run(_quantizer(factor, width, x.dtype), job, x.numel())
     if job[NOT_FINITE]:
         return None
     return codes, inv_scale[:1].clone() if is_one else inv_scale, values
@@ -75,10 +83,10 @@ def decode(codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Tensor:
     (rows, columns), (down, across) = codes.shape, inv_scale.shape
     values = torch.empty(codes.shape, dtype=dtype)
     job = _Job(
-        *(0, _shared(rows), rows, columns, rows // down, across, columns, 0, codes.data_ptr()),
+        *(0, jit.shared(rows), rows, columns, rows // down, across, columns, 0, codes.data_ptr()),
         *(values.data_ptr(), inv_scale.data_ptr()),
     )
-    _run(_decoder(codes.dtype, columns // across, dtype), job, codes.numel())
+    jit.run(_decoder(codes.dtype, columns // across, dtype), job, codes.numel())
     return values
 
 
@@ -88,22 +96,12 @@ def mixed(x: Tensor, matrix: Tensor) -> Tensor:
     values = torch.empty(x.shape, dtype=torch.bfloat16)
     tiles = rows // HADAMARD * -(-columns // SPAN_MIXED)
     job = _Job(
-        *(0, _shared(tiles), tiles, columns, HADAMARD, 0, SPAN_MIXED, x.data_ptr(), 0),
+        *(0, jit.shared(tiles), tiles, columns, HADAMARD, 0, SPAN_MIXED, x.data_ptr(), 0),
         *(values.data_ptr(), matrix.data_ptr()),
     )
     kernel = jit.kernel(sys.modules[__name__], jit.elements(x.dtype, load="load_x", at="x_at"), "mix_tiles")
-    _run(kernel.address, job, x.numel())
+    jit.run(kernel.address, job, x.numel())
     return values
-
-
-def _run(kernel: int, job: Any, elements: int) -> None:
-    call = jit.alone if elements <= ALONE else jit.parallel
-    call(kernel, addressof(job))
-
-
-def _shared(count: int) -> int:
-    """The tiles that a thread takes at once: a fourth of its part."""
-    return -(-count // (4 * torch.get_num_threads()))
 
 
 def _width(width: int) -> dict[str, str]:

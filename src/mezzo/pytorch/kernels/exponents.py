@@ -11,10 +11,8 @@ from torch import Tensor
 from mezzo.core.ranges import BINS, INFINITE, NAN, ZERO
 from mezzo.pytorch.kernels.plain import is_dense
 
-LARGEST = (
-    BINS  # index of the FP32 pattern of the largest finite magnitude. Patterns are ordered as their numbers
-)
-
+LARGEST = BINS
+"""Index of the FP32 pattern of the largest finite magnitude. Patterns are ordered as their numbers."""
 WORDS = BINS + 1  # length of a row: the bins of `mezzo.core.ranges`, and `LARGEST`
 
 BLOCK = 1 << 18  # elements per block, which bounds the temporary memory: some 20 bytes for each

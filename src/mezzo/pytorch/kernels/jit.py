@@ -222,6 +222,20 @@ def alone(address: int, data: int) -> None:
     _function(address)(data)
 
 
+ALONE = 1 << 15  # elements up to which one thread is done before a second has begun
+
+
+def run(address: int, job: ctypes.Array[ctypes.c_int64], elements: int) -> None:
+    """Call a kernel on a job over so many elements, on this thread or on all."""
+    call = alone if elements <= ALONE else parallel
+    call(address, ctypes.addressof(job))
+
+
+def shared(count: int) -> int:
+    """The pieces that a thread takes at once: a fourth of its part, because neighbors disturb prefetching."""
+    return -(-count // (4 * torch.get_num_threads()))
+
+
 def has_openmp() -> bool:
     """Whether `parallel` uses PyTorch's threads, and not Python's."""
     return not _forked and _openmp() is not None

@@ -29,30 +29,26 @@ def product(
     kind: str, form: str, a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """``"NT"``, ``"NN"`` or ``"TN"`` as in `quantized_linear.product`; a bias is added in FP32, before rounding."""
-    left, right = _rows(a, form == "TN"), _rows(b, form != "NT")
+    (left, inv_left), (right, inv_right) = _rows(a, form == "TN"), _rows(b, form != "NT")
     if kind == "fp8-block":
-        settings = _tiles(left[1], right)
-        factors = left[0], right[0]
+        settings = _tiles(inv_left, right, inv_right)
     elif kind == "mxfp8":
-        settings = _blocks(F.ScalingType.BlockWise1x32, *([_e8m0(*each)] for each in (left, right)))
-        factors = left[0], right[0]
+        left_scales, right_scales = [_e8m0(left, inv_left)], [_e8m0(right, inv_right)]
+        settings = _blocks(F.ScalingType.BlockWise1x32, left_scales, right_scales)
     else:
-        (low, low_scales), (high, high_scales) = (_e2m1(*each) for each in (left, right))
-        settings = _blocks(
-            F.ScalingType.BlockWise1x16, [low_scales, a.tensor_scale], [high_scales, b.tensor_scale]
-        )
-        factors = low, high
+        (left, inv_left), (right, inv_right) = _e2m1(left, inv_left), _e2m1(right, inv_right)
+        both = [inv_left, a.tensor_scale], [inv_right, b.tensor_scale]
+        settings = _blocks(F.ScalingType.BlockWise1x16, *both)
     produced = out_dtype if bias is None else torch.float32
-    result = F.scaled_mm(factors[0], factors[1].t(), output_dtype=produced, **settings)
+    result = F.scaled_mm(left, right.t(), output_dtype=produced, **settings)
     return result if bias is None else (result + bias.to(torch.bfloat16)).to(out_dtype)
 
 
 def _rows(factor: Quantized, transposed: bool) -> tuple[Tensor, Tensor]:
     """Codes [R, S], contiguous, and their scales [R or R / height, S / block], for sums over S."""
-    codes, scales = factor.codes, factor.inv_scale
-    if transposed:
-        codes, scales = codes.t(), scales.t()
-    return codes.clone(memory_format=torch.contiguous_format) if transposed else codes.contiguous(), scales
+    if not transposed:
+        return factor.codes.contiguous(), factor.inv_scale
+    return factor.codes.t().clone(memory_format=torch.contiguous_format), factor.inv_scale.t()
 
 
 def _for_each_row(codes: Tensor, scales: Tensor) -> Tensor:
@@ -75,9 +71,8 @@ def _blocks(kind: F.ScalingType, left: list[Any], right: list[Any]) -> dict[str,
     }
 
 
-def _tiles(left: Tensor, right: tuple[Tensor, Tensor]) -> dict[str, Any]:
+def _tiles(left: Tensor, codes: Tensor, scales: Tensor) -> dict[str, Any]:
     """Scales with rows innermost; of 128 x 128 elements with the summed dimension innermost, padded to 4."""
-    codes, scales = right
     is_square = codes.shape[0] > scales.shape[0]
     if is_square:
         scales = F.pad(scales, (0, -scales.shape[1] % 4)).contiguous().t()

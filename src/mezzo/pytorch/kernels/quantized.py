@@ -6,8 +6,6 @@ Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433).
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
 import os
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from mezzo.core.recipes import HADAMARD, Factor
 from mezzo.pytorch.dtypes import dtype_of
-from mezzo.pytorch.kernels.backend import KERNELS, implementation
+from mezzo.pytorch.kernels.backend import KERNELS, cpu_loops
 from mezzo.pytorch.kernels.plain import is_plain
 
 _READ = (torch.float32, torch.bfloat16, torch.float16)  # what the compiled loops read
@@ -52,7 +50,7 @@ class Quantized:
     def values(self, dtype: torch.dtype) -> Tensor:
         """``codes * inv_scale``, kept for a second product of the same factor; exact in bf16 but for FP32 scales."""
         if self._values is None or self._values.dtype is not dtype:
-            kernel = _kernel(os.environ.get(KERNELS)) if _fits(self.codes, self.inv_scale) else None
+            kernel = _kernel(self.codes, self.inv_scale)
             if kernel is not None and dtype in (torch.bfloat16, torch.float32):
                 self._values = kernel.decode(self.codes, self.inv_scale, dtype)
             else:
@@ -68,8 +66,7 @@ def quantize(x: Tensor, factor: Factor, dim: int = 1, dtype: torch.dtype | None 
         inv_scale = 2.0 ** ceil(log2(x.abs().max() / factor.largest))
         codes = (x.float() / inv_scale).to(torch.float8_e4m3fn)
     """
-    is_served = x.dtype in _READ and factor.scale != "fp32" and _fits(x)
-    kernel = _kernel(os.environ.get(KERNELS)) if is_served else None
+    kernel = _kernel(x) if x.dtype in _READ and factor.scale != "fp32" else None
     if kernel is not None and (fused := _fused(kernel, x.detach(), factor, dim, dtype)) is not None:
         return fused
     wide = _in_blocks(x.detach().to(torch.float32), factor, dim)
@@ -94,16 +91,10 @@ def _block(x: Tensor, factor: Factor, dim: int) -> tuple[int, int]:
     return height or x.shape[0], width or x.shape[1]
 
 
-@functools.cache
-def _kernel(forced: str | None) -> ModuleType | None:
-    """The compiled loops, if there are any; `forced` is MEZZO_KERNELS."""
-    is_compiled = implementation("cpu") == "numba"
-    return importlib.import_module("mezzo.pytorch.kernels.cpu_quantized") if is_compiled else None
-
-
-def _fits(*tensors: Tensor) -> bool:
-    """Whether the compiled loops may read these tensors."""
-    return all(x.device.type == "cpu" and x.numel() > 0 for x in tensors) and is_plain(*tensors)
+def _kernel(*tensors: Tensor) -> ModuleType | None:
+    """The compiled loops, if there are any and they may read these tensors."""
+    fits = all(x.device.type == "cpu" and x.numel() > 0 for x in tensors) and is_plain(*tensors)
+    return cpu_loops("cpu_quantized", os.environ.get(KERNELS)) if fits else None
 
 
 def _fused(
@@ -174,28 +165,20 @@ def _with_scales(wide: Tensor, largest: Tensor, factor: Factor, *, is_finite: bo
 
 
 def _power_scale(largest: Tensor, factor: Factor) -> Tensor:
-    """The power of two for the largest magnitude of a block."""
+    """The power of two for the largest magnitude of a block: ``2 ** ceil(log2(largest / factor.largest))``."""
     if factor.scale == "e8m0-floor":
         return _power_of_two(((largest.view(torch.int32) >> 23) - _top(factor)).clamp(0, 254))
-    return (e8m0_scale_of if factor.scale == "e8m0" else inv_scale_of)(largest, factor.largest)
+    # The exponent is the quotient's biased one, plus 1 if its mantissa is not 0.
+    quotient = (largest / factor.largest).view(torch.int32)
+    biased = (quotient + _MANTISSA) >> 23
+    if factor.scale == "e8m0":  # from 2**-127 to 2**127
+        return _power_of_two(biased.clamp(max=254) * (quotient > 1 << 22))
+    return _power_of_two(biased.clamp(1, 253))  # from 2**-126 to 2**126
 
 
 def _top(factor: Factor) -> int:
     """The exponent of the largest element."""
     return math.frexp(factor.largest)[1] - 1
-
-
-def inv_scale_of(amax: Tensor, largest: float) -> Tensor:
-    """``2 ** ceil(log2(amax / largest))``, from 2**-126 to 2**126."""
-    # The exponent is the quotient's biased one, plus 1 if its mantissa is not 0.
-    quotient = (amax / largest).view(torch.int32)
-    return _power_of_two(((quotient + _MANTISSA) >> 23).clamp(1, 253))
-
-
-def e8m0_scale_of(amax: Tensor, largest: float) -> Tensor:
-    """The same from 2**-127 to 2**127, the values of e8m0."""
-    quotient = (amax / largest).view(torch.int32)
-    return _power_of_two(((quotient + _MANTISSA) >> 23).clamp(max=254) * (quotient > 1 << 22))
 
 
 def _power_of_two(biased: Tensor) -> Tensor:

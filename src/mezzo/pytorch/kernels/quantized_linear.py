@@ -70,46 +70,30 @@ def product(
             return _native(form, a, b, bias, out_dtype)
         return native_blocks.product(kind, form, a, b, bias, out_dtype)
     dtype = _dtype(a.codes.device, recipe.is_exact_in_bf16)
+    low = None if bias is None else bias.to(torch.bfloat16)
     scales = [factor.tensor_scale for factor in (a, b) if factor.tensor_scale is not None]
-    if scales:
-        return _with_tensor_scales(form, a, b, bias, dtype, math.prod(scales[1:], start=scales[0]), out_dtype)
-    if bias is not None and torch._C._functorch.peek_interpreter_stack() is not None:
+    if low is not None and not scales and torch._C._functorch.peek_interpreter_stack() is not None:
         dtype = torch.float32  # a batched bf16 product would be rounded before the bias is added, and after
-    left, right = _decoded(form, a, b, dtype)
+    left, right = a.values(dtype), b.values(dtype)
+    if form == "NT" and not scales:
+        return F.linear(left, right, None if low is None else low.to(dtype)).to(out_dtype)
     if form == "NT":
-        low = None if bias is None else bias.to(torch.bfloat16).to(dtype)
-        return F.linear(left, right, low).to(out_dtype)
-    return torch.mm(left if form == "NN" else left.t(), right).to(out_dtype)
+        right = right.t()
+    elif form == "TN":
+        if left.shape[0] != right.shape[0]:  # blocks of two sizes: the rest is zeros
+            rows = min(left.shape[0], right.shape[0])
+            left, right = left[:rows], right[:rows]
+        left = left.t()
+    result = torch.mm(left, right)
+    if scales:
+        result = result.to(torch.float32).mul_(math.prod(scales[1:], start=scales[0]))
+        if low is not None:
+            result += low
+    return result.to(out_dtype)
 
 
 def _dtype(device: torch.device, in_bf16: bool) -> torch.dtype:
     return gemm_dtype(device.type) if in_bf16 else torch.float32
-
-
-def _with_tensor_scales(
-    form: str,
-    a: Quantized,
-    b: Quantized,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    scale: Tensor,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    left, right = _decoded(form, a, b, dtype)
-    if form == "NT":
-        right = right.t()
-    result = torch.mm(left.t() if form == "TN" else left, right).to(torch.float32).mul_(scale)
-    if bias is not None:
-        result += bias.to(torch.bfloat16)
-    return result.to(out_dtype)
-
-
-def _decoded(form: str, a: Quantized, b: Quantized, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    left, right = a.values(dtype), b.values(dtype)
-    if form == "TN" and left.shape[0] != right.shape[0]:  # blocks of two sizes: the rest is zeros
-        rows = min(left.shape[0], right.shape[0])
-        left, right = left[:rows], right[:rows]
-    return left, right
 
 
 def _native(form: str, a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -264,11 +248,9 @@ class _QuantizedLinear(torch.autograd.Function):
         y = y.view(*input.shape[:-1], w.shape[0])
         if not for_weight:
             return y, None, None, None
-        held = (
-            left
-            if _is_shared(recipe.output[0], recipe.weight_gradient[1])
-            else quantize(x, recipe.weight_gradient[1], 0)
-        )
+        held = left
+        if not _is_shared(recipe.output[0], recipe.weight_gradient[1]):
+            held = quantize(x, recipe.weight_gradient[1], 0)
         return y, held.codes, held.inv_scale, held.tensor_scale
 
     @staticmethod

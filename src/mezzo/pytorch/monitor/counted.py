@@ -23,7 +23,7 @@ from mezzo.pytorch.monitor.module_paths import Paths, joined
 from mezzo.pytorch.monitor.operations import tensors, version_of
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.weights import master_state
-from mezzo.pytorch.weights.stored_parameters import LOWERED, peek_master
+from mezzo.pytorch.weights.stored_parameters import LOWERED, wide_value
 
 WEIGHT, ACTIVATION = "weight", "activation"
 ACTIVATION_GRADIENT, WEIGHT_GRADIENT, RATIO = "activation gradient", "weight gradient", "update ratio"
@@ -273,8 +273,7 @@ class WatchedParameters:
             return distributed.local(param.detach()), False
         if isinstance(owner, FusedOptimizer) and not owner.state.get(param):
             # It has not moved yet. To ask for its master would give it a state, which a skipped step must not.
-            kept = peek_master(param)
-            value = param.detach().to(torch.float32) if kept is None else kept
+            value = wide_value(param)
         else:
             value = owner.master(param).detach()
         return distributed.local(value), True

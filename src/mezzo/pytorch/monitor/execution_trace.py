@@ -96,17 +96,14 @@ def recorded() -> Iterator[Recorded]:
 
 
 def _read(path: Path) -> tuple[list[Call], str]:
-    size = path.stat().st_size
+    size, unknown = path.stat().st_size, "the formats of the observed step are unknown: its trace"
     if size > _LARGEST:
-        return (
-            [],
-            f"the formats of the observed step are unknown: its trace of {size >> 20} MiB is too large to read",
-        )
+        return [], f"{unknown} of {size >> 20} MiB is too large to read"
     try:
         trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
         return _roots(trace), ""
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        return [], f"the formats of the observed step are unknown: its trace can't be read ({error})"
+        return [], f"{unknown} can't be read ({error})"
 
 
 def _in_forked_child() -> None:

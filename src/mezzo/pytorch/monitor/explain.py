@@ -93,9 +93,8 @@ class Explanation:
         reasons: dict[str, list[str]] = {}
         for row in self.ops:
             one = all(other.reason == row.reason for other in self.ops if other.op == row.op)
-            reasons.setdefault(row.reason, []).append(
-                row.op if one else f"{row.op} in {row.module or 'the model'}"
-            )
+            named = row.op if one else f"{row.op} in {row.module or 'the model'}"
+            reasons.setdefault(row.reason, []).append(named)
         lines += ["", *_table(self.ops, width), ""]
         for reason, ops in reasons.items():
             text = f"{', '.join(dict.fromkeys(ops))}: {reason}"

@@ -199,9 +199,8 @@ class ForwardTrace(TorchFunctionMode):
 
     def _apply(self) -> Callable[..., Any]:
         """Replaces `Function.apply`: the user's autograd Functions become operations with a name and a line."""
-        method = torch.autograd.Function.__dict__[
-            "apply"
-        ]  # Python's classmethod, from torch 2.14 on one of C
+        # Python's classmethod, from torch 2.14 on one of C.
+        method = torch.autograd.Function.__dict__["apply"]
 
         def before(cls: Any, *args: Any, **kwargs: Any) -> Any:
             return method.__get__(None, cls)(*args, **kwargs)

@@ -71,13 +71,9 @@ class Muon(FusedOptimizer):
         masters: str = "fp32",
     ) -> None:
         defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        defaults |= {
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-        }
-        super().__init__(params, {**defaults, "adjust_lr_fn": adjust_lr_fn}, state=state, masters=masters)
+        defaults |= {"nesterov": nesterov, "ns_coefficients": ns_coefficients, "eps": eps}
+        defaults |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        super().__init__(params, defaults, state=state, masters=masters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; those with ``use_muon=False`` have AdamW's defaults."""
@@ -115,21 +111,12 @@ class Muon(FusedOptimizer):
         if not group.get("use_muon", True):
             beta1, beta2 = map(float, group["betas"])
             return adam_hyper(lr, beta1, beta2, eps, decay, decoupled=True)
-        numbers = (*_lerp(1 - momentum), *_lerp(momentum), float(group["nesterov"]), 0.0, 0.0)
+        ahead, from_g = _lerp(momentum)
+        numbers = (*_lerp(1 - momentum), ahead, 0.0, from_g, float(group["nesterov"]), 0.0)
         a, b, c = map(float, group["ns_coefficients"])
-        return MuonHyper(
-            "average",
-            BUFFER,
-            numbers,
-            0.0,
-            False,
-            lr=lr,
-            decay=1 - lr * decay,
-            adjustment=group["adjust_lr_fn"] or ADJUSTMENTS[0],
-            coefficients=(a, b, c),
-            iterations=group["ns_steps"],
-            eps=eps,
-        )
+        adjustment = group["adjust_lr_fn"] or ADJUSTMENTS[0]
+        iteration = (a, b, c), group["ns_steps"], eps
+        return MuonHyper("average", BUFFER, numbers, 0.0, False, lr, 1 - lr * decay, adjustment, iteration)
 
     def _new_stepper(self, device_type: str) -> Stepper:
         return MuonStepper(device_type)

@@ -101,11 +101,10 @@ def _plan(
             if found:
                 how = storage.storage(param, group, states)
                 what = f"{of_group}, parameter {key} of shape {list(param.shape)}"
-                made = (
-                    _own(what, found, param, how, saved, group)
-                    if own
-                    else from_torch(what, found, param, how)
-                )
+                if own:
+                    made = _own(what, found, param, how, saved, group)
+                else:
+                    made = from_torch(what, found, param, how)
                 entries[param] = (made, how, own)
     return groups, entries
 

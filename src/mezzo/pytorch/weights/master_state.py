@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mezzo.core.errors import UsageError, did_you_mean
 from mezzo.pytorch.distributed import is_spread
 from mezzo.pytorch.weights import shards
-from mezzo.pytorch.weights.stored_parameters import LOWERED, keep_master, overflows, peek_master
+from mezzo.pytorch.weights.stored_parameters import LOWERED, keep_master, overflows, wide_value
 
 
 def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> dict[str, Any]:
@@ -44,7 +44,8 @@ def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimize
             state[name] = value.detach()
             continue
         if id(value) not in copies:
-            copies[id(value)] = _master(value, owners)
+            owner = owners.get(id(value))
+            copies[id(value)] = wide_value(value) if owner is None else owner.master(value)
         state[name] = copies[id(value)]
     return state
 
@@ -129,15 +130,6 @@ def _owners(optimizer: Optimizer | Sequence[Optimizer]) -> dict[int, Any]:
 
 def _is_low(value: Tensor) -> bool:
     return isinstance(value, nn.Parameter) and value.dtype in LOWERED
-
-
-def _master(param: Tensor, owners: Mapping[int, Any]) -> Tensor:
-    owner = owners.get(id(param))
-    if owner is not None:
-        master: Tensor = owner.master(param)
-        return master
-    kept = peek_master(param)
-    return param.detach().to(torch.float32) if kept is None else kept
 
 
 def _check(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:

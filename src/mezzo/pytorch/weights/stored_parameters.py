@@ -121,6 +121,12 @@ def peek_master(param: Tensor) -> Tensor | None:
     return shards.joined(master, param)
 
 
+def wide_value(param: Tensor) -> Tensor:
+    """The FP32 value kept for a parameter, or else its own in FP32."""
+    master = peek_master(param)
+    return param.detach().to(torch.float32) if master is None else master
+
+
 def has_master(param: Tensor) -> bool:
     """Whether an FP32 value is kept for this parameter."""
     kept = _kept.get(param)

@@ -7,7 +7,6 @@ FP32 copies. Here sums are FP32, and the 16-bit input is saved. PyTorch's FP32 o
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import os
 from collections.abc import Sequence
@@ -76,7 +75,8 @@ def _form(normalized_shape: Sequence[int], epsilon: float, is_centred: bool) -> 
 
 
 def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> Tensor:
-    kernel = _kernel(os.environ.get(backend.KERNELS)) if _fits(input, weight, bias, form) else None
+    fits = _fits(input, weight, bias, form)
+    kernel = backend.cpu_loops("norms.cpu", os.environ.get(backend.KERNELS)) if fits else None
     if kernel is None:
         return _naive(input, weight, bias, form)
     if torch.is_grad_enabled() and (
@@ -88,13 +88,6 @@ def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form)
         return out
     found: Tensor = kernel.forward(input.contiguous(), _row(weight), _row(bias), form)[0]
     return found
-
-
-@functools.cache
-def _kernel(forced: str | None) -> ModuleType | None:
-    """The compiled loops, if there are any; `forced` is MEZZO_KERNELS."""
-    is_compiled = backend.implementation("cpu") == "numba"
-    return importlib.import_module(f"{__name__}.cpu") if is_compiled else None
 
 
 def _fits(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> bool:
@@ -155,13 +148,9 @@ class _Normalised(torch.autograd.Function):
             needs_x,
             needs_weight or needs_bias,
         )
-        return (
-            dx,
-            _like(dweight, weight) if needs_weight else None,
-            _like(dbias, bias) if needs_bias else None,
-            None,
-            None,
-        )
+        dweight = _like(dweight, weight) if needs_weight else None
+        dbias = _like(dbias, bias) if needs_bias else None
+        return dx, dweight, dbias, None, None
 
 
 def _like(gradient: Tensor, parameter: Tensor) -> Tensor:

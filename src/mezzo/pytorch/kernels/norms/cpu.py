@@ -12,7 +12,7 @@ import functools
 import struct
 import sys
 from array import array
-from ctypes import addressof, c_int64
+from ctypes import c_int64
 from math import sqrt
 from typing import TYPE_CHECKING
 
@@ -37,8 +37,6 @@ IS_CENTRED = True  # bound
     BLOCKS, BLOCK_ROWS, DY, DX, SUMS, JOB_WORDS,
 ) = range(17)  # fmt: skip
 
-ALONE = 1 << 15  # elements up to which one thread is done before a second has begun
-
 _LEAST = 1 << 13  # elements that a thread of the forward takes at once
 _LEAST_ROWS, _MOST_ROWS, _BLOCKS = 16, 4096, 64  # of a block of the backward, and how many blocks between
 
@@ -59,12 +57,12 @@ def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -
         scale, shift = _address(weight, columns, 1.0), _address(bias, columns, -0.0)
         means = statistics.data_ptr()
         rstds = means + (4 * rows if is_centred else 0)
-        taken = max(_shared(rows), _LEAST // columns)
+        taken = max(jit.shared(rows), _LEAST // columns)
         job = _Job(
             *(0, taken, rows, columns, x.data_ptr(), scale, means, rstds, shift),
             *(out.data_ptr(), _pattern(epsilon)),
         )
-        _run(_kernel("normalise", x.dtype, False, is_centred), job, rows * columns)
+        jit.run(_kernel("normalise", x.dtype, False, is_centred), job, rows * columns)
     return out, statistics
 
 
@@ -81,30 +79,17 @@ def backward(
     scale, means = _address(weight, columns, 1.0), kept.data_ptr()
     rstds = means + (4 * rows if is_centred else 0)
     job = _Job(
-        *(0, _shared(blocks), rows, columns, x.data_ptr(), scale, means, rstds, 0, 0, 0),
-        *(blocks, block_rows, dy.data_ptr(), *map(_pointer, (dx, sums))),
+        *(0, jit.shared(blocks), rows, columns, x.data_ptr(), scale, means, rstds, 0, 0, 0),
+        *(blocks, block_rows, dy.data_ptr()),
+        *(0 if tensor is None else tensor.data_ptr() for tensor in (dx, sums)),
     )
     if rows:
-        _run(_kernel("differentiate", x.dtype, wants_sums, is_centred), job, rows * columns)
+        jit.run(_kernel("differentiate", x.dtype, wants_sums, is_centred), job, rows * columns)
     if sums is None:
         return dx, None, None
     # PyTorch splits the sum between threads by columns, so the order is always the same.
     totals = sums[:, 0] if blocks == 1 else sums.sum(1)
     return dx, totals[0], totals[1] if is_centred else None
-
-
-def _run(kernel: int, job: object, elements: int) -> None:
-    call = jit.alone if elements <= ALONE else jit.parallel
-    call(kernel, addressof(job))  # type: ignore[arg-type]
-
-
-def _shared(count: int) -> int:
-    """The rows or blocks that a thread takes at once: a fourth of its part, because neighbors disturb prefetching."""
-    return -(-count // (4 * torch.get_num_threads()))
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _address(parameter: Tensor | None, columns: int, absent: float) -> int:

@@ -174,7 +174,7 @@ def adamw(w: Value, g: Value, m: Value, v: Value, c: Numbers) -> tuple[Value, Va
 
 
 def sgd_constants(numbers: Numbers, step: Any) -> Numbers:
-    """As `adam_constants`. The buffer starts as the first gradient, undampened."""
+    """As `adam_constants`, for all other rules. The buffer starts as the first gradient, undampened."""
     minus_lr, momentum, one_minus_dampening, is_first, decay, b, c = numbers
     is_first = step == 1
     return minus_lr, momentum, one_minus_dampening, is_first, decay, b, c
@@ -200,17 +200,12 @@ def nesterov(w: Value, g: Value, buffer: Value, b: Value, c: Numbers) -> tuple[V
     return fma(minus_lr, fma(decay, buffer, g), w), buffer, b
 
 
-def average_constants(numbers: Numbers, step: Any) -> Numbers:
-    """The same for every step."""
-    return numbers
-
-
 def average(w: Value, g: Value, m: Value, b: Value, c: Numbers) -> tuple[Value, Value, Value]:
     """The first part of Muon's step: the average `m` of the gradients; in place of a weight, what is orthogonalized.
 
     ``lerp(start, end, t)`` is ``start + t * (end - start)``, and for t from 0.5 up ``end + (t - 1) * (end - start)``.
     """
-    t, from_m, ahead, from_g, is_nesterov, _, _ = c
+    t, from_m, ahead, _, from_g, is_nesterov, _ = c
     m = fma(t, g - m, where(from_m != 0, m, g))
     nesterov = fma(ahead, m - g, where(from_g != 0, g, m))
     return where(is_nesterov != 0, nesterov, m), m, b
@@ -221,10 +216,10 @@ constants_of = {
     "plain": sgd_constants,
     "momentum": sgd_constants,
     "nesterov": sgd_constants,
-    "average": average_constants,
+    "average": sgd_constants,
 }
 RULES = tuple(constants_of)
-ADAMW, PLAIN, MOMENTUM, NESTEROV, AVERAGE = range(len(RULES))
+ADAMW, PLAIN, MOMENTUM, NESTEROV, _ = range(len(RULES))
 
 
 # Triton can't look a function up by its name: `moved`, `constants_by`, `decoded`, `encoded`, `value_by` and `code_by`
@@ -235,8 +230,6 @@ def constants_by(rule: int, numbers: Numbers, step: Any) -> Numbers:
     """The constants of the rule with this index in `RULES`."""
     if rule == ADAMW:
         return adam_constants(numbers, step)
-    elif rule == AVERAGE:
-        return average_constants(numbers, step)
     else:  # Triton compiles what follows an `if`
         return sgd_constants(numbers, step)
 

@@ -25,9 +25,7 @@ class MuonHyper(Hyper):
     lr: float
     decay: float  # by which a weight is multiplied first
     adjustment: str  # one of ADJUSTMENTS
-    coefficients: tuple[float, float, float]
-    iterations: int
-    eps: float
+    iteration: tuple[tuple[float, float, float], int, float]  # as `orthogonalized` takes it
 
     def rate(self, rows: int, columns: int) -> float:
         """The learning rate of a matrix; ``match_rms_adamw`` is Liu et al., "Muon is Scalable", arXiv 2502.16982."""
@@ -89,7 +87,7 @@ class MuonStepper:
                 first.weight = torch.empty_like(row.weight, dtype=torch.float32)
                 first.grad, last.weight = row.grad, row.weight
                 self._first([(hyper, [first])], multiplier=multiplier, found_inf=found_inf, overflow=None)
-                update = orthogonalized(first.weight, hyper.coefficients, hyper.iterations, hyper.eps)
+                update = orthogonalized(first.weight, *hyper.iteration)
                 last.grad = torch.empty_like(row.weight, dtype=torch.bfloat16).copy_(update)
                 numbers = (-hyper.rate(*row.weight.shape), 0.0, 0.0, 0.0, hyper.decay, 0.0, 0.0)
                 plain = Hyper("plain", (), numbers, 0.0, False)

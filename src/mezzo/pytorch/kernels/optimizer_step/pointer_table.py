@@ -56,7 +56,7 @@ class PointerTable:
         ]
         chunks = _chunks(blocks, self.blocks)
         parts = self._now, np.array(rows, dtype=np.int64).ravel(), chunks
-        self._buffer = self._upload(np.concatenate(parts))
+        self._buffer = self._pinned(np.concatenate(parts)).to(self.device, non_blocking=True)
         self.current, self.rows, self.chunks = self._buffer.split([len(part) for part in parts])
         self.hypers = self.current[CURRENT_WORDS * len(self.owner) :].view(torch.float64)
         self.programs = len(chunks)
@@ -79,9 +79,6 @@ class PointerTable:
         for line, (hyper, _) in zip(numbers, groups):
             line[:] = (hyper.l2, *hyper.numbers)
         return np.concatenate([addresses.ravel(), numbers.view(np.int64).ravel()])
-
-    def _upload(self, words: np.ndarray) -> Tensor:
-        return self._pinned(words).to(self.device, non_blocking=True)
 
     def _pinned(self, words: np.ndarray) -> Tensor:
         # PyTorch reuses pinned memory only after copies from it are done; in a CUDA graph, never.
