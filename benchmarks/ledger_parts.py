@@ -285,7 +285,7 @@ PARTS: Mapping[str, Part] = {
     "speed": Part(("bench.py", "--out", "{out}"), "bench.json", speed),
     "bytes": Part(("bench.py", "--rounds", "2", "--out", "{out}"), "bench.json", peaks, keeps=False),
     "optimizers": Part(("optimizers.py", "--out", "{out}"), "optimizers.json", optimizers),
-    "block formats": Part(("block_formats.py", "--out", "{out}"), "block_formats.json", block_formats),
+    "block-formats": Part(("block_formats.py", "--out", "{out}"), "block_formats.json", block_formats),
     "emulation": Part(("emulation.py", "--out", "{out}"), "emulation.json", emulation),
     "overhead": Part(("overhead.py", "--out", "{out}"), "overhead.json", ratios),
     "small": Part(("small_models.py", "--out", "{out}"), "small_models.json", ratios),

@@ -114,10 +114,12 @@ def autocast(
         raise unknown_argument(autocast, next(iter(unknown)))
     if dtype is not None or policy is None:
         policy, device_type = _as_in_torch(policy, device_type, dtype)
-    if not _is_dynamo_compiling():
-        for given in (policy, device_type):
-            if type(given) is Policy and not applied.issuperset(given.modules):
-                raise _without_model(given)
+    if type(policy) is Policy or type(device_type) is Policy:
+        _refuse_patterns(policy if type(policy) is Policy else cast("Policy", device_type))
+    elif not _is_dynamo_compiling():  # the usual call, without a call of `context_of`
+        known = _contexts.get((policy, device_type, enabled, cache_enabled, _native_key()))
+        if known is not None:
+            return known
     return context_of(policy, device_type, enabled, cache_enabled)
 
 
@@ -362,6 +364,11 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
             switch_on_tf32()
         return _Resolved(resolved, False, None)
     return _Resolved(resolved, True, dtype_of(resolved.activations))
+
+
+def _refuse_patterns(policy: Policy) -> None:
+    if not _is_dynamo_compiling() and not applied.issuperset(policy.modules):
+        raise _without_model(policy)
 
 
 def _without_model(policy: Policy) -> UsageError:
