@@ -114,10 +114,10 @@ def mezzo(
     return call
 
 
-def process(*words: str, at: Path) -> Any:
+def process(*words: str, at: Path, seconds: float = 280) -> Any:
     """The command `python -m WORDS` in a process of its own."""
     command, texts = [sys.executable, "-m", *words], {"capture_output": True, "text": True}
-    return subprocess.run(command, cwd=at, env=environment(), timeout=280, **texts)
+    return subprocess.run(command, cwd=at, env=environment(), timeout=seconds, **texts)
 
 
 def script(folder: Path, name: str, source: str) -> Path:
@@ -243,6 +243,34 @@ def test_a_launcher_as_the_module(tmp_path: Path) -> None:
     assert ran.stderr.count("mezzo: policy bf16") == 1
     assert "2 ranks" in ran.stderr
     assert not list(tmp_path.glob("*.jsonl"))
+
+
+GROUPS = """
+import gc, os, sys
+from train import dist, nn, say, torch
+
+def once():
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    model(torch.randn(2, 4)).sum().backward()
+    dist.destroy_process_group()  # the model holds the group, and frees it with the GIL
+
+for number in range(20):
+    meeting = f"file://{sys.argv[1]}{number}"
+    dist.init_process_group("gloo", init_method=meeting, rank=int(os.environ["RANK"]), world_size=2)
+    once()
+    gc.collect()
+say("ended")
+"""
+
+
+def test_groups_that_end_do_not_wait_for_threads_that_wait_for_them(tmp_path: Path) -> None:
+    script(tmp_path, "groups.py", GROUPS)
+    meeting = str(tmp_path / "meeting")
+    ran = process(
+        "mezzo", "run", "--precision", "bf16", "-m", *TORCHRUN, "groups.py", meeting, at=tmp_path, seconds=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["ended"] * 2
 
 
 def test_a_rank_that_raises_ends_the_others_with_its_message(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ A small message per rank goes through the group's store, because the group itsel
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
 
 PATIENCE = timedelta(seconds=60)
+SECONDS_TO_FREE = 0.1
 
 
 def make_init(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,6 +46,21 @@ def make_init(session: Session, original: Callable[..., Any]) -> Callable[..., A
         return result
 
     return init_process_group
+
+
+def make_destroy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The `destroy_process_group` of a run: gloo's threads get time for what they still have to do under the GIL.
+
+    A thread of gloo takes the GIL to free a collective that has ended. If DDP frees the group meanwhile, it joins the
+    thread without giving the GIL up, and both wait forever; if Python ends meanwhile, it aborts. PyTorch 2.13 alone does so.
+    """
+
+    @functools.wraps(original)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        time.sleep(SECONDS_TO_FREE)
+        original(*args, **kwargs)
+
+    return destroy_process_group
 
 
 def _described(session: Session) -> str:

@@ -232,11 +232,13 @@ class Session:
             lambda status: self.journal.seen(self.observers.finish()),
         ]
         if torch.distributed.is_available():
-            from mezzo.pytorch.run.same_policy import make_init
+            from mezzo.pytorch.run.same_policy import make_destroy, make_init
 
             init = make_init(self, torch.distributed.init_process_group)
+            destroy = make_destroy(torch.distributed.destroy_process_group)
             for owner in (torch.distributed, torch.distributed.distributed_c10d):
                 patches.set(owner, "init_process_group", init)
+                patches.set(owner, "destroy_process_group", destroy)
         module, optimizer, autograd = torch.nn.Module, torch.optim.Optimizer, torch.autograd
         if self.records_own:
             record_scaler(steps, patches, torch.amp.GradScaler)
