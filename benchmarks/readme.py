@@ -283,6 +283,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "verdicts": lambda: blocks.verdicts(_read("block_verdicts.json")),
         "parts": lambda: blocks.parts(_read("block_verdicts.json")),
         "gradients": lambda: blocks.gradients(_read("block_verdicts.json")),
+        "sensitivity": lambda: blocks.sensitivity(_read("nvfp4_sensitivity.json")),
     },
     "docs/models.md": {
         "advice": lambda: recipes.advice(_read("advice.json")["rows"]),

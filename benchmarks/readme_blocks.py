@@ -64,3 +64,22 @@ def gradients(results: dict[str, Any]) -> str:
         ]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def sensitivity(results: dict[str, Any]) -> str:
+    """The validation loss with each choice of layers that stay in bf16."""
+    policy = results["calibrate"]["policy"]
+    named = sum("=bf16" in part for part in policy.split(","))
+    choices = {
+        "nvfp4,module.blocks.5=nvfp4": "none",
+        "nvfp4": "the last block (4 layers): `nvfp4`",
+        policy: f"the {named} layers that `calibrate --margin 0.00028` names",
+    }
+    lines = header(
+        "layers in bf16, besides the head", "validation loss - FP32's", "90 % interval", "margin", "n"
+    )
+    for precision, choice in choices.items():
+        one = results["compare"][precision]
+        cells = [f"{one['metric_gap']:+.4f}", _interval(one["metric_gap_interval"])]
+        lines.append(f"| {choice} | {' | '.join(cells)} | {one['metric_margin']:.4f} | {one['seeds']} |")
+    return "\n".join(lines)

@@ -53,7 +53,7 @@ def used() -> set[str]:
     """Less what Mezzo defines itself: functions, classes, attributes and variables."""
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "src" / "mezzo").rglob("*.py")]
     defined = re.compile(
-        r"(?:def|class) (\w+)|^ *(?:self\.|\w+\.)?(_\w+)(?:: [^=\n]+)? = |(_\w+), ", re.MULTILINE
+        r"(?:def|class) (\w+)|^ *(?:self\.|\w+\.)?(_\w+)(?:: [^=\n]+)? = |\b(_\w+), ", re.MULTILINE
     )
     own = {name for text in texts for names in defined.findall(text) for name in names if name}
     found = {name for path in SOURCES for name in private_names(ast.parse(path.read_text(encoding="utf-8")))}

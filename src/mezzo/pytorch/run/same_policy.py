@@ -52,7 +52,7 @@ def make_destroy(original: Callable[..., Any]) -> Callable[..., Any]:
     """The `destroy_process_group` of a run: gloo's threads get time for what they still have to do under the GIL.
 
     A thread of gloo takes the GIL to free a collective that has ended. If DDP frees the group meanwhile, it joins the
-    thread without giving the GIL up, and both wait forever; if Python ends meanwhile, it aborts. PyTorch 2.13 alone does so.
+    thread without giving the GIL up, and both wait forever; if Python ends meanwhile, it aborts. So in PyTorch 2.13.
     """
 
     @functools.wraps(original)
