@@ -25,6 +25,9 @@ from torch import Tensor, nn
 from mezzo.pytorch.kernels import gradient_norm
 
 
+_AVAILABLE = dist.is_available()  # asked once: it cannot change
+
+
 class Agreement(NamedTuple):
     """What all ranks know: `found` (0-dim; None: not checked), sums of squares over all shards, and who found it.
 
@@ -218,7 +221,7 @@ def summed(spread: Any) -> Any:
 
 def is_distributed(group: Any = None) -> bool:
     """Whether there is a process group with more than one rank."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    return _AVAILABLE and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def is_spread(tensor: Tensor) -> bool:

@@ -52,6 +52,8 @@ def step_in_place(
     if not params:
         checks.refuse_replaced(optimizer)
         raise no_gradient()
+    if scale is None and rescale == 1.0 and clip_value is None and clip_norm is None and not ranks:
+        return StepOutcome(None, take(optimizer, None), None)  # nothing to do to the gradients
     grads, found = gradients_of(params), None
     if scale is not None:
         found = combined(unscale_(grads, inverse(scale) * rescale).values(), scale.device)

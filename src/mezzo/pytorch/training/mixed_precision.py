@@ -319,7 +319,8 @@ class MixedPrecision:
 
     @property
     def _watches_live(self) -> bool:
-        return not torch.compiler.is_dynamo_compiling() and self._observing.watches_live
+        observing = self._observing
+        return observing.listening and not torch.compiler.is_dynamo_compiling() and observing.watches_live
 
     @property
     def _watches_buffers(self) -> bool:
@@ -455,7 +456,7 @@ class MixedPrecision:
     def _end_window(self, outcome: StepOutcome | None = None) -> StepResult:
         window, self._window = self._window, Accumulation(self.accumulate)
         observing = self._observing
-        if len(_NETWORKS) > len(_ALIVE):
+        if _NETWORKS.hold_copies and len(_NETWORKS) > len(_ALIVE):
             _NETWORKS.keep({mp.model for mp in _ALIVE})
         must_know = self.scheduler is not None or self._average is not None or _NETWORKS.several
         if outcome is None:
@@ -551,8 +552,9 @@ class MixedPrecision:
 
     def _clear_gradients(self) -> None:
         if self._clears_itself:
-            for param in parameters(self.optimizer):
-                param.grad = None
+            for group in self.optimizer.param_groups:
+                for param in group["params"]:
+                    param.grad = None
         else:
             self.optimizer.zero_grad(set_to_none=True)
         self._gradients.clear()
