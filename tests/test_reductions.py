@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from alive import bytes_alive
 from mezzo.core.errors import UsageError
 from mezzo.core.ranges import INFINITE, NAN, ZERO
-from mezzo.pytorch.kernels import backend, exponents
-from mezzo.pytorch.kernels.exponents import LARGEST, WORDS, count
+from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.memory import PeakTensorBytes
+from mezzo.pytorch.monitor import counted as exponents
+from mezzo.pytorch.monitor.counted import LARGEST, WORDS, count
 from mezzo.pytorch.monitor.ranges import RangeWatch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import stepper_cases as cases
-from mezzo.pytorch.kernels.exponents import WORDS, count
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.kernels.optimizer_step import Row, Stepper, reference, stepper
+from mezzo.pytorch.monitor.counted import WORDS, count
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = (

@@ -11,6 +11,7 @@ import itertools
 import random
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.version_counters import keeping_versions
 
 _SERIALS = itertools.count()
 
@@ -77,7 +78,7 @@ class _HostCopy:
     """A tensor, and its bytes on the host."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor, _version(tensor)
+        self._tensor, self._version = tensor, version_of(tensor)
         self._like = torch.empty_like(tensor, device="meta", requires_grad=False)
         self._bytes = np.array(_bytes(tensor.cpu()).numpy())
 
@@ -121,7 +122,7 @@ class OptimizerSnapshot:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._params = [(param, param.detach().clone(), _version(param)) for param in params]
+        self._params = [(param, param.detach().clone(), version_of(param)) for param in params]
         self._state = {
             param: {
                 name: value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
@@ -160,7 +161,7 @@ class BufferSlot:
     def version(self) -> tuple[int, int]:
         """Which tensor is registered, and its version counter: other values after most writes."""
         tensor = self.tensor
-        return id(tensor), -1 if tensor is None else _version(tensor)
+        return id(tensor), -1 if tensor is None else version_of(tensor)
 
     @property
     def is_due(self) -> bool:
@@ -302,8 +303,14 @@ def _write_back(tensor: Tensor, values: Tensor, version: int) -> None:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """The number of writes in place; -1 where that is not counted."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def keeping_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Writes inside raise no version counter of these tensors, so graphs that saved one still run backward."""
+    return _unsafe_preserve_version_counter(tuple(one for one in tensors if not one.is_inference()))
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -15,13 +15,14 @@ from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backw
 from torch.optim import Optimizer
 
 from mezzo.core.overflow import OUTSIDE
-from mezzo.core.ranges import BINS, Histogram, RangeRow
+from mezzo.core.ranges import BINS, INFINITE, NAN, ZERO, Histogram, RangeRow
 from mezzo.pytorch import distributed
 from mezzo.pytorch.dtypes import name_of
-from mezzo.pytorch.kernels import exponents
+from mezzo.pytorch.kernels.plain import is_dense
 from mezzo.pytorch.monitor.module_paths import Paths, joined
-from mezzo.pytorch.monitor.operations import tensors, version_of
+from mezzo.pytorch.monitor.operations import tensors
 from mezzo.pytorch.optim.fused import FusedOptimizer
+from mezzo.pytorch.snapshot import version_of
 from mezzo.pytorch.weights import master_state
 from mezzo.pytorch.weights.stored_parameters import LOWERED, wide_value
 
@@ -29,9 +30,43 @@ WEIGHT, ACTIVATION = "weight", "activation"
 ACTIVATION_GRADIENT, WEIGHT_GRADIENT, RATIO = "activation gradient", "weight gradient", "update ratio"
 
 BLOCK = 1 << 18
-"""Elements whose ratio is computed at once: what lies between is then still in a processor's cache."""
+"""Elements that are counted, or whose ratio is computed, at once: what lies between stays small, and in a cache."""
+LARGEST = BINS
+"""Index of the FP32 pattern of the largest finite magnitude. Patterns are ordered as their numbers."""
+WORDS = BINS + 1  # length of a row: the bins of `mezzo.core.ranges`, and `LARGEST`
+
+_INFINITY = 0xFF << 23  # its FP32 pattern
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def count(tensor: Tensor, row: Tensor) -> None:
+    """Add the exponents of a floating tensor of any strides to a row, int64 [WORDS] on its device.
+
+    FP64 is rounded to FP32 first. Naive code::
+
+        for x in tensor.flatten().float():
+            pattern = abs(x).view(torch.int32)
+            row[ZERO if x == 0 else NAN if x.isnan() else pattern >> 23] += 1
+            row[LARGEST] = max(row[LARGEST], pattern if x.isfinite() else 0)
+    """
+    if not tensor.numel():
+        return
+    if not is_dense(tensor):
+        tensor = tensor.contiguous()
+    for block in tensor.as_strided((tensor.numel(),), (1,)).split(BLOCK):
+        pattern = block.to(torch.float32).view(torch.int32) & 0x7FFFFFFF
+        fields = pattern >> 23
+        if row.device.type == "cpu":
+            row[: INFINITE + 1] += torch.bincount(fields, minlength=INFINITE + 1)
+        else:  # bincount would wait for the device
+            row.scatter_add_(0, fields.long(), torch.ones_like(fields, dtype=torch.int64))
+        for field, bin, special in ((0, ZERO, pattern == 0), (INFINITE, NAN, pattern > _INFINITY)):
+            number = special.sum()
+            row[field] -= number
+            row[bin] += number
+        finite = torch.where(pattern < _INFINITY, pattern, 0)
+        row[LARGEST] = torch.maximum(row[LARGEST], finite.max())
 
 
 class _Key(NamedTuple):
@@ -60,8 +95,8 @@ class ExponentRows:
         device = numbers.device
         key = _Key(module, what, name, format or name_of(numbers.dtype)), device
         if key not in self._rows:  # autograd has a thread for each device
-            self._rows.setdefault(key, torch.zeros(exponents.WORDS, dtype=torch.int64, device=device))
-        exponents.count(numbers, self._rows[key])
+            self._rows.setdefault(key, torch.zeros(WORDS, dtype=torch.int64, device=device))
+        count(numbers, self._rows[key])
 
     def take(self, other: ExponentRows) -> None:
         """Take over the rows of another, whose keys are none of these."""
@@ -73,7 +108,7 @@ class ExponentRows:
         for device in {device for _, device in self._rows}:
             rows = {key: row for (key, place), row in self._rows.items() if place == device}
             counted = torch.stack(list(rows.values())).cpu().numpy()
-            largest = counted[:, exponents.LARGEST].astype(np.int32).view(np.float32)
+            largest = counted[:, LARGEST].astype(np.int32).view(np.float32)
             for key, words, size in zip(rows, counted, largest.tolist()):
                 one = Histogram.from_bins(words[:BINS].tolist(), size)
                 shift = shifts.get(key.what, 0)

@@ -42,8 +42,8 @@ from mezzo.pytorch.monitor.operations import (
     op_of_node,
     tensors,
     users_line,
-    version_of,
 )
+from mezzo.pytorch.snapshot import version_of
 from mezzo.runner.patches import Patches
 
 

@@ -133,11 +133,6 @@ def over(tensor: Tensor, scale: float, dtype: torch.dtype | None = None) -> Tens
     return (tensor.detach().double() / scale).to(dtype or tensor.dtype)
 
 
-def version_of(tensor: Tensor) -> int:
-    """The number of writes in place; -1 where that is not counted."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def facts(tensor: Tensor, name: str) -> TensorFacts:
     """Facts of a tensor, under a name. Waits for the device."""
     seen = values(tensor)

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from mezzo.pytorch.monitor.module_paths import unwrapped
-from mezzo.pytorch.monitor.operations import Line, mapped, tensors, version_of
-from mezzo.pytorch.snapshot import RandomState
-from mezzo.pytorch.version_counters import keeping_versions
+from mezzo.pytorch.monitor.operations import Line, mapped, tensors
+from mezzo.pytorch.snapshot import RandomState, keeping_versions, version_of
 from mezzo.runner.patches import Patches
 
 _VALUES = (int, float, bool, type(None), Tensor)
