@@ -51,10 +51,7 @@ def implementation(device_type: str) -> str:
 
 def load(package: str, device_type: str) -> ModuleType:
     """The module of a kernel's package that serves a device type: its reference.py, cpu.py or triton.py."""
-    module = f"{package}.{_FILES[implementation(device_type)]}"
-    if module.endswith(".triton") and not is_installed(module):
-        module = f"{package}.reference"  # not every kernel has a triton.py
-    return importlib.import_module(module)
+    return importlib.import_module(f"{package}.{_FILES[implementation(device_type)]}")
 
 
 @functools.cache
