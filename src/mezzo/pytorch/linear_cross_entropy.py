@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.rules import Rule
 from mezzo.pytorch.autocast import active_policy
-from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.dtypes import HALVES, name_of
 from mezzo.pytorch.hardware import native_formats
 from mezzo.pytorch.kernels import cross_entropy
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows
@@ -35,7 +35,6 @@ _TOP = 8  # before a loss scale arrives, a gradient of 1/n times a probability i
 
 _PIECE = 1 << 20  # elements of a 16-bit gradient that are multiplied in FP32 at a time
 
-_HALVES = (torch.bfloat16, torch.float16)
 
 _Three = tuple[Tensor | None, Tensor | None, Tensor | None]  # of input, weight and bias
 _Formats = tuple[torch.dtype, torch.dtype]  # what operands are rounded to, and the format of the products
@@ -227,7 +226,7 @@ def _formats(input: Tensor, weight: Tensor, bias: Tensor | None) -> _Formats:
             f"linear_cross_entropy: input, weight and bias are {named}. Outside of autocast they need the same "
             "floating-point format. Convert them, or use: with mezzo.autocast('bf16')."
         )
-    is_emulated = low in _HALVES and name_of(low) not in native_formats(device)
+    is_emulated = low in HALVES and name_of(low) not in native_formats(device)
     return low, torch.float32 if is_emulated else low
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.pytorch.autocast.plan import overload_named
+from mezzo.pytorch.dtypes import HALVES
 
 __all__ = ["CALLS", "LACKING", "OTHER_LAYOUTS", "Kernels", "lend_kernels", "noted", "widen"]
 
@@ -32,8 +33,6 @@ LACKING: Mapping[str, str] = {
 OTHER_LAYOUTS: int = 0
 for _name in ("Sparse", "SparseCsr", "NestedTensor", "MkldnnCPU", "Negative"):
     OTHER_LAYOUTS |= torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_name)).raw_repr()
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class Kernels:
@@ -73,7 +72,7 @@ class _Widened(torch.autograd.Function):
 
 def widen(tensor: Tensor) -> Tensor:
     """A tensor of any layout in FP32 if it has 16 bits, else as it is."""
-    if tensor.dtype not in _HALVES:
+    if tensor.dtype not in HALVES:
         return tensor
     if tensor.is_mkldnn:  # has no cast
         return tensor.to_dense().float().to_mkldnn()
@@ -109,7 +108,7 @@ def _in_fp32(name: str, key: str) -> Callable[..., Any]:
 
     def run(keyset: torch._C.DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         dtypes = {t.dtype for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        if dtypes.isdisjoint(_HALVES):
+        if dtypes.isdisjoint(HALVES):
             return original.call_boxed(keyset, *args, **kwargs)
         CALLS[op] += 1
         wide_args, wide_kwargs = tree_map_only(Tensor, widen, (args, kwargs))

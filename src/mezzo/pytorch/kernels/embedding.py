@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mezzo.pytorch.dtypes import HALVES
 from mezzo.pytorch.kernels.plain import is_plain
 
 _aten = torch.ops.aten
-_HALVES = (torch.float16, torch.bfloat16)
 _MAX = 2  # a mode of `embedding_bag`, whose last output is the row of each maximum
 
 
@@ -70,7 +70,7 @@ def embedding_bag(
 
 def _sums_rows(weight: Tensor, sparse: bool) -> bool:
     """Whether backward sums the gradients of 16-bit rows."""
-    return weight.dtype in _HALVES and not sparse and weight.requires_grad and torch.is_grad_enabled()
+    return weight.dtype in HALVES and not sparse and weight.requires_grad and torch.is_grad_enabled()
 
 
 class _Embedding(torch.autograd.Function):

@@ -31,6 +31,7 @@ from mezzo.pytorch.autocast.modules import (
     with_heads,
 )
 from mezzo.pytorch.distributed import sharded_format
+from mezzo.pytorch.dtypes import HALVES
 from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
@@ -52,7 +53,6 @@ _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 _is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 _is_compiling, _dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 _float32 = torch.float32
-_HALVES = (torch.bfloat16, torch.float16)
 _AUTOCAST_OFF = ("fp32", "tf32")
 
 IN_FP32 = "_mezzo_in_fp32"
@@ -99,7 +99,7 @@ class Preparation:
         if not params:
             return False
         model, name = unwrapped(module), type(unwrapped(module)).__name__
-        half = next((p.dtype for p in params if p.dtype in _HALVES), None)
+        half = next((p.dtype for p in params if p.dtype in HALVES), None)
         if half is not None and session.request.own == "off" and not session.lowered_weights:
             if not trains(module):
                 return False
