@@ -82,7 +82,7 @@ def test_a_trace_of_a_sharded_model_says_what_to_do_instead(two: Results) -> Non
     assert all("on one process without fully_shard" in rank["traced"] for rank in two)
 
 
-@pytest.mark.parametrize("case", ["precision", "accumulate", "clip_norm"])
+@pytest.mark.parametrize("case", ["precision", "accumulate", "clip_norm", "trace"])
 def test_ranks_with_different_arguments_end_with_the_same_sentence(two: Results, case: str) -> None:
     first, second = (rank[f"differ: {case}"] for rank in two)
     assert first == second

@@ -487,9 +487,14 @@ if WORLD == 2:
     CASES["made before: MixedPrecision"] = training_cases.made_before
     CASES["unreduced"] = training_cases.unreduced
     CASES["traced"] = training_cases.traced
-    for what, other in (("precision", "fp16"), ("accumulate", 2), ("clip_norm", 1.0)):
-        CASES[f"differ: {what}"] = lambda what=what, other=other: training_cases.differ(
-            RANK, ({}, {what: other})
+    for what, one, other in (
+        ("precision", "bf16", "fp16"),
+        ("accumulate", 1, 2),
+        ("clip_norm", None, 1.0),
+        ("trace", False, None),  # None: traced, on a CPU
+    ):
+        CASES[f"differ: {what}"] = lambda what=what, one=one, other=other: training_cases.differ(
+            RANK, ({what: one}, {what: other})
         )
     CASES |= {
         f"save: window {each}": lambda each=each: training_cases.save(FOLDER, *each) for each in WINDOWS

@@ -97,6 +97,11 @@ class Observers:
         return torch.is_grad_enabled() and _graph_task() == -1
 
     @property
+    def traces(self) -> bool:
+        """Whether skipped steps are traced."""
+        return any(isinstance(one, OverflowTracer) for one in self._observers)
+
+    @property
     def watches_live(self) -> bool:
         """Whether an observer wants to see the operations of the next context."""
         return any(one.watches_live for one in self._observers if isinstance(one, OverflowTracer))
