@@ -17,6 +17,7 @@ from mezzo.core import formats
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.recipes import RECIPES, Factor, Recipe, read_recipe
 from mezzo.pytorch.autocast.modules import last_blocks_of
+from mezzo.pytorch.block_formats import _patterns
 from mezzo.pytorch.kernels.quantized import hadamard, quantize, uniform
 from mezzo.pytorch.kernels.quantized_linear import quantized_linear
 from run_scripts import launcher
@@ -79,6 +80,20 @@ def test_mx_casts_are_those_of_torchao(element: str, scale: str) -> None:
     exponents = (found.inv_scale.view(torch.int32) >> 23).to(torch.uint8).flatten()
     expected = json.loads(mx_casts.FILE.read_text(encoding="utf-8"))["digests"]
     assert mx_casts.digest(exponents, found.codes) == expected[f"{element} {scale}"]
+
+
+@pytest.mark.parametrize("case", mx_casts.NVFP4)
+def test_nvfp4_casts_are_those_of_torchao(case: str) -> None:
+    """Of torchao's training reference: codes, scales of blocks and of the tensor, for each matrix of the table."""
+    block, _, form = case.partition(" ")
+    factor = Factor("e2m1", (int(block.split("x")[0]), 16), "e4m3fn", hadamard=form == "hadamard")
+    found = {}
+    for name, x in mx_casts.nvfp4_inputs(case).items():
+        made = quantize(x, factor, 0 if form else 1)
+        assert made.tensor_scale is not None
+        codes = _patterns(made.codes, "e2m1")
+        found[name] = mx_casts.digest_nvfp4(made.inv_scale, codes, made.tensor_scale)
+    assert found == json.loads(mx_casts.FILE.read_text(encoding="utf-8"))["nvfp4"][case]
 
 
 @pytest.mark.parametrize("rows", [1, 16])
