@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from mezzo.pytorch.kernels import gradient_norm
 
-
 _AVAILABLE = dist.is_available()  # asked once: it cannot change
 
 
