@@ -13,7 +13,7 @@ PyTorch's own count.
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -98,6 +98,8 @@ def measure(pytorch: Path | None) -> dict[str, Any]:
             "not_run": f"needs {' and '.join(files)} of PyTorch's repository at its tag {tag}: "
             f"give their folder with --pytorch or PYTORCH_SOURCE (received {pytorch})"
         }
+    if importlib.util.find_spec("expecttest") is None:
+        return {"not_run": "needs the package expecttest: pip install expecttest"}
     suites: dict[str, Any] = {}
     baselines: dict[str, dict[str, tuple[str, str]]] = {}
     for name, suite in SUITES.items():

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -135,10 +136,13 @@ def measure(
             if not path.is_file():
                 return [Row(name, None, note=f"not run: there is no {part.result} to read")]
         elif part.result not in fresh:
+            path = folder / part.result
             failure = _run(part, path)
             if failure:
                 return [Row(name, None, note=f"failed: {failure}")]
-            if part.keeps:
+            if part.keeps and "not_run" not in load(path):  # else the figures of another machine stay
+                arguments.results.mkdir(parents=True, exist_ok=True)
+                path = Path(shutil.copy(path, arguments.results / part.result))
                 fresh[part.result] = path
         found = load(path)
         if "not_run" in found:

@@ -129,6 +129,7 @@ def test_the_exit_status_and_what_a_part_replaces(
     assert run({"a": script, "b": WRITES % 8}, "--part", "a", *against) == status
     assert _values(tmp_path) == {"a": value, "b": 7}  # part b did not run
     assert ("no data" in capfd.readouterr().out) == (case == "could not run")
+    assert "not_run" not in (tmp_path / "results" / "a.json").read_text()  # the last figures stay
 
 
 def test_the_committed_ledger_is_that_of_head(

@@ -56,7 +56,7 @@ def step_in_place(
         return StepOutcome(None, take(optimizer, None), None)  # nothing to do to the gradients
     grads, found = gradients_of(params), None
     if scale is not None:
-        found = combined(unscale_(grads, inverse(scale) * rescale).values(), scale.device)
+        found = combined(unscale_(grads, _inverse(scale, rescale)).values(), scale.device)
     elif rescale != 1.0:
         with torch.no_grad():
             torch._foreach_mul_(grads, rescale)
@@ -93,7 +93,7 @@ def step_fused(
     found = norm = multiplier = by = None
     device = first.device if scale is None else scale.device
     if scale is not None:
-        multiplier = inverse(scale) * rescale
+        multiplier = _inverse(scale, rescale)
     elif rescale != 1.0:
         multiplier = torch.full((), rescale, device=device)
     if scale is not None or clip_norm is not None:
@@ -303,6 +303,10 @@ def clip_(
             group = [grad for grad in grads if grad.device == device]
             torch._foreach_mul_(group, factor.to(device, non_blocking=True))
     return found, norms[0] if norms else None, by
+
+
+def _inverse(scale: Tensor, rescale: float) -> Tensor:
+    return inverse(scale) if rescale == 1.0 else inverse(scale) * rescale
 
 
 def no_gradient() -> UsageError:

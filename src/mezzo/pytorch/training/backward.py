@@ -169,12 +169,16 @@ class Accumulation:
     @property
     def seed_factor(self) -> Tensor | float:
         """What `seed` multiplies a loss's gradients with."""
-        return (1.0 if self.scale is None else self.scale) / self.accumulate
+        return _over(1.0 if self.scale is None else self.scale, self.accumulate)
 
     @property
     def gradient_factor(self) -> Tensor | float:
         """How many times the window's summed gradients are too large."""
-        return (1.0 if self.scale is None else self.scale) / self.rescale
+        return _over(1.0 if self.scale is None else self.scale, self.rescale)
+
+
+def _over(scale: Tensor | float, number: float) -> Tensor | float:
+    return scale if number == 1 else scale / number  # a division by 1 takes as long as any
 
 
 class Gradients:
