@@ -240,6 +240,63 @@ def test_a_padded_encoder_validates(launch: Any) -> None:
     assert found == [pytest.approx(expected, rel=0.05, abs=0.05)] * 2
 
 
+CALLS = """
+import threading
+import warnings
+warnings.simplefilter("ignore")  # TorchScript is deprecated
+import torch
+from torch import nn
+torch.manual_seed(0)
+x, seen = torch.randn(8, 4), []
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in (x, x * float("inf")):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+model, other = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+{body}
+"""
+IN_A_THREAD = """
+def beside(*_):  # also while the tracer calls the model again, to explain the skipped step
+    thread = threading.Thread(target=other, args=(x,))
+    thread.start()
+    thread.join()
+
+model[0].register_forward_hook(beside)
+other[0].register_forward_hook(lambda module, args, out: seen.append(str(out.dtype)))
+train(model)
+print(*sorted(set(seen)), len(seen) > 2)
+"""
+JIT = """
+model = torch.jit.{how}
+train(model)
+print(*(int(steps) for name, steps in model.named_buffers() if "tracked" in name))
+"""
+
+# Script -> policy -> what is printed: the format of each call, or the batches that a scripted module counted.
+CALLED: dict[str, tuple[str, dict[str, str]]] = {
+    "in another thread": (IN_A_THREAD, {"fp16": "torch.float16 True"}),
+    # (TorchScript's own backward of autocast on a CPU is in bf16 only: scripted models fail in fp16, as in PyTorch.)
+    "scripted": (JIT.format(how="script(model)"), {"fp32": "2", "bf16": "2", "bf16,loss_scale=8": "1"}),
+    "traced": (
+        JIT.format(how="trace(model, x, check_trace=False)"),
+        {"fp32": "3", "bf16": "3", "fp16,loss_scale=8": "2"},
+    ),
+}
+
+
+@pytest.mark.parametrize("row", CALLED)
+def test_modules_are_called_in_other_threads_and_as_torchscript(row: str, launch: Any) -> None:
+    body, printed = CALLED[row]
+    for policy, expected in printed.items():
+        ran = launch(CALLS.format(body=body), policy=policy)
+        assert ran.status == 0, ran.err
+        assert ran.out.strip() == expected
+
+
 def test_the_kernels_of_a_run_are_gone_after_it(launch: Any) -> None:
     import torch
 

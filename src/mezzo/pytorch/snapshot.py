@@ -155,7 +155,7 @@ class BufferSlot:
     @property
     def tensor(self) -> Tensor | None:
         """The tensor that is registered now."""
-        return self.holder.get(self.name)
+        return self.holder[self.name] if self.name in self.holder else None  # noqa: SIM401, a scripted module's have no get
 
     @property
     def version(self) -> tuple[int, int]:

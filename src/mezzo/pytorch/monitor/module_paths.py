@@ -86,9 +86,9 @@ def walk(
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside the wrappers of `torch.compile` and of data parallelism."""
     while True:
-        wrapped = model._modules.get("_orig_mod")
-        if wrapped is None and isinstance(model, _PARALLEL):
-            wrapped = model.module
-        if wrapped is None:
+        if "_orig_mod" in model._modules:  # a scripted module's have no `get`
+            model = model.get_submodule("_orig_mod")
+        elif isinstance(model, _PARALLEL):
+            model = model.module
+        else:
             return model
-        model = wrapped

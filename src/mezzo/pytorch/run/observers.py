@@ -87,6 +87,12 @@ def observed_step(session: Session) -> Callable[[bool], None]:
     return stop
 
 
+class _Inside(threading.local):
+    """Whether this thread is inside an observer's method."""
+
+    busy = False
+
+
 class Observers:
     """The observers of a run, made at its first call, when the device is known; while `busy`, they run the model."""
 
@@ -105,7 +111,12 @@ class Observers:
         self._watched: Counter[int] = Counter()  # id of a module -> its calls since the last backward
         self._trains = False  # whether one of these calls is trained
         self._frames = _compiled_frames()
-        self.busy = False
+        self._inside = _Inside()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an observer runs in this thread; calls in other threads are the script's."""
+        return self._inside.busy
 
     @property
     def listening(self) -> bool:
@@ -247,7 +258,7 @@ class Observers:
 
     def _tell_one(self, one: StepObserver, what: str, *args: Any, **kwargs: Any) -> Any:
         """Call an observer. One that raises is removed, and the script goes on."""
-        self.busy = True
+        self._inside.busy = True
         try:
             return getattr(one, what)(*args, **kwargs)
         except Exception as error:
@@ -262,7 +273,7 @@ class Observers:
                 one.step_dropped()
             return []
         finally:
-            self.busy = False
+            self._inside = _Inside()
 
 
 def _compiled_frames() -> int:
