@@ -30,7 +30,7 @@ _GROUPS = {
         linalg_vector_norm linalg_matrix_norm cov corrcoef pdist linalg_svdvals linalg_svd svd qr linalg_qr
         pinverse linalg_pinv fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2
         fft_ifftn fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2
-        fft_rfftn linalg_cond geqrf special_bessel_j0 special_log_ndtr linalg_vander norm""",
+        fft_rfftn linalg_cond geqrf special_bessel_j0 special_log_ndtr linalg_vander norm rrelu""",
     "m": """
         trace cholesky cholesky_inverse inverse linalg_cholesky linalg_cholesky_ex linalg_det linalg_eig
         linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex linalg_ldl_factor linalg_lu
@@ -165,6 +165,8 @@ _GROUPS = {
     "torch.complex(f(5, 5), f(5, 5)), 8": "istft",
     "t(4, 2)": "view_as_complex",
     "x, 0.1, 0, 0, 255": "fake_quantize_per_tensor_affine",
+    "x, f(1), f(1), 0, 255": "_fake_quantize_learnable_per_tensor_affine",
+    "x, f(4), f(4), 1, 0, 255": "_fake_quantize_learnable_per_channel_affine",
     "x, f(4), torch.zeros(4, dtype=torch.int32, device=device), 1, 0, 255": """
         fake_quantize_per_channel_affine""",
 }
@@ -217,7 +219,8 @@ def formats_of(result: Any) -> list[torch.dtype]:
 # These can't be asked on a FakeTensor of a build without CUDA: they look for CUDA or cuDNN, or read values.
 _NAMES = """
     lstm.data gru gru.data gru_cell batch_norm ctc_loss _ctc_loss grid_sampler grid_sampler_2d linalg_lstsq istft geqrf
-    cov corrcoef fake_quantize_per_tensor_affine fake_quantize_per_channel_affine"""
+    cov corrcoef fake_quantize_per_tensor_affine fake_quantize_per_channel_affine
+    _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine"""
 NOT_FAKEABLE = {
     *_NAMES.split(),
     *(name for name in SAMPLES if "sparse" in name or "spmm" in name),

@@ -149,6 +149,8 @@ from torch import nn
 torch.manual_seed(0)
 RING = torch.roll(torch.eye(6), 1, 0)
 PLACES = torch.tensor([0, 1, 2, 0, 1, 2])
+QAT = torch.ao.quantization.FusedMovingAvgObsFakeQuantize()
+STEP = torch.tensor([0.01], requires_grad=True), torch.zeros(1, requires_grad=True)
 
 class Model(nn.Module):
     def __init__(self):
@@ -172,6 +174,8 @@ BODIES: dict[str, tuple[str, str]] = {
     "out = torch.zeros(6, 4); out[PLACES[:3]] = h[:3]; return out": ("", ""),
     "return h.masked_fill(RING[:, :4] > 0, -1e9).softmax(-1)": ("", "masked_fill"),
     "return h.masked_fill(RING[:, :4] > 0, torch.finfo(torch.float32).min).softmax(-1)": ("masked_fill",) * 2,
+    "return nn.functional.rrelu(QAT(h).to(h.dtype))": ("_fused_moving_avg_obs_fq_helper",) * 2,
+    "return torch._fake_quantize_learnable_per_tensor_affine(h, *STEP, -128, 127, 1.0)": ("", ""),
     "return self.inner(torch.nested.as_nested_tensor([h[:2], h[2:]])).to_padded_tensor(0.0)": ("", "linear"),
     "return self.inner(torch.nested.nested_tensor_from_jagged(h, torch.tensor([0, 2, 6]))).values()": (
         "",

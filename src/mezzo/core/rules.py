@@ -186,6 +186,12 @@ _ROWS: list[OpRule] = [
         "relu relu6 leaky_relu hardtanh hardsigmoid hardswish threshold dropout",
     ),
     *_family(
+        "activations",
+        Rule.FP32,
+        "the CPU has no fp16 kernel for it",
+        "rrelu",
+    ),
+    *_family(
         "normalizations",
         Rule.INTERNAL_FP32,
         "mean and variance cancel and accumulate, so FP32 inside; the normalized values fit sixteen bits",
@@ -424,7 +430,8 @@ _ROWS: list[OpRule] = [
         "quantization",
         Rule.FP32,
         "rounds to its own grid: a 16-bit rounding before it moves values across grid lines",
-        "fake_quantize_per_channel_affine fake_quantize_per_tensor_affine",
+        """fake_quantize_per_channel_affine fake_quantize_per_tensor_affine
+        _fake_quantize_learnable_per_channel_affine _fake_quantize_learnable_per_tensor_affine""",
     ),
 ]
 

@@ -1,7 +1,7 @@
 """Registering kernels, and FP32 where PyTorch has no 16-bit kernel for a call.
 
 What PyTorch's autocast casts (a product in bf16) arrives in 16 bits at the kernel for the tensor's layout. `mezzo run`
-wraps those kernels, so that a script that runs in FP32 runs in each format. Dense tensors never reach them.
+wraps those kernels, so that a script that runs in FP32 runs in each format. Dense tensors reach only those of "CPU".
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ CALLS: Counter[str] = Counter()
 
 #: Dispatch key -> overloads whose kernel there takes no bf16 or no fp16 (torch 2.13).
 LACKING: Mapping[str, str] = {
+    "CPU": "_fused_moving_avg_obs_fq_helper",  # no rule serves it, because it writes its statistics
     "SparseCPU": "_sparse_sparse_matmul add.Tensor bmm sub.Tensor",
     "SparseCsrCPU": "add.Tensor addmm mm triangular_solve.X",
 }
