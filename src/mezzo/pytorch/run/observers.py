@@ -273,7 +273,7 @@ class Observers:
                 one.step_dropped()
             return []
         finally:
-            self._inside = _Inside()
+            self._inside.busy = False
 
 
 def _compiled_frames() -> int:
