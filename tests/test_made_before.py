@@ -8,8 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from mezzo.cli.main import main
+from releases import before_torch
 
 SCRIPT = """
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
@@ -23,14 +25,11 @@ print("went on")
 """
 
 
-@pytest.mark.skipif(
-    TorchVersion(torch.__version__) < "2.12",
-    reason="torch 2.11 does not mark the parameters that it replaces",
-)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_an_optimizer_made_before_fully_shard_ends_the_run(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    before_torch(2, 12, "fully_shard leaves no mark on the parameters that it replaces")
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
     try:
