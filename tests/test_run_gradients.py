@@ -119,6 +119,13 @@ TRUE = {
         Block.apply(x).square().mean().backward()
         show(x.grad, model[0].weight.grad)
     """,
+    "reentrant inside, and its parameters in the loss": """
+        from torch.utils.checkpoint import checkpoint
+        x.requires_grad_()
+        loss = checkpoint(model, x, use_reentrant=True).square().mean()
+        (loss + 0.1 * sum(p.square().sum() for p in model.parameters())).backward()
+        show(x.grad, *[p.grad for p in model.parameters()])
+    """,
 }
 
 

@@ -272,6 +272,8 @@ def _inside(session: Session, overflows: Overflows, roots: tuple[Any, ...], run:
     """A backward inside a backward, whose seeds are scaled already: parameters are unscaled, other leaves not."""
     owned = overflows.owned()
     leaves = [t for t in leaves_of(roots) if isinstance(t, torch.nn.Parameter) or id(t) in owned]
+    # The outer pass may reach a leaf, too (one that a checkpoint and the loss share): its hook divides already.
+    leaves = [t for t in leaves if unscaling not in map(type, t._backward_hooks or ())]
     scale = session.scale.scale
     if overflows.attempts is not None:
         overflows.attempts.reach(leaves)
