@@ -119,6 +119,23 @@ TRUE = {
         Block.apply(x).square().mean().backward()
         show(x.grad, model[0].weight.grad)
     """,
+    "autograd.grad inside": """
+        class Block(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, value, *parameters):
+                ctx.save_for_backward(value, *parameters)
+                with torch.no_grad():
+                    return model(value)
+            @staticmethod
+            def backward(ctx, grad):
+                value, *parameters = ctx.saved_tensors
+                with torch.enable_grad():
+                    value = value.detach().requires_grad_()
+                    return torch.autograd.grad(model(value), [value, *parameters], grad)
+        x.requires_grad_()
+        Block.apply(x, *model.parameters()).square().mean().backward()
+        show(x.grad, *[p.grad for p in model.parameters()])
+    """,
     "reentrant inside, and its parameters in the loss": """
         from torch.utils.checkpoint import checkpoint
         x.requires_grad_()

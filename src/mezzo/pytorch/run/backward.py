@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -198,11 +199,14 @@ def make_grad(session: Session, original: Backward) -> Backward:
         **kwargs: Any,
     ) -> Any:
         is_ours = observers.busy or getattr(inside, "now", False)
-        if not session.scaling or is_ours or _graph_task() != -1 or _tracing():
+        if not session.scaling or is_ours or _tracing():
             return original(outputs, inputs, grad_outputs, retain_graph, *args, **kwargs)
+        wanted = tuple(inputs.values()) if isinstance(inputs, dict) else _as_tuple(inputs)
+        if _graph_task() != -1:  # in a custom function's backward, whose results the outer pass divides
+            with _suspended(wanted):
+                return original(outputs, inputs, grad_outputs, retain_graph, *args, **kwargs)
         roots = _as_tuple(outputs)
         seeds = _as_tuple(grad_outputs, len(roots))
-        wanted = tuple(inputs.values()) if isinstance(inputs, dict) else _as_tuple(inputs)
         hooked = [t for t in wanted if isinstance(t, Tensor) and t.is_leaf and t._backward_hooks]
         by_hook = {id(leaf) for leaf in hooked}
         in_vmap = walks.in_transform("Vmap")  # where values can't be read
@@ -301,6 +305,21 @@ class unscaling:  # noqa: N801, a context manager is named like a function
         for leaf in self._leaves:
             if leaf._backward_hooks is not None:
                 leaf._backward_hooks.pop(self, None)  # type: ignore[call-overload]
+
+
+@contextmanager
+def _suspended(leaves: Iterable[Any]) -> Iterator[None]:
+    """Meanwhile the hooks of the pass that runs are not on these leaves."""
+    taken: list[tuple[Tensor, object, Callable[..., Any]]] = []
+    for leaf in leaves:
+        hooks: dict[Any, Any] = (isinstance(leaf, Tensor) and leaf.is_leaf and leaf._backward_hooks) or {}
+        ours = [key for key in hooks if type(key) is unscaling]
+        taken += [(leaf, key, hooks.pop(key)) for key in ours]
+    try:
+        yield
+    finally:
+        for leaf, key, hook in taken:
+            _register_first(leaf, key, hook)
 
 
 def _unscale_hook(
