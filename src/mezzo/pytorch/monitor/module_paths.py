@@ -86,7 +86,8 @@ def walk(
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside the wrappers of `torch.compile` and of data parallelism."""
     while True:
-        wrapped = model._modules.get("_orig_mod")
+        children = model._modules  # a traced module's has no `get`
+        wrapped = children["_orig_mod"] if "_orig_mod" in children else None  # noqa: SIM401
         if wrapped is None and isinstance(model, _PARALLEL):
             wrapped = model.module
         if wrapped is None:
