@@ -33,9 +33,11 @@ from training_steps import (  # noqa: F401
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
 
-def from_zero(size: int, optimizer: Any, precision: str, **arguments: Any) -> tuple[Any, nn.Parameter]:
+def from_zero(
+    size: int, optimizer: Any, precision: str, dtype: torch.dtype | None = None, **arguments: Any
+) -> tuple[Any, Tensor]:
     """A training of a (1, size) weight of zeros, from which each step subtracts the gradient."""
-    model = nn.Linear(size, 1, bias=False)
+    model = nn.Linear(size, 1, bias=False, dtype=dtype)
     nn.init.zeros_(model.weight)
     mp = mezzo.MixedPrecision(model, optimizer(model.parameters(), lr=1.0), precision, **arguments)
     return mp, model.weight
@@ -95,7 +97,7 @@ def test_without_a_loss_scale_nothing_is_looked_at(precision: str) -> None:
     assert math.isnan(run(training("sgd", precision, clip_norm=math.inf), factor=NAN).grad_norm)
 
 
-@pytest.mark.parametrize("params", ["fp32", "fp16"])
+@pytest.mark.parametrize("params", ["fp32", "fp16", "complex"])
 @pytest.mark.parametrize(
     ("clip_value", "clip_norm", "expected"),
     [
@@ -112,13 +114,19 @@ def test_value_is_clipped_before_norm_and_the_norm_told_is_the_gradients_own(
 ) -> None:
     """In FP32 also for fp16 weights: unscaled in fp16, some gradients would be subnormal."""
     clips: dict[str, Any] = {"clip_value": clip_value, "clip_norm": clip_norm}
-    mp, weight = from_zero(2, torch.optim.SGD, "fp16", params=params, loss_scale=2.0**10, **clips)
-    result = mp.step((weight.float() * torch.tensor([[3.0, -4.0]])).sum())
+    if params == "complex":  # clipped as two numbers
+        mp, weight = from_zero(1, torch.optim.SGD, "fp16", torch.complex64, loss_scale=2.0**10, **clips)
+        numbers = torch.view_as_real(weight)
+    else:
+        mp, weight = from_zero(2, torch.optim.SGD, "fp16", params=params, loss_scale=2.0**10, **clips)
+        numbers = weight.float()
+    result = mp.step((numbers * torch.tensor([[3.0, -4.0]])).sum())
     if clip_norm is not None:
         assert result.grad_norm == 5.0
-    elif params == "fp32":
+    elif params != "fp16":
         assert result.grad_norm is None
-    tolerance = 1e-5 if params == "fp32" else 1e-3
+    tolerance = 1e-3 if params == "fp16" else 1e-5
+    weight = torch.view_as_real(weight) if params == "complex" else weight
     assert (-weight.detach()).flatten().tolist() == pytest.approx(expected, rel=tolerance)
 
 

@@ -217,6 +217,9 @@ def gradients_of(params: Iterable[Tensor], *, allow_fp16: bool = False) -> list[
         elif distributed.is_spread(grad):
             param.grad = grad = distributed.summed(grad)
             grad = distributed.local(grad)
+        if grad.is_complex():  # its two numbers each, which PyTorch's check and clips need
+            param.grad = grad = grad.resolve_conj()
+            grad = torch.view_as_real(grad)
         found.append(grad)
     return found
 
