@@ -25,6 +25,7 @@ from mezzo.pytorch.distributed import ALONE, is_distributed
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.optim.checks import refuse_replaced
+from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.run.backward import Attempts, Flags, FoundInf
 from mezzo.pytorch.run.own_weights import LostUpdates, Masters
 from mezzo.pytorch.run.weights import Storage
@@ -177,8 +178,11 @@ class Steps:
                     return step(optimizer, *args, **kwargs)
             if _closure(args, kwargs) is not None:  # calls the model, which must find the optimizer adopted
                 self.storage.adopt(optimizer)
-            if type(optimizer).step is not stepping and isinstance(optimizer, Adopted):
-                # `optimizer.step` from before the optimizer was adopted (as in `torch.compile(optimizer.step)`):
+            has_masters = isinstance(optimizer, Adopted) or (
+                isinstance(optimizer, WithMasters) and not optimizer._is_swapped
+            )
+            if has_masters and type(optimizer).step is not stepping:
+                # `optimizer.step` from before the optimizer got masters (as in `torch.compile(optimizer.step)`):
                 # torch's own step would move 16-bit weights without their masters.
                 return optimizer.step(*args, **kwargs)
             if self._session.request.masters and self.masters.supply(optimizer):
