@@ -319,6 +319,8 @@ def test_masters_are_those_of_the_library(launch: Any, optimizer: str, masters: 
     made = source.replace("\nfor _", "\nmade(optimizer)\nfor _").replace("print(", "out(")
     exec(made, {"made": by_hand, "out": lambda *values: lines.append(" ".join(map(str, values)))})
     assert ran.lines == lines
+    bound = source.replace("\nfor _", "\nstep = optimizer.step\nfor _").replace("optimizer.step()", "step()")
+    assert launch(bound, policy="fp32", own="record", masters=masters).lines == lines
     assert "masters under " in ran.notes
     assert "without FP32 masters" not in ran.notes
 

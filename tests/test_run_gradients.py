@@ -101,6 +101,18 @@ TRUE = {
         show(*(g * 1e6 for g in grad(loss)(params, x).values()))
         show(*(g * 1e6 for g in vmap(grad(loss), (None, 0))(params, x).values()))
     """,
+    "a batch of gradients": """
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # whose overflows are traced
+        seeds = 0.01 * torch.eye(24).view(24, 8, 3)
+        show(*torch.autograd.grad(model(x), list(model.parameters()), seeds, is_grads_batched=True))
+    """,
+    "a traced module": """
+        import warnings
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(model, x, check_trace=False)
+        traced(x).square().mean().backward()
+        show(*[p.grad for p in traced.parameters()])
+    """,
     "reentrant inside": """
         class Block(torch.autograd.Function):
             @staticmethod

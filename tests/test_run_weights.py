@@ -148,11 +148,35 @@ for step in range(12):
         optimizer.zero_grad()
 show(*model.parameters())
 """
+CLOSURE = """
+twin = copy.deepcopy(model)
+def made():
+    made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return made, torch.optim.lr_scheduler.ExponentialLR(made, 0.8)
+def closure():
+    optimizer.zero_grad()
+    loss = loss_of(model(x))
+    loss.backward()
+    return loss
+optimizer, scheduler = made()
+for _ in range(4):
+    optimizer.step(closure)
+    scheduler.step()
+bits(*model.parameters())
+model = twin
+optimizer, scheduler = made()
+for _ in range(4):
+    closure()
+    optimizer.step()
+    scheduler.step()
+bits(*model.parameters())
+"""
 LAST = "float32 float32 float32 float32 bfloat16 bfloat16"
 # Scripts of other shapes: (lines, what is printed, what is noted).
 SHAPES = {
     "an optimizer after the first call": (LATE_OPTIMIZER, [FP32, FP32, LOWERED, "3"], "4 of 6 parameters"),
     "two optimizers": (TWO_OPTIMIZERS, [f"{LOWERED} bfloat16 bfloat16"], "6 of 8 parameters"),
+    "two optimizers, one with a closure": (CLOSURE, "halves", "8 of 12 parameters"),
     "one part is trained": (plain("torch.optim.AdamW(model[3].parameters())"), [LAST], "2 of 6 parameters"),
     "an autocast of its own": (OWN_AUTOCAST, ["bfloat16", LOWERED], "it uses torch.autocast itself"),
     "data parallelism": (DATA_PARALLEL, [FP32], "the weights of Sequential stay FP32"),
@@ -178,7 +202,7 @@ def test_scripts_of_all_shapes(launch: Any, row: str) -> None:
     else:
         assert ran.lines == printed
     assert noted in ran.notes
-    assert {u.optimizer for u in ran.of("update")} == ({0, 1} if row == "two optimizers" else {0})
+    assert {u.optimizer for u in ran.of("update")} == ({0, 1} if row.startswith("two optimizers") else {0})
     assert "mezzo: this script ran as it is" not in ran.err
 
 

@@ -224,7 +224,9 @@ class SavedCall:
         def keep(grad: Tensor | None) -> None:
             call = kept()
             # No gradient: the node runs, and none came to this output.
-            if call is not None and grad is not None:
+            # `is_grads_batched`: a batch of gradients, which PyTorch can't detach.
+            batched = grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
+            if call is not None and grad is not None and not batched:
                 call.grads.setdefault(SavedCall.backward, {})[place] = grad.detach()
                 call.retained = torch._C._autograd._get_current_graph_task_keep_graph()
 

@@ -37,7 +37,7 @@ from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.run.foreign import SWITCH_OFF
 from mezzo.pytorch.run.own_weights import trains, widen
-from mezzo.pytorch.run.weights import Storage, nudge
+from mezzo.pytorch.run.weights import nudge
 
 if TYPE_CHECKING:
     from mezzo.core.policy import Policy
@@ -65,7 +65,7 @@ class Preparation:
     def __init__(self, session: Session, steps: Steps) -> None:
         self._session = session
         self._steps = steps
-        self._storage = Storage(session)
+        self._storage = steps.storage
         # A compiled step shows inner modules, too.
         self._nudged: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
         # By id, for it is asked at each call and a WeakKeyDictionary is slow.

@@ -25,8 +25,10 @@ from mezzo.pytorch.distributed import ALONE, is_distributed
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.optim.checks import refuse_replaced
+from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.run.backward import Attempts, Flags, FoundInf
 from mezzo.pytorch.run.own_weights import LostUpdates, Masters
+from mezzo.pytorch.run.weights import Storage
 from mezzo.pytorch.step import AbandonedStepError, check_finite, parameters, step_with_closure
 
 if TYPE_CHECKING:
@@ -125,7 +127,7 @@ class Steps:
         self._session = session
         self.overflows = Overflows(session)
         self._watch = watch
-        self.lost, self.masters = LostUpdates(session), Masters(session)
+        self.lost, self.masters, self.storage = LostUpdates(session), Masters(session), Storage(session)
         self.done = 0  # steps taken or skipped
         self.loss_scale = 1.0  # of the script's own GradScaler, during its step
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -174,8 +176,13 @@ class Steps:
             if self._session.left_alone is not None:
                 with self.lost.measured(optimizer) if self.lost.wants(optimizer) else nullcontext():
                     return step(optimizer, *args, **kwargs)
-            if type(optimizer).step is not stepping and isinstance(optimizer, Adopted):
-                # `optimizer.step` from before the optimizer was adopted (as in `torch.compile(optimizer.step)`):
+            if _closure(args, kwargs) is not None:  # calls the model, which must find the optimizer adopted
+                self.storage.adopt(optimizer)
+            has_masters = isinstance(optimizer, Adopted) or (
+                isinstance(optimizer, WithMasters) and not optimizer._is_swapped
+            )
+            if has_masters and type(optimizer).step is not stepping:
+                # `optimizer.step` from before the optimizer got masters (as in `torch.compile(optimizer.step)`):
                 # torch's own step would move 16-bit weights without their masters.
                 return optimizer.step(*args, **kwargs)
             if self._session.request.masters and self.masters.supply(optimizer):
@@ -198,8 +205,11 @@ class Steps:
 
         @functools.wraps(step)
         def within(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            closure = args[0] if args else kwargs.get("closure")  # which computes the gradients later
-            if closure is None and type(optimizer) is not kind and id(optimizer) in self._inside:
+            if (
+                _closure(args, kwargs) is None
+                and type(optimizer) is not kind
+                and id(optimizer) in self._inside
+            ):
                 self._abandon_unless_finite(optimizer)
             return step(optimizer, *args, **kwargs)
 
@@ -220,7 +230,7 @@ class Steps:
             except UsageError as error:
                 session.fatal = error
                 raise
-        closure = args[0] if args and callable(args[0]) else kwargs.get("closure")
+        closure = _closure(args, kwargs)
         if closure is not None:
             session.observers.closure_begins()
             try:
@@ -380,6 +390,11 @@ class Steps:
         if number == 0:
             session.counted()
             session.journal.stop_after(session.request.stop_after)
+
+
+def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The closure of a step's arguments, which computes the gradients during the step."""
+    return args[0] if args and callable(args[0]) else kwargs.get("closure")
 
 
 def _evaluates_again(optimizer: Any) -> bool:

@@ -57,8 +57,8 @@ class Storage:
             return
         ids = {id(p) for p in module.parameters()}
         for optimizer in list(session.optimizers):
-            if optimizer not in self._adopted and not ids.isdisjoint(map(id, parameters(optimizer))):
-                self._adopt(optimizer)
+            if not ids.isdisjoint(map(id, parameters(optimizer))):
+                self.adopt(optimizer)
         if session.policy.params != "fp32":
             self._lower(module)
         self._settled[module] = session.optimizers_made
@@ -88,7 +88,10 @@ class Storage:
             )
         session.journal.note(f"{weights}, state {policy.state}")
 
-    def _adopt(self, optimizer: Any) -> None:
+    def adopt(self, optimizer: Any) -> None:
+        """Make the optimizer Mezzo's, if states or masters of the policy need that and it isn't."""
+        if not self.wanted or optimizer in self._adopted:
+            return
         policy, name = self._session.policy, type(optimizer).__name__
         if isinstance(optimizer, FusedOptimizer):
             self._session.journal.note(
