@@ -232,7 +232,10 @@ def _check_baseline(request: Request, run: FinishedRun) -> None:
         ending = _ending(run, 5) or " It printed nothing."
         nearest = request.how_metric.nearest(run.output)
         fix = f" Try --metric {nearest!r}." if nearest else ""
-        raise UsageError(f"--metric {request.metric!r} does not match the output of the script.{fix}{ending}")
+        raise UsageError(
+            f"--metric {request.metric!r} does not match the output of the script. The finished run is kept.{fix}"
+            f"{ending}"
+        )
 
 
 def _can_be_off(cause: str) -> bool:
