@@ -344,8 +344,8 @@ def test_an_edited_policy_is_named(case: Case) -> None:
 def test_a_wrong_metric_can_be_mended_without_running_fp32_again(case: Case) -> None:
     case.write({"*": {"metric": 97.0}})
     for _ in range(2):
-        with pytest.raises(UsageError, match=r"does not match.*(?s:.)*accuracy: 97.0 %"):
-            case.compare(metric="precision: ([0-9.]+)")
+        with pytest.raises(UsageError, match=r"does not match.*accuracy: \(\[0-9(?s:.)*accuracy: 97.0 %"):
+            case.compare(metric="test acc=([0-9.]+)")
     assert not (case.out / "verdict.json").exists()
     one = case.compare(metric="accuracy: ([0-9.]+)")["candidates"]["bf16"]
     assert one["final_metric"] == 97.0

@@ -205,6 +205,8 @@ REFUSED = [
     ("BF16-true", "'bf16,masters=none'.*'bf16,masters=split'"),
     ("16-true", "'fp16,masters=fp32'"),
     ("bf16,fp16", "'fp16' is not key=value.*commas.*the first part may be"),
+    ("module.a=fp32, bf16", "Write 'bf16,module.a=fp32'"),
+    ("amp", "Did you mean 'auto'"),
     ("params=bf16,compute=fp16", r"^policy 'params=bf16,compute=fp16': .*Use params=fp32 or params=fp16\."),
     ("fp16,loss_scale=dynamic(inits=3)", "unknown setting .* 'inits'.*Did you mean 'init'"),
 ]

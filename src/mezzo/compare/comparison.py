@@ -230,7 +230,12 @@ def _check_baseline(request: Request, run: FinishedRun) -> None:
         )
     if request.how_metric is not None and run.metric(request.how_metric) is None:
         ending = _ending(run, 5) or " It printed nothing."
-        raise UsageError(f"--metric {request.metric!r} does not match the output of the script.{ending}")
+        nearest = request.how_metric.nearest(run.output)
+        fix = f" Try --metric {nearest!r}." if nearest else ""
+        raise UsageError(
+            f"--metric {request.metric!r} does not match the output of the script. The finished run is kept.{fix}"
+            f"{ending}"
+        )
 
 
 def _can_be_off(cause: str) -> bool:

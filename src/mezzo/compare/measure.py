@@ -174,6 +174,12 @@ class Metric:
         exponent = Decimal(found.rstrip("%")).as_tuple().exponent
         return Reading(value, percent, max(0, -exponent) if isinstance(exponent, int) else 0)
 
+    def nearest(self, text: str) -> str:
+        """A pattern that matches, for a pattern that does not: the text has its last word in another spelling."""
+        words = re.findall("[A-Za-z]{3,}", self.pattern.partition("(")[0])
+        found = re.findall(rf"\w*{words[-1][:3]}\w*[ :=]+(?=[0-9.])", text, re.IGNORECASE) if words else []
+        return f"{found[-1]}([0-9.]+)" if found else ""
+
     def margins(self, loss: float, percent: bool) -> Margins:
         """The margins of a comparison; the metric's default is 0.2 points, or the loss's share if less is better."""
         if self.margin is not None:

@@ -82,7 +82,7 @@ class ScriptError(MezzoError, RuntimeError):
 
 
 # Names of PyTorch's, and likely ones -> Mezzo's, where it has no such name.
-_OTHERS = {"dtype": "precision", "policy": "precision", "init_scale": "init"}
+_OTHERS = {"dtype": "precision", "policy": "precision", "init_scale": "init", "amp": "auto", "mixed": "auto"}
 
 
 def did_you_mean(received: str, names: Iterable[str], cutoff: float = 0.4) -> str:

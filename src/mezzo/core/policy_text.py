@@ -125,9 +125,11 @@ def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
         elif index == 0:
             raise unknown_name("precision", key, presets, where=where)
         else:
+            late = precision_name(key) in presets and all(entry.key != "compute" for entry in entries)
+            first = ",".join([key, *(part for part in text.split(",") if part.strip() != key)])
             raise UsageError(
                 f"{where}{key!r} is not key=value. Write key=value parts with commas between them; the first part "
-                f"may be one of {', '.join(presets)}."
+                f"may be one of {', '.join(presets)}.{f' Write {first!r}.' if late else ''}"
             )
     return entries
 
