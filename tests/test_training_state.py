@@ -43,6 +43,8 @@ def test_states_of_grad_scalers_load() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda state: "checkpoint.pt", "type str.*torch.load"),
+        (lambda state: None, "type NoneType"),
         (lambda state: {"a": 1}, "not the state of a MixedPrecision"),
         (lambda state: state | {"schema": 99}, "schema 99"),
         (lambda state: state | {"accumulate": 5}, "same accumulate"),

@@ -6,6 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -119,12 +120,13 @@ def arguments(
         )
 
 
-def _is_bound(value: float | None) -> bool:
-    return value is None or (math.isfinite(value) and value > 0)
+def _is_bound(value: Any) -> bool:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return value is None or (is_number and math.isfinite(value) and value > 0)
 
 
 def _has(value: Any, method: str) -> bool:
-    return value is None or callable(getattr(value, method, None))
+    return value is None or (callable(getattr(value, method, None)) and not isinstance(value, type))
 
 
 def outside_autocast(loss: Tensor, policy: Policy) -> None:

@@ -65,6 +65,11 @@ def save(mp: MixedPrecision, *, fixed_keys: bool = False) -> dict[str, Any]:
 
 def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
     """Go on from a state; see `MixedPrecision.load_state_dict`."""
+    if not isinstance(state, dict):
+        raise UsageError(
+            f"load_state_dict: the state has type {type(state).__name__}, not dict. Load the file first: "
+            "mp.load_state_dict(torch.load('checkpoint.pt')['mp'])."
+        )
     if not state:
         return
     scaler = mp._resolved.scaler
