@@ -296,6 +296,25 @@ def test_it_comes_back_to_the_bit(owner: str, steps: int) -> None:
         assert equal(mezzo.master_state_dict(other, resumed), mezzo.master_state_dict(model, optimizer))
 
 
+@pytest.mark.parametrize("owner", sorted(OWNERS.keys() - {"none"}))
+def test_a_model_that_is_brought_back_to_fp32_goes_on_from_its_masters(owner: str) -> None:
+    model, optimizer = made(owner)
+    train(model, optimizer, OWNERS[owner][0])
+    state = copy.deepcopy(mezzo.master_state_dict(model, optimizer))
+    with pytest.raises(UsageError, match=r"in another optimizer.*master_state_dict\(model, \["):
+        mezzo.master_state_dict(model, torch.optim.SGD(model.parameters()))
+    model.float()
+    for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+        for group in one.param_groups:
+            group.update(lr=0.0, weight_decay=0.0)
+    train(model, optimizer, "bf16", steps=1)
+    assert all(torch.equal(param, state[name]) for name, param in model.named_parameters())
+    with torch.no_grad():
+        model.body.weight.fill_(1 / 3)  # an edit stays
+    train(model, optimizer, "bf16", steps=1)
+    assert (model.body.weight == 1 / 3).all()
+
+
 def test_loading_without_an_optimizer_keeps_the_masters_for_the_next() -> None:
     torch.manual_seed(5)
     state = Tied().state_dict()

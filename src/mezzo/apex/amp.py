@@ -34,7 +34,7 @@ from mezzo.apex.state import state as _amp_state
 from mezzo.core.errors import CallOrderError, UsageError, checks_keywords
 from mezzo.core.loss_scale import check_whole
 from mezzo.pytorch import step as engine
-from mezzo.pytorch.weights.stored_parameters import LOWERED
+from mezzo.pytorch.dtypes import SIXTEEN_BITS
 
 # Decorators: while O1's casts are on, inputs become fp16, or FP32, or FP32 if they are of both formats. The `register_`
 # forms do so for `module.name`, from the next `initialize` on.
@@ -212,7 +212,7 @@ def _refuse_unfit(model: nn.Module) -> None:
             f"amp.initialize: the model is wrapped in {wrapper}. Initialize it first, then wrap it."
         )
     for name, param in model.named_parameters():
-        if param.dtype in LOWERED and not _amp_state.allow_incoming_model_not_fp32:
+        if param.dtype in SIXTEEN_BITS and not _amp_state.allow_incoming_model_not_fp32:
             raise UsageError(
                 f"amp.initialize: {name} is {param.dtype}. Pass the model in FP32 (model.float()), also for O2 and O3, "
                 "and only once."
@@ -242,5 +242,5 @@ def _after_call(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -
 
 def _in_fp32(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for name, value in state.items():
-        if name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in LOWERED:
+        if name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in SIXTEEN_BITS:
             state[name] = value.float()

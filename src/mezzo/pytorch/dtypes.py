@@ -25,7 +25,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-HALVES = (torch.bfloat16, torch.float16)
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def dtype_of(name: str) -> torch.dtype:

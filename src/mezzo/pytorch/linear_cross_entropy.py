@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.rules import Rule
 from mezzo.pytorch.autocast import active_policy
-from mezzo.pytorch.dtypes import HALVES, name_of
+from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.hardware import native_formats
 from mezzo.pytorch.kernels import cross_entropy
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows
@@ -226,7 +226,7 @@ def _formats(input: Tensor, weight: Tensor, bias: Tensor | None) -> _Formats:
             f"linear_cross_entropy: input, weight and bias are {named}. Outside of autocast they need the same "
             "floating-point format. Convert them, or use: with mezzo.autocast('bf16')."
         )
-    is_emulated = low in HALVES and name_of(low) not in native_formats(device)
+    is_emulated = low in SIXTEEN_BITS and name_of(low) not in native_formats(device)
     return low, torch.float32 if is_emulated else low
 
 

@@ -20,7 +20,7 @@ from mezzo.core.errors import BannedOpError
 from mezzo.core.policy import Policy
 from mezzo.pytorch.autocast.fallback import noted, widen
 from mezzo.pytorch.autocast.plan import OpPlan, Overload, overload_named, takes_one_tensor
-from mezzo.pytorch.dtypes import HALVES, dtype_of, name_of
+from mezzo.pytorch.dtypes import SIXTEEN_BITS, dtype_of, name_of
 from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.emulated import KEEP_RANK, emulated, saving_low
 from mezzo.pytorch.kernels.packing import Rounded, hooks_are_allowed
@@ -170,7 +170,7 @@ def _in_fp32(op_plan: OpPlan, overload: Overload, device_type: str) -> Action:
         dtype = x.dtype
         if dtype is _FP32:
             return call(x, *rest, **kwargs)
-        if dtype not in HALVES:
+        if dtype not in SIXTEEN_BITS:
             return cast_all(x, *rest, **kwargs)
         if x.requires_grad and _is_worth_packing(x):
             return _saving_halves(call, (x, *rest), kwargs, device_type)
@@ -178,7 +178,7 @@ def _in_fp32(op_plan: OpPlan, overload: Overload, device_type: str) -> Action:
 
     def several(*args: Any, **kwargs: Any) -> Any:
         x = args[0]
-        if isinstance(x, Tensor) and x.dtype in HALVES and x.requires_grad and _is_worth_packing(x):
+        if isinstance(x, Tensor) and x.dtype in SIXTEEN_BITS and x.requires_grad and _is_worth_packing(x):
             return _saving_halves(call, args, kwargs, device_type)
         return cast_all(*args, **kwargs)
 
@@ -214,7 +214,7 @@ def _with_dtype(overload: Overload, device_type: str) -> Action:
         x = args[0]
         if x.dtype is _FP32 and not kwargs:  # a shorter way for the two most frequent calls
             return op(*args)
-        if x.dtype in HALVES and x.device.type == device_type:
+        if x.dtype in SIXTEEN_BITS and x.device.type == device_type:
             if not kwargs and len(args) <= position:
                 return op(*args, dtype=_FP32)
             if len(args) <= position and kwargs.get("dtype") is None:
@@ -234,7 +234,7 @@ def _rounded(op_plan: OpPlan, overload: Overload, device_type: str) -> Action:
     def rounded(*args: Any, **kwargs: Any) -> Any:
         first = next(_tensors(args, {}, device_type), None)
         out = in_fp32(*args, **kwargs)
-        if first is None or first.dtype not in HALVES or kwargs.get("dtype") is not None:
+        if first is None or first.dtype not in SIXTEEN_BITS or kwargs.get("dtype") is not None:
             return out
         if gives_statistics:
             return (out[0].to(first.dtype), *out[1:])
@@ -258,7 +258,7 @@ def _sixteen_bits(
     otherwise = _in_fp32(op_plan, overload, device_type)
 
     def as_it_comes(x: Tensor, /, *rest: Any, **kwargs: Any) -> Any:
-        if x.dtype in HALVES:
+        if x.dtype in SIXTEEN_BITS:
             return kernel(x, *rest, **kwargs)
         return otherwise(x, *rest, **kwargs)
 
@@ -306,7 +306,7 @@ def _writing_number(op_plan: OpPlan, overload: Overload) -> Action:
     widened = noted(op_plan.op, lambda x, mask, value: op(x.float(), mask, value))
 
     def writing(x: Tensor, mask: Tensor, value: Any) -> Any:
-        largest = torch.finfo(x.dtype).max if x.dtype in HALVES else math.inf
+        largest = torch.finfo(x.dtype).max if x.dtype in SIXTEEN_BITS else math.inf
         if not largest < abs(value) < math.inf:
             return op(x, mask, value)
         if overload._schema.is_mutable:

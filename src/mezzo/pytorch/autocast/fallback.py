@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.pytorch.autocast.plan import overload_named
-from mezzo.pytorch.dtypes import HALVES
+from mezzo.pytorch.dtypes import SIXTEEN_BITS
 
 __all__ = ["CALLS", "LACKING", "OTHER_LAYOUTS", "Kernels", "lend_kernels", "noted", "widen"]
 
@@ -73,7 +73,7 @@ class _Widened(torch.autograd.Function):
 
 def widen(tensor: Tensor) -> Tensor:
     """A tensor of any layout in FP32 if it has 16 bits, else as it is."""
-    if tensor.dtype not in HALVES:
+    if tensor.dtype not in SIXTEEN_BITS:
         return tensor
     if tensor.is_mkldnn:  # has no cast
         return tensor.to_dense().float().to_mkldnn()
@@ -109,7 +109,7 @@ def _in_fp32(name: str, key: str) -> Callable[..., Any]:
 
     def run(keyset: torch._C.DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         dtypes = {t.dtype for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        if dtypes.isdisjoint(HALVES):
+        if dtypes.isdisjoint(SIXTEEN_BITS):
             return original.call_boxed(keyset, *args, **kwargs)
         CALLS[op] += 1
         wide_args, wide_kwargs = tree_map_only(Tensor, widen, (args, kwargs))

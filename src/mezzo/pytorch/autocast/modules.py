@@ -26,7 +26,7 @@ from mezzo.core.policy_text import is_pattern, matches
 from mezzo.core.recipes import recipe_of
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import applied, context_of, default_device_type
-from mezzo.pytorch.dtypes import HALVES
+from mezzo.pytorch.dtypes import SIXTEEN_BITS
 
 __all__ = [
     "ModuleOverrides",
@@ -127,7 +127,7 @@ def to_fp32(value: Any) -> Any:
 
 
 def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
+    return value.float() if isinstance(value, Tensor) and value.dtype in SIXTEEN_BITS else value
 
 
 def cast_inside(value: Any, cast: Callable[[Any], Any]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.dtypes import HALVES
+from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.kernels.plain import is_plain
 
 _aten = torch.ops.aten
@@ -70,7 +70,7 @@ def embedding_bag(
 
 def _sums_rows(weight: Tensor, sparse: bool) -> bool:
     """Whether backward sums the gradients of 16-bit rows."""
-    return weight.dtype in HALVES and not sparse and weight.requires_grad and torch.is_grad_enabled()
+    return weight.dtype in SIXTEEN_BITS and not sparse and weight.requires_grad and torch.is_grad_enabled()
 
 
 class _Embedding(torch.autograd.Function):

@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from mezzo.core.overflow import OUTSIDE
 from mezzo.core.ranges import BINS, INFINITE, NAN, ZERO, Histogram, RangeRow
 from mezzo.pytorch import distributed
-from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.kernels.plain import is_dense
 from mezzo.pytorch.monitor.module_paths import Paths, joined
 from mezzo.pytorch.monitor.operations import tensors
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.snapshot import version_of
 from mezzo.pytorch.weights import master_state
-from mezzo.pytorch.weights.stored_parameters import LOWERED, wide_value
+from mezzo.pytorch.weights.stored_parameters import wide_value
 
 WEIGHT, ACTIVATION = "weight", "activation"
 ACTIVATION_GRADIENT, WEIGHT_GRADIENT, RATIO = "activation gradient", "weight gradient", "update ratio"
@@ -302,7 +302,7 @@ class WatchedParameters:
     def _exact(self, param: Tensor) -> tuple[Tensor, bool]:
         """The value in the optimizer's FP32 master or in itself, and whether that is a copy."""
         owner = None
-        if param.dtype in LOWERED and id(param) not in self._without:
+        if param.dtype in SIXTEEN_BITS and id(param) not in self._without:
             owner = self._owners.get(id(param))
         if owner is None:
             return distributed.local(param.detach()), False

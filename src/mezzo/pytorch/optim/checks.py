@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.masters import MASTERS, STATE_FORMATS
 from mezzo.pytorch.distributed import is_spread, local
 from mezzo.pytorch.kernels.plain import is_dense
+from mezzo.pytorch.weights.stored_parameters import master_holder, set_master_holder
 
 GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Formats of weights and, independently, of gradients."""
-
-_owners: Any = WeakTensorKeyDictionary()
 
 
 def modes(owner: str, masters: Any, state: Any) -> None:
@@ -100,23 +96,14 @@ def betas(owner: str, values: Any) -> None:
 
 def claim(optimizer: Optimizer, param: Tensor) -> None:
     """Record that this optimizer holds a weight's master; a UsageError if another one does and has its state."""
-    if _other_owner(optimizer, param) is not None:
-        gc.collect()  # an optimizer that was dropped may live on in a cycle
-        other = _other_owner(optimizer, param)
-        if other is not None:
-            raise UsageError(
-                f"a {param.dtype} weight of shape {list(param.shape)} is in two optimizers that keep its master, "
-                f"{type(other).__name__} and {type(optimizer).__name__}. Each would undo the other's updates. Give the "
-                "weight to one of them, or clear the state of the first: optimizer.state.clear()."
-            )
-    _owners[param] = weakref.ref(optimizer)
-
-
-def _other_owner(optimizer: Optimizer, param: Tensor) -> Optimizer | None:
-    owner = _owners.get(param)
-    other: Optimizer | None = None if owner is None else owner()
-    is_other = other is not None and other is not optimizer and bool(other.state.get(param))
-    return other if is_other else None
+    other = master_holder(param, optimizer)
+    if other is not None:
+        raise UsageError(
+            f"a {param.dtype} weight of shape {list(param.shape)} is in two optimizers that keep its master, "
+            f"{type(other).__name__} and {type(optimizer).__name__}. Each would undo the other's updates. Give the "
+            "weight to one of them, or clear the state of the first: optimizer.state.clear()."
+        )
+    set_master_holder(param, optimizer)
 
 
 def refuse_replaced(optimizer: Optimizer) -> None:

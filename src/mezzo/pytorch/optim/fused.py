@@ -24,7 +24,7 @@ from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, StateSpec, Stepper,
 from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim import checks, state_dicts, storage
 from mezzo.pytorch.optim.storage import ParameterState
-from mezzo.pytorch.weights.stored_parameters import has_master, take_master
+from mezzo.pytorch.weights.stored_parameters import give_back, has_master, take_master
 
 Work = dict[torch.device, list[tuple[Hyper, list[Row]]]]
 
@@ -244,6 +244,9 @@ class FusedOptimizer(Optimizer):
         how = storage.storage(param, group, states)
         if how.master_key is not None:
             checks.claim(self, param)
+        held = storage.held_masters(entries or {})
+        if entries and held != "own" and param.dtype is torch.float32:  # the model was brought back to FP32
+            give_back(param, entries[storage.MASTER_ENTRIES[held][0]], held)
         if not entries or not storage.fits(entries, param, how):
             self.state[param] = entries = storage.converted(entries or {}, param, how, take_master(param))
         made = self._states[param] = ParameterState.of(param, entries, how, modes, ordinal)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.optim import storage
 from mezzo.pytorch.optim.storage import Entries, Storage
-from mezzo.pytorch.weights.stored_parameters import LOWERED, take_master
+from mezzo.pytorch.weights.stored_parameters import take_master
 
 if TYPE_CHECKING:
     from mezzo.pytorch.optim.fused import FusedOptimizer
@@ -208,7 +209,7 @@ def masters_in(
     any_master = any(MASTER in entry for entry in entries)
     masters = {}
     for param, key, entry in zip(params, keys, entries):
-        is_low = param.dtype in LOWERED
+        is_low = param.dtype in SIXTEEN_BITS
         if is_low and any_master and MASTER not in entry:
             raise UsageError(
                 f"the state has masters, but none for parameter {key}, which is {param.dtype} here. Call "

@@ -33,7 +33,7 @@ Entries = dict[str, Any]  # `optimizer.state[param]`
 
 Modes = tuple[str, str, tuple[StateSpec, ...]]  # `masters` and `state` of a group, and the states of its rule
 
-_MASTER = {
+MASTER_ENTRIES = {
     "fp32": ("master", torch.float32),
     "split": ("remainder", torch.int16),
     "split8": ("remainder", torch.int8),
@@ -52,7 +52,7 @@ class Storage:
     @property
     def master_key(self) -> str | None:
         """The entry that holds the master or its remainder; None if there is no separate master."""
-        return _MASTER[self.masters][0] if self.masters in _MASTER else None
+        return MASTER_ENTRIES[self.masters][0] if self.masters in MASTER_ENTRIES else None
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The format of every entry."""
@@ -62,7 +62,7 @@ class Storage:
             if state_formats[self.state].is_scaled:
                 found[spec.name + "_scale"] = torch.bfloat16
         if self.master_key is not None:
-            found[self.master_key] = _MASTER[self.masters][1]
+            found[self.master_key] = MASTER_ENTRIES[self.masters][1]
         return found
 
 
@@ -137,7 +137,7 @@ def _like(value: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def held_masters(entries: Mapping[str, Any]) -> str:
     """The kind of the master in entries: ``"own"`` if there is no separate one."""
-    for masters, (key, dtype) in _MASTER.items():
+    for masters, (key, dtype) in MASTER_ENTRIES.items():
         if isinstance(entries.get(key), Tensor) and entries[key].dtype is dtype:
             return masters
     return "own"
@@ -268,7 +268,7 @@ def _other_master(entries: Mapping[str, Any], weight: Tensor) -> Tensor | None:
     is_fp16 = weight.dtype is torch.float16 and masters == "fp32"
     if masters == "own" or not (is_fp16 or weight.dtype is torch.bfloat16):
         return None
-    key, dtype = _MASTER[masters]
+    key, dtype = MASTER_ENTRIES[masters]
     return decode_master(masters, weight.detach(), _like(entries[key], weight, dtype))
 
 

@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.distributed import is_spread, local
+from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.adopt import adopt, empty, extend
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import MASTER, is_for_checkpoint, masters_in, without_master
 from mezzo.pytorch.weights import shards
-from mezzo.pytorch.weights.stored_parameters import LOWERED, pieces, take_master
+from mezzo.pytorch.weights.stored_parameters import give_back, pieces, take_master
 
 
 def with_masters(optimizer: Any) -> WithMasters:
@@ -47,7 +48,7 @@ def with_masters(optimizer: Any) -> WithMasters:
     """
     _refuse_unfit(optimizer)
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if param.dtype in LOWERED:
+        if param.dtype in SIXTEEN_BITS:
             checks.claim(optimizer, param)
     own_step = vars(optimizer).pop("step", None)
     extend(optimizer, WithMasters)
@@ -165,7 +166,7 @@ class WithMasters(Optimizer):
     def master(self, param: Tensor) -> Tensor:
         """A copy of a parameter's FP32 master, or of an FP32 parameter itself. UsageError if it is in no group."""
         self._check_own(param)
-        if param.dtype not in LOWERED:
+        if param.dtype not in SIXTEEN_BITS:
             return param.detach().clone()
         value = decode_master("fp32", local(param.detach()), local(self._ensure_master(param)))
         return shards.joined(value, param)
@@ -179,7 +180,7 @@ class WithMasters(Optimizer):
                 f"set_master: the value has shape {list(value.shape)}; use the parameter's, {list(param.shape)}."
             )
         value = shards.placed(value, param)
-        if param.dtype in LOWERED:
+        if param.dtype in SIXTEEN_BITS:
             master = self._ensure_master(param)
             master.copy_(value)
             write_weight(master, param)
@@ -265,7 +266,7 @@ class WithMasters(Optimizer):
             yield from group["params"]
 
     def _lowered(self) -> list[Tensor]:
-        return [param for param in self._parameters() if param.dtype in LOWERED]
+        return [param for param in self._parameters() if param.dtype in SIXTEEN_BITS]
 
     def _check_own(self, param: Tensor) -> None:
         if not any(param is one for one in self._parameters()):
@@ -297,9 +298,9 @@ class WithMasters(Optimizer):
             checks.refuse_replaced(self)
         for param in self._parameters():
             grad = param.grad
-            if param.dtype not in LOWERED:
-                if self.state.get(param):
-                    self.state[param].pop(MASTER, None)  # the model was brought back to FP32
+            if param.dtype not in SIXTEEN_BITS:
+                if self.state.get(param) and (master := self.state[param].pop(MASTER, None)) is not None:
+                    give_back(param, master, "fp32")  # the model was brought back to FP32
                 if grad is not None and scale is not None:
                     local(grad).div_(scale.to(grad.device))
                 continue
@@ -387,5 +388,5 @@ def write_weight(master: Tensor, weight: Tensor) -> None:
 
 
 def _widened(value: Any) -> Any:
-    is_low = isinstance(value, Tensor) and value.dtype in LOWERED
+    is_low = isinstance(value, Tensor) and value.dtype in SIXTEEN_BITS
     return value.to(torch.float32) if is_low else value

@@ -31,7 +31,7 @@ from mezzo.pytorch.autocast.modules import (
     with_heads,
 )
 from mezzo.pytorch.distributed import sharded_format
-from mezzo.pytorch.dtypes import HALVES
+from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
@@ -99,7 +99,7 @@ class Preparation:
         if not params:
             return False
         model, name = unwrapped(module), type(unwrapped(module)).__name__
-        half = next((p.dtype for p in params if p.dtype in HALVES), None)
+        half = next((p.dtype for p in params if p.dtype in SIXTEEN_BITS), None)
         if half is not None and session.request.own == "off" and not session.lowered_weights:
             if not trains(module):
                 return False

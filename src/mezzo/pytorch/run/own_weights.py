@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from mezzo.core.errors import UsageError
 from mezzo.core.records import SWITCHED_OFF
-from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters, put_masters
 from mezzo.pytorch.run.weights import SHARDED
-from mezzo.pytorch.weights.stored_parameters import LOWERED
 
 if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
@@ -36,7 +35,7 @@ def lowered(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
     if not isinstance(optimizer, (FusedOptimizer, WithMasters)):
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if param.dtype in LOWERED and param.requires_grad:
+                if param.dtype in SIXTEEN_BITS and param.requires_grad:
                     yield group, param
 
 
@@ -47,7 +46,7 @@ def trains(module: nn.Module) -> bool:
 
 def widen(session: Session, module: nn.Module, name: str) -> None:
     """Make 16-bit parameters and buffers FP32, in place, where `--own off` found no setting to switch off."""
-    low = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.dtype in LOWERED]
+    low = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.dtype in SIXTEEN_BITS]
     if low and any(kind.__name__ in SHARDED for part in module.modules() for kind in type(part).__mro__):
         session.fatal = error = UsageError(
             f"--own off: {name} has 16-bit parameters and is wrapped for data parallelism. Make its parameters FP32 "

@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.distributed import is_spread, shards
+from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.step import parameters
-
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 # The largest seed of a backward that an fp16 loss can hold.
 _FP16_SEED = 2.0**15

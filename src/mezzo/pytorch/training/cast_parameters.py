@@ -17,11 +17,10 @@ from mezzo.core.errors import UnsupportedPrecisionError, UsageError, unknown_nam
 from mezzo.core.policy import Policy
 from mezzo.core.policy_text import precision_name
 from mezzo.pytorch import auto
-from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters, put_masters
 from mezzo.pytorch.step import parameters
-from mezzo.pytorch.training.backward import SIXTEEN_BITS
 from mezzo.pytorch.training.checks import refused
 from mezzo.pytorch.weights.stored_parameters import lower_weights, take_master
 

@@ -17,12 +17,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.core.policy import Policy
 from mezzo.pytorch.distributed import shards
-from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.optim.checks import refuse_replaced
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.step import parameters
-from mezzo.pytorch.training.backward import SIXTEEN_BITS, nodes_of
+from mezzo.pytorch.training.backward import nodes_of
 
 _MASTERS = frozenset({"master", "remainder"})  # in the state of an optimizer with masters
 

@@ -13,9 +13,10 @@ from mezzo.core.loss_scale import DynamicLossScale, from_state_dict
 from mezzo.core.version import VERSION
 from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.distributed import holds_unreduced
+from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.loss_scaler import from_scaler_state, is_scaler_state
 from mezzo.pytorch.step import parameters
-from mezzo.pytorch.training.backward import SIXTEEN_BITS, Accumulation
+from mezzo.pytorch.training.backward import Accumulation
 
 if TYPE_CHECKING:
     from mezzo.pytorch.training.mixed_precision import MixedPrecision

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError, did_you_mean
 from mezzo.pytorch.distributed import is_spread
+from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.weights import shards
-from mezzo.pytorch.weights.stored_parameters import LOWERED, keep_master, overflows, wide_value
+from mezzo.pytorch.weights.stored_parameters import keep_master, master_holder, overflows, wide_value
 
 
 def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> dict[str, Any]:
@@ -33,6 +34,9 @@ def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimize
     Args:
         model: the model that the optimizer trains.
         optimizer: one or several: of `mezzo.optim`, from `with_masters`, or any other for FP32 weights.
+
+    Raises:
+        UsageError: the master of a weight is in an optimizer that was not given; an argument that is no optimizer.
     """
     owners = _owners(optimizer)
     state: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -45,6 +49,11 @@ def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimize
             continue
         if id(value) not in copies:
             owner = owners.get(id(value))
+            if owner is None and (holder := master_holder(value)) is not None:
+                raise UsageError(
+                    f"master_state_dict: the master of {name!r} is in another optimizer, of type "
+                    f"{type(holder).__name__}. Give every optimizer: master_state_dict(model, [first, second])."
+                )
             copies[id(value)] = wide_value(value) if owner is None else owner.master(value)
         state[name] = copies[id(value)]
     return state
@@ -115,7 +124,7 @@ def showing_masters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterat
 
 def _owners(optimizer: Optimizer | Sequence[Optimizer]) -> dict[int, Any]:
     """id of a parameter -> the optimizer that holds its master."""
-    given: Iterable[Any] = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    given: Iterable[Any] = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     owners = {}
     for one in given:
         if not isinstance(one, Optimizer):
@@ -129,7 +138,7 @@ def _owners(optimizer: Optimizer | Sequence[Optimizer]) -> dict[int, Any]:
 
 
 def _is_low(value: Tensor) -> bool:
-    return isinstance(value, nn.Parameter) and value.dtype in LOWERED
+    return isinstance(value, nn.Parameter) and value.dtype in SIXTEEN_BITS
 
 
 def _check(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:

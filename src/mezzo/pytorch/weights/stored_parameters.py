@@ -6,16 +6,20 @@ objects stay the same, because optimizers, hooks and tied weights refer to them.
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from mezzo.core.errors import UnknownNameError, UsageError, checks_keywords, did_you_mean, unknown_name
 from mezzo.core.masters import bytes_per_parameter
@@ -23,15 +27,16 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import matches
 from mezzo.pytorch.distributed import local
-from mezzo.pytorch.dtypes import dtype_of, name_of
+from mezzo.pytorch.dtypes import SIXTEEN_BITS, dtype_of, name_of
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
 from mezzo.pytorch.kernels.plain import is_dense
 from mezzo.pytorch.weights import shards
 
-LOWERED = (torch.bfloat16, torch.float16)
-
 # Parameter -> what its 16-bit weight lacks: the int16 remainder of a bf16 weight, the FP32 value of an fp16 one.
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+# Parameter -> a weak reference to the optimizer that holds its master.
+_holders: Any = WeakTensorKeyDictionary()
 
 # Elements that are encoded at a time, so that the temporaries stay small compared to the parameter.
 _PIECE = 1 << 20
@@ -121,10 +126,46 @@ def peek_master(param: Tensor) -> Tensor | None:
     return shards.joined(master, param)
 
 
+def set_master_holder(param: Tensor, optimizer: Optimizer) -> None:
+    """Record which optimizer holds the master of a 16-bit parameter."""
+    _holders[param] = weakref.ref(optimizer)
+
+
+def master_holder(param: Tensor, *apart_from: Optimizer) -> Optimizer | None:
+    """The optimizer, none of these, that holds the master of a 16-bit parameter; None if there is none."""
+
+    def found() -> Optimizer | None:
+        holder = _holders.get(param)
+        one: Optimizer | None = None if holder is None else holder()
+        return one if one is not None and one not in apart_from and one.state.get(param) else None
+
+    if found() is not None:
+        gc.collect()  # an optimizer that was dropped may live on in a cycle
+    return found()
+
+
 def wide_value(param: Tensor) -> Tensor:
     """The FP32 value kept for a parameter, or else its own in FP32."""
     master = peek_master(param)
     return param.detach().to(torch.float32) if master is None else master
+
+
+@torch.no_grad()
+def give_back(param: Tensor, master: Tensor, masters: str) -> None:
+    """Set an FP32 parameter to its master if `model.float()` has made it FP32 and nothing has changed it since.
+
+    Args:
+        param: FP32; it had 16 bits when `master` was written.
+        master: what an optimizer kept, of the kind `masters`: ``"fp32"``, ``"split"`` or ``"split8"``.
+    """
+    weight, kept = local(param.detach()), local(master).to(param.device)
+    if kept.shape != weight.shape:
+        return
+    for dtype in SIXTEEN_BITS if masters == "fp32" else (torch.bfloat16,):
+        value = kept if masters == "fp32" else decode_master(masters, weight.to(dtype), kept)
+        if torch.equal(encode_master(masters, value, dtype)[0].float(), weight):
+            weight.copy_(value)
+            return
 
 
 def has_master(param: Tensor) -> bool:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.dtypes import HALVES
+from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.cross_entropy import reference
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows
 from mezzo.pytorch.kernels.plain import differentiable_gradients, is_plain
 
-_CLASSES, _WEIGHTS = (torch.int64, torch.uint8), (*HALVES, torch.float32)
+_CLASSES, _WEIGHTS = (torch.int64, torch.uint8), (*SIXTEEN_BITS, torch.float32)
 _DEVICES = ("cpu", "cuda")
 SMALL = 1 << 15  # number of logits up to which PyTorch's operations are faster, and their FP32 copies small
 
@@ -46,7 +46,7 @@ def cross_entropy_loss(
     gradient 0. The gradient has the logits' dtype; beyond its range it is infinite.
     """
     settings = (reduction, ignore_index, label_smoothing)
-    if self.dtype not in HALVES:
+    if self.dtype not in SIXTEEN_BITS:
         return _aten(self, target, weight, settings)
     if self.numel() <= SMALL or not _is_ours(self, target, weight, settings):
         return _in_fp32(self, target, weight, settings)
@@ -64,8 +64,8 @@ def _aten(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Setti
 
 def _in_fp32(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Tensor:
     """The naive code, which also refuses wrong arguments."""
-    target = target.float() if target.dtype in HALVES else target
-    weight = weight.float() if weight is not None and weight.dtype in HALVES else weight
+    target = target.float() if target.dtype in SIXTEEN_BITS else target
+    weight = weight.float() if weight is not None and weight.dtype in SIXTEEN_BITS else weight
     return _aten(logits.float(), target, weight, settings)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.dtypes import HALVES
+from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.plain import differentiable_gradients, is_plain
 
@@ -50,7 +50,7 @@ def layer_norm(
     The parameters' gradients have their dtypes, and sums do not depend on the number of threads. FP32 and FP64 input
     goes to PyTorch's own op.
     """
-    if input.dtype not in HALVES:
+    if input.dtype not in SIXTEEN_BITS:
         return torch.layer_norm(input, normalized_shape, weight, bias, eps, cudnn_enable)
     return _norm(input, weight, bias, _form(normalized_shape, eps, True))
 
@@ -64,7 +64,7 @@ def rms_norm(
 
         torch.rms_norm(input.float(), normalized_shape, weight.float(), eps).to(input.dtype)
     """
-    if input.dtype not in HALVES:
+    if input.dtype not in SIXTEEN_BITS:
         return torch.rms_norm(input, normalized_shape, weight, eps)
     return _norm(input, weight, None, _form(normalized_shape, _EPSILON if eps is None else eps, False))
 
@@ -107,7 +107,7 @@ def _fits(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form)
 
 def _naive(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> Tensor:
     """The definition; it also says what is wrong with the arguments."""
-    weight, bias = (p.float() if p is not None and p.dtype in HALVES else p for p in (weight, bias))
+    weight, bias = (p.float() if p is not None and p.dtype in SIXTEEN_BITS else p for p in (weight, bias))
     if form.is_centred:
         return torch.layer_norm(input.float(), form.shape, weight, bias, form.epsilon).to(input.dtype)
     return torch.rms_norm(input.float(), form.shape, weight, form.epsilon).to(input.dtype)
