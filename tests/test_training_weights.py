@@ -282,6 +282,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "clip_norm as text": ({"clip_norm": "1"}, "clip_norm is '1'"),
     "clip_value as bool": ({"clip_value": True}, "clip_value is True"),
     "a scheduler's class": ({"scheduler": torch.optim.lr_scheduler.StepLR}, "an object with step"),
+    "an average's class": ({"ema": torch.optim.swa_utils.AveragedModel}, "another object with update_parameters"),
     "accumulate": ({"accumulate": 0}, "accumulate is 0"),
     "watch": ({"watch": -1, "masters": "split"}, "watch is -1"),
     "plateau": ({"scheduler": PLATEAU}, "ReduceLROnPlateau"),

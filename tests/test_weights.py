@@ -315,6 +315,12 @@ def test_a_model_that_is_brought_back_to_fp32_goes_on_from_its_masters(owner: st
     assert (model.body.weight == 1 / 3).all()
 
 
+def test_a_path_is_no_state() -> None:
+    model, optimizer = made("split")
+    with pytest.raises(UsageError, match=r"type str.*torch\.load"):
+        mezzo.load_master_state_dict(model, optimizer, "weights.pt")  # type: ignore[arg-type]
+
+
 def test_loading_without_an_optimizer_keeps_the_masters_for_the_next() -> None:
     torch.manual_seed(5)
     state = Tied().state_dict()

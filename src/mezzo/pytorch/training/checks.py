@@ -151,7 +151,7 @@ def averager(ema: Any, *, low: bool) -> Callable[[nn.Module], Any] | None:
     if ema is None:
         return None
     update = getattr(ema, "update_parameters", None if isinstance(ema, nn.Module) else ema)
-    if not callable(update):
+    if not callable(update) or isinstance(ema, type):
         raise refused(
             f"ema has type {type(ema).__name__}. Use a torch.optim.swa_utils.AveragedModel, another object with "
             "update_parameters(model), or a function of the model."

@@ -142,6 +142,11 @@ def _is_low(value: Tensor) -> bool:
 
 
 def _check(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"load_master_state_dict: the state has type {type(state).__name__}. Load the file first: "
+            "mezzo.load_master_state_dict(model, optimizer, torch.load('weights.pt')). Nothing was changed."
+        )
     missing = [name for name in own if name not in state]
     if missing:
         raise UsageError(
