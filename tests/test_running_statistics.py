@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import mezzo
 from bad_steps import same
 from mezzo.pytorch.training.networks import SMALL, MovingBuffers
 from moving_buffers import Averages, in_place, replaced, through_data, zeros
@@ -92,6 +93,23 @@ def test_what_moves_between_two_steps_is_not_undone(size: int) -> None:
     statistics.restore(True)
     assert module.mask.eq(5.0).all()
     assert module.other.eq(7.0).all()
+
+
+def test_an_infinite_mask_of_the_script_stays_beside_another_network() -> None:
+    """Copies outlive the step then. Only what a forward pass made infinite goes back to them."""
+    trained = []
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(4, 4), Averages(in_place, mask=zeros(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trained.append((model, mezzo.MixedPrecision(model, optimizer, "fp16", trace=False)))
+    for step in range(4):
+        for model, mp in trained:
+            if step == 2:
+                model[1].mask[1] = -math.inf
+            with mp.autocast():
+                loss = model(torch.randn(8, 4)).square().mean()
+            mp.step(loss)
+    assert all(model[1].mask[1] == -math.inf for model, _ in trained)
 
 
 def test_an_open_window_s_copies_are_saved_and_loaded() -> None:

@@ -211,13 +211,14 @@ class SavedBuffer:
             return
         slot.holder[slot.name] = tensor
 
-    def restore_lost(self) -> None:
-        """Put it back if more of its elements are NaN or infinite now than were."""
+    def restore_lost(self) -> bool:
+        """Put it back if more of its elements are NaN or infinite now than were; whether they are."""
         now = self.slot.tensor
         if self.values is None or now is None or now.dtype.itemsize == 1:
-            return
-        if _not_finite(now) > _not_finite(self.values):
+            return False
+        if lost := _not_finite(now) > _not_finite(self.values):
             self.put_back()
+        return lost
 
 
 class _Group(NamedTuple):
@@ -275,14 +276,15 @@ class BufferSnapshot:
                 if each.moved():
                     each.put_back()
 
-    def restore_lost(self) -> None:
-        """Put those back of which more elements are NaN or infinite now than were. Waits for the device."""
-        for each in self.single:
-            each.restore_lost()
+    def restore_lost(self) -> bool:
+        """Put those back of which more elements are NaN or infinite now than were; whether any are. Waits for the
+        device.
+        """
+        lost = [each.restore_lost() for each in self.single]
         for group in self._groups:
             if group.was_replaced() or _not_finite(_flat(group.tensors)) > _not_finite(group.flat):
-                for each in group.saved():
-                    each.restore_lost()
+                lost += [each.restore_lost() for each in group.saved()]
+        return any(lost)
 
     def moved(self) -> bool:
         """Whether a buffer has other bits than it had. Waits for the device."""

@@ -14,6 +14,8 @@ a turn. When optimizer S ends a turn, these become of each network:
 | through it (a GAN's discriminator)   |                   |                                             |
 | another                              | stay, copies kept | what is not finite goes back, copies kept   |
 
+At the end of a turn in which a network was called, what its calls left NaN or infinite goes back to kept copies.
+
 Kept copies are for the network's own optimizer. If that one steps after the third row's skip, and the network was not
 called in between, its buffers go forward again: the two losses were one, and its own gradients were good.
 
@@ -64,6 +66,7 @@ class MovingBuffers:
         self._first: BufferSnapshot | None = None  # before the step's first forward pass
         self._last: BufferSnapshot | None = None  # before the newest turn; may outlive the step
         self._undone: tuple[BufferSnapshot, BufferSnapshot] | None = None  # by `undo`: before, and after
+        self._lost = False  # whether a buffer went back to the newest copies, because it was not finite
         self._look = True
         self.parameters: frozenset[int] = frozenset()
         self.turn = -1
@@ -108,9 +111,7 @@ class MovingBuffers:
             self._find()
         if not self.watches:
             return
-        if self._last is not None:  # a step that is still to come may have overflowed
-            self.restore_lost()
-        self._last = self.copied()
+        self._last, self._lost = self.copied(), False
         self._first = self._first or self._last
 
     def copied(self) -> BufferSnapshot:
@@ -122,7 +123,7 @@ class MovingBuffers:
 
     def begin_anew(self) -> None:
         """Take calls before the newest copies out of the step, unless nothing was called since."""
-        if self.spans_turns and self._last is not None and self._last.moved():
+        if self.spans_turns and self._last is not None and (self._lost or self._last.moved()):
             self._first = self._last
 
     @torch.no_grad()
@@ -166,7 +167,7 @@ class MovingBuffers:
     def restore_lost(self) -> None:
         """Restore what an overflow of another network's step has made NaN or infinite, and keep the copies."""
         if self._last is not None:
-            self._last.restore_lost()
+            self._lost |= self._last.restore_lost()
 
     def forget(self) -> None:
         """Drop the copies."""
@@ -320,6 +321,6 @@ class Networks:
                 reached = any(not each.isdisjoint(buffers.parameters) for each in with_mine)
                 if buffers.turn == turn and (reached or buffers.is_frozen):
                     buffers.undo()
-                else:
-                    buffers.restore_lost()
+            if buffers.turn == turn:  # a step that is still to come may have overflowed
+                buffers.restore_lost()  # now, because what the script writes before the next call stays
         self.hold_copies = any(buffers.holds_copies for buffers in self._of.values())
