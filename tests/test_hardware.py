@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -110,12 +111,19 @@ VISIBLE = [
     ("1,7,0", T4),
     ("7", None),
     ("", None),
+    ("MIG-89c850dc-38e3-57df-85c7-690c186b68e9", Gpu(A100.name, A100.capability, A100.memory_bytes, 1)),
 ]
 
 
 @pytest.mark.parametrize(("visible", "expected"), VISIBLE)
 def test_the_gpu_is_the_first_that_this_process_may_see(visible: str | None, expected: Gpu | None) -> None:
     assert visible_gpu(LISTING, visible) == expected
+
+
+def test_a_gpu_that_shares_the_systems_memory_has_that_much() -> None:
+    found = visible_gpu("0, GPU-cccc3333, 12.1, [N/A], NVIDIA GB10\n", None)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert found == Gpu("NVIDIA GB10", (12, 1), memory, 1)
 
 
 def test_the_drivers_tool_is_asked_before_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:

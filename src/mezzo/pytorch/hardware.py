@@ -154,7 +154,7 @@ def gpu() -> Gpu | None:
         # AMD's numbers look like NVIDIA's and mean something else, so they decide nothing here.
         capability = None if torch.version.hip else (properties.major, properties.minor)
         return Gpu(properties.name, capability, properties.total_memory, torch.cuda.device_count())
-    if hasattr(torch, "xpu") and torch.xpu.is_available():
+    if torch.xpu.is_available():
         xpu = torch.xpu.get_device_properties(torch.xpu.current_device())
         return Gpu(xpu.name, None, xpu.total_memory, torch.xpu.device_count(), kind="xpu")
     if torch.backends.mps.is_available():
@@ -176,7 +176,9 @@ def visible_gpu(listing: str, visible: str | None) -> Gpu | None:
     if visible is not None:
         chosen = []
         for entry in (word.strip() for word in visible.split(",")):
-            match = [row for row in rows if entry and (row[0] == entry or row[1].startswith(entry))]
+            # The listing lacks the names of parts of GPUs (MIG); on one computer these GPUs are alike.
+            part = entry.startswith("MIG-")
+            match = [row for row in rows if entry and (part or row[0] == entry or row[1].startswith(entry))]
             if not match:
                 break
             chosen.append(match[0])
@@ -185,7 +187,9 @@ def visible_gpu(listing: str, visible: str | None) -> Gpu | None:
         return None
     _, _, capability, memory, name = rows[0]
     major, _, minor = capability.partition(".")
-    return Gpu(name, (int(major), int(minor or 0)), int(memory) << 20, len(rows))
+    # "[N/A]" where the GPU shares the system's memory
+    memory_bytes = int(memory) << 20 if memory.isdecimal() else _memory_bytes() or 0
+    return Gpu(name, (int(major), int(minor or 0)), memory_bytes, len(rows))
 
 
 def _memory_bytes() -> int | None:
