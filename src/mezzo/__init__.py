@@ -39,44 +39,32 @@ from mezzo.core.version import VERSION
 
 __version__ = VERSION
 
-# Public name -> the module that it is in, or that it is.
-_NAMES = {
-    "autocast": "mezzo.pytorch.autocast.context",
-    "GradScaler": "mezzo.pytorch.grad_scaler",
-    "MixedPrecision": "mezzo.pytorch.training.mixed_precision",
-    "Policy": "mezzo.core.policy",
-    "policy": "mezzo.core.policy",
-    "StaticLossScale": "mezzo.core.loss_scale",
-    "DynamicLossScale": "mezzo.core.loss_scale",
-    "TensorBoardWriter": "mezzo.pytorch.monitor.tensorboard",
-    "formats": "mezzo.core.formats",
-    "calibrate": "mezzo.pytorch.calibrate",
-    "find_batch_size": "mezzo.pytorch.batch_size",
-    "explain": "mezzo.pytorch.monitor.explain",
-    "nn": "mezzo.nn",
-    "keras": "mezzo.keras",
-    "tensorflow": "mezzo.tensorflow",
-    "optim": "mezzo.optim",
-    "keep_memory": "mezzo.pytorch.keep_memory",
-    "lower_weights": "mezzo.pytorch.weights.stored_parameters",
-    "master_state_dict": "mezzo.pytorch.weights.master_state",
-    "load_master_state_dict": "mezzo.pytorch.weights.master_state",
+# Module -> the public names that are in it, or the one that it is.
+_MODULES = {
+    "core.calibration": "Recommendation",
+    "core.errors": "BannedOpError CallOrderError LossScaleCollapseError MezzoError UnknownArgumentError "
+    "UnknownNameError UnsupportedPrecisionError UsageError",
+    "core.formats": "formats",
+    "core.loss_scale": "DynamicLossScale StaticLossScale",
+    "core.overflow": "OverflowReport",
+    "core.policy": "Policy policy",
+    "keras": "keras",
+    "nn": "nn",
+    "optim": "optim",
+    "pytorch.autocast.context": "autocast",
+    "pytorch.batch_size": "BatchSizeResult find_batch_size",
+    "pytorch.calibrate": "calibrate",
+    "pytorch.grad_scaler": "GradScaler",
+    "pytorch.keep_memory": "keep_memory",
+    "pytorch.monitor.explain": "Explanation explain",
+    "pytorch.monitor.tensorboard": "TensorBoardWriter",
+    "pytorch.training.mixed_precision": "MixedPrecision",
+    "pytorch.training.result": "StepResult",
+    "pytorch.weights.master_state": "load_master_state_dict master_state_dict",
+    "pytorch.weights.stored_parameters": "lower_weights",
+    "tensorflow": "tensorflow",
 }
-_RESULTS = {
-    "BatchSizeResult": "mezzo.pytorch.batch_size",
-    "Explanation": "mezzo.pytorch.monitor.explain",
-    "OverflowReport": "mezzo.core.overflow",
-    "Recommendation": "mezzo.core.calibration",
-    "StepResult": "mezzo.pytorch.training.result",
-}
-_ERRORS = dict.fromkeys(
-    (
-        *("BannedOpError", "CallOrderError", "LossScaleCollapseError", "MezzoError", "UnknownArgumentError"),
-        *("UnknownNameError", "UnsupportedPrecisionError", "UsageError"),
-    ),
-    "mezzo.core.errors",
-)
-_PUBLIC = _NAMES | _RESULTS | _ERRORS
+_PUBLIC = {name: f"mezzo.{module}" for module, names in _MODULES.items() for name in names.split()}
 
 # Modules for other libraries: `import mezzo` and `mezzo.lightning` are enough, and `dir(mezzo)` does not list them.
 _INTEGRATIONS = {name: f"mezzo.{name}" for name in ("accelerate", "amp", "apex", "lightning", "transformers")}
