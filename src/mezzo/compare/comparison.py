@@ -129,16 +129,16 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
         if not run.succeeded:
             told.begin(plan.name, index, len(planned), steps)
             forget_run(folder, plan.name)
-            options: dict[str, Any] = {
+            masters = own_masters(plan.precision)
+            options = {
+                "own": "record" if masters is not None else "off" if request.own else "refuse",
+                "masters": masters or "",
+                "patterns": request.patterns if plan.precision == BASELINE else (),
                 "seed_offset": plan.seed,
                 "nudge": plan.nudge,
                 "observe": not plan.nudge,
             }
-            checked = request.patterns if plan.precision == BASELINE else ()
-            own, policy = "off" if request.own else "refuse", plan.precision
-            if (masters := own_masters(plan.precision)) is not None:
-                own, policy = "record", BASELINE
-            options |= {"patterns": checked, "own": own, "masters": masters or ""}
+            policy = plan.precision if masters is None else BASELINE
             child = request.child(folder, plan.name, policy, **options)
             try:
                 run, status = run_to_end(command, child, told)

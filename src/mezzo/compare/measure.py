@@ -38,7 +38,6 @@ class Speed:
 
     speedup: float
     interval: tuple[float, float]
-    pairs: int
     steps: int
 
     @property
@@ -79,9 +78,8 @@ def speed(
     rng = np.random.default_rng(seed)
     n, level = len(usable), 0.5 + CONFIDENCE / 2
     ratios = np.array([np.log(np.median(a) / np.median(b)) for a, b in usable])
-    drawn = np.stack(
-        [np.log(_medians(a, rng) / _medians(b, rng)) for a, b in usable], axis=-1
-    )  # [draws, pairs]
+    # [draws, pairs]
+    drawn = np.stack([np.log(_medians(a, rng) / _medians(b, rng)) for a, b in usable], axis=-1)
     means = drawn[:, 0]
     if n > 1:
         few = np.sqrt(n / (n - 1)) * t_quantile(level, n - 1) / t_quantile(level, 10_000)
@@ -96,7 +94,7 @@ def speed(
     low, high = np.exp(np.quantile(means, [1 - level, level]))
     middle = float(np.exp(ratios.mean()))
     interval = (min(float(low), middle), max(float(high), middle))
-    return Speed(middle, interval, n, sum(len(a) + len(b) for a, b in usable))
+    return Speed(middle, interval, sum(len(a) + len(b) for a, b in usable))
 
 
 def _medians(times: Floats, rng: np.random.Generator) -> Floats:

@@ -147,9 +147,7 @@ class Request(ScriptRequest):
     metric: str | None = None  # the pattern of `Metric`; None judges the loss alone
     metric_better: str = "auto"
     metric_margin: float | None = None
-    own: str = (
-        ""  # the first FP32 run's words on the script's own mixed precision, which FP32 runs switch off
-    )
+    own: str = ""  # the first FP32 run's words on the script's mixed precision, which FP32 runs switch off
     demo: str | None = None  # its name, if the script is one
     framework: str = "pytorch"  # a key of `FRAMEWORKS`
     nproc: int | None = None  # ranks of each run, which torchrun starts; rank 0 is compared

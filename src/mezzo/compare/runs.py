@@ -53,7 +53,7 @@ def run_child(
     asked = request.records.with_suffix(".request.json")
     asked.write_text(request.to_json(), encoding="utf-8")
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
-    counter = _StepCounter(request.records)
+    steps = _steps_so_far(request.records)
     with request.records.with_suffix(".log").open("wb") as output:
         child = subprocess.Popen(
             [*command, str(asked)],
@@ -75,7 +75,7 @@ def run_child(
             while status is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = child.wait(POLL_SECONDS)
-                on_steps(counter.count())
+                on_steps(next(steps))
             return status
         finally:
             _end(child)
@@ -95,26 +95,18 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             return
 
 
-class _StepCounter:
-    """Counts the steps in a file of records that grows, reading each byte once."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = self._updates = self._losses = 0
-
-    def count(self) -> int:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._at)
-                text = file.read()
-        except FileNotFoundError:
-            return 0
-        whole = text[: text.rfind(b"\n") + 1]
-        self._at += len(whole)
-        for line in whole.splitlines():
-            self._losses += line.startswith(b'{"kind": "loss"')
-            self._updates += line.startswith(b'{"kind": "update"') and b'"optimizer": 0,' in line
-        return self._updates or self._losses
+def _steps_so_far(path: Path) -> Iterator[int]:
+    """The steps in a file of records that grows, counted at each `next`, which reads each byte once."""
+    at = updates = losses = 0
+    while True:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(at)
+            for line in file:
+                if line.endswith(b"\n"):  # only the last can lack it
+                    at += len(line)
+                    losses += line.startswith(b'{"kind": "loss"')
+                    updates += line.startswith(b'{"kind": "update"') and b'"optimizer": 0,' in line
+        yield updates or losses
 
 
 @contextlib.contextmanager

@@ -87,9 +87,7 @@ class Comparison:
     margin: float
     twin_noise: float | None  # of a single run: of one ulp in FP32's initial weights; None: not measured
     seed_noise: float | None  # of a single run: of another seed
-    power: (
-        float | None
-    )  # the chance that so many pairs prove equivalence if there is no gap; None below three
+    power: float | None  # the chance that so many pairs prove equivalence without a gap; None below three
     pairs_needed: int | None  # how many have 80 % of it
     resolution: float | None  # the harm that the runs cannot exclude
     parity: Parity

@@ -7,6 +7,7 @@ Source: Schuirmann, J. Pharmacokinet. Biopharm. 15, 657 (1987); the power is exa
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from typing import Any
 
 import numpy as np
@@ -111,18 +112,9 @@ def failure_rate_bound(pairs: int) -> float:
 
 def pairs_needed(sd: float, margin: float, power: float = POWER) -> int | None:
     """The fewest pairs (three or more) whose TOST has that power when the gap is zero; None above 10,000."""
-    low, high = 2, 3
-    while tost_power(sd, high, margin) < power:
-        if high >= MOST_PAIRS:
-            return None
-        low, high = high, min(2 * high, MOST_PAIRS)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tost_power(sd, middle, margin) >= power:
-            high = middle
-        else:
-            low = middle
-    return high
+    counts = range(3, MOST_PAIRS + 1)
+    found = bisect_left(counts, True, key=lambda pairs: tost_power(sd, pairs, margin) >= power)
+    return counts[found] if found < len(counts) else None
 
 
 def planned(differences: Floats, margin: float) -> tuple[float, int | None]:

@@ -135,9 +135,7 @@ class ModuleRounding:
     module: str
     kind: str
     format: str
-    signed: (
-        float  # the sum over the elements of the module's outputs of e, the gradient times the rounding error
-    )
+    signed: float  # the sum over the outputs' elements of e, the gradient times the rounding error
     squares: float  # the sum of e * e
     cause: str = ""  # the operation with the first number too large for the format
 

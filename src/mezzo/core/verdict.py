@@ -11,20 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mezzo.core.comparison import (
-    COARSE,
-    COARSE_SHARE,
-    ORDER,
-    Comparison,
-    Parity,
-    compare,
-    final_count,
-    final_loss,
-    sentence,
-    start_loss,
-    tail_loss,
-    window_losses,
-)
+from mezzo.core import comparison
+from mezzo.core.comparison import ORDER, Comparison, Parity, compare, final_count, final_loss, window_losses
 from mezzo.core.equivalence import CONFIDENCE, Floats, failure_rate_bound, paired_interval
 from mezzo.core.errors import UsageError
 
@@ -46,6 +34,10 @@ class RunResult:
     def updates(self) -> int | None:
         """Optimizer steps, moved or skipped; None where none was seen."""
         return None if self.moved is None else self.moved + self.skipped
+
+
+Runs = Mapping[int, RunResult]
+"""Runs by the numbers of their seeds."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +66,9 @@ class Verdict:
 
 
 def judge(
-    baseline: Mapping[int, RunResult],
-    candidate: Mapping[int, RunResult],
-    twins: Mapping[int, RunResult] | None = None,
-    margins: Margins | None = None,
+    baseline: Runs, candidate: Runs, twins: Runs | None = None, margins: Margins | None = None
 ) -> Verdict:
-    """The verdict on one candidate, from FP32's runs and the candidate's by the numbers of their seeds.
+    """The verdict on one candidate, from FP32's runs and the candidate's.
 
     `twins` are FP32 runs whose initial weights were moved by one ulp: the noise floor. Raises UsageError for no pair.
     """
@@ -108,10 +97,10 @@ def judge(
     firsts = [group[0] for group in groups]
     base_end = np.array([fp32[k] for k in firsts])
     ends = np.array([np.mean([ours[k] for k in group]) for group in groups])
-    learned = float(np.mean([start_loss(baseline[k].losses) for k in firsts]) - base_end.mean())
+    learned = float(np.mean([comparison.start_loss(baseline[k].losses) for k in firsts]) - base_end.mean())
     margin = margins.loss * abs(float(base_end.mean()))
     twin_gaps = [gap for k, twin in twins.items() for gap in _late_gaps(baseline[k], twin)]
-    coarse = max(COARSE * margin, COARSE_SHARE * learned)
+    coarse = max(comparison.COARSE * margin, comparison.COARSE_SHARE * learned)
     loss = compare("final loss", base_end, ends, 1.0, margin, twin_gaps, coarse)
     base_metrics, our_metrics = _metrics(baseline, numbers), _metrics(candidate, numbers)
     metric = None
@@ -125,14 +114,14 @@ def judge(
             if twin.metric is not None and (other := baseline[k].metric) is not None
         ]
         worse = -1.0 if margins.metric_higher else 1.0
-        metric = compare("metric", base_metric, our_metric, worse, size, gaps, COARSE * size)
+        metric = compare("metric", base_metric, our_metric, worse, size, gaps, comparison.COARSE * size)
     differences = tuple(
         (k, ours[k] - fp32[k], *((our_metrics[k], base_metrics[k]) if metric else (None, None)))
         for k in numbers
     )
     parts = [loss] if metric is None else [loss, metric]
     parity = max((part.parity for part in parts), key=ORDER.index)
-    reason = " ".join(sentence(part, plan=length is None) for part in parts)
+    reason = " ".join(comparison.sentence(part, plan=length is None) for part in parts)
     collapse = _collapse(baseline, candidate, twins, numbers, learned)
     if collapse:
         parity, reason = Parity.DIVERGENT, collapse
@@ -148,11 +137,11 @@ def judge(
     return Verdict(parity, reason, len(groups), loss, metric, differences, tuple(notes), cause)
 
 
-def _metrics(runs: Mapping[int, RunResult], numbers: list[int]) -> dict[int, float]:
+def _metrics(runs: Runs, numbers: list[int]) -> dict[int, float]:
     return {k: float(metric) for k in numbers if (metric := runs[k].metric) is not None}
 
 
-def _broken(baseline: Mapping[int, RunResult], candidate: Mapping[int, RunResult]) -> str:
+def _broken(baseline: Runs, candidate: Runs) -> str:
     """Why the candidate's training broke outright, in words; empty where it did not."""
     for k, run in sorted(candidate.items()):
         losses = np.asarray(run.losses, dtype=np.float64)
@@ -175,9 +164,7 @@ def _broken(baseline: Mapping[int, RunResult], candidate: Mapping[int, RunResult
     return ""
 
 
-def _length(
-    fp32: Sequence[RunResult], baseline: Mapping[int, RunResult], candidate: Mapping[int, RunResult]
-) -> tuple[Parity, str] | None:
+def _length(fp32: Sequence[RunResult], baseline: Runs, candidate: Runs) -> tuple[Parity, str] | None:
     """The best word left to a candidate whose run is not as long as FP32's, and why; None where all are.
 
     FP32's own runs may differ (early stopping): a candidate may differ by as much again on either side, down to half
@@ -214,9 +201,7 @@ def _counts(run: RunResult) -> str:
     return f"{len(run.losses)} losses" + (f" and {run.updates} updates" if run.updates is not None else "")
 
 
-def _notes(
-    baseline: Mapping[int, RunResult], candidate: Mapping[int, RunResult], numbers: list[int]
-) -> list[str]:
+def _notes(baseline: Runs, candidate: Runs, numbers: list[int]) -> list[str]:
     notes = []
     for k in numbers:
         fp32, ours = len(baseline[k].losses), len(candidate[k].losses)
@@ -232,7 +217,7 @@ def _same(one: RunResult, other: RunResult) -> bool:
     return np.array_equal(one.losses, other.losses) and one.metric == other.metric
 
 
-def _groups(runs: Mapping[int, RunResult]) -> list[list[int]]:
+def _groups(runs: Runs) -> list[list[int]]:
     """Numbers of runs that are equal to the last bit, together."""
     groups: list[list[int]] = []
     for k in sorted(runs):
@@ -252,15 +237,9 @@ def _late_gaps(run: RunResult, twin: RunResult) -> list[float]:
     return late
 
 
-def _collapse(
-    baseline: Mapping[int, RunResult],
-    candidate: Mapping[int, RunResult],
-    twins: Mapping[int, RunResult],
-    numbers: list[int],
-    learned: float,
-) -> str:
+def _collapse(baseline: Runs, candidate: Runs, twins: Runs, numbers: list[int], learned: float) -> str:
     """A single run that ended far above every FP32 run, which makes the t interval too wide to establish harm."""
-    for what, read in (("last tenth", final_loss), ("very end", tail_loss)):
+    for what, read in (("last tenth", final_loss), ("very end", comparison.tail_loss)):
         ends = {k: read(run.losses) for k, run in baseline.items()}
         all_ends = [*ends.values(), *(read(twin.losses) for twin in twins.values())]
         spread = max(all_ends) - min(all_ends)
@@ -275,12 +254,7 @@ def _collapse(
     return ""
 
 
-def _departure(
-    baseline: Mapping[int, RunResult],
-    candidate: Mapping[int, RunResult],
-    groups: list[list[int]],
-    margin: float,
-) -> str:
+def _departure(baseline: Runs, candidate: Runs, groups: list[list[int]], margin: float) -> str:
     """Harm established in a window of the second half though the ends agree: it forbids `equivalent`."""
     rows = []
     for k in (group[0] for group in groups):
