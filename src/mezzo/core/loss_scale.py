@@ -15,6 +15,7 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from numbers import Real
+from types import SimpleNamespace
 from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import numpy as np
@@ -307,13 +308,8 @@ class ScaleArrays:
     stuck: Any
 
 
-class Numbers:
-    """The namespace of Python's numbers for `advance`; the caller rounds the scale to FP32."""
-
-    @staticmethod
-    def where(condition: bool, yes: float, no: float) -> float:
-        """One of two numbers."""
-        return yes if condition else no
+Numbers = SimpleNamespace(where=lambda condition, yes, no: yes if condition else no)
+"""The namespace of Python's numbers for `advance`; the caller rounds the scale to FP32."""
 
 
 def rounded(state: ScaleArrays) -> ScaleArrays:

@@ -11,22 +11,12 @@ from dataclasses import InitVar, dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
+from mezzo.core import policy_text
 from mezzo.core.compute import COMPUTE, GRANULARITIES, QUANTIZED, activations_of
 from mezzo.core.errors import UnknownNameError, UsageError, checks_fields, did_you_mean, unknown_name
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.masters import MASTERS, STATE_FORMATS, storage_of, usual_masters
-from mezzo.core.policy_text import (
-    KEYS,
-    Entry,
-    is_pattern,
-    loss_scale_of,
-    matches,
-    precision_name,
-    print_loss_scale,
-    print_toml,
-    read_string,
-    read_toml,
-)
+from mezzo.core.policy_text import KEYS, Entry, loss_scale_of, matches, precision_name, print_loss_scale
 from mezzo.core.recipes import RECIPES, Recipe, read_recipe, recipe_of
 from mezzo.core.rules import RULES, TABLE_VERSION, Rule, bare
 
@@ -224,7 +214,7 @@ class Policy:
     def fingerprint(self) -> str:
         """A content hash of the policy and the op table, the same in every process."""
         written = repr(self.quantization) if self.recipe.endswith(".toml") else ""
-        return _hash(self.name + written, TABLE_VERSION)
+        return hashlib.sha256(f"{self.name}{written} {TABLE_VERSION}".encode()).hexdigest()[:16]
 
     @property
     def quantization(self) -> Recipe:
@@ -276,7 +266,7 @@ class Policy:
 
     def to_toml(self) -> str:
         """The policy as the text of a TOML file, without settings that have the default of `compute`."""
-        return print_toml([Entry("compute", "", self.compute, ""), *self._written])
+        return policy_text.print_toml([Entry("compute", "", self.compute, ""), *self._written])
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Policy:
@@ -285,7 +275,7 @@ class Policy:
         Raises:
             UsageError: no such file, or a wrong key or value; the message has the nearest right one.
         """
-        return _assembled(read_toml(path), f"{os.fspath(path)}: ")
+        return _assembled(policy_text.read_toml(path), f"{os.fspath(path)}: ")
 
     @cached_property
     def _written(self) -> list[Entry]:
@@ -356,14 +346,9 @@ def _as_text(key: str, value: object) -> list[str]:
     return [f"{prefix}.{name}={fmt}" for name, fmt in dict(value).items()]  # type: ignore[call-overload]
 
 
-@lru_cache(maxsize=256)
-def _hash(name: str, version: str) -> str:
-    return hashlib.sha256(f"{name} {version}".encode()).hexdigest()[:16]
-
-
 @lru_cache(maxsize=256)  # a context may be entered with the same string at every step
 def _parsed(spec: str) -> Policy:
-    return _assembled(read_string(spec, PRESETS), f"policy {spec!r}: ")
+    return _assembled(policy_text.read_string(spec, PRESETS), f"policy {spec!r}: ")
 
 
 def _assembled(entries: Sequence[Entry], where: str) -> Policy:
@@ -399,7 +384,7 @@ def _checked(entry: Entry) -> Entry:
             if op not in RECOMPUTABLE and ops != ["none"]:
                 raise unknown_name("op to recompute", op, ("none", *RECOMPUTABLE), where=where)
         return entry._replace(value="+".join(ops))
-    if key == "module" and not is_pattern(name):
+    if key == "module" and not policy_text.is_pattern(name):
         raise UsageError(
             f"{where}{name!r} is not a module pattern. Write a dotted path such as head, blocks.0.norm or "
             "blocks.*.norm. * matches one component or a part of one, ** any number of components."

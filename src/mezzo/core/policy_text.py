@@ -16,18 +16,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mezzo.core import loss_scale
 from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UnknownNameError, UsageError, did_you_mean, unknown_name
 from mezzo.core.formats import ALIASES, FORMATS
-from mezzo.core.loss_scale import (
-    KINDS,
-    STATISTICAL_REMOVED,
-    LossScale,
-    NoLossScale,
-    StaticLossScale,
-    fl32,
-    is_real,
-)
+from mezzo.core.loss_scale import KINDS, LossScale, NoLossScale, StaticLossScale, fl32, is_real
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -153,7 +146,7 @@ def loss_scale_of(text: str, where: str = "") -> LossScale:
         return NoLossScale()
     try:
         if text.startswith("statistical"):
-            raise UsageError(STATISTICAL_REMOVED)
+            raise UsageError(loss_scale.STATISTICAL_REMOVED)
         called = re.fullmatch(r"(\w+)(?:\((.*)\))?", text, re.DOTALL)
         if called is None or called[1] not in _SETTINGS:
             return StaticLossScale(_number(text))
