@@ -10,8 +10,6 @@ from mezzo.core.whole_file import write_whole
 from mezzo.report.page import render, render_runs
 from mezzo.report.run import advice, read, read_run
 
-__all__ = ["build", "build_any", "build_run"]
-
 
 def build(directory: str | os.PathLike[str]) -> Path:
     """Write ``DIR/report.html`` from ``DIR/verdict.json`` and ``DIR/runs/*.jsonl``, and return its path."""

@@ -26,8 +26,6 @@ from mezzo.pytorch.kernels.emulated import KEEP_RANK, emulated, saving_low
 from mezzo.pytorch.kernels.packing import Rounded, hooks_are_allowed
 from mezzo.pytorch.kernels.plain import is_plain
 
-__all__ = ["Action", "action", "for_other_layouts"]
-
 Action = Callable[..., Any]
 
 # Ops whose output dtype can be set instead of casting their inputs, as PyTorch's CUDA autocast does.
@@ -58,7 +56,8 @@ def action(op_plan: OpPlan, name: str, device_type: str, policy: Policy) -> Acti
     if op_plan.kernel is not None:
         return _custom_kernel(op_plan, overload, device_type, policy)
     if op_plan.how == "emulated":
-        return _emulated(op_plan.op, overload, device_type, compute)
+        kernel = emulated(overload, compute, KEEP_RANK.get(op_plan.op))
+        return _if_floats(kernel, overload, device_type)
     if op_plan.how == "promote":
         return _promoted(overload, device_type)
     builders = {"banned": _banned, "fp32": _in_fp32, "rounded": _rounded}
@@ -274,6 +273,8 @@ def _if_floats(kernel: Action, overload: Overload, device_type: str, first: int 
     """The kernel where the first so many arguments are floating tensors (None: any of all), else the op itself."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if first is None and _eligible(args[0], device_type):  # the usual call
+            return kernel(*args, **kwargs)
         if len(list(_tensors(args[:first], kwargs, device_type))) < (first or 1):
             return overload(*args, **kwargs)
         return kernel(*args, **kwargs)
@@ -314,17 +315,6 @@ def _writing_number(op_plan: OpPlan, overload: Overload) -> Action:
         return widened(x, mask, value)
 
     return writing
-
-
-def _emulated(op: str, overload: Overload, device_type: str, compute: torch.dtype) -> Action:
-    kernel = emulated(overload, compute, KEEP_RANK.get(op))
-
-    def if_floats(*args: Any, **kwargs: Any) -> Any:
-        if not _eligible(args[0], device_type) and next(_tensors(args, kwargs, device_type), None) is None:
-            return overload(*args, **kwargs)
-        return kernel(*args, **kwargs)
-
-    return if_floats
 
 
 def _banned(op_plan: OpPlan, overload: Overload, device_type: str) -> Action:

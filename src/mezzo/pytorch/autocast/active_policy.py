@@ -35,7 +35,6 @@ _lock = threading.RLock()
 _bindings: dict[int, Binding] = {0: ()}
 # The keys contain `MEZZO_ASSUME_NATIVE`: a policy installed for other native formats is another one.
 _labels: dict[tuple[Binding, bytes | str | None], int] = {((), None): 0}
-_successors: dict[tuple[int, str, Policy | None, bytes | str | None], int] = {}
 _devices: tuple[str, ...] = ()
 _resting: dict[str, torch.dtype] = {}  # the dtype of each device's autocast while it is off
 _digits = 1
@@ -134,16 +133,37 @@ def belongs(device_type: str, dtype: torch.dtype) -> bool:
     return policy is not None and dtype is dtype_of(policy.activations)
 
 
-def successor(code: int, device_type: str, policy: Policy | None) -> int:
-    """The label after `policy` (None: no policy) is bound to `device_type` where the label is `code`."""
-    key = (code, device_type, policy, native_key())
-    found = _successors.get(key)
-    if found is None:
-        binding = {device: bound for device, bound in binding_of(code) if device != device_type}
-        if policy:
-            binding[device_type] = policy
-        found = _successors[key] = _label_for(tuple(sorted(binding.items(), key=lambda pair: pair[0])))
-    return found
+def successor(outside: int, device_type: str, policy: Policy | None) -> int:
+    """The label after `policy` (None: no policy) is bound to `device_type` where the label is `outside`."""
+    global _digits
+    from mezzo.pytorch.autocast.dispatch import install
+
+    bound = dict(binding_of(outside)) | {device_type: policy}
+    binding = tuple((device, each) for device in sorted(bound) if (each := bound[device]) is not None)
+    if not binding:
+        return 0
+    key = (binding, native_key())
+    with _lock:
+        found = _labels.get(key)
+        if found is not None:
+            return found
+        devices = label_devices()
+        code = max(_bindings) + 1
+        if code % 3 == 0:
+            code += 1
+        if code >= 3 ** len(devices):
+            raise UnsupportedPrecisionError(
+                f"mezzo.autocast: this process has used {len(_labels) - 1} different policies, the most that it can "
+                f"distinguish with the {len(devices)} absent autocast backends ({', '.join(devices)}). Use fewer "
+                "policies, or run further ones in a new process."
+            )
+        for device, its in binding:
+            install(code, device, its)  # before the label is first used
+        _labels[key] = code
+        _bindings[code] = binding
+        while 3**_digits <= code:
+            _digits += 1
+        return code
 
 
 class Transition(NamedTuple):
@@ -194,36 +214,6 @@ def _writer(
             also()
 
     return write
-
-
-def _label_for(binding: Binding) -> int:
-    global _digits
-    from mezzo.pytorch.autocast.dispatch import install
-
-    if not binding:
-        return 0
-    key = (binding, native_key())
-    with _lock:
-        found = _labels.get(key)
-        if found is not None:
-            return found
-        devices = label_devices()
-        code = max(_bindings) + 1
-        if code % 3 == 0:
-            code += 1
-        if code >= 3 ** len(devices):
-            raise UnsupportedPrecisionError(
-                f"mezzo.autocast: this process has used {len(_labels) - 1} different policies, the most that it can "
-                f"distinguish with the {len(devices)} absent autocast backends ({', '.join(devices)}). Use fewer "
-                "policies, or run further ones in a new process."
-            )
-        for device_type, policy in binding:
-            install(code, device_type, policy)  # before the label is first used
-        _labels[key] = code
-        _bindings[code] = binding
-        while 3**_digits <= code:
-            _digits += 1
-        return code
 
 
 def fingerprint() -> str:

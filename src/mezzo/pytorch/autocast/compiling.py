@@ -14,8 +14,6 @@ from mezzo.pytorch.autocast import active_policy, patches
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.runner.patches import ImportWatch
 
-__all__ = ["begin", "end", "set_up"]
-
 _DEFAULT, _OFF = "same_as_forward", "off"
 _imports: ImportWatch | None = None
 handler: Any = None  # of Dynamo's callbacks, once Dynamo is imported

@@ -16,14 +16,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 
-from mezzo.core.errors import (
-    ArgumentTypeError,
-    UnknownDeviceError,
-    UnknownNameError,
-    UsageError,
-    did_you_mean,
-    unknown_argument,
-)
+from mezzo.core import errors
+from mezzo.core.errors import UnknownDeviceError, UnknownNameError, UsageError, did_you_mean
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.autocast import active_policy, compiling, patches
@@ -31,8 +25,6 @@ from mezzo.pytorch.autocast.plan import AUTOCAST_KEYS
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.hardware import leaves_autocast_off, switch_on_tf32
 from mezzo.pytorch.kernels.not_traced import not_traced
-
-__all__ = ["Context", "autocast"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -111,11 +103,13 @@ def autocast(
         BannedOpError: from an op that the policy bans, when it receives a 16-bit input.
     """
     if unknown:
-        raise unknown_argument(autocast, next(iter(unknown)))
+        raise errors.unknown_argument(autocast, next(iter(unknown)))
     if dtype is not None or policy is None:
         policy, device_type = _as_in_torch(policy, device_type, dtype)
     if type(policy) is Policy or type(device_type) is Policy:
-        _refuse_patterns(policy if type(policy) is Policy else cast("Policy", device_type))
+        given = policy if type(policy) is Policy else cast("Policy", device_type)
+        if not _is_dynamo_compiling() and not applied.issuperset(given.modules):
+            raise _without_model(given)
     elif not _is_dynamo_compiling():  # the usual call, without a call of `context_of`
         known = _contexts.get((policy, device_type, enabled, cache_enabled, _native_key()))
         if known is not None:
@@ -215,23 +209,8 @@ class Context:
         is_as_asked: False where PyTorch disabled autocast, with a warning, since the device is absent.
     """
 
-    __slots__ = (
-        "_cache_enabled",
-        "_dtype",
-        "_enabled",
-        "_entered",
-        "_transitions",
-        "device_type",
-        "is_as_asked",
-        "policy",
-    )
-
     def __init__(
-        self,
-        policy: str | os.PathLike[str] | Policy | torch.dtype,
-        device_type: str | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
+        self, policy: Any, device_type: str | None, enabled: bool, cache_enabled: bool | None
     ) -> None:
         self.device_type = default_device_type() if device_type is None else device_type
         compiling.set_up()
@@ -298,7 +277,7 @@ class Context:
     def __call__(self, function: _Function) -> _Function:
         """The function, with a context around each call."""
         if not callable(function):
-            raise ArgumentTypeError(
+            raise errors.ArgumentTypeError(
                 f"mezzo.autocast(...)(function): function is not callable, received {type(function).__name__}. "
                 "For a block of code write: with mezzo.autocast(...):"
                 + _torch_says(lambda: torch.autocast("cpu", enabled=False)(function))
@@ -309,10 +288,8 @@ class Context:
 
         @functools.wraps(function)
         def in_context(*args: Any, **kwargs: Any) -> Any:
-            if not _is_dynamo_compiling():
-                with shared:
-                    return function(*args, **kwargs)
-            with context_of(policy, device_type, enabled, cache_enabled):
+            traced = _is_dynamo_compiling()
+            with context_of(policy, device_type, enabled, cache_enabled) if traced else shared:
                 return function(*args, **kwargs)
 
         return cast("_Function", in_context)
@@ -364,11 +341,6 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
             switch_on_tf32()
         return _Resolved(resolved, False, None)
     return _Resolved(resolved, True, dtype_of(resolved.activations))
-
-
-def _refuse_patterns(policy: Policy) -> None:
-    if not _is_dynamo_compiling() and not applied.issuperset(policy.modules):
-        raise _without_model(policy)
 
 
 def _without_model(policy: Policy) -> UsageError:

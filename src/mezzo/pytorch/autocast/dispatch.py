@@ -21,8 +21,6 @@ from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.hardware import leaves_autocast_off
 from mezzo.pytorch.kernels.not_traced import not_traced
 
-__all__ = ["install", "registered"]
-
 _lock = threading.RLock()
 _registrations = Kernels()
 
@@ -96,7 +94,7 @@ def _register(name: str, device_type: str) -> None:
             return original.call_boxed(keyset, *args, **kwargs)
         return overload.redispatch(keyset & below, *args, **kwargs)
 
-    _registrations.register(name, run, key_name, with_keyset=True)
+    _registrations.register(name, run, key_name)
 
 
 def _number_places(overload: Overload) -> tuple[int, ...]:

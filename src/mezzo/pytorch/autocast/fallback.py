@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mezzo.pytorch.autocast.plan import overload_named
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 
-__all__ = ["CALLS", "LACKING", "OTHER_LAYOUTS", "Kernels", "lend_kernels", "noted", "widen"]
-
 #: Op -> how many of its calls ran in FP32 although its rule has 16 bits.
 CALLS: Counter[str] = Counter()
 
@@ -42,14 +40,14 @@ class Kernels:
     def __init__(self) -> None:
         self._libraries: dict[str, torch.library.Library] = {}
 
-    def register(self, name: str, kernel: Callable[..., Any], key: str, *, with_keyset: bool = False) -> None:
-        """Register a kernel of one overload at a dispatch key, without the warning that it replaces one."""
+    def register(self, name: str, kernel: Callable[..., Any], key: str) -> None:
+        """Register a kernel, which gets the key set first, without the warning that it replaces one."""
         namespace, _, op = overload_named(name).name().partition("::")
         if namespace not in self._libraries:
             self._libraries[namespace] = torch.library.Library(namespace, "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            self._libraries[namespace].impl(op, kernel, key, with_keyset=with_keyset)
+            self._libraries[namespace].impl(op, kernel, key, with_keyset=True)
 
     def remove(self) -> None:
         """Remove them all: the kernels beneath are used again."""
@@ -99,7 +97,7 @@ def lend_kernels() -> Callable[[], None]:
     kernels = Kernels()
     for key, names in LACKING.items():
         for name in names.split():
-            kernels.register(name, _in_fp32(name, key), key, with_keyset=True)
+            kernels.register(name, _in_fp32(name, key), key)
     return kernels.remove
 
 

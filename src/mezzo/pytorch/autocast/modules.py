@@ -13,6 +13,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -28,18 +29,8 @@ from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import applied, context_of, default_device_type
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 
-__all__ = [
-    "ModuleOverrides",
-    "apply_module_overrides",
-    "cast_inside",
-    "described",
-    "heads_of",
-    "to_fp32",
-    "with_heads",
-]
 
-
-class ModuleOverrides:
+class ModuleOverrides(AbstractContextManager["ModuleOverrides"]):
     """The overrides that `apply_module_overrides` set: ``formats`` by module path. Leaving it removes them."""
 
     def __init__(self, model: nn.Module, formats: Mapping[str, str]) -> None:
@@ -51,9 +42,6 @@ class ModuleOverrides:
         for path in self.formats:
             _remove_override(self._model.get_submodule(path))
         self.formats = {}
-
-    def __enter__(self) -> ModuleOverrides:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
@@ -88,11 +76,9 @@ class _Override:
         self.before = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = (
-            functools.partial(type(self._module).forward, self._module)
-            if self.before is None
-            else self.before
-        )
+        forward = self.before
+        if forward is None:
+            forward = functools.partial(type(self._module).forward, self._module)
         if not _is_active(self._device_type):
             return forward(*args, **kwargs)
         if self._policy.compute == "fp32":

@@ -21,8 +21,6 @@ from mezzo.core.errors import UnsupportedPrecisionError
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.hardware import leaves_autocast_off
 
-__all__ = ["hold", "release", "resume", "suspend"]
-
 _open: list[None] = []  # an entry for each outermost context; `append` and `pop` are atomic
 _clear, _is_enabled = torch.clear_autocast_cache, torch.is_autocast_enabled
 _DEVICE = active_policy.LABEL_DEVICE

@@ -19,8 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from mezzo.pytorch.kernels.packing import Versioned, hooks_are_allowed
 from mezzo.pytorch.kernels.plain import is_plain
 
-__all__ = ["pop", "push", "remembering"]
-
 Action = Callable[..., Any]
 
 
@@ -46,14 +44,7 @@ class _Recomputed:
 _made: dict[int, _Made] = {}
 
 
-class _Thread(threading.local):
-    """The hooks of each `push` of this thread, None where none could be set."""
-
-    def __init__(self) -> None:
-        self.hooks: list[saved_tensors_hooks | None] = []
-
-
-_thread = _Thread()
+_thread = threading.local()  # `hooks`: those of each `push` of this thread, None where none could be set
 
 
 def push() -> None:
@@ -62,7 +53,7 @@ def push() -> None:
     if hooks_are_allowed():
         hooks = saved_tensors_hooks(_pack, _unpack)
         hooks.__enter__()
-    _thread.hooks.append(hooks)
+    vars(_thread).setdefault("hooks", []).append(hooks)
 
 
 def pop() -> None:
