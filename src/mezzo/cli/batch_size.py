@@ -35,6 +35,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -61,9 +62,6 @@ from mezzo.pytorch.batch_size import (
     spendable_bytes,
 )
 from mezzo.pytorch.run.session import check
-
-PASSES_ON = True
-"""What follows `--` is the script's."""
 
 FILE = "batch-size.json"
 
@@ -110,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = Search(arguments.start, arguments.multiple_of, arguments.max, arguments.max is None, names)
     argv_with(arguments.argv, arguments.vary, sizes.start)  # raises before anything runs
     limit = None if arguments.limit is None else parse_bytes(arguments.limit)
-    ScriptRequest(target, is_module=bool(arguments.module))
+    script = ScriptRequest(target, tuple(arguments.argv), bool(arguments.module))
     precisions = _precisions(arguments.precision or ["fp32,bf16"])
     console, found = Console(stderr=True), dict[str, BatchSizeResult]()
     shown = _Deadline(None if arguments.json and not console.is_terminal else console)
@@ -125,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
                 for left, precision in zip(range(len(precisions), 0, -1), precisions):
                     now = time.monotonic()
                     shown.until = now + (ends - now) / left
-                    found[precision] = _search(arguments, target, precision, sizes, limit, folder, shown)
+                    found[precision] = _search(script, precision, arguments, sizes, limit, folder, shown)
                     limit = found[precision].limit  # one for all
                     if shown.interrupted:
                         break
@@ -230,9 +228,9 @@ def _prefix(vary: str) -> str:
 
 
 def _search(
-    arguments: argparse.Namespace,
-    target: str,
+    script: ScriptRequest,
     precision: str,
+    arguments: argparse.Namespace,
     sizes: Search,
     limit: int | None,
     folder: Path,
@@ -243,15 +241,14 @@ def _search(
     option, minutes = _prefix(arguments.vary), arguments.minutes
     try:
         while (size := sizes.next_size(trials, limit)) is not None:
-            argv = argv_with(arguments.argv, arguments.vary, size)
-            script = ScriptRequest(target, argv, bool(arguments.module))
+            one = replace(script, argv=argv_with(script.argv, arguments.vary, size))
             name, how = f"{file_name(precision)}-{size}", {"observe": True, "stop_after": arguments.steps}
             shown.begin(f"{precision}  {option}{size}", len(trials) + 1, 0, arguments.steps)
-            finished, status = run_to_end(LAUNCH, script.child(folder, name, precision, **how), shown)
+            finished, status = run_to_end(LAUNCH, one.child(folder, name, precision, **how), shown)
             device = str(finished.machine.get("device_type", device))
             if limit is None and finished.machine.get("device_type") == "cpu":
                 limit = spendable_bytes()
-            trials.append(_trial(f"{target} {' '.join(argv)}", size, finished, status, limit))
+            trials.append(_trial(f"{one.target} {' '.join(one.argv)}", size, finished, status, limit))
         complete = True
         if sizes.until_flat and all(trial.fits for trial in trials):
             notes.append(
@@ -270,7 +267,7 @@ def _search(
             raise
         complete, (what, *output) = True, str(failure).splitlines()
         notes.append(f"no further size was tried: {' '.join([what, *output[-1:]])}")
-    if any(one.fits for one in trials) and not any(one.seconds for one in trials):
+    if any(trial.fits for trial in trials) and not any(trial.seconds for trial in trials):
         notes.append(f"no speed: too few steps to time. Use --steps {max(24, 2 * arguments.steps)}")
     return BatchSizeResult(tuple(trials), limit, device, tuple(notes), complete)
 
