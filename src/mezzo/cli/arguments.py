@@ -158,7 +158,7 @@ def whole(what: str, example: int, least: int | None = None) -> Callable[[str], 
     """A reader of integers from `least`, for `add_argument(type=...)`; `what` is counted, in the plural, or empty."""
 
     def read(text: str) -> int:
-        found = _read(int, text, text, f"an integer{what and f' (the number of {what})'}. Example: {example}")
+        found = _read(int, text, f"an integer{what and f' (the number of {what})'}. Example: {example}")
         if least is not None and found < least:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is too small. The minimum is {least}. Example: {example}"
@@ -170,17 +170,20 @@ def whole(what: str, example: int, least: int | None = None) -> Callable[[str], 
 
 def number(text: str) -> float:
     """A number, for `add_argument(type=...)`."""
-    return _read(float, text, text, "a number. Example: 0.2")
+    return _read(float, text, "a number. Example: 0.2")
 
 
 def share(text: str) -> float:
     """A share, for `add_argument(type=...)`: 0.005, or 0.5%."""
-    value = _read(float, text, text.removesuffix("%"), "a number. Examples: 0.005 or 0.5%")
-    return value / 100 if text.endswith("%") else value
+
+    def read(text: str) -> float:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+
+    return _read(read, text, "a number. Examples: 0.005 or 0.5%")
 
 
-def _read(kind: type[_Number], text: str, digits: str, expected: str) -> _Number:
+def _read(reader: Callable[[str], _Number], text: str, expected: str) -> _Number:
     try:
-        return kind(digits)
+        return reader(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None

@@ -51,9 +51,6 @@ from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
 from mezzo.report import build_run
 
-PASSES_ON = True
-"""What follows `--` is the script's."""
-
 POLICY, RESULT = "policy.toml", "calibration.json"
 RUN = "fp32-0"
 """Name of the watched run."""

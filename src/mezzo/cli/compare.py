@@ -56,9 +56,6 @@ from mezzo.core.records import OWN
 from mezzo.demos import DEMOS
 from mezzo.report import build
 
-PASSES_ON = True
-"""What follows `--` is the script's."""
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
