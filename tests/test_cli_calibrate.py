@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import textwrap
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 import mezzo.cli.calibrate as verb
-from mezzo.cli.calibrate import calibrate_script
 from mezzo.cli.main import main
 from mezzo.core.policy import policy
 from mezzo.core.records import UpdateRecord, read
@@ -25,7 +23,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory in which runs are pretended."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it, and lines are folded to it
-    monkeypatch.setattr(verb, "calibrate_script", functools.partial(calibrate_script, command=FAKE))
+    monkeypatch.setattr(verb, "LAUNCH", FAKE)
     return tmp_path
 
 

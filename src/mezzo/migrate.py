@@ -122,11 +122,10 @@ class _Plan:
 
     def after(self) -> str:
         """The script with all edits."""
-        made, at = list[bytes](), 0
-        for start, end, text in sorted(self.edits, key=lambda edit: edit[:2]):
-            made += [self._code[at:start], text.encode()]
-            at = end
-        return b"".join([*made, self._code[at:]]).decode()
+        code = self._code
+        for start, end, text in sorted(self.edits, reverse=True):
+            code = code[:start] + text.encode() + code[end:]
+        return code.decode()
 
     def _span(self, node: cst.CSTNode) -> tuple[int, int]:
         span = self._spans[node]
@@ -202,9 +201,8 @@ class _Plan:
     def _other_meaning(self, scope: Any, word: str) -> tuple[str, str] | None:
         for other in scope[word]:
             if isinstance(other, metadata.Assignment) and not isinstance(other, metadata.ImportAssignment):
-                assign = self._parents.get(
-                    self._parents[other.node]
-                )  # None after an import that failed is fine
+                assign = self._parents.get(self._parents[other.node])
+                # None after an import that failed is fine.
                 if not (isinstance(assign, cst.Assign) and _text(assign.value) == "None"):
                     where = f"{word} is bound to something else on line {self._line(other.node)}"
                     return where, "rename one of the two"

@@ -16,6 +16,7 @@ from mezzo.core.errors import UsageError, unknown_name
 from mezzo.demos import Demo
 
 KERAS = "trains with Keras. mezzo {} is for PyTorch; for Keras there is mezzo compare --framework keras"
+_Number = TypeVar("_Number", int, float)
 _UNKNOWN = "unrecognized arguments: "
 OF_COMPARE = ("--seeds", "--metric", "--metric-better", "--metric-margin", "--margin", "--framework")
 
@@ -153,42 +154,36 @@ def folder_of(arguments: argparse.Namespace, verb: str) -> Path:
     return Path(arguments.out or f"mezzo-{verb}-{stem}")
 
 
-_Number = TypeVar("_Number", int, float)
-
-
 def whole(what: str, example: int, least: int | None = None) -> Callable[[str], int]:
     """A reader of integers from `least`, for `add_argument(type=...)`; `what` is counted, in the plural, or empty."""
-    read = _reader(int, f"an integer{what and f' (the number of {what})'}. Example: {example}")
 
-    def read_at_least(text: str) -> int:
-        if least is not None and read(text) < least:
+    def read(text: str) -> int:
+        found = _read(int, text, f"an integer{what and f' (the number of {what})'}. Example: {example}")
+        if least is not None and found < least:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is too small. The minimum is {least}. Example: {example}"
             )
-        return read(text)
+        return found
 
-    return read_at_least
-
-
-def number(example: float) -> Callable[[str], float]:
-    """A reader of numbers, for `add_argument(type=...)`; the example makes sense there."""
-    return _reader(float, f"a number. Example: {example:g}")
+    return read
 
 
-def share() -> Callable[[str], float]:
-    """A reader of shares: 0.005, or 0.5%."""
+def number(text: str) -> float:
+    """A number, for `add_argument(type=...)`."""
+    return _read(float, text, "a number. Example: 0.2")
+
+
+def share(text: str) -> float:
+    """A share, for `add_argument(type=...)`: 0.005, or 0.5%."""
 
     def read(text: str) -> float:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
-    return _reader(read, "a number. Examples: 0.005 or 0.5%")
+    return _read(read, text, "a number. Examples: 0.005 or 0.5%")
 
 
-def _reader(read: Callable[[str], _Number], expected: str) -> Callable[[str], _Number]:
-    def checked(text: str) -> _Number:
-        try:
-            return read(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None
-
-    return checked
+def _read(reader: Callable[[str], _Number], text: str, expected: str) -> _Number:
+    try:
+        return reader(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None

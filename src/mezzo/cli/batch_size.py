@@ -29,20 +29,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from mezzo.cli.arguments import KERAS, add_target, target_of, whole
 from mezzo.compare.folder import check_ours, locked, writing
-from mezzo.compare.progress import Watcher, watcher
+from mezzo.compare.progress import Watcher
 from mezzo.compare.request import ScriptRequest, split_precisions
 from mezzo.compare.runs import LAUNCH, FinishedRun, run_to_end, terminated_like_an_interrupt
 from mezzo.core.byte_counts import parse_bytes
@@ -52,20 +52,17 @@ from mezzo.core.records import file_name
 from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
 from mezzo.pytorch.batch_size import (
+    MEMORY_ERROR,
     OUT_OF_MEMORY,
     OVER,
     BatchSizeResult,
     Search,
     Trial,
-    says_out_of_memory,
+    flat_since,
     spendable_bytes,
 )
 from mezzo.pytorch.run.session import check
 
-PASSES_ON = True
-"""What follows `--` is the script's."""
-
-SCHEMA = 1
 FILE = "batch-size.json"
 
 _SPELL = (
@@ -102,16 +99,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON instead of the table")
 
 
-@dataclass(frozen=True)
-class BatchSizeRequest(ScriptRequest):
-    """A script, the spelling of its batch size option, and how it is searched; `limit` in bytes."""
-
-    vary: str = "--batch-size"
-    steps: int = 24
-    sizes: Search = field(default_factory=Search)
-    limit: int | None = None
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Search, print, and return the exit status."""
     target = target_of(arguments, DEMOS, "mezzo batch-size train.py --vary=--batch-size")
@@ -121,33 +108,35 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = Search(arguments.start, arguments.multiple_of, arguments.max, arguments.max is None, names)
     argv_with(arguments.argv, arguments.vary, sizes.start)  # raises before anything runs
     limit = None if arguments.limit is None else parse_bytes(arguments.limit)
-    request = BatchSizeRequest(
-        target, tuple(arguments.argv), bool(arguments.module), arguments.vary, arguments.steps, sizes, limit
-    )
+    script = ScriptRequest(target, tuple(arguments.argv), bool(arguments.module))
     precisions = _precisions(arguments.precision or ["fp32,bf16"])
-    progress = watcher(Console(stderr=True), quiet=arguments.json)
-    found: dict[str, BatchSizeResult] = {}
+    console, found = Console(stderr=True), dict[str, BatchSizeResult]()
+    shown = _Deadline(None if arguments.json and not console.is_terminal else console)
     ends = time.monotonic() + 60 * arguments.minutes
-    with _opened(arguments.out) as folder, progress, terminated_like_an_interrupt():
-        for index, one in enumerate(precisions):
-            now = time.monotonic()
-            watch = _Deadline(progress, now + (ends - now) / (len(precisions) - index), arguments.minutes)
-            found[one] = _search(request, one, folder, watch)
-            request = replace(request, limit=found[one].limit)  # one for all
-            if watch.interrupted:
-                break
-        data = {
-            "schema": SCHEMA,
-            "script": target,
-            "argv": arguments.argv,
-            "vary": arguments.vary,
-            "steps": arguments.steps,
-            "precisions": {precision: result.to_dict() for precision, result in found.items()},
-        }
-        text = json.dumps(data, indent=2, allow_nan=False)
-        write_whole(folder / FILE, text + "\n")
+    with tempfile.TemporaryDirectory(prefix="mezzo-batch-size-") as temporary:
+        folder = Path(arguments.out or temporary)
+        with writing(folder):
+            check_ours(folder, (FILE, "runs"), FILE)
+            with locked(folder), shown, terminated_like_an_interrupt():
+                shutil.rmtree(folder / "runs", ignore_errors=True)
+                (folder / "runs").mkdir()
+                for left, precision in zip(range(len(precisions), 0, -1), precisions):
+                    now = time.monotonic()
+                    shown.until = now + (ends - now) / left
+                    found[precision] = _search(script, precision, arguments, sizes, limit, folder, shown)
+                    limit = found[precision].limit  # one for all
+                    if shown.interrupted:
+                        break
+                data = {
+                    "schema": 1,
+                    "script": target,
+                    **{key: getattr(arguments, key) for key in ("argv", "vary", "steps")},
+                    "precisions": {precision: result.to_dict() for precision, result in found.items()},
+                }
+                text = json.dumps(data, indent=2, allow_nan=False)
+                write_whole(folder / FILE, text + "\n")
     print(text if arguments.json else _report(found, _prefix(arguments.vary) or "batch size "))
-    if watch.interrupted:
+    if shown.interrupted:
         raise KeyboardInterrupt
     return int(not all(result.fits for result in found.values()))
 
@@ -157,26 +146,15 @@ class _TimeIsUpError(Exception):
 
 
 class _Deadline(Watcher):
-    """Shows the runs of one search, and ends it after its time. `interrupted`: whether the user ended it."""
+    """Shows the runs of a search, and ends it after its time. `interrupted`: whether the user ended it."""
 
-    def __init__(self, shown: Watcher, at: float, minutes: int) -> None:
-        super().__init__()
-        self.shown, self._at, self.minutes = shown, at, minutes
-        self.interrupted = False
-
-    def begin(self, name: str, index: int, runs: int, steps: int | None) -> None:
-        """A run begins."""
-        self.shown.begin(name, index, runs, steps)
+    until, interrupted = math.inf, False
 
     def steps(self, done: int) -> None:
         """The run has done this many steps."""
-        self.shown.steps(done)
-        if time.monotonic() > self._at:
+        super().steps(done)
+        if time.monotonic() > self.until:
             raise _TimeIsUpError
-
-    def end(self, outcome: str, *, goes_on: bool = True) -> None:
-        """The run is over."""
-        self.shown.end(outcome)
 
 
 def _precisions(words: Sequence[str]) -> list[str]:
@@ -249,60 +227,49 @@ def _prefix(vary: str) -> str:
     return "" if vary == "{}" else vary if vary.endswith("=") else f"{vary} "
 
 
-@contextmanager
-def _opened(out: str | None) -> Iterator[Path]:
-    """The folder whose `runs/` receives the runs' files; a temporary one without --out."""
-    with tempfile.TemporaryDirectory(prefix="mezzo-batch-size-") as temporary:
-        folder = Path(out or temporary)
-        with writing(folder):
-            check_ours(folder, (FILE, "runs"), FILE)
-            with locked(folder):
-                shutil.rmtree(folder / "runs", ignore_errors=True)
-                (folder / "runs").mkdir()
-                yield folder
-
-
-def _search(request: BatchSizeRequest, precision: str, folder: Path, watch: _Deadline) -> BatchSizeResult:
+def _search(
+    script: ScriptRequest,
+    precision: str,
+    arguments: argparse.Namespace,
+    sizes: Search,
+    limit: int | None,
+    folder: Path,
+    shown: _Deadline,
+) -> BatchSizeResult:
     """The result under one precision; the first size's error, if the script fails there."""
-    trials, notes, device, limit = list[Trial](), list[str](), "cpu", request.limit
-    ended_early = ""
-    while (size := request.sizes.next_size(trials, limit)) is not None:
-        argv = argv_with(request.argv, request.vary, size)
-        child = ScriptRequest(request.target, argv, request.is_module).child(
-            folder, f"{file_name(precision)}-{size}", precision, observe=True, stop_after=request.steps
-        )
-        watch.begin(f"{precision}  {_prefix(request.vary)}{size}", len(trials) + 1, 0, request.steps)
-        try:
-            finished, status = run_to_end(LAUNCH, child, watch)
-        except KeyboardInterrupt:
-            watch.interrupted, ended_early = True, "interrupted"
-            break
-        except _TimeIsUpError:
-            ended_early = f"stopped: the time is over (--minutes {watch.minutes})"
-            break
-        device = str(finished.machine.get("device_type", device))
-        if limit is None and finished.machine.get("device_type") == "cpu":
-            limit = spendable_bytes()
-        try:
-            trials.append(_trial(f"{request.target} {' '.join(argv)}", size, finished, status, limit))
-        except ScriptError as failure:
-            if not trials:
-                raise
-            what, *output = str(failure).splitlines()
-            notes.append(f"no further size was tried: {' '.join([what, *output[-1:]])}")
-            break
-    if ended_early:
-        notes.append(f"{ended_early} before {_prefix(request.vary)}{size} was measured")
-        if not watch.interrupted:
-            notes[-1] += (
-                f". Allow more time (--minutes {3 * watch.minutes}), or try fewer sizes (--start, --max)"
+    trials, notes, device, complete = list[Trial](), list[str](), "cpu", False
+    option, minutes = _prefix(arguments.vary), arguments.minutes
+    try:
+        while (size := sizes.next_size(trials, limit)) is not None:
+            one = replace(script, argv=argv_with(script.argv, arguments.vary, size))
+            name, how = f"{file_name(precision)}-{size}", {"observe": True, "stop_after": arguments.steps}
+            shown.begin(f"{precision}  {option}{size}", len(trials) + 1, 0, arguments.steps)
+            finished, status = run_to_end(LAUNCH, one.child(folder, name, precision, **how), shown)
+            device = str(finished.machine.get("device_type", device))
+            if limit is None and finished.machine.get("device_type") == "cpu":
+                limit = spendable_bytes()
+            trials.append(_trial(f"{one.target} {' '.join(one.argv)}", size, finished, status, limit))
+        complete = True
+        if sizes.until_flat and all(trial.fits for trial in trials):
+            notes.append(
+                f"samples/s have not risen since {flat_since(trials)}. For larger sizes: --max {16 * trials[-1].size}"
             )
-    elif size is None and request.sizes.until_flat and all(trial.fits for trial in trials):
-        since, largest = request.sizes.flat_since(trials), max(trial.size for trial in trials)
-        notes.append(f"samples/s have not risen since {since}. For larger sizes: --max {16 * largest}")
-    if any(one.fits for one in trials) and not any(one.seconds for one in trials):
-        notes.append(f"no speed: too few steps to time. Use --steps {max(24, 2 * request.steps)}")
-    return BatchSizeResult(tuple(trials), limit, device, tuple(notes), complete=not ended_early)
+    except KeyboardInterrupt:
+        shown.interrupted = True
+        notes.append(f"interrupted before {option}{size} was measured")
+    except _TimeIsUpError:
+        notes.append(
+            f"stopped: the time is over (--minutes {minutes}) before {option}{size} was measured. Allow more time "
+            f"(--minutes {3 * minutes}), or try fewer sizes (--start, --max)"
+        )
+    except ScriptError as failure:
+        if not trials:
+            raise
+        complete, (what, *output) = True, str(failure).splitlines()
+        notes.append(f"no further size was tried: {' '.join([what, *output[-1:]])}")
+    if any(trial.fits for trial in trials) and not any(trial.seconds for trial in trials):
+        notes.append(f"no speed: too few steps to time. Use --steps {max(24, 2 * arguments.steps)}")
+    return BatchSizeResult(tuple(trials), limit, device, tuple(notes), complete)
 
 
 def _trial(script: str, size: int, finished: FinishedRun, status: int, limit: int | None) -> Trial:
@@ -310,7 +277,7 @@ def _trial(script: str, size: int, finished: FinishedRun, status: int, limit: in
     output = finished.failure()
     if status == -9:
         return Trial(size, fits=False, why="killed by the system, probably out of memory")
-    if status and says_out_of_memory(output):
+    if status and MEMORY_ERROR.search(output):
         return Trial(size, fits=False, why=OUT_OF_MEMORY)
     if status:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"

@@ -31,7 +31,6 @@ import json
 import shlex
 import shutil
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,9 +51,6 @@ from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
 from mezzo.report import build_run
 
-PASSES_ON = True
-"""What follows `--` is the script's."""
-
 POLICY, RESULT = "policy.toml", "calibration.json"
 RUN = "fp32-0"
 """Name of the watched run."""
@@ -68,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=steps, default=20, metavar="N", help="number of updates to watch (default 20)")
     add("--precision", metavar="P", help=f"recommend this format, whatever the hardware: {formats}")
     margin = "the change of the loss that all modules together may make, as a share of it: 0.005 or 0.5%% (the default)"
-    add("--margin", type=share(), default=DEFAULT_MARGIN, metavar="X", help=margin)
+    add("--margin", type=share, default=DEFAULT_MARGIN, metavar="X", help=margin)
     add("--no-check", action="store_true", help=argparse.SUPPRESS)  # of 0.1.0: nothing is tried any more
     add("--out", metavar="DIR", help="the output folder (default mezzo-calibrate-SCRIPT)")
     add("--verbose", action="store_true", help="print all modules in all formats")
@@ -87,8 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.margin,
     )
     folder = folder_of(arguments, "calibrate")
-    progress = watcher(Console(stderr=True), quiet=arguments.json)
-    found = calibrate_script(request, folder, progress=progress)
+    found = calibrate_script(request, folder, watcher(Console(stderr=True), quiet=arguments.json))
     report = page(build_run, folder)
     if arguments.json:
         print((folder / RESULT).read_text(encoding="utf-8"), end="")
@@ -130,15 +125,9 @@ def next_step(found: Recommendation, request: CalibrationRequest, folder: Path) 
     return advice, shlex.join(command("compare", vars(request), "--precision", precision))
 
 
-def calibrate_script(
-    request: CalibrationRequest,
-    folder: Path,
-    *,
-    progress: Watcher | None = None,
-    command: Sequence[str] = LAUNCH,
-) -> Recommendation:
-    """Run the script in a child process (by `command`), recommend, and write the folder's files anew."""
-    with writing(folder), locked(folder), progress or Watcher() as shown, terminated_like_an_interrupt():
+def calibrate_script(request: CalibrationRequest, folder: Path, shown: Watcher) -> Recommendation:
+    """Run the script in a child process, recommend, and write the folder's files anew."""
+    with writing(folder), locked(folder), shown, terminated_like_an_interrupt():
         (folder / "runs").mkdir(parents=True, exist_ok=True)
         for name in (POLICY, RESULT):
             (folder / name).unlink(missing_ok=True)
@@ -147,7 +136,7 @@ def calibrate_script(
         ranked = ranked_for(request.format)
         options = {"watch": 1, "watch_all": True, "sensitivity": True, "ranked": ranked, "trace": False}
         child = request.child(folder, RUN, "fp32", stop_after=request.steps, **options)
-        finished, status = run_to_end(command, child, shown)
+        finished, status = run_to_end(LAUNCH, child, shown)
         if not finished.succeeded:
             raise ScriptError(
                 f"{request.target} ended with exit status {status} in FP32. Its output ended:\n{finished.failure()}"

@@ -56,9 +56,6 @@ from mezzo.core.records import OWN
 from mezzo.demos import DEMOS
 from mezzo.report import build
 
-PASSES_ON = True
-"""What follows `--` is the script's."""
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
@@ -73,13 +70,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     nproc = "run a distributed script on so many ranks, each run by torchrun; rank 0 is compared"
     add("--nproc", type=whole("ranks", 2, 2), metavar="N", help=nproc)
     margin = "the largest harm that you accept, as a share of FP32's final loss: 0.005 or 0.5%% (the default)"
-    add("--margin", type=share(), default=DEFAULT_MARGIN, metavar="X", help=margin)
+    add("--margin", type=share, default=DEFAULT_MARGIN, metavar="X", help=margin)
     metric = "pattern that finds the final metric in the script's output; its first group is the number"
     add("--metric", metavar="REGEX", help=metric)
     better = "whether higher or lower is better (auto: lower if the pattern names a loss or an error)"
     add("--metric-better", choices=("auto", "higher", "lower"), default="auto", help=better)
     margin = "the margin of the metric, in its units (default 0.2 points; as --margin if lower is better)"
-    add("--metric-margin", type=number(0.2), metavar="X", help=margin)
+    add("--metric-margin", type=number, metavar="X", help=margin)
     add("--out", metavar="DIR", help="the folder to write (default mezzo-compare-SCRIPT)")
     add("--fresh", action="store_true", help="delete the comparison in that folder and start over")
     add("--verbose", action="store_true", help="also print the statistics behind each answer")

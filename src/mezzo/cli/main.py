@@ -1,8 +1,7 @@
 """`mezzo COMMAND ...`: find the command's file, parse, call, and turn every error into one line and an exit status.
 
 A command is a module of this package with `configure(parser)` and `run(arguments) -> int`, imported only when it is
-called. With `PASSES_ON = True` it runs a script, and `arguments.argv` has the script's arguments: the words after `--`,
-and with `OWNS_REST = True` all words after the script's name (`Parser.parse_with_script`).
+called. If it runs a script, `arguments.argv` has the script's arguments (`Parser.parse_with_script`).
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ VERBS = {
     "doctor": "measure what this machine can do in each format, and say which precision to use",
     "formats": "show the number formats, and the bits of any number in each of them",
 }
+RUN_A_SCRIPT = {"compare", "run", "calibrate", "batch-size"}
 REMOVED = {
     "reproduce": "Run `make reproduce` in the repository for all experiments, or `python experiments/NAME.py` for one",
     "tune": "Rank the modules with `mezzo calibrate train.py`, keep the sensitive ones in FP32 with a policy such as "
@@ -79,8 +79,8 @@ def _run(verb: str, words: list[str]) -> int:
     parser = Parser(f"mezzo {verb}", module.__doc__)
     module.configure(parser)
     try:
-        if getattr(module, "PASSES_ON", False):
-            arguments = parser.parse_with_script(words, owns_rest=getattr(module, "OWNS_REST", False))
+        if verb in RUN_A_SCRIPT:
+            arguments = parser.parse_with_script(words, owns_rest=verb == "run")
         else:
             arguments = parser.parse_args(words)
     except SystemExit as stop:  # argparse has printed its usage or its help

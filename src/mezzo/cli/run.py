@@ -41,10 +41,6 @@ from mezzo.runner.journal import of_rank
 from mezzo.runner.lifecycle import RunRequest, rank_here, ranks_here
 from mezzo.runner.script import locate
 
-PASSES_ON = True
-OWNS_REST = True
-"""All words after the script's name are the script's."""
-
 _FOLDER = Path("mezzo-run")
 _RECORDS = Path("runs") / "run.jsonl"
 _OURS = ("runs", "report.html")

@@ -7,12 +7,11 @@ backward of an fp16 convolution took 80 times as long as in bf16 (torch 2.13).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,34 +94,25 @@ def measure(device_type: str, *, sizes: Sizes | None = None, budget: float = BUD
         else:
             rows.append(row(what, form, work, (time.perf_counter() - start,)))
             tasks.append(task)
-    taken = iter(take_turns(tasks, budget=budget, until=until))
-    for one in rows:
-        if not one["reason"]:
-            one.update(row(one["what"], one["format"], one["work"], next(taken) or (one["seconds"],)))
+    ran = [one for one in rows if not one["reason"]]
+    for one, seconds in zip(ran, _take_turns(tasks, budget, until)):
+        one.update(row(one["what"], one["format"], one["work"], seconds or (one["seconds"],)))
     return rows
 
 
-def take_turns(
-    tasks: Sequence[Task],
-    *,
-    budget: float,
-    until: float = math.inf,
-    least: int = 3,
-    most: int = 25,
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[tuple[float, ...]]:
+def _take_turns(tasks: Sequence[Task], budget: float, until: float) -> list[list[float]]:
     """Seconds of every task, run in turn so that drift affects all alike; once if it takes a third of `budget`."""
     taken: list[list[float]] = [[] for _ in tasks]
-    begun = clock()
-    for turn in range(most):
-        if turn >= least and clock() - begun >= budget:
+    begun = time.perf_counter()
+    for turn in range(25):
+        if turn >= 3 and time.perf_counter() - begun >= budget:
             break
         for seconds, task in zip(taken, tasks):
-            start = clock()
+            start = time.perf_counter()
             if start < until and (not seconds or seconds[0] <= budget / 3):
                 task()
-                seconds.append(clock() - start)
-    return [tuple(seconds) for seconds in taken]
+                seconds.append(time.perf_counter() - start)
+    return taken
 
 
 def _matmul(form: str, device_type: str, sizes: Sizes) -> tuple[float, Task]:
@@ -165,28 +155,21 @@ def _copy(form: str, device_type: str, sizes: Sizes) -> tuple[float, Task]:
 
 def _waited_for(task: Task, form: str, device_type: str) -> Task:
     """The task with TF32 on for "tf32" and off for everything else, until the device is done."""
+    switches = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]  # type: ignore[attr-defined,unused-ignore]
 
     def run() -> None:
-        with fp32_precision("tf32" if form == "tf32" else "ieee"):
+        before = [switch.fp32_precision for switch in switches]
+        try:
+            for switch in switches:
+                switch.fp32_precision = "tf32" if form == "tf32" else "ieee"
             task()
             if device_type != "cpu":
                 getattr(torch, device_type).synchronize()
+        finally:
+            for switch, value in zip(switches, before):
+                switch.fp32_precision = value
 
     return run
-
-
-@contextlib.contextmanager
-def fp32_precision(precision: str) -> Iterator[None]:
-    """What FP32 matrix products and convolutions mean inside the block: ``"ieee"`` or ``"tf32"``."""
-    switches = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]  # type: ignore[attr-defined,unused-ignore]
-    before = [switch.fp32_precision for switch in switches]
-    try:
-        for switch in switches:
-            switch.fp32_precision = precision
-        yield
-    finally:
-        for switch, value in zip(switches, before):
-            switch.fp32_precision = value
 
 
 def recommend(rows: Iterable[Row], native: Iterable[str], *, device: str) -> Recommendation:

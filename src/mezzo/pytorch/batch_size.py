@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -41,7 +41,7 @@ OVER, OUT_OF_MEMORY = "over the limit", "out of memory"
 _HEADER = ("size", "peak", "steps/s", "samples/s", "fits")
 
 # In the errors of torch, CUDA's libraries and Python for a failed allocation.
-_MEMORY_ERROR = re.compile(
+MEMORY_ERROR = re.compile(
     r"out of memory|OutOfMemoryError|MemoryError|ALLOC(ATION)?_FAILED|DefaultCPUAllocator: (can't|not enough)"
 )
 
@@ -66,9 +66,7 @@ class Trial:
     @classmethod
     def timed(cls, size: int, peak_bytes: int, seconds: Sequence[float]) -> Trial:
         """The trial of a size that fits, with the seconds of single steps."""
-        each = len(seconds) // BLOCKS or 1
-        starts = range(0, len(seconds), each)[:BLOCKS]
-        blocks = [statistics.median(seconds[start : start + each]) for start in starts]
+        blocks = [float(np.median(block)) for block in np.array_split(seconds, BLOCKS) if block.size]
         if not blocks:
             return cls(size, True, peak_bytes)
         spread = max(blocks) / (min(blocks) or 1.0)
@@ -134,15 +132,14 @@ class BatchSizeResult:
     def table(self) -> list[str]:
         """A header, and a line per size, in order of size."""
         rows = [_HEADER, *self._rows()] if self.trials else []
-        return [f"{a:>8}{b:>10}{c:>10}{d:>11}  {e}" for a, b, c, d, e in rows]
+        return ["{:>8}{:>10}{:>10}{:>11}  {}".format(*row) for row in rows]
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for trial in sorted(self.trials, key=lambda trial: trial.size):
-            peak = "-" if trial.peak_bytes is None else written_bytes(trial.peak_bytes)
             steps = _speed(1 / trial.seconds if trial.seconds else None)
             fits = "yes" if trial.fits else f"no: {trial.why}"
             fits += ", unsteady speed" * (trial.spread > UNSTEADY)
-            yield str(trial.size), peak, steps, _speed(trial.samples_per_second), fits
+            yield str(trial.size), _bytes(trial.peak_bytes), steps, _speed(trial.samples_per_second), fits
 
     def __repr__(self) -> str:
         found = f"largest={self.largest}, fastest={self.fastest}" if self.fits else "no size fits"
@@ -153,18 +150,20 @@ class BatchSizeResult:
 
     def sentence(self, name: str = "batch size ") -> str:
         """The recommendation. `name` precedes each size, for instance ``"--batch="``."""
-        limit = "" if self.limit is None else written_bytes(self.limit)
         if not self.trials:
             return "no size was measured."
+        by_size = {trial.size: trial for trial in self.trials}
         if not self.fits:
-            smallest = min(self.trials, key=lambda trial: trial.size)
-            took = None if smallest.peak_bytes is None else written_bytes(smallest.peak_bytes)
-            why = f"takes {took}, and the limit is {limit}" if took else f"does not run ({smallest.why})"
+            smallest = by_size[min(by_size)]
+            why = f"takes {_bytes(smallest.peak_bytes)}, and the limit is {_bytes(self.limit)}"
+            if smallest.peak_bytes is None:
+                why = f"does not run ({smallest.why})"
             return f"no size fits: {name}{smallest.size} {why}."
-        largest, fastest = next(one for one in self.trials if one.size == self.largest), self.best
+        largest, fastest = by_size[self.largest], self.best
         text = f"{name}{largest.size} is the largest that {'fits' if self.bounded else 'was tried and fits'}"
         if largest.peak_bytes is not None:
-            text += f" ({written_bytes(largest.peak_bytes)}{limit and f' of {limit}'})"
+            limit = "" if self.limit is None else f" of {_bytes(self.limit)}"
+            text += f" ({_bytes(largest.peak_bytes)}{limit})"
         if largest.samples_per_second is None:
             return f"{text}."
         text += f". It trains {_speed(largest.samples_per_second)} samples per second"
@@ -206,6 +205,10 @@ def _speed(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
+def _bytes(count: int | None) -> str:
+    return "-" if count is None else written_bytes(count)
+
+
 @dataclass(frozen=True)
 class Search:
     """Which sizes are tried: `start`, then twice the last up to `max_size`; `until_flat`: while samples/s rise."""
@@ -231,14 +234,14 @@ class Search:
     def next_size(self, trials: Sequence[Trial], limit: int | None) -> int | None:
         """The size to try after these trials, of which a step may take `limit` bytes; None when the search is over."""
         step = self.multiple_of
-        ceiling = math.inf if self.max_size is None else self.max_size // step * step
+        ceiling = (self.max_size or sys.maxsize) // step * step
         if not trials:
-            return int(min(-(-self.start // step) * step, ceiling))
+            return min(-(-self.start // step) * step, ceiling)
         low = max((trial.size for trial in trials if trial.fits), default=0)
         high = min((trial.size for trial in trials if not trial.fits), default=None)
         if high is not None:
             return None if high - low <= step else (low + high) // 2 // step * step
-        if low >= ceiling or (self.until_flat and self.flat_since(trials)):
+        if low >= ceiling or (self.until_flat and flat_since(trials)):
             return None
         points = sorted((one.size, one.peak_bytes) for one in trials if one.peak_bytes is not None)
         first = min((size for size, peak in points if peak >= points[-1][1]), default=low)
@@ -251,18 +254,20 @@ class Search:
         grown = min(2 * low, ceiling)
         if limit is not None and points:  # the line through the last two sizes meets the limit here
             (x0, y0), (x1, y1) = [(0, 0), *points][-2:]
-            grown = min(grown, x1 + (limit - y1) * (x1 - x0) / (y1 - y0) if y1 > y0 else math.inf)
-        return max(int(grown) // step * step, low + step)
+            if y1 > y0:
+                grown = min(grown, int(x1 + (limit - y1) * (x1 - x0) / (y1 - y0)))
+        return max(grown // step * step, low + step)
 
-    def flat_since(self, trials: Sequence[Trial]) -> int | None:
-        """The size from which the samples per second have not risen for two doublings; None if they still rise."""
-        speeds = {trial.size: trial.samples_per_second for trial in trials if trial.fits}
-        timed = {size: speed for size, speed in speeds.items() if speed is not None}
-        last = max(timed, default=0)
-        early = {size: speed for size, speed in timed.items() if DOUBLED_TWICE * size <= last}
-        since = max(early, key=early.__getitem__, default=None)
-        risen = max((speed for size, speed in timed.items() if size not in early), default=0.0)
-        return since if since is not None and risen < RISE * early[since] else None
+
+def flat_since(trials: Sequence[Trial]) -> int | None:
+    """The size from which the samples per second have not risen for two doublings; None if they still rise."""
+    speeds = {trial.size: trial.samples_per_second or 0.0 for trial in trials if trial.seconds}
+    early = {size: speed for size, speed in speeds.items() if DOUBLED_TWICE * size <= max(speeds)}
+    if not early:
+        return None
+    since = max(early, key=early.__getitem__)
+    risen = max(speed for size, speed in speeds.items() if size not in early)
+    return since if risen < RISE * early[since] else None
 
 
 @checks_keywords
@@ -324,9 +329,9 @@ def find_batch_size(
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    first = next(chain.from_iterable(one.parameters() for one in models), None)
+    parameters = [parameter for one in models for parameter in one.parameters()]
     default = "cuda" if torch.cuda.is_initialized() else "cpu"
-    place = torch.device(device or (default if first is None else first.device))
+    place = torch.device(device or (parameters[0].device if parameters else default))
     if place.type not in ("cpu", "cuda"):
         raise UsageError(f"device {str(place)!r}: memory can be measured on cpu and cuda devices only")
     if rounds < 0:
@@ -346,7 +351,7 @@ def find_batch_size(
     tried: list[Trial] = []
     try:
         while (size := search.next_size(tried, most)) is not None:
-            for parameter in chain.from_iterable(one.parameters() for one in models):
+            for parameter in parameters:
                 parameter.grad = None  # of a step that failed half-way
             try:
                 tried.append(_try_size(step, size, place, most, rounds))
@@ -367,7 +372,7 @@ def _try_size(
     step: Callable[[int], object], size: int, device: torch.device, limit: int | None, rounds: int
 ) -> Trial:
     """Run steps of one size: one to warm up, one measured for memory, `rounds` timed."""
-    cuda, why = device.type == "cuda", ""
+    cuda = device.type == "cuda"
     wait: Callable[[], object] = torch.cuda.synchronize if cuda else lambda: None
     with torch.cuda.device(device) if cuda else contextlib.nullcontext():
         try:
@@ -376,14 +381,13 @@ def _try_size(
             peak = _peak_bytes(device, lambda: step(size))
             if limit is not None and peak > limit:
                 return Trial(size, fits=False, peak_bytes=peak, why=OVER)
-            seconds = []
+            wait()
+            times = [time.perf_counter()]
             for _ in range(rounds):
-                wait()
-                start = time.perf_counter()
                 step(size)
                 wait()
-                seconds.append(time.perf_counter() - start)
-            return Trial.timed(size, peak, seconds)
+                times.append(time.perf_counter())
+            return Trial.timed(size, peak, np.diff(times).tolist())
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -410,38 +414,28 @@ def _peak_bytes(device: torch.device, run: Callable[[], object] = lambda: None) 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an exception, or one that it was raised from, says that memory ran out."""
     while error is not None:
-        if isinstance(error, (RuntimeError, MemoryError)) and says_out_of_memory(repr(error)):
+        if isinstance(error, (RuntimeError, MemoryError)) and MEMORY_ERROR.search(repr(error)):
             return True
         error = error.__cause__
     return False
-
-
-def says_out_of_memory(text: str) -> bool:
-    """Whether an error's text, or the end of a log, says that memory ran out."""
-    return _MEMORY_ERROR.search(text) is not None
 
 
 def spendable_bytes(root: Path = Path("/")) -> int:
     """Bytes that a process can allocate now without swapping, less 10 % or 512 MiB (the larger) for all but tensors."""
     try:
         text = (root / "proc/meminfo").read_text()
-        machine = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
+        left = [1024 * int(re.findall(r"^MemAvailable: *(\d+)", text, re.MULTILINE)[0])]
+    except (OSError, IndexError):
         raise UsageError(
             "the available memory of this system is unknown. Give the bytes that a step may take as the limit, such as "
             "8GiB"
         ) from None
-    available = max(0, min([machine * 1024, *_left_of_groups(root)]))
-    return max(1, available - max(int(MARGIN * available), LEAST_MARGIN))
-
-
-def _left_of_groups(root: Path) -> Iterator[int]:
-    """What each control group (version 2) above this process has left."""
     groups, top = root / "proc/self/cgroup", root / "sys/fs/cgroup"
     text = groups.read_text() if groups.exists() else ""
     for path in re.findall(r"^0::/(.*)$", text, re.MULTILINE):
-        for place in (top / path, *(top / path).parents):
+        for place in (top / path, *(top / path).parents):  # the control groups (version 2) above this process
             with contextlib.suppress(OSError, ValueError):  # no such group, or "max": no limit here
-                left = int((place / "memory.max").read_text()) - int((place / "memory.current").read_text())
-                stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-                yield left + int(stat.get("inactive_file", 0))
+                most, used = (int((place / f"memory.{name}").read_text()) for name in ("max", "current"))
+                cache = re.findall(r"^inactive_file (\d+)", (place / "memory.stat").read_text(), re.MULTILINE)
+                left.append(most - used + sum(map(int, cache)))
+    return max(1, min(left) - max(int(MARGIN * min(left)), LEAST_MARGIN))
