@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -226,12 +226,8 @@ def _changed(text: str, call: SavedCall) -> Iterator[Callable[[], AbstractContex
     """The call's model under another policy: yields what makes its autocast context."""
     device = _device(call)
     policy = fitting(policy_of(text), call.root)  # under `mezzo run` it names other models' modules too
-    overrides = apply_module_overrides(call.root, policy, device) if policy.modules else None
-    try:
+    with apply_module_overrides(call.root, policy, device) if policy.modules else nullcontext():
         yield partial(context_of, policy, device)
-    finally:
-        if overrides is not None:
-            overrides.remove()
 
 
 def _device(call: SavedCall) -> str:
