@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import re
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -384,6 +386,19 @@ def test_calls_without_a_backward_are_let_go() -> None:
     del kept
     step(mp)
     assert not tracer.calls
+
+
+def test_a_model_that_the_script_drops_is_not_kept() -> None:
+    """Under `mezzo run` one tracer sees all models of a script: those of a search, say."""
+    tracer, net = OverflowTracer(enter=nullcontext), Net()
+    x, _ = batch(0)
+    tracer.call_begins(net, (x,), {})
+    tracer.call_ended(net, net(x))
+    tracer.step_dropped()
+    gone = weakref.ref(net)
+    del net
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_limit_to_alarms() -> None:

@@ -16,7 +16,7 @@ import mezzo
 from mezzo.core.errors import UsageError
 from mezzo.core.ranges import BINS, NAN, WHAT, ZERO, Histogram, RangeRow
 from mezzo.pytorch.dtypes import name_of
-from mezzo.pytorch.monitor.module_paths import parameter_paths, paths
+from mezzo.pytorch.monitor.module_paths import opaque_part, parameter_paths, paths
 from mezzo.pytorch.monitor.ranges import RangeWatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
@@ -387,7 +387,7 @@ def test_a_backward_that_raises_leaves_nothing() -> None:
 def test_what_only_the_device_knows_is_read_when_somebody_asks() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    watch = RangeWatch(model, optimizer, every=1, kinds=("weight gradient", "update ratio"))
+    watch = RangeWatch(model, optimizer, every=1, note=[].append)
     for skipped in (True, False):
         model.weight.grad = torch.full((1, 2), 64.0)
         scale = torch.tensor(16.0)
@@ -406,12 +406,12 @@ def test_ratios_of_large_parameters_are_zero_where_nothing_moved_and_infinite_fr
     size, model = 100_000, nn.Module()
     model.weight = nn.Parameter(torch.tensor([1.0, -2.0, 0.0, 0.0, 4.0]).repeat(size))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    watch = RangeWatch(model, optimizer, every=1, kinds=("update ratio",))
+    watch = RangeWatch(model, optimizer, every=1, note=[].append)
     model.weight.grad = torch.tensor([-0.5, -1.0, 0.0, -3.0, 0.0]).repeat(size)
     watch.update_begins(optimizer, 1.0)
     optimizer.step()
     watch.update_ended(optimizer, index=0, number=0, skipped=False, loss_scale=1.0)
-    (row,) = watch.rows
+    (row,) = (row for row in watch.rows if row.what == "update ratio")
     assert row.histogram == Histogram(-1, [2 * size], zeros=2 * size, infinities=size, largest=0.5)
 
 
@@ -438,13 +438,13 @@ def test_paths_are_those_of_the_model_without_its_wrappers() -> None:
     wrapped = nn.DataParallel(torch.compile(net, backend="eager"))
     assert parameter_paths(wrapped) == parameter_paths(net)
     assert parameter_paths(net)[id(net.block[0].bias)] == ("block.0", "bias")
-    assert (list(paths(wrapped).seen), paths(wrapped).compiled) == ([""], [""])
-    assert list(paths(nn.DataParallel(net)).seen) == SEEN
+    assert (list(paths(wrapped)), opaque_part(wrapped)) == ([""], "the model")
+    assert list(paths(nn.DataParallel(net))) == SEEN
     holder = nn.ModuleDict({"module": net})  # not everything of this name is a wrapper
-    assert next(iter(paths(holder).seen)) == "module.first"
+    assert next(iter(paths(holder))) == "module.first"
     net.block.compile(backend="eager")
-    assert paths(net).compiled == ["block"]
-    assert "block.0" not in paths(net).seen
+    assert opaque_part(net) == "block"
+    assert "block.0" not in paths(net)
 
 
 @pytest.mark.parametrize("every", [-1, 0.5])

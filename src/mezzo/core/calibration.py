@@ -58,13 +58,17 @@ class ModuleSensitivity:
     bears: list[str]
     lowest: str
 
+    def refuses(self, format: str) -> bool:
+        """Whether the change in a format is beyond the limit."""
+        return format in self.changes and format not in self.bears
+
     def cell(self, format: str) -> str:
         """The change in a table."""
         change, cause = self.changes.get(format), self.causes.get(format)
         if change is None:
             return "-"
         if math.isfinite(change):
-            return f"{change:.2g}{'' if format in self.bears else ' over'}"
+            return f"{change:.2g}{' over' if self.refuses(format) else ''}"
         return f"overflows in {cause}" if cause else "not finite"
 
 
@@ -266,9 +270,8 @@ def recommend(
         )
     source = max(gradients, key=lambda one: one.histogram.largest, default=None)
     if source is None or source.histogram.largest == 0:
-        raise UsageError(
-            f"nothing to calibrate with: in {len(records)} watched steps no gradient was finite and not 0"
-        )
+        steps = f"in {len(records)} watched steps"
+        raise UsageError(f"nothing to calibrate with: {steps} no gradient was finite and not 0")
     constant, start = _scales(source.histogram.largest)
     kept = _kept(tensors, start, sensitivity, {one.name for one in formats if one.bits < 16})
     chosen, why = _format(native, format)
@@ -276,27 +279,17 @@ def recommend(
     if chosen in QUANTIZED:
         policy, kept, notes = _quantized(chosen, sensitivity, sensitivities)
     held = [one.module for one in kept] if chosen not in ("bf16", "fp32") else []
-    over = [
-        one.module
-        for one in (sensitivity.modules if sensitivity else ())
-        if chosen in one.changes
-        and chosen not in one.bears
-        and one.module not in held
-        and is_pattern(one.module)
-    ][:WORST]
+    refusing = [one.module for one in (sensitivity.modules if sensitivity else ()) if one.refuses(chosen)]
+    over = [path for path in refusing if path not in held and is_pattern(path)][:WORST]
     if chosen == "bf16" and sensitivity and not over:
         why += ". No module has to stay in FP32"
     if over:
-        add = ",".join(f"module.{module}=fp32" for module in over)
-        notes.insert(
-            0,
-            f"{chosen} changes the loss by more than the limit in {', '.join(over)}. If mezzo compare finds harm, add "
-            f"{add} to the policy.",
-        )
+        add, names = ",".join(f"module.{path}=fp32" for path in over), ", ".join(over)
+        change = f"{chosen} changes the loss by more than the limit in {names}"
+        notes = [f"{change}. If mezzo compare finds harm, add {add} to the policy.", *notes]
     if chosen not in QUANTIZED and source.histogram.overflows("fp16", shift_of(start)):
-        notes.insert(
-            0, f"{source}: this overflows fp16 under every dynamic loss scale. Train in bf16 or fp32."
-        )
+        every = f"{source}: this overflows fp16 under every dynamic loss scale"
+        notes = [f"{every}. Train in bf16 or fp32.", *notes]
     return Recommendation(
         format=chosen,
         why=why,
@@ -416,11 +409,9 @@ def _kept(
                 why = f"has an output gradient of which fp16 rounds {part} to zero even at loss scale {scale}"
                 keep(one, why, f"computes the output gradient of {name}")
     for inside in sensitivity.modules if sensitivity else ():
-        if inside.causes.get("fp16"):
-            op = inside.causes["fp16"]
-            found.setdefault(
-                inside.module, Kept(inside.module, f"its operation {op} overflows in fp16", op=op)
-            )
+        path, op = inside.module, inside.causes.get("fp16")
+        if op:
+            found.setdefault(path, Kept(path, f"its operation {op} overflows in fp16", op=op))
     return list(found.values())
 
 
@@ -448,10 +439,8 @@ def _notes(tensors: Sequence[RangeRow], kept: Sequence[Kept]) -> list[str]:
     unnamed = ", ".join(repr(one.module) for one in kept if not is_pattern(one.module) and not one.by_op)
     if unnamed:
         notes.append(f"No policy can name {unnamed}: change the model, or train in bf16 or fp32.")
-    return [
-        *notes,
-        "Not tried yet: mezzo compare tests whether it trains as well as FP32, and whether it is faster.",
-    ]
+    tried = "Not tried yet: mezzo compare tests whether it trains as well as FP32, and whether it is faster."
+    return [*notes, tried]
 
 
 def _policy(format: str, start: float, kept: Sequence[Kept]) -> str:
@@ -524,8 +513,7 @@ def rank(
 
     def sensitive(one: ModuleSensitivity) -> tuple[int, float]:
         """How many formats are refused, then the change in the first."""
-        refused = sum(name in one.changes and name not in one.bears for name in shown)
-        return refused, one.changes.get(shown[0], 0.0)
+        return sum(map(one.refuses, shown)), one.changes.get(shown[0], 0.0)
 
     modules.sort(key=sensitive, reverse=True)
     notes = list(dict.fromkeys(note for record in records for note in record.notes))

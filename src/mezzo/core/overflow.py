@@ -27,11 +27,6 @@ CAUSES = {
 }
 """What can be behind a step whose gradients are not finite."""
 
-_NOT_RUN_AGAIN = "the cause is unknown, and the step can't be run again"
-_RUN = ("replay", "live")
-
-_SIXTEEN = ("fp16", "bf16")
-
 
 @dataclass(frozen=True)
 class Weakness:
@@ -211,8 +206,8 @@ class OverflowReport:
         """The cause in words, of this operation and these numbers where they are known."""
         if self.cause == "overflow":
             return self._not_fitting() or CAUSES["overflow"]
-        if self.cause == "unknown" and self.how not in _RUN:
-            return _NOT_RUN_AGAIN
+        if self.cause == "unknown" and self.how not in ("replay", "live"):
+            return "the cause is unknown, and the step can't be run again"
         if self.cause != "invalid":
             return CAUSES.get(self.cause, "")
         what = "derivative" if self.direction == "backward" else "result"
@@ -223,7 +218,8 @@ class OverflowReport:
         # What is kept for backward went into the operation, not into its slope.
         backward = self.direction == "backward"
         went_in = [one for one in self.inputs if not backward or one.name.startswith("gradient")]
-        made = next((one.format for one in self.outputs if not one.finite and one.format in _SIXTEEN), None)
+        bad = (one.format for one in self.outputs if not one.finite)
+        made = next((form for form in bad if form in ("fp16", "bf16")), None)
         most = max(went_in, key=lambda one: one.largest, default=None)
         if made is None or most is None or most.largest < rounded_to_infinity(made):
             return ""

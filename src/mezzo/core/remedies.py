@@ -32,9 +32,8 @@ def remedies(report: OverflowReport, used: Policy | None = None, *, has_bf16: bo
         found = _of_invalid(report, used)
     elif report.cause == "input":
         reader = "loss" if report.module == OUTSIDE else "model"
-        nans, infinities = (
-            sum(getattr(one, kind) for one in report.inputs) for kind in ("nans", "infinities")
-        )
+        nans = sum(one.nans for one in report.inputs)
+        infinities = sum(one.infinities for one in report.inputs)
         found = [
             f"check the data: the {reader}'s input contains {nans} NaN and {infinities} infinite values",
             "skip such a batch before the step: `if not torch.isfinite(x).all(): continue`",

@@ -21,7 +21,6 @@ from mezzo.core.calibration import (
 )
 from mezzo.core.errors import UsageError, checks_keywords
 from mezzo.core.formats import Format
-from mezzo.core.ranges import WHAT
 from mezzo.core.records import LossRecord, Record
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.hardware import native_formats
@@ -90,9 +89,8 @@ def calibrate(
     device = _checked(parameters)
     snapshot = Snapshot([model], [] if optimizer is None else [optimizer])
     updated = torch.optim.SGD(parameters, lr=0.0) if optimizer is None else optimizer
-    kinds = [kind for kind in WHAT if kind != "update ratio"]
     formats = [ranked_format(one) for one in ranked_for(format) or rank_formats]
-    observers: list[StepObserver] = [RangeWatch(model, updated, every=1, kinds=kinds, all_modules=True)]
+    observers: list[StepObserver] = [RangeWatch(model, updated, every=1, ratios=False, all_modules=True)]
     if formats:
         observers.append(Sensitivities(formats, every=steps // STEPS))
     observing = Observers(model, observers)

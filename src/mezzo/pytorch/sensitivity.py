@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -34,8 +34,9 @@ from mezzo.core.records import ModuleRounding, Record, SensitivityRecord
 from mezzo.pytorch.autocast.modules import heads_of, last_blocks_of
 from mezzo.pytorch.emulation import Rounding, floats, is_finite
 from mezzo.pytorch.kernels.quantized_linear import misfit, quantized_linear
-from mezzo.pytorch.monitor.module_paths import unwrapped
+from mezzo.pytorch.monitor.module_paths import around_calls, unwrapped
 from mezzo.pytorch.monitor.observer import Scale, StepObserver
+from mezzo.pytorch.monitor.operations import in_one_line
 from mezzo.pytorch.monitor.replay import ModuleState, SideEffects, devices_of, nothing_left
 from mezzo.pytorch.snapshot import RandomState
 
@@ -47,20 +48,19 @@ CALLS = 4
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-Sums = tuple[float, float]
-"""Of ``e``, and of ``e * e``, over the elements' changes e."""
+def _sums(gradient: Tensor, error: Tensor, exact: Tensor) -> Tensor:
+    """FP64 [2] on the CPU: the sums of ``e = gradient * error``, and of ``e * e``.
 
-
-def sums(gradient: Tensor, error: Tensor, exact: Tensor) -> Sums:
-    """The sums of ``gradient * error``, without elements on which nothing depends and which were not finite before."""
+    Without elements on which nothing depends and which were not finite before.
+    """
     terms = (gradient.float() * error.float()).double()
     if not is_finite(terms):
         terms = terms[torch.isfinite(exact) & (gradient != 0.0)]
-    return float(terms.sum()), float(terms.square().sum())
+    return torch.stack([terms.sum(), terms.square().sum()]).cpu()
 
 
-def layer_changes(layer: nn.Linear, x: Tensor, gradient: Tensor, recipe: Recipe) -> tuple[Sums, Sums]:
-    """Of one call: `sums` of the output, and of the weight's gradient (before the factor; 0 without `weight.grad`)."""
+def _layer_changes(layer: nn.Linear, x: Tensor, gradient: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Of one call: `_sums` of the output, and of the weight's gradient (before the factor; 0 without `weight.grad`)."""
     weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
     x, leaf, grad = x.detach(), weight.clone().requires_grad_(), layer.weight.grad
     exact = nn.functional.linear(x, weight, bias)
@@ -69,34 +69,26 @@ def layer_changes(layer: nn.Linear, x: Tensor, gradient: Tensor, recipe: Recipe)
         (found,) = torch.autograd.grad(output, leaf, gradient.to(output.dtype))
     rows, columns = (one.reshape(-1, one.shape[-1]).float() for one in (gradient, x))
     error = found - rows.t() @ columns
-    return sums(gradient, output.detach().float() - exact, exact), (0.0, 0.0) if grad is None else sums(
-        grad, error, error
-    )
+    change = _sums(gradient, output.detach().float() - exact, exact)
+    return change, torch.zeros_like(change) if grad is None else _sums(grad, error, error)
 
 
-@dataclass(eq=False)
-class LayerUpdate:
+class _LayerUpdate:
     """A layer's weight before an update, and the sums of its gradient's error."""
 
-    weight: Tensor
-    before: Tensor
-    size: float  # norm of the weight's gradient
-    signed: float = 0.0
-    squares: float = 0.0
-
-    @classmethod
-    def of(cls, layer: nn.Linear) -> LayerUpdate:
-        """Before the update."""
-        weight, grad = layer.weight, layer.weight.grad
-        return cls(weight, weight.detach().clone(), 0.0 if grad is None else float(grad.float().norm()))
+    def __init__(self, weight: Tensor) -> None:
+        self._weight, self._before = weight, weight.detach().clone()
+        self._size = 0.0 if weight.grad is None else float(weight.grad.float().norm())
+        self.sums = torch.zeros(2, dtype=torch.float64, device="cpu")
 
     def added_to(self, row: ModuleRounding) -> ModuleRounding:
         """After the update: a layer's row with both changes."""
-        factor = float((self.weight.detach() - self.before).float().norm()) / self.size if self.size else 0.0
+        moved = float((self._weight.detach() - self._before).float().norm())
+        factor = moved / self._size if self._size else 0.0
         if not math.isfinite(factor):
             return row
-        squares = row.squares + factor**2 * self.squares
-        return replace(row, signed=row.signed - factor * self.signed, squares=squares)
+        signed, squares = self.sums.tolist()
+        return replace(row, signed=row.signed - factor * signed, squares=row.squares + factor**2 * squares)
 
 
 @dataclass(eq=False)
@@ -135,7 +127,7 @@ class Sensitivities(StepObserver):
     def __init__(self, formats: Sequence[str | Format] = RANKED, *, every: int = 1) -> None:
         self._formats, self._every = [ranked_format(one) for one in formats], max(1, every)
         self._recipes = {one.name: recipe_of(one.name) for one in self._formats if one.name in QUANTIZED}
-        self._layers: dict[tuple[str, str], LayerUpdate] = {}
+        self._layers: dict[tuple[str, str], _LayerUpdate] = {}
         self._heads: tuple[str, ...] = ()
         self._model: nn.Module | None = None
         self._paths: dict[nn.Module, str] = {}
@@ -219,10 +211,8 @@ class Sensitivities(StepObserver):
                 for call in calls:
                     with self._noting(path or "the model itself"):
                         for row in self._rows_of(call, times):
-                            known = rows.get((path, row.format), replace(row, signed=0.0, squares=0.0))
-                            signed, squares = known.signed + row.signed, known.squares + row.squares
-                            cause = known.cause or row.cause
-                            rows[path, row.format] = replace(row, signed=signed, squares=squares, cause=cause)
+                            key = path, row.format
+                            rows[key] = _added(rows[key], row) if key in rows else row
         self._measured += 1
         shares = [recipe.last_blocks for recipe in self._recipes.values()]
         wide = last_blocks_of(outer.module, max(shares, default=0.0))
@@ -237,8 +227,7 @@ class Sensitivities(StepObserver):
         try:
             yield
         except Exception as error:
-            first = (str(error).splitlines() or [""])[0]
-            self._notes.setdefault(f"{name} could not be run again: {type(error).__name__}: {first}")
+            self._notes.setdefault(f"{name} could not be run again: {in_one_line(error)}")
 
     def _again(self, outer: _Call) -> None:
         """Run a model's call forward and backward, and keep the calls of its modules."""
@@ -257,7 +246,7 @@ class Sensitivities(StepObserver):
             self._mode = Rounding(self._formats[0])
             inner = [module for module in self._paths if module is not model]
             try:
-                with _hooked(inner, self._before, self._after), self._mode:
+                with around_calls(inner, self._before, self._after), self._mode:
                     self._before(model, args, kwargs)
                     output = model.forward(*args, **kwargs)
                     self._after(model, args, output)
@@ -292,52 +281,42 @@ class Sensitivities(StepObserver):
             call.returned(output)
             self._calls[call.path].append(call)
 
-    def _rows_of(self, call: _Call, times: float) -> list[ModuleRounding]:
+    def _rows_of(self, call: _Call, times: float) -> Iterator[ModuleRounding]:
         """A row for each format that the module can run in; none where it can't be measured."""
-        name, kind, rows = call.path or "the model itself", type(call.module).__name__, []
+        name = call.path or "the model itself"
         if [t._version for t in floats((call.args, call.kwargs))] != call.versions:
             self._notes.setdefault(f"{name}: not measured, because its input is overwritten later")
-            return []
+            return
         if all(gradient is None for gradient in call.gradients):
             self._notes.setdefault(f"{name}: not measured, because no gradient reaches its output")
-            return []
+            return
         for form in self._formats:
             if form.name in self._recipes:
-                rows += self._layer_rows(call, form.name, times)
+                yield from self._layer_rows(call, form.name, times)
                 continue
             if form.bits < 16 and not call.multiplies:
                 continue
             exact, _ = self._run(call, form, rounds=False)
             rounded, cause = self._run(call, form, rounds=True)
-            signed = squares = 0.0
-            for gradient, a, b in zip(call.gradients, exact, rounded):
-                if gradient is not None:
-                    found = sums(gradient, b.float() - a.float(), a)
-                    signed, squares = signed + found[0], squares + found[1]
-            if math.isfinite(signed) and math.isfinite(squares):
-                cause = ""
-            else:
-                signed = squares = math.inf
-            rows.append(ModuleRounding(call.path, kind, form.name, signed * times, squares * times, cause))
-        return rows
+            outputs = zip(call.gradients, exact, rounded)
+            changes = [_sums(grad, b.float() - a.float(), a) for grad, a, b in outputs if grad is not None]
+            yield _row(call, form.name, torch.stack(changes).sum(0) * times, cause)
 
-    def _layer_rows(self, call: _Call, format: str, times: float) -> list[ModuleRounding]:
+    def _layer_rows(self, call: _Call, format: str, times: float) -> Iterator[ModuleRounding]:
         """A linear layer's row for a format whose factors have scales; none for the head and other modules."""
         layer, recipe, gradient = call.module, self._recipes[format], call.gradients[0]
         if not isinstance(layer, nn.Linear) or call.path in self._heads or gradient is None:
-            return []
+            return
         if why := misfit(recipe, layer.in_features, layer.out_features):
             self._notes.setdefault(f"{call.path}: {why}")
-            return []
+            return
         x = floats((call.args, call.kwargs))[0]
         with nothing_left(layer):
-            output, update = layer_changes(layer, x, gradient, recipe)
+            output, update = _layer_changes(layer, x, gradient, recipe)
         if (call.path, format) not in self._layers:
-            self._layers[call.path, format] = LayerUpdate.of(layer)
-        self._layers[call.path, format].signed += update[0] * times
-        self._layers[call.path, format].squares += update[1] * times
-        signed, squares = output if all(map(math.isfinite, output)) else (math.inf, math.inf)
-        return [ModuleRounding(call.path, type(layer).__name__, format, signed * times, squares * times)]
+            self._layers[call.path, format] = _LayerUpdate(layer.weight)
+        self._layers[call.path, format].sums += update * times
+        yield _row(call, format, output * times)
 
     @torch.no_grad()
     def _run(self, call: _Call, form: Format, *, rounds: bool) -> tuple[list[Tensor], str]:
@@ -362,20 +341,20 @@ class Sensitivities(StepObserver):
         with nothing_left(call.module):
             call.state.put_back()
             args, kwargs = tree_map_only(Tensor, taken, (call.args, call.kwargs))
-            with _hooked(call.inner, before, after), mode:
+            with around_calls(call.inner, before, after), mode:
                 output = call.module.forward(*args, **kwargs)
         return floats(output), mode.cause
 
 
-@contextmanager
-def _hooked(modules: Iterable[nn.Module], before: Any, after: Any) -> Iterator[None]:
-    """Call `before` and `after` around each call of these modules, also of one that raises."""
-    hooks: list[Any] = []
-    try:
-        for module in modules:
-            hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            hooks.append(module.register_forward_hook(after, always_call=True))
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _row(call: _Call, format: str, found: Tensor, cause: str = "") -> ModuleRounding:
+    """The cause of a change that is not finite."""
+    is_finite = bool(torch.isfinite(found).all())
+    signed, squares = found.tolist() if is_finite else (math.inf, math.inf)
+    kind = type(call.module).__name__
+    return ModuleRounding(call.path, kind, format, signed, squares, "" if is_finite else cause)
+
+
+def _added(one: ModuleRounding, other: ModuleRounding) -> ModuleRounding:
+    """One row of two calls."""
+    signed, squares = one.signed + other.signed, one.squares + other.squares
+    return replace(one, signed=signed, squares=squares, cause=one.cause or other.cause)

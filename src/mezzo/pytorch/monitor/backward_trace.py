@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class BackwardTrace:
         self._senders = Counter(starts)
         self.found: OverflowReport | None = None
         self.trouble = ""  # an error of looking
-        self._handles = [node.register_hook(self._hook(node)) for node in nodes]
+        self._handles = [node.register_hook(partial(self._hook, node)) for node in nodes]
 
     def undo(self) -> None:
         """Take the hooks off."""
@@ -69,22 +69,19 @@ class BackwardTrace:
         """How many gradients the nodes have sent to one of those that a saved call, by its number, returned."""
         return max((n for node, n in self._senders.items() if node.metadata.get(OF_CALL) == call), default=0)
 
-    def _hook(self, node: Any) -> Any:
-        def look(going: Gradients, coming: Gradients) -> None:
-            try:
-                with torch._C.DisableTorchFunction():
-                    self._look(node, going, coming)
-            except Exception as error:  # the script's backward must go on
-                self.trouble = in_one_line(error)
-
-        return look
+    def _hook(self, node: Any, going: Gradients, coming: Gradients) -> None:
+        try:
+            with torch._C.DisableTorchFunction():
+                self._look(node, going, coming)
+        except Exception as error:  # the script's backward must go on
+            self.trouble = in_one_line(error)
 
     def _look(self, node: Any, going: Gradients, coming: Gradients) -> None:
         all_finite = True
         for (following, _), grad in zip(node.next_functions, going):
             if grad is not None and following is not None:
                 self._senders[following] += 1
-                if not _surely_finite(grad):
+                if not finite(grad):
                     all_finite = False
                     self._sent_bad.add(following)
         if all_finite:
@@ -143,16 +140,6 @@ def _cause(op: str, kept: list[TensorFacts], outputs: list[TensorFacts]) -> str:
     # Inside of an operation of many steps NaN comes of an overflow: inf - inf.
     invalid = op == HOOK or (op not in COMPOSED and any(one.nans for one in outputs))
     return "invalid" if invalid else "overflow"
-
-
-def _surely_finite(grad: Tensor) -> bool:
-    """Whether it is finite, by one cheap pass: a sum in FP32 is finite only if every element is."""
-    if grad.layout is torch.strided and grad.is_floating_point() and grad.dtype.itemsize > 1:
-        wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
-        total = grad if grad.numel() == 1 else grad.detach().sum(dtype=wide)
-        if math.isfinite(total.item()):  # torch.isfinite is four operations
-            return True
-    return finite(grad)
 
 
 def _is_finite_without(scale: float, node: Any, coming: Gradients) -> bool:

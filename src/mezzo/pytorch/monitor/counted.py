@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -13,21 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backward pass
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.core.overflow import OUTSIDE
-from mezzo.core.ranges import BINS, INFINITE, NAN, ZERO, Histogram, RangeRow
+from mezzo.core.ranges import BINS, INFINITE, NAN, WHAT, ZERO, Histogram, RangeRow
 from mezzo.pytorch import distributed
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.kernels.plain import is_dense
-from mezzo.pytorch.monitor.module_paths import Paths, joined
+from mezzo.pytorch.monitor.module_paths import joined
 from mezzo.pytorch.monitor.operations import tensors
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.snapshot import version_of
 from mezzo.pytorch.weights import master_state
 from mezzo.pytorch.weights.stored_parameters import wide_value
 
-WEIGHT, ACTIVATION = "weight", "activation"
-ACTIVATION_GRADIENT, WEIGHT_GRADIENT, RATIO = "activation gradient", "weight gradient", "update ratio"
+WEIGHT, ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, RATIO = WHAT
 
 BLOCK = 1 << 18
 """Elements that are counted, or whose ratio is computed, at once: what lies between stays small, and in a cache."""
@@ -103,10 +104,11 @@ class ExponentRows:
         self._rows.update(other._rows)
 
     def read(self, shifts: dict[str, int]) -> list[RangeRow]:
-        """The rows, each shifted by the exponents that are given for its `what`. Waits for the devices."""
+        """Let go of the rows, and return each shifted by the exponents given for its `what`. Waits for the devices."""
+        every, self._rows = self._rows, {}
         found: dict[_Key, Histogram] = {}
-        for device in {device for _, device in self._rows}:
-            rows = {key: row for (key, place), row in self._rows.items() if place == device}
+        for device in {device for _, device in every}:
+            rows = {key: row for (key, place), row in every.items() if place == device}
             counted = torch.stack(list(rows.values())).cpu().numpy()
             largest = counted[:, LARGEST].astype(np.int32).view(np.float32)
             for key, words, size in zip(rows, counted, largest.tolist()):
@@ -115,7 +117,7 @@ class ExponentRows:
                 if shift and one.counts:
                     one = replace(one, lowest=one.lowest + shift, largest=math.ldexp(size, shift))
                 found[key] = found[key].plus(one) if key in found else one
-        keys = dict.fromkeys(key for key, _ in self._rows)
+        keys = dict.fromkeys(key for key, _ in every)
         return [RangeRow(key.module, key.what, key.format, found[key], key.name) for key in keys]
 
 
@@ -138,34 +140,31 @@ def _numbers(tensor: Tensor) -> Tensor | None:
 
 
 class WatchedOutputs:
-    """Counts outputs of modules and their gradients, by hooks that exist only from `call_begins` to `end`.
+    """Counts outputs of modules and their gradients for one update, by hooks that exist only until `end`.
 
     `distinct`: what several modules return counts for the innermost alone.
     """
 
-    def __init__(self, kinds: Collection[str], *, distinct: bool = False) -> None:
-        self._kinds, self._distinct = kinds, distinct
-        self.wanted = bool({ACTIVATION, ACTIVATION_GRADIENT} & set(kinds))
+    def __init__(self, *, distinct: bool = False) -> None:
+        self._distinct = distinct
         self._passes = 0
-        self._reset()
-
-    def _reset(self) -> None:
         self.rows = ExponentRows()
-        self._counted: dict[int, tuple[ref[Tensor], int]] = {}  # id of a tensor -> it, and its version then
+        self._counted: Any = WeakTensorKeyDictionary()  # tensor -> its version then
         self._handles: list[Any] = []
         self._hooked: set[int] = set()
         self._calling: ref[nn.Module] | None = None  # the model whose call is running
         self._root: str | None = None  # the path that its own output counts for
         self.backward = 0  # number of the backward pass that is being counted; 0: none is
 
-    def call_begins(self, model: nn.Module, paths: Paths, prefix: str = "") -> None:
+    def call_begins(self, model: nn.Module, paths: dict[str, nn.Module], prefix: str = "") -> None:
         """A model's call that counts begins. Paths in rows begin with the prefix."""
         self._calling, self.backward = ref(model), 0
-        self._root = prefix if paths.seen.get("") is model else None
-        for path, module in paths.seen.items():
+        self._root = prefix if paths.get("") is model else None
+        for path, module in paths.items():
             if id(module) not in self._hooked and module is not model:
                 self._hooked.add(id(module))
-                self._handles.append(module.register_forward_hook(self._hook(joined(prefix, path))))
+                hook = partial(self._returned, joined(prefix, path))
+                self._handles.append(module.register_forward_hook(hook))
 
     def call_ended(self, model: nn.Module, output: Any) -> None:
         """A call has ended, perhaps one whose beginning was not reported."""
@@ -183,21 +182,16 @@ class WatchedOutputs:
         """Take all hooks away; what was counted."""
         for handle in self._handles:
             handle.remove()
-        rows = self.rows
-        self._reset()
-        return rows
+        return self.rows
 
-    def _hook(self, path: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            # A call that raised has no end, and evaluation may follow it.
-            model = None if self._calling is None else self._calling()
-            counts = model is not None and model.training and _graph_task() == -1
-            if counts or (self.backward and _graph_task() != -1):
-                self._count(path, output)
-
-        return hook
+    def _returned(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        # A call that raised has no end, and evaluation may follow it.
+        model = None if self._calling is None else self._calling()
+        counts = model is not None and model.training and _graph_task() == -1
+        if counts or (self.backward and _graph_task() != -1):
+            self._count(path, output)
 
     def _count(self, path: str, output: Any) -> None:
         repeats = _graph_task() != -1
@@ -207,18 +201,16 @@ class WatchedOutputs:
                 continue
             if self._distinct and not self._first_seen(tensor):
                 continue
-            if ACTIVATION in self._kinds and not repeats:
+            if not repeats:
                 self.rows.add(path, ACTIVATION, tensor)
-            wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-            if ACTIVATION_GRADIENT in self._kinds and tensor.requires_grad and not wrapped:
+            if tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 self._handles.append(tensor.register_hook(self._gradient_hook(path)))
 
     def _first_seen(self, tensor: Tensor) -> bool:
         """Whether no module has returned this tensor yet, as it is now."""
-        known = self._counted.get(id(tensor))
-        version = version_of(tensor)
-        self._counted[id(tensor)] = ref(tensor), version
-        return known is None or known[0]() is not tensor or known[1] != version
+        known, version = self._counted.get(tensor), version_of(tensor)
+        self._counted[tensor] = version
+        return bool(known != version)
 
     def _gradient_hook(self, path: str) -> Any:
         counted = 0
@@ -237,10 +229,8 @@ class WatchedOutputs:
 class WatchedParameters:
     """Counts weights (or their FP32 masters), gradients and update ratios of one optimizer in one update."""
 
-    def __init__(
-        self, optimizer: Optimizer, names: dict[int, tuple[str, str]], kinds: Collection[str]
-    ) -> None:
-        self._optimizer, self._names, self._kinds = optimizer, names, kinds
+    def __init__(self, optimizer: Optimizer, names: dict[int, tuple[str, str]], ratios: bool) -> None:
+        self._optimizer, self._names, self._ratios = optimizer, names, ratios
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._seen: set[int] = set()
         self._handles: list[Any] = []
@@ -258,13 +248,12 @@ class WatchedParameters:
             self._seen.add(id(param))
             module, name = self._name(param)
             moves = param.grad is not None
-            value, is_copy = self._exact(param) if moves else (distributed.local(param.detach()), False)
-            if WEIGHT in self._kinds:
-                self.rows.add(module, WEIGHT, value, name=name, format=name_of(param.dtype))
-            if WEIGHT_GRADIENT in self._kinds and param.grad is not None:
+            value = self._exact(param) if moves else distributed.local(param.detach())
+            self.rows.add(module, WEIGHT, value, name=name, format=name_of(param.dtype))
+            if param.grad is not None:
                 self.rows.add(module, WEIGHT_GRADIENT, param.grad, name=name)
-            if RATIO in self._kinds and moves:
-                self._before[id(param)] = (param, value if is_copy else value.clone())
+            if self._ratios and moves:
+                self._before[id(param)] = param, value.clone()
 
     def before_each(self) -> None:
         """Look at each parameter as soon as its gradient is complete, before any hook that is put on it later."""
@@ -278,10 +267,8 @@ class WatchedParameters:
         rows = ExponentRows()
         for param, before in self._before.values():
             module, name = self._name(param)
-            after, _ = self._exact(param)
-            for ratio in ratios(before, after):
+            for ratio in ratios(before, self._exact(param)):
                 rows.add(module, RATIO, ratio, name=name, format=name_of(before.dtype))
-        self.end()
         return rows
 
     def end(self) -> None:
@@ -299,19 +286,17 @@ class WatchedParameters:
             return self._names[id(param)]
         return OUTSIDE, f"parameter {next(i for i, one in enumerate(self._params()) if one is param)}"
 
-    def _exact(self, param: Tensor) -> tuple[Tensor, bool]:
-        """The value in the optimizer's FP32 master or in itself, and whether that is a copy."""
-        owner = None
-        if param.dtype in SIXTEEN_BITS and id(param) not in self._without:
-            owner = self._owners.get(id(param))
-        if owner is None:
-            return distributed.local(param.detach()), False
+    def _exact(self, param: Tensor) -> Tensor:
+        """The value in the optimizer's FP32 master or in itself."""
+        has_master = param.dtype in SIXTEEN_BITS and id(param) not in self._without
+        owner = self._owners.get(id(param)) if has_master else None
+        value = param.detach()
         if isinstance(owner, FusedOptimizer) and not owner.state.get(param):
             # It has not moved yet. To ask for its master would give it a state, which a skipped step must not.
             value = wide_value(param)
-        else:
+        elif owner is not None:
             value = owner.master(param).detach()
-        return distributed.local(value), True
+        return distributed.local(value)
 
 
 def ratios(before: Tensor, after: Tensor) -> Iterable[Tensor]:

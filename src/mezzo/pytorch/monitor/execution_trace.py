@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ExecutionTraceObserver
 
 _TENSOR = re.compile(r"Tensor\(([^()]+)\)")
@@ -27,7 +26,7 @@ _FORMATS = {
 # A step whose trace is larger than this is not read: it would take longer than the step is worth.
 _LARGEST = 1 << 29
 
-_active = False
+_active: list[ExecutionTraceObserver] = []  # the one that records, if one does
 
 
 @dataclass
@@ -65,7 +64,6 @@ class Recorded:
 @contextmanager
 def recorded() -> Iterator[Recorded]:
     """Record what runs inside, in all threads; one at a time in a process. A child made by ``fork`` records nothing."""
-    global _active
     found, observer = Recorded(), ExecutionTraceObserver()
     handle, name = tempfile.mkstemp(prefix="mezzo-trace-", suffix=".json")
     os.close(handle)
@@ -81,7 +79,7 @@ def recorded() -> Iterator[Recorded]:
             return
         with _without_chatter():
             observer.start()
-        _active = True
+        _active.append(observer)
         try:
             yield found
         finally:
@@ -89,7 +87,7 @@ def recorded() -> Iterator[Recorded]:
                 # Its own `stop` would crash if someone else had ended the recording; this doesn't.
                 observer._execution_trace_running = False
                 observer.unregister_callback()
-            _active = False
+            _active.clear()
         found.calls, found.note = _read(path)
     finally:
         path.unlink(missing_ok=True)
@@ -108,9 +106,9 @@ def _read(path: Path) -> tuple[list[Call], str]:
 
 def _in_forked_child() -> None:
     """A child shares the file with its parent: what it writes would break the parent's trace."""
-    if _active:
+    for observer in _active:
         with _without_chatter():
-            torch._C._profiler._disable_execution_trace_observer()
+            observer.stop()
 
 
 if hasattr(os, "register_at_fork"):

@@ -25,7 +25,7 @@ from mezzo.pytorch.autocast.context import context_of
 from mezzo.pytorch.autocast.modules import apply_module_overrides, described, with_heads
 from mezzo.pytorch.autocast.plan import plan
 from mezzo.pytorch.monitor.formats import MODULE_MARK, OpObserver, summed
-from mezzo.pytorch.monitor.module_paths import is_opaque, walk
+from mezzo.pytorch.monitor.module_paths import around_calls, opaque_part, walk
 from mezzo.pytorch.monitor.replay import nothing_left
 from mezzo.pytorch.weights.stored_parameters import stored
 
@@ -140,7 +140,7 @@ def explain(
         notes.append(
             f"auto selects {policy.compute} here. mezzo.MixedPrecision also times it against fp32 first."
         )
-    compiled = next((path or "the model" for path, module in walk(model) if is_opaque(module)), "")
+    compiled = opaque_part(model)
     if compiled:
         notes.append(f"{compiled} is compiled: these are the formats without compilation.")
     notes += described(policy, model)
@@ -185,30 +185,19 @@ def _check_arguments(model: object, inputs: tuple[Any, ...], kwargs: dict[str, A
 @contextmanager
 def _marked(model: torch.nn.Module) -> Iterator[None]:
     """Mark in the trace which module runs."""
+    inside = ((path, module) for path, module in walk(model, inside=True) if path)
+    paths = {module: path for path, module in inside if not isinstance(module, torch.jit.ScriptModule)}
     open_marks: list[Any] = []
-    handles = []
 
-    def begin(path: str) -> Any:
-        def hook(*_: Any) -> None:
-            open_marks.append(torch.autograd.profiler.record_function(MODULE_MARK + path))
-            open_marks[-1].__enter__()
-
-        return hook
+    def begin(module: torch.nn.Module, *_: Any) -> None:
+        open_marks.append(torch.autograd.profiler.record_function(MODULE_MARK + paths[module]))
+        open_marks[-1].__enter__()
 
     def end(*_: Any) -> None:
         open_marks.pop().__exit__(None, None, None)
 
-    try:
-        for path, module in walk(model, inside=True):
-            if path and not isinstance(module, torch.jit.ScriptModule):
-                handles.append(module.register_forward_pre_hook(begin(path), prepend=True))
-                handles.append(module.register_forward_hook(end, always_call=True))
+    with around_calls(paths, begin, end, prepend=True):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        while open_marks:
-            end()
 
 
 def _by_place(rows: list[OpFormats]) -> list[OpFormats]:
@@ -239,8 +228,9 @@ def _kernels(rows: list[OpFormats], policy: Policy, device_type: str) -> list[st
         if how in _BY_KERNEL and (kernel is None or kernel.kind in ("inside", "result")):
             ran.setdefault(how, []).append(op)
     return [
-        _BY_KERNEL[how].format(ops=", ".join(ops), compute=policy.activations)
-        for how, ops in sorted(ran.items(), key=lambda pair: list(_BY_KERNEL).index(pair[0]))
+        sentence.format(ops=", ".join(ran[how]), compute=policy.activations)
+        for how, sentence in _BY_KERNEL.items()
+        if how in ran
     ]
 
 

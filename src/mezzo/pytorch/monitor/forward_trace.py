@@ -35,6 +35,7 @@ from mezzo.pytorch.monitor.operations import (
     bare,
     facts,
     finite,
+    in_one_line,
     line_text,
     mapped,
     only_minus_infinity,
@@ -189,7 +190,7 @@ class ForwardTrace(TorchFunctionMode):
         try:
             return look(*args)
         except Exception as error:
-            self.paused, self.trouble = True, f"{type(error).__name__}: {error}"
+            self.paused, self.trouble = True, in_one_line(error)
             return None
 
     def _claim_all(self, held: Any, operation: Operation | None) -> None:

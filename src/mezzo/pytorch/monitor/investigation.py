@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from mezzo.pytorch.hardware import native_formats
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, replay_backward, report_at
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Operation
 from mezzo.pytorch.monitor.module_paths import path_of
-from mezzo.pytorch.monitor.operations import facts, finite, in_one_line, only_minus_infinity, over, tensors
+from mezzo.pytorch.monitor.operations import facts, finite, in_one_line, over, tensors
 from mezzo.pytorch.monitor.replay import SavedCall
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ _PASSED = 8  # propagators that are reported
 _CHAIN = 3  # remedies that are combined at most, where each alone only moves the overflow
 _TRIALS = 6  # combinations of each length that are tried
 _Pairs = Sequence[tuple[Tensor, Tensor]]  # outputs on the graph, each with its gradient
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def investigate(
@@ -102,24 +101,20 @@ def _replayed(
 
 
 def _traced(
-    call: SavedCall, given: _Arguments, enter: Callable[[], AbstractContextManager[Any]]
+    call: SavedCall, given: tuple[Any, Any], enter: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[ForwardTrace, list[Tensor], OverflowReport | None]:
     """Run a call's forward in a context: the trace, the outputs, and what produced the first that is not finite."""
+    args, kwargs = given
     named = [(f"input {n}", tensor) for n, tensor in enumerate(tensors(given, objects=True))]
-    trace = ForwardTrace([call.root], named, stop=_forward.__code__, called=call.line)
-    outputs = list(tensors(_forward(call, given, enter, trace)))
+    trace = ForwardTrace([call.root], named, stop=_traced.__code__, called=call.line)
+    with enter(), trace.watching():
+        output = call.inner(*args, **kwargs)
     if trace.trouble:
         raise RuntimeError(trace.trouble)
+    outputs = list(tensors(output))
     reached = [operation for tensor in outputs if (operation := trace.reached(tensor)) is not None]
     first = min((operation.root() for operation in reached), key=lambda pair: pair[0].number, default=None)
     return trace, outputs, None if first is None else first[1]
-
-
-def _forward(
-    call: SavedCall, given: _Arguments, enter: Callable[[], AbstractContextManager[Any]], trace: ForwardTrace
-) -> Any:
-    with enter(), trace.watching():
-        return call.inner(*given[0], **given[1])
 
 
 def _backward(trace: ForwardTrace, pairs: _Pairs, scale: float) -> OverflowReport | None:
@@ -171,7 +166,7 @@ def remedies_for(
         if model is not None and path_of(call.inner, model) is None:
             owner = f", for the MixedPrecision of the model with that module ({type(call.inner).__name__})"
     kept: list[str] = []
-    moving: list[str] = []  # policies that help at most in part
+    moving: dict[str, OverflowReport] = {}  # policies that help at most in part -> what they leave
     enough = False  # modules in FP32
     for sentence in remedies(report, used, has_bf16=has_bf16):
         found = None if report.cause == "loss scale" else POLICY.search(sentence)
@@ -182,46 +177,48 @@ def remedies_for(
                 kept += [f"{added(combined, used)}: `{combined}`{owner}"] if combined is not None else []
             if call is None or (modules and enough):
                 continue
-            if not _helps(found[1], call, scales):
-                moving.append(found[1])
+            left = _left_under(found[1], call, scales)
+            if left is not None:
+                moving[found[1]] = left
                 continue
             enough |= not whole
         kept.append(f"{sentence}{owner}" if found is not None and "module." in found[1] else sentence)
     return [with_fix(sentence, written) for sentence in kept]
 
 
-def _combined(moving: Sequence[str], call: SavedCall, scales: Mapping[int, float]) -> str | None:
+def _combined(
+    moving: Mapping[str, OverflowReport], call: SavedCall, scales: Mapping[int, float]
+) -> str | None:
     """The first policy under which the call is finite, of those that add to these what fixes the next overflow."""
-    tried = list(moving)
+    tried = dict(moving)
     for _ in range(_CHAIN - 1):
         longer: dict[str, None] = {}
-        for text in tried[:_TRIALS]:
-            following = _overflow_under(text, call, scales)
-            offered = [] if following is None else remedies(following, policy_of(text))
-            quoted = (found[1] for sentence in offered if (found := POLICY.search(sentence)))
+        for text, left in list(tried.items())[:_TRIALS]:
+            quoted = (found[1] for one in remedies(left, policy_of(text)) if (found := POLICY.search(one)))
             longer |= dict.fromkeys(one for one in quoted if one not in ("bf16", "fp32", *moving))
-        tried = list(longer)[:_TRIALS]
-        for text in tried:
-            if _helps(text, call, scales):
+        tried.clear()
+        for text in list(longer)[:_TRIALS]:
+            following = _left_under(text, call, scales)
+            if following is None:
                 return text
+            tried[text] = following
     return None
 
 
-def _overflow_under(text: str, call: SavedCall, scales: Mapping[int, float]) -> OverflowReport | None:
-    """What overflows first in a call and its backward without the loss scale, under another policy."""
+def _left_under(text: str, call: SavedCall, scales: Mapping[int, float]) -> OverflowReport | None:
+    """What is not finite in a call and its backward without the loss scale, under another policy; None if all is."""
     try:
         with call.again() as given, _changed(text, call) as enter:
             trace, outputs, found = _traced(call, given, enter)
+            # Before the overrides go: a checkpoint runs its modules again in backward.
             for number in call.grads:
                 if found is None:
-                    came = call.gradients(number, outputs)
-                    scale = scales.get(number, 1.0)
-                    pairs = [(output, _unscaled(grad, output, scale)) for output, grad in came]
-                    found = replay_backward(trace, pairs)
+                    came, scale = call.gradients(number, outputs), scales.get(number, 1.0)
+                    found = replay_backward(trace, [(out, _unscaled(grad, out, scale)) for out, grad in came])
             return found
-    except Exception as error:
-        _log.debug("policy %s could not be traced: %s", text, error)
-        return None
+    except Exception as error:  # of the user's code, or of a policy that this model can't have
+        _log.debug("policy %s could not be tried: %s", text, error)
+        return OverflowReport("unknown")
 
 
 @contextmanager
@@ -229,43 +226,12 @@ def _changed(text: str, call: SavedCall) -> Iterator[Callable[[], AbstractContex
     """The call's model under another policy: yields what makes its autocast context."""
     device = _device(call)
     policy = fitting(policy_of(text), call.root)  # under `mezzo run` it names other models' modules too
-    overrides = apply_module_overrides(call.root, policy, device) if policy.modules else None
-    try:
+    with apply_module_overrides(call.root, policy, device) if policy.modules else nullcontext():
         yield partial(context_of, policy, device)
-    finally:
-        if overrides is not None:
-            overrides.remove()
 
 
 def _device(call: SavedCall) -> str:
     return next((p.device.type for p in call.inner.parameters()), "cpu")
-
-
-def _helps(text: str, call: SavedCall, scales: Mapping[int, float]) -> bool:
-    """Whether a call and its backward without the loss scale are finite under a policy."""
-    try:
-        with call.again() as (args, kwargs), _changed(text, call) as enter:
-            with enter():
-                outputs = list(tensors(call.inner(*args, **kwargs)))
-            # Before the overrides go: a checkpoint runs its modules again in backward.
-            return _all_finite(call, outputs, scales)
-    except Exception as error:  # of the user's code, or of a policy that this model can't have
-        _log.debug("policy %s could not be tried: %s", text, error)
-        return False
-
-
-def _all_finite(call: SavedCall, outputs: Sequence[Tensor], scales: Mapping[int, float]) -> bool:
-    if not all(finite(tensor) or only_minus_infinity(tensor) for tensor in outputs):
-        return False
-    leaves = [param for param in call.inner.parameters() if param.requires_grad]
-    for number in call.grads:
-        came = call.gradients(number, outputs)
-        grads = [_unscaled(grad, output, scales.get(number, 1.0)) for output, grad in came]
-        starts = [output for output, _ in came]
-        given = torch.autograd.grad(starts, leaves, grads, retain_graph=True, allow_unused=True)
-        if not all(grad is None or finite(grad) for grad in given):
-            return False
-    return True
 
 
 def _unscaled(grad: Tensor, output: Tensor, scale: float) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,27 +14,21 @@ _WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
-@dataclass
-class Paths:
-    """Modules whose outputs can be looked at, by path, and paths of compiled ones, whose inside cannot be."""
-
-    seen: dict[str, nn.Module] = field(default_factory=dict)
-    compiled: list[str] = field(default_factory=list)
-
-
-def paths(model: nn.Module, *, every: bool = False) -> Paths:
-    """The modules of a model that are leaves or hold parameters directly, or `every` one."""
-    found = Paths()
+def paths(model: nn.Module, *, every: bool = False) -> dict[str, nn.Module]:
+    """Modules whose outputs can be looked at, by path: leaves, those that hold parameters directly, or `every` one."""
+    found: dict[str, nn.Module] = {}
     for path, module in walk(model):
-        opaque = is_opaque(module)
-        if opaque:
-            found.compiled.append(path)
         own = any(p is not None for p in module._parameters.values())
         # What `Module.compile()` compiles includes its hooks; what `torch.compile` wraps has them outside.
         hooks_run = module._compiled_call_impl is None
-        if hooks_run and (opaque or every or own or not any(True for _ in module.children())):
-            found.seen[path] = module
+        if hooks_run and (is_opaque(module) or every or own or not any(True for _ in module.children())):
+            found[path] = module
     return found
+
+
+def opaque_part(model: nn.Module) -> str:
+    """The first module whose inside can't be looked at: its path, or "the model"; "" if there is none."""
+    return next((path or "the model" for path, module in walk(model) if is_opaque(module)), "")
 
 
 def parameter_paths(model: nn.Module) -> dict[int, tuple[str, str]]:
@@ -92,3 +87,26 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = model.module
         else:
             return model
+
+
+@contextmanager
+def around_calls(
+    modules: Iterable[nn.Module],
+    before: Callable[..., None],
+    after: Callable[..., Any],
+    *,
+    prepend: bool = False,
+) -> Iterator[None]:
+    """Call `before(module, args, kwargs)` and `after(module, args, output)` around each call, also of one that raises.
+
+    `prepend`: before the modules' own hooks.
+    """
+    handles: list[Any] = []
+    try:
+        for module in modules:
+            handles.append(module.register_forward_pre_hook(before, prepend=prepend, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import linecache
 import math
 import os
 import re
-import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -59,22 +61,21 @@ Line = tuple[str, int]
 _FOREIGN = tuple(
     os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (torch, mezzo)
 )
-_of_the_user: dict[CodeType, bool] = {}
+
+
+@functools.cache
+def _is_users(code: CodeType) -> bool:
+    name = code.co_filename
+    return not (name.startswith((*_FOREIGN, "<")) or f"{os.sep}contextlib.py" in name)
 
 
 def users_line(stop: CodeType | None = None) -> Line | None:
     """File and number of the innermost running line of the user's, inside of the code `stop`; None if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not stop:
-        code = frame.f_code
-        known = _of_the_user.get(code)
-        if known is None:
-            name = code.co_filename
-            known = not (name.startswith((*_FOREIGN, "<")) or f"{os.sep}contextlib.py" in name)
-            _of_the_user[code] = known
-        if known:
-            return code.co_filename, frame.f_lineno
-        frame = frame.f_back
+    for frame, number in traceback.walk_stack(inspect.currentframe()):
+        if frame.f_code is stop:
+            break
+        if _is_users(frame.f_code):
+            return frame.f_code.co_filename, number
     return None
 
 
@@ -117,9 +118,12 @@ def values(tensor: Tensor) -> Tensor | None:
 def finite(tensor: Tensor) -> bool:
     """Whether every element is; True of integers. Waits for the device."""
     seen = values(tensor)
-    if seen is not None and seen.numel() == 1:
-        return math.isfinite(seen.item())
-    return seen is None or bool(torch.isfinite(seen).all())
+    if seen is None:
+        return True
+    # One pass: a sum in FP32 is finite only if every element is. torch.isfinite is four operations.
+    wide = torch.float64 if seen.dtype is torch.float64 else torch.float32
+    total = seen if seen.numel() == 1 else seen.sum(dtype=wide)
+    return math.isfinite(total.item()) or (seen.numel() > 1 and bool(torch.isfinite(seen).all()))
 
 
 def only_minus_infinity(tensor: Tensor) -> bool:

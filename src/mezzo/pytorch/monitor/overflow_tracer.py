@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from mezzo.pytorch.monitor.operations import facts, finite, in_one_line, users_l
 from mezzo.pytorch.monitor.replay import SavedCall, SideEffects, eager, running_again, within_compiled
 
 _FEW = 8  # kept calls that are looked at before each call
+ALARMS = 20
+"""Reports of a cause other than the loss scale, in a run; steps are not looked into after the last."""
 WATCHED = 50
 """Contexts that are watched live at most, for one overflow that was not explained."""
 
@@ -39,28 +41,26 @@ NOT_TRACED = (
     "gather parameters on one rank alone. To find the operation, run the script on one process without fully_shard"
 )
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 _ALL: weakref.WeakSet[OverflowTracer] = weakref.WeakSet()
 
 
-def _never_raises(method: _Method) -> _Method:
+def _never_raises(method: Callable[..., None]) -> Callable[..., None]:
     """An error of the tracer goes into the report's note; the step goes on."""
 
     @functools.wraps(method)
-    def guarded(self: OverflowTracer, *args: Any, **kwargs: Any) -> Any:
+    def guarded(self: OverflowTracer, *args: Any) -> None:
         try:
-            return method(self, *args, **kwargs)
+            method(self, *args)
         except Exception as error:
             self._trouble.append(f"tracing failed: {in_one_line(error)}")
-            return None
 
-    return cast("_Method", guarded)
+    return guarded
 
 
 class OverflowTracer(StepObserver):
     """A `StepObserver` that looks into skipped steps, also where the host must wait for the device if it `waits`.
 
-    There are at most `limit` alarms; remedies have policies as `written`: as code, or as a command. `group_of` gives
+    There are at most `ALARMS`; remedies have policies as `written`: as code, or as a command. `group_of` gives
     the process group of an optimizer whose gradients are averaged (by default that of the last model called): its ranks
     tell each other what they found. A sharded model is not traced.
     """
@@ -71,19 +71,17 @@ class OverflowTracer(StepObserver):
         enter: Callable[[], AbstractContextManager[Any]],
         clock: Callable[[], float] = time.monotonic,
         waits: bool = False,
-        limit: int = 20,
         model: nn.Module | None = None,
         written: Callable[[str], str] = training_code,
         group_of: Callable[[Optimizer], Any] | None = None,
     ) -> None:
         self._enter, self._model, self._written = enter, model, written
-        self._clock, self._waits, self._limit = clock, waits, limit
+        self._clock, self._waits, self._limit = clock, waits, ALARMS
         # Alarms left, by process group, whose ranks count alike; None: for optimizers of this rank alone.
-        self._left: dict[Any, int] = {None: limit}
+        self._left: dict[Any, int] = {None: ALARMS}
         self.calls: list[SavedCall] = []
         self._pruned = 0  # how many calls the last `_prune` left
         self._effects: weakref.WeakKeyDictionary[nn.Module, SideEffects] = weakref.WeakKeyDictionary()
-        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of the model, called by themselves
         self._open: SavedCall | None = None
         self._scales: dict[int, Scale] = {}  # number of a backward of this step -> its scale
         self._outside: dict[int, BackwardTrace] = {}
@@ -126,18 +124,16 @@ class OverflowTracer(StepObserver):
                 self.notes.append(NOT_TRACED)
                 return
             self._effects[inner] = SideEffects(inner)
-            if self._model is not None and path_of(inner, self._model):
-                self._parts.add(inner)
+            if self._model is not None and path_of(inner, self._model):  # a part of it, called by itself
+                self._effects[inner].root = weakref.ref(unwrapped(self._model))
         self._open = SavedCall(model, args, kwargs, self._effects[inner], self._enter, users_line())
-        if self._model is not None and inner in self._parts:
-            self._open.root = unwrapped(self._model)
 
     @_never_raises
     def call_ended(self, model: nn.Module, output: Any) -> None:
         """Watch for the gradients of what was returned."""
         call, self._open = self._open, None
         if call is not None and call.model is model:
-            self._effects[call.inner].learn(call.state)
+            self._effects[call.inner].learn(call.inner, call.state)
             if call.ended(output):
                 self.calls.append(call)
 
@@ -240,30 +236,24 @@ class OverflowTracer(StepObserver):
         """Watch the operations inside, forward; compiled parts run eagerly. A step's contexts are one trace."""
         with ExitStack() as stack:
             try:
-                trace = self._trace()
+                if self._live is None:
+                    self._to_watch -= 1
+                    models = dict.fromkeys([] if self._model is None else [unwrapped(self._model)])
+                    models |= dict.fromkeys(model for tracer in (self, *_ALL) for model in tracer._effects)
+                    self._live = ForwardTrace(models, outer=OUTSIDE)
                 stack.enter_context(eager())
-                stack.enter_context(trace.watching())
-                trace.paused = False
+                stack.enter_context(self._live.watching())
+                self._live.paused = False
             except Exception as error:
                 self._to_watch, self._live = 0, None
                 self._trouble.append(f"tracing failed: {in_one_line(error)}")
             self._watching = True
-            try:
-                yield
-            finally:
-                self._watching = False
+            stack.callback(setattr, self, "_watching", False)
+            yield
 
     def forget_live(self) -> None:
         """Drop the live trace with its graphs: the calls belong to no step."""
         self._live = None
-
-    def _trace(self) -> ForwardTrace:
-        if self._live is None:
-            self._to_watch -= 1
-            models = dict.fromkeys([] if self._model is None else [unwrapped(self._model)])
-            models |= dict.fromkeys(model for tracer in (self, *_ALL) for model in tracer._effects)
-            self._live = ForwardTrace(models, outer=OUTSIDE)
-        return self._live
 
     def _looked_into(self) -> OverflowReport:
         began, kept = time.perf_counter(), 0

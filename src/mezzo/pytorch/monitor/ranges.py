@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
-from mezzo.core.ranges import WHAT, RangeRow, shift_of
+from mezzo.core.ranges import RangeRow, shift_of
 from mezzo.core.records import RangesRecord, Record
 from mezzo.pytorch.monitor.counted import (
     ACTIVATION_GRADIENT,
@@ -28,7 +28,7 @@ from mezzo.pytorch.monitor.counted import (
     WatchedOutputs,
     WatchedParameters,
 )
-from mezzo.pytorch.monitor.module_paths import joined, parameter_paths, path_of, paths
+from mezzo.pytorch.monitor.module_paths import joined, opaque_part, parameter_paths, path_of, paths
 from mezzo.pytorch.monitor.observer import Scale, StepObserver
 
 DEFAULT_EVERY = 100
@@ -47,7 +47,7 @@ _NOT_CALLED = (
 
 
 class RangeWatch(StepObserver):
-    """A `StepObserver` that counts some `kinds` of `WHAT` every `every` updates; `notes`: what was not counted."""
+    """A `StepObserver` that counts every `every` updates, also `ratios`; `notes`: what was not counted."""
 
     def __init__(
         self,
@@ -56,15 +56,16 @@ class RangeWatch(StepObserver):
         *,
         every: int = DEFAULT_EVERY,
         clock: Callable[[], float] = time.monotonic,
-        kinds: Collection[str] = tuple(WHAT),
+        ratios: bool = True,
         note: Callable[[str], None] | None = None,
         all_modules: bool = False,
     ) -> None:
         if not isinstance(every, int) or every < 1:
             raise UsageError(f"watch={every!r} is not a number of updates of at least 1. Example: watch=100")
         self.every, self.notes = every, list[str]()
-        self._optimizer, self._clock, self._tell = optimizer, clock, note or _warn
-        self._all_modules, self._kinds = all_modules, frozenset(kinds)
+        self._optimizer, self._clock = optimizer, clock
+        self._tell = note or partial(warnings.warn, stacklevel=2)
+        self._all_modules, self._ratios = all_modules, ratios
         self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         if optimizer is not None:
             self._updates[optimizer] = 0
@@ -72,23 +73,27 @@ class RangeWatch(StepObserver):
         self._models: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         if model is not None:
             self._models[model] = ""
-        self._outputs = WatchedOutputs(self._kinds, distinct=all_modules)
-        self._parameters: WatchedParameters | None = None
+        self._begin()
         self._releases = False  # the optimizer steps within backward, without `update_begins`
-        self._begun = False
-        self._gradient_scale: Scale | None = None  # of the window's activation gradients
         self._weight_scale: Scale = 1.0
-        self._waiting: deque[_Watched] = deque(maxlen=KEPT)
-        self._last: _Watched | None = None
+        # Each waits for the device when it is first called.
+        self._waiting: deque[Callable[[], RangesRecord]] = deque(maxlen=KEPT)
+        self._last: Callable[[], RangesRecord] | None = None
+
+    def _begin(self) -> None:
+        """A step begins, which ends with an update or is dropped."""
+        self._outputs = WatchedOutputs(distinct=self._all_modules)
+        self._parameters: WatchedParameters | None = None
+        self._gradient_scale: Scale | None = None  # of the step's activation gradients
 
     @property
     def rows(self) -> list[RangeRow]:
         """The rows of the last watched update; none before the first. Waits for the device."""
-        return [] if self._last is None else self._last.read().rows
+        return [] if self._last is None else self._last().rows
 
     def drain(self) -> list[Record]:
         """The records of the watched updates since the last call, of the last `KEPT` of them. Waits for the device."""
-        found: list[Record] = [watched.read() for watched in self._waiting]
+        found: list[Record] = [read() for read in self._waiting]
         self._waiting.clear()
         return found
 
@@ -97,11 +102,9 @@ class RangeWatch(StepObserver):
         if not self._armed() or _capturing():
             return
         prefix = self._prefix(model)
-        if self._outputs.wanted:
-            found = paths(model, every=self._all_modules)
-            if found.compiled:
-                self._note(_COMPILED.format(found.compiled[0] or "the model"))
-            self._outputs.call_begins(model, found, prefix)
+        if compiled := opaque_part(model):
+            self._note(_COMPILED.format(compiled))
+        self._outputs.call_begins(model, paths(model, every=self._all_modules), prefix)
 
     def call_ended(self, model: nn.Module, output: Any) -> None:
         """What the model itself returned."""
@@ -119,10 +122,8 @@ class RangeWatch(StepObserver):
     def update_begins(self, optimizer: Optimizer, scale: Scale) -> None:
         """Weights and gradients, before they move."""
         self._outputs.backward = 0
-        if self._of_interest(optimizer):
-            self._begun = True
-            if self._due(optimizer) and not _capturing():
-                self._watch(optimizer, scale).before()
+        if self._of_interest(optimizer) and self._due(optimizer) and not _capturing():
+            self._watch(optimizer, scale).before()
 
     def update_ended(
         self, optimizer: Optimizer, *, index: int, number: int, skipped: Tensor | bool, loss_scale: Scale
@@ -131,10 +132,9 @@ class RangeWatch(StepObserver):
         if not self._of_interest(optimizer):
             return
         due = self._due(optimizer)
-        begun, self._begun = self._begun or self._parameters is not None, False
-        outputs, scale = self._outputs.end(), self._gradient_scale
-        parameters, self._parameters = self._parameters, None
-        self._gradient_scale = None
+        outputs, scale, parameters = self._outputs.end(), self._gradient_scale, self._parameters
+        self._begin()
+        begun = parameters is not None or _capturing()
         if due and not begun and self._optimizer is not None and not self._releases:
             self._releases = True  # known from here on: the next update is watched instead of this one
             return
@@ -143,23 +143,32 @@ class RangeWatch(StepObserver):
             return
         rows, ratios = ExponentRows(), ExponentRows()
         if parameters is not None:
-            ratios = ExponentRows() if skipped is True else parameters.after()
+            rows = parameters.rows
+            ratios = ratios if skipped is True else parameters.after()
             parameters.end()
-            rows.take(parameters.rows)
-        if not outputs and self._outputs.wanted:
+        if not outputs:
             self._note(_NOT_CALLED)
         rows.take(outputs)
         scales = {ACTIVATION_GRADIENT: 1.0 if scale is None else scale, WEIGHT_GRADIENT: self._weight_scale}
-        record = RangesRecord(index, number, self._clock(), 1.0)
-        self._last = _Watched(rows, ratios, scales, record, _kept(loss_scale), _kept(skipped))
-        self._waiting.append(self._last)
+        at, loss_scale, skipped = self._clock(), _kept(loss_scale), _kept(skipped)
+
+        @cache
+        def read() -> RangesRecord:
+            shifts = {what: -shift_of(float(scale)) for what, scale in scales.items()}
+            found, moved = rows.read(shifts), ratios.read(shifts)
+            return RangesRecord(
+                index, number, at, float(loss_scale), found if bool(skipped) else found + moved
+            )
+
+        self._last = read
+        self._waiting.append(read)
 
     def step_dropped(self) -> None:
         """Nothing of the step counts."""
         self._outputs.end()
         if self._parameters is not None:
             self._parameters.end()
-        self._parameters, self._gradient_scale, self._begun = None, None, False
+        self._begin()
 
     def _of_interest(self, optimizer: Optimizer) -> bool:
         return self._optimizer is None or optimizer is self._optimizer
@@ -190,39 +199,13 @@ class RangeWatch(StepObserver):
             found = parameter_paths(model)
             names |= {key: (joined(prefix, path), name) for key, (path, name) in found.items()}
         self._weight_scale = _kept(scale)
-        self._parameters = WatchedParameters(optimizer, names, self._kinds)
+        self._parameters = WatchedParameters(optimizer, names, self._ratios)
         return self._parameters
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
             self._tell(text)
-
-
-@dataclass
-class _Watched:
-    """One watched update, on the device until it is read."""
-
-    rows: ExponentRows
-    ratios: ExponentRows  # count only if the update was not skipped
-    scales: dict[str, Scale]  # kind of gradient -> its loss scale
-    record: RangesRecord  # without rows and loss scale until it is read
-    loss_scale: Scale
-    skipped: Tensor | bool
-    is_read: bool = False
-
-    def read(self) -> RangesRecord:
-        """The record; waits for the device the first time."""
-        if not self.is_read:
-            shifts = {what: -shift_of(float(scale)) for what, scale in self.scales.items()}
-            found = self.rows.read(shifts) + ([] if bool(self.skipped) else self.ratios.read(shifts))
-            self.record = replace(self.record, loss_scale=float(self.loss_scale), rows=found)
-            self.rows, self.ratios, self.is_read = ExponentRows(), ExponentRows(), True
-        return self.record
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def _kept(value: Any) -> Any:

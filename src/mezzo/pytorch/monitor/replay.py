@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -54,18 +54,23 @@ def _same(kept: Any, now: Any) -> bool:
 
 
 class SideEffects:
-    """What a call of a model may change besides its parameters; after `learn`, what one call was seen to change."""
+    """What a call of a model may change besides its parameters; after `learn`, what one call was seen to change.
+
+    Keeps no module alive.
+    """
 
     def __init__(self, model: nn.Module, *, statistics: bool = False) -> None:
-        self.modules = list(model.modules())
-        counted = (module for module in self.modules if statistics or not isinstance(module, _NormBase))
+        self.root = weakref.ref(model)  # whose paths and policy name the modules
+        modules = list(model.modules())
+        counted = (module for module in modules if statistics or not isinstance(module, _NormBase))
         self.buffers = [buffer for module in counted for buffer in module.buffers(recurse=False)]
-        self.attributes = {(module, name) for module in self.modules for name, _ in _changeable(module)}
+        names = ((weakref.ref(module), name) for module in modules for name, _ in _changeable(module))
+        self.attributes = set(names)
         self.devices = devices_of(model)
         self.pythons = True
         self._learnt = False
 
-    def learn(self, before: ModuleState) -> None:
+    def learn(self, model: nn.Module, before: ModuleState) -> None:
         """Keep from now on only what the first call has changed, and of its own state too."""
         if self._learnt:
             return
@@ -74,13 +79,14 @@ class SideEffects:
         before.buffers = [kept for kept in before.buffers if version_of(kept[0]) != kept[2]]
         self.buffers = [buffer for buffer, _, _ in before.buffers]
         known = {(module, name): kept for module, name, kept in before.attributes}
-        self.attributes = {
+        changed = {
             (module, name)
-            for module in self.modules
+            for module in model.modules()
             for name, value in _changeable(module)
             if not _same(known.get((module, name)), value)
         }
-        before.attributes = [one for one in before.attributes if one[:2] in self.attributes]
+        self.attributes = {(weakref.ref(module), name) for module, name in changed}
+        before.attributes = [one for one in before.attributes if one[:2] in changed]
 
 
 class ModuleState:
@@ -91,8 +97,8 @@ class ModuleState:
         self.buffers = [(one, one.detach().clone(), version_of(one)) for one in effects.buffers]
         self.attributes = [
             (module, name, _copied(module.__dict__[name]))
-            for module, name in effects.attributes
-            if name in module.__dict__
+            for kept, name in effects.attributes
+            if (module := kept()) is not None and name in module.__dict__
         ]
 
     def put_back(self) -> None:
@@ -164,13 +170,10 @@ def within_compiled() -> bool:
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
 
 
-@contextmanager
-def eager() -> Iterator[None]:
+def eager() -> AbstractContextManager[Any]:
     """Compiled functions run as they were written."""
-    with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules and not within_compiled():
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
+    applies = "torch._dynamo" in sys.modules and not within_compiled()
+    return torch.compiler.set_stance("force_eager") if applies else nullcontext()
 
 
 OF_CALL = "mezzo_call"
@@ -193,7 +196,7 @@ class SavedCall:
         line: Line | None,
     ) -> None:
         self.model, self.inner = model, unwrapped(model)
-        self.root = self.inner  # the model whose paths and policy name its modules
+        self.root = effects.root() or self.inner
         self.enter, self.line, self.number = enter, line, next(SavedCall._numbers)
         given = (args, kwargs)
         self.sources = [weakref.ref(tensor) for tensor in tensors(given) if tensor.grad_fn is not None]
