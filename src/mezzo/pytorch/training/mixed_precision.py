@@ -31,7 +31,7 @@ from mezzo.core.records import RecordWriter, writer_of
 from mezzo.pytorch import distributed
 from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
-from mezzo.pytorch.loss_scaler import inverse
+from mezzo.pytorch.loss_scaler import follow_joins, inverse
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.step import StepOutcome, host_knows, parameters, step_fused, step_in_place
@@ -199,6 +199,7 @@ class MixedPrecision:
         except BaseException:
             self._resolved.end()
             raise
+        follow_joins(model, self._resolved)
         self._observing = Observers(
             model, observers_for(self._resolved, model, optimizer, watch, trace, self._journal.now)
         )
