@@ -48,8 +48,16 @@ class LossScaler:
 
     def load(self, pure: DynamicLossScale | StaticLossScale) -> None:
         """Go on from this state."""
-        self.pure = pure
-        self.scale, self._state = begun(pure, self._device)
+        self.pure, self._state = pure, pure.arrays()
+        self.scale = torch.full((), pure.scale, dtype=torch.float32, device=self._device)
+        if not reading_is_free(self.scale):
+            made = {
+                name: torch.full(
+                    (), n, dtype=torch.float32 if isinstance(n, float) else torch.int32, device=self._device
+                )
+                for name, n in vars(self._state).items()
+            }
+            self.scale, self._state = made["scale"], replace(self._state, **made)
 
     def update(self, found_inf: Tensor) -> None:
         """Move to the state after one step, without waiting; `found_inf` is 0-dim FP32, above 0 after an overflow."""
@@ -131,19 +139,6 @@ def moved(
         return scale, after
     after = rounded(after)
     return torch.full((), after.scale, dtype=torch.float32), after
-
-
-def begun(pure: LossScale, device: torch.device) -> tuple[Tensor, ScaleArrays]:
-    """The scale as a tensor, and the moving parts in the form that they have on this device."""
-    state = pure.arrays()
-    scale = torch.full((), state.scale, dtype=torch.float32, device=device)
-    if reading_is_free(scale):
-        return scale, state
-    made = {
-        name: torch.full((), n, dtype=torch.float32 if isinstance(n, float) else torch.int32, device=device)
-        for name, n in vars(state).items()
-    }
-    return made["scale"], replace(state, **made)
 
 
 def inverse(scale: Tensor) -> Tensor:
