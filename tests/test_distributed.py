@@ -89,6 +89,13 @@ def test_ranks_under_ddp_stay_equal_to_the_bit(case: str, ranks: list[dict[str, 
     assert ranks[0][case]["dtypes"] == (["torch.float32"] if "accumulated" in case else [])
 
 
+def test_a_rank_whose_data_ended_early_takes_the_loss_scale_of_the_others(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert ranks[0]["joined"] == ranks[1]["joined"]
+    assert ranks[0]["joined"]["scales"] == [512.0, 1024.0, 4096.0]
+
+
 def test_what_ddp_can_not_have_is_refused(ranks: list[dict[str, Any]]) -> None:
     lowering, release = ranks[0]["refused"]["told"]
     assert "mezzo.lower_weights(model, 'bf16')" in lowering

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch  # noqa: F401, whose names are looked up in sys.modules
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(

@@ -110,13 +110,7 @@ def attached(accelerator: Any, precision: Precision, *, late: bool = False) -> A
 class Precision(TrainerStep):
     """The precision of an attached accelerator."""
 
-    def __init__(
-        self,
-        accelerator: Any,
-        policy: str | os.PathLike[str] | Policy | torch.dtype,
-        written: str,
-        **options: Any,
-    ) -> None:
+    def __init__(self, accelerator: Any, policy: Any, written: str, **options: Any) -> None:
         _refuse_unfit(accelerator, written.partition("(")[0])
         self.device_type: str = accelerator.device.type
         super().__init__(written, self.device_type, policy, **options)

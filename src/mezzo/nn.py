@@ -4,21 +4,13 @@
 `linear_cross_entropy` is the function.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+import torch  # noqa: F401, first: then `mezzo run` imports whole modules of Mezzo
 
 from mezzo.core.lazy import lazy
+from mezzo.pytorch.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 
-# Public name -> the module that has it.
-_PUBLIC = {
-    "LinearCrossEntropy": "mezzo.pytorch.linear_cross_entropy",
-    "linear_cross_entropy": "mezzo.pytorch.linear_cross_entropy",
-}
-__all__ = list(_PUBLIC)
+__all__ = ["LinearCrossEntropy", "linear_cross_entropy"]
 
-if TYPE_CHECKING:
-    from mezzo.pytorch.linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
-    from mezzo.pytorch.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-
-__getattr__, __dir__ = lazy("mezzo.nn", _PUBLIC)
+__getattr__, __dir__ = lazy(
+    "mezzo.nn", dict.fromkeys(__all__, "")
+)  # for errors, with the name that was meant

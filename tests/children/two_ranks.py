@@ -194,6 +194,29 @@ def averaged(rank: int, *, accumulate: int) -> dict[str, Any]:
     return {"weights": hexed(net), "norm": str(result.grad_norm), "dtypes": sorted(dtypes)}
 
 
+def joined(rank: int) -> dict[str, Any]:
+    """Uneven data: the second rank takes twice as many steps, and the scale grows after three."""
+    net = normed()
+    wrapped = DistributedDataParallel(net)
+    mp = mezzo.MixedPrecision(
+        wrapped,
+        torch.optim.SGD(net.parameters(), lr=0.01),
+        "fp16",
+        loss_scale=mezzo.DynamicLossScale(init=256, growth_interval=3),
+    )
+    scales, weights = [], []
+    for epoch in range(3):
+        with wrapped.join():
+            for step in range(2 + 2 * rank):
+                with mp.autocast():
+                    loss = wrapped(data(100 * epoch + 10 * rank + step)).float().square().mean()
+                mp.step(loss)
+                if step == 0:
+                    weights.append(hexed(net))
+        scales.append(mp.loss_scale)
+    return {"scales": scales, "weights": weights}
+
+
 def refused(rank: int) -> dict[str, Any]:
     net = DistributedDataParallel(normed())
     before = hexed(net)
@@ -244,6 +267,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "alone, released": lambda rank: alone(rank, release=True),
     "averaged": lambda rank: averaged(rank, accumulate=1),
     "averaged, accumulated": lambda rank: averaged(rank, accumulate=3),
+    "joined": joined,
     "refused": refused,
     "accelerated": accelerated,
 }

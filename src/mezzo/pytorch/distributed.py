@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +138,7 @@ def ranks_of(params: Iterable[Tensor], groups: Iterable[Any] = ()) -> Ranks:
     given = (dist.group.WORLD if group is None else group for group in groups)
     plain = [_Part(frozenset(dist.get_process_group_ranks(group)), (group,)) for group in given]
     holders = [*(_of_mesh(mesh) for mesh in meshes), *plain]
-    everyone = [*(_of_mesh(_root(mesh)) for mesh in meshes), *plain]
+    everyone = [*(_of_mesh(mesh._get_root_mesh()) for mesh in meshes), *plain]
     if not everyone or len(_covering(everyone).ranks) < 2:
         return ALONE
     whole, held = _covering(everyone), _covering(holders)
@@ -162,25 +162,23 @@ def joins(wrapper: Any) -> bool:
 
 def shards(models: Iterable[nn.Module]) -> dict[int, Tensor]:
     """By the id of a gathered parameter of `fully_shard`, which is a leaf of the graph: its sharded parameter."""
-    gathered = ((one, getattr(one, "_unsharded_param", None)) for one in _sharded(models))
-    return {id(leaf): one.sharded_param for one, leaf in gathered if leaf is not None}
+    return {id(leaf): one.sharded_param for one, leaf in _sharded(models) if leaf is not None}
 
 
 def holds_unreduced(models: Iterable[nn.Module]) -> bool:
     """Whether `set_requires_gradient_sync(False)` has left gradients unreduced."""
-    leaves = ((one, getattr(one, "_unsharded_param", None)) for one in _sharded(models))
     return any(
         getattr(one, "unsharded_accumulated_grad", None) is not None
         or (leaf is not None and leaf.grad is not None)
-        for one, leaf in leaves
+        for one, leaf in _sharded(models)
     )
 
 
 def drop_unsharded(models: Iterable[nn.Module]) -> None:
     """Drop the gradients that `set_requires_gradient_sync(False)` has left unreduced."""
-    for one in _sharded(models):
+    for one, leaf in _sharded(models):
         one.unsharded_accumulated_grad = None
-        if (leaf := getattr(one, "_unsharded_param", None)) is not None:
+        if leaf is not None:
             leaf.grad = None
 
 
@@ -247,23 +245,19 @@ def _state(module: nn.Module) -> Any:
     return module._get_fsdp_state() if kind is not None and isinstance(module, kind) else None
 
 
-def _sharded(models: Iterable[nn.Module]) -> Iterable[Any]:
-    """The parameters of `fully_shard`, as it keeps them."""
+def _sharded(models: Iterable[nn.Module]) -> Iterator[tuple[Any, Any]]:
+    """The parameters of `fully_shard`, as it keeps them, each with its gathered one (None: not gathered)."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     for model in models:
         for state in filter(None, map(_state, model.modules())):
             one = getattr(state, "_fsdp_param_group", None)  # until torch 2.11
             for group in getattr(state, "_fsdp_param_groups", [] if one is None else [one]):
-                yield from group.fsdp_params
+                yield from ((param, getattr(param, "_unsharded_param", None)) for param in group.fsdp_params)
 
 
 def _of_mesh(mesh: Any) -> _Part:
     return _Part(frozenset(mesh.mesh.flatten().tolist()), tuple(mesh.get_all_groups()))
-
-
-def _root(mesh: Any) -> Any:
-    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
 
 
 def _covering(parts: Sequence[_Part]) -> _Part:

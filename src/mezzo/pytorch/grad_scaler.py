@@ -20,24 +20,20 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError, checks_keywords
-from mezzo.core.loss_scale import (
-    LARGEST,
-    DynamicLossScale,
-    ScaleArrays,
-    StaticLossScale,
-    check,
-    on_host,
-)
+from mezzo.core.loss_scale import LARGEST, DynamicLossScale, ScaleArrays, StaticLossScale, check, on_host
 from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch import step as engine
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.loss_scaler import from_scaler_state, moved, to_scaler_state
 
 
-def _breaks_graph(method: Any) -> Any:
-    """Let Dynamo break its graph here: it would lose what `unscale_` writes into the optimizer's state."""
-    method._torchdynamo_disable = True
-    return not_traced(method)
+def _setting(name: str) -> Any:
+    """A setting of the loss scale, by torch's name of it."""
+
+    def change(scaler: GradScaler, value: Any) -> None:
+        scaler._pure = replace(scaler._pure, **{name: value})
+
+    return property(lambda scaler: getattr(scaler._pure, name), change)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -73,6 +69,10 @@ class GradScaler(torch.amp.GradScaler):
     Raises:
         UsageError: a factor, an interval or a bound that is out of range, or an unknown keyword argument.
     """
+
+    _growth_factor = _setting("growth_factor")
+    _backoff_factor = _setting("backoff_factor")
+    _growth_interval = _setting("growth_interval")
 
     @checks_keywords
     def __init__(
@@ -132,10 +132,11 @@ class GradScaler(torch.amp.GradScaler):
     def __repr__(self) -> str:
         if not self._enabled:
             return "GradScaler(enabled=False)"
-        steps, interval = int(self._state().good_steps), self._growth_interval
-        return f"GradScaler(scale={self.get_scale():.10g}, {steps} of {interval} good steps until it grows)"
+        steps = f"{self._get_growth_tracker()} of {self._growth_interval} good steps"
+        return f"GradScaler(scale={self.get_scale():.10g}, {steps} until it grows)"
 
     def _begin(self, device: str | None, enabled: bool, pure: DynamicLossScale) -> None:
+        self._pure = pure
         super().__init__("cpu")  # enabled: a disabled one of torch's has no numbers
         self._device, self._enabled = device or "", enabled
         self._forget()
@@ -151,8 +152,6 @@ class GradScaler(torch.amp.GradScaler):
     def _hold(self, pure: DynamicLossScale) -> None:
         """Go on from this state. `_overflows` and `_stuck` are tensors where the scale is on an accelerator."""
         self._pure = pure
-        self._growth_factor, self._backoff_factor = pure.growth_factor, pure.backoff_factor
-        self._growth_interval = pure.growth_interval
         self._init_scale, self._init_growth_tracker = pure.scale, pure.good_steps
         self._overflows: Any = pure.overflows
         self._stuck: Any = pure.stuck
@@ -169,19 +168,6 @@ class GradScaler(torch.amp.GradScaler):
                 for count in (self._overflows, self._stuck)
             )
 
-    def _fixed(self) -> DynamicLossScale:
-        """Bounds and factors, as torch's setters left them; the moving parts are stale."""
-        own = (self._pure.growth_factor, self._pure.backoff_factor, self._pure.growth_interval)
-        if own != (self._growth_factor, self._backoff_factor, self._growth_interval):
-            self._pure = replace(
-                self._pure,
-                growth_factor=self._growth_factor,
-                backoff_factor=self._backoff_factor,
-                growth_interval=self._growth_interval,
-            )
-            self._growth_factor, self._backoff_factor = self._pure.growth_factor, self._pure.backoff_factor
-        return self._pure
-
     def _state(self) -> ScaleArrays:
         """The moving parts: numbers, or tensors of an accelerator."""
         scale, good_steps = self._scale, self._growth_tracker
@@ -193,7 +179,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _advance(self, found_inf: Tensor) -> None:
         scale, growth_tracker = self._check_scale_growth_tracker("update")
-        self._scale, after = moved(self._fixed(), scale, self._state(), found_inf)
+        self._scale, after = moved(self._pure, scale, self._state(), found_inf)
         self._overflows, self._stuck = after.overflows, after.stuck
         if isinstance(after.good_steps, Tensor):
             self._growth_tracker = after.good_steps
@@ -282,13 +268,10 @@ class GradScaler(torch.amp.GradScaler):
             if state.get("norm") is not None:
                 return torch.as_tensor(state["norm"])
         params = [p for p in engine.parameters(optimizer) if p.grad is not None]
-        ranks = distributed.ranks_of(params)
-        if ranks:
-            grads = engine.gradients_of(params, allow_fp16=True)
-            norm = engine.clip_(params, grads, None, None, max_norm, ranks)[1]
-            assert norm is not None
-            return norm
-        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+        grads = engine.gradients_of(params, allow_fp16=True)
+        norm = engine.clip_(params, grads, None, None, max_norm, distributed.ranks_of(params))[1]
+        assert norm is not None
+        return norm
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale unless that was done, then call `optimizer.step(*args, **kwargs)` if all gradients are finite.
@@ -323,12 +306,12 @@ class GradScaler(torch.amp.GradScaler):
         self._last[optimizer] = (self._scale_calls, state["skipped"])
         return result
 
-    @_breaks_graph
+    @not_traced
     def _step_once(self, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         ready = state["stage"] is OptState.READY
         if ready:
             self._check_scaled(optimizer, "step")
-        if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
+        if all(param.grad is None for param in engine.parameters(optimizer)):
             raise UsageError(
                 "step(optimizer): no parameter of it has a gradient. Call scaler.scale(loss).backward() first."
             )
@@ -337,7 +320,8 @@ class GradScaler(torch.amp.GradScaler):
                 self.unscale_(optimizer)
             else:
                 self._look_again(optimizer, state)
-            return self._maybe_opt_step(optimizer, state, *args, **kwargs)
+            skipped = state["skipped"] = bool(self._found(state))
+            return None if skipped else optimizer.step(*args, **kwargs)
         if _takes_scaler(type(optimizer)):  # type: ignore[arg-type]  # which torch deprecates, with a warning
             return super().step(optimizer, *args, **kwargs)
         if ready:
@@ -347,6 +331,9 @@ class GradScaler(torch.amp.GradScaler):
         found_inf = state["skipped"] = self._found(state)
         grad_scale = self._scale_in_use() if ready else None
         return engine.step_on_device(optimizer, found_inf, *args, grad_scale=grad_scale, **kwargs)
+
+    # Dynamo breaks its graph there: it would lose what `unscale_` writes into the optimizer's state.
+    _step_once._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def _look_again(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """After `unscale_` a script may have reduced gradients, and so brought another rank's NaN here."""
@@ -358,12 +345,6 @@ class GradScaler(torch.amp.GradScaler):
                 if largest:
                     bad = torch.stack(largest).isfinite().all().logical_not()
                     state["found_inf_per_device"][device] = known.maximum(bad.to(known))
-
-    def _maybe_opt_step(
-        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        optimizer_state["skipped"] = bool(self._found(optimizer_state))
-        return None if optimizer_state["skipped"] else optimizer.step(*args, **kwargs)
 
     def _found(self, *states: dict[str, Any]) -> Tensor:
         """Whether anything was found, on the scale's device: 0.0 or 1.0."""
@@ -391,7 +372,7 @@ class GradScaler(torch.amp.GradScaler):
             return loss, finite
 
         def back_off() -> bool:
-            if self.get_scale() <= self._fixed().floor:
+            if self.get_scale() <= self._pure.floor:
                 return False
             self._advance(self._found(state))
             return True
@@ -443,7 +424,8 @@ class GradScaler(torch.amp.GradScaler):
         self._advance(self._found(*states))
         self._per_optimizer_states.clear()
         self._unchecked += 1
-        if engine.host_knows(self._scale, saw_skip) or self._unchecked >= self._pure.patience:
+        host_knows = saw_skip or loss_scaler.reading_is_free(self._scale)
+        if host_knows or self._unchecked >= self._pure.patience:
             self._unchecked = 0
             try:
                 check(self._pure, ScaleArrays(1.0, 0, 0, self._stuck))
@@ -452,7 +434,7 @@ class GradScaler(torch.amp.GradScaler):
                 raise collapse.going_on(again) from collapse
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
-        pure = self._fixed()
+        pure = self._pure
         if not isinstance(new_scale, Tensor):
             # `or nan`: DynamicLossScale takes 0 for "not given".
             self._init_scale = replace(pure, scale=float(new_scale) or math.nan).scale
@@ -471,7 +453,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers: torch's five keys, and six that torch's scaler ignores. Waits for the device."""
-        return to_scaler_state(on_host(self._fixed(), self._state()))
+        return to_scaler_state(on_host(self._pure, self._state()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of `torch.amp.GradScaler`, also into a disabled scaler.
@@ -480,13 +462,11 @@ class GradScaler(torch.amp.GradScaler):
         with a warning. A state that lacks one of torch's five keys is a UsageError.
         """
         if state_dict:
-            self._hold(from_scaler_state(state_dict, self._fixed()))
+            self._hold(from_scaler_state(state_dict, self._pure))
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__() | {"_overflows": int(self._overflows), "_stuck": int(self._stuck)}
-        for name in ("_used_scale", "_scale_calls", "_unchecked", "_last"):
-            del state[name]
-        return state
+        counts = {"_overflows": int(self._overflows), "_stuck": int(self._stuck)}
+        return super().__getstate__() | counts | {"_used_scale": None, "_last": None}  # as in `_forget`
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "pure" in state:  # a pickle of version 0.1.0

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import (
@@ -45,8 +48,16 @@ class LossScaler:
 
     def load(self, pure: DynamicLossScale | StaticLossScale) -> None:
         """Go on from this state."""
-        self.pure = pure
-        self.scale, self._state = begun(pure, self._device)
+        self.pure, self._state = pure, pure.arrays()
+        self.scale = torch.full((), pure.scale, dtype=torch.float32, device=self._device)
+        if not reading_is_free(self.scale):
+            made = {
+                name: torch.full(
+                    (), n, dtype=torch.float32 if isinstance(n, float) else torch.int32, device=self._device
+                )
+                for name, n in vars(self._state).items()
+            }
+            self.scale, self._state = made["scale"], replace(self._state, **made)
 
     def update(self, found_inf: Tensor) -> None:
         """Move to the state after one step, without waiting; `found_inf` is 0-dim FP32, above 0 after an overflow."""
@@ -79,6 +90,43 @@ class LossScaler:
         )
 
 
+# DistributedDataParallel -> who trains through it; each has a `scaler`, or None there. Equally many on every rank.
+_TRAINED: WeakKeyDictionary[Any, list[weakref.ref[Any]]] = WeakKeyDictionary()
+
+
+def follow_joins(model: nn.Module, owner: Any) -> None:
+    """Let `owner.scaler` end a `join()` with the state of the ranks that had the most data, on every rank.
+
+    DDP sums gradients that each rank has scaled, so all ranks must have one scale; a rank without data does not step.
+    """
+    for part in model.modules():
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            _TRAINED.setdefault(part, []).append(weakref.ref(owner))
+            part.join_hook = partial(_join_hook, part)  # type: ignore[method-assign]
+
+
+def _join_hook(wrapper: Any, **kwargs: Any) -> Any:
+    hook = type(wrapper).join_hook(wrapper, **kwargs)
+    end = hook.post_hook
+
+    def post_hook(is_last_joiner: bool) -> None:
+        end(is_last_joiner)
+        scalers = [getattr(owner(), "scaler", None) for owner in _TRAINED.get(wrapper, ())]
+        if not scalers:  # a copy of the model
+            return
+        states = [vars(one._state).values() if one and is_last_joiner else None for one in scalers]
+        rows = [[0.0] * 5 if state is None else [1.0, *map(float, state)] for state in states]
+        known = torch.tensor(rows, dtype=torch.float64, device=wrapper.join_device)
+        torch.distributed.all_reduce(known, group=wrapper.join_process_group)
+        for scaler, (count, *sums) in zip(scalers, known.tolist()):
+            if scaler is not None and count:
+                state = ScaleArrays(*(total / count for total in sums))  # equal where it is known
+                scaler.load(on_host(scaler.pure, state))
+
+    hook.post_hook = post_hook
+    return hook
+
+
 def moved(
     pure: LossScale, scale: Tensor, state: ScaleArrays, found_inf: Tensor
 ) -> tuple[Tensor, ScaleArrays]:
@@ -91,19 +139,6 @@ def moved(
         return scale, after
     after = rounded(after)
     return torch.full((), after.scale, dtype=torch.float32), after
-
-
-def begun(pure: LossScale, device: torch.device) -> tuple[Tensor, ScaleArrays]:
-    """The scale as a tensor, and the moving parts in the form that they have on this device."""
-    state = pure.arrays()
-    scale = torch.full((), state.scale, dtype=torch.float32, device=device)
-    if reading_is_free(scale):
-        return scale, state
-    made = {
-        name: torch.full((), n, dtype=torch.float32 if isinstance(n, float) else torch.int32, device=device)
-        for name, n in vars(state).items()
-    }
-    return made["scale"], replace(state, **made)
 
 
 def inverse(scale: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def compare(mp: MixedPrecision, ranks: Sequence[int]) -> None:
     parts = {"precision": mp._resolved.asked, "accumulate": mp.accumulate}
     # As given, not the present scale: the store may have the messages of ranks that were restarted since.
     parts |= {"clip_norm": mp.clip_norm, "clip_value": mp.clip_value, "loss_scale": mp._given_scale}
-    parts["trace"] = mp._observing.traces or None  # ranks that trace exchange what they found
+    parts["trace"] = mp._observing.tracer is not None or None  # ranks that trace exchange what they found
     mine = ", ".join(f"{name}={value}" for name, value in parts.items() if value is not None)
     group = zlib.crc32(str(ranks).encode())
     own = distributed_c10d.PrefixStore(f"mezzo/training/{group}/{_compared[group]}", store)

@@ -174,11 +174,12 @@ class BufferSlot:
         return layer is not None and layer.training and layer.track_running_stats
 
 
-class SavedBuffer:
+class SavedBuffer(NamedTuple):
     """One buffer at one moment. `values` is a copy; None where there were none (a lazy buffer)."""
 
-    def __init__(self, slot: BufferSlot, tensor: Tensor | None, values: Tensor | None) -> None:
-        self.slot, self.tensor, self.values = slot, tensor, values
+    slot: BufferSlot
+    tensor: Tensor | None
+    values: Tensor | None
 
     @classmethod
     def of(cls, slot: BufferSlot) -> SavedBuffer:

@@ -50,8 +50,7 @@ def step_in_place(
     """
     params = [param for param in parameters(optimizer) if param.grad is not None]
     if not params:
-        checks.refuse_replaced(optimizer)
-        raise no_gradient()
+        raise no_gradient(optimizer)
     if scale is None and rescale == 1.0 and clip_value is None and clip_norm is None and not ranks:
         return StepOutcome(None, take(optimizer, None), None)  # nothing to do to the gradients
     grads, found = gradients_of(params), None
@@ -88,8 +87,7 @@ def step_fused(
     params = list(parameters(optimizer))
     first = next((param.grad for param in params if param.grad is not None), None)
     if first is None:
-        checks.refuse_replaced(optimizer)
-        raise no_gradient()
+        raise no_gradient(optimizer)
     found = norm = multiplier = by = None
     device = first.device if scale is None else scale.device
     if scale is not None:
@@ -141,18 +139,14 @@ def take(
     if found_inf is None:
         optimizer.step(**kwargs)
         return False
-    if not host_knows(found_inf, host_must_know) and can_skip_on_device(optimizer):
+    host_knows = host_must_know or loss_scaler.reading_is_free(found_inf)
+    if not host_knows and can_skip_on_device(optimizer):
         step_on_device(optimizer, found_inf, **kwargs)
         return found_inf
     skipped = bool(found_inf)
     if not skipped:
         optimizer.step(**kwargs)
     return skipped
-
-
-def host_knows(tensor: Tensor, must: bool = False) -> bool:
-    """Whether the host reads a number now: reading is free, or it must know."""
-    return must or loss_scaler.reading_is_free(tensor)
 
 
 def can_skip_on_device(optimizer: Optimizer) -> bool:
@@ -312,8 +306,9 @@ def _inverse(scale: Tensor, rescale: float) -> Tensor:
     return inverse(scale) if rescale == 1.0 else inverse(scale) * rescale
 
 
-def no_gradient() -> UsageError:
-    """The error where no parameter of an optimizer has a gradient."""
+def no_gradient(optimizer: Optimizer) -> UsageError:
+    """The error where no parameter of an optimizer has a gradient; raises a better one that applies."""
+    checks.refuse_replaced(optimizer)
     if distributed.is_distributed():
         return UsageError(
             f"step(): on rank {torch.distributed.get_rank()}, no parameter of this optimizer got a gradient, and the "

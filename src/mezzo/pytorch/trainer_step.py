@@ -44,15 +44,15 @@ class TrainerStep:
         device_type: str,
         policy: Any,
         *,
-        params: str | None = None,
-        masters: str | None = None,
-        state: str | None = None,
-        loss_scale: LossScale | float | str | None = None,
-        trace: bool | None = None,
+        loss_scale: LossScale | float | str | None,
+        trace: bool | None,
+        **storage: str | None,
     ) -> None:
         """Check the arguments, which are `MixedPrecision`'s. `written`: the user's call, with {} for the policy."""
         self.where = written.partition("(")[0]
-        asked, _ = cast_parameters.stored(policy_of(policy), params, masters, state, device_type, self.where)
+        asked, _ = cast_parameters.stored(
+            policy_of(policy), device_type=device_type, where=self.where, **storage
+        )
         self.policy, _ = auto.resolve(asked, device_type)
         pure = as_loss_scale(loss_scale, self.where) or self.policy.make_loss_scale()
         self.scaler = None if isinstance(pure, NoLossScale) else GradScaler.of(pure)

@@ -6,18 +6,17 @@ sum in FP32. DistributedDataParallel averages in buckets of the parameters' form
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.distributed import is_spread, shards
+from mezzo.pytorch.distributed import is_spread
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.step import parameters
 
@@ -92,9 +91,8 @@ def nodes_of(roots: Iterable[Any]) -> dict[Any, None]:
 class OptimizerBackward:
     """Accumulates a loss's gradients into the parameters of one optimizer."""
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._model = weakref.ref(model)
         self._whole: bool | None = None  # whether backward must run through the whole graph
 
     def params(self) -> list[Tensor]:
@@ -129,12 +127,6 @@ class OptimizerBackward:
             for other, grad in before:
                 other.grad = grad
 
-    def reached(self, loss: Tensor) -> list[Tensor]:
-        """The leaves that a loss's backward reaches, with shards for gathered parameters."""
-        model = self._model()
-        owners = shards([] if model is None else [model])
-        return [owners.get(id(leaf), leaf) for leaf in leaves_of([loss])]
-
 
 @dataclass
 class Accumulation:
@@ -168,16 +160,12 @@ class Accumulation:
     @property
     def seed_factor(self) -> Tensor | float:
         """What `seed` multiplies a loss's gradients with."""
-        return _over(1.0 if self.scale is None else self.scale, self.accumulate)
+        return (1.0 if self.scale is None else self.scale) / self.accumulate
 
     @property
     def gradient_factor(self) -> Tensor | float:
         """How many times the window's summed gradients are too large."""
-        return _over(1.0 if self.scale is None else self.scale, self.rescale)
-
-
-def _over(scale: Tensor | float, number: float) -> Tensor | float:
-    return scale if number == 1 else scale / number  # a division by 1 takes as long as any
+        return (1.0 if self.scale is None else self.scale) / self.rescale
 
 
 class Gradients:

@@ -1,6 +1,6 @@
 """`params=`, `masters=` and `state=` of MixedPrecision: which policy they ask for, and applying it.
 
-`chosen` touches no model: invalid arguments are refused before a weight is rounded. `apply` undoes itself if it fails.
+`stored` touches no model: invalid arguments are refused before a weight is rounded. `apply` undoes itself if it fails.
 `where` is the caller's name for errors: that of MixedPrecision, or of an integration.
 """
 
@@ -49,18 +49,6 @@ def former(weights: str, params: str | None, masters: str | None) -> tuple[str |
         f"MixedPrecision: weights={weights!r} is deprecated. Use {now}.", DeprecationWarning, stacklevel=4
     )
     return words.get("params"), words.get("masters")
-
-
-def chosen(
-    policy: Policy,
-    params: str | None,
-    masters: str | None,
-    state: str | None,
-    device_type: str,
-    optimizer: Optimizer,
-) -> tuple[Policy, str]:
-    """As `stored`, checked against parameters of the optimizer that are 16-bit already."""
-    return with_stored_format(*stored(policy, params, masters, state, device_type), optimizer)
 
 
 def stored(

@@ -86,35 +86,28 @@ def needs_closure(optimizer: Any) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def arguments(
-    *,
-    clip_norm: float | None,
-    clip_value: float | None,
-    accumulate: int,
-    watch: bool | int,
-    trace: bool | None,
-    scheduler: Any,
-    release: bool,
-) -> None:
-    """Raise UsageError for an argument that is out of range, of the wrong kind, or impossible with `release`."""
-    counts = type(accumulate) is int and accumulate >= 1
-    rows = (
-        ("clip_norm", clip_norm, _is_bound(clip_norm) or clip_norm == math.inf, "a number above 0, or None"),
-        ("clip_value", clip_value, _is_bound(clip_value), "a finite number above 0, or None"),
-        ("accumulate", accumulate, counts, "an integer of at least 1"),
-        ("watch", watch, isinstance(watch, int) and watch >= 0, "True, False, or an interval in updates"),
-        ("trace", trace, trace is None or isinstance(trace, bool), "True, False, or None"),
-        ("scheduler", scheduler, _has(scheduler, "step"), "an object with step()"),
-    )
-    for name, value, is_allowed, allowed in rows:
-        if not is_allowed:
-            raise refused(f"{name} is {value!r}. Use {allowed}.")
-    if isinstance(scheduler, ReduceLROnPlateau):
+# Argument -> whether a value is allowed, and which are.
+_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "clip_norm": (lambda one: _is_bound(one) or one == math.inf, "a number above 0, or None"),
+    "clip_value": (lambda one: _is_bound(one), "a finite number above 0, or None"),
+    "accumulate": (lambda one: type(one) is int and one >= 1, "an integer of at least 1"),
+    "watch": (lambda one: isinstance(one, int) and one >= 0, "True, False, or an interval in updates"),
+    "trace": (lambda one: one is None or isinstance(one, bool), "True, False, or None"),
+    "scheduler": (lambda one: one is None or _is_object_with(one, "step"), "an object with step()"),
+}
+
+
+def arguments(given: dict[str, Any]) -> None:
+    """Raise UsageError for an argument of MixedPrecision that is out of range, or does not fit another."""
+    for name, (is_allowed, allowed) in _ARGUMENTS.items():
+        if not is_allowed(given[name]):
+            raise refused(f"{name} is {given[name]!r}. Use {allowed}.")
+    if isinstance(given["scheduler"], ReduceLROnPlateau):
         raise refused(
             "scheduler is a ReduceLROnPlateau, whose step needs a metric. Leave scheduler out, and call "
             "scheduler.step(metric) after each evaluation."
         )
-    if release and clip_value is not None:
+    if given["release_gradients"] and given["clip_value"] is not None:
         raise refused(
             "release_gradients=True frees gradients before clip_value could clip them. Use clip_norm instead."
         )
@@ -125,8 +118,8 @@ def _is_bound(value: Any) -> bool:
     return value is None or (is_number and math.isfinite(value) and value > 0)
 
 
-def _has(value: Any, method: str) -> bool:
-    return value is None or (callable(getattr(value, method, None)) and not isinstance(value, type))
+def _is_object_with(value: Any, method: str) -> bool:
+    return callable(getattr(value, method, None)) and not isinstance(value, type)
 
 
 def outside_autocast(loss: Tensor, policy: Policy) -> None:

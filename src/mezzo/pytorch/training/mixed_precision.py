@@ -10,7 +10,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakSet, finalize
@@ -28,13 +28,12 @@ from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import as_loss_scale
 from mezzo.core.ranges import RangeRow
 from mezzo.core.records import RecordWriter, writer_of
-from mezzo.pytorch import distributed
+from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
-from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters
-from mezzo.pytorch.step import StepOutcome, host_knows, parameters, step_fused, step_in_place
+from mezzo.pytorch.step import StepOutcome, parameters, step_fused, step_in_place
 from mezzo.pytorch.training import cast_parameters, checks
 from mezzo.pytorch.training import state as training_state
 from mezzo.pytorch.training.backward import (
@@ -42,6 +41,7 @@ from mezzo.pytorch.training.backward import (
     Gradients,
     OptimizerBackward,
     in_transform,
+    leaves_of,
 )
 from mezzo.pytorch.training.networks import Networks
 from mezzo.pytorch.training.observers import Observers, observers_for
@@ -157,25 +157,17 @@ class MixedPrecision:
         records: RecordWriter | str | os.PathLike[str] | None = None,
         weights: str | None = None,
     ) -> None:
+        given = locals()
         replaced = checks.model_and_optimizer(model, optimizer, _ALIVE)
-        checks.arguments(
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            accumulate=accumulate,
-            watch=watch,
-            trace=trace,
-            scheduler=scheduler,
-            release=release_gradients,
-        )
+        checks.arguments(given)
         scale = as_loss_scale(loss_scale, "MixedPrecision")
         if release_gradients and accumulate == 1:
             GradientRelease.check_model(model)
         device_type = device_type or next(model.parameters()).device.type
         if weights is not None:
             params, masters = cast_parameters.former(weights, params, masters)
-        asked, why = cast_parameters.chosen(
-            policy_of(precision), params, masters, state, device_type, optimizer
-        )
+        stored = cast_parameters.stored(policy_of(precision), params, masters, state, device_type)
+        asked, why = cast_parameters.with_stored_format(*stored, optimizer)
         self.model = model
         self.clip_norm = clip_norm
         self.clip_value = clip_value
@@ -199,6 +191,7 @@ class MixedPrecision:
         except BaseException:
             self._resolved.end()
             raise
+        loss_scaler.follow_joins(model, self._resolved)
         self._observing = Observers(
             model, observers_for(self._resolved, model, optimizer, watch, trace, self._journal.now)
         )
@@ -222,7 +215,7 @@ class MixedPrecision:
             self._optimizer_step = partial(step_fused, stepping)
             if release and self.accumulate == 1:
                 self._release = GradientRelease(self._fused)
-        self._backward = OptimizerBackward(stepping, self.model)
+        self._backward = OptimizerBackward(stepping)
         self._loss_is_bad: Tensor | bool = False  # whether a loss of this window is not finite on this rank
         # torch's zero_grad also opens a profiler range, which takes longer than the rest of it.
         own = type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)
@@ -241,15 +234,11 @@ class MixedPrecision:
                 yield from parameters(mp.optimizer)
 
     def __repr__(self) -> str:
-        journal, scaled, several = (
-            self._journal,
-            self._resolved.active_scaler is not None,
-            self.accumulate > 1,
-        )
+        journal, scaled = self._journal, self._resolved.active_scaler is not None
         parts = [
             str(self.policy) if self._resolved.trial is None else f"auto, now {self.precision}",
             self._stored_as[0] != "fp32" and self.policy.params == "fp32" and f"masters={self._stored_as[1]}",
-            several and f"accumulate={self.accumulate}",
+            self.accumulate > 1 and f"accumulate={self.accumulate}",
             self.clip_norm is not None and f"clip_norm={self.clip_norm}",
             self.clip_value is not None and f"clip_value={self.clip_value}",
             scaled and f"loss_scale={short(self.loss_scale)}",
@@ -313,14 +302,9 @@ class MixedPrecision:
         if resolved.scaler is not None and not torch.compiler.is_dynamo_compiling() and in_transform("Grad"):
             warnings.warn(_UNSCALED, stacklevel=2)
         copies = resolved.scaler is not None and self._watches_buffers
-        if resolved.trial is not None or copies or self._watches_live:
+        if resolved.trial is not None or copies or self._observing.watches_live:
             return self._watched_context()
         return resolved.context()
-
-    @property
-    def _watches_live(self) -> bool:
-        observing = self._observing
-        return observing.listening and not torch.compiler.is_dynamo_compiling() and observing.watches_live
 
     @property
     def _watches_buffers(self) -> bool:
@@ -337,10 +321,7 @@ class MixedPrecision:
         if training and self._resolved.active_scaler is not None:
             for model in {mp.model for mp in _ALIVE}:  # calls of the other networks may be part of this step
                 _NETWORKS.call(model)
-        with (
-            self._resolved.context() as context,
-            self._observing.live() if self._watches_live else nullcontext(),
-        ):
+        with self._resolved.context() as context, self._observing.live():
             yield context
 
     @_disable_dynamo
@@ -403,9 +384,8 @@ class MixedPrecision:
                     loss,
                     window.seed(loss),
                     self._backward.params(),
-                    multiplier=None if window.scale is None else inverse(window.scale),
+                    scale=window.scale,
                     clip_norm=self.clip_norm,
-                    check=window.scale is not None,
                 )
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
             else:
@@ -477,7 +457,7 @@ class MixedPrecision:
                 self._drop_step()
                 raise
         found, skipped = outcome.found_inf, outcome.skipped
-        if isinstance(skipped, Tensor) and host_knows(skipped, must_know):
+        if isinstance(skipped, Tensor) and (must_know or loss_scaler.reading_is_free(skipped)):
             skipped = bool(skipped)
         finding = None
         if observing.listening:
@@ -493,7 +473,7 @@ class MixedPrecision:
                 parameters(self.optimizer),
                 skipped,
                 lambda: {id(p) for mp in _ALIVE for p in parameters(mp.optimizer)},
-                passes=lambda: [frozenset(map(id, self._backward.reached(loss))) for loss in self._losses],
+                passes=lambda: list(map(self._reached, self._losses)),
                 alone=len(_ALIVE) == 1,
             )
         self._losses.clear()
@@ -503,13 +483,14 @@ class MixedPrecision:
                     self._average(self.model)
             if self.scheduler is not None:
                 self.scheduler.step()
+        low = None if self._stored_as[0] == "fp32" else self._fused  # whose own flag changes with later steps
         result = StepResult(
             updated=True,
             found_inf=None if found is None else skipped,
             loss_tensor=window.loss,
             grad_norm_tensor=outcome.grad_norm,
             scale_tensor=window.scale,
-            weight_overflow_tensor=self._weight_overflow(),
+            weight_overflow_tensor=None if low is None else low.weight_overflow.clone(),
             finding=finding,
             by_tensor=outcome.by,
         )
@@ -537,6 +518,11 @@ class MixedPrecision:
             )
         return result
 
+    def _reached(self, loss: Tensor) -> frozenset[int]:
+        """The leaves that a loss's backward reaches, with shards for gathered parameters."""
+        shards = distributed.shards([self.model])
+        return frozenset(id(shards.get(id(leaf), leaf)) for leaf in leaves_of([loss]))
+
     def _ranks(self) -> distributed.Ranks:
         """The ranks that decide with this one about the optimizer's step."""
         if not distributed.is_distributed():
@@ -558,12 +544,6 @@ class MixedPrecision:
         else:
             self.optimizer.zero_grad(set_to_none=True)
         self._gradients.clear()
-
-    def _weight_overflow(self) -> Tensor | None:
-        # A copy: the optimizer's own flag changes with later steps.
-        if self._fused is None or self._stored_as[0] == "fp32":
-            return None
-        return self._fused.weight_overflow.clone()
 
     def state_dict(self, *, fixed_keys: bool = False) -> dict[str, Any]:
         """The state of this object; save those of model, optimizer, scheduler and average too.

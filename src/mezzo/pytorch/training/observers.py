@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,13 +15,12 @@ from torch.optim import Optimizer
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.ranges import RangeRow
 from mezzo.core.records import Record
-from mezzo.core.remedies import training_code
+from mezzo.pytorch import loss_scaler
 from mezzo.pytorch.distributed import is_sharded
 from mezzo.pytorch.monitor.observer import StepObserver
 from mezzo.pytorch.monitor.overflow_tracer import NOT_TRACED, OverflowTracer
 from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
 from mezzo.pytorch.monitor.replay import running_again
-from mezzo.pytorch.step import host_knows
 from mezzo.pytorch.training.resolved_precision import ResolvedPrecision
 
 
@@ -32,21 +31,17 @@ def observers_for(
     watch: bool | int,
     trace: bool | None,
     clock: Callable[[], float],
-    written: Callable[[str], str] = training_code,
 ) -> list[StepObserver]:
-    """The observers that `watch` and `trace` ask for; `clock` counts the seconds since the run's start.
-
-    Remedies have policies as `written`.
-    """
+    """The observers that `watch` and `trace` ask for; `clock` counts the seconds since the run's start."""
     observers: list[StepObserver] = []
     if watch:
         every = DEFAULT_EVERY if watch is True else watch
         observers.append(RangeWatch(model, optimizer, every=every, clock=clock))
-    if trace or (trace is None and resolved.scaler is not None and host_knows(next(model.parameters()))):
+    free = resolved.scaler is not None and loss_scaler.reading_is_free(next(model.parameters()))
+    if trace or (trace is None and free):
         if trace and is_sharded(model):
             warnings.warn(f"trace=True: {NOT_TRACED}.", stacklevel=4)
-        enter, waits = resolved.context, bool(trace)
-        observers.append(OverflowTracer(enter=enter, clock=clock, waits=waits, model=model, written=written))
+        observers.append(OverflowTracer(enter=resolved.context, clock=clock, waits=bool(trace), model=model))
     return observers
 
 
@@ -56,6 +51,7 @@ class Observers:
     def __init__(self, models: nn.Module | Sequence[nn.Module], observers: Sequence[StepObserver]) -> None:
         self._observers = list(observers)
         self.listening = bool(observers)
+        self.tracer = next((one for one in observers if isinstance(one, OverflowTracer)), None)
         self._handles: list[Any] = []
         self._inside = 0
         for model in [models] if isinstance(models, nn.Module) else models:
@@ -97,23 +93,14 @@ class Observers:
         return torch.is_grad_enabled() and _graph_task() == -1
 
     @property
-    def traces(self) -> bool:
-        """Whether skipped steps are traced."""
-        return any(isinstance(one, OverflowTracer) for one in self._observers)
-
-    @property
     def watches_live(self) -> bool:
-        """Whether an observer wants to see the operations of the next context."""
-        return any(one.watches_live for one in self._observers if isinstance(one, OverflowTracer))
+        """Whether the tracer wants to see the operations of the next context."""
+        tracer = self.tracer
+        return tracer is not None and not torch.compiler.is_dynamo_compiling() and tracer.watches_live
 
-    @contextmanager
-    def live(self) -> Iterator[None]:
-        """Show the operations inside to the observers that want to see them."""
-        with ExitStack() as stack:
-            for one in self._observers:
-                if isinstance(one, OverflowTracer) and one.watches_live:
-                    stack.enter_context(one.live())
-            yield
+    def live(self) -> AbstractContextManager[Any]:
+        """Show the operations inside to the tracer, if it wants to see them."""
+        return self.tracer.live() if self.tracer is not None and self.watches_live else nullcontext()
 
     def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
         """Backward is about to run from a loss."""

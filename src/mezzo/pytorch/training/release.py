@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch import distributed
+from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.step import StepOutcome, decide, host_knows, no_gradient
+from mezzo.pytorch.step import StepOutcome, decide, no_gradient
 from mezzo.pytorch.training.backward import backward_into, has_reentrant_checkpoint
 
 
@@ -50,13 +50,12 @@ class GradientRelease:
         seed: Tensor | None,
         params: Sequence[Tensor],
         *,
-        multiplier: Tensor | None = None,
+        scale: Tensor | None = None,
         clip_norm: float | None = None,
-        check: bool = False,
     ) -> StepOutcome:
         """Backward of one loss, and the optimizer's step; afterwards no parameter has a gradient.
 
-        `clip_norm`, and `check` (change nothing if a gradient is not finite), take two passes. Where backward raises,
+        `clip_norm`, and `scale` (change nothing if a gradient is not finite), take two passes. Where backward raises,
         the parameters whose gradients had come are updated; in the first of two passes, none is.
         """
         if self._reentrant is None:
@@ -68,11 +67,12 @@ class GradientRelease:
             )
         leaves = list(dict.fromkeys(param for param in params if param.requires_grad))
         found = norm = by = None
-        if check or clip_norm is not None:
+        multiplier = None if scale is None else loss_scaler.inverse(scale)
+        if scale is not None or clip_norm is not None:
             ranks = distributed.ranks_of(leaves)
             sums = self._sums_of_squares(loss, seed, leaves, ranks)
-            found, multiplier, norm, by = decide(*sums, multiplier, clip_norm, ranks, looks=check)
-            if found is not None and host_knows(found) and bool(found):
+            found, multiplier, norm, by = decide(*sums, multiplier, clip_norm, ranks, looks=scale is not None)
+            if found is not None and loss_scaler.reading_is_free(found) and bool(found):
                 _clear(leaves)
                 return StepOutcome(found, True, norm, by)
         self._step_within(loss, seed, leaves, multiplier, found, seen=norm is not None)
@@ -109,7 +109,7 @@ class GradientRelease:
             if grad is not None and param not in sums:
                 sums[param] = sum_of_squares([distributed.local(grad)])
         if not sums:
-            raise no_gradient()
+            raise no_gradient(self._optimizer)
         device = next(iter(sums.values())).device
         zero = torch.zeros((), dtype=torch.float64, device=device)
         each = torch.stack([sums.get(param, zero).to(device) for param in leaves])
@@ -142,7 +142,7 @@ class GradientRelease:
         if rest:
             update(rest)
         if not stepped:
-            raise no_gradient()
+            raise no_gradient(self._optimizer)
 
 
 @contextmanager
