@@ -331,8 +331,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _state(self, held: ScaleArrays) -> list[tuple[Any, Any]]:
         """Each variable of the loss scale, and its value in these arrays."""
-        ours, theirs = self._arrays(lambda variable: variable), held
-        return [(getattr(ours, name), getattr(theirs, name)) for name in vars(ours)]
+        return [(getattr(self, f"_{name}"), value) for name, value in vars(held).items()]
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """The end of `fit`: the inner optimizer's averages become the weights, and the patience is checked."""
@@ -350,18 +349,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         own, inner, saved = self._variables, self.inner_optimizer.variables, len(store.keys())
         # Before the first step there are only scalars.
-        is_first = self.built and saved == len(own) - 1 + _UNBUILT_INNER and not store[str(saved - 1)].shape
-        if is_first:
-            own = [variable for variable in own if variable is not self.bad_gradients]
-            for at, variable in enumerate([*own, *inner[:_UNBUILT_INNER]]):
-                variable.assign(store[str(at)])
-        elif len(own) != _KERAS_OWN and saved == _KERAS_OWN + len(inner):
+        if self.built and saved == len(own) - 1 + _UNBUILT_INNER and not store[str(saved - 1)].shape:
+            own, inner = [one for one in own if one is not self.bad_gradients], inner[:_UNBUILT_INNER]
+        elif saved == _KERAS_OWN + len(inner):
             for variable in own[_KERAS_OWN:]:
                 variable.assign(keras.ops.zeros(variable.shape, variable.dtype))
-            for at, variable in enumerate([*own[:_KERAS_OWN], *inner]):
-                variable.assign(store[str(at)])
-        else:
-            super().load_own_variables(store)
+            own = own[:_KERAS_OWN]
+        if saved != len(own) + len(inner):
+            super().load_own_variables(store)  # which warns
+            return
+        for at, variable in enumerate([*own, *inner]):
+            variable.assign(store[str(at)])
         self._scale.assign(self._loss_scale.allowed(_number(self._scale)))
 
     def get_config(self) -> dict[str, Any]:
@@ -378,11 +376,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> LossScaleOptimizer:
         """The optimizer of a configuration, ours or that of Keras's own LossScaleOptimizer."""
-        settings = dict(config)
-        inner = keras.saving.deserialize_keras_object(
-            settings.pop("inner_optimizer"), custom_objects=custom_objects
-        )
-        return cls(inner, **settings)
+        return super().from_config(dict(config), custom_objects)  # Keras takes the inner optimizer out of it
 
 
 def _number(variable: Any) -> float:

@@ -17,7 +17,7 @@ from mezzo.core.records import OpFormats
 from mezzo.keras import policy as keras_policy
 from mezzo.keras.layers import walk
 from mezzo.keras.plan import NAMES, NARROW, SIXTEEN_BITS, WORDS, KerasPlan
-from mezzo.keras.steps import Step, StepRecorder, keep_losses
+from mezzo.keras.steps import StepRecorder, Update, keep_losses
 
 if TYPE_CHECKING:
     from mezzo.keras.run import Session
@@ -75,27 +75,22 @@ class _RunRecorder(StepRecorder):
     """Records the steps of one model in the run's journal; a call with several steps is one update, timed as one."""
 
     def __init__(self, model: Any, session: Session) -> None:
-        super().__init__(model, every=1)
+        super().__init__(model, session.journal, every=1)
         self._session = session
-        self._last: Step | None = None
+        self._last: list[Update] = []
         self._nudge()
 
-    def write(self, step: Step) -> None:
-        """Record the loss."""
-        if step.loss is not None:
-            self._session.journal.loss(step.loss)
-        self._last = step
+    def write(self, at: float, loss: float | None, updates: list[Update]) -> None:
+        if loss is not None:
+            self.journal.loss(loss)
+        self._last = updates
 
     def after(self, logs: Any, state: Any) -> None:
-        """A call is over: record its losses and updates."""
         self._nudge()  # TensorFlow makes some models' weights in their first step
         super().after(logs, state)
-        notes = list(self.notes)
         if self.each > 1:
-            notes.append("several batches run in one call (steps_per_execution): they count as one step")
-        for text in notes:
-            self._session.journal.note(text)
-        for update in self._last.updates if self._last else ():
+            self.journal.note("several batches run in one call (steps_per_execution): they count as one step")
+        for update in self._last:
             self._session.stepped(self.model, update)
 
     def _nudge(self) -> None:

@@ -105,7 +105,7 @@ class Session:
 
     def stepped(self, model: Any, update: Update) -> None:
         """A training step is over. An optimizer's number is its place in the order of first steps."""
-        optimizer = model if update.optimizer is None else update.optimizer
+        optimizer = model if update.of.optimizer is None else update.of.optimizer
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._next)
         number, moved = self._numbers[optimizer], not update.skipped
