@@ -145,11 +145,10 @@ class PrecisionMonitor(keras.callbacks.Callback):
         recorder = self._recorder
         recorder.end(0)
         if self._verbose:
-            numbers = recorder.numbers
-            scales = [f"{name} {numbers[name]:.6g}" for name in numbers if name.startswith("loss_scale")]
-            journal = recorder.journal
+            numbers = recorder.numbers.items()
+            scales = [f", {name} {value:.6g}" for name, value in numbers if name.startswith("loss_scale")]
             print(
-                f"mezzo: {', '.join([f'{journal.updates} updates', f'{journal.skipped} skipped', *scales])}. "
+                f"mezzo: {recorder.journal.updates} updates, {recorder.journal.skipped} skipped{''.join(scales)}. "
                 f"Records: {recorder.path}. Make the report: mezzo report {shlex.quote(str(self.folder))}"
             )
 

@@ -275,16 +275,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Raise `LossScaleCollapseError` if `patience` steps in a row were skipped at the floor, or under a constant
         scale. It names the variables whose gradients are not finite. Synchronizes with the device.
         """
-        if self._patience is None or _number(self._stuck) < self._patience:
+        pure: Any = self._loss_scale
+        if self._patience is None or (stuck := int(_number(self._stuck))) < self._patience:
             return
-        try:
-            transition.check(self._loss_scale, self._arrays(_number))
-        except LossScaleCollapseError as error:
-            flags = [] if self.bad_gradients is None else self.bad_gradients.numpy()
-            bad = [_path(variable) for variable, flag in zip(self._trainable_variables, flags) if flag]
-            whose = ", ".join(bad) or "unknown variables (the state was loaded)"
-            collapse = LossScaleCollapseError(f"gradients of {whose} are NaN or infinite: {error}")
-            raise collapse.going_on("optimizer.reset_loss_scale()") from None
+        flags = [] if self.bad_gradients is None else self.bad_gradients.numpy()
+        bad = [_path(variable) for variable, flag in zip(self._trainable_variables, flags) if flag]
+        whose = ", ".join(bad) or "unknown variables (the state was loaded)"
+        collapse = LossScaleCollapseError(
+            f"gradients of {whose} are NaN or infinite: {pure.collapsed(stuck)}"
+        )
+        raise collapse.going_on("optimizer.reset_loss_scale()")
 
     def _check_if_due(self, found_inf: Any) -> None:
         """Check the patience where the host has waited for this step anyway, else rarely; in a graph assert it."""
@@ -292,29 +292,27 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if backend == "tensorflow":
             import tensorflow as tf
 
-            if tf.inside_function():
+            due = not tf.inside_function()
+            if not due:
+                pure: Any = self._loss_scale
                 names = [_path(variable) for variable in self._trainable_variables]
                 shown = ", ".join(names[:_NAMES_SHOWN] + ["..."] * (len(names) > _NAMES_SHOWN))
                 text = (
-                    f"LossScaleCollapseError: {self._patience} steps in a row were skipped, and the loss scale is at "
-                    "its minimum. optimizer.check() gives details. A 1 marks a gradient that is not finite, of these "
-                    f"variables: {shown}:"
+                    f"LossScaleCollapseError: {pure.collapsed(self._patience)} optimizer.check() gives details. A 1 "
+                    f"marks a gradient that is not finite, of these variables: {shown}:"
                 )
                 fine, data = self._stuck.value < self._patience, [text, self.bad_gradients.value]
                 tf.debugging.Assert(fine, data, summarize=_NAMES_SHOWN)  # XLA drops it
-                return
         elif backend == "jax":
-            if is_traced(found_inf):
-                return
-        elif not reading_is_free(found_inf):
+            due = not is_traced(found_inf)
+        elif not (due := reading_is_free(found_inf)):
             import torch
 
-            if torch.compiler.is_compiling():
-                return
-            self._until_check = (self._until_check or LOOK_EVERY) - 1
-            if self._until_check:
-                return
-        self.check()
+            if not torch.compiler.is_compiling():
+                self._until_check = (self._until_check or LOOK_EVERY) - 1
+                due = not self._until_check
+        if due:
+            self.check()
 
     def machine(self) -> LossScale:
         """The loss scale as a value of `mezzo`, with its current state. Synchronizes with the device."""

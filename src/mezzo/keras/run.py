@@ -111,8 +111,9 @@ class Session:
         number, moved = self._numbers[optimizer], not update.skipped
         observed, self._model = self._watch.running, model
         self._watch.after_update(number, moved=moved)
-        scale, reason = update.scale, update.reason
-        self.journal.update(number, moved=moved, loss_scale=scale, reason=reason, observed=observed)
+        self.journal.update(
+            number, moved=moved, loss_scale=update.scale, reason=update.reason, observed=observed
+        )
         self.journal.stop_after(self.request.stop_after)
 
     def _observed_step(self) -> Callable[[bool], None]:
