@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -170,13 +170,13 @@ class _Recorder(StepRecorder):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Loss scale and skipped steps for the logs; with the optimizer's name where several step."""
+        """Next loss scale and skipped steps for the logs; with the optimizer's name where several step."""
         found: dict[str, float] = {}
-        for one, scale in zip(self.optimizers, self.scales()):
+        for one, row in zip(self.optimizers, self._rows or repeat([])):
             alone = not self.journal.losses and len(self.optimizers) == 1
             if (one.name in self._numbers or alone) and one.scales:
                 end = f"_{one.name}" if len(self._numbers) > 1 else ""
-                found[f"loss_scale{end}"] = scale
+                found[f"loss_scale{end}"] = one.scale(row)
                 found[f"skipped_steps{end}"] = self._skipped[one.name]
         return found
 

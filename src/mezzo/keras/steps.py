@@ -214,11 +214,6 @@ class StepRecorder:
             raise
         return made
 
-    def scales(self) -> list[float]:
-        """The next loss scale of each optimizer, as of the last reading."""
-        rows = self._rows or [[] for _ in self.optimizers]
-        return [one.scale(row) for one, row in zip(self.optimizers, rows)]
-
     def _write_call(
         self, at: float, logged: list[float], tracked: list[float], rows: list[list[float]]
     ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from mezzo.core.errors import UnsupportedPrecisionError, UsageError, unknown_name
+from mezzo.core.hardware import CUDA_NATIVE_FROM
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from mezzo.core.policy_text import as_loss_scale, print_loss_scale
 from mezzo.keras.hardware import describe
@@ -26,7 +27,6 @@ _WHERE = "enable_mixed_precision_graph_rewrite"
 OPTIONS = {"fp16": "auto_mixed_precision", "bf16": "auto_mixed_precision_onednn_bfloat16"}
 _PRECISIONS = ("auto", *OPTIONS)
 _OTHER_NAMES = {"float16": "fp16", "mixed_float16": "fp16", "bfloat16": "bf16", "mixed_bfloat16": "bf16"}
-_TENSOR_CORES = (7, 0)
 ASSUME_NATIVE = "MEZZO_ASSUME_NATIVE"
 SIMULATE_GPU = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_SIMULATE_GPU"
 
@@ -136,7 +136,7 @@ def _gpu() -> str | None:
     """The name of a GPU that the rewrite serves, if TensorFlow may use one."""
     for device in tf.config.get_visible_devices("GPU"):
         details = tf.config.experimental.get_device_details(device)
-        if tuple(details.get("compute_capability") or (0, 0)) >= _TENSOR_CORES:
+        if tuple(details.get("compute_capability") or (0, 0)) >= CUDA_NATIVE_FROM["fp16"]:
             return str(details.get("device_name") or device.name)
     return "the GPU that TensorFlow simulates" if os.environ.get(SIMULATE_GPU, "") in ("1", "true") else None
 
