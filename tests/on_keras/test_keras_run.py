@@ -213,7 +213,10 @@ def test_a_precision_of_the_scripts_own_is_refused(launch: Launch, line: str, po
 
 @pytest.mark.parametrize(
     "line",
-    ["keras.config.set_dtype_policy('float32')", "from mezzo.keras import set_policy; set_policy('fp32')"],
+    [
+        "keras.config.set_dtype_policy('float32')",
+        "from mezzo.keras import set_policy; set_policy(precision='fp32')",
+    ],
 )
 def test_float32_set_by_the_script_is_passed_over(launch: Launch, line: str) -> None:
     ran = launch(f"import keras\n{line}\n" + LINEAR + "print(model.layers[0].compute_dtype)", policy="bf16")

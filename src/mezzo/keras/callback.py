@@ -277,7 +277,7 @@ def _explained(
 # Cause -> what to try with Keras, after what helps in every framework.
 _REMEDIES = {
     "loss scale": (
-        "the same as `dynamic_growth_steps=10000` of the optimizer",
+        "with Keras, give such a policy to `mezzo.keras.set_policy`, or `dynamic_growth_steps=10000` to the optimizer",
         "`mixed_bfloat16` where the device has bf16: it has FP32's range and needs no loss scale",
     ),
     "loss": (

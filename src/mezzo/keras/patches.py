@@ -132,7 +132,8 @@ def _check_model(session: Session, model: Any) -> None:
 def _script_policy(session: Session, patches: Patches) -> None:
     """Refuse a policy that the script sets; `float32`, as of every script that sets none, is passed over."""
 
-    def seen(policy: Any, **_: Any) -> KerasPlan:
+    def seen(*given: Any, **named: Any) -> KerasPlan:
+        policy = [*given, named.get("policy", named.get("precision"))][0]  # of Keras's functions, or of ours
         frame: FrameType = sys._getframe(1)
         name = str(getattr(policy, "name", policy))
         place = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
