@@ -202,6 +202,7 @@ OWN_LAYER = f"{HEAD}\nmodel = keras.Sequential([keras.layers.Dense(1, name='d', 
     [
         ("keras.config.set_dtype_policy('mixed_bfloat16')", "fp32", r"policy 'mixed_bfloat16' itself"),
         ("keras.mixed_precision.set_global_policy('mixed_float16')", "fp16", r"itself \(script.py:2"),
+        ("import mezzo.keras; mezzo.keras.set_policy('bf16')", "fp16", r"'bf16' itself \(script.py:2"),
         (f"{OWN_LAYER}model.compile('sgd', 'mse'){FIT}", "fp32", "gives the layer .*d the dtype policy"),
     ],
 )
@@ -210,9 +211,15 @@ def test_a_precision_of_the_scripts_own_is_refused(launch: Launch, line: str, po
         launch(f"import keras\n{line}\n", policy=policy)
 
 
-def test_float32_set_by_the_script_is_passed_over(launch: Launch) -> None:
-    line = "import keras\nkeras.config.set_dtype_policy('float32')\n"
-    ran = launch(line + LINEAR + "print(model.layers[0].compute_dtype)", policy="bf16")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "keras.config.set_dtype_policy('float32')",
+        "from mezzo.keras import set_policy; set_policy(precision='fp32')",
+    ],
+)
+def test_float32_set_by_the_script_is_passed_over(launch: Launch, line: str) -> None:
+    ran = launch(f"import keras\n{line}\n" + LINEAR + "print(model.layers[0].compute_dtype)", policy="bf16")
     assert ran.lines[-1] == "bfloat16"
     assert "script.py:2 sets the dtype policy float32, which is ignored" in ran.notes
 

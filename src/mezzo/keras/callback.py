@@ -8,10 +8,10 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from itertools import count
+from functools import partial
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -26,7 +26,7 @@ from mezzo.core.records import OverflowRecord
 from mezzo.core.remedies import remedies as remedies_of
 from mezzo.keras.hardware import describe
 from mezzo.keras.plan import NAMES, WORDS, plan
-from mezzo.keras.steps import Step, StepOptimizer, StepRecorder, Update, keep_losses
+from mezzo.keras.steps import StepOptimizer, StepRecorder, Update, keep_losses
 from mezzo.runner.journal import Journal
 from mezzo.runner.lifecycle import RunRequest, started
 
@@ -95,20 +95,12 @@ class PrecisionMonitor(keras.callbacks.Callback):
             )
         self.folder = Path(folder)
         self._every, self._verbose = int(every), verbose
-        self._recorder: _Recorder | None = None
-        self._lost = False
-
-    def __repr__(self) -> str:
-        if self._recorder is None:
-            return f"PrecisionMonitor({os.fspath(self.folder)!r}, before the first fit)"
-        journal = self._recorder.journal
-        counts = f"{journal.updates} updates, {journal.skipped} skipped"
-        return f"PrecisionMonitor({os.fspath(self.folder)!r}, {_precision_of(self.model)}, {counts})"
+        self._recorder: Any = None  # a `_Recorder`, from the first `fit` on
 
     @property
     def path(self) -> Path | None:
         """Path of the current or last file of records; None before the first `fit`."""
-        return None if self._recorder is None else self._recorder.path
+        return self._recorder and self._recorder.path
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin a file for this `fit`."""
@@ -125,19 +117,16 @@ class PrecisionMonitor(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Read the optimizers' state again: other callbacks may have changed it."""
-        if self._recorder is not None:
-            self._recorder.epoch_begins()
+        self._recorder.epoch_begins()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Add the numbers to the logs, which later callbacks see too."""
-        if self._recorder is not None and logs is not None:
+        if logs is not None:
             logs.update(self._recorder.numbers)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Read the rest of the epoch, and look for lost statistics."""
         recorder = self._recorder
-        if recorder is None:
-            return
         recorder.read()
         found = [] if self._lost else lost_statistics(self.model)
         if found:
@@ -154,15 +143,12 @@ class PrecisionMonitor(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Write the last record."""
         recorder = self._recorder
-        if recorder is None:
-            return
         recorder.end(0)
         if self._verbose:
-            numbers = recorder.numbers
-            scales = [f"{name} {numbers[name]:.6g}" for name in numbers if name.startswith("loss_scale")]
-            journal = recorder.journal
+            numbers = recorder.numbers.items()
+            scales = [f", {name} {value:.6g}" for name, value in numbers if name.startswith("loss_scale")]
             print(
-                f"mezzo: {', '.join([f'{journal.updates} updates', f'{journal.skipped} skipped', *scales])}. "
+                f"mezzo: {recorder.journal.updates} updates, {recorder.journal.skipped} skipped{''.join(scales)}. "
                 f"Records: {recorder.path}. Make the report: mezzo report {shlex.quote(str(self.folder))}"
             )
 
@@ -174,51 +160,47 @@ class _Recorder(StepRecorder):
         self.path = path
         request = RunRequest(sys.argv[0] or "(interactive)", tuple(sys.argv[1:]))
         machine = describe(keras.backend.backend())
-        self.journal = Journal(path, lambda: started(request, _precision_of(model), machine))
-        self.journal.begin()
-        super().__init__(model, every)
-        self._steps = 0  # written
+        journal = Journal(path, lambda: started(request, _precision_of(model), machine))
+        journal.begin()
+        super().__init__(model, journal, every)
         self._numbers: dict[str, int] = {}  # optimizer's name -> its number, in the order of first steps
-        self._skipped: dict[str, int] = {}
-        self._unsettled: list[Skipped] = []
+        self._skipped: Counter[str] = Counter()
+        # The skipped updates of unknown cause: the optimizer's number, and `_explained` but for its last argument.
+        self._unsettled: list[tuple[int, Callable[[float | None], OverflowRecord]]] = []
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Loss scale and skipped steps for the logs; with the optimizer's name where several step."""
+        """Next loss scale and skipped steps for the logs; with the optimizer's name where several step."""
         found: dict[str, float] = {}
-        for one, scale in zip(self.optimizers, self.scales()):
-            alone = not self._steps and len(self.optimizers) == 1
+        for one, row in zip(self.optimizers, self._rows or repeat([])):
+            alone = not self.journal.losses and len(self.optimizers) == 1
             if (one.name in self._numbers or alone) and one.scales:
                 end = f"_{one.name}" if len(self._numbers) > 1 else ""
-                found[f"loss_scale{end}"] = scale
-                found[f"skipped_steps{end}"] = self._skipped.get(one.name, 0)
+                found[f"loss_scale{end}"] = one.scale(row)
+                found[f"skipped_steps{end}"] = self._skipped[one.name]
         return found
 
-    def read(self, state: Any = None) -> bool:
+    def read(self, state: Any = None) -> None:
         """Write what waits, and check the patience of each optimizer; waits for the device."""
-        if not super().read(state) or self.ended:
-            return False
-        optimizers = [one for one in self.optimizers if one.name in self._numbers and one.is_mezzos]
+        super().read(state)
         held = [] if state is None else list(zip(self.model.optimizer.variables, state[2]))
         try:
             with keras.StatelessScope(state_mapping=held) if held else nullcontext():
-                for one in optimizers:
-                    one.optimizer.check()
+                for one in self.optimizers:
+                    if one.name in self._numbers and one.is_mezzos:
+                        one.optimizer.check()
         except LossScaleCollapseError as error:
             self.journal.note(str(error))
             self.end(1)
             raise
-        return True
 
     def end(self, status: int) -> None:
         """Write the last record."""
         if self.ended:
             return
-        self.read()
+        super().read()
         self.restore()
-        self.journal.seen(one.explained(None) for one in self._unsettled)
-        for text in self.notes:
-            self.journal.note(text)
+        self.journal.seen(explained(None) for _, explained in self._unsettled)
         self._note_optimizers()
         self.journal.end(status)
 
@@ -227,28 +209,26 @@ class _Recorder(StepRecorder):
         if not self.ended:
             self.restore()
             with suppress(Exception):  # of a failed device nothing can be read
-                self.read()
+                super().read()
             self.journal.close()
 
-    def write(self, step: Step) -> None:
-        """Write its updates and its loss."""
-        at = step.at + self.journal.now() - time.perf_counter()
-        for update in step.updates:
-            self._update(step, update, at)
-        if step.loss is not None:
-            self.journal.loss(step.loss, at)
-        self._steps += 1
+    def write(self, at: float, loss: float | None, updates: list[Update]) -> None:
+        at += self.journal.now() - time.perf_counter()
+        for update in updates:
+            self._update(at, loss, update)
+        if loss is not None:
+            self.journal.loss(loss, at)
 
-    def _update(self, step: Step, update: Update, at: float) -> None:
-        number = self._numbers.setdefault(update.name, len(self._numbers))
+    def _update(self, at: float, loss: float | None, update: Update) -> None:
+        number = self._numbers.setdefault(update.of.name, len(self._numbers))
         index, scale = self.journal.updates, update.scale
         self.journal.update(number, moved=not update.skipped, loss_scale=scale, reason=update.reason, at=at)
         if update.skipped:
-            self._skipped[update.name] = self._skipped.get(update.name, 0) + 1
-            self._unsettled.append(Skipped(index, at, scale, step.loss, update.bad, number))
-            return
-        self.journal.seen(one.explained(scale) for one in self._unsettled if one.optimizer == number)
-        self._unsettled = [one for one in self._unsettled if one.optimizer != number]
+            self._skipped[update.of.name] += 1
+            self._unsettled.append((number, partial(_explained, index, number, at, loss, update)))
+        else:
+            self.journal.seen(explained(scale) for of, explained in self._unsettled if of == number)
+            self._unsettled = [waiting for waiting in self._unsettled if waiting[0] != number]
 
     def _note_optimizers(self) -> None:
         layers = self.model._flatten_layers(include_self=False)
@@ -259,63 +239,60 @@ class _Recorder(StepRecorder):
                 self.journal.note(_UNSCALED.format(one.name, type(one.optimizer).__name__))
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """A skipped update whose cause is not known yet. Its batch is gone, so it can't be run again."""
+def _explained(
+    index: int, optimizer: int, at: float, loss: float | None, update: Update, kept_at: float | None
+) -> OverflowRecord:
+    """A skipped update with its cause, concluded from what followed: its batch is gone, so it can't be run again.
 
-    update: int
-    at: float
-    loss_scale: float
-    loss: float | None
-    bad: Sequence[str]
-    optimizer: int
-
-    def explained(self, kept_at: float | None) -> OverflowRecord:
-        """With a cause; `kept_at` is the loss scale of the next update that was not skipped, None if there was none."""
-        # Backward carries NaN from the last layer to the first, so the last layer with a bad gradient is the origin's.
-        backward = [path.rpartition("/") for path in reversed(self.bad)]
-        module = backward[0][0] if backward else ""
-        named = [f"{layer}: gradient of {name}" for layer, _, name in backward[:NAMED]]
-        if len(backward) > NAMED:
-            named.append(f"and {len(backward) - NAMED} more")
-        if self.loss is not None and not math.isfinite(self.loss):
-            cause, module, note = "loss", "", f"the loss was {self.loss}"
-            remedies = [*remedies_of(OverflowReport(cause)), *_OF_LOSS]
-        elif kept_at is None:
-            cause, note, remedies = "unknown", "no later update was taken", list(_OF_UNKNOWN)
-        else:
-            note = f"the loss was finite, and the next update that was taken had loss scale {kept_at:.6g}"
-            cause, remedies = "loss scale", list(_OF_SCALE)
-        finding = OverflowReport(
-            cause=cause,
-            module=module,
-            direction="forward" if cause == "loss" else "backward",
-            propagators=named,
-            how="Concluded from the following steps; the step was not repeated",
-            remedies=[text.replace("LAYER", module or "LAYER") for text in remedies],
-            note=note,
-        )
-        return OverflowRecord(self.update, self.optimizer, self.at, self.loss_scale, finding)
+    `kept_at` is the loss scale of the optimizer's next update that was not skipped, None if there was none.
+    """
+    # Backward carries NaN from the last layer to the first, so the last layer with a bad gradient is the origin's.
+    backward = [path.rpartition("/") for path in reversed(update.bad)]
+    module = backward[0][0] if backward else ""
+    named = [f"{layer}: gradient of {name}" for layer, _, name in backward[:NAMED]]
+    if len(backward) > NAMED:
+        named.append(f"and {len(backward) - NAMED} more")
+    if loss is not None and not math.isfinite(loss):
+        cause, module, note = "loss", "", f"the loss was {loss}"
+    elif kept_at is None:
+        cause, note = "unknown", "no later update was taken"
+    else:
+        cause = "loss scale"
+        note = f"the loss was finite, and the next update that was taken had loss scale {kept_at:.6g}"
+    finding = OverflowReport(
+        cause=cause,
+        module=module,
+        direction="forward" if cause == "loss" else "backward",
+        propagators=named,
+        how="Concluded from the following steps; the step was not repeated",
+        remedies=[
+            *remedies_of(OverflowReport(cause)),
+            *(text.replace("LAYER", module or "LAYER") for text in _REMEDIES[cause]),
+        ],
+        note=note,
+    )
+    return OverflowRecord(index, optimizer, at, update.scale, finding)
 
 
-_OF_SCALE = (
-    "nothing, if the loss scale is dynamic and this is rare: the next step has a smaller scale",
-    "if it happens often, let the scale grow less often: `fp16,loss_scale=dynamic(growth_interval=10000)` in "
-    "`mezzo.keras.set_policy`, or `dynamic_growth_steps=10000` of the optimizer",
-    "`mixed_bfloat16` where the device has bf16: it has FP32's range and needs no loss scale",
-)
-_OF_LOSS = (
-    "if every later loss is NaN too, look at the model: a weight, or a moving statistic of a BatchNormalization, that "
-    "is NaN or infinite stays so",
-    "a loss that takes logits (`from_logits=True`), and no softmax or sigmoid before it",
-    'the last layer in FP32: `dtype="float32"` for it, or `fp16,module.LAYER=fp32` with its name in '
-    "`mezzo.keras.set_policy`",
-)
-_OF_UNKNOWN = (
-    "a lower learning rate, or `global_clipnorm=1.0` of the inner optimizer, if the loss was growing",
-    "this layer in FP32: `fp16,module.LAYER=fp32` in `mezzo.keras.set_policy`",
-    "a layer whose slope has no finite value for some inputs (a root or a logarithm of 0, 0 / 0): clamp its input",
-)
+# Cause -> what to try with Keras, after what helps in every framework.
+_REMEDIES = {
+    "loss scale": (
+        "with Keras, give such a policy to `mezzo.keras.set_policy`, or `dynamic_growth_steps=10000` to the optimizer",
+        "`mixed_bfloat16` where the device has bf16: it has FP32's range and needs no loss scale",
+    ),
+    "loss": (
+        "if every later loss is NaN too, look at the model: a weight, or a moving statistic of a BatchNormalization, "
+        "that is NaN or infinite stays so",
+        "a loss that takes logits (`from_logits=True`), and no softmax or sigmoid before it",
+        'the last layer in FP32: `dtype="float32"` for it, or `fp16,module.LAYER=fp32` with its name in '
+        "`mezzo.keras.set_policy`",
+    ),
+    "unknown": (
+        "a lower learning rate, or `global_clipnorm=1.0` of the inner optimizer, if the loss was growing",
+        "this layer in FP32: `fp16,module.LAYER=fp32` in `mezzo.keras.set_policy`",
+        "a layer whose slope has no finite value for some inputs (a root or a logarithm of 0, 0 / 0): clamp its input",
+    ),
+}
 
 
 def lost_statistics(model: Any) -> list[str]:

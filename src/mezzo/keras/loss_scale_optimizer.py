@@ -275,16 +275,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Raise `LossScaleCollapseError` if `patience` steps in a row were skipped at the floor, or under a constant
         scale. It names the variables whose gradients are not finite. Synchronizes with the device.
         """
-        if self._patience is None or _number(self._stuck) < self._patience:
+        pure: Any = self._loss_scale
+        if self._patience is None or (stuck := int(_number(self._stuck))) < self._patience:
             return
-        try:
-            transition.check(self._loss_scale, self._arrays(_number))
-        except LossScaleCollapseError as error:
-            flags = [] if self.bad_gradients is None else self.bad_gradients.numpy()
-            bad = [_path(variable) for variable, flag in zip(self._trainable_variables, flags) if flag]
-            whose = ", ".join(bad) or "unknown variables (the state was loaded)"
-            collapse = LossScaleCollapseError(f"gradients of {whose} are NaN or infinite: {error}")
-            raise collapse.going_on("optimizer.reset_loss_scale()") from None
+        flags = [] if self.bad_gradients is None else self.bad_gradients.numpy()
+        bad = [_path(variable) for variable, flag in zip(self._trainable_variables, flags) if flag]
+        whose = ", ".join(bad) or "unknown variables (the state was loaded)"
+        collapse = LossScaleCollapseError(
+            f"gradients of {whose} are NaN or infinite: {pure.collapsed(stuck)}"
+        )
+        raise collapse.going_on("optimizer.reset_loss_scale()")
 
     def _check_if_due(self, found_inf: Any) -> None:
         """Check the patience where the host has waited for this step anyway, else rarely; in a graph assert it."""
@@ -292,29 +292,27 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if backend == "tensorflow":
             import tensorflow as tf
 
-            if tf.inside_function():
+            due = not tf.inside_function()
+            if not due:
+                pure: Any = self._loss_scale
                 names = [_path(variable) for variable in self._trainable_variables]
                 shown = ", ".join(names[:_NAMES_SHOWN] + ["..."] * (len(names) > _NAMES_SHOWN))
                 text = (
-                    f"LossScaleCollapseError: {self._patience} steps in a row were skipped, and the loss scale is at "
-                    "its minimum. optimizer.check() gives details. A 1 marks a gradient that is not finite, of these "
-                    f"variables: {shown}:"
+                    f"LossScaleCollapseError: {pure.collapsed(self._patience)} optimizer.check() gives details. A 1 "
+                    f"marks a gradient that is not finite, of these variables: {shown}:"
                 )
                 fine, data = self._stuck.value < self._patience, [text, self.bad_gradients.value]
                 tf.debugging.Assert(fine, data, summarize=_NAMES_SHOWN)  # XLA drops it
-                return
         elif backend == "jax":
-            if is_traced(found_inf):
-                return
-        elif not reading_is_free(found_inf):
+            due = not is_traced(found_inf)
+        elif not (due := reading_is_free(found_inf)):
             import torch
 
-            if torch.compiler.is_compiling():
-                return
-            self._until_check = (self._until_check or LOOK_EVERY) - 1
-            if self._until_check:
-                return
-        self.check()
+            if not torch.compiler.is_compiling():
+                self._until_check = (self._until_check or LOOK_EVERY) - 1
+                due = not self._until_check
+        if due:
+            self.check()
 
     def machine(self) -> LossScale:
         """The loss scale as a value of `mezzo`, with its current state. Synchronizes with the device."""
@@ -331,8 +329,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _state(self, held: ScaleArrays) -> list[tuple[Any, Any]]:
         """Each variable of the loss scale, and its value in these arrays."""
-        ours, theirs = self._arrays(lambda variable: variable), held
-        return [(getattr(ours, name), getattr(theirs, name)) for name in vars(ours)]
+        return [(getattr(self, f"_{name}"), value) for name, value in vars(held).items()]
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """The end of `fit`: the inner optimizer's averages become the weights, and the patience is checked."""
@@ -350,18 +347,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         own, inner, saved = self._variables, self.inner_optimizer.variables, len(store.keys())
         # Before the first step there are only scalars.
-        is_first = self.built and saved == len(own) - 1 + _UNBUILT_INNER and not store[str(saved - 1)].shape
-        if is_first:
-            own = [variable for variable in own if variable is not self.bad_gradients]
-            for at, variable in enumerate([*own, *inner[:_UNBUILT_INNER]]):
-                variable.assign(store[str(at)])
-        elif len(own) != _KERAS_OWN and saved == _KERAS_OWN + len(inner):
+        if self.built and saved == len(own) - 1 + _UNBUILT_INNER and not store[str(saved - 1)].shape:
+            own, inner = [one for one in own if one is not self.bad_gradients], inner[:_UNBUILT_INNER]
+        elif saved == _KERAS_OWN + len(inner):
             for variable in own[_KERAS_OWN:]:
                 variable.assign(keras.ops.zeros(variable.shape, variable.dtype))
-            for at, variable in enumerate([*own[:_KERAS_OWN], *inner]):
-                variable.assign(store[str(at)])
-        else:
-            super().load_own_variables(store)
+            own = own[:_KERAS_OWN]
+        if saved != len(own) + len(inner):
+            super().load_own_variables(store)  # which warns
+            return
+        for at, variable in enumerate([*own, *inner]):
+            variable.assign(store[str(at)])
         self._scale.assign(self._loss_scale.allowed(_number(self._scale)))
 
     def get_config(self) -> dict[str, Any]:
@@ -378,11 +374,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> LossScaleOptimizer:
         """The optimizer of a configuration, ours or that of Keras's own LossScaleOptimizer."""
-        settings = dict(config)
-        inner = keras.saving.deserialize_keras_object(
-            settings.pop("inner_optimizer"), custom_objects=custom_objects
-        )
-        return cls(inner, **settings)
+        return super().from_config(dict(config), custom_objects)  # Keras takes the inner optimizer out of it
 
 
 def _number(variable: Any) -> float:

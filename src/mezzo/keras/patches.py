@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +11,13 @@ import keras
 import numpy as np
 from keras.src.dtype_policies.dtype_policy import set_dtype_policy
 
+import mezzo.keras
 from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.records import OpFormats
 from mezzo.keras import policy as keras_policy
 from mezzo.keras.layers import walk
 from mezzo.keras.plan import NAMES, NARROW, SIXTEEN_BITS, WORDS, KerasPlan
-from mezzo.keras.steps import Step, StepRecorder, keep_losses
+from mezzo.keras.steps import StepRecorder, Update, keep_losses
 
 if TYPE_CHECKING:
     from mezzo.keras.run import Session
@@ -53,18 +53,14 @@ def patch(session: Session, patches: Patches) -> None:
 
     trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))
     original = vars(trainer)["make_train_function"]
-    seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @functools.wraps(original)
     def make_train_function(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if model not in seen:
-            seen.add(model)
-            _check_model(session, model)
         if model.train_function is None:  # not in compile: a model's own metrics may be made after it
+            _check_model(session, model)
             keep_losses(model)
         made = original(model, *args, **kwargs)
-        function = model.train_function
-        if function is not None and not isinstance(getattr(function, "__self__", None), StepRecorder):
+        if not isinstance(getattr(model.train_function, "__self__", None), StepRecorder):
             _RunRecorder(model, session)
         return made
 
@@ -75,27 +71,22 @@ class _RunRecorder(StepRecorder):
     """Records the steps of one model in the run's journal; a call with several steps is one update, timed as one."""
 
     def __init__(self, model: Any, session: Session) -> None:
-        super().__init__(model, every=1)
+        super().__init__(model, session.journal, every=1)
         self._session = session
-        self._last: Step | None = None
+        self._last: list[Update] = []
         self._nudge()
 
-    def write(self, step: Step) -> None:
-        """Record the loss."""
-        if step.loss is not None:
-            self._session.journal.loss(step.loss)
-        self._last = step
+    def write(self, at: float, loss: float | None, updates: list[Update]) -> None:
+        if loss is not None:
+            self.journal.loss(loss)
+        self._last = updates
 
     def after(self, logs: Any, state: Any) -> None:
-        """A call is over: record its losses and updates."""
         self._nudge()  # TensorFlow makes some models' weights in their first step
         super().after(logs, state)
-        notes = list(self.notes)
         if self.each > 1:
-            notes.append("several batches run in one call (steps_per_execution): they count as one step")
-        for text in notes:
-            self._session.journal.note(text)
-        for update in self._last.updates if self._last else ():
+            self.journal.note("several batches run in one call (steps_per_execution): they count as one step")
+        for update in self._last:
             self._session.stepped(self.model, update)
 
     def _nudge(self) -> None:
@@ -141,19 +132,20 @@ def _check_model(session: Session, model: Any) -> None:
 def _script_policy(session: Session, patches: Patches) -> None:
     """Refuse a policy that the script sets; `float32`, as of every script that sets none, is passed over."""
 
-    @functools.wraps(set_dtype_policy)
-    def seen(policy: Any) -> Any:
+    def seen(*given: Any, **named: Any) -> KerasPlan:
+        policy = [*given, named.get("policy", named.get("precision"))][0]  # of Keras's functions, or of ours
         frame: FrameType = sys._getframe(1)
-        if str(frame.f_globals.get("__name__", "")).startswith(("mezzo.", "keras.")):
-            return set_dtype_policy(policy)
         name = str(getattr(policy, "name", policy))
         place = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-        if name != "float32":
+        if name not in ("float32", "fp32"):
             session.stop(_own_policy(f"sets the dtype policy {name!r} itself ({place})"))
         session.journal.note(
             f"{place} sets the dtype policy float32, which is ignored: this run uses {session.plan.precision}"
         )
+        return session.plan
 
+    patches.set(mezzo.keras, "set_policy", seen)
+    patches.set(keras_policy, "set_policy", seen)
     for module in list(sys.modules.values()):
         name = str(getattr(module, "__name__", ""))
         if name.startswith("keras.") and not name.startswith("keras.src."):

@@ -90,39 +90,30 @@ def _compiling(compile_model: Any, active: KerasPlan) -> Any:
 
     @functools.wraps(compile_model)
     def compiling(model: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            given = signature.bind(model, *args, **kwargs).arguments
-        except TypeError:  # Keras reports it
-            compile_model(model, *args, **kwargs)
-            return
+        bound = signature.bind(model, *args, **kwargs)
+        given = bound.arguments
         plan = plan_behind(model.dtype_policy) or active
-        optimizer = keras.optimizers.get(given.get("optimizer", "rmsprop"))
-        scaled = optimizer
+        optimizer = given["optimizer"] = keras.optimizers.get(given.get("optimizer", "rmsprop"))
         if _computes_in_16_bits(model) and given.get("auto_scale_loss", True):
-            scaled = _scaled(optimizer, plan, _scale_for(model, plan))
+            given["optimizer"] = _scaled(optimizer, model, plan)
             given["auto_scale_loss"] = False  # or Keras wraps it where the plan says none
-        given["optimizer"] = scaled
         known = _is_known(model)
         if known:
             check_plan(model, plan)
         _UNSEEN[model] = plan, known
-        del given[next(iter(given))]  # the model: methods may call it self
-        compile_model(model, **given)
+        compile_model(*bound.args, **bound.kwargs)
         # As Keras does with its own wrapper: a saved model holds the optimizer that was given, and loads without Mezzo.
         model._compile_config.config["optimizer"] = optimizer
 
     return compiling
 
 
-def _scale_for(model: Any, plan: KerasPlan) -> LossScale:
-    """The plan's loss scale; a dynamic one for layers in float16 under a plan that has none."""
-    foreign = "mixed_float16" not in plan.policies and any(
-        layer.compute_dtype == "float16" for _, layer in layers.walk(model)
-    )
-    return DynamicLossScale() if foreign and isinstance(plan.loss_scale, NoLossScale) else plan.loss_scale
-
-
-def _scaled(optimizer: Any, plan: KerasPlan, loss_scale: LossScale) -> Any:
+def _scaled(optimizer: Any, model: Any, plan: KerasPlan) -> Any:
+    """The optimizer with the plan's loss scale; a dynamic one for layers in float16 under a plan that has none."""
+    loss_scale = plan.loss_scale
+    foreign = "mixed_float16" not in plan.policies and isinstance(loss_scale, NoLossScale)
+    if foreign and any(layer.compute_dtype == "float16" for _, layer in layers.walk(model)):
+        loss_scale = DynamicLossScale()
     if optimizer is None or isinstance(loss_scale, NoLossScale) or isinstance(optimizer, LossScaleOptimizer):
         return optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -198,19 +189,19 @@ def warn_of_outputs(model: Any, outputs: Any, plan: KerasPlan) -> None:
     elif len(names) != len(leaves):
         names = [str(index) for index in range(len(leaves))]
     loss = getattr(model, "loss", None)
-    read = set() if loss is None else set(names)
+    losses = [loss] * len(names)
     if isinstance(loss, dict) and set(loss) <= set(names):
-        read = {name for name in names if loss.get(name) is not None}
+        losses = [loss.get(name) for name in names]
     elif isinstance(loss, (list, tuple)) and len(loss) == len(names):
-        read = {name for name, each in zip(names, loss) if each is not None}
+        losses = list(loss)
     # A Sequential or Functional model knows the layer that makes each output.
     symbols = keras.tree.flatten(getattr(getattr(model, "_functional", None) or model, "outputs", None) or [])
     layers_of = [symbol._keras_history.operation.name for symbol in symbols]
     if len(layers_of) != len(leaves):
         layers_of = ["LAYER"] * len(leaves)
-    for name, leaf, layer in zip(names, leaves, layers_of):
+    for name, leaf, layer, its_loss in zip(names, leaves, layers_of, losses):
         dtype = keras.backend.standardize_dtype(leaf.dtype)
-        if name not in read or dtype not in SIXTEEN_BITS:
+        if its_loss is None or dtype not in SIXTEEN_BITS:
             continue
         pattern = f"module.{layer}=fp32"
         # A layer with a dtype of its own keeps it, whatever the policy says.

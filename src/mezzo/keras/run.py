@@ -105,14 +105,15 @@ class Session:
 
     def stepped(self, model: Any, update: Update) -> None:
         """A training step is over. An optimizer's number is its place in the order of first steps."""
-        optimizer = model if update.optimizer is None else update.optimizer
+        optimizer = model if update.of.optimizer is None else update.of.optimizer
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._next)
         number, moved = self._numbers[optimizer], not update.skipped
         observed, self._model = self._watch.running, model
         self._watch.after_update(number, moved=moved)
-        scale, reason = update.scale, update.reason
-        self.journal.update(number, moved=moved, loss_scale=scale, reason=reason, observed=observed)
+        self.journal.update(
+            number, moved=moved, loss_scale=update.scale, reason=update.reason, observed=observed
+        )
         self.journal.stop_after(self.request.stop_after)
 
     def _observed_step(self) -> Callable[[bool], None]:

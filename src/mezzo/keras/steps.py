@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
+from mezzo.runner.journal import Journal
 
 SKIPS_WITHIN = (
     "several steps run in one execution (steps_per_execution): it is not known which of them were skipped; the last "
@@ -59,15 +60,9 @@ class RecentLosses(keras.metrics.Mean):
         self.count.assign(store["1"])
 
 
-def steps_per_call(model: Any) -> int:
-    """How many steps one call of a model's train function takes."""
-    return max(1, int(getattr(model, "steps_per_execution", 1) or 1))
-
-
 def keep_losses(model: Any) -> bool:
     """Replace a compiled model's loss tracker by `RecentLosses`; whether a traced step must be made anew."""
-    old: Any = getattr(model, "_loss_tracker", None)
-    size = steps_per_call(model)
+    old, size = model._loss_tracker, model.steps_per_execution
     if isinstance(old, RecentLosses):
         if old.size >= size:
             return False
@@ -82,10 +77,9 @@ def keep_losses(model: Any) -> bool:
 
 @dataclass(frozen=True)
 class Update:
-    """What one step did with one optimizer."""
+    """What one step did with one optimizer of the model."""
 
-    optimizer: Any
-    name: str
+    of: StepOptimizer
     scale: float
     skipped: bool
     bad: tuple[str, ...] = ()
@@ -97,15 +91,6 @@ class Update:
             return ""
         more = f" and {len(self.bad) - 1} more" if len(self.bad) > 1 else ""
         return f"gradients{f' of {self.bad[-1]}{more}' if self.bad else ''} not finite"
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training step; `at` is when its execution ended (`time.perf_counter`)."""
-
-    at: float
-    loss: float | None
-    updates: tuple[Update, ...]
 
 
 class StepOptimizer:
@@ -153,21 +138,21 @@ class StepOptimizer:
         variables = getattr(self.optimizer, "_trainable_variables", ())
         bad = tuple(one.path for one, is_bad in zip(variables, after[3:]) if is_bad)
         scale = self.scale(before)
-        good = [Update(self.optimizer, self.name, scale, False)] * kept
-        return good + [Update(self.optimizer, self.name, scale, True, bad)] * (steps - kept)
+        return [Update(self, scale, False)] * kept + [Update(self, scale, True, bad)] * (steps - kept)
 
 
 class StepRecorder:
-    """Wraps a model's train function, and calls `write` for each step, some calls late."""
+    """Wraps a model's train function, and calls `write` for each step, some calls late.
 
-    def __init__(self, model: Any, every: int) -> None:
-        self.notes: dict[str, None] = {}  # for the user, about how the steps could be read
+    The journal gets notes about how the steps could be read.
+    """
+
+    def __init__(self, model: Any, journal: Journal, every: int) -> None:
+        self.model, self.journal, self.every = model, journal, every
         self.optimizers = _optimizers_of(model)
-        self.model, self.every = model, every
-        self.each = steps_per_call(model)
+        self.each: int = model.steps_per_execution
         self.ended = False
-        tracker = getattr(model, "_loss_tracker", None)
-        self._tracker = tracker if isinstance(tracker, RecentLosses) else None
+        self._tracker = model._loss_tracker if isinstance(model._loss_tracker, RecentLosses) else None
         self._places: dict[int, tuple[int, int] | None] = {}
         self._rows: list[list[float]] | None = None  # after the last step that was read
         self._waiting: list[tuple[float, list[int], Any]] = []
@@ -175,8 +160,8 @@ class StepRecorder:
         self._inner = model.train_function
         model.train_function = self._train
 
-    def write(self, step: Step) -> None:
-        """Record a step."""
+    def write(self, at: float, loss: float | None, updates: list[Update]) -> None:
+        """Record a step; `at` is when its execution ended (`time.perf_counter`)."""
         raise NotImplementedError
 
     def after(self, logs: Any, state: Any) -> None:
@@ -190,17 +175,14 @@ class StepRecorder:
         if len(self._waiting) * self.each >= self.every:
             self.read(state)
 
-    def read(self, state: Any = None) -> bool:
-        """Write the steps since the last reading, which waits for the device; whether there are any."""
+    def read(self, state: Any = None) -> None:
+        """Write the steps since the last reading, which waits for the device."""
         waiting, self._waiting = self._waiting, []
-        vectors = [vector for _, _, vector in waiting if vector is not None]
-        # Without an op: a finalizer may call this while TensorFlow traces a function, where an op would deadlock.
-        numbers = itertools.chain.from_iterable(map(_numbers, vectors))
-        for at, sizes, _ in waiting:
-            logged, tracked, *rows = ([next(numbers) for _ in range(size)] for size in sizes)
-            for step in self._steps_of(at, logged, tracked, rows):
-                self.write(step)
-        return bool(waiting)
+        for at, sizes, vector in waiting:
+            # Without an op: a finalizer may call this while TensorFlow traces a function, where an op would deadlock.
+            numbers = iter([] if vector is None else _numbers(vector))
+            logged, tracked, *rows = (list(itertools.islice(numbers, size)) for size in sizes)
+            self._write_call(at, logged, tracked, rows)
 
     def epoch_begins(self) -> None:
         """Read the optimizers' state again before the next call: a callback may have changed it."""
@@ -232,14 +214,9 @@ class StepRecorder:
             raise
         return made
 
-    def scales(self) -> list[float]:
-        """The next loss scale of each optimizer, as of the last reading."""
-        rows = self._rows or [[] for _ in self.optimizers]
-        return [one.scale(row) for one, row in zip(self.optimizers, rows)]
-
-    def _steps_of(
+    def _write_call(
         self, at: float, logged: list[float], tracked: list[float], rows: list[list[float]]
-    ) -> list[Step]:
+    ) -> None:
         pairs = list(zip(self.optimizers, self._rows or rows, rows))
         self._rows = rows
         losses: list[float | None] = [*self._losses(tracked)]
@@ -249,14 +226,12 @@ class StepRecorder:
             taken = [int(after[0] - before[0] + after[2] - before[2]) % _MODULO for before, after in own]
             number = min(max([0, *taken]) or self.each, self.each)
             losses = [*[None] * (number - 1), logged[0] if logged else None]
-            self.notes[LOSSES_REPORTED] = None
+            self.journal.note(LOSSES_REPORTED)
         of_each = [one.updates(before, after, len(losses)) for one, before, after in pairs]
         if len(losses) > 1 and any(update.skipped for updates in of_each for update in updates):
-            self.notes[SKIPS_WITHIN] = None
-        return [
-            Step(at, loss, tuple(updates[place] for updates in of_each if updates))
-            for place, loss in enumerate(losses)
-        ]
+            self.journal.note(SKIPS_WITHIN)
+        for place, loss in enumerate(losses):
+            self.write(at, loss, [updates[place] for updates in of_each if updates])
 
     def _losses(self, tracked: list[float]) -> list[float]:
         """The tracker's values of this call; empty where the model's own step does not use it as Keras's does."""

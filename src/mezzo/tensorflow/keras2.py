@@ -31,23 +31,19 @@ class _Scaled(ScaleReads):
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale moves."""
         return isinstance(self._scaled.pure, DynamicLossScale)
 
     @property
     def initial_scale(self) -> float:
-        """S at the start."""
         pure = self._scaled.pure
         return pure.init if isinstance(pure, DynamicLossScale) else pure.scale
 
     def get_config(self) -> dict[str, Any]:
-        """The inner optimizer's configuration, and the loss scale as a policy writes it."""
         inner = tf_keras.optimizers.serialize(self.inner_optimizer)  # type: ignore[attr-defined]
         return {"inner_optimizer": inner, "loss_scale": print_loss_scale(self._scaled.pure)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """The optimizer that `get_config` describes."""
         inner = config["inner_optimizer"]
         if isinstance(inner, dict):
             inner = tf_keras.optimizers.deserialize(

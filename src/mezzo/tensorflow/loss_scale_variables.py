@@ -17,10 +17,7 @@ from mezzo.tensorflow.switch import in_xla, refuse_xla
 _READS = "optimizer.loss_scale, optimizer.skipped_steps"
 
 
-class Held(SimpleNamespace):
-    """The variables of one graph, or of the eager program, each of shape (): the loss scale's state and `_OWN`."""
-
-
+# Beside the loss scale's own state.
 _OWN = {"skipped_steps": 0, "last_step_skipped": False}
 # Names in checkpoints and graphs, and types. Those of the first two fields are TensorFlow's and tf_keras's, so that
 # checkpoints of their loss-scale optimizers load. Other fields have their own name; counters are int32, numbers FP32.
@@ -34,15 +31,15 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
     def __init__(self, pure: LossScale) -> None:
         self.pure = pure
         self._first = pure.arrays()
-        self._held: dict[Any, Held] = {}
+        self._held: dict[Any, SimpleNamespace] = {}
         # The graphs in which a step was built, in order; None for the eager program.
         self._used: dict[Any, None] = {}
         self.loss_was_scaled = self.gradients_were_unscaled = False
         self.scales = not isinstance(pure, NoLossScale)
         self.here()
 
-    def here(self, for_a_step: bool = False) -> Held:
-        """The variables of the graph that is being built, or of the eager program; made when first asked for."""
+    def here(self, for_a_step: bool = False) -> SimpleNamespace:
+        """The variables, each of shape (), of this graph or of the eager program; made when first asked for."""
         with tf.init_scope():
             graph = _graph()
             if for_a_step:
@@ -53,7 +50,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
                     self._handle_deferred_dependencies(name=name, trackable=variable)
         return self._held[graph]
 
-    def _make(self) -> Held:
+    def _make(self) -> SimpleNamespace:
         values = vars(self._first) | _OWN
         settings = {"trainable": False, "use_resource": True}
         with tf.name_scope("loss_scale/"):  # not aggregated: every replica comes to the same values
@@ -66,7 +63,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
                 )
                 for field, value in values.items()
             }
-        return Held(**made)
+        return SimpleNamespace(**made)
 
     def _by_name(self) -> dict[str, Any]:
         return {_NAMES.get(field, field): variable for field, variable in vars(self.here()).items()}
@@ -81,7 +78,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
     def _lookup_dependency(self, name: str, *args: Any) -> Any:
         return self._by_name().get(name)
 
-    def read(self, what: str) -> Held:
+    def read(self, what: str) -> SimpleNamespace:
         """The variables of `here()`, for reading `what`; a UsageError if the steps are in another graph."""
         with tf.init_scope():
             graph = _graph()
@@ -157,30 +154,24 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         after = self.pure.advance(before, found_inf, tf)
         skipped = tf.convert_to_tensor(held.skipped_steps)
         applied = tf.cond(found_inf, lambda: tf.constant(False), lambda: _done(apply))
-        assigned = [
-            *(getattr(held, name).assign(value) for name, value in vars(after).items()),
-            held.skipped_steps.assign(skipped + tf.cast(found_inf, skipped.dtype)),
-            held.last_step_skipped.assign(found_inf),
-        ]
+        values = vars(after) | {
+            "skipped_steps": skipped + tf.cast(found_inf, skipped.dtype),
+            "last_step_skipped": found_inf,
+        }
+        assigned = [getattr(held, name).assign(value) for name, value in values.items()]
         pure: Any = self.pure  # which is not NoLossScale here
-        has_collapsed = after.stuck >= pure.patience
+        said, whose = str(pure.collapsed(pure.patience)), "Gradients that are not finite:"
         if tf.executing_eagerly():
-            if has_collapsed:
+            if after.stuck >= pure.patience:
                 bad_names = ", ".join(name for name, flag in zip(names, bad.numpy()) if flag)
-                said = str(pure.collapsed(pure.patience))
-                raise LossScaleCollapseError(said, f"Gradients that are not finite: {bad_names}.")
+                raise LossScaleCollapseError(said, f"{whose} {bad_names}.")
             return None
-
-        def stop() -> Any:
+        if in_xla():
+            return tf.group(applied, *assigned)
+        with tf.control_dependencies(assigned):
             which = tf.strings.reduce_join(tf.boolean_mask(tf.constant(list(names)), bad), separator=", ")
-            data = [str(pure.collapsed(pure.patience)), "Gradients that are not finite:", which]
-            told = tf.raw_ops.Assert(condition=tf.constant(False), data=data)
-            with tf.control_dependencies([told] if told is not None else []):
-                return tf.constant(True)
-
-        with tf.control_dependencies([value for value in assigned if value is not None]):
-            stopped = tf.no_op() if in_xla() else tf.cond(has_collapsed, stop, lambda: tf.constant(False))
-        return tf.group(applied, *assigned, stopped)
+            checked = tf.debugging.Assert(after.stuck < pure.patience, [said, whose, which])
+        return tf.group(applied, *assigned, checked)
 
 
 class ScaleReads:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from mezzo.core.errors import UnsupportedPrecisionError, UsageError, unknown_name
+from mezzo.core.hardware import CUDA_NATIVE_FROM
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from mezzo.core.policy_text import as_loss_scale, print_loss_scale
 from mezzo.keras.hardware import describe
@@ -27,7 +27,6 @@ _WHERE = "enable_mixed_precision_graph_rewrite"
 OPTIONS = {"fp16": "auto_mixed_precision", "bf16": "auto_mixed_precision_onednn_bfloat16"}
 _PRECISIONS = ("auto", *OPTIONS)
 _OTHER_NAMES = {"float16": "fp16", "mixed_float16": "fp16", "bfloat16": "bf16", "mixed_bfloat16": "bf16"}
-_TENSOR_CORES = (7, 0)
 ASSUME_NATIVE = "MEZZO_ASSUME_NATIVE"
 SIMULATE_GPU = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_SIMULATE_GPU"
 
@@ -82,11 +81,11 @@ def enable_mixed_precision_graph_rewrite(
             f"{_WHERE}: op_lists was removed in version 0.2. Set TensorFlow's environment variables, such as "
             "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_DENYLIST_ADD=Tanh (docs/keras.md)."
         )
-    wrap = _wrapper_for(optimizer)
+    wrapper = _wrapper_for(optimizer)
     refuse_policy(_WHERE)
     chosen, why = choose(precision)
     scale = _loss_scale(loss_scale, chosen)
-    wrapped = wrap(scale)
+    wrapped = wrapper(optimizer, loss_scale=scale)
     wrapped.rewrite = rewrite = Rewrite(chosen, why, print_loss_scale(scale))
     if chosen in OPTIONS:
         SWITCH.on(OPTIONS[chosen])
@@ -137,7 +136,7 @@ def _gpu() -> str | None:
     """The name of a GPU that the rewrite serves, if TensorFlow may use one."""
     for device in tf.config.get_visible_devices("GPU"):
         details = tf.config.experimental.get_device_details(device)
-        if tuple(details.get("compute_capability") or (0, 0)) >= _TENSOR_CORES:
+        if tuple(details.get("compute_capability") or (0, 0)) >= CUDA_NATIVE_FROM["fp16"]:
             return str(details.get("device_name") or device.name)
     return "the GPU that TensorFlow simulates" if os.environ.get(SIMULATE_GPU, "") in ("1", "true") else None
 
@@ -158,15 +157,15 @@ def _loss_scale(given: Any, chosen: str) -> LossScale:
     return scale
 
 
-def _wrapper_for(optimizer: Any) -> Callable[[LossScale], Any]:
-    """What wraps this optimizer in a loss scale. If it is of Keras or tf_keras, that is imported already."""
+def _wrapper_for(optimizer: Any) -> type[Any]:
+    """The class that wraps this optimizer in a loss scale. If it is of Keras or tf_keras, that is imported already."""
     v1 = tf.compat.v1
     keras2, keras3 = sys.modules.get("tf_keras"), sys.modules.get("keras")
     scaled = isinstance(optimizer, v1.mixed_precision.MixedPrecisionLossScaleOptimizer)
     if scaled or hasattr(optimizer, "inner_optimizer"):
         raise UsageError(f"{_WHERE}: {optimizer!r} scales the loss already. Give the optimizer inside it.")
     if isinstance(optimizer, v1.train.Optimizer):
-        return lambda scale: V1Optimizer(optimizer, scale)
+        return V1Optimizer
     if keras3 is not None and isinstance(optimizer, keras3.optimizers.Optimizer):
         if keras3.config.backend() != "tensorflow":
             raise UsageError(
@@ -175,15 +174,12 @@ def _wrapper_for(optimizer: Any) -> Callable[[LossScale], Any]:
             )
         from mezzo.tensorflow.keras3 import GraphRewriteOptimizer
 
-        return lambda scale: GraphRewriteOptimizer(optimizer, loss_scale=scale)
-    if keras2 is not None and isinstance(
-        optimizer, (keras2.optimizers.Optimizer, keras2.optimizers.legacy.Optimizer)
-    ):
+        return GraphRewriteOptimizer
+    for_legacy = keras2 is not None and isinstance(optimizer, keras2.optimizers.legacy.Optimizer)
+    if for_legacy or (keras2 is not None and isinstance(optimizer, keras2.optimizers.Optimizer)):
         from mezzo.tensorflow import keras2 as ours
 
-        if isinstance(optimizer, keras2.optimizers.legacy.Optimizer):
-            return lambda scale: ours.LegacyLossScaleOptimizer(optimizer, scale)
-        return lambda scale: ours.LossScaleOptimizer(optimizer, scale)
+        return ours.LegacyLossScaleOptimizer if for_legacy else ours.LossScaleOptimizer
     raise UsageError(
         f"{_WHERE}: optimizer is {optimizer!r}. Give an instance of an optimizer of tf.compat.v1.train, such as "
         "AdamOptimizer(1e-3), of Keras 3 or of tf_keras."

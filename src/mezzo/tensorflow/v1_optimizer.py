@@ -19,10 +19,6 @@ class LossScaleOptimizer(
     Checkpoints hold the inner optimizer's state and the loss scale: those of the plain optimizer load here, and back.
     """
 
-    GATE_NONE, GATE_OP, GATE_GRAPH = (
-        getattr(tf.compat.v1.train.Optimizer, name) for name in ("GATE_NONE", "GATE_OP", "GATE_GRAPH")
-    )
-
     def __init__(self, optimizer: Any, loss_scale: LossScale) -> None:
         self._optimizer = optimizer
         tf.compat.v1.train.Optimizer.__init__(self, optimizer._use_locking, optimizer.get_name())
