@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from mezzo.core.commands import run_command
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.records import RunStarted
 from mezzo.runner import children, script
-from mezzo.runner.journal import Journal, now_text, of_rank
+from mezzo.runner.journal import Journal, of_rank
 
 _PATHS = ("records", "tensorboard", "report")
 
@@ -258,7 +259,7 @@ def started(request: RunRequest, policy: str, machine: dict[str, Any]) -> RunSta
         seed_offset=request.seed_offset or 0,
         nudged=request.nudge,
         machine=machine,
-        started=now_text(),
+        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
 
