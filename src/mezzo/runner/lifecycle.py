@@ -49,9 +49,8 @@ class RunRequest:
     # (end the script at the first use).
     own: str = "keep"
     masters: str = ""  # the masters that 16-bit weights of the script's get, under its own optimizers
-    patterns: tuple[
-        str, ...
-    ] = ()  # module patterns of other runs' policies; the first model call checks them
+    # Module patterns of other runs' policies; the first model call checks them.
+    patterns: tuple[str, ...] = ()
     source: str | None = None  # the code, where `target` is -c, or - for standard input
 
     def to_json(self) -> str:

@@ -101,8 +101,8 @@ class RunRanks:
         if not dist.is_available():
             return
         replacements = {
-            "init_process_group": _init(session, dist.init_process_group),
-            "destroy_process_group": _destroy(dist.destroy_process_group),
+            "init_process_group": _make_init(session, dist.init_process_group),
+            "destroy_process_group": _make_destroy(dist.destroy_process_group),
         }
         if scales:
             replacements["all_reduce"] = self._all_reduce(dist.all_reduce)
@@ -131,7 +131,7 @@ def _has_storage(tensor: Any) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
-def _init(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_init(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
     from mezzo.pytorch.same_options import store_of_ranks
 
     @functools.wraps(original)
@@ -156,7 +156,7 @@ def _init(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
     return init_process_group
 
 
-def _destroy(original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_destroy(original: Callable[..., Any]) -> Callable[..., Any]:
     """Give gloo's threads time for what they still have to do under the GIL.
 
     A thread of gloo takes the GIL to free a collective that has ended. If DDP frees the group meanwhile, it joins the
