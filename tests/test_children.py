@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from mezzo.cli.main import main
-from mezzo.pytorch.run.same_policy import _difference
+from mezzo.pytorch.run import ranks as run_ranks
+from mezzo.pytorch.run.ranks import _difference
 from mezzo.runner import children
 
 PYTHON = sys.executable
@@ -123,8 +124,6 @@ def test_ranks_compare_their_options() -> None:
 def test_a_rank_without_mezzo_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from datetime import timedelta
 
-    from mezzo.pytorch.run import same_policy
-
-    monkeypatch.setattr(same_policy, "PATIENCE", timedelta(seconds=0.2))
+    monkeypatch.setattr(run_ranks, "PATIENCE", timedelta(seconds=0.2))
     told = _difference(dist.HashStore(), 0, 2, "--precision fp16")
     assert "--no-python mezzo run" in told

@@ -38,11 +38,6 @@ class PeakTensorBytes:
         self._device_type = device_type
         self._counter: _CudaCounter | _StorageCounter | _AllocatorCounter | None = None
 
-    @property
-    def running(self) -> bool:
-        """Whether `start` was called and `stop` was not."""
-        return self._counter is not None
-
     def start(self) -> None:
         """Begin to count."""
         if self._counter is not None:

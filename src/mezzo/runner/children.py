@@ -232,10 +232,8 @@ def end_with(process: int, unless: Callable[[], bool] = lambda: False) -> None:
 def _is_gone(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
     return False
 
 

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -206,11 +205,6 @@ def of_rank(path: Path, rank: int | None) -> Path:
             file.touch(exist_ok=False)
             break
     return file
-
-
-def now_text() -> str:
-    """The wall clock in ISO 8601, UTC."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def number(value: Any) -> float:

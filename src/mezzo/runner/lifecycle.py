@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from mezzo.core.commands import run_command
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.records import RunStarted
 from mezzo.runner import children, script
-from mezzo.runner.journal import Journal, now_text, of_rank
+from mezzo.runner.journal import Journal, of_rank
 
 _PATHS = ("records", "tensorboard", "report")
 
@@ -48,9 +49,8 @@ class RunRequest:
     # (end the script at the first use).
     own: str = "keep"
     masters: str = ""  # the masters that 16-bit weights of the script's get, under its own optimizers
-    patterns: tuple[
-        str, ...
-    ] = ()  # module patterns of other runs' policies; the first model call checks them
+    # Module patterns of other runs' policies; the first model call checks them.
+    patterns: tuple[str, ...] = ()
     source: str | None = None  # the code, where `target` is -c, or - for standard input
 
     def to_json(self) -> str:
@@ -258,7 +258,7 @@ def started(request: RunRequest, policy: str, machine: dict[str, Any]) -> RunSta
         seed_offset=request.seed_offset or 0,
         nudged=request.nudge,
         machine=machine,
-        started=now_text(),
+        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
 

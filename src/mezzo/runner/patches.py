@@ -80,16 +80,14 @@ class ImportWatch(MetaPathFinder):
         finally:
             self._finding.discard(fullname)
         if spec is not None and spec.loader is not None:
-            self._call_back_after(spec.loader, fullname)
+            loader: Any = spec.loader
+            run = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                del loader.exec_module  # the loader is as it was
+                for callback in self._waiting.pop(fullname, ()):
+                    callback(module)
+
+            loader.exec_module = exec_module
         return spec
-
-    def _call_back_after(self, loader: Any, name: str) -> None:
-        run = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            del loader.exec_module  # the loader is as it was
-            for callback in self._waiting.pop(name, ()):
-                callback(module)
-
-        loader.exec_module = exec_module

@@ -87,7 +87,7 @@ class Attempts:
         """These leaves are about to receive gradients."""
         for leaf in leaves:
             if id(leaf) not in self.before:
-                self.before[id(leaf)] = (leaf, leaf.grad, list(self._overflows.flags(leaf)))
+                self.before[id(leaf)] = (leaf, leaf.grad, list(self._overflows.flags[id(leaf)]))
                 self._reset(leaf)
 
     def begin(self, scale: float) -> None:
@@ -105,7 +105,7 @@ class Attempts:
     def _reset(self, leaf: Tensor) -> None:
         _, old, flags = self.before[id(leaf)]
         leaf.grad = None if old is None else old.clone()
-        self._overflows.flags(leaf)[:] = flags
+        self._overflows.flags[id(leaf)][:] = flags
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -121,8 +121,9 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
     observers = session.observers
 
     def observed(roots: Sequence[Any], scale: float, run: Callable[[], Any]) -> Any:
-        if observers.listening:
-            observers.backward_begins(roots, scale)
+        for root in roots if observers.listening else ():
+            if isinstance(root, Tensor):
+                observers.tell("backward_begins", root, scale)
         try:
             return run()
         except BaseException:
@@ -150,7 +151,7 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
         def unscaled() -> Any:
             return original(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
 
-        if session.left_alone is not None or observers.busy or _tracing():
+        if session.left_alone is not None or (session.observes and observers.busy) or _tracing():
             return unscaled()
         roots = _as_tuple(tensors)
         if _graph_task() != -1:
@@ -158,7 +159,7 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
         seeds = _as_tuple(grad_tensors, len(roots))
         note_loss(roots, seeds)
         if not session.scaling or len(seeds) != len(roots):
-            return observed(roots, 1.0, unscaled) if observers.listening else unscaled()
+            return observed(roots, 1.0, unscaled) if session.observes and observers.listening else unscaled()
 
         def run(scale: float, retain: bool | None) -> None:
             scaled = _scaled(roots, seeds, scale)
@@ -402,4 +403,5 @@ def _as_tuple(value: Any, length: int = 1) -> tuple[Any, ...]:
 
 def _tracing() -> bool:
     """Whether tensors have no values here: AOTAutograd derives a compiled graph's backward by `autograd.grad`."""
-    return any(type(mode).__name__ in _TRACERS for mode in _get_current_dispatch_mode_stack())
+    stack = _get_current_dispatch_mode_stack()
+    return bool(stack) and any(type(mode).__name__ in _TRACERS for mode in stack)

@@ -36,8 +36,7 @@ from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.run.foreign import SWITCH_OFF
-from mezzo.pytorch.run.own_weights import trains, widen
-from mezzo.pytorch.run.weights import nudge
+from mezzo.pytorch.run.weights import nudge, trains, widen
 
 if TYPE_CHECKING:
     from mezzo.core.policy import Policy
@@ -75,11 +74,12 @@ class Preparation:
 
     def prepare(self, module: nn.Module, *, traced: bool = False) -> bool:
         """Whether this module's call computes by the policy: it has floating parameters, none 16-bit by the script."""
-        known = self.knows(module)
-        if known is None:
-            known = self._first_call(module)
-            key = id(module)
+        found = self._known.get(id(module))
+        if found is None or found[0]() is not module:
+            key, known = id(module), self._first_call(module)
             self._known[key] = weakref.ref(module, lambda _: self._known.pop(key, None)), known
+        else:
+            known = found[1]
         if known and self._storage.wanted:
             self._storage.settle(module, traced=traced)
         if known and traced and self._session.scaling:
@@ -87,10 +87,10 @@ class Preparation:
             self._session.networks.call(module)
         return known
 
-    def knows(self, module: nn.Module) -> bool | None:
-        """Whether an earlier call of this module computed by the policy; None if it was never called."""
+    def knows(self, module: nn.Module) -> bool:
+        """Whether an earlier call of this module computed by the policy."""
         found = self._known.get(id(module))
-        return found[1] if found is not None and found[0]() is module else None
+        return found is not None and found[1] and found[0]() is module
 
     @not_traced
     def _first_call(self, module: nn.Module) -> bool:
@@ -225,7 +225,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
     @not_traced
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Context | None, bool] | None:
         """Begin an outermost call: its context, and whether observers see its end; None if it is not by the policy."""
-        if session.left_alone is not None or _is_jit_tracing() or observers.busy:
+        if session.left_alone is not None or _is_jit_tracing() or (session.observes and observers.busy):
             return None
         if _graph_task() != -1:  # `checkpoint(model, x)` of the script's calls it again
             if not (session.lowers and preparation.knows(module)):
@@ -233,11 +233,12 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             policy = session.policy_now
         elif preparation.prepare(module):
             policy = session.enter()
-            if module.training and session.scaling:
+            if session.scaling and module.training:
                 session.networks.call(module)
         else:
             return None
-        observers.watch_begins(module)
+        if session.observes:
+            observers.watch_begins(module)
         if thread.policy is not policy:
             thread.policy = policy
             thread.context = None if policy.is_fp32 else context_of(policy, session.device_type)
@@ -246,10 +247,12 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             thread.in_fp32 = True
         else:
             context.__enter__()
+        if not session.observes:
+            return context, False
         try:
-            return context, observers.listening and observers.call_begins(module, args, kwargs)
+            return context, observers.call_begins(module, args, kwargs)
         except BaseException:
-            end(context)
+            leave(module, context, False, None)
             raise
 
     @not_traced
@@ -262,16 +265,13 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             elif is_observed:
                 observers.tell("call_ended", module, out)
         finally:
-            end(context)
+            if context is None:
+                thread.in_fp32 = False
+            else:
+                context.__exit__()
         if context is None or (type(out) is Tensor and out.dtype is _float32):
             return out
         return to_fp32(out)
-
-    def end(context: Context | None) -> None:
-        if context is None:
-            thread.in_fp32 = False
-        else:
-            context.__exit__(None, None, None)
 
     def outermost(self: nn.Module, args: Any, kwargs: Any) -> Any:
         entered = enter(self, args, kwargs)
@@ -319,10 +319,9 @@ def hide_from_dynamo(imports: ImportWatch, patches: Patches, original_call: Any)
     """Once the script has imported Dynamo, have it skip our files, and trace our `__call__` without its short cut."""
 
     def utils_imported(utils: Any) -> None:
-        patches.set(utils, "unpatched_nn_module_call", original_call)
-        users = sys.modules.get("torch._dynamo.variables.nn_module")
-        if users is not None:
-            patches.set(users, "unpatched_nn_module_call", original_call)
+        for user in (utils, sys.modules.get("torch._dynamo.variables.nn_module")):
+            if user is not None:
+                patches.set(user, "unpatched_nn_module_call", original_call)
 
     def rules_imported(trace_rules: Any) -> None:
         # Once a process: Dynamo keeps a list, and makes one pattern of it.

@@ -1,4 +1,9 @@
-"""A script that uses mixed precision itself, in its own code, is left alone. Importing it is not using it."""
+"""A script that uses mixed precision itself, in its own code, is left alone. Importing it is not using it.
+
+`--own off` switches it off instead, so that the script trains in FP32 or under Mezzo. Accelerate, Transformers and
+Lightning make theirs of PyTorch's autocast, GradScaler, default dtype and conversions of models, which do nothing then,
+nor do Mezzo's own. What was switched off is noted, once per setting. What is used in spite of this ends the run.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from contextlib import ContextDecorator, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from mezzo.core.policy import policy
 from mezzo.core.records import SWITCHED_OFF
 from mezzo.pytorch.run.summary import for_keras
 
@@ -23,6 +29,10 @@ SWITCH_OFF = (
 )
 SEARCHES = {"calibrate": "mezzo.pytorch.calibrate", "find_batch_size": "mezzo.pytorch.batch_size"}
 """Public functions that choose formats themselves, and their modules."""
+
+_LOW = ("params", "masters", "state", "weights", "loss_scale", "release_gradients")  # of MixedPrecision
+
+_LIGHTNING = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
 
 # Functions of PyTorch's that act for their caller.
 _TRANSPARENT = frozenset({"decorate_autocast", "watched", "scale", "<genexpr>", "apply_scale"})
@@ -84,6 +94,24 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     imports.when("torch", torch_imported)
     imports.when("mezzo.amp", lambda amp: patches.set(amp, "autocast", _autocast(session, amp.autocast)))
     imports.when("keras", keras_imported)
+    imports.when("mezzo.pytorch.training.mixed_precision", lambda module: _mixed(session, patches, module))
+
+
+def _mixed(session: Session, patches: Patches, module: Any) -> None:
+    """Notice a `MixedPrecision` that asks for 16 bits, or make it train in FP32."""
+    init = module.MixedPrecision.__init__
+
+    def made(self: Any, model: Any, optimizer: Any, precision: Any = "auto", **given: Any) -> None:
+        if any(given.get(name) for name in _LOW) or not policy(precision).is_fp32:
+            if session.request.own == "off":
+                low = [f"{name}={given.pop(name)}" for name in _LOW if given.get(name)]
+                switched_off(session, f"mezzo.MixedPrecision({', '.join([str(precision), *low])})")
+                precision = "fp32"
+            elif session.left_alone is None and (where := user_line(2)) is not None:
+                stand_back(session, "mezzo.MixedPrecision", where)
+        init(self, model, optimizer, precision, **given)
+
+    patches.set(module.MixedPrecision, "__init__", made)
 
 
 def _noticed(session: Session, original: Any, name: str, is_used: Callable[..., bool] = _is_on) -> Any:
@@ -202,3 +230,124 @@ def stand_back(session: Session, name: str, where: str) -> None:
                 f"without {name}, or put that behind an option of the script"
             )
     session.stand_back(f"it uses {name} itself ({where})", fix)
+
+
+def switch_off(session: Session, patches: Patches, imports: ImportWatch) -> None:
+    """Switch off what sets a precision, as PyTorch and Lightning are imported."""
+    imports.when("torch", functools.partial(_torch_off, session, patches))
+    imports.when("mezzo.pytorch.grad_scaler", functools.partial(_mezzo_scaler_off, session, patches))
+    for package in _LIGHTNING:
+        for file, plugin in (("amp", "MixedPrecision"), ("half", "HalfPrecision")):
+            convert = functools.partial(_keep_inputs, patches, plugin)
+            imports.when(f"{package}.plugins.precision.{file}", convert)
+
+
+def _mezzo_scaler_off(session: Session, patches: Patches, module: Any) -> None:
+    begin = module.GradScaler._begin
+
+    def off(self: Any, device: Any, enabled: bool, pure: Any) -> None:
+        if enabled:
+            switched_off(session, "mezzo.GradScaler")
+        begin(self, device, False, pure)
+
+    patches.set(module.GradScaler, "_begin", off)
+
+
+def _torch_off(session: Session, patches: Patches, torch: Any) -> None:
+    import mezzo
+
+    default = torch.set_default_dtype
+
+    @functools.wraps(default)
+    def set_default_dtype(d: Any) -> None:
+        if _is_half(d):
+            package = sys._getframe(1).f_globals.get("__name__", "__main__").partition(".")[0]
+            by = "" if package == "__main__" else f" by {package}"
+            switched_off(session, f"torch.set_default_dtype({d}){by}")
+        else:
+            default(d)
+
+    def lower_weights(model: Any, *_: Any, **__: Any) -> list[str]:
+        switched_off(session, f"mezzo.lower_weights({type(model).__name__})")
+        return []
+
+    patches.set(mezzo, "lower_weights", lower_weights)
+    patches.set(torch, "set_default_dtype", set_default_dtype)
+    patches.set(torch.amp.autocast, "__init__", _autocast_off(session, torch.amp.autocast))
+    patches.set(torch.amp.GradScaler, "__init__", _scaler_off(session, torch.amp.GradScaler.__init__))
+    patches.set(torch.nn.Module, "_apply", _conversion_off(session, torch.nn.Module._apply))
+
+
+def _short(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_half(dtype: Any) -> bool:
+    return _short(dtype) in ("bfloat16", "float16")
+
+
+def _autocast_off(session: Session, autocast: Any) -> Any:
+    """A context that the script or a library enables changes nothing: Mezzo's policy may be on around it."""
+    from mezzo.pytorch.autocast import active_policy
+
+    init = autocast.__init__
+    nothing = {"__enter__": lambda self: self, "__exit__": lambda self, *exc_info: None}
+    off = type(autocast.__name__, (autocast,), nothing)
+
+    @functools.wraps(init)
+    def made(
+        self: Any, device_type: Any, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+    ) -> None:
+        # Dynamo makes an `_UnmanagedAutocast` of a context in a compiled function, also of Mezzo's.
+        if "Unmanaged" in type(self).__name__:
+            theirs = not active_policy.belongs(device_type, dtype)
+        else:
+            theirs = user_line(2, {"__init__"}) is not None
+        init(self, device_type, dtype, enabled and not theirs, cache_enabled)
+        if enabled and theirs:
+            self.__class__ = off
+            switched_off(session, f"torch.autocast {_short(self.fast_dtype)}")
+
+    return made
+
+
+def _scaler_off(session: Session, init: Any) -> Any:
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self._enabled and not type(self).__module__.startswith("mezzo."):
+            self._enabled = False
+            switched_off(session, "GradScaler")
+
+    return made
+
+
+def _conversion_off(session: Session, apply: Any) -> Any:
+    """`half()`, `bfloat16()` and `to()` of modules all call `_apply`. Without trained parameters they convert."""
+    from mezzo.pytorch.run.weights import trains
+
+    @functools.wraps(apply)
+    def applied(self: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(fn, "_mezzo_dtypes") or not trains(self):
+            return apply(self, fn, *args, **kwargs)
+        dtypes: set[Any] = set()
+
+        def wide(tensor: Any) -> Any:
+            result = fn(tensor)
+            if not _is_half(result.dtype) or _is_half(tensor.dtype):
+                return result
+            dtypes.add(result.dtype)
+            return tensor.to(result.device)
+
+        wide._mezzo_dtypes = dtypes  # type: ignore[attr-defined]  # the parts of this module are called with it, too
+        result = apply(self, wide, *args, **kwargs)
+        for dtype in dtypes:
+            switched_off(session, f"{type(self).__name__} in {_short(dtype)}")
+        return result
+
+    return applied
+
+
+def _keep_inputs(patches: Patches, plugin: str, module: Any) -> None:
+    """Lightning's plugins round a model's inputs, too."""
+    patches.set(getattr(module, plugin), "convert_input", lambda self, data: data)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.step import parameters
@@ -69,16 +69,15 @@ def observed_step(session: Session) -> Callable[[bool], None]:
     from mezzo.pytorch.monitor.formats import OpObserver
 
     device = session.device_type or "cpu"
-    session.observers.pause()  # what they compute is not part of the step
     formats, memory = OpObserver(session.applied, device), PeakTensorBytes(device)
     recording = ExitStack()
+    recording.enter_context(session.observers.paused())  # what they compute is not part of the step
     recording.enter_context(formats)
     memory.start()
 
     def stop(keep: bool) -> None:
         peak = memory.stop()
         recording.close()
-        session.observers.resume()
         if keep:
             if formats.note:
                 session.journal.note(formats.note)
@@ -87,51 +86,36 @@ def observed_step(session: Session) -> Callable[[bool], None]:
     return stop
 
 
-class _Inside(threading.local):
-    """Whether this thread is inside an observer's method."""
-
-    busy = False
-
-
 class Observers:
     """The observers of a run, made at its first call, when the device is known; while `busy`, they run the model."""
 
     def __init__(self, session: Session) -> None:
-        request = session.request
         self._session = session
-        self._traces = request.trace
-        self._wanted = bool(request.watch) or request.sensitivity
+        self._traces = session.request.trace
         self._watchers: list[StepObserver] = []
         self._tracer: OverflowTracer | None = None
         self._thread = 0
-        self._pauses = 0
+        self._paused = False
         self._closures = 0
         self._calls = 0
         self._watch: ExitStack | None = None
         self._watched: Counter[int] = Counter()  # id of a module -> its calls since the last backward
         self._trains = False  # whether one of these calls is trained
         self._frames = _compiled_frames()
-        self._inside = _Inside()
+        self._inside = threading.local()
 
     @property
     def busy(self) -> bool:
         """Whether an observer runs in this thread; calls in other threads are the script's."""
-        return self._inside.busy
+        return bool(getattr(self._inside, "busy", False))
 
     @property
     def listening(self) -> bool:
         """Whether there is an observer of what happens now, in this thread."""
         session = self._session
-        if not (self._wanted or (session.scaling and self._traces)):
-            return False
-        if self._pauses or session.left_alone is not None:
+        if not session.observes or self._paused or session.left_alone is not None:
             return False
         return self._thread in (0, threading.get_ident())
-
-    def _sees(self, model: nn.Module) -> bool:
-        if not (self.listening and model.training and torch.is_grad_enabled() and self._session.optimizers):
-            return False
-        return _graph_task() == -1  # else a checkpoint's recomputation
 
     def watch_begins(self, model: nn.Module) -> None:
         """An outermost call is about to begin, before its autocast: what follows may be watched live."""
@@ -166,7 +150,9 @@ class Observers:
     @not_traced
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """An outermost call begins; whether `call_ended` must be called at its end."""
-        if not self._sees(model):
+        if not (self.listening and model.training and torch.is_grad_enabled() and self._session.optimizers):
+            return False
+        if _graph_task() != -1:  # a checkpoint's recomputation
             return False
         if not self._thread:
             self._thread = threading.get_ident()
@@ -187,43 +173,35 @@ class Observers:
         self._tell(what, *args, **kwargs)
 
     @not_traced
-    def backward_begins(self, losses: Sequence[Any], scale: float) -> None:
-        """Backward is about to run from these. Called only while `listening`."""
-        for loss in losses:
-            if isinstance(loss, Tensor):
-                self.tell("backward_begins", loss, scale)
-
-    @not_traced
     def backward_again(self) -> None:
         """The backward that has just run overflowed and is run again at a smaller scale, with the same hooks."""
         if self.listening:
             for one in list(self._watchers):  # which would count its gradients twice
                 self._tell_one(one, "step_dropped")
 
-    @not_traced
-    def closure_begins(self) -> None:
-        """A step with a closure begins: only the tracer observes it, one evaluation at a time."""
-        if self._wanted and self.listening:
-            self._session.journal.note("optimizer steps with a closure (LBFGS) are not watched")
+    @contextmanager
+    def closure(self) -> Iterator[None]:
+        """A step with a closure runs: only the tracer observes it, one evaluation at a time."""
+        session = self._session
+        if (session.request.watch or session.request.sensitivity) and self.listening:
+            session.journal.note("optimizer steps with a closure (LBFGS) are not watched")
         self.tell("step_dropped")
         self._closures += 1
-
-    @not_traced
-    def closure_ended(self) -> None:
-        """It has ended."""
-        self.tell("step_dropped")
-        self._closures -= 1
-
-    @not_traced
-    def pause(self) -> None:
-        """Observe nothing until `resume`; what was begun is dropped."""
-        if not self._pauses:
+        try:
+            yield
+        finally:
             self.tell("step_dropped")
-        self._pauses += 1
+            self._closures -= 1
 
-    def resume(self) -> None:
-        """End one `pause`."""
-        self._pauses -= 1
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Observe nothing; what was begun is dropped."""
+        self.tell("step_dropped")
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def finish(self) -> list[Record]:
         """The script is over: the last records."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -27,8 +27,7 @@ from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.optim.checks import refuse_replaced
 from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.run.backward import Attempts, Flags, FoundInf
-from mezzo.pytorch.run.own_weights import LostUpdates, Masters
-from mezzo.pytorch.run.weights import Storage
+from mezzo.pytorch.run.weights import STEPS, LostUpdates, Masters, Storage, lowered
 from mezzo.pytorch.step import AbandonedStepError, check_finite, parameters, step_with_closure
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Overflows:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._flags: dict[int, Flags] = {}
+        self.flags: defaultdict[int, Flags] = defaultdict(list)  # of each leaf's gradient, by the leaf's id
         self.attempts: Attempts | None = None  # of the current backward
         self.where = ""  # where the last gradient that was not finite was found, if several ranks were asked
 
@@ -62,12 +61,8 @@ class Overflows:
         for index, (leaf, owner) in enumerate(zip(leaves, self._session.ranks.owners(leaves))):
             key = id(owner)
             # A gathered parameter's gradients may be kept unsharded, where only `fully_shard` sees them.
-            earlier = () if leaf.grad is None and leaf is owner else self._flags.get(key, ())
-            self._flags[key] = [*(flag for flag in earlier if not flag[0].spent), (found, index)]
-
-    def flags(self, leaf: Tensor) -> Flags:
-        """The flags of one leaf's gradient."""
-        return self._flags.setdefault(id(leaf), [])
+            earlier = () if leaf.grad is None and leaf is owner else self.flags.get(key, ())
+            self.flags[key] = [*(flag for flag in earlier if not flag[0].spent), (found, index)]
 
     @not_traced
     def lacks_gradients(self, optimizer: Any) -> bool:
@@ -88,14 +83,9 @@ class Overflows:
             return False
         params = list(parameters(optimizer))
         flagged = self._flagged(optimizer, params) and not self._session.ranks.averages_only(params)
-        return self._agreed(flagged or not check_finite(optimizer), params, began=flagged)
+        return self.agreed(flagged or not check_finite(optimizer), params, began=flagged)
 
-    @not_traced
-    def changed(self, optimizer: Any) -> bool:
-        """Whether the optimizer must skip after hooks or a subclass have changed its gradients."""
-        return self._agreed(not check_finite(optimizer), list(parameters(optimizer)))
-
-    def _agreed(self, bad: bool, params: list[Tensor], *, began: bool = False) -> bool:
+    def agreed(self, bad: bool, params: list[Tensor], *, began: bool = False) -> bool:
         """Whether one of the ranks must skip, which then has all skip; all take the smallest of their loss scales."""
         session, self.where = self._session, ""
         ranks = session.ranks.of(params)
@@ -112,12 +102,22 @@ class Overflows:
 
     def _flagged(self, optimizer: Any, params: list[Tensor]) -> bool:
         """Whether a flag says that a gradient was not finite; each is read once per optimizer."""
-        flags = [flag for p in params if p.grad is not None for flag in self._flags.get(id(p), ())]
+        flags = [flag for p in params if p.grad is not None for flag in self.flags.get(id(p), ())]
         founds = {id(found): found for found, _ in flags if id(optimizer) not in found.spent}
         read = {key: found.read() for key, found in founds.items()}
         for found in founds.values():
             found.spent.add(id(optimizer))
         return any(id(found) in read and read[id(found)][index] for found, index in flags)
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of one optimizer of the script."""
+
+    optimizer: weakref.ref[Any]
+    number: int | None = None  # its place in the order of first steps, from its own on
+    inside: bool = False  # whether its step runs now
+    unmeasured: int | None = None  # steps whose lost updates are still to be measured, from the first on
 
 
 class Steps:
@@ -130,12 +130,19 @@ class Steps:
         self.lost, self.masters, self.storage = LostUpdates(session), Masters(session), Storage(session)
         self.done = 0  # steps taken or skipped
         self.loss_scale = 1.0  # of the script's own GradScaler, during its step
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._next = itertools.count()  # the dictionary forgets those that are gone
-        self._inside: set[int] = set()
+        self._known: dict[int, Known] = {}  # by id: a WeakKeyDictionary is slow
+        self._next = itertools.count()
         self._wrapped: list[tuple[Any, Any]] = []
         # Modules that a compiled function calls: their running statistics are saved at the end of the step before.
         self.traced: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def _of(self, optimizer: Any) -> Known:
+        known = self._known.get(id(optimizer))
+        if known is None or known.optimizer() is not optimizer:
+            key = id(optimizer)
+            known = Known(weakref.ref(optimizer, lambda _: self._known.pop(key, None)))
+            self._known[key] = known
+        return known
 
     def make_patch_step_function(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         """The `Optimizer._patch_step_function` of a run."""
@@ -171,27 +178,27 @@ class Steps:
     def _wrap(self, step: Step) -> Step:
         @functools.wraps(step)
         def stepping(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if id(optimizer) in self._inside:
+            known, session = self._of(optimizer), self._session
+            if known.inside:
                 return step(optimizer, *args, **kwargs)
-            if self._session.left_alone is not None:
-                with self.lost.measured(optimizer) if self.lost.wants(optimizer) else nullcontext():
-                    return step(optimizer, *args, **kwargs)
-            if _closure(args, kwargs) is not None:  # calls the model, which must find the optimizer adopted
+            if session.left_alone is not None:
+                return self._taken(known, step, optimizer, args, kwargs)
+            closure = _closure(args, kwargs) if args or kwargs else None
+            if closure is not None:  # calls the model, which must find the optimizer adopted
                 self.storage.adopt(optimizer)
-            has_masters = isinstance(optimizer, Adopted) or (
-                isinstance(optimizer, WithMasters) and not optimizer._is_swapped
-            )
+            is_swapped = isinstance(optimizer, WithMasters) and optimizer._is_swapped
+            has_masters = isinstance(optimizer, (Adopted, WithMasters)) and not is_swapped
             if has_masters and type(optimizer).step is not stepping:
                 # `optimizer.step` from before the optimizer got masters (as in `torch.compile(optimizer.step)`):
                 # torch's own step would move 16-bit weights without their masters.
                 return optimizer.step(*args, **kwargs)
-            if self._session.request.masters and self.masters.supply(optimizer):
+            if session.request.masters and self.masters.supply(optimizer):
                 return optimizer.step(*args, **kwargs)
-            self._inside.add(id(optimizer))
+            known.inside = True
             try:
-                return self._step(step, optimizer, args, kwargs)
+                return self._step(known, step, optimizer, closure, args, kwargs)
             finally:
-                self._inside.discard(id(optimizer))
+                known.inside = False
 
         stepping._mezzo_steps = self  # type: ignore[attr-defined]
         stepping._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -205,11 +212,8 @@ class Steps:
 
         @functools.wraps(step)
         def within(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if (
-                _closure(args, kwargs) is None
-                and type(optimizer) is not kind
-                and id(optimizer) in self._inside
-            ):
+            is_last = type(optimizer) is kind or not self._of(optimizer).inside
+            if not is_last and _closure(args, kwargs) is None:
                 self._abandon_unless_finite(optimizer)
             return step(optimizer, *args, **kwargs)
 
@@ -219,54 +223,58 @@ class Steps:
 
     @not_traced
     def _abandon_unless_finite(self, optimizer: Any, *_: Any) -> None:
-        if self._session.scaling and self.overflows.changed(optimizer):
+        """Look again after hooks, or a subclass, that may have changed the gradients."""
+        if not self._session.scaling:
+            return
+        if self.overflows.agreed(not check_finite(optimizer), list(parameters(optimizer))):
             raise AbandonedStepError
 
-    def _step(self, step: Step, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        session = self._session
-        if optimizer not in self._numbers:
+    def _taken(self, known: Known, step: Step, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Take the step; the first ones are measured if 16-bit weights have no masters."""
+        if known.unmeasured is None:
+            known.unmeasured = STEPS if any(True for _ in lowered(optimizer)) else 0
+        if not known.unmeasured:
+            return step(optimizer, *args, **kwargs)
+        with self.lost.measured(optimizer, known):
+            return step(optimizer, *args, **kwargs)
+
+    def _step(self, known: Known, step: Step, optimizer: Any, closure: Any, args: Any, kwargs: Any) -> Any:
+        session, observers = self._session, self._session.observers
+        if known.number is None:
             try:
                 refuse_replaced(optimizer)
             except UsageError as error:
                 session.fatal = error
                 raise
-        closure = _closure(args, kwargs)
         if closure is not None:
-            session.observers.closure_begins()
-            try:
+            with observers.closure():
                 return self._step_with_closure(step, optimizer, closure, args, kwargs)
-            finally:
-                session.observers.closure_ended()
-        if session.observers.listening:
-            session.observers.tell("update_begins", optimizer, 1.0)  # `.grad` is unscaled
+        if session.observes and observers.listening:
+            observers.tell("update_begins", optimizer, 1.0)  # `.grad` is unscaled
         scale = session.scale.scale
         last: Any = None
         try:
-            if session.scaling:
-                if self.overflows.found_inf(optimizer):
-                    raise AbandonedStepError
-                hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
-                if hooks:  # which may change gradients: check after them
-                    last = optimizer.register_step_pre_hook(self._abandon_unless_finite)
-            else:
+            if not session.scaling:
                 self.overflows.lacks_gradients(optimizer)
-            with self.lost.measured(optimizer) if self.lost.wants(optimizer) else nullcontext():
-                result = step(optimizer, *args, **kwargs)
+            elif self.overflows.found_inf(optimizer):
+                raise AbandonedStepError
+            elif getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks:
+                # They may change gradients: check after them.
+                last = optimizer.register_step_pre_hook(self._abandon_unless_finite)
+            result = self._taken(known, step, optimizer, args, kwargs)
         except AbandonedStepError:
-            self._done(
-                optimizer, moved=False, scale=scale, reason=f"a gradient was not finite{self.overflows.where}"
-            )
+            why = f"a gradient was not finite{self.overflows.where}"
+            self._done(optimizer, moved=False, scale=scale, reason=why)
             return None
         except BaseException:
-            session.observers.tell("step_dropped")
+            observers.tell("step_dropped")
             raise
         finally:
             if last is not None:
                 last.remove()
         if session.records_own:
             skips = getattr(optimizer, "found_inf", None)  # a fused optimizer's, from the script's GradScaler
-            moved = skips is None or not bool(skips)
-            self._done(optimizer, moved=moved, scale=self.loss_scale, reason="" if moved else _BY_SCRIPT)
+            self.ended_by_script(optimizer, moved=skips is None or not bool(skips))
         else:
             self._done(optimizer, moved=True, scale=scale)
         return result
@@ -331,7 +339,7 @@ class Steps:
             ]
             culprit = next((one for one in reversed(reports) if one.alarms), reports[-1] if reports else None)
             error = collapse if culprit is None else collapse.named(culprit)
-            if len(self._numbers) > 1:
+            if sum(known.number is not None for known in self._known.values()) > 1:
                 kind = type(optimizer).__name__
                 which = f"optimizer {number} ({kind}; counted from 0, in the order of their first steps)"
                 error = LossScaleCollapseError(f"{which} does not move: {error}")
@@ -339,10 +347,10 @@ class Steps:
 
     def _number(self, optimizer: Any) -> int:
         """The optimizer's place in the order of their first steps."""
-        number = self._numbers.get(optimizer)
-        if number is None:
-            number = self._numbers[optimizer] = next(self._next)
-        return number
+        known = self._of(optimizer)
+        if known.number is None:
+            known.number = next(self._next)
+        return known.number
 
     def _explained(self, optimizer: Any, *, skipped: bool, scale: float) -> list[Record]:
         """What the observers record about a step, or about an evaluation of its closure."""
@@ -358,38 +366,33 @@ class Steps:
         self, optimizer: Any, *, moved: bool, scale: float, reason: str = "", seen: list[Record] | None = None
     ) -> None:
         """A step was taken, or skipped: all is recorded before the scale may collapse, or the script be ended."""
-        session, scaled, ranks = self._session, self._session.scaling, ALONE
+        session, trial, ranks = self._session, self._session.trial, ALONE
         self.done += 1
-        params = list(parameters(optimizer))
-        if session.trial is not None:
-            session.trial.finish(counts=moved)
-            if ranks := session.ranks.of(params):
-                session.trial.agree(ranks)
-        decides = not session.ranks.any or bool(ranks)
-        session.ranks.step_ended(params)
+        if trial is not None:
+            trial.finish(counts=moved)
+            if ranks := session.ranks.of(list(parameters(optimizer))):
+                trial.agree(ranks)
+        session.ranks.step_ended(parameters(optimizer))
         number = self._number(optimizer)
         if seen is None:
-            seen = self._explained(optimizer, skipped=not moved, scale=scale)
-        if session.networks:
-            session.networks.step_ended(
-                params, not moved, self.overflows.owned, alone=len(session.optimizers) == 1
-            )
-        if session.scaling:
-            for module in self.traced:
-                session.networks.call(module)
+            seen = self._explained(optimizer, skipped=not moved, scale=scale) if session.observes else []
+        if session.scaling or session.networks.hold_copies:
+            alone = len(session.optimizers) == 1
+            session.networks.step_ended(parameters(optimizer), not moved, self.overflows.owned, alone=alone)
+        for module in self.traced if session.scaling else ():
+            session.networks.call(module)
         # Observing costs time: no timing may use such a step.
         observed = self._watch.running or bool(seen)
         session.journal.update(number, moved=moved, loss_scale=scale, reason=reason, observed=observed)
         if seen:
             session.journal.seen(seen)
         self._watch.after_update(number, moved=moved)
-        if scaled:
+        if session.scaling:
             self._observe(optimizer, found_inf=not moved)
-        if session.trial is not None and session.trial.decision is not None and decides:
-            session.decide(session.trial.decision)
+        if trial is not None and trial.decision is not None and (ranks or not session.ranks.any):
+            session.decide(trial.decision)
         if number == 0:
             session.counted()
-            session.journal.stop_after(session.request.stop_after)
 
 
 def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

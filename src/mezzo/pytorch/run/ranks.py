@@ -3,21 +3,35 @@
 `DistributedDataParallel` and `fully_shard` are found when a model is first called. A gradient that the script reduces
 by hand is recognized by its storage, which it gave to `all_reduce`. A copy (a flat buffer of all gradients, say) is
 not recognized: then NaN or infinity reaches every rank through the reduction.
+
+All ranks of a process group must run under one policy: rank 0 compares the options of all when the group is made. A
+small message per rank goes through the group's store, because the group itself may not be usable yet.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mezzo.core.errors import UsageError
 from mezzo.pytorch import distributed
 from mezzo.pytorch.distributed import Ranks
+
+if TYPE_CHECKING:
+    from mezzo.pytorch.run.session import Session
+    from mezzo.runner.patches import Patches
+
+PATIENCE = timedelta(seconds=60)
+SECONDS_TO_FREE = 0.1
 
 
 class RunRanks:
@@ -50,7 +64,9 @@ class RunRanks:
         if not distributed.is_distributed():
             return distributed.ALONE
         groups = [module.process_group for module in self._wrapped(params) if not distributed.joins(module)]
-        ranks = distributed.ranks_of(params, dict.fromkeys([*groups, *self._by_hand(params)]))
+        # The script has reduced some gradients by hand since their last step.
+        by_hand = [self._reduced[one] for one in _storages(params) if one in self._reduced]
+        ranks = distributed.ranks_of(params, dict.fromkeys([*groups, *by_hand]))
         self.any |= bool(ranks)
         return ranks
 
@@ -73,11 +89,6 @@ class RunRanks:
         refs = dict.fromkeys(self._wrappers[id(p)] for p in params if id(p) in self._wrappers)
         return [module for ref in refs if (module := ref()) is not None]
 
-    def _by_hand(self, params: Iterable[Tensor]) -> list[Any]:
-        """The groups over which the script has reduced these parameters' gradients since their last step."""
-        mine = _storages(params) if self._reduced else []
-        return [self._reduced[storage] for storage in mine if storage in self._reduced]
-
     def step_ended(self, params: Iterable[Tensor]) -> None:
         """A step of these parameters is over."""
         if self._reduced:
@@ -85,14 +96,26 @@ class RunRanks:
             kept = (item for item in self._reduced.items() if not (item[0] in over or item[0].expired()))
             self._reduced = dict(kept)
 
-    def make_all_reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The `torch.distributed.all_reduce` of a run that scales."""
+    def patch(self, session: Session, patches: Patches, *, scales: bool) -> None:
+        """Replace what a run needs of `torch.distributed`; `scales`: it may have a loss scale."""
+        if not dist.is_available():
+            return
+        replacements = {
+            "init_process_group": _make_init(session, dist.init_process_group),
+            "destroy_process_group": _make_destroy(dist.destroy_process_group),
+        }
+        if scales:
+            replacements["all_reduce"] = self._all_reduce(dist.all_reduce)
+        for name, function in replacements.items():
+            for owner in (dist, dist.distributed_c10d):
+                patches.set(owner, name, function)
 
+    def _all_reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling() and _has_storage(tensor):
                 group = kwargs.get("group", args[1] if len(args) > 1 else None)
-                if torch.distributed.get_rank(group) >= 0:  # else this rank is not in the group
+                if dist.get_rank(group) >= 0:  # else this rank is not in the group
                     self._reduced[StorageWeakRef(tensor.untyped_storage())] = group
             return original(tensor, *args, **kwargs)
 
@@ -106,3 +129,71 @@ def _storages(params: Iterable[Tensor]) -> list[StorageWeakRef]:
 
 def _has_storage(tensor: Any) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _make_init(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+    from mezzo.pytorch.same_options import store_of_ranks
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        # If first imported when a group exists (by DDP or an optimizer, with Dynamo), it keeps that group as a default
+        # argument, and so gloo's threads, into the end of Python: one that waits for the GIL then aborts the process.
+        import torch.distributed.nn.functional  # noqa: F401
+
+        result = original(*args, **kwargs)
+        store = store_of_ranks()
+        if store is not None:
+            session.rank, session.world_size = dist.get_rank(), dist.get_world_size()
+            session.begin()
+            wrong = _difference(store, session.rank, session.world_size, _described(session))
+            if wrong:
+                dist.destroy_process_group()
+                session.fatal = error = UsageError(wrong)
+                raise error
+            session.store = store
+        return result
+
+    return init_process_group
+
+
+def _make_destroy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Give gloo's threads time for what they still have to do under the GIL.
+
+    A thread of gloo takes the GIL to free a collective that has ended. If DDP frees the group meanwhile, it joins the
+    thread without giving the GIL up, and both wait forever; if Python ends meanwhile, it aborts. So in PyTorch 2.13.
+    """
+
+    @functools.wraps(original)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        time.sleep(SECONDS_TO_FREE)
+        original(*args, **kwargs)
+
+    return destroy_process_group
+
+
+def _described(session: Session) -> str:
+    """What decides the numbers, and which collectives Mezzo runs, as options of `mezzo run`."""
+    request = session.request
+    options = {
+        f"--precision {session.policy}": True,
+        f"--own {request.own}": request.own != "keep",
+        f"--masters {request.masters}": bool(request.masters),
+        f"--watch={request.watch}": bool(request.watch),
+        "--no-trace": not request.trace,
+    }
+    return " ".join(option for option, given in options.items() if given)
+
+
+def _difference(store: Any, rank: int, ranks: int, mine: str) -> str:
+    """What is wrong, in the same words on every rank; empty if all have the same options."""
+    from mezzo.pytorch.same_options import difference
+
+    wrong = difference(store, rank, range(ranks), mine, PATIENCE)
+    if wrong is None:
+        return (
+            f"a rank of the process group did not answer in {PATIENCE.seconds} seconds: it runs without Mezzo, or has "
+            "ended. Start every rank alike: torchrun --nproc-per-node 2 --no-python mezzo run train.py"
+        )
+    if not wrong:
+        return ""
+    return f"the ranks run under different policies: {wrong}. Start every rank with the same options of mezzo run"

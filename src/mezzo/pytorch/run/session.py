@@ -23,7 +23,7 @@ from mezzo.core.loss_scale import LossScale, NoLossScale, Observation, StaticLos
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OWN, OWN_PRECISION, RecordWriter, RunStarted
-from mezzo.pytorch.run import foreign, own_mezzo, own_precision
+from mezzo.pytorch.run import foreign
 from mezzo.pytorch.run.summary import summary
 from mezzo.runner import lifecycle, script
 from mezzo.runner.children import VARIABLE, Children, Parent
@@ -137,6 +137,10 @@ class Session:
     device_type: str = ""
     lowers: bool = False  # whether anything runs in fewer than 32 bits; plain, for Dynamo guards on it
     left_alone: str | None = None  # why Mezzo changes nothing for the rest of the run
+    # Plain, because every call, backward and step asks.
+    records_own: bool = False  # whether the script runs in its own precision, and is recorded
+    scaling: bool = False  # whether backward passes are scaled
+    observes: bool = False  # whether there may be observers
     fatal: MezzoError | None = None  # the user's mistake that only a model call could show
     model_calls: int = 0  # outermost calls of modules with parameters
     lowered_calls: int = 0  # those of them in 16 bits
@@ -167,15 +171,21 @@ class Session:
 
     def __post_init__(self) -> None:
         request = replace(self.request, policy=str(self.policy))  # a file's name may be relative
-        self.children = Children(request, __name__, self.imports, self._fail)
+        fail = functools.partial(setattr, self, "fatal")
+        self.children = Children(request, __name__, self.imports, fail)
+        self.records_own = self.request.own == "record"
         self.applied = self.policy
-        if self.policy.compute != "auto":
-            self._settle()
+        self._settle()
 
     def _settle(self) -> None:
-        self.lowers = not self.policy.is_fp32
-        self.scale = self.policy.make_loss_scale()
-        self.applied = self.policy.at(0)
+        """What follows from the policy, except from an `auto` that is not decided yet."""
+        request = self.request
+        if self.policy.compute != "auto":
+            self.lowers = not self.policy.is_fp32
+            self.scale = self.policy.make_loss_scale()
+            self.applied = self.policy.at(0)
+        self.scaling = self.left_alone is None and not isinstance(self.scale, NoLossScale)
+        self.observes = bool(request.watch) or request.sensitivity or (self.scaling and request.trace)
 
     def parts(self) -> list[lifecycle.Part]:
         """What this run installs, in order."""
@@ -183,9 +193,6 @@ class Session:
         if self.request.seed_offset is not None:
             parts.append(Seeds(self.request.seed_offset, self.imports))
         return parts
-
-    def _fail(self, error: MezzoError) -> None:
-        self.fatal = error
 
     @property
     def only_launched(self) -> bool:
@@ -196,11 +203,8 @@ class Session:
         """Wait for the imports that need patches."""
         self.imports.when("torch", self._torch_imported)
         if self.request.own == "off":
-            own_precision.switch_off(self, self._patches, self.imports)
+            foreign.switch_off(self, self._patches, self.imports)
         foreign.watch(self, self._patches, self.imports)
-        own_mezzo.watch(
-            self, self._patches, self.imports
-        )  # after `foreign`, which overlooks what Mezzo calls
 
     def remove(self) -> None:
         """Undo all patches."""
@@ -212,10 +216,9 @@ class Session:
         from mezzo.pytorch.autocast import fallback
         from mezzo.pytorch.autocast import patches as autocast_patches
         from mezzo.pytorch.hardware import switch_off_tf32
-        from mezzo.pytorch.run import backward, calls
+        from mezzo.pytorch.run import backward, calls, own_recording
         from mezzo.pytorch.run.observers import Observers, observed_step
         from mezzo.pytorch.run.optimizers import Steps
-        from mezzo.pytorch.run.own_recording import record_scaler
         from mezzo.pytorch.run.ranks import RunRanks
         from mezzo.pytorch.training.networks import Networks
 
@@ -231,18 +234,11 @@ class Session:
             preparation.finish,
             lambda status: self.journal.seen(self.observers.finish()),
         ]
-        if torch.distributed.is_available():
-            from mezzo.pytorch.run.same_policy import make_destroy, make_init
-
-            init = make_init(self, torch.distributed.init_process_group)
-            destroy = make_destroy(torch.distributed.destroy_process_group)
-            for owner in (torch.distributed, torch.distributed.distributed_c10d):
-                patches.set(owner, "init_process_group", init)
-                patches.set(owner, "destroy_process_group", destroy)
+        scales = self.policy.compute == "auto" or not isinstance(self.scale, NoLossScale)
+        self.ranks.patch(self, patches, scales=scales)
         module, optimizer, autograd = torch.nn.Module, torch.optim.Optimizer, torch.autograd
         if self.records_own:
-            record_scaler(steps, patches, torch.amp.GradScaler)
-            own_mezzo.record(steps, patches, self.imports)
+            own_recording.record(steps, patches, self.imports)
             patches.set(optimizer, "load_state_dict", steps.masters.load(optimizer.load_state_dict))
         else:
             calls.hide_from_dynamo(self.imports, patches, module.__call__)
@@ -251,12 +247,8 @@ class Session:
         patch_step = steps.make_patch_step_function(optimizer._patch_step_function)
         patches.set(optimizer, "_patch_step_function", patch_step)
         self._undo.append(steps.undo)
-        if self.policy.compute == "auto" or not isinstance(self.scale, NoLossScale):
+        if scales:
             patches.set(autograd, "grad", backward.make_grad(self, autograd.grad))
-            if torch.distributed.is_available():
-                all_reduce = self.ranks.make_all_reduce(torch.distributed.all_reduce)
-                for home in (torch.distributed, torch.distributed.distributed_c10d):
-                    patches.set(home, "all_reduce", all_reduce)
         if self.policy.compute != "fp32":
             self._undo.append(fallback.lend_kernels())
             autocast_patches.hold()  # once, not at each call of a model
@@ -296,8 +288,9 @@ class Session:
             self.journal.note(f"{', and '.join(bad)}. Find the operation that made it: {command}")
 
     def command(self, policy: str, *options: str) -> str:
-        """The command that runs this script under another policy."""
-        return shlex.join(run_command(vars(self.request), *options, "--precision", policy))
+        """The command that runs this script under another policy, or with other options only."""
+        precision = ("--precision", policy) if policy else ()
+        return shlex.join(run_command(vars(self.request), *options, *precision))
 
     @property
     def without_own(self) -> str:
@@ -306,32 +299,22 @@ class Session:
         policy = "bf16" if asked in ("auto", "fp32") else asked
         return f"to use Mezzo instead: {self.command(policy, '--own', 'off')}"
 
-    def with_masters(self) -> str:
-        """The command that runs this script in its own precision, with masters."""
-        return shlex.join(run_command(vars(self.request), "--masters", "split"))
-
-    @property
-    def records_own(self) -> bool:
-        """Whether the script runs in its own precision, and is recorded."""
-        return self.request.own == "record"
-
-    @property
-    def scaling(self) -> bool:
-        """Whether backward passes are scaled."""
-        return self.left_alone is None and not isinstance(self.scale, NoLossScale)
-
     def stand_back(self, why: str, fix: str) -> None:
         """Leave the script alone from here on, or end it (`RunRequest.own`); note why, and what the user may do."""
         if self.records_own:
             self.journal.note(f"{OWN_PRECISION}{why}")
             return
-        if self.request.own != "keep" and self._trains_16_bits() and "parameters" not in why:
-            why += ", and trains 16-bit parameters"
+        if self.request.own != "keep" and "parameters" not in why:
+            from mezzo.pytorch.run.weights import lowered
+
+            if any(True for optimizer in self.optimizers for _ in lowered(optimizer)):
+                why += ", and trains 16-bit parameters"
         # A 16-bit weight fails with the FP32 inputs of a call outside autocast: then calls stay under the policy.
         if self.lowered_weights:
             self.journal.note(f"not left alone, though {why}: there its own precision applies")
         elif self.left_alone is None:
             self.left_alone = why
+            self.scaling = False
             self.observers.tell("step_dropped")
             self.journal.note(f"left alone: {why}")
             self.journal.note(fix)
@@ -339,11 +322,6 @@ class Session:
                 off = "--own off does not switch this off: " if self.request.own == "off" else ""
                 self.fatal = error = UsageError(f"{off}{why}; {fix}")
                 raise error
-
-    def _trains_16_bits(self) -> bool:
-        from mezzo.pytorch.run.own_weights import lowered
-
-        return any(True for optimizer in self.optimizers for _ in lowered(optimizer))
 
     def resolve(self, device_type: str) -> None:
         """The device is known: replace `auto`, and begin the trial that decides whether 16 bits pay here."""
@@ -374,7 +352,7 @@ class Session:
         return _FP32 if self.trial is not None and self.trial.precision == "fp32" else self.applied
 
     def counted(self) -> None:
-        """An update of the first optimizer is over: the next one may be the first in bf16."""
+        """An update of the first optimizer is over: the next one may be the first in bf16, or none may follow."""
         if (policy := self.policy.at(self.journal.first_updates)) is not self.applied:
             self.applied = policy
             self.journal.note(f"linear layers multiply in bf16 from update {self.policy.bf16_from} on")
@@ -383,6 +361,7 @@ class Session:
             for model in self.overridden:
                 if (fits := fitting(policy, model)).modules:
                     apply_module_overrides(model, fits, self.device_type)
+        self.journal.stop_after(self.request.stop_after)
 
     def observe(self, *, found_inf: bool, optimizer: int | None = None) -> None:
         """One step of this optimizer (None: of the last one) is over: the scale for the next, its counts for each."""

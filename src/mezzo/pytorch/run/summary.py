@@ -1,12 +1,21 @@
-"""The lines that end a run: what ran in which precision, what was skipped, what was left alone."""
+"""The lines that end a run: what ran in which precision, what was skipped, what was left alone.
+
+Each rank leaves its lines in the store of the process group, which may be destroyed by then, and rank 0 prints them
+with the ranks' numbers. No collective is started, and rank 0 waits `PATIENCE` seconds at most, because another rank may
+have been killed or may go on for long.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import socket
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from mezzo.core.calibration import conclusions
 from mezzo.core.loss_scale import NoLossScale, StaticLossScale, power_text
@@ -19,6 +28,8 @@ if TYPE_CHECKING:
 _PLACES = 5  # origins of values that are not finite, listed one by one
 _REMEDIES = 3
 _BY_RANK = re.compile(r"found by rank (\d+)")  # in a note of mezzo.pytorch.monitor.overflow_tracer
+PATIENCE = 5.0
+_KEY = "mezzo/said/{}"
 _TRACED = 20  # after so many findings that alarm the tracer looks into no more skipped steps of a run
 
 
@@ -72,29 +83,57 @@ def summary(session: Session, failed: bool) -> str:
         lines += policy.notes
     lines += journal.notes
     if session.store is not None and session.world_size > 1:
-        from mezzo.pytorch.run.other_ranks import PATIENCE, collected
-
-        store, session.store = session.store, None
         wait = 0.0 if failed else PATIENCE
-        lines += collected(store, session.world_size, "\n".join(lines), patience=wait)
+        lines += _collected(session.store, session.world_size, "\n".join(lines), wait)
+        session.store = None
     return "\n".join(f"mezzo: {line}" for text in lines for line in text.splitlines())
 
 
 def _leave(session: Session) -> None:
-    """Leave for rank 0 what this rank has found and noted."""
-    from mezzo.pytorch.run.other_ranks import leave
-
-    places: dict[tuple[str, ...], list[OverflowRecord]] = {}
-    for record in session.journal.findings:
-        if record.finding.alarms and record.finding.cause != "unknown":
-            places.setdefault(record.finding.place, []).append(record)
-    entries = [
-        "\n".join(findings(some, ranks=session.world_size, rank=session.rank or 0))
-        for some in [*places.values()][:_PLACES]
-    ]
+    """Leave for rank 0 what this rank has found and noted, if the store is still there."""
+    rank, alarms = session.rank or 0, [one for one in session.journal.findings if one.finding.alarms]
+    places = _by_place(one for one in alarms if one.finding.cause != "unknown")[:_PLACES]
+    entries = ["\n".join(findings(some, ranks=session.world_size, rank=rank)) for some in places]
     store, session.store = session.store, None
-    if store is not None:
-        leave(store, session.rank or 0, [*entries, *session.journal.notes])
+    with suppress(RuntimeError):
+        if store is not None and _answers(store):
+            store.set(_KEY.format(rank), json.dumps([*entries, *session.journal.notes]))
+
+
+def _collected(store: Any, ranks: int, own: str, patience: float) -> list[str]:
+    """The entries that the other ranks have left and that `own`, the text of rank 0, lacks; each once."""
+    keys, end = [_KEY.format(rank) for rank in range(1, ranks)], time.monotonic() + patience
+    by: dict[str, list[int]] = {}
+    with suppress(RuntimeError):
+        if not _answers(store):
+            return []
+        while not store.check(keys) and time.monotonic() < end:
+            time.sleep(0.05)
+        for rank, key in enumerate(keys, start=1):
+            for entry in json.loads(store.get(key)) if store.check([key]) else ():
+                by.setdefault(entry, []).append(rank)
+    return [_numbered(entry, some) for entry, some in by.items() if entry not in own]
+
+
+def _numbered(entry: str, ranks: list[int]) -> str:
+    """The entry with its ranks' numbers at the end of the first line, unless it has the rank's number itself."""
+    if len(ranks) == 1 and f"rank {ranks[0]}" in entry:
+        return entry
+    first, *rest = entry.splitlines()
+    which = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+    return "\n".join([f"{first} (rank{'s' * (len(ranks) > 1)} {which})", *rest])
+
+
+def _answers(store: Any) -> bool:
+    """Whether the store is there: a call to one that has ended would print warnings of its own."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if hasattr(store, "port"):
+        with suppress(OSError):
+            socket.create_connection((store.host, store.port), PATIENCE).close()
+            return True
+        return False
+    return True
 
 
 def for_keras(session: Session) -> list[str]:
@@ -166,10 +205,8 @@ def findings(
             scale = f"the constant loss scale {power_text(constant)}"
             lines = [f"{were} because {scale} is too large for the gradients"]
             lines += _tries([with_fix(one, written) for one in of_constant_scale(constant)])
-    places: dict[tuple[str, ...], list[OverflowRecord]] = {}
-    for record in alarms:
-        places.setdefault(record.finding.place, []).append(record)
-    for first, *later in list(places.values())[:_PLACES]:
+    places = _by_place(alarms)
+    for first, *later in places[:_PLACES]:
         times = f", and {_count(len(later), 'later one')}" if later else ""
         if ranks > 1 and first.finding.cause != "unknown":  # this rank's own, or one with a note
             by = _BY_RANK.search(first.finding.note)
@@ -183,6 +220,14 @@ def findings(
         limit = f": Mezzo stops after {_TRACED} findings" if len(alarms) >= _TRACED else ""
         lines.append(f"{step} {'was' if left == 1 else 'were'} not traced{limit}")
     return lines
+
+
+def _by_place(records: Iterable[OverflowRecord]) -> list[list[OverflowRecord]]:
+    """The records of each place, in the order in which the places were first found."""
+    places: dict[tuple[str, ...], list[OverflowRecord]] = {}
+    for record in records:
+        places.setdefault(record.finding.place, []).append(record)
+    return list(places.values())
 
 
 def _tries(remedies: Sequence[str]) -> list[str]:
