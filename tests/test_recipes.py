@@ -178,15 +178,19 @@ def decoded(x: Tensor, factor: Factor, dim: int) -> Tensor:
 _NVFP4, _MXFP8 = Factor("e2m1", (1, 16), "e4m3fn"), Factor("e4m3fn", (1, 32), "e8m0")
 # Only one factor of each product has a scale of the whole tensor.
 MIXED = Recipe("mixed", (_NVFP4, _MXFP8), (_MXFP8, _NVFP4), (_NVFP4, _MXFP8), 32)
+# Blocks that are not whole groups of the transform's rows: each factor is padded to both.
+_MIX8, _MIX24, _MIX40 = (Factor("e2m1", (1, size), "e4m3fn", hadamard=True) for size in (8, 24, 40))
+ODD = Recipe("odd", (_MIX24, _MIX8), (_MIX8, _MIX24), (_MIX40, _MIX24), 24)
 
 
 @pytest.mark.parametrize("native", ["bf16", ""])
-@pytest.mark.parametrize("recipe", [*RECIPES.values(), MIXED], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), MIXED, ODD], ids=lambda recipe: recipe.name)
 def test_the_three_products(recipe: Recipe, native: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", native)
-    x = matrix(40, 128, 1).clamp(-4, 4).requires_grad_()  # 40 tokens: not whole blocks
-    w = matrix(256, 128, 2, torch.float32).clamp(-1, 1).requires_grad_()
-    b, g = torch.randn(256, requires_grad=True), matrix(40, 256, 3).clamp(-2, 2)
+    k, n = (size - size % recipe.multiple for size in (128, 256))
+    x = matrix(40, k, 1).clamp(-4, 4).requires_grad_()  # 40 tokens: not whole blocks
+    w = matrix(n, k, 2, torch.float32).clamp(-1, 1).requires_grad_()
+    b, g = torch.randn(n, requires_grad=True), matrix(40, n, 3).clamp(-2, 2)
     y = quantized_linear(x, w, b, recipe=recipe)
     y.backward(g)
     assert (y.dtype, x.grad.dtype, w.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)  # type: ignore[union-attr]
@@ -399,6 +403,10 @@ WRONG_FILES = [
     (MINE.replace("stochastic", "stocastic"), ("stocastic", "stochastic", "input_gradient")),
     (MINE.replace("[output]", "[outputs]"), ("outputs", "output")),
     (MINE.replace('"e2m3"', '"e2m4"'), ("e2m4", "e2m3")),
+    (MINE.replace('"e2m3"', '["e2m3"]'), ("['e2m3']", "e2m3")),
+    (MINE.replace('"fp32"', "true"), ("True", "fp32")),
+    (MINE.replace('"fp32"', '["fp32"]'), ("['fp32']", "fp32")),
+    (MINE.replace("element", "elment", 1), ("elment", "element", "output", "x")),
     ("[output", ("not TOML",)),
     (MINE.replace("[1, 16]", "16"), ("block=16", "[1, 32]")),
     (MINE.replace("[1, 16]", '["1", 16]'), ("block=['1', 16]", "[1, 32]")),
@@ -467,6 +475,8 @@ def test_quantize_for_study(name: str, role: str) -> None:
 WRONG_CALLS = [
     ((torch.ones(4), "mxfp9"), ("mxfp9", "mxfp8")),
     ((torch.ones(4), "mxfp8", "inputs"), ("inputs", "input")),
+    ((torch.ones(4), 8), ("8", "mxfp8")),
+    ((torch.ones(4), "mxfp8", 0), ("0", "input")),
     ((torch.ones(4).int(), "mxfp8"), ("int32", "floating-point")),
     (([1.0], "mxfp8"), ("list", "torch tensor")),
 ]

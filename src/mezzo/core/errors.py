@@ -108,7 +108,7 @@ def unknown_name(
     policy 'compute=f15': unknown format 'f15'. Use one of bf16, fp16, fp32. Did you mean 'fp16'?
     """
     names = sorted(allowed)
-    fix = did_you_mean(received, names)
+    fix = did_you_mean(str(received), names)
     return error(f"{where}unknown {kind} {received!r}. Use one of {', '.join(names)}.{fix}")
 
 

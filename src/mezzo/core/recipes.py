@@ -69,7 +69,7 @@ class Factor:
     def __post_init__(self) -> None:
         if self.element not in ELEMENTS:
             raise unknown_name("element format", self.element, ELEMENTS)
-        if self.scale not in SCALES:
+        if self.scale not in tuple(SCALES):
             raise unknown_name("scale", self.scale, SCALES)
         block = list(self.block) if isinstance(self.block, tuple) else self.block
         if (
@@ -261,9 +261,9 @@ def read_recipe(path: str) -> Recipe:
 def _factor(table: Mapping[str, Any], product: str, name: str) -> Factor:
     known = [field.name for field in fields(Factor)]
     given = table.get(name) if isinstance(table, dict) else None
-    if not isinstance(given, dict) or not {"element", "block"} <= given.keys():
-        raise UsageError(f'[{product}] needs {name} = {{ element = "e4m3fn", block = [1, 32] }}.')
-    for key in given:
+    for key in given if isinstance(given, dict) else ():
         if key not in known:
             raise unknown_name("key", key, known, where=f"[{product}] {name}: ")
+    if not isinstance(given, dict) or not {"element", "block"} <= given.keys():
+        raise UsageError(f'[{product}] needs {name} = {{ element = "e4m3fn", block = [1, 32] }}.')
     return Factor(**given)

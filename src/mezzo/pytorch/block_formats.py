@@ -48,6 +48,7 @@ class QuantizedTensor:
 
 def quantize_tensor(x: Tensor, recipe: str, role: str) -> QuantizedTensor:
     """See `mezzo.formats.quantize`."""
+    recipe = str(recipe)  # or a path
     if role not in ROLES:
         raise unknown_name("role", role, ROLES)
     if not recipe.endswith(".toml") and recipe not in RECIPES:

@@ -254,7 +254,7 @@ def _in_blocks(x: Tensor, factor: Factor, dim: int) -> Tensor:
     """With zeros added so that both dimensions are whole blocks."""
     other, summed = factor.block
     if factor.hadamard:
-        summed = max(summed, HADAMARD)
+        summed = math.lcm(summed or 1, HADAMARD)
     height, width = (other, summed) if dim == 1 else (summed, other)
     below, right = -x.shape[0] % (height or 1), -x.shape[1] % (width or 1)
     return F.pad(x, (0, right, 0, below)) if below or right else x

@@ -74,16 +74,13 @@ def product(
     scales = [factor.tensor_scale for factor in (a, b) if factor.tensor_scale is not None]
     if low is not None and not scales and torch._C._functorch.peek_interpreter_stack() is not None:
         dtype = torch.float32  # a batched bf16 product would be rounded before the bias is added, and after
-    left, right = a.values(dtype), b.values(dtype)
+    left = a.values(dtype).t() if form == "TN" else a.values(dtype)
+    right = b.values(dtype).t() if form == "NT" else b.values(dtype)
+    if left.shape[1] != right.shape[0]:  # blocks of two sizes: the rest is zeros
+        count = min(left.shape[1], right.shape[0])
+        left, right = left[:, :count], right[:count]
     if form == "NT" and not scales:
-        return F.linear(left, right, None if low is None else low.to(dtype)).to(out_dtype)
-    if form == "NT":
-        right = right.t()
-    elif form == "TN":
-        if left.shape[0] != right.shape[0]:  # blocks of two sizes: the rest is zeros
-            rows = min(left.shape[0], right.shape[0])
-            left, right = left[:rows], right[:rows]
-        left = left.t()
+        return F.linear(left, right.t(), None if low is None else low.to(dtype)).to(out_dtype)
     result = torch.mm(left, right)
     if scales:
         result = result.to(torch.float32).mul_(math.prod(scales[1:], start=scales[0]))
