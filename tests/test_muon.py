@@ -121,6 +121,7 @@ def test_groups_are_those_that_users_write() -> None:
     assert {"positions", "embed.weight", "head.weight", "conv.weight", "up.bias"} < set(found[1])
     assert groups == [{"use_muon": True, "lr": 0.02}, {"use_muon": False, "lr": 3e-4, "betas": (0.9, 0.95)}]
     assert id(net.positions) in map(id, muon_groups(net)[0]["params"])
+    assert id(net.positions) not in map(id, muon_groups(net, exclude="pos*")[0]["params"])
     assert len(muon_groups(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Embedding(2, 4).requires_grad_(False),
                                          nn.Linear(4, 4).requires_grad_(False)))) == 1  # fmt: skip
 
@@ -195,6 +196,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "a vector": (lambda p: Muon([*p, one(3)]), ["parameter 1", "[3]", "use_muon=False", "muon_groups"]),
     "momentum": (lambda p: Muon(p, momentum=1.0), ["momentum=1.0", "below 1"]),
     "steps": (lambda p: Muon(p, ns_steps=100), ["ns_steps=100", "99"]),
+    "no coefficients": (lambda p: Muon(p, ns_coefficients=3.0), ["3.0", "three"]),  # type: ignore[arg-type]
     "coefficients": (lambda p: Muon(p, ns_coefficients=(1.0, 2.0)), ["(1.0, 2.0)", "three"]),
     "adjustment": (
         lambda p: Muon(p, adjust_lr_fn="match_rms"),

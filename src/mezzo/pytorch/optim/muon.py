@@ -89,7 +89,7 @@ class Muon(FusedOptimizer):
         checks.number(owner, "momentum", group["momentum"], below=1.0)
         if type(steps) is not int or not 1 <= steps <= _MOST_STEPS:
             raise UsageError(f"{owner}: ns_steps={steps!r} is not an integer from 1 to {_MOST_STEPS}.")
-        if len(group["ns_coefficients"]) != 3:
+        if not hasattr(group["ns_coefficients"], "__len__") or len(group["ns_coefficients"]) != 3:
             raise UsageError(f"{owner}: ns_coefficients={group['ns_coefficients']!r}: use three numbers.")
         if function not in (None, *ADJUSTMENTS):
             raise unknown_name("adjust_lr_fn", str(function), ADJUSTMENTS, where=f"{owner}: ")
@@ -142,7 +142,7 @@ def muon_groups(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     *,
-    exclude: Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """A model's trainable parameters as two groups: matrices of hidden layers for Muon, all others for AdamW.
 
@@ -152,8 +152,8 @@ def muon_groups(
     Args:
         model: whose parameters are grouped; a parameter in several places is listed once.
         muon, adamw: settings of the two groups, such as ``{"lr": 3e-4, "betas": (0.9, 0.95)}``.
-        exclude: patterns of names of further parameters for AdamW, such as ``"pos_embed"`` or ``"blocks.0.*"``: a
-            table of positions that is a bare `nn.Parameter` looks like a hidden matrix.
+        exclude: a pattern of names of further parameters for AdamW, or several, such as ``"pos_embed"`` or
+            ``"blocks.0.*"``: a table of positions that is a bare `nn.Parameter` looks like a hidden matrix.
 
     Returns:
         ``[{"params": [...], "use_muon": True, **muon}, {"params": [...], "use_muon": False, **adamw}]``, for
@@ -173,7 +173,7 @@ def muon_groups(
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     apart = {id(module.weight) for module in (*tables, *map(model.get_submodule, heads_of(model)))}
     named = list(model.named_parameters(remove_duplicate=False))
-    for pattern in exclude:
+    for pattern in [exclude] if isinstance(exclude, str) else exclude:
         found = {id(param) for name, param in named if fnmatchcase(name, pattern)}
         if not found:
             fix = did_you_mean(pattern, (name for name, _ in named))
