@@ -38,6 +38,11 @@ FORMS: dict[str, str] = {
     "autocast('cpu', dtype=torch.bfloat16, enabled=False)": "fp32",
     "autocast('cpu', dtype=torch.float64, enabled=False)": "fp32",
     "autocast('cpu', dtype=torch.float32)": "fp32",
+    "autocast('cpu:0')": "bf16",  # the index of a device is left out, as in PyTorch
+    "autocast('cpu:0', torch.float16)": "fp16",
+    "autocast(device_type='cpu:0', dtype=LOW)": LOW,
+    "autocast('bf16', 'cpu:0')": "bf16",
+    "amp('cpu:0', dtype=torch.float16)": "fp16",
     "amp('cpu')": "bf16",
     "amp('cpu', torch.float16)": "fp16",
 }

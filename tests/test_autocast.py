@@ -245,7 +245,7 @@ def test_banned() -> None:
         ("bf61", None, UnknownNameError, "bf61.*'bf16'"),
         ("bf16", "gpu", UsageError, "'gpu'.*mean 'cuda'"),
         ("gpu", None, UsageError, "'gpu'.*mean 'cuda'"),
-        ("cuda:0", None, UsageError, "'cuda:0'.*mean 'cuda'"),
+        ("cuda:x", None, UsageError, "'cuda:x'.*mean 'cuda'"),
         (None, None, UsageError, r"autocast\(\).*one precision.*autocast\('bf16', 'cuda'\)"),
         ("bf16", torch.bfloat16, UsageError, r"policy='bf16'.*one precision.*dtype=torch\.bfloat16"),
         ("bf16", "mtia", UsageError, "'mtia'"),

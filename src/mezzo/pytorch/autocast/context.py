@@ -143,6 +143,7 @@ def context_of(
 
 def _as_in_torch(first: Any, second: Any, dtype: Any) -> tuple[Any, str | None]:
     """Policy and device type of a call with `dtype`, or with a device type alone, as `torch.autocast` takes them."""
+    first, second = _without_index(first), _without_index(second)
     if first is None and dtype is not None:
         return dtype, second
     if first is None and second is not None:
@@ -154,6 +155,7 @@ def _as_in_torch(first: Any, second: Any, dtype: Any) -> tuple[Any, str | None]:
 
 def _policy_first(first: Any, second: Any) -> tuple[Any, Any]:
     """Policy and device type, where the arguments are in PyTorch's order: a device type, then a dtype or none."""
+    first, second = _without_index(first), _without_index(second)
     if type(first) is str and first in AUTOCAST_KEYS and second not in AUTOCAST_KEYS:
         return _default_dtype(first) if second is None else second, first
     if type(first) is torch.device:
@@ -161,6 +163,12 @@ def _policy_first(first: Any, second: Any) -> tuple[Any, Any]:
     if second is not None and (first in AUTOCAST_KEYS or isinstance(second, (torch.dtype, Policy))):
         raise _not_one_precision(policy=first, device_type=second)
     return first, second
+
+
+def _without_index(given: Any) -> Any:
+    """``cuda`` of ``cuda:0``, which PyTorch's autocast takes too."""
+    kind, _, index = given.partition(":") if type(given) is str else ("", "", "")
+    return kind if kind in AUTOCAST_KEYS and index.isdecimal() else given
 
 
 def _not_one_precision(**given: Any) -> UsageError:
