@@ -172,7 +172,9 @@ def block_formats(path: Path) -> Iterator[Row]:
 def ratios(path: Path) -> Iterator[Row]:
     """A file of rows, each a ratio with its interval: overhead.json, small_models.json."""
     for name, found in load(path)["rows"].items():
-        if not name.startswith(("plain ", "autocast ")):  # small_models.py's contenders that are not Mezzo's
+        if not name.startswith(
+            ("plain ", "autocast ", "least ")
+        ):  # small_models.py's contenders that are not Mezzo's
             yield _timed(found, name)
 
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 PATIENCE = timedelta(seconds=60)
 SECONDS_TO_FREE = 0.1
+SECONDS_FOR_GRADIENTS = 300
+"""How long a rank that steps without gradients waits for the others to do the same: one of them may be slow."""
 
 
 class RunRanks:
@@ -120,6 +122,22 @@ class RunRanks:
             return original(tensor, *args, **kwargs)
 
         return all_reduce
+
+
+def all_without_gradients(session: Session, ranks: Ranks) -> None:
+    """UsageError if a rank has gradients at this step, which this one lacks: the others then wait in a reduction."""
+    keys = [f"mezzo/without-gradients/{session.journal.updates}/{rank}" for rank in ranks.holders]
+    session.store.set(keys[ranks.holders.index(session.rank)], "")
+    end = time.monotonic() + SECONDS_FOR_GRADIENTS
+    while not session.store.check(keys):
+        if time.monotonic() > end:
+            session.fatal = error = UsageError(
+                f"on rank {session.rank} an optimizer's step() was called without gradients, and other ranks did not "
+                f"do so within {SECONDS_FOR_GRADIENTS} seconds: they wait for this rank's gradients. Call backward() "
+                "on every rank before step(). On a rank without data: loss = 0.0 * model(example).sum()"
+            )
+            raise error
+        time.sleep(0.01)
 
 
 def _storages(params: Iterable[Tensor]) -> list[StorageWeakRef]:
