@@ -127,12 +127,12 @@ class RunRanks:
 def all_without_gradients(session: Session, ranks: Ranks) -> None:
     """UsageError if a rank has gradients at this step, which this one lacks: the others then wait in a reduction."""
     keys = [f"mezzo/without-gradients/{session.journal.updates}/{rank}" for rank in ranks.holders]
-    session.store.set(keys[ranks.holders.index(session.rank)], "")
+    session.store.set(keys[ranks.holders.index(dist.get_rank())], "")
     end = time.monotonic() + SECONDS_FOR_GRADIENTS
     while not session.store.check(keys):
         if time.monotonic() > end:
             session.fatal = error = UsageError(
-                f"on rank {session.rank} an optimizer's step() was called without gradients, and other ranks did not "
+                f"on rank {dist.get_rank()} an optimizer's step() was called without gradients, and other ranks did not "
                 f"do so within {SECONDS_FOR_GRADIENTS} seconds: they wait for this rank's gradients. Call backward() "
                 "on every rank before step(). On a rank without data: loss = 0.0 * model(example).sum()"
             )
