@@ -132,8 +132,8 @@ def all_without_gradients(session: Session, ranks: Ranks) -> None:
     while not session.store.check(keys):
         if time.monotonic() > end:
             session.fatal = error = UsageError(
-                f"on rank {dist.get_rank()} an optimizer's step() was called without gradients, and other ranks did not "
-                f"do so within {SECONDS_FOR_GRADIENTS} seconds: they wait for this rank's gradients. Call backward() "
+                f"on rank {dist.get_rank()} an optimizer's step() was called without gradients, and other ranks did "
+                f"not do so within {SECONDS_FOR_GRADIENTS} seconds: they wait for this rank. Call backward() "
                 "on every rank before step(). On a rank without data: loss = 0.0 * model(example).sum()"
             )
             raise error
