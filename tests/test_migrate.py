@@ -60,9 +60,9 @@ CHANGES = """
 +@mezzo.amp.custom_bwd(device_type="cuda")
  def g(): pass
 -amp.custom_bwd((g)); GradScaler(1., **more); amp.GradScaler(*a)
--getattr(torch.cuda.amp, 'GradScaler')
+-getattr(torch.cuda.amp, 'GradScaler'); map(fwd, x)
 +amp.custom_bwd((g), device_type="cuda"); GradScaler("cuda", 1., **more); amp.GradScaler("cuda", *a)
-+getattr(mezzo.amp, 'GradScaler')
++getattr(mezzo.amp, 'GradScaler'); map(fwd(device_type="cuda"), x)
 # full names
 +import mezzo.amp
  import torch  # first
@@ -186,14 +186,13 @@ LEFT = [  # a script, the line, what the reason and the fix mention
     ("from torch.amp import autocast\nfor autocast in x: autocast()\n", 2, ["line 2"]),
     ("import torch\ntorch = fake(torch)\ntorch.autocast('cpu')\n", 3, ["torch", "line 2"]),
     ("from mine import autocast\nfrom torch.amp import autocast\nautocast('cpu')\n", 3, ["different imports"]),
-    ("from torch.cuda.amp import *\nautocast()\n", 1, ["star import"]),
+    ("from torch.cuda.amp import *\nautocast()\n", 1, ["names that the script uses"]),
     ("from torch.amp import autocast\nisinstance(x, autocast)\n", 2, ["function"]),
     ("import torch\nclass Mine(torch.amp.GradScaler): pass\n", 2, ["another class"]),
     ("from apex.contrib import xentropy\n", 1, ["mezzo.apex", "optimizers"]),
     ("import apex\napex.amp.frobnicate()\n", 2, ["mezzo.apex.amp", "scale_loss"]),
-    ("from torch.cuda.amp import custom_fwd as f\nmap(f, g)\n", 2, ['torch.amp.custom_fwd(device_type="cuda")']),
     ("try: from torch.amp import GradScaler\nexcept E: from torch.cuda.amp import GradScaler\nGradScaler(1.)\n", 3,
-     ['torch.amp.GradScaler("cuda", ...)']),
+     ['torch.amp.GradScaler("cuda")']),
 ]  # fmt: skip
 
 

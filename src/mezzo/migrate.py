@@ -106,9 +106,7 @@ class _Plan:
         self._spans = wrapper.resolve(metadata.ByteSpanPositionProvider)
         self._parents = wrapper.resolve(metadata.ParentNodeProvider)
         self._stay: dict[str, int] = {}  # their names of which a use is left alone, with its line
-        self._changed: list[
-            tuple[cst.CSTNode, list[str], list[tuple[int, int, str]]]
-        ] = []  # unless an import stays
+        self._changed: list[Any] = []  # uses to change unless their imports stay, with these and the edits
         self._lacking: set[cst.CSTNode] = set()  # imports of torch where mezzo.amp is needed too
         uses: dict[cst.CSTNode, Any] = {}  # with their scopes
         for scope in {*wrapper.resolve(metadata.ScopeProvider).values()}:
@@ -181,8 +179,9 @@ class _Plan:
             return
         if isinstance(statement.names, cst.ImportStar):
             if _ours(source):
-                fix = "import the names that the script uses"
-                self._leave(statement, "a star import does not show its names", fix)
+                self._leave(
+                    statement, "a star import hides its names", "import the names that the script uses"
+                )
             return
         parts: dict[str, list[cst.ImportAlias]] = {}
         for alias in statement.names:
@@ -225,15 +224,9 @@ class _Plan:
             return "Mezzo's autocast is a function, not a class", "call it here, or change it by hand"
         if name == "GradScaler" and isinstance(self._parents[parent], cst.ClassDef):
             return "Mezzo's GradScaler is another class than PyTorch's", "change it by hand, and test it"
-        called = args is not None or isinstance(parent, cst.Decorator)
-        if (lacking := self._device_type(use, names)) and not (
-            called and all("cuda" in one for one in names)
-        ):
-            words = lacking[0][2].strip("(), ") + ", ..." * (name == "GradScaler")
-            return (
-                f"mezzo.amp.{name} needs a device type here",
-                f"use torch.amp.{name}({words}) with it first",
-            )
+        if (added := self._device_type(use, names)) and not all("cuda" in one for one in names):
+            code = f"torch.amp.{name}({added[0][2].strip('(), ')})"
+            return "Mezzo needs a device type here", f"use {code} with it first"
         return None
 
     def _device_type(self, use: cst.CSTNode, names: list[str]) -> list[tuple[int, int, str]]:
