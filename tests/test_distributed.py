@@ -96,6 +96,21 @@ def test_a_rank_whose_data_ended_early_takes_the_loss_scale_of_the_others(
     assert ranks[0]["joined"]["scales"] == [512.0, 1024.0, 4096.0]
 
 
+def test_a_skip_where_another_rank_has_no_more_data_is_explained_without_it(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert [rank["joined, skips"]["found"] for rank in ranks] == [[], ["overflow"]]
+    assert ranks[0]["joined, skips"]["weights"] == ranks[1]["joined, skips"]["weights"]
+
+
+def test_a_format_that_ranks_would_choose_alone_is_refused_inside_join(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        auto, later, over = rank["joined, refused"]["told"]
+        assert "precision='bf16'" in auto
+        assert "bf16_from=2" in later
+        assert over == ""
+
+
 def test_what_ddp_can_not_have_is_refused(ranks: list[dict[str, Any]]) -> None:
     lowering, release = ranks[0]["refused"]["told"]
     assert "mezzo.lower_weights(model, 'bf16')" in lowering

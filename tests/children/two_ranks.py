@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import fsdp_cases
@@ -217,6 +218,41 @@ def joined(rank: int) -> dict[str, Any]:
     return {"scales": scales, "weights": weights}
 
 
+def joined_skips(rank: int) -> dict[str, Any]:
+    """Uneven data, with an overflow where the first rank has no more."""
+    net = normed()
+    wrapped = DistributedDataParallel(net)
+    mp = mezzo.MixedPrecision(wrapped, torch.optim.SGD(net.parameters(), lr=0.01), "fp16", loss_scale=256)
+    with wrapped.join():
+        for step in range(1 + rank):
+            with mp.autocast():
+                loss = wrapped(data(step) * (1e30 if step else 1.0)).float().square().mean()
+            mp.step(loss)
+    return {"found": [each.cause for each in mp.findings], "weights": hexed(net)}
+
+
+def joined_refused(rank: int) -> dict[str, Any]:
+    """Formats that each rank would choose by its own times, or by its own number of updates."""
+    from mezzo.pytorch.auto import TimedTrial
+
+    told = []
+    for precision, before in (("auto", 0), ("mxfp8,bf16_from=2", 1), ("mxfp8,bf16_from=2", 2)):
+        net = model()
+        wrapped = DistributedDataParallel(net)
+        mp = mezzo.MixedPrecision(wrapped, torch.optim.SGD(net.parameters(), lr=0.01), precision)
+        if precision == "auto":
+            mp._resolved.trial = TimedTrial("bf16", "cpu")
+        try:
+            for step in range(before + 1):
+                with nullcontext() if step < before else wrapped.join(), mp.autocast():
+                    loss = wrapped(data(rank)).square().mean()
+                    mp.step(loss)
+            told.append("")
+        except UsageError as error:
+            told.append(str(error))
+    return {"told": told}
+
+
 def refused(rank: int) -> dict[str, Any]:
     net = DistributedDataParallel(normed())
     before = hexed(net)
@@ -268,6 +304,8 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "averaged": lambda rank: averaged(rank, accumulate=1),
     "averaged, accumulated": lambda rank: averaged(rank, accumulate=3),
     "joined": joined,
+    "joined, skips": joined_skips,
+    "joined, refused": joined_refused,
     "refused": refused,
     "accelerated": accelerated,
 }

@@ -94,15 +94,16 @@ class Sensitivity:
     steps: int
     notes: list[str]
 
-    @property
-    def title(self) -> str:
+    def title(self, formats: Sequence[str]) -> str:
         """What the numbers of `table` are."""
-        over = f"more than {self.limit:.2g}, a module's share of {self.margin:.1%} of the loss"
+        found = f"Expected change of the loss ({self.loss:.3g}) if a module alone runs in a format, the largest first."
+        if not any(" over" in cell for _, *cells in self.table(formats) for cell in cells):
+            return found
         if set(self.formats) & QUANTIZED:
-            over = f"in bf16, so that the others together change the loss by at most {self.margin:.2g} of it"
+            return f"{found} Those marked over stay in bf16; the rest together change it by at most {self.margin:.2%}."
         return (
-            f"Expected change of the loss ({self.loss:.3g}) if one module alone runs in a format, the most sensitive "
-            f"first. Over: {over}."
+            f"{found} Changes above {self.limit:.2g} are marked over: if each module changed the loss by so much, all "
+            f"together would change it by about {self.margin:.2%}."
         )
 
     def table(self, formats: Sequence[str]) -> list[list[str]]:
@@ -112,12 +113,13 @@ class Sensitivity:
 
     def lines(self, verbose: bool = False) -> list[str]:
         """The most sensitive modules as aligned columns; `verbose`: all modules and formats."""
-        rows = self.table(self.formats if verbose else self.shown)
+        formats = self.formats if verbose else self.shown
+        rows = self.table(formats)
         cut = rows if verbose else rows[: SHOWN + 1]
         widths = [max(map(len, column)) for column in zip(*cut)]
         lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in cut]
-        more = len(rows) - len(cut)
-        return [self.title, *lines, *([f"  and {more} less sensitive modules"] if more else []), *self.notes]
+        more = [f"  and {len(rows) - len(cut)} less sensitive modules"] * (len(rows) > len(cut))
+        return [self.title(formats), *lines, *more, *self.notes]
 
 
 @dataclass(frozen=True)

@@ -357,6 +357,8 @@ class MixedPrecision:
                 from mezzo.pytorch.same_options import compare
 
                 compare(self, self._ranks().holders)
+        if (setting := self._resolved.to_change) and distributed.is_distributed():
+            checks.not_joined(self.model, setting)
         if self._looks:
             self._looks = False
             checks.outside_autocast(loss, self.policy)
