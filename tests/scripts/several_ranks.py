@@ -201,19 +201,6 @@ def only_here() -> Any:
     return train(net, losses)
 
 
-def without_gradients() -> Any:
-    """Rank 1 calls `step` once more, with no gradient."""
-    net = DistributedDataParallel(network())
-    again = torch.optim.SGD(net.parameters(), lr=1e-2)
-
-    def losses(step: int) -> Iterable[Tensor]:
-        if (step, RANK) == (1, 1):
-            again.step()
-        yield net(batch(step)).square().mean()
-
-    return train(net, losses, steps=3)
-
-
 def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=RANK, world_size=2)
     print(json.dumps({name: globals()[name]() for name in sys.argv[2:]}))
