@@ -377,7 +377,7 @@ class Steps:
             trial.finish(counts=moved)
             if ranks := session.ranks.of(list(parameters(optimizer))):
                 trial.agree(ranks)
-        session.ranks.step_ended(parameters(optimizer))
+        session.ranks.step_ended(list(parameters(optimizer)), skipped=session.scaling and not moved)
         number = self._number(optimizer)
         if seen is None:
             seen = self._explained(optimizer, skipped=not moved, scale=scale) if session.observes else []

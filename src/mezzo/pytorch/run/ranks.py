@@ -91,8 +91,10 @@ class RunRanks:
         refs = dict.fromkeys(self._wrappers[id(p)] for p in params if id(p) in self._wrappers)
         return [module for ref in refs if (module := ref()) is not None]
 
-    def step_ended(self, params: Iterable[Tensor]) -> None:
+    def step_ended(self, params: Sequence[Tensor], *, skipped: bool) -> None:
         """A step of these parameters is over."""
+        if skipped:
+            distributed.forget_errors(distributed.hook_memories(self._wrapped(params)))
         if self._reduced:
             over = set(_storages(params))
             kept = (item for item in self._reduced.items() if not (item[0] in over or item[0].expired()))
