@@ -17,7 +17,9 @@ def names() -> dict[str, str]:
     found = {f"mezzo.formats.{name}": "mezzo.core.formats" for name in FORMATS}
     for package in map(importlib.import_module, reversed(PACKAGES)):
         lazy = getattr(package, "_PUBLIC", {})
-        own = {name: package.__name__ if lazy else getattr(package, name).__module__ for name in package.__all__}
+        own = {
+            name: package.__name__ if lazy else getattr(package, name).__module__ for name in package.__all__
+        }
         found = {f"{package.__name__}.{name}": at for name, at in {**own, **lazy}.items()} | found
     found |= {module: module for module in sys.modules["mezzo"]._INTEGRATIONS.values()}
     return found
