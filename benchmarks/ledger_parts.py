@@ -41,7 +41,7 @@ VARIES = ("skipped steps of clean runs", "policies that remedies name")
 """Counts of faults.json whose total is not a number of cases: it changes with what a run does."""
 
 SUFFIXES = (".py", ".toml", ".css", ".js", ".html", ".md")
-STAGES = ("checks", "pytorch", "frameworks", "reproduce")
+STAGES = ("checks", "pytorch", "frameworks", "experiments")
 
 
 @dataclass

@@ -179,9 +179,7 @@ class _Plan:
             return
         if isinstance(statement.names, cst.ImportStar):
             if _ours(source):
-                self._leave(
-                    statement, "a star import hides its names", "import the names that the script uses"
-                )
+                self._leave(statement, "a star import hides its names", "import the names in use")
             return
         parts: dict[str, list[cst.ImportAlias]] = {}
         for alias in statement.names:

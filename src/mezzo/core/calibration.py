@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from itertools import pairwise
 
+from mezzo.core.commands import DEFAULT_MARGIN
 from mezzo.core.compute import COMPUTE, QUANTIZED
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import Format, named
@@ -29,8 +30,6 @@ MOST_LOST = 0.5
 """A module is kept in FP32 if fp16 rounds a larger share of its gradient to zero under the recommended scale."""
 RANKED = ("bf16", "fp16", "e5m2", "e4m3fn")
 """The formats that are ranked unless others are given."""
-MARGIN = 0.005
-"""The change of the loss that all modules together may make, as a share of the loss: `mezzo compare`'s own margin."""
 SHOWN = 8
 """Modules that are printed; JSON has all of them."""
 WORST = 3
@@ -249,7 +248,7 @@ def recommend(
     native: Collection[str],
     format: str | None = None,
     ranked: Sequence[str | Format] = RANKED,
-    margin: float = MARGIN,
+    margin: float = DEFAULT_MARGIN,
 ) -> Recommendation:
     """What to train in, from a few FP32 steps; `native` formats of the hardware, `ranked` those of the records; for a
     change of the loss by all modules together of at most `margin`, a share.
@@ -481,7 +480,7 @@ def together(changes: Iterable[float], most: float) -> float:
 
 
 def rank(
-    records: Sequence[SensitivityRecord], formats: Sequence[Format], margin: float = MARGIN
+    records: Sequence[SensitivityRecord], formats: Sequence[Format], margin: float = DEFAULT_MARGIN
 ) -> Sensitivity | None:
     """The ranking of the modules, from a record per measured step: by 16-bit formats first; None without records."""
     found: dict[str, dict[str, list[ModuleRounding]]] = {}

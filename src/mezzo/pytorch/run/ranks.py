@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 PATIENCE = timedelta(seconds=60)
 SECONDS_TO_FREE = 0.1
-SECONDS_FOR_GRADIENTS = 300
-"""How long a rank that steps without gradients waits for the others to do the same: one of them may be slow."""
+SECONDS_FOR_GRADIENTS = 300  # for other ranks to step without gradients, too: one may be slow
 
 
 class RunRanks:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.core.policy import Policy
-from mezzo.pytorch.distributed import joins, shards
+from mezzo.pytorch.distributed import joins, shards, wrappers
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.optim.checks import refuse_replaced
 from mezzo.pytorch.optim.fused import FusedOptimizer
@@ -28,9 +28,7 @@ _MASTERS = frozenset({"master", "remainder"})  # in the state of an optimizer wi
 
 
 _TORCH = "Create one MixedPrecision per optimizer: MixedPrecision(model, optimizer)."
-_KERAS = (
-    "It is of Keras: call mezzo.keras.set_policy('bf16') before the model is built, and train with model.fit."
-)
+_KERAS = "For Keras call mezzo.keras.set_policy('bf16') before the model is built, and train with model.fit."
 
 
 def refused(problem: str, where: str = "MixedPrecision") -> UsageError:
@@ -138,7 +136,7 @@ def outside_autocast(loss: Tensor, policy: Policy) -> None:
 
 def not_joined(model: nn.Module, setting: str) -> None:
     """Refuse a format that changes with this rank's number of steps: inside `join()` these numbers differ."""
-    if any(isinstance(part, nn.parallel.DistributedDataParallel) and joins(part) for part in model.modules()):
+    if any(map(joins, wrappers(model))):
         raise refused(
             f"inside model.join() the ranks take different numbers of steps, so with {setting} they could train in "
             f"different formats. Use another precision without {setting}, such as precision='bf16', or equally many "
