@@ -130,7 +130,8 @@ class OptimizerBackward:
             backward_into(loss, seed, params, retain_graph=retain_graph)
             return
         mine = set(map(id, params))
-        before = [(p, p.grad) for p in (*others, *self._model.parameters()) if id(p) not in mine]
+        shared = self._model.parameters() if self._shares else ()
+        before = [(p, p.grad) for p in (*others, *shared) if id(p) not in mine]
         for other, _ in before:
             other.grad = None
         try:
