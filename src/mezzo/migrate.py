@@ -179,7 +179,8 @@ class _Plan:
             return
         if isinstance(statement.names, cst.ImportStar):
             if _ours(source):
-                self._leave(statement, "a star import hides its names", "import the names in use")
+                fix = "import the names that the script uses"
+                self._leave(statement, "a star import hides its names", fix)
             return
         parts: dict[str, list[cst.ImportAlias]] = {}
         for alias in statement.names:
