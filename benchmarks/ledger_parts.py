@@ -41,7 +41,7 @@ VARIES = ("skipped steps of clean runs", "policies that remedies name")
 """Counts of faults.json whose total is not a number of cases: it changes with what a run does."""
 
 SUFFIXES = (".py", ".toml", ".css", ".js", ".html", ".md")
-STAGES = ("checks", "pytorch", "frameworks", "reproduce")
+STAGES = ("checks", "pytorch", "frameworks", "experiments")
 
 
 @dataclass
@@ -172,7 +172,9 @@ def block_formats(path: Path) -> Iterator[Row]:
 def ratios(path: Path) -> Iterator[Row]:
     """A file of rows, each a ratio with its interval: overhead.json, small_models.json."""
     for name, found in load(path)["rows"].items():
-        if not name.startswith(("plain ", "autocast ")):  # small_models.py's contenders that are not Mezzo's
+        if not name.startswith(
+            ("plain ", "autocast ", "least ")
+        ):  # small_models.py's contenders that are not Mezzo's
             yield _timed(found, name)
 
 

@@ -16,8 +16,11 @@ def names() -> dict[str, str]:
     """Public name, such as ``mezzo.nn.LinearCrossEntropy`` -> the module that it is in, or that it is."""
     found = {f"mezzo.formats.{name}": "mezzo.core.formats" for name in FORMATS}
     for package in map(importlib.import_module, reversed(PACKAGES)):
-        own = {name: package.__name__ for name in package.__all__ if name not in package._PUBLIC}
-        found = {f"{package.__name__}.{name}": at for name, at in {**package._PUBLIC, **own}.items()} | found
+        lazy = getattr(package, "_PUBLIC", {})
+        own = {
+            name: package.__name__ if lazy else getattr(package, name).__module__ for name in package.__all__
+        }
+        found = {f"{package.__name__}.{name}": at for name, at in {**own, **lazy}.items()} | found
     found |= {module: module for module in sys.modules["mezzo"]._INTEGRATIONS.values()}
     return found
 

@@ -14,6 +14,12 @@ Python, with a 95 % interval over rounds. The rows:
 - script: policy gradients (REINFORCE) on a cart and pole; each episode of at most 500 steps is one backward and one
   step of Adam. A round is five episodes, 1,000 calls in all, of the same lengths for all contenders.
 
+`--least` adds two contenders without Mezzo, "least bf16" and "least fp16": the same arithmetic written by hand into
+plain Python, without what a program that runs other people's scripts needs. In bf16: `torch.autocast` around the
+outermost call, entered by a replaced `nn.Module.__call__`, softmax in FP32, an FP32 result. In fp16, emulated: factors
+and results of the linear layers are rounded to fp16, softmax and loss are FP32, the loss is scaled, gradients are
+unscaled and checked before the step.
+
 To measure another version of Mezzo: PYTHONPATH=/path/to/src python benchmarks/small_models.py --no-write.
 """
 
@@ -31,25 +37,42 @@ from pathlib import Path
 from typing import Any
 
 CONTENDERS = ("plain", "autocast bf16", "fp32", "bf16", "fp16")
+LEAST = ("least bf16", "least fp16")
 CALLS = {"training": 32, "graph": 32, "no_grad": 128}
 LENGTHS = (20, 60, 120, 300, 500)
 """Of the script's episodes in a round, in calls of the network."""
 
 
-def _tasks(autocast: bool) -> dict[str, Callable[[], int]]:
+def _tasks(contender: str) -> dict[str, Callable[[], int]]:
     """What is timed: each runs once and gives the number of its calls of the network."""
     import torch
     from torch import nn
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    linear: Callable[..., nn.Module] = nn.Linear
+    softmax: Callable[..., nn.Module] = nn.Softmax
+    scale = 1024.0 if contender == "least fp16" else None
+    if contender in LEAST:
+        linear, softmax = _least(contender)
 
     def network() -> nn.Module:
-        layers = nn.Linear(4, 128), nn.Dropout(0.6), nn.ReLU(), nn.Linear(128, 2), nn.Softmax(-1)
-        return nn.Sequential(*layers)
+        return nn.Sequential(linear(4, 128), nn.Dropout(0.6), nn.ReLU(), linear(128, 2), softmax(-1))
+
+    def backward(value: torch.Tensor) -> None:
+        (value if scale is None else value * scale).backward()
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        if scale is not None:
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            found = torch.zeros(1)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(1 / scale))
+            if found.item():
+                return
+        optimizer.step()
 
     def called(net: nn.Module, x: torch.Tensor) -> Any:
-        if not autocast:
+        if contender != "autocast bf16":
             return net(x)
         with torch.autocast("cpu", torch.bfloat16):
             return net(x)
@@ -61,15 +84,15 @@ def _tasks(autocast: bool) -> dict[str, Callable[[], int]]:
 
     def training() -> int:
         for x in samples[: CALLS["training"]]:
-            loss(called(trained, x)).backward()
-            steps.step()
+            backward(loss(called(trained, x)))
+            step(steps)
             steps.zero_grad()
         return CALLS["training"]
 
     def graph() -> int:
         losses = [loss(called(trained, x)) for x in samples[: CALLS["graph"]]]
-        torch.stack(losses).sum().backward()
-        steps.step()
+        backward(torch.stack(losses).sum())
+        step(steps)
         steps.zero_grad()
         return CALLS["graph"]
 
@@ -99,8 +122,8 @@ def _tasks(autocast: bool) -> dict[str, Callable[[], int]]:
         wanted = (wanted - wanted.mean()) / (wanted.std() + 1e-6)
         total_loss = torch.cat([-log_prob * r for log_prob, r in zip(log_probs, wanted)]).sum()
         adam.zero_grad()
-        total_loss.backward()
-        adam.step()
+        backward(total_loss)
+        step(adam)
 
     def script() -> int:
         for length in LENGTHS:
@@ -111,6 +134,36 @@ def _tasks(autocast: bool) -> dict[str, Callable[[], int]]:
     steps = torch.optim.Adam(trained.parameters(), lr=1e-3)
     adam = torch.optim.Adam(policy.parameters(), lr=1e-2)
     return {"training": training, "graph": graph, "no_grad": no_grad, "script": script}
+
+
+def _least(contender: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The layers of "least bf16", whose calls are replaced as a run must replace them, or of "least fp16"."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    class Softmax(nn.Softmax):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.softmax(x, self.dim, dtype=torch.float32)
+
+    class Linear(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight, bias = self.weight.half().float(), self.bias.half().float()
+            return F.linear(x.half().float(), weight, bias).half()
+
+    if contender == "least fp16":
+        return Linear, Softmax
+    is_on = torch._C._is_any_autocast_enabled
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_on():
+            return self._call_impl(*args, **kwargs)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = self._call_impl(*args, **kwargs)
+        return out if out.dtype is torch.float32 else out.float()
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    return nn.Linear, Softmax
 
 
 def moved(state: list[float], action: int) -> tuple[list[float], bool]:
@@ -127,9 +180,9 @@ def moved(state: list[float], action: int) -> tuple[list[float], bool]:
     return now, abs(now[0]) > 2.4 or abs(now[2]) > 0.21
 
 
-def serve(autocast: bool) -> None:
+def serve(contender: str) -> None:
     """Time the tasks named on standard input, one per line."""
-    tasks = _tasks(autocast)
+    tasks = _tasks(contender)
     for task in tasks.values():
         for _ in range(4):
             task()
@@ -177,13 +230,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--serve", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=CONTENDERS + LEAST, help=argparse.SUPPRESS)
+    parser.add_argument("--least", action="store_true", help="also time the same arithmetic without Mezzo")
     parser.add_argument("--rounds", type=int, default=40, help="rounds per row (default %(default)s)")
     parser.add_argument("--no-write", action="store_true", help="print the table, write no file")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "small_models.json")
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve.startswith("autocast"))
+        serve(arguments.serve)
         return
     from rich.console import Console
     from rich.progress import track
@@ -194,11 +248,12 @@ def main() -> None:
 
     console = Console()
     tasks = (*CALLS, "script")
-    processes = {contender: _Process(contender) for contender in CONTENDERS}
-    times: dict[str, dict[str, list[float]]] = {task: {name: [] for name in CONTENDERS} for task in tasks}
+    contenders = CONTENDERS + (LEAST if arguments.least else ())
+    processes = {contender: _Process(contender) for contender in contenders}
+    times: dict[str, dict[str, list[float]]] = {task: {name: [] for name in contenders} for task in tasks}
     for number in track(range(arguments.rounds), description="rounds", console=console):
-        turned = number % len(CONTENDERS)
-        order = (*CONTENDERS[turned:], *CONTENDERS[:turned])
+        turned = number % len(contenders)
+        order = (*contenders[turned:], *contenders[:turned])
         for task in tasks:
             for contender in order if number % 2 else order[::-1]:
                 times[task][contender].append(processes[contender].seconds(task))

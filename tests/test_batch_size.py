@@ -147,6 +147,8 @@ def test_bytes_are_read_and_written() -> None:
     for text in ("", "GB", "4 PB", "-1", "4G", "1e9", "nan", "0", "999999", "0.1B", 0, -5):
         with pytest.raises(UsageError, match="byte"):
             parse_bytes(text)
+    with pytest.raises(UsageError, match="limit='4GiBB'"):
+        mezzo.find_batch_size(lambda size: None, limit="4GiBB")
     written = {1: "1 B", 999: "999 B", 1000: "1 kB", 999_499: "999 kB", 999_500: "1 MB", 4 * 2**30: "4.29 GB"}
     assert {count: written_bytes(count) for count in written} == written
 

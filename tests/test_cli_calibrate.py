@@ -72,7 +72,8 @@ CHANGES = {"a": {"bf16": 1e-3, "fp16": 1e-4, "e4m3fn": 2e-3}, "": {"bf16": 0.5, 
 def test_the_modules_are_ranked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", script(here, changes=CHANGES), "--steps", "2"]) == 0
     out = capsys.readouterr().out
-    assert "more than 0.0071, a module's share of 0.5% of the loss" in out
+    assert "above 0.0071" in out
+    assert "0.50%" in out
     rows = [line.split() for line in out.splitlines() if line.startswith("  ")]
     assert rows[:3] == [
         ["module", "bf16", "fp16"],
@@ -87,6 +88,29 @@ def test_the_modules_are_ranked(here: Path, capsys: pytest.CaptureFixture[str]) 
     ranking = found["recommendation"]["sensitivity"]
     assert [(one["module"], one["lowest"]) for one in ranking["modules"]] == [("", "fp32"), ("a", "e4m3fn")]
     assert ranking["modules"][0]["changes"] == {"bf16": pytest.approx(0.5), "fp16": "inf"}
+
+
+def test_over_is_explained_where_a_change_is_over(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["calibrate", script(here, changes={"a": {"bf16": 1e-3, "e4m3fn": 0.5}}), "--steps", "2"]) == 0
+    )
+    assert " over" not in capsys.readouterr().out
+    assert main(["calibrate", "train.py", "--steps", "2", "--verbose"]) == 0
+    assert " over" in capsys.readouterr().out
+
+
+def test_the_command_that_writes_the_fp16_policy_is_named(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use = "\n  mezzo calibrate train.py --precision fp16 -- --epochs 3\n"
+    for activation, precision, named in (
+        (1e6, [], True),
+        (1e6, ["--precision", "fp16"], False),
+        (1.0, [], False),
+    ):
+        name = script(here, activation=activation)
+        assert main(["calibrate", name, *precision, "--", "--epochs", "3"]) == 0
+        assert (use in capsys.readouterr().out) is named
 
 
 def test_linear_layers_of_a_block_format_are_ranked_for_a_margin(

@@ -18,6 +18,7 @@ import mezzo.cli.compare as verb
 from mezzo.cli.compare import show
 from mezzo.cli.main import main
 from mezzo.compare.comparison import compare
+from mezzo.core.records import HAD_TF32
 
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
 
@@ -92,6 +93,15 @@ def test_a_format_that_the_machine_only_stores_is_told(
         assert out.count(told) == out.count("is emulated") == 1
         assert told.removeprefix(f"{precision}: ") in report
         assert ". Same memory, " in out
+
+
+def test_what_holds_for_all_candidates_is_printed_once(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = script(here, {"*": {"notes": [HAD_TF32]}})
+    assert main(["compare", name, "--seeds", "1"]) == 0
+    command = "mezzo compare train.py --precision tf32,bf16,fp16 --seeds 1 --out mezzo-compare-train-tf32"
+    assert capsys.readouterr().out.count(f"{command}\n") == 1
 
 
 def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

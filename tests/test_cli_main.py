@@ -15,7 +15,7 @@ import pytest
 
 import mezzo
 from mezzo.cli.arguments import Parser
-from mezzo.cli.main import REMOVED, VERBS, main
+from mezzo.cli.main import REMOVED, RUN_A_SCRIPT, VERBS, main
 from mezzo.core.errors import MezzoError, UsageError
 
 
@@ -48,6 +48,9 @@ def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     assert f"usage: mezzo {name}" in printed
     assert printed.count("\n") > 8
+    if name in RUN_A_SCRIPT - {"run"}:  # and run's script may have a --help of its own
+        assert main([name, "tiny.py", "train.py", "-h"]) == 0
+        assert f"usage: mezzo {name}" in capsys.readouterr().out
 
 
 ENDS = [
@@ -141,7 +144,7 @@ WRONG: list[tuple[str, str]] = [
     ("batch-size train.py --vary={}", "no argument of the script contains {}"),
     (f"{SIZES} --precision bf61", "Did you mean 'bf16'?"),
     (f"{SIZES} --precision auto", "Name one, such as bf16"),
-    (f"{SIZES} --limit 4giga", "is not a number of bytes"),
+    (f"{SIZES} --limit 4giga", "--limit '4giga' is not a number of bytes"),
     (f"{SIZES} --steps 3", "The minimum is 4"),
     (f"{SIZES} --max 4 --multiple-of 8", "--max 4 is less than --multiple-of 8"),
     (f"{SIZES} --out train.py", "--out train.py: is a file"),

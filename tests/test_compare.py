@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import os
@@ -24,6 +25,8 @@ from mezzo.compare.runs import read_run, run_child
 from mezzo.core import records
 from mezzo.core.errors import MezzoError, ScriptError, UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.core.overflow import OverflowReport
+from mezzo.core.records import HAD_TF32
+from mezzo.report import build
 from mezzo.runner.lifecycle import RunRequest
 
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
@@ -270,6 +273,30 @@ def test_what_to_do_with_own_and_the_others(case: Case) -> None:
     assert commands["bf16"].startswith("mezzo run --own off --precision bf16 ")
 
 
+@pytest.mark.parametrize("precisions", [("bf16", "fp16"), ("tf32", "bf16")])
+def test_a_script_that_switches_tf32_on_is_told_how_to_compare_with_it(
+    case: Case, precisions: tuple[str, ...]
+) -> None:
+    case.write({"*": {"notes": [f"{HAD_TF32}; it is off"]}})
+    found = case.compare(precisions=precisions)
+    (note,) = found["notes"]
+    assert ("--precision tf32,bf16,fp16 " in note) is ("tf32" not in precisions)
+    assert (f"--out {case.out}-tf32" in note) is ("tf32" not in precisions)
+    assert not any(HAD_TF32 in text for one in found["candidates"].values() for text in one["notes"])
+    assert note in html.unescape(build(case.out).read_text(encoding="utf-8"))
+    case.write({})
+    assert case.compare(fresh=True)["notes"] == []
+
+
+def test_a_speed_that_needs_more_steps_says_how_many(case: Case) -> None:
+    case.write({"*": {"losses": 11}})
+    assert case.compare()["candidates"]["bf16"]["speedup"] is not None
+    case.write({"*": {"losses": 10}})
+    one = case.compare(fresh=True)["candidates"]["bf16"]
+    assert (one["speedup"], one["steps"]) == (None, 10)
+    assert "11" in one["plain"].rpartition("speed")[2]
+
+
 # Resuming.
 
 
@@ -325,6 +352,11 @@ def test_an_edited_script_is_another_comparison(case: Case) -> None:
     case.write({"bf16": {"shift": 0.1}})
     with pytest.raises(UsageError, match=r"train.json has changed since"):
         case.compare()
+    other = case.script.with_name("tiny.json")
+    other.write_text("{}")
+    with pytest.raises(UsageError, match=r"train.json and is now .*tiny.json\.\n") as caught:
+        case.compare(target=str(other))
+    assert "since" not in str(caught.value)
     (case.out / "comparison.json").write_text("{")
     with pytest.raises(UsageError, match=r"not readable.*--fresh"):
         case.compare()

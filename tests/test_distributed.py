@@ -96,6 +96,44 @@ def test_a_rank_whose_data_ended_early_takes_the_loss_scale_of_the_others(
     assert ranks[0]["joined"]["scales"] == [512.0, 1024.0, 4096.0]
 
 
+def test_a_skip_where_another_rank_has_no_more_data_is_explained_without_it(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert [rank["joined, skips"]["found"] for rank in ranks] == [[], ["overflow"]]
+    assert ranks[0]["joined, skips"]["weights"] == ranks[1]["joined, skips"]["weights"]
+
+
+def test_a_format_that_ranks_would_choose_alone_is_refused_inside_join(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        auto, later, over = rank["joined, refused"]["told"]
+        assert "precision='bf16'" in auto
+        assert "bf16_from=2" in later
+        assert over == ""
+
+
+def test_an_optimizer_may_have_a_part_of_what_ddp_averages(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["trunk and head"] for rank in ranks)
+    assert first == second
+    got, wanted = ([float.fromhex(x) for x in first[which]] for which in ("weights", "expected"))
+    assert got == pytest.approx(wanted, rel=0, abs=2e-3)
+    assert first["clean"]
+    assert "torch.optim.AdamW([{'params'" in first["said"]
+
+
+def test_no_step_is_taken_before_ddp_has_averaged(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["heads"] for rank in ranks)
+    assert first["weights"] == second["weights"]
+    assert first["kept"]
+    assert second["kept"]
+    assert "rank 1" in second["said"]
+    assert "mp.step(loss_a + loss_b)" in second["said"]
+
+
+def test_errors_of_a_skipped_step_are_not_added_to_the_next(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["compressed"] == ranks[1]["compressed"]
+    assert ranks[0]["compressed"]["moved"] == [True, True, True, False, True, True]
+
+
 def test_what_ddp_can_not_have_is_refused(ranks: list[dict[str, Any]]) -> None:
     lowering, release = ranks[0]["refused"]["told"]
     assert "mezzo.lower_weights(model, 'bf16')" in lowering
@@ -104,7 +142,14 @@ def test_what_ddp_can_not_have_is_refused(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["refused"]["dtype"] == "torch.float32"
 
 
-SKIPS_ONE = ["fsdp fp16", "fsdp fp16, no norm", "fsdp accumulated", "fsdp no_sync", "fsdp policy fp16"]
+SKIPS_ONE = [
+    "fsdp fp16",
+    "fsdp fp16, no norm",
+    "fsdp accumulated",
+    "fsdp no_sync",
+    "fsdp policy fp16",
+    "fsdp released",
+]
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,7 @@ def test_a_named_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         "T4: Turing, compute capability 7.5, 16 GB at 320 GB/s",
         "fp16 65 TFLOP/s tensor cores",
+        "fp16 gains at most 8x over fp32:",
         "dense peaks from: NVIDIA Turing GPU Architecture, appendix A, 2018",
         "Use fp16",
         "bf16 needs 8.0",
@@ -200,6 +201,8 @@ def test_a_named_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["gpus"][1]["dense_peak_tflop_s"]["bf16"] == 989
     assert shown["gpus"][0]["capability"]["tensor_core_formats"] == ["fp16", "tf32", "bf16", "fp8"]
     assert shown["recommendation"]["precision"] == "bf16"
+    assert main(["doctor", "--gpu", "A30"]) == 0
+    assert "bf16 gains at most 16x over fp32 and 2x over tf32:" in capsys.readouterr().out
     for name in ("GTX 1080", "GTX 1660 Ti"):
         assert main(["doctor", "--gpu", name]) == 0
         assert "Use fp32\n" in capsys.readouterr().out
@@ -207,6 +210,11 @@ def test_a_named_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 WRONG = [
     (["--gpu", "T5"], "mezzo doctor: unknown GPU 'T5'. Use one of\nGTX 10, "),
+    *(
+        (["--gpu", name], "Run there: mezzo doctor\n")
+        for name in ("MI300X", "M2", "Apple M3 Max", "RX 7900", "Arc A770")
+    ),
+    (["--gpu", "Tesla M40"], "mezzo doctor --gpu 8.6"),
     *((["--gpu", name], "mezzo doctor --gpu 8.6") for name in ("", "RTX", "GTX 980", "RTX 2050", "4.0")),
 ]
 

@@ -84,7 +84,9 @@ def test_the_lines_and_the_commands(
     assert "my train.py:3: 16-bit weights without masters: Net().half()\n" in out
     assert "my train.py:4: mixed precision of its own: GradScaler()\n" in out
     for words in ("run", "run --masters split", "compare", "run --own off --precision bf16"):
-        assert f"mezzo {words} 'my train.py'\n" in out
+        assert f": mezzo {words} 'my train.py'\n" in out
+    purposes = [line.partition(":")[0] for line in out.splitlines()[2:]]
+    assert len({*purposes}) == 4
     assert main(["doctor", "--json", "my train.py"]) == 1
     assert [one["line"] for one in json.loads(capsys.readouterr().out)["findings"]] == [3, 4]
     Path("fine.py").write_text("GradScaler()")

@@ -21,6 +21,7 @@ from mezzo.cli.main import main
 from mezzo.core import formats
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.formats import FORMATS, Format
+from mezzo.core.recipes import recipe_of
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -209,6 +210,21 @@ def test_one_format_is_shown_in_full_and_numbers_in_those_asked_for(
     assert [line.split()[0] for line in lines[1::2]] == ["bf16", "e4m3fn", "e5m2"]
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8"])
+def test_a_precision_with_scales_is_shown_with_its_blocks(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["formats", name, "--json"]) == 0
+    shown = [row["name"] for row in json.loads(capsys.readouterr().out)["formats"]]
+    assert shown == list(dict.fromkeys(factor.element for factor in recipe_of(name).factors))
+    assert main(["formats", name]) == 0
+    printed = capsys.readouterr().out
+    for factor in recipe_of(name).factors:
+        block = " x ".join(str(size or "all") for size in factor.block)
+        assert f"{factor.element}, {block}" in printed
+        assert f"scale {factor.scale}" in printed
+
+
 def test_the_table_as_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["formats", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
@@ -265,6 +281,7 @@ MISUSED = [
     ("3.5 1/3", "mezzo formats show 3.5 1/3"),
     ("0x1.8p3", "mezzo formats show 0x1.8p3"),
     ("fp61", "Did you mean 'fp64'?"),
+    ("fp17", "mxfp8, nvfp4, tf32. Did you mean 'fp16'?"),
     ("show 1 --overflow satrate", "Did you mean 'saturate'?"),
 ]
 

@@ -303,6 +303,39 @@ def test_ranks_with_different_policies_end_with_one_sentence_each(tmp_path: Path
         assert "Traceback" not in told
 
 
+WITHOUT = """
+import sys
+from train import dist, leave, nn, torch
+from mezzo.pytorch.run import ranks
+ranks.SECONDS_FOR_GRADIENTS = 3
+dist.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for step in range(3):
+    optimizer.zero_grad()
+    lacks = step == 1 and (dist.get_rank() == 1 or sys.argv[1] == "all")
+    loss = model(torch.ones(2, 4)).sum()
+    if not lacks:
+        loss.backward()
+    optimizer.step()
+    del loss
+print("ended")
+del model, optimizer
+leave()
+"""
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.nightly)])
+def test_a_rank_without_gradients_ends_all(precision: str, tmp_path: Path) -> None:
+    """Previously the others waited for it until the timeout of the process group."""
+    script(tmp_path, "rank.py", WITHOUT)
+    ran = process("mezzo", "run", "--precision", precision, "-m", *TORCHRUN, "rank.py", "one", at=tmp_path)
+    assert ran.returncode != 0
+    assert "ended" not in ran.stdout
+    said = [line for line in ran.stderr.splitlines() if line.startswith("mezzo run: ")]
+    assert any("rank 1" in line and "0.0 * model(" in line for line in said), ran.stderr
+
+
 LASTING = """
 import os, subprocess, sys, time
 if sys.argv[1:] == ["child"]:

@@ -41,6 +41,28 @@ CHANGES = """
 +from mezzo.amp import custom_bwd, custom_fwd
  @custom_fwd(device_type="cuda")
  def f(): pass
+# custom functions that have no device type
+-import torch.cuda.amp as amp
+-from torch.cuda.amp import custom_fwd as fwd, GradScaler
++import mezzo.amp as amp
++from mezzo.amp import custom_fwd as fwd, GradScaler
++import mezzo.amp
+ import torch
+-@amp.custom_fwd
++@amp.custom_fwd(device_type="cuda")
+ @amp.autocast()
+ def f(): GradScaler(init_scale=2.)
+-@fwd ( )
++@fwd ( device_type="cuda")
+-@torch.cuda.amp.custom_fwd(cast_inputs = torch.half,)
+-@torch.cuda.amp.custom_bwd
++@mezzo.amp.custom_fwd(cast_inputs = torch.half, device_type="cuda",)
++@mezzo.amp.custom_bwd(device_type="cuda")
+ def g(): pass
+-amp.custom_bwd((g)); GradScaler(1., **more); amp.GradScaler(*a)
+-getattr(torch.cuda.amp, 'GradScaler'); map(fwd, x)
++amp.custom_bwd((g), device_type="cuda"); GradScaler("cuda", 1., **more); amp.GradScaler("cuda", *a)
++getattr(mezzo.amp, 'GradScaler'); map(fwd(device_type="cuda"), x)
 # full names
 +import mezzo.amp
  import torch  # first
@@ -164,13 +186,13 @@ LEFT = [  # a script, the line, what the reason and the fix mention
     ("from torch.amp import autocast\nfor autocast in x: autocast()\n", 2, ["line 2"]),
     ("import torch\ntorch = fake(torch)\ntorch.autocast('cpu')\n", 3, ["torch", "line 2"]),
     ("from mine import autocast\nfrom torch.amp import autocast\nautocast('cpu')\n", 3, ["different imports"]),
-    ("from torch.cuda.amp import *\nautocast()\n", 1, ["star import"]),
-    ("from torch.amp import autocast\nautocast()\nisinstance(x, autocast)\n", 3, ["function"]),
+    ("from torch.cuda.amp import *\nautocast()\n", 1, ["names that the script uses"]),
+    ("from torch.amp import autocast\nisinstance(x, autocast)\n", 2, ["function"]),
     ("import torch\nclass Mine(torch.amp.GradScaler): pass\n", 2, ["another class"]),
     ("from apex.contrib import xentropy\n", 1, ["mezzo.apex", "optimizers"]),
     ("import apex\napex.amp.frobnicate()\n", 2, ["mezzo.apex.amp", "scale_loss"]),
-    ("from torch.cuda.amp import custom_fwd as f\nf(g)\n", 2, ["torch.amp.custom_fwd"]),
-    ("from torch.cuda.amp import GradScaler as S\ns: S = S(1.)\n", 2, ["torch.amp.GradScaler"]),
+    ("try: from torch.amp import GradScaler\nexcept E: from torch.cuda.amp import GradScaler\nGradScaler(1.)\n", 3,
+     ['torch.amp.GradScaler("cuda")']),
 ]  # fmt: skip
 
 
@@ -195,6 +217,19 @@ def test_other_names_change_where_one_is_left_alone() -> None:
         b"autocast = partial(torch.autocast, 'cpu')\nmezzo.amp.autocast(*a)\n"
     )
     assert [one.line for one in made.left] == [1, 3]
+
+
+def test_each_use_that_stays_is_listed_with_the_line_that_keeps_it() -> None:
+    made = migrate(
+        b"import torch.cuda.amp as amp\n@amp.custom_fwd\ndef f(): amp.GradScaler(1.)\nx = amp.autocast\n",
+        "t.py",
+    )
+    assert made.after == made.before
+    assert [(one.line, one.code, "line 4" in one.reason) for one in made.left] == [
+        (2, "amp.custom_fwd", True),
+        (3, "amp.GradScaler", True),
+        (4, "amp.autocast", False),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -222,13 +222,11 @@ def test_the_table_of_formats_is_complete() -> None:
     for name, how in formats.items():
         each = bytes_per_parameter("fp32", "fp32", name, moments=1) - 8
         assert each == how.dtype.itemsize + how.is_scaled * 2 / GROUP
-    for index, codec in enumerate(formulas.codecs):
-        code = torch.tensor([3], dtype=getattr(torch, formulas.codecs[codec]))
-        scale = torch.tensor([2.0])
-        by_name = getattr(formulas, f"value_{codec}")(code, scale)
-        assert torch.equal(formulas.value_by(index, code, scale), by_name)
-        written = getattr(formulas, f"code_{codec}")(by_name, 1 / scale, 5)
-        assert torch.equal(formulas.code_by(index, by_name, 1 / scale, 5), written)
+    for codec, memory in formulas.codecs.items():
+        code, scale = torch.tensor([3], dtype=getattr(torch, memory)), torch.tensor([2.0])
+        value = getattr(formulas, f"value_{codec}")(code, scale)
+        again = getattr(formulas, f"code_{codec}")(value, 1 / scale, 0)
+        assert torch.equal(again.to(code.dtype), code), codec
 
 
 # Noise.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import mezzo
 import mx_casts
@@ -487,3 +488,36 @@ def test_a_wrong_call_of_quantize(arguments: tuple[object, ...], parts: tuple[st
     with pytest.raises(UsageError) as caught:
         formats.quantize(*arguments)  # type: ignore[arg-type]
     assert all(part in str(caught.value) for part in parts)
+
+
+def losses(precision: str, way: str) -> list[float]:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128))
+    net = nn.ModuleDict({"block": block, "head": nn.Linear(128, 8)})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    mp = mezzo.MixedPrecision(net, optimizer, precision)
+    x, target = torch.randn(256, 128), torch.randint(0, 8, (256,))
+
+    def forward() -> torch.Tensor:
+        if way in ("reentrant", "not reentrant"):
+            inner = checkpoint(block, x.requires_grad_(), use_reentrant=way == "reentrant")
+        else:
+            inner = block(x)
+        return nn.functional.cross_entropy(net["head"](inner), target)
+
+    called = torch.compile(forward, backend="aot_eager") if way == "compiled" else forward
+    found = []
+    for _ in range(3):
+        with mp.autocast():
+            loss = called()
+        found.append(float(loss.detach()))
+        mp.step(loss)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["mxfp8", "fp8-block", "nvfp4"])
+def test_checkpointed_and_compiled_steps_have_the_bits_of_eager_ones(precision: str) -> None:
+    eager = losses(precision, "eager")
+    assert eager != losses("bf16", "eager")
+    for way in ("reentrant", "not reentrant", "compiled"):
+        assert losses(precision, way) == eager, way

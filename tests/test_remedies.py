@@ -107,7 +107,7 @@ def test_a_gpu_without_bf16_is_offered_fp32_and_policies_become_code() -> None:
     told = remedies(report(), has_bf16=False)
     assert "bf16" not in policies(told)
     assert policies(told)[-1] == "fp32"
-    assert '`mezzo.MixedPrecision(model, optimizer, "fp32")` (FP32' in with_fix(told[-1], training_code)
+    assert '`precision="fp32"` (FP32' in with_fix(told[-1], training_code)
     assert with_fix("clamp it: `x.clamp(max=3)`", training_code) == "clamp it: `x.clamp(max=3)`"
 
 

@@ -138,6 +138,35 @@ def test_fp32s_first_call_checks_the_patterns_of_a_comparisons_candidates(
     assert not [record for record in read(tmp_path / "run.jsonl") if record.kind == "loss"]
 
 
+TF32 = """
+import torch
+B = torch.backends
+{}
+loss = torch.nn.Linear(2, 2)(torch.ones(3, 2)).sum()
+loss.backward()
+print(*(one.fp32_precision for one in (B.cuda.matmul, B.cudnn.conv, B.cudnn.rnn, B.mkldnn.matmul)))
+"""
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        "B.cuda.matmul.allow_tf32 = True",
+        "torch.set_float32_matmul_precision('high')",
+        "B.cuda.matmul.fp32_precision = 'tf32'",
+        "B.cudnn.fp32_precision = 'tf32'",
+        "B.fp32_precision = 'tf32'",
+        "",
+    ],
+)
+def test_tf32_that_a_script_switches_on_is_switched_off_and_noted(switch: str, launch: Any) -> None:
+    notes = [launch(TF32.format(switch), policy=policy).notes for policy in ("fp32", "tf32")]
+    ran = launch(TF32.format(switch), policy="fp32")
+    assert (ran.status, ran.lines) == (0, ["ieee ieee ieee ieee"])
+    assert ["TF32" in one for one in notes] == [bool(switch)] * 2
+    assert ["emulated" in one for one in notes] == [False, bool(switch)]
+
+
 # Calls without a 16-bit kernel run in FP32, and the summary lists them. Each row is the body of a model's `forward`, in
 # which `h` is a layer's output and has 16 bits.
 

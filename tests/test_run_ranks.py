@@ -23,10 +23,11 @@ EVERYWHERE = {  # optimizers that both ranks have, in the order of their first s
     "fsdp_accumulated": 1,
     "fsdp_and_plain": 2,
     "ddp_unused": 1,
+    "ddp_compressed": 2,
     "slow": 2,
     "only_here": None,
 }
-CASES = [*EVERYWHERE, "ddp_joined", "without_gradients"]
+CASES = [*EVERYWHERE, "ddp_joined"]
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +76,7 @@ def test_what_is_not_done_with_several_ranks_is_said(several: Any) -> None:
     for said in notes:
         assert "no optimizer owns" in said
         assert "not traced" in said
-    assert "on rank 1" in notes[1]
-    assert "call backward() on every rank" in notes[1]
-    assert "call backward() on every rank" not in notes[0]
-    for alone in ("no optimizer owns", "on rank 1 an optimizer's step()"):
-        assert first.count(alone) == 1  # what both ranks noted, and what rank 1 alone did
+    assert first.count("no optimizer owns") == 1  # what both ranks noted
 
 
 @pytest.mark.heavy

@@ -273,9 +273,16 @@ def of_another(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
 
 
+def of_keras(params: Any) -> Any:
+    return type("Adam", (type("Optimizer", (), {"__module__": "keras.src.optimizers"}),), {})()
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no parameters": ({"model": nn.Tanh(), "optimizer": of_another}, "no parameters"),
-    "no module": ({"model": 3, "optimizer": of_another}, "not torch.nn.Module"),
+    "no module": ({"model": 3, "optimizer": of_another}, "int, not torch.s Module"),
+    "no optimizer": ({"optimizer": lambda p: [*p]}, "list, not torch.s Optimizer"),
+    "a model of Keras": ({"model": of_keras(None), "optimizer": of_another}, "mezzo.keras.set_policy"),
+    "an optimizer of Keras": ({"optimizer": of_keras}, "mezzo.keras.set_policy"),
     "lbfgs with masters": ({"optimizer": lambda p: with_masters(torch.optim.LBFGS(p))}, "LBFGS evaluates"),
     "unknown precision": ({"precision": "f16"}, "Did you mean"),
     "clip_norm": ({"clip_norm": 0.0}, "clip_norm is 0.0"),

@@ -105,7 +105,8 @@ class _Plan:
         self._module, self._code = wrapper.module, wrapper.module.code.encode()
         self._spans = wrapper.resolve(metadata.ByteSpanPositionProvider)
         self._parents = wrapper.resolve(metadata.ParentNodeProvider)
-        self._stay: set[str] = set()  # their names of which a use is left alone
+        self._stay: dict[str, int] = {}  # their names of which a use is left alone, with its line
+        self._changed: list[Any] = []  # uses to change unless their imports stay, with these and the edits
         self._lacking: set[cst.CSTNode] = set()  # imports of torch where mezzo.amp is needed too
         uses: dict[cst.CSTNode, Any] = {}  # with their scopes
         for scope in {*wrapper.resolve(metadata.ScopeProvider).values()}:
@@ -114,6 +115,11 @@ class _Plan:
                     uses[self._dotted(access.node)] = scope
         for use in sorted(uses, key=self._span):
             self._decide(use, uses[use])
+        for use, imported, edits in self._changed:
+            if line := next((self._stay[name] for name in imported if name in self._stay), None):
+                self._leave(use, f"line {line} needs the import as it is", f"change line {line} first")
+            else:
+                self.edits += edits
         for statement in matchers.findall(wrapper, matchers.Import() | matchers.ImportFrom()):
             self._redirect(statement)
             if statement in self._lacking:
@@ -150,9 +156,11 @@ class _Plan:
             return
         if why := self._other_meaning(scope, word) or _absent(ours) or self._unfit(use, names):
             self._leave(use, *why)
-            self._stay.update(imported)
-        elif not any(map(_ours, imported)):  # through torch
-            self.edits.append((*self._span(use), str(ours[0])))
+            self._stay = {**dict.fromkeys(imported, self._line(use)), **self._stay}
+        elif any(map(_ours, imported)):
+            self._changed.append((use, imported, self._device_type(use, names)))
+        else:  # through torch
+            self.edits += [(*self._span(use), str(ours[0])), *self._device_type(use, names)]
             if "mezzo" not in scope:
                 self._lacking.add(min((one.node for one in imports), key=self._span))
 
@@ -172,7 +180,7 @@ class _Plan:
         if isinstance(statement.names, cst.ImportStar):
             if _ours(source):
                 fix = "import the names that the script uses"
-                self._leave(statement, "a star import does not show its names", fix)
+                self._leave(statement, "a star import hides its names", fix)
             return
         parts: dict[str, list[cst.ImportAlias]] = {}
         for alias in statement.names:
@@ -215,10 +223,29 @@ class _Plan:
             return "Mezzo's autocast is a function, not a class", "call it here, or change it by hand"
         if name == "GradScaler" and isinstance(self._parents[parent], cst.ClassDef):
             return "Mezzo's GradScaler is another class than PyTorch's", "change it by hand, and test it"
-        by_order = name == "GradScaler" and args and args[0].keyword is None and args[0].star != "**"
-        if "cuda" in "".join(names) and (by_order or name.startswith("custom_")):
-            return f"mezzo.amp.{name} needs a device type here", f"use torch.amp.{name} with it first"
+        if (added := self._device_type(use, names)) and not all("cuda" in one for one in names):
+            code = f"torch.amp.{name}({added[0][2].strip('(), ')})"
+            return "Mezzo needs a device type here", f"use {code} with it first"
         return None
+
+    def _device_type(self, use: cst.CSTNode, names: list[str]) -> list[tuple[int, int, str]]:
+        """The edit that adds the device type, which torch.cuda.amp does not take and mezzo.amp needs."""
+        name, parent = names[0].rpartition(".")[2], self._parents[use]
+        call = parent if isinstance(parent, cst.Call) and parent.func is use else None
+        args, text = call.args if call else (), 'device_type="cuda"'
+        if "cuda" not in "".join(names):
+            return []
+        if name == "GradScaler" and args and args[0].keyword is None and args[0].star != "**":
+            at, text = self._span(args[0])[0], '"cuda", '
+        elif not name.startswith("custom_") or "device_type" in (_text(one.keyword) for one in args):
+            return []
+        elif args:
+            at, text = self._span(args[-1])[1], f", {text}"
+        elif call:
+            at = self._span(call)[1] - 1
+        else:
+            at, text = self._span(use)[1], f"({text})"
+        return [(at, at, text)]
 
     def _leave(self, node: cst.CSTNode, reason: str, fix: str) -> None:
         code = self._module.code_for_node(node).strip().splitlines()[0]

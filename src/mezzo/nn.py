@@ -11,6 +11,5 @@ from mezzo.pytorch.linear_cross_entropy import LinearCrossEntropy, linear_cross_
 
 __all__ = ["LinearCrossEntropy", "linear_cross_entropy"]
 
-__getattr__, __dir__ = lazy(
-    "mezzo.nn", dict.fromkeys(__all__, "")
-)  # for errors, with the name that was meant
+# For errors, with the name that was meant.
+__getattr__, __dir__ = lazy("mezzo.nn", dict.fromkeys(__all__, ""))

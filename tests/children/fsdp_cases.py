@@ -67,16 +67,17 @@ def trained(
     accumulate: int = 1,
     syncs: bool = True,
     policy: MixedPrecisionPolicy | None = None,
+    kind: Any = torch.optim.SGD,
     **how: Any,
 ) -> dict[str, Any]:
     """Three updates of shards; as a reference, one process with the data of both ranks and without the bad step."""
     net = sharded(**({"mp_policy": policy} if policy else {}))
     mp = mezzo.MixedPrecision(
-        net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), precision, accumulate=accumulate, **how
+        net, kind(net.parameters(), lr=0.1, momentum=0.9), precision, accumulate=accumulate, **how
     )
     one = network()
     reference = mezzo.MixedPrecision(
-        one, torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9), precision, accumulate=accumulate, **how
+        one, kind(one.parameters(), lr=0.1, momentum=0.9), precision, accumulate=accumulate, **how
     )
     told, norms, reductions = [], [], []
     for update in range(3):
@@ -270,6 +271,9 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "fsdp reduced in fp16": lambda rank: trained(
         rank, "fp16", clip_norm=0.5, policy=MixedPrecisionPolicy(torch.float16)
+    ),
+    "fsdp released": lambda rank: trained(
+        rank, "fp16", bad=(1, 0), clip_norm=0.5, kind=mezzo.optim.SGD, release_gradients=True
     ),
     "dropped": dropped,
     "dropped, of two formats": lambda rank: dropped(

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import fsdp_cases
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from leaving import leave
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -217,6 +219,107 @@ def joined(rank: int) -> dict[str, Any]:
     return {"scales": scales, "weights": weights}
 
 
+def joined_skips(rank: int) -> dict[str, Any]:
+    """Uneven data, with an overflow where the first rank has no more."""
+    net = normed()
+    wrapped = DistributedDataParallel(net)
+    mp = mezzo.MixedPrecision(wrapped, torch.optim.SGD(net.parameters(), lr=0.01), "fp16", loss_scale=256)
+    with wrapped.join():
+        for step in range(1 + rank):
+            with mp.autocast():
+                loss = wrapped(data(step) * (1e30 if step else 1.0)).float().square().mean()
+            mp.step(loss)
+    return {"found": [each.cause for each in mp.findings], "weights": hexed(net)}
+
+
+def joined_refused(rank: int) -> dict[str, Any]:
+    """Formats that each rank would choose by its own times, or by its own number of updates."""
+    from mezzo.pytorch.auto import TimedTrial
+
+    told = []
+    for precision, before in (("auto", 0), ("mxfp8,bf16_from=2", 1), ("mxfp8,bf16_from=2", 2)):
+        net = model()
+        wrapped = DistributedDataParallel(net)
+        mp = mezzo.MixedPrecision(wrapped, torch.optim.SGD(net.parameters(), lr=0.01), precision)
+        if precision == "auto":
+            mp._resolved.trial = TimedTrial("bf16", "cpu")
+        try:
+            for step in range(before + 1):
+                with nullcontext() if step < before else wrapped.join(), mp.autocast():
+                    loss = wrapped(data(rank)).square().mean()
+                    mp.step(loss)
+            told.append("")
+        except UsageError as error:
+            told.append(str(error))
+    return {"told": told}
+
+
+def trunk_and_head(rank: int) -> dict[str, Any]:
+    """An optimizer of a part of what DDP averages, and what one process gets; a second one, which shares the graph."""
+    net, both = model(), model()
+    wrapped = DistributedDataParallel(net)
+    mps = [
+        mezzo.MixedPrecision(one, torch.optim.SGD(part.parameters(), lr=0.1), "bf16")
+        for one, part in ((wrapped, net[2]), (both, both[2]))
+    ]
+    for step in range(3):
+        batches = data(10 * rank + step), torch.cat([data(step), data(10 + step)])
+        for mp, x in zip(mps, batches):
+            with mp.autocast():
+                loss = mp.model(x).float().square().mean()
+            mp.step(loss)
+    clean = all(p.grad is None for one in (net, both) for p in one.parameters())
+    weights = hexed(net)
+    with mps[0].autocast():
+        loss = wrapped(data(rank)).float().square().mean()
+    try:
+        mps[0].step(loss, retain_graph=True)
+    except UsageError as error:
+        said = str(error)
+    return {"weights": weights, "expected": hexed(both), "clean": clean, "said": said}
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(5, 2), nn.Linear(5, 2)])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [part(x).float().square().mean() for part in self.parts]
+
+
+def heads(rank: int) -> dict[str, Any]:
+    """Losses of disjoint parameters: DDP averages after the last one, which must come before the step."""
+    torch.manual_seed(0)
+    net = DistributedDataParallel(Heads())
+    mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp32", accumulate=2)
+    for step in range(2):
+        for loss in net(data(10 * rank + step)):
+            mp.step(loss)
+    mp.step(net(data(rank))[0])
+    before = hexed(net)
+    try:
+        mp.flush()
+    except UsageError as error:
+        said = str(error)
+    return {"weights": before, "kept": hexed(net) == before, "said": said}
+
+
+def compressed(rank: int) -> dict[str, Any]:
+    """PowerSGD adds its errors to later gradients: not those of a skipped step."""
+    net = DistributedDataParallel(model())
+    state = PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
+    net.register_comm_hook(state, powerSGD_hook)
+    mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp16", loss_scale=256)
+    moved = []
+    for step in range(6):
+        x = data(10 * rank + step) * (float("inf") if (rank, step) == (1, 3) else 1.0)
+        with mp.autocast():
+            loss = net(x).float().square().mean()
+        moved.append(mp.step(loss).stepped)
+    return {"moved": moved, "weights": hexed(net)}
+
+
 def refused(rank: int) -> dict[str, Any]:
     net = DistributedDataParallel(normed())
     before = hexed(net)
@@ -268,6 +371,11 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "averaged": lambda rank: averaged(rank, accumulate=1),
     "averaged, accumulated": lambda rank: averaged(rank, accumulate=3),
     "joined": joined,
+    "joined, skips": joined_skips,
+    "joined, refused": joined_refused,
+    "trunk and head": trunk_and_head,
+    "heads": heads,
+    "compressed": compressed,
     "refused": refused,
     "accelerated": accelerated,
 }

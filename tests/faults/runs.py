@@ -28,7 +28,7 @@ from mezzo.pytorch.run.session import run
 from mezzo.runner.lifecycle import RunRequest
 
 _FLOOR = DynamicLossScale().floor
-_CODE = re.compile(r'`mezzo\.MixedPrecision\(model, optimizer, "([^"]+)"\)`')
+_CODE = re.compile(r'`precision="([^"]+)"`')
 
 
 class Turn(NamedTuple):

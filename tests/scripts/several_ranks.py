@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -159,6 +160,15 @@ def ddp_unused() -> Any:
     return train(net, lambda step: [net(batch(step, bad=(step, RANK) == (1, 1)))["loss"]], steps=3)
 
 
+def ddp_compressed() -> Any:
+    """PowerSGD adds its errors to later gradients: not those of a skipped step."""
+    net = DistributedDataParallel(network())
+    net.register_comm_hook(
+        PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5), powerSGD_hook
+    )
+    return train(net, squared(net), steps=5)
+
+
 def hand_flat() -> Any:
     """Gradients that the script copies into a flat buffer, reduces, and copies back."""
     net = network()
@@ -199,19 +209,6 @@ def only_here() -> Any:
         yield loss
 
     return train(net, losses)
-
-
-def without_gradients() -> Any:
-    """Rank 1 calls `step` once more, with no gradient."""
-    net = DistributedDataParallel(network())
-    again = torch.optim.SGD(net.parameters(), lr=1e-2)
-
-    def losses(step: int) -> Iterable[Tensor]:
-        if (step, RANK) == (1, 1):
-            again.step()
-        yield net(batch(step)).square().mean()
-
-    return train(net, losses, steps=3)
 
 
 def main() -> None:

@@ -71,9 +71,8 @@ class Parser(argparse.ArgumentParser):
             if named:
                 self._refuse(rest, ours)
             script = next((at for at, word in enumerate(rest) if word.endswith(".py")), 1)
-            self._refuse(
-                rest[:script], [*ours, *(rest[script : script + 1] or ["train.py"])], rest[script + 1 :]
-            )
+            ours += rest[script : script + 1] or ["train.py"]
+            self._refuse(rest[:script], ours, rest[script + 1 :])
         elif rest:
             mine, others = self.split(rest[1:cut])
             if owns_rest:
@@ -111,6 +110,8 @@ class Parser(argparse.ArgumentParser):
         return next((f" Did you mean {one[0]}?" for one in near if one), "")
 
     def _refuse(self, unknown: Sequence[str], ours: Sequence[str], more: Sequence[str] = ()) -> NoReturn:
+        if not {"-h", "--help"}.isdisjoint(ours):
+            self.parse_args(["--help"])
         if unknown[0] in OF_COMPARE and not self.prog.endswith("compare"):
             super().error(f"{_UNKNOWN}{unknown[0]} is an option of mezzo compare: mezzo compare --help")
         command = f"{self.prog} {shlex.join([*ours, '--', *unknown, *more])}"

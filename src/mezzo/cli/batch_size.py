@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = ("--start ", "--multiple-of ", "--max ")
     sizes = Search(arguments.start, arguments.multiple_of, arguments.max, arguments.max is None, names)
     argv_with(arguments.argv, arguments.vary, sizes.start)  # raises before anything runs
-    limit = None if arguments.limit is None else parse_bytes(arguments.limit)
+    limit = None if arguments.limit is None else parse_bytes(arguments.limit, "--limit ")
     script = ScriptRequest(target, tuple(arguments.argv), bool(arguments.module))
     precisions = _precisions(arguments.precision or ["fp32,bf16"])
     console, found = Console(stderr=True), dict[str, BatchSizeResult]()

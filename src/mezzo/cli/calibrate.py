@@ -94,6 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
     advice, use = next_step(found, request, folder)
     made = [f"Report: {report}"] * (report is not None)
     print("", *made, f"Next: {advice}:", f"  {use}", sep="\n")
+    if found.format == "bf16" and found.kept:  # which only fp16 needs
+        use = shlex.join(command("calibrate", vars(request), "--precision", "fp16"))
+        print(f"For the fp16 policy, with its FP32 modules:\n  {use}")
     return 0
 
 
@@ -167,7 +170,7 @@ def calibrate_script(request: CalibrationRequest, folder: Path, shown: Watcher) 
             "recommendation": json.loads(found.to_json()),
             "plain": found.plain,
             **dict(zip(("advice", "command"), next_step(found, request, folder))),
-            "title": found.sensitivity.title if found.sensitivity else "",
+            "title": found.sensitivity.title(found.sensitivity.formats) if found.sensitivity else "",
             "table": found.sensitivity.table(found.sensitivity.formats) if found.sensitivity else [],
         }
         write_whole(folder / RESULT, json.dumps(result, indent=2, allow_nan=False) + "\n")

@@ -104,6 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(one["parity"] == "divergent" for one in verdict["candidates"].values()))
 
 
+_AS_GIVEN = ("seeds", "margin", "metric_better", "metric_margin", "demo", "nproc")
+
+
 def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
     """What the command line asks for, and remarks on what was left out of it; UsageError for what makes no sense."""
     target = target_of(arguments, DEMOS, "mezzo compare --demo digits")
@@ -121,14 +124,9 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         argv=tuple(arguments.argv),
         is_module=bool(arguments.module),
         precisions=names,
-        seeds=arguments.seeds,
-        margin=arguments.margin,
         metric=metric,
-        metric_better=arguments.metric_better,
-        metric_margin=arguments.metric_margin,
-        demo=arguments.demo,
         framework=trains_with,
-        nproc=arguments.nproc,
+        **{key: getattr(arguments, key) for key in _AS_GIVEN},
     )
     return request, remarks
 
@@ -166,7 +164,7 @@ def show(console: Console, verdict: Mapping[str, Any], report: Path | None, verb
         for note in [one["reason"]] * verbose + one["notes"]:
             console.print(Text(f"{name}: {note}", style="dim"), soft_wrap=piped)
     console.print()
-    for line in [f"Report: {report}"] * (report is not None) + next_steps(candidates):
+    for line in verdict["notes"] + [f"Report: {report}"] * (report is not None) + next_steps(candidates):
         told(line)
 
 

@@ -69,18 +69,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _read(script: str, as_json: bool) -> int:
     """What the script makes by its text, and the commands that measure or change it."""
     if not Path(script).exists() and not script.endswith(".py"):
-        raise UsageError(
-            f"no script {script!r}. For a GPU of this name: mezzo doctor --gpu {shlex.quote(script)}"
-        )
+        gpu = f"mezzo doctor --gpu {shlex.quote(script)}"
+        raise UsageError(f"no script {script!r}. For a GPU of this name: {gpu}")
     found = findings(Path(locate(script, is_module=False).file).read_text(errors="replace"), script)
     kinds = dict.fromkeys(kind for _, kind, _ in found)
-    commands = [f"mezzo {words} {shlex.quote(script)}" for kind in kinds for words in NEXT[kind]]
+    advice = [pair for kind in kinds for pair in NEXT[kind].items()]
+    commands = {f"mezzo {words} {shlex.quote(script)}": why for words, why in advice}
     if as_json:
         rows = [dict(zip(("line", "kind", "code"), one)) for one in found]
-        print(json.dumps({"schema": 1, "findings": rows, "commands": commands}, indent=2))
+        print(json.dumps({"schema": 1, "findings": rows, "commands": [*commands]}, indent=2))
     else:
         lines = [f"{script}:{line}: {kind}: {code}" for line, kind, code in found]
-        print(*lines or [f"{script}: none found"], *(f"Next: {one}" for one in commands), sep="\n")
+        lines += [f"{why}: {one}" for one, why in commands.items()]
+        print(*lines or [f"{script}: none found"], sep="\n")
     return int(WEIGHTS in kinds)
 
 
@@ -150,7 +151,11 @@ def _gpu_lines(model: GpuModel) -> Iterable[str]:
     yield f"{model.name}: {architecture(model.capability)}, compute capability {number}{size}"
     for form, peak in model.peaks.items():
         yield f"  {form:<6}{peak:>8g} TFLOP/s{'' if form == 'fp32' else '   tensor cores'}"
-    if not model.peaks:
+    form, peaks = "bf16" if "bf16" in model.peaks else "fp16", model.peaks
+    gains = [f"{peaks[form] / peaks[one]:.2g}x over {one}" for one in ("fp32", "tf32") if one in peaks]
+    if gains:
+        yield f"  {form} gains at most {' and '.join(gains)}: a training gains less"
+    else:
         yield "  no data sheet figures are known to Mezzo; on that machine `mezzo doctor` measures it"
     yield f"  {'dense peaks' if model.peaks else 'compute capability'} from: {model.source}"
 

@@ -24,9 +24,10 @@ from fractions import Fraction
 from typing import Any
 
 from mezzo.core import formats
-from mezzo.core.compute import COMPUTE
-from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.compute import COMPUTE, QUANTIZED
+from mezzo.core.errors import UsageError, did_you_mean, unknown_name
 from mezzo.core.formats import ALIASES, FORMATS, Format, magnitude, named
+from mezzo.core.recipes import FACTORS, SCALES, recipe_of
 from mezzo.core.records import strict
 
 _IN_JSON = (
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print formats, or numbers in formats."""
     words: list[str] = arguments.words
     at = words.index("show") if "show" in words else len(words)
-    asked = [form for word in words[:at] for form in _formats(word, words)]
+    asked = list(dict.fromkeys(form for word in words[:at] for form in _formats(word, words)))
     forms, lines = asked or list(FORMATS.values()), list[str]()
     if at < len(words):
         numbers: list[dict[str, Any]] = []
@@ -64,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         shown = {"formats": [{name: getattr(form, name) for name in _IN_JSON.split()} for form in forms]}
         lines += _format_lines(asked[0]) if len(asked) == 1 else _table_lines(forms)
+        lines += [line for word in dict.fromkeys(words) if word in QUANTIZED for line in _recipe_lines(word)]
     if arguments.json:
         print(json.dumps(strict({"schema": 1, **shown}), indent=2, allow_nan=False))
         return 0
@@ -158,7 +160,9 @@ def _formats(word: str, words: list[str]) -> list[Format]:
         return [named(COMPUTE[word].forward), named(COMPUTE[word].backward)]
     if word[-1:].isdigit() and not word[:1].isalpha():
         raise UsageError(f"{word!r} is not a format. To show a number: mezzo formats show {' '.join(words)}")
-    raise unknown_name("format", word, [*FORMATS, *ALIASES, "show"])
+    if show := did_you_mean(word, ["show"], 0.7):
+        raise UsageError(f"{word!r} is not a format.{show}")
+    raise unknown_name("format", word, {*FORMATS, *ALIASES, *COMPUTE})
 
 
 def _format_lines(form: Format) -> Iterator[str]:
@@ -177,6 +181,19 @@ def _format_lines(form: Format) -> Iterator[str]:
     users = [each.name for each in COMPUTE.values() if form.name in (each.forward, each.backward)]
     yield row("use it", " or ".join(f"--precision {name}" for name in users) or "no precision computes in it")
     yield row("defined in", form.source)
+
+
+def _recipe_lines(name: str) -> Iterator[str]:
+    """The elements, blocks and scales of a linear layer's six factors."""
+    recipe, row = recipe_of(name), "  {:<20}{}".format
+    yield f"{name}: in the products of a linear layer, a block (rows x elements of the sum) has one scale"
+    places = (f"{product.replace('_', ' ')}, {one}" for product, names in FACTORS.items() for one in names)
+    for place, factor in zip(places, recipe.factors):
+        block = " x ".join(str(size or "all") for size in factor.block)
+        extra = ", stochastic rounding" * factor.stochastic + ", Hadamard transform" * factor.hadamard
+        yield row(place, f"{factor.element}, {block}{extra}")
+    for scale in dict.fromkeys(factor.scale for factor in recipe.factors):
+        yield row(f"scale {scale}", SCALES[scale])
 
 
 def _table_lines(forms: Sequence[Format]) -> Iterator[str]:

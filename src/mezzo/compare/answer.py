@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mezzo.compare.measure import FEWEST_FOR_SPEED
 from mezzo.compare.request import Request, own_masters
 from mezzo.core.commands import command, compare_command, run_command
 from mezzo.core.comparison import FEWEST_FOR_TOST, ORDER, READING, WIDE
 from mezzo.core.policy import policy
+from mezzo.core.records import HAD_TF32
 
 MOST_RUNS = 30  # more are not suggested
 SAME = 1.05  # speeds that differ by less than this factor are called the same
@@ -32,11 +34,8 @@ def answer(name: str, one: Candidate, request: Request, folder: Path) -> dict[st
         saved = f"{_memory(one['peak_memory_ratio'])}, {_speed(one, request)}."
         plain += f" {saved[0].upper()}{saved[1:]}"
     proof = shlex.join(_proof(name, one, request, folder))
-    wide = [
-        what
-        for what in ("metric", "loss")
-        if one[f"{what}_gap_interval"] and one[f"{what}_parity"] != "equivalent"
-    ]
+    words_of = {what: one[f"{what}_parity"] for what in ("metric", "loss") if one[f"{what}_gap_interval"]}
+    wide = [what for what, word in words_of.items() if word != "equivalent"]
     unproven = f"the interval of the {' and of the '.join(wide)} exceeds the margin" if wide else ""
     return {
         "plain": plain,
@@ -45,6 +44,17 @@ def answer(name: str, one: Candidate, request: Request, folder: Path) -> dict[st
         "proof": proof,
         "unproven": unproven,
     }
+
+
+def tf32_off(notes: Iterable[str], request: Request, folder: Path) -> list[str]:
+    """What the notes of FP32's runs mean for the speeds if the script switches TF32 on; empty if it does not."""
+    if not any(note.startswith(HAD_TF32) for note in notes):
+        return []
+    why = "The script switches TF32 on and FP32 runs switch it off: on a GPU with TF32 they are slower than the script."
+    if "tf32" in request.precisions:
+        return [f"{why} There compare with the speed of tf32."]
+    more = {**request.asked(), "precisions": ["tf32", *request.precisions]}
+    return [f"{why} To compare with TF32: {shlex.join(compare_command(more, f'{folder}-tf32'))}"]
 
 
 def next_steps(candidates: Mapping[str, Candidate]) -> list[str]:
@@ -118,7 +128,8 @@ def _memory(ratio: float | None) -> str:
 def _speed(one: Candidate, request: Request) -> str:
     speed, interval = one["speedup"], one["speedup_interval"]
     if speed is None:
-        return "speed not measured"
+        short = f" ({one['steps']} steps; {FEWEST_FOR_SPEED} needed)" * (one["steps"] < FEWEST_FOR_SPEED)
+        return f"speed not measured{short}"
     if interval[0] > 1 / SAME and interval[1] < SAME:
         return "same speed"
     if one["speed_word"] not in ("faster", "slower"):
@@ -141,9 +152,8 @@ def _proof(name: str, one: Candidate, request: Request, folder: Path) -> list[st
     if one["parity"] != "consistent" or request.demo or not needed or max(needed) > MOST_RUNS:
         return []
     seeds = max(request.seeds + 1, *needed)
-    return compare_command(
-        {**request.asked(), "precisions": [name], "seeds": seeds}, f"{folder}-{seeds}-seeds"
-    )
+    more = {**request.asked(), "precisions": [name], "seeds": seeds}
+    return compare_command(more, f"{folder}-{seeds}-seeds")
 
 
 def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tuple[str, list[str]]:
@@ -178,14 +188,10 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         seeds = max([request.seeds + 1, *(found or [2 * request.seeds])])
         if seeds > MOST_RUNS:
             other = "test on more data" if request.metric else "judge by a metric (--metric)"
-            return (
-                f"train longer, or {other}. With this script only about {seeds} pairs of runs could tell",
-                [],
-            )
-        more = {**asked, "precisions": [name], "seeds": seeds}
-        return f"make {seeds} pairs of runs with {name}, in a new folder", compare_command(
-            more, f"{folder}-{seeds}-seeds"
-        )
+            why = f"With this script only about {seeds} pairs of runs could tell"
+            return f"train longer, or {other}. {why}", []
+        longer = compare_command({**asked, "precisions": [name], "seeds": seeds}, f"{folder}-{seeds}-seeds")
+        return f"make {seeds} pairs of runs with {name}, in a new folder", longer
     memory = one["peak_memory_ratio"]
     saves = memory is not None and memory < 0.995
     if one["speed_word"] == "slower" and not (memory is not None and memory < LITTLE):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mezzo.compare.answer import answer
+from mezzo.compare.answer import answer, tf32_off
 from mezzo.compare.folder import check_ours, forget_run, full, locked, prepare, writing
 from mezzo.compare.judgement import Runs, verdict
 from mezzo.compare.progress import Watcher
@@ -104,6 +104,7 @@ def compare(
                 found = verdict(request, runs)
                 for name, one in found["candidates"].items():
                     one.update(answer(name, one, request, folder))
+                found["notes"] = tf32_off(runs[BASELINE][0].notes, request, folder)
                 write_whole(folder / "verdict.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
     return found
 

@@ -15,7 +15,7 @@ from mezzo.compare.runs import TRACEBACK, FinishedRun
 from mezzo.core.comparison import WIDE, Comparison, Parity
 from mezzo.core.compute import QUANTIZED
 from mezzo.core.policy import policy
-from mezzo.core.records import OWN, OWN_PRECISION, SWITCHED_OFF
+from mezzo.core.records import HAD_TF32, OWN, OWN_PRECISION, SWITCHED_OFF
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
 
 SCHEMA = 1
@@ -77,6 +77,8 @@ def _candidate(
         reason += f" Speed: {fast.speedup:.2f}x that of FP32 ({between}): {fast.word}."
     loss = judged.loss
     printed = [one for run in [*baseline.values(), *runs.values()] if (one := run.metric(request.how_metric))]
+    others = (SWITCHED_OFF, OWN_PRECISION, HAD_TF32)
+    noted = dict.fromkeys(note for run in runs.values() for note in run.notes if not note.startswith(others))
     status = 0 if failed is None else failed.ended.status if failed.ended is not None else None
     found: dict[str, Any] = strict(
         {
@@ -104,16 +106,7 @@ def _candidate(
                 {"seed": k, "loss_gap": gap, "metric": ours, "fp32_metric": theirs}
                 for k, gap, ours, theirs in judged.differences
             ],
-            "notes": [
-                *judged.notes,
-                *_lacking(request, runs),
-                *dict.fromkeys(
-                    note
-                    for run in runs.values()
-                    for note in run.notes
-                    if not note.startswith((SWITCHED_OFF, OWN_PRECISION))
-                ),
-            ],
+            "notes": [*judged.notes, *_lacking(request, runs), *noted],
             "failed": failed is not None,
             "exit_status": status,
         }

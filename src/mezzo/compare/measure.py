@@ -25,6 +25,7 @@ from mezzo.core.verdict import Margins
 WARM_UP = 5
 WARM_UP_SHARE = 0.05
 FEWEST_STEPS = 5
+FEWEST_FOR_SPEED = WARM_UP + FEWEST_STEPS + 1  # a time is between two steps
 CONFIDENCE = 0.95
 DRAWS = 2000
 MOST_STEPS = 400  # of a long run this many steps, evenly spread, are resampled
@@ -109,10 +110,7 @@ def _medians(times: Floats, rng: np.random.Generator) -> Floats:
 
 
 POINTS = 0.2
-LESS_IS_BETTER = (
-    "loss", "err", "perplexity", "ppl", "mse", "mae", "nll", "bpc", "bpb", 
-    "wer", "cer", "fid", "distance", "entropy",
-)  # fmt: skip
+LESS_IS_BETTER = "loss err perplexity ppl mse mae nll bpc bpb wer cer fid distance entropy"
 
 
 class Reading(NamedTuple):
@@ -152,7 +150,7 @@ class Metric:
     @property
     def higher(self) -> bool:
         if self.better == "auto":
-            return not any(word in self.pattern.lower() for word in LESS_IS_BETTER)
+            return not any(word in self.pattern.lower() for word in LESS_IS_BETTER.split())
         return self.better == "higher"
 
     def read(self, text: str) -> Reading | None:

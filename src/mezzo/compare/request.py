@@ -259,6 +259,8 @@ def candidates(words: Sequence[str], by: str = "pytorch") -> tuple[tuple[str, ..
 def differences(declared: dict[str, Any], before: dict[str, Any]) -> dict[str, str]:
     """The changes from an earlier declaration: each key, and the change in words."""
     changed = [key for key in sorted({*declared, *before}) if declared.get(key) != before.get(key)]
+    if "target" in changed:
+        changed = [key for key in changed if key != "script_sha256"]  # another script, not an edited one
     since = {"script_sha256": declared["target"]}
     if "policies" in changed:  # other precisions have other policies: a change is one of the same name
         ours, theirs = ({**one.get("policies", {})} for one in (declared, before))

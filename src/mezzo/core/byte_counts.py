@@ -12,8 +12,8 @@ for _power, _prefix in enumerate("KMGT", start=1):
 _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", re.IGNORECASE)
 
 
-def parse_bytes(value: int | str) -> int:
-    """The bytes in a number or a text, with units of 1000 (GB) or 1024 (GiB).
+def parse_bytes(value: int | str, option: str = "") -> int:
+    """The bytes in a number or a text, with units of 1000 (GB) or 1024 (GiB); errors begin with `option`.
 
     >>> parse_bytes("4 GiB"), parse_bytes("1.5GB"), parse_bytes("800 B"), parse_bytes(7)
     (4294967296, 1500000000, 800, 7)
@@ -22,13 +22,13 @@ def parse_bytes(value: int | str) -> int:
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
         raise UsageError(
-            f"{value!r} is not a number of bytes. Examples: 4GiB (1024^3), 4GB (1000^3), 800MB, 4294967296"
+            f"{option}{value!r} is not a number of bytes. Examples: 4GiB (1024^3), 4GB (1000^3), 800MB, 4294967296"
         )
     count = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
     if isinstance(value, str) and not match[2] and count < 1_000_000:
-        raise UsageError(f"{value!r} has no unit. Write {value}GiB, {value}MB, or {value}B for bytes")
+        raise UsageError(f"{option}{value!r} has no unit. Write {value}GiB, {value}MB, or {value}B for bytes")
     if count < 1:
-        raise UsageError(f"{value!r} is less than 1 byte. Example: 4GiB")
+        raise UsageError(f"{option}{value!r} is less than 1 byte. Example: 4GiB")
     return count
 
 

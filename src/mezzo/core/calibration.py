@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from itertools import pairwise
 
+from mezzo.core.commands import DEFAULT_MARGIN
 from mezzo.core.compute import COMPUTE, QUANTIZED
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import Format, named
@@ -29,8 +30,6 @@ MOST_LOST = 0.5
 """A module is kept in FP32 if fp16 rounds a larger share of its gradient to zero under the recommended scale."""
 RANKED = ("bf16", "fp16", "e5m2", "e4m3fn")
 """The formats that are ranked unless others are given."""
-MARGIN = 0.005
-"""The change of the loss that all modules together may make, as a share of the loss: `mezzo compare`'s own margin."""
 SHOWN = 8
 """Modules that are printed; JSON has all of them."""
 WORST = 3
@@ -94,15 +93,16 @@ class Sensitivity:
     steps: int
     notes: list[str]
 
-    @property
-    def title(self) -> str:
+    def title(self, formats: Sequence[str]) -> str:
         """What the numbers of `table` are."""
-        over = f"more than {self.limit:.2g}, a module's share of {self.margin:.1%} of the loss"
+        found = f"Expected change of the loss ({self.loss:.3g}) if a module alone runs in a format, the largest first."
+        if not any(" over" in cell for _, *cells in self.table(formats) for cell in cells):
+            return found
         if set(self.formats) & QUANTIZED:
-            over = f"in bf16, so that the others together change the loss by at most {self.margin:.2g} of it"
+            return f"{found} Those marked over stay in bf16; the rest together change it by at most {self.margin:.2%}."
         return (
-            f"Expected change of the loss ({self.loss:.3g}) if one module alone runs in a format, the most sensitive "
-            f"first. Over: {over}."
+            f"{found} Changes above {self.limit:.2g} are marked over: if each module changed the loss by so much, all "
+            f"together would change it by about {self.margin:.2%}."
         )
 
     def table(self, formats: Sequence[str]) -> list[list[str]]:
@@ -112,12 +112,13 @@ class Sensitivity:
 
     def lines(self, verbose: bool = False) -> list[str]:
         """The most sensitive modules as aligned columns; `verbose`: all modules and formats."""
-        rows = self.table(self.formats if verbose else self.shown)
+        formats = self.formats if verbose else self.shown
+        rows = self.table(formats)
         cut = rows if verbose else rows[: SHOWN + 1]
         widths = [max(map(len, column)) for column in zip(*cut)]
         lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in cut]
-        more = len(rows) - len(cut)
-        return [self.title, *lines, *([f"  and {more} less sensitive modules"] if more else []), *self.notes]
+        more = [f"  and {len(rows) - len(cut)} less sensitive modules"] * (len(rows) > len(cut))
+        return [self.title(formats), *lines, *more, *self.notes]
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ def recommend(
     native: Collection[str],
     format: str | None = None,
     ranked: Sequence[str | Format] = RANKED,
-    margin: float = MARGIN,
+    margin: float = DEFAULT_MARGIN,
 ) -> Recommendation:
     """What to train in, from a few FP32 steps; `native` formats of the hardware, `ranked` those of the records; for a
     change of the loss by all modules together of at most `margin`, a share.
@@ -479,7 +480,7 @@ def together(changes: Iterable[float], most: float) -> float:
 
 
 def rank(
-    records: Sequence[SensitivityRecord], formats: Sequence[Format], margin: float = MARGIN
+    records: Sequence[SensitivityRecord], formats: Sequence[Format], margin: float = DEFAULT_MARGIN
 ) -> Sensitivity | None:
     """The ranking of the modules, from a record per measured step: by 16-bit formats first; None without records."""
     found: dict[str, dict[str, list[ModuleRounding]]] = {}

@@ -42,7 +42,7 @@ HARDWARE: Mapping[str, tuple[int, tuple[str, ...], tuple[tuple[int, int], ...]]]
 
 ELEMENTS = ("e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1")
 HADAMARD = 16  # rows that the transform mixes
-_FACTORS = {"output": ("x", "w"), "input_gradient": ("g", "w"), "weight_gradient": ("g", "x")}
+FACTORS = {"output": ("x", "w"), "input_gradient": ("g", "w"), "weight_gradient": ("g", "x")}
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Recipe:
                     "rows (tokens), whose number changes. Use 1 or 0 as the first number."
                 )
         products = (self.output, self.input_gradient, self.weight_gradient)
-        for (what, names), pair in zip(_FACTORS.items(), products):
+        for (what, names), pair in zip(FACTORS.items(), products):
             if pair[0].hadamard != pair[1].hadamard:
                 raise UsageError(
                     f"recipe {self.name!r}: only one factor of {what} has hadamard=true, so the transform would stay "
@@ -246,12 +246,12 @@ def read_recipe(path: str) -> Recipe:
     data = load_toml(path, "recipe", "a copy of the one in docs/formats.md", example)
     options = ("multiple", "last_blocks")
     for key in data:
-        if key not in (*_FACTORS, *options):
-            raise unknown_name("key", key, (*_FACTORS, *options), where=f"{path}: ")
+        if key not in (*FACTORS, *options):
+            raise unknown_name("key", key, (*FACTORS, *options), where=f"{path}: ")
     try:
         products: dict[str, Any] = {
             product: tuple(_factor(data.get(product, {}), product, name) for name in names)
-            for product, names in _FACTORS.items()
+            for product, names in FACTORS.items()
         }
         return Recipe(path, **products, **{key: data[key] for key in options if key in data})
     except UsageError as error:

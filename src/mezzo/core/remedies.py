@@ -26,6 +26,7 @@ def remedies(report: OverflowReport, used: Policy | None = None, *, has_bf16: bo
 
     The policies add to `used`, the one under which it happened. `has_bf16`: bf16 is an alternative to fp16.
     """
+    found: list[str] = []
     if report.cause == "overflow":
         found = _of_overflow(report, used, has_bf16)
     elif report.cause == "invalid":
@@ -53,8 +54,6 @@ def remedies(report: OverflowReport, used: Policy | None = None, *, has_bf16: bo
         ]
     elif report.cause == "loss":
         found = ["check the batch of this update: NaN or infinity in it gives such a loss in FP32 too"]
-    else:
-        found = []
     return list(dict.fromkeys(found))
 
 
@@ -81,8 +80,8 @@ def with_fix(sentence: str, written: Callable[[str], str]) -> str:
 
 
 def training_code(policy: str) -> str:
-    """The Python code that trains under a policy."""
-    return f'mezzo.MixedPrecision(model, optimizer, "{policy}")'
+    """The argument of MixedPrecision for a policy: the user's call has others, which have to stay."""
+    return f'precision="{policy}"'
 
 
 def _of_overflow(report: OverflowReport, used: Policy | None, has_bf16: bool) -> list[str]:

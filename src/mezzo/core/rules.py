@@ -319,7 +319,7 @@ _ROWS: list[OpRule] = [
     ),
     *_rows(
         Rule.PROMOTE,
-        "in whichever format arrives; a number that this format lacks, such as -1e9 in fp16, asks for FP32",
+        "in the input's format, or in FP32 if that format can't hold the number to fill in (-1e9 in fp16)",
         "copies: masked_fill masked_fill_",
         kernels=dict.fromkeys(("masked_fill", "masked_fill_"), Kernel("number", "", "")),
     ),

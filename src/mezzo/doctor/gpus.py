@@ -112,6 +112,8 @@ BY_CAPABILITY = {
 VARIANTS = r"ti|super|laptop|mobile|maxq|d|pcie|sxm\d?|nvl\d*|hbm\d|\d+gb?"
 """What may follow a name: it changes speed and memory, not the compute capability."""
 
+OTHER_MAKERS = re.compile(r"amd|radeon|instinct|rx|mi\d|gfx|apple|m\d(pro|max|ultra)?$|intel|arc|gaudi|tpu")
+
 
 def find(name: str) -> tuple[GpuModel, ...]:
     """The models of that name, or compute capability; several if the name is a common beginning (``"A100"``)."""
@@ -130,6 +132,8 @@ def find(name: str) -> tuple[GpuModel, ...]:
             return (GpuModel(name.strip(), capability),)
     if re.fullmatch(f"(16|1630|1650|1660)({VARIANTS})*", joined):
         return (GpuModel(name.strip(), (7, 5), tensor_cores=False),)
+    if OTHER_MAKERS.match(joined):
+        raise UnknownNameError(f"unknown GPU {name!r}: only NVIDIA's are known. Run there: mezzo doctor")
     known = sorted(word for word in " ".join(BY_CAPABILITY.values()).upper().split() if not word.isdigit())
     raise UnknownNameError(
         f"unknown GPU {name!r}. Use one of\n"

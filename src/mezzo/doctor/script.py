@@ -9,8 +9,11 @@ from importlib import metadata
 from mezzo.core.errors import UsageError
 
 WEIGHTS, MIXED = "16-bit weights without masters", "mixed precision of its own"
-# The commands that measure it, and those that repair or replace it.
-NEXT = {WEIGHTS: ("run", "run --masters split"), MIXED: ("compare", "run --own off --precision bf16")}
+# The command that measures it, and the one that repairs or replaces it, each with what it does.
+NEXT = {
+    WEIGHTS: {"run": "Measure what is lost", "run --masters split": "Keep it"},
+    MIXED: {"compare": "Compare it with FP32", "run --own off --precision bf16": "Replace it"},
+}
 
 _HALVES = {"torch.bfloat16", "torch.float16", "torch.half", "'bfloat16'", "'float16'"}
 _MADE = re.compile(r"([a-z_]\w*\.)*(?!Tensor)[A-Z]\w*(\.from_\w+)?\(")  # a new module
@@ -41,10 +44,8 @@ def findings(text: str, name: str) -> list[tuple[int, str, str]]:
             weights = owner in modules or _MADE.match(owner) is not None
         elif _LOADED.match(code) and given.get("dtype", given.get("torch_dtype", "'auto'")) == "'auto'":
             # From 5 on the default is the checkpoint's format.
-            installed = (
-                int(one.version.split(".")[0]) for one in metadata.distributions(name="transformers")
-            )
-            weights = next(installed, 5) >= 5
+            installed = metadata.distributions(name="transformers")
+            weights = next((int(one.version.split(".")[0]) for one in installed), 5) >= 5
         else:
             weights = low and method in ("set_default_dtype", "from_pretrained", "from_config")
         weights &= "mezzo.optim" not in text and "masters=" not in text

@@ -345,7 +345,7 @@ def find_batch_size(
             "Call it before torch.distributed.init_process_group, or in a separate process."
         )
     snapshot = Snapshot(models, [*optimizers, *restore])
-    most = parse_bytes(limit) if limit is not None else None
+    most = parse_bytes(limit, "limit=") if limit is not None else None
     if limit is None and place.type == "cpu":
         most = spendable_bytes() + _peak_bytes(place)
     tried: list[Trial] = []

@@ -10,15 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.calibration import (
-    MARGIN,
-    RANKED,
-    Recommendation,
-    check_format,
-    ranked_for,
-    ranked_format,
-    recommend,
-)
+from mezzo.core.calibration import RANKED, Recommendation, check_format, ranked_for, ranked_format, recommend
+from mezzo.core.commands import DEFAULT_MARGIN
 from mezzo.core.errors import UsageError, checks_keywords
 from mezzo.core.formats import Format
 from mezzo.core.records import LossRecord, Record
@@ -41,7 +34,7 @@ def calibrate(
     optimizer: Optimizer | None = None,
     format: str | None = None,
     rank_formats: Sequence[str | Format] = RANKED,
-    margin: float = MARGIN,
+    margin: float = DEFAULT_MARGIN,
 ) -> Recommendation:
     """Recommend a format, a loss scale and the modules to keep in FP32, from a few FP32 steps; and rank the modules by
     how much rounding each would change the loss.

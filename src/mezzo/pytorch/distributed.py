@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels import gradient_norm
 
 _AVAILABLE = dist.is_available()  # asked once: it cannot change
@@ -149,10 +150,46 @@ def ranks_of(params: Iterable[Tensor], groups: Iterable[Any] = ()) -> Ranks:
 
 def replica_groups(model: nn.Module) -> list[Any]:
     """The process groups over which `DistributedDataParallel` averages gradients of parts of a model."""
+    return list(dict.fromkeys(part.process_group for part in wrappers(model) if not joins(part)))
+
+
+def wrappers(model: nn.Module) -> list[Any]:
+    """Every `DistributedDataParallel` of a model."""
     if not is_distributed():
         return []
-    found = (part for part in model.modules() if isinstance(part, nn.parallel.DistributedDataParallel))
-    return list(dict.fromkeys(part.process_group for part in found if not joins(part)))
+    return [part for part in model.modules() if isinstance(part, nn.parallel.DistributedDataParallel)]
+
+
+def averages_others(wrapper: Any, params: Iterable[Tensor]) -> bool:
+    """Whether a `DistributedDataParallel` averages gradients of some of these parameters, and of others."""
+    mine = set(map(id, params))
+    owned = [id(p) in mine for p in wrapper.parameters() if p.requires_grad]
+    return any(owned) and not all(owned)
+
+
+def check_averaged(wrappers: Iterable[Any]) -> None:
+    """At the end of a window: raise UsageError if a `DistributedDataParallel` still waits for gradients."""
+    try:
+        for part in wrappers:
+            part.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        raise UsageError(
+            f"step(loss): on rank {dist.get_rank()}, the losses use a part of a DistributedDataParallel's parameters, "
+            "so no gradient was averaged. Add the losses of one call of the model: mp.step(loss_a + loss_b). If none "
+            "uses the others, wrap it again: DistributedDataParallel(model, find_unused_parameters=True)."
+        ) from error
+
+
+def hook_memories(wrappers: Iterable[Any]) -> list[Any]:
+    """The states of communication hooks that add errors of earlier gradients to later ones (PowerSGD)."""
+    return [state for part in wrappers for _, state in part._comm_hooks if hasattr(state, "error_dict")]
+
+
+def forget_errors(memories: Iterable[Any]) -> None:
+    """After a skipped step, whose NaN or infinity the hooks would add to all later gradients."""
+    for state in memories:
+        for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            kept.clear()
 
 
 def joins(wrapper: Any) -> bool:

@@ -94,9 +94,12 @@ def has_tf32(device_type: str) -> bool:
 
 def switch_off_tf32() -> bool:
     """Compute matmuls, convolutions and RNNs in true FP32, on GPUs and CPUs; whether the script had asked for less."""
-    asked = torch.get_float32_matmul_precision() != "highest"
+    backends: Any = torch.backends
+    switches = (backends, backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul)
+    asked = any(one.fp32_precision not in ("ieee", "none") for one in switches)
+    backends.fp32_precision = backends.cudnn.fp32_precision = backends.mkldnn.fp32_precision = "ieee"
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    backends.cudnn.allow_tf32 = False
     return asked
 
 

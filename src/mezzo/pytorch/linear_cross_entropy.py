@@ -20,7 +20,7 @@ from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.hardware import native_formats
 from mezzo.pytorch.kernels import cross_entropy
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows
-from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.kernels.plain import is_plain, wide_row
 
 BUFFER = 32 << 20  # bytes of logits in a chunk, if that gives it `FEWEST` rows or more
 
@@ -328,8 +328,8 @@ def _head(
     )
     assert x is not None
     assert w is not None
-    classes = None if class_weight is None else class_weight.detach().float().contiguous()
-    given = Rows(x, target.reshape(-1).long(), classes, options.ignore_index, options.label_smoothing)
+    rows = target.reshape(-1).long()
+    given = Rows(x, rows, wide_row(class_weight), options.ignore_index, options.label_smoothing)
     return x, w, b, given
 
 

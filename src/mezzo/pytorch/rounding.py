@@ -5,13 +5,15 @@ Only integer operations touch the patterns of normal numbers: a device that flus
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import FORMATS, Format
-from mezzo.core.rounding import RoundingPlan, plan_of
+from mezzo.core.rounding import plan_of
+from mezzo.pytorch.kernels.not_traced import not_traced
 
 _HELD_IN = {torch.float32: FORMATS["fp32"], torch.float64: FORMATS["fp64"]}
 _TO_FP32 = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -33,28 +35,29 @@ def round_array(x: torch.Tensor, form: Format, overflow: str) -> torch.Tensor:
     plan = plan_of(form, _HELD_IN[x.dtype], overflow)
     if plan is None:
         return x.clone()
-    rounded: torch.Tensor
     if x.requires_grad:
-        rounded = _StraightThrough.apply(x, plan)  # type: ignore[no-untyped-call,unused-ignore]
-    else:
-        rounded = plan.round(x, torch)
+        return straight_through(x, lambda values: plan.round(values, torch))
+    rounded: torch.Tensor = plan.round(x, torch)
+    return rounded
+
+
+def straight_through(x: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """``rounding(x)``, whose gradient is x's, unchanged."""
+    rounded: torch.Tensor = _StraightThrough.apply(x, rounding)  # type: ignore[no-untyped-call,unused-ignore]
     return rounded
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounding in forward, the identity in backward."""
-
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(values: torch.Tensor, plan: RoundingPlan) -> torch.Tensor:
-        rounded: torch.Tensor = plan.round(values, torch)
-        return rounded
+    def forward(values: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return rounding(values)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        pass
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None: ...
 
     @staticmethod
+    @not_traced
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradients[0], None

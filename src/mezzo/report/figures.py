@@ -43,7 +43,7 @@ def loss(title: str, groups: Sequence[Group]) -> Chart | None:
     alone = len(groups) == 1 and seeds == 1
     over = f"mean over {counted(seeds, 'seed')}, " if seeds > 1 else "" if alone else "one seed, "
     y = _loss_axis(rows)
-    unit = f"Each loss that gradients were taken of, {over}{_smoothed(window)}{' Logarithmic.' * y.log}"
+    unit = f"Loss at each backward pass, {over}{_smoothed(window)}{' Logarithmic.' * y.log}"
     chart = Chart(title, Axis(0.0, float(max(1, steps - 1))), y, unit)
     columns, described = [], []
     picks = sample(steps, POINTS)
@@ -74,7 +74,7 @@ def loss(title: str, groups: Sequence[Group]) -> Chart | None:
 
 
 def _smoothed(window: int) -> str:
-    return f"averaged over {window} steps around." if window > 1 else "not smoothed."
+    return f"averaged over {window} steps." if window > 1 else "not smoothed."
 
 
 def _at(values: Array, picks: Sequence[int]) -> list[float]:

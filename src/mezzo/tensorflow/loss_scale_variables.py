@@ -17,7 +17,7 @@ from mezzo.tensorflow.switch import in_xla, refuse_xla
 _READS = "optimizer.loss_scale, optimizer.skipped_steps"
 
 
-# Beside the loss scale's own state.
+# In addition to the state of the loss scale.
 _OWN = {"skipped_steps": 0, "last_step_skipped": False}
 # Names in checkpoints and graphs, and types. Those of the first two fields are TensorFlow's and tf_keras's, so that
 # checkpoints of their loss-scale optimizers load. Other fields have their own name; counters are int32, numbers FP32.

@@ -117,7 +117,7 @@ def _widened(value: Any) -> Any:
 
 
 def cast_inside(value: Any, cast: Callable[[Any], Any]) -> Any:
-    """`value` with each object in it that is no container replaced by `cast(object)`; itself if nothing changes."""
+    """`value` with `cast` applied to each tensor or other object inside its containers; itself if nothing changes."""
     if isinstance(value, Tensor):
         return cast(value)
     if isinstance(value, tuple):

@@ -59,26 +59,6 @@ def loop(function: F) -> F:
     return compiled
 
 
-def _pointer(element: Any) -> Callable[[int], Pointer]:
-    def pointer(typing: Any, address: Any) -> Any:
-        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(element)(types.int64), build
-
-    made: Callable[[int], Pointer] = intrinsic(pointer)
-    return made
-
-
-# An address as a pointer to its elements.
-uint8_at = _pointer(types.uint8)
-int8_at = _pointer(types.int8)
-int16_at = _pointer(types.int16)
-int64_at = _pointer(types.int64)
-float32_at = _pointer(types.float32)
-float64_at = _pointer(types.float64)
-
-
 def _instruction(result: Any, *operands: Any) -> Callable[[Callable[..., Any]], Callable[..., int]]:
     """Make ``build(builder, *values)``, which emits LLVM instructions, a function of these types for Numba."""
 
@@ -93,6 +73,19 @@ def _instruction(result: Any, *operands: Any) -> Callable[[Callable[..., Any]], 
         return made
 
     return decorate
+
+
+def _pointer(element: Any, in_memory: ir.Type) -> Callable[[int], Pointer]:
+    def pointer(builder: Any, address: Any) -> Any:
+        return builder.inttoptr(address, in_memory.as_pointer())
+
+    return _instruction(types.CPointer(element), types.int64)(pointer)
+
+
+# An address as a pointer to its elements.
+uint8_at, int8_at = (_pointer(element, ir.IntType(8)) for element in (types.uint8, types.int8))
+int16_at, int64_at = _pointer(types.int16, ir.IntType(16)), _pointer(types.int64, ir.IntType(64))
+float32_at, float64_at = _pointer(types.float32, _FLOAT), _pointer(types.float64, ir.DoubleType())
 
 
 @_instruction(types.int32, types.float32)
@@ -129,6 +122,17 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 def take(builder: Any, counter: Any) -> Any:
     """Increment a counter atomically and return its previous value."""
     return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+
+@inline
+def share(job: Pointer, pieces: int, at_once: int, work: Callable[[Pointer, int], None]) -> None:
+    """Call ``work(job, piece)``: threads take pieces by the counter in the job's first word until none is left."""
+    while True:
+        start = take(job) * at_once
+        if start >= pieces:
+            break
+        for piece in range(start, min(start + at_once, pieces)):
+            work(job, piece)
 
 
 @_instruction(types.int32, types.int32)

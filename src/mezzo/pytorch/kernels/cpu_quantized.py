@@ -57,20 +57,9 @@ def quantize(
         rows, columns = 1, x.numel()
     span = min(max(_TILE // height, 128), BLOCKS * width, columns) // width * width or width
     tiles = rows // height * -(-columns // span)
-    job = _Job(
-        *(
-            0,
-            jit.shared(tiles),
-            tiles,
-            columns,
-            height,
-            columns // width,
-            span,
-            x.data_ptr(),
-            codes.data_ptr(),
-        ),
-        *(0 if values is None else values.data_ptr(), inv_scale.data_ptr(), *given),
-    )
+    sizes = 0, jit.shared(tiles), tiles, columns, height, columns // width, span
+    tensors = (0 if tensor is None else tensor.data_ptr() for tensor in (x, codes, values, inv_scale))
+    job = _Job(*sizes, *tensors, *given)
     jit.run(_quantizer(factor, width, x.dtype), job, x.numel())
     if job[NOT_FINITE]:
         return None
@@ -82,10 +71,8 @@ def decode(codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Tensor:
     codes, inv_scale = codes.contiguous(), inv_scale.contiguous()
     (rows, columns), (down, across) = codes.shape, inv_scale.shape
     values = torch.empty(codes.shape, dtype=dtype)
-    job = _Job(
-        *(0, jit.shared(rows), rows, columns, rows // down, across, columns, 0, codes.data_ptr()),
-        *(values.data_ptr(), inv_scale.data_ptr()),
-    )
+    sizes = 0, jit.shared(rows), rows, columns, rows // down, across, columns
+    job = _Job(*sizes, 0, codes.data_ptr(), values.data_ptr(), inv_scale.data_ptr())
     jit.run(_decoder(codes.dtype, columns // across, dtype), job, codes.numel())
     return values
 
@@ -95,10 +82,8 @@ def mixed(x: Tensor, matrix: Tensor) -> Tensor:
     rows, columns = x.shape
     values = torch.empty(x.shape, dtype=torch.bfloat16)
     tiles = rows // HADAMARD * -(-columns // SPAN_MIXED)
-    job = _Job(
-        *(0, jit.shared(tiles), tiles, columns, HADAMARD, 0, SPAN_MIXED, x.data_ptr(), 0),
-        *(values.data_ptr(), matrix.data_ptr()),
-    )
+    sizes = 0, jit.shared(tiles), tiles, columns, HADAMARD, 0, SPAN_MIXED
+    job = _Job(*sizes, x.data_ptr(), 0, values.data_ptr(), matrix.data_ptr())
     kernel = jit.kernel(sys.modules[__name__], jit.elements(x.dtype, load="load_x", at="x_at"), "mix_tiles")
     jit.run(kernel.address, job, x.numel())
     return values
@@ -199,49 +184,51 @@ def quantize_tile(
     return i32(top)
 
 
-def quantize_tiles(job: Pointer) -> None:
-    """Take tiles until none is left."""
+@cpu.inline
+def quantize_part(job: Pointer, tile: int) -> None:
+    """Quantize one tile."""
     columns, height, span = job[COLUMNS], job[HEIGHT], job[SPAN]
     width = WIDTH if WIDTH else columns // job[ACROSS]
     tensors = x_at(job[X]), uint8_at(job[CODES]), cpu.int16_at(job[VALUES]), float32_at(job[SCALES])
     given = i32(job[GIVEN]), i32(job[GIVEN + 1]), i32(job[GIVEN + 2])
     has_values = job[VALUES] != 0
     parts = (columns + span - 1) // span
-    while True:
-        begin = cpu.take(job) * job[TAKEN]
-        if begin >= job[TILES]:
-            break
-        for tile in range(begin, min(begin + job[TAKEN], job[TILES])):
-            down, column = tile // parts, tile % parts * span
-            start, first = down * height * columns + column, down * job[ACROSS] + column // width
-            blocks = min(span, columns - column) // width
-            if quantize_tile(tensors, given, start, first, height, blocks, columns, width, has_values) >= i32(
-                INFINITY
-            ):
-                job[NOT_FINITE] = 1
+    down, column = tile // parts, tile % parts * span
+    start, first = down * height * columns + column, down * job[ACROSS] + column // width
+    blocks = min(span, columns - column) // width
+    top = quantize_tile(tensors, given, start, first, height, blocks, columns, width, has_values)
+    if top >= i32(INFINITY):
+        job[NOT_FINITE] = 1
+
+
+def quantize_tiles(job: Pointer) -> None:
+    """Take tiles until none is left."""
+    cpu.share(job, job[TILES], job[TAKEN], quantize_part)
 
 
 @loop
-def decode_row(tensors: Tensors, start: int, first: int, blocks: int, width: int) -> None:
+def decode_blocks(
+    codes: Pointer, values: Pointer, inv_scales: Pointer, start: int, first: int, blocks: int, width: int
+) -> None:
     """Decode the blocks of a row."""
-    _, codes, values, inv_scales = tensors
     for b in range(blocks):
         for i in range(width):
             place = start + b * width + i
             store_value(values, place, f32(value_of_code(i32(codes[place])) * f32(inv_scales[first + b])))
 
 
-def decode_rows(job: Pointer) -> None:
-    """Take rows until none is left."""
+@cpu.inline
+def decode_row(job: Pointer, row: int) -> None:
+    """Decode one row."""
     columns, across = job[COLUMNS], job[ACROSS]
     width = WIDTH if WIDTH else columns // across
-    tensors = uint8_at(job[X]), uint8_at(job[CODES]), value_at(job[VALUES]), float32_at(job[SCALES])
-    while True:
-        begin = cpu.take(job) * job[TAKEN]
-        if begin >= job[TILES]:
-            break
-        for row in range(begin, min(begin + job[TAKEN], job[TILES])):
-            decode_row(tensors, row * columns, row // job[HEIGHT] * across, across, width)
+    codes, values, inv_scales = uint8_at(job[CODES]), value_at(job[VALUES]), float32_at(job[SCALES])
+    decode_blocks(codes, values, inv_scales, row * columns, row // job[HEIGHT] * across, across, width)
+
+
+def decode_rows(job: Pointer) -> None:
+    """Take rows until none is left."""
+    cpu.share(job, job[TILES], job[TAKEN], decode_row)
 
 
 @loop
@@ -259,16 +246,17 @@ def mix_tile(x: Pointer, values: Pointer, matrix: Pointer, start: int, columns: 
             cpu.store_bf16(values, start + j * stride + column, total)
 
 
-def mix_tiles(job: Pointer) -> None:
-    """Take tiles until none is left."""
+@cpu.inline
+def mix_part(job: Pointer, tile: int) -> None:
+    """Mix one tile."""
     columns, span = job[COLUMNS], job[SPAN]
     x, values, matrix = x_at(job[X]), cpu.int16_at(job[VALUES]), float32_at(job[SCALES])
     parts = (columns + span - 1) // span
-    while True:
-        begin = cpu.take(job) * job[TAKEN]
-        if begin >= job[TILES]:
-            break
-        for tile in range(begin, min(begin + job[TAKEN], job[TILES])):
-            column = tile % parts * span
-            start = tile // parts * HADAMARD * columns + column
-            mix_tile(x, values, matrix, start, min(span, columns - column), columns)
+    column = tile % parts * span
+    start = tile // parts * HADAMARD * columns + column
+    mix_tile(x, values, matrix, start, min(span, columns - column), columns)
+
+
+def mix_tiles(job: Pointer) -> None:
+    """Take tiles until none is left."""
+    cpu.share(job, job[TILES], job[TAKEN], mix_part)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels import cpu, jit
-from mezzo.pytorch.kernels.cpu import Pointer, expand, f64, float64_at, float64_scratch, int64_at, loop, take
+from mezzo.pytorch.kernels.cpu import Pointer, expand, f64, float64_at, float64_scratch, int64_at, loop
 
 x_at = cpu.int16_at  # bound
 load_x = cpu.load_bf16  # bound
@@ -88,13 +88,15 @@ def sum_block(grad: Pointer, start: int, stop: int) -> float:
     return total
 
 
+@cpu.inline
+def work(job: Pointer, this: int) -> None:
+    """Sum one block of one tensor."""
+    block_list, tensors, sums = int64_at(job[BLOCK_LIST]), int64_at(job[TENSORS]), float64_at(job[SUMS])
+    tensor, start = block_list[2 * this], block_list[2 * this + 1]
+    stop = min(start + BLOCK, tensors[2 * tensor + 1])
+    sums[this] = sum_block(x_at(tensors[2 * tensor]), start, stop)
+
+
 def sum_squares(job: Pointer) -> None:
     """Take blocks until none is left."""
-    block_list, tensors, sums = int64_at(job[BLOCK_LIST]), int64_at(job[TENSORS]), float64_at(job[SUMS])
-    while True:
-        this = take(job)
-        if this >= job[BLOCKS]:
-            break
-        tensor, start = block_list[2 * this], block_list[2 * this + 1]
-        stop = min(start + BLOCK, tensors[2 * tensor + 1])
-        sums[this] = sum_block(x_at(tensors[2 * tensor]), start, stop)
+    cpu.share(job, job[BLOCKS], 1, work)

@@ -7,6 +7,7 @@ tensors rounded where the op's row says so. Hooks around the op (checkpointing, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,16 +147,14 @@ class _Kept:
         return kept.to(torch.float32) if self._widen else kept
 
 
+@dataclass(slots=True, eq=False)
 class Reuse:
     """The FP32 form of an input that a call saved many times, from the first use in backward to the last."""
 
-    __slots__ = ("again", "left", "saved", "wide")
-
-    def __init__(self, again: Callable[[Tensor], Tensor]) -> None:
-        self.again = again
-        self.saved = 0
-        self.left = 0
-        self.wide: Tensor | None = None
+    again: Callable[[Tensor], Tensor]
+    saved: int = 0
+    left: int = 0
+    wide: Tensor | None = None
 
     def of(self, low: Tensor) -> Tensor:
         """The FP32 form of what was kept."""

@@ -34,6 +34,13 @@ def differentiable_gradients(
     return [next(found) if needed else None for needed in needs]
 
 
+def wide_row(parameter: Tensor | None) -> Tensor | None:
+    """A vector of parameters as the kernels take it: FP32 and contiguous."""
+    if parameter is None:
+        return None
+    return (parameter if parameter.dtype is torch.float32 else parameter.float()).contiguous()
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one stretch of memory, each once, in whatever order of dimensions."""
     if tensor.is_contiguous():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -28,6 +29,7 @@ _SIXTH = float(torch.tensor(1.0) / 6)  # in FP32
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
+@dataclass(slots=True, eq=False)
 class Quantized:
     """A matrix [R, C] as ``codes * inv_scale * tensor_scale``.
 
@@ -36,16 +38,10 @@ class Quantized:
     to its sums. Rows and columns are padded with zeros to whole blocks.
     """
 
-    __slots__ = ("_values", "codes", "inv_scale", "tensor_scale")
-
-    def __init__(
-        self,
-        codes: Tensor,
-        inv_scale: Tensor,
-        tensor_scale: Tensor | None = None,
-        values: Tensor | None = None,
-    ) -> None:
-        self.codes, self.inv_scale, self.tensor_scale, self._values = codes, inv_scale, tensor_scale, values
+    codes: Tensor
+    inv_scale: Tensor
+    tensor_scale: Tensor | None = None
+    _values: Tensor | None = None
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """``codes * inv_scale``, kept for a second product of the same factor; exact in bf16 but for FP32 scales."""

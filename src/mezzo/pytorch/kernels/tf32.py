@@ -16,6 +16,7 @@ from mezzo.pytorch.kernels.emulated import saving_low
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.kernels.packing import Reuse, Rounded, may_pack
 from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.rounding import straight_through
 
 __all__ = ["product", "round_tf32"]
 
@@ -27,8 +28,7 @@ def round_tf32(x: Tensor) -> Tensor:
     if x.dtype in (torch.bfloat16, torch.float16):
         return x.to(torch.float32)
     if torch.is_grad_enabled() and x.requires_grad:
-        rounded: Tensor = _Factor.apply(x)  # type: ignore[no-untyped-call,unused-ignore]
-        return rounded
+        return straight_through(x, _round)
     return _round(x)
 
 
@@ -39,24 +39,6 @@ def _round(x: Tensor) -> Tensor:
     # anything, so the result is multiplied by 1, or NaN where x is: a sixth of the time of `torch.where`.
     rounded = (bits >> _CUT).bitwise_and_(1).add_(bits).add_((1 << _CUT - 1) - 1).bitwise_and_(-(1 << _CUT))
     return rounded.view(torch.float32).mul_(x.clamp(1.0, 1.0))
-
-
-class _Factor(torch.autograd.Function):
-    """Rounded in forward; its gradient, an FP32 sum, passes unchanged."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return _round(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None: ...
-
-    @staticmethod
-    @not_traced
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
 
 
 class _Result(torch.autograd.Function):

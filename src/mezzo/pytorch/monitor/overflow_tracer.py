@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.core.records import OverflowRecord, Record
 from mezzo.core.remedies import training_code
-from mezzo.pytorch.distributed import is_distributed, is_sharded
+from mezzo.pytorch.distributed import is_distributed, is_sharded, joins
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, watch_loss
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace
 from mezzo.pytorch.monitor.investigation import investigate, remedies_for
@@ -109,7 +109,7 @@ class OverflowTracer(StepObserver):
         """Keep the arguments."""
         self._open = None
         if self._group_of is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            self._group = _weak(model.process_group)
+            self._group = _weak(None if joins(model) else model.process_group)
         if running_again() or not self._looks:
             return
         # Many calls in one graph: looked at once each time that their number has doubled, not all of them at each call.

@@ -249,7 +249,7 @@ class FusedOptimizer(Optimizer):
             give_back(param, entries[storage.MASTER_ENTRIES[held][0]], held)
         if not entries or not storage.fits(entries, param, how):
             self.state[param] = entries = storage.converted(entries or {}, param, how, take_master(param))
-        made = self._states[param] = ParameterState.of(param, entries, how, modes, ordinal)
+        made = self._states[param] = ParameterState(param, entries, how, modes, ordinal)
         return made
 
     def _place(self, param: Tensor) -> tuple[int, int]:

@@ -276,28 +276,13 @@ def _same_order(tensor: Tensor, weight: Tensor) -> bool:
     return tensor.stride() == weight.stride() or (tensor.is_contiguous() and weight.is_contiguous())
 
 
-@dataclass(slots=True, eq=False)
 class ParameterState:
     """What an optimizer remembers of one parameter between steps, and how it notices that this became invalid."""
 
-    row: Row  # the description for the kernels: of this rank's part
-    how: Storage
-    entries: Entries
-    tensors: tuple[Any, ...]  # the values of `entries`
-    modes: Modes
-    address: int  # of the own part's memory, which `param.data = other` changes
-    dtype: torch.dtype  # of the weight, like stride, contiguous and device
-    stride: tuple[int, ...]
-    contiguous: bool
-    device: torch.device  # one object for all parameters on a device
-    is_still: bool  # without elements; an empty shard moves, because its step count is that of the others
-
-    @classmethod
-    def of(cls, param: Tensor, entries: Entries, how: Storage, modes: Modes, ordinal: int) -> ParameterState:
-        """The state of a parameter with fitting entries."""
+    def __init__(self, param: Tensor, entries: Entries, how: Storage, modes: Modes, ordinal: int) -> None:
         own = local(param.detach())
         scales = [entries.get(spec.name + "_scale") for spec in how.specs]
-        row = Row(
+        self.row = Row(  # of this rank's part
             weight=own,
             grad=None,
             masters=how.masters,
@@ -309,19 +294,13 @@ class ParameterState:
             ordinal=ordinal,
             offset=shards.offset(param),
         )
-        return cls(
-            row=row,
-            how=how,
-            entries=entries,
-            tensors=tuple(entries.values()),
-            modes=modes,
-            address=own.data_ptr(),
-            dtype=own.dtype,
-            stride=own.stride(),
-            contiguous=own.is_contiguous(),
-            device=_DEVICES.setdefault(own.device, own.device),
-            is_still=own.numel() == 0 and not is_spread(param),
-        )
+        self.how, self.entries, self.modes = how, entries, modes
+        self.tensors: tuple[Any, ...] = tuple(entries.values())
+        self.address = own.data_ptr()  # which `param.data = other` changes
+        self.dtype, self.stride, self.contiguous = own.dtype, own.stride(), own.is_contiguous()
+        self.device = _DEVICES.setdefault(own.device, own.device)  # one object for all parameters on a device
+        # Without elements; an empty shard moves, because its step count is that of the others.
+        self.is_still = own.numel() == 0 and not is_spread(param)
 
     def is_of(self, own: Tensor, entries: Entries | None, modes: Modes) -> bool:
         """Whether weight, entries and modes are still the same."""

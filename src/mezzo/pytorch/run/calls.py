@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.core.policy_text import matches
+from mezzo.core.records import HAD_TF32
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import context_of
 from mezzo.pytorch.autocast.modules import (
@@ -121,9 +122,8 @@ class Preparation:
         emulated = not leaves_autocast_off(session.policy, session.device_type)
         exact = session.policy.compute == "fp32" or (session.policy.compute == "tf32" and emulated)
         if first and exact and switch_off_tf32():
-            session.journal.note(
-                f"the script switched TF32 on; Mezzo switched it off, because the policy is {session.policy.compute}"
-            )
+            how = f"emulated on this {session.device_type}" if emulated else "switched off by Mezzo"
+            session.journal.note(f"{HAD_TF32}; under the policy {session.policy.compute} it is {how}")
         if session.lowers or not session.compiled:  # a compiled step in FP32 shows inner modules, too
             session.modules.setdefault(name)
             session.calls_keras |= type(model).__module__.partition(".")[0] == "keras"

@@ -27,6 +27,7 @@ from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.optim.checks import refuse_replaced
 from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.run.backward import Attempts, Flags, FoundInf
+from mezzo.pytorch.run.ranks import all_without_gradients
 from mezzo.pytorch.run.weights import STEPS, LostUpdates, Masters, Storage, lowered
 from mezzo.pytorch.step import AbandonedStepError, check_finite, parameters, step_with_closure
 
@@ -66,14 +67,18 @@ class Overflows:
 
     @not_traced
     def lacks_gradients(self, optimizer: Any) -> bool:
-        """Whether this rank has no gradients while others may have some, with a note of it."""
-        lacks = is_distributed() and all(p.grad is None for p in parameters(optimizer))
-        if lacks:
+        """Whether this rank has no gradients; UsageError if ranks that decide together with it have some."""
+        if not is_distributed() or any(p.grad is not None for p in parameters(optimizer)):
+            return False
+        ranks = self._session.ranks.of(list(parameters(optimizer)))
+        if ranks and self._session.store is not None:
+            all_without_gradients(self._session, ranks)
+        else:
             self._session.journal.note(
                 f"on rank {dist.get_rank()} an optimizer's step() was called without gradients, so it changed nothing. "
                 "If other ranks had gradients, this rank is a step behind them: call backward() on every rank"
             )
-        return lacks
+        return True
 
     @not_traced
     def found_inf(self, optimizer: Any) -> bool:
@@ -372,7 +377,7 @@ class Steps:
             trial.finish(counts=moved)
             if ranks := session.ranks.of(list(parameters(optimizer))):
                 trial.agree(ranks)
-        session.ranks.step_ended(parameters(optimizer))
+        session.ranks.step_ended(list(parameters(optimizer)), skipped=session.scaling and not moved)
         number = self._number(optimizer)
         if seen is None:
             seen = self._explained(optimizer, skipped=not moved, scale=scale) if session.observes else []

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 PATIENCE = timedelta(seconds=60)
 SECONDS_TO_FREE = 0.1
+SECONDS_FOR_GRADIENTS = 300  # for other ranks to step without gradients, too: one may be slow
 
 
 class RunRanks:
@@ -89,8 +90,10 @@ class RunRanks:
         refs = dict.fromkeys(self._wrappers[id(p)] for p in params if id(p) in self._wrappers)
         return [module for ref in refs if (module := ref()) is not None]
 
-    def step_ended(self, params: Iterable[Tensor]) -> None:
+    def step_ended(self, params: Sequence[Tensor], *, skipped: bool) -> None:
         """A step of these parameters is over."""
+        if skipped:
+            distributed.forget_errors(distributed.hook_memories(self._wrapped(params)))
         if self._reduced:
             over = set(_storages(params))
             kept = (item for item in self._reduced.items() if not (item[0] in over or item[0].expired()))
@@ -120,6 +123,22 @@ class RunRanks:
             return original(tensor, *args, **kwargs)
 
         return all_reduce
+
+
+def all_without_gradients(session: Session, ranks: Ranks) -> None:
+    """UsageError if a rank has gradients at this step, which this one lacks: the others then wait in a reduction."""
+    keys = [f"mezzo/without-gradients/{session.journal.updates}/{rank}" for rank in ranks.holders]
+    session.store.set(keys[ranks.holders.index(dist.get_rank())], "")
+    end = time.monotonic() + SECONDS_FOR_GRADIENTS
+    while not session.store.check(keys):
+        if time.monotonic() > end:
+            session.fatal = error = UsageError(
+                f"on rank {dist.get_rank()} an optimizer's step() was called without gradients, and other ranks did "
+                f"not do so within {SECONDS_FOR_GRADIENTS} seconds: they wait for this rank. Call backward() "
+                "on every rank before step(). On a rank without data: loss = 0.0 * model(example).sum()"
+            )
+            raise error
+        time.sleep(0.01)
 
 
 def _storages(params: Iterable[Tensor]) -> list[StorageWeakRef]:

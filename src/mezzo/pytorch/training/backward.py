@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.distributed import is_spread
+from mezzo.pytorch.distributed import averages_others, is_spread, wrappers
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.step import parameters
 
@@ -91,8 +91,10 @@ def nodes_of(roots: Iterable[Any]) -> dict[Any, None]:
 class OptimizerBackward:
     """Accumulates a loss's gradients into the parameters of one optimizer."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        self._optimizer, self._model = optimizer, model
+        self.wrappers: list[Any] = []
+        self._shares = False  # whether one of them averages gradients of others, too
         self._whole: bool | None = None  # whether backward must run through the whole graph
 
     def params(self) -> list[Tensor]:
@@ -109,16 +111,27 @@ class OptimizerBackward:
     ) -> None:
         """As `backward_into`; where the whole graph must run (the first loss decides) `others` keep their gradients.
 
-        That is with reentrant checkpoints, and under `fully_shard`, whose graph ends in gathered parameters: it hands
-        their gradients to the shards itself.
+        That is with reentrant checkpoints, under `fully_shard`, whose graph ends in gathered parameters: it hands
+        their gradients to the shards itself, and where an optimizer has a part of what a `DistributedDataParallel`
+        averages: that waits for the gradients of all its parameters.
         """
         params = self.params()
         if self._whole is None:
-            self._whole = any(map(is_spread, params)) or has_reentrant_checkpoint(loss)
+            self.wrappers = wrappers(self._model)
+            self._shares = any(averages_others(one, params) for one in self.wrappers)
+            self._whole = self._shares or any(map(is_spread, params)) or has_reentrant_checkpoint(loss)
+        if self._shares and retain_graph:
+            raise UsageError(
+                "step(retain_graph=True): this optimizer has a part of what a DistributedDataParallel averages, in the "
+                "first backward after a call only. Call the model once for each MixedPrecision, or use one optimizer: "
+                "torch.optim.AdamW([{'params': a.parameters(), 'lr': 1e-3}, {'params': b.parameters(), 'lr': 1e-4}])."
+            )
         if not self._whole:
             backward_into(loss, seed, params, retain_graph=retain_graph)
             return
-        before = [(other, other.grad) for other in others]
+        mine = set(map(id, params))
+        shared = self._model.parameters() if self._shares else ()
+        before = [(p, p.grad) for p in (*others, *shared) if id(p) not in mine]
         for other, _ in before:
             other.grad = None
         try:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.core.policy import Policy
-from mezzo.pytorch.distributed import shards
+from mezzo.pytorch.distributed import joins, shards, wrappers
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.optim.checks import refuse_replaced
 from mezzo.pytorch.optim.fused import FusedOptimizer
@@ -25,6 +25,10 @@ from mezzo.pytorch.step import parameters
 from mezzo.pytorch.training.backward import nodes_of
 
 _MASTERS = frozenset({"master", "remainder"})  # in the state of an optimizer with masters
+
+
+_TORCH = "Create one MixedPrecision per optimizer: MixedPrecision(model, optimizer)."
+_KERAS = "For Keras call mezzo.keras.set_policy('bf16') before the model is built, and train with model.fit."
 
 
 def refused(problem: str, where: str = "MixedPrecision") -> UsageError:
@@ -37,15 +41,11 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
 
     Raises UsageError unless the optimizer trains parameters of this model that no other model's MixedPrecision has.
     """
-    if not isinstance(model, nn.Module):
-        raise refused(
-            f"the model has type {type(model).__name__}, not torch.nn.Module. Use MixedPrecision(model, optimizer)."
-        )
-    if not isinstance(optimizer, Optimizer):
-        raise refused(
-            f"the optimizer has type {type(optimizer).__name__}, not torch.optim.Optimizer. Create one MixedPrecision "
-            "per optimizer: MixedPrecision(model, optimizer)."
-        )
+    for what, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer)):
+        if not isinstance(given, kind):
+            keras = any(base.__module__.startswith(("keras.", "tf_keras.")) for base in type(given).__mro__)
+            got = f"the {what} has type {type(given).__name__}, not torch's {kind.__name__}"
+            raise refused(f"{got}. {_KERAS if keras else _TORCH}")
     in_model = {id(p) for p in model.parameters()} | {id(p) for p in shards([model]).values()}
     if not in_model:
         raise refused(
@@ -131,6 +131,16 @@ def outside_autocast(loss: Tensor, policy: Policy) -> None:
             f"MixedPrecision: the loss was computed outside mp.autocast(), so nothing ran in {policy.compute}. "
             "Compute it inside: with mp.autocast(): loss = loss_fn(model(x), y).",
             stacklevel=5,  # through `_disable_dynamo`
+        )
+
+
+def not_joined(model: nn.Module, setting: str) -> None:
+    """Refuse a format that changes with this rank's number of steps: inside `join()` these numbers differ."""
+    if any(map(joins, wrappers(model))):
+        raise refused(
+            f"inside model.join() the ranks take different numbers of steps, so with {setting} they could train in "
+            f"different formats. Use another precision without {setting}, such as precision='bf16', or equally many "
+            "batches on all ranks, without join()."
         )
 
 

@@ -215,8 +215,8 @@ class MixedPrecision:
             self._optimizer_step = partial(step_fused, stepping)
             if release and self.accumulate == 1:
                 self._release = GradientRelease(self._fused)
-        self._backward = OptimizerBackward(stepping)
-        self._loss_is_bad: Tensor | bool = False  # whether a loss of this window is not finite on this rank
+        self._backward = OptimizerBackward(stepping, self.model)
+        self._loss_is_bad: Tensor | None = None  # whether a loss of this window is not finite on this rank
         # torch's zero_grad also opens a profiler range, which takes longer than the rest of it.
         own = type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)
         self._clears_itself = not own
@@ -357,6 +357,8 @@ class MixedPrecision:
                 from mezzo.pytorch.same_options import compare
 
                 compare(self, self._ranks().holders)
+        if (setting := self._resolved.to_change) and distributed.is_distributed():
+            checks.not_joined(self.model, setting)
         if self._looks:
             self._looks = False
             checks.outside_autocast(loss, self.policy)
@@ -372,7 +374,8 @@ class MixedPrecision:
         if observing.listening:
             observing.backward_begins(loss, window.seed_factor)
         if scaler is not None and distributed.is_distributed():
-            self._loss_is_bad = self._loss_is_bad | ~loss.detach().isfinite().all()
+            bad = ~loss.detach().isfinite().all()
+            self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
         try:
             if self._release is not None:
                 if retain_graph:
@@ -386,6 +389,7 @@ class MixedPrecision:
                     self._backward.params(),
                     scale=window.scale,
                     clip_norm=self.clip_norm,
+                    began=self._loss_is_bad,
                 )
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
             else:
@@ -438,9 +442,13 @@ class MixedPrecision:
         observing = self._observing
         if _NETWORKS.hold_copies and len(_NETWORKS) > len(_ALIVE):
             _NETWORKS.keep({mp.model for mp in _ALIVE})
-        must_know = self.scheduler is not None or self._average is not None or _NETWORKS.several
+        memories = distributed.hook_memories(self._backward.wrappers)
+        must_know = (
+            self.scheduler is not None or self._average is not None or bool(memories) or _NETWORKS.several
+        )
         if outcome is None:
             try:
+                distributed.check_averaged(self._backward.wrappers)
                 self._gradients.give()
                 ranks = self._ranks()
                 if observing.listening:
@@ -451,7 +459,7 @@ class MixedPrecision:
                     clip_norm=self.clip_norm,
                     host_must_know=must_know,
                     ranks=ranks,
-                    began=self._loss_is_bad if isinstance(self._loss_is_bad, Tensor) else None,
+                    began=self._loss_is_bad,
                 )
             except BaseException:
                 self._drop_step()
@@ -477,6 +485,8 @@ class MixedPrecision:
                 alone=len(_ALIVE) == 1,
             )
         self._losses.clear()
+        if skipped is True:
+            distributed.forget_errors(memories)
         if skipped is False:
             if self._average is not None:
                 with showing_masters(self.model, [mp.optimizer for mp in _ALIVE]):
@@ -494,7 +504,7 @@ class MixedPrecision:
             finding=finding,
             by_tensor=outcome.by,
         )
-        self._loss_is_bad = False
+        self._loss_is_bad = None
         scaler = self._resolved.active_scaler
         if scaler is not None and found is not None:
             scaler.update(found)
@@ -532,7 +542,7 @@ class MixedPrecision:
     def _drop_step(self) -> None:
         self._journal.flush()
         self._clear_gradients()
-        self._loss_is_bad = False
+        self._loss_is_bad = None
         distributed.drop_unsharded([self.model])
         self._observing.step_dropped()
 

@@ -52,6 +52,7 @@ class GradientRelease:
         *,
         scale: Tensor | None = None,
         clip_norm: float | None = None,
+        began: Tensor | None = None,
     ) -> StepOutcome:
         """Backward of one loss, and the optimizer's step; afterwards no parameter has a gradient.
 
@@ -71,7 +72,9 @@ class GradientRelease:
         if scale is not None or clip_norm is not None:
             ranks = distributed.ranks_of(leaves)
             sums = self._sums_of_squares(loss, seed, leaves, ranks)
-            found, multiplier, norm, by = decide(*sums, multiplier, clip_norm, ranks, looks=scale is not None)
+            found, multiplier, norm, by = decide(
+                *sums, multiplier, clip_norm, ranks, looks=scale is not None, began=began
+            )
             if found is not None and loss_scaler.reading_is_free(found) and bool(found):
                 _clear(leaves)
                 return StepOutcome(found, True, norm, by)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from contextlib import AbstractContextManager
 
 import torch
@@ -80,6 +81,14 @@ class ResolvedPrecision:
     def active_scaler(self) -> LossScaler | None:
         """The loss scale of the next step; None without one, and in the FP32 steps of a trial, which need none."""
         return None if self.trial is not None and self.trial.precision == "fp32" else self.scaler
+
+    @property
+    def to_change(self) -> str:
+        """The setting by which the format will change after a number of steps; empty if it won't."""
+        if self.trial is not None:
+            return "precision='auto'"
+        over = self.policy is self._planned.at(sys.maxsize)
+        return "" if over else f"bf16_from={self._planned.bf16_from}"
 
     def context(self) -> AbstractContextManager[Context]:
         """The autocast context of the next step."""

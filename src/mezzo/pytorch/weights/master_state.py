@@ -36,7 +36,7 @@ def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimize
         optimizer: one or several: of `mezzo.optim`, from `with_masters`, or any other for FP32 weights.
 
     Raises:
-        UsageError: the master of a weight is in an optimizer that was not given; an argument that is no optimizer.
+        UsageError: the master of a weight is in an optimizer that was not given; an argument is not an optimizer.
     """
     owners = _owners(optimizer)
     state: dict[str, Any] = model.state_dict(keep_vars=True)

@@ -17,8 +17,9 @@ from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.cross_entropy import reference
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows
-from mezzo.pytorch.kernels.plain import differentiable_gradients, is_plain
+from mezzo.pytorch.kernels.plain import differentiable_gradients, is_plain, wide_row
 
+_aten = torch.ops.aten
 _CLASSES, _WEIGHTS = (torch.int64, torch.uint8), (*SIXTEEN_BITS, torch.float32)
 _DEVICES = ("cpu", "cuda")
 SMALL = 1 << 15  # number of logits up to which PyTorch's operations are faster, and their FP32 copies small
@@ -45,9 +46,11 @@ def cross_entropy_loss(
     The loss is FP32. A row with a NaN, +inf, or only -inf has loss and gradient NaN; the mean over no row is NaN with
     gradient 0. The gradient has the logits' dtype; beyond its range it is infinite.
     """
+    loss: Tensor
     settings = (reduction, ignore_index, label_smoothing)
     if self.dtype not in SIXTEEN_BITS:
-        return _aten(self, target, weight, settings)
+        loss = _aten.cross_entropy_loss(self, target, weight, *settings)
+        return loss
     if self.numel() <= SMALL or not _is_ours(self, target, weight, settings):
         return _in_fp32(self, target, weight, settings)
     if self.dim() == 1:
@@ -57,16 +60,12 @@ def cross_entropy_loss(
     return result
 
 
-def _aten(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Tensor:
-    loss: Tensor = torch.ops.aten.cross_entropy_loss(logits, target, weight, *settings)
-    return loss
-
-
 def _in_fp32(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Tensor:
     """The naive code, which also refuses wrong arguments."""
     target = target.float() if target.dtype in SIXTEEN_BITS else target
     weight = weight.float() if weight is not None and weight.dtype in SIXTEEN_BITS else weight
-    return _aten(logits.float(), target, weight, settings)
+    loss: Tensor = _aten.cross_entropy_loss(logits.float(), target, weight, *settings)
+    return loss
 
 
 def _is_ours(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> bool:
@@ -105,7 +104,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings
     ) -> Tensor:
         reduction = settings[0]
-        given = Rows(_matrix(logits)[0], target.reshape(-1).long(), _wide(weight), *settings[1:])
+        given = Rows(_matrix(logits)[0], target.reshape(-1).long(), wide_row(weight), *settings[1:])
         ctx.kernel = kernel_for(logits.device.type, given)
         loss: Tensor
         loss, lse = ctx.kernel.rows_loss(given)
@@ -124,7 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
             naive = functools.partial(_in_fp32, target=target, weight=weight, settings=ctx.settings)
             return *differentiable_gradients(naive, [logits], [True], grad), None, None, None
         matrix, is_copy = _matrix(logits)
-        given = Rows(matrix, target.reshape(-1).long(), _wide(weight), *ctx.settings[1:])
+        given = Rows(matrix, target.reshape(-1).long(), wide_row(weight), *ctx.settings[1:])
         # The factor of each row's gradient, perhaps one number for all.
         scale = (grad if divisor is None else grad / divisor).reshape(-1).expand(len(lse))
         out = matrix if is_copy else matrix.new_empty(matrix.shape)
@@ -149,8 +148,3 @@ def divisor_of_mean(given: Rows) -> Tensor:
     if given.weight is None:
         return counts.sum(dtype=torch.float32)
     return torch.where(counts, given.weight[given.target.clamp(0, len(given.weight) - 1)], 0.0).sum()
-
-
-def _wide(weight: Tensor | None) -> Tensor | None:
-    """Class weights as the kernels take them: FP32 and contiguous."""
-    return None if weight is None else weight.detach().float().contiguous()

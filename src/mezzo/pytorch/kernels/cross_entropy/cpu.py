@@ -172,9 +172,11 @@ def weight_of(job: Pointer, target: int) -> float:
 
 
 @inline
-def store_loss(job: Pointer, i: int, logits: Pointer, top: float, exponentials: float, every: float) -> None:
+def loss_of_row(job: Pointer, i: int) -> None:
     """Store one row's loss and log-sum-exp."""
     target, classes = int64_at(job[TARGETS])[i], job[CLASSES]
+    logits = logit_at(job[LOGITS] + i * job[STRIDE])
+    top, exponentials, every = sums_of_row(logits, classes)
     out, lses = float32_at(job[LOSSES]), cpu.float64_at(job[LSES])
     log_sum = math.log(exponentials) + (top - top)  # the infinite is a NaN
     lses[i] = top + log_sum
@@ -194,14 +196,7 @@ def store_loss(job: Pointer, i: int, logits: Pointer, top: float, exponentials: 
 
 def losses(job: Pointer) -> None:
     """Take rows until none is left."""
-    while True:
-        start = cpu.take(job) * job[ROWS_AT_ONCE]
-        if start >= job[ROWS]:
-            break
-        for i in range(start, min(start + job[ROWS_AT_ONCE], job[ROWS])):
-            logits = logit_at(job[LOGITS] + i * job[STRIDE])
-            top, exponentials, every = sums_of_row(logits, job[CLASSES])
-            store_loss(job, i, logits, top, exponentials, every)
+    cpu.share(job, job[ROWS], job[ROWS_AT_ONCE], loss_of_row)
 
 
 @inline
@@ -257,9 +252,4 @@ def gradient_of_row(job: Pointer, i: int) -> None:
 
 def gradients(job: Pointer) -> None:
     """Take rows until none is left."""
-    while True:
-        start = cpu.take(job) * job[ROWS_AT_ONCE]
-        if start >= job[ROWS]:
-            break
-        for i in range(start, min(start + job[ROWS_AT_ONCE], job[ROWS])):
-            gradient_of_row(job, i)
+    cpu.share(job, job[ROWS], job[ROWS_AT_ONCE], gradient_of_row)

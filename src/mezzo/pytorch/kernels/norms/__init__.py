@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.kernels import backend
-from mezzo.pytorch.kernels.plain import differentiable_gradients, is_plain
+from mezzo.pytorch.kernels.plain import differentiable_gradients, is_plain, wide_row
 
 _PARAMETERS = (torch.float32, torch.float16, torch.bfloat16)
 _EPSILON = torch.finfo(torch.float32).eps
@@ -86,7 +86,7 @@ def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form)
     ):
         out: Tensor = _Normalised.apply(input, weight, bias, form, kernel)  # type: ignore[no-untyped-call,unused-ignore]
         return out
-    found: Tensor = kernel.forward(input.contiguous(), _row(weight), _row(bias), form)[0]
+    found: Tensor = kernel.forward(input.contiguous(), wide_row(weight), wide_row(bias), form)[0]
     return found
 
 
@@ -113,21 +113,14 @@ def _naive(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form
     return torch.rms_norm(input.float(), form.shape, weight, form.epsilon).to(input.dtype)
 
 
-def _row(parameter: Tensor | None) -> Tensor | None:
-    """A parameter as the kernels take it: FP32 and contiguous."""
-    if parameter is None:
-        return None
-    return (parameter if parameter.dtype is torch.float32 else parameter.float()).contiguous()
-
-
 class _Normalised(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form, kernel: ModuleType
     ) -> Tensor:
-        ctx.row, ctx.form, ctx.kernel = _row(weight), form, kernel
+        ctx.row, ctx.form, ctx.kernel = wide_row(weight), form, kernel
         out: Tensor
-        out, statistics = kernel.forward(x.contiguous(), ctx.row, _row(bias), form)
+        out, statistics = kernel.forward(x.contiguous(), ctx.row, wide_row(bias), form)
         ctx.save_for_backward(x, weight, bias, statistics)
         return out
 

@@ -164,16 +164,18 @@ def normalise_rows(
             store_x(out, first + i, fma(normal, f32(weight[i]), f32(bias[i])))
 
 
-def normalise(job: Pointer) -> None:
-    """Take blocks of rows until none is left."""
+@cpu.inline
+def normalise_block(job: Pointer, number: int) -> None:
+    """Normalize one block of rows."""
     tensors = int16_at(job[X]), float32_at(job[WEIGHT]), float32_at(job[BIAS]), int16_at(job[OUT])
     statistics = float32_at(job[MEANS]), float32_at(job[RSTDS])
-    while True:
-        start = cpu.take(job) * job[TAKEN]
-        if start >= job[ROWS]:
-            break
-        stop = min(start + job[TAKEN], job[ROWS])
-        normalise_rows(tensors, statistics, start, stop, job[COLUMNS], cpu.float_of(i32(job[EPSILON])))
+    start, stop = number * job[TAKEN], min((number + 1) * job[TAKEN], job[ROWS])
+    normalise_rows(tensors, statistics, start, stop, job[COLUMNS], cpu.float_of(i32(job[EPSILON])))
+
+
+def normalise(job: Pointer) -> None:
+    """Take blocks of rows until none is left."""
+    cpu.share(job, (job[ROWS] + job[TAKEN] - 1) // job[TAKEN], 1, normalise_block)
 
 
 @expand
@@ -239,17 +241,18 @@ def differentiate_rows(
                 store_x(dx, first + i, rstd * (g - g_mean - h * gh_mean))
 
 
-def differentiate(job: Pointer) -> None:
-    """Take some blocks until none is left."""
+@cpu.inline
+def differentiate_block(job: Pointer, number: int) -> None:
+    """The gradients of one block of rows."""
     columns, rows = job[COLUMNS], job[BLOCK_ROWS]
     tensors = int16_at(job[DY]), int16_at(job[X]), float32_at(job[WEIGHT]), int16_at(job[DX])
     statistics = float32_at(job[MEANS]), float32_at(job[RSTDS])
-    while True:
-        first = cpu.take(job) * job[TAKEN]
-        if first >= job[BLOCKS]:
-            break
-        for number in range(first, min(first + job[TAKEN], job[BLOCKS])):
-            at = job[SUMS] + 4 * number * columns
-            sums = float32_at(at), float32_at(at + 4 * job[BLOCKS] * columns)
-            start, stop = number * rows, min(number * rows + rows, job[ROWS])
-            differentiate_rows(tensors, statistics, sums, start, stop, columns, job[DX] != 0)
+    at = job[SUMS] + 4 * number * columns
+    sums = float32_at(at), float32_at(at + 4 * job[BLOCKS] * columns)
+    start, stop = number * rows, min(number * rows + rows, job[ROWS])
+    differentiate_rows(tensors, statistics, sums, start, stop, columns, job[DX] != 0)
+
+
+def differentiate(job: Pointer) -> None:
+    """Take some blocks until none is left."""
+    cpu.share(job, job[BLOCKS], job[TAKEN], differentiate_block)

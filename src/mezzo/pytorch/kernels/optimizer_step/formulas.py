@@ -213,39 +213,9 @@ def average(w: Value, g: Value, m: Value, b: Value, c: Numbers) -> tuple[Value, 
 
 constants_of = {
     "adamw": adam_constants,
-    "plain": sgd_constants,
-    "momentum": sgd_constants,
-    "nesterov": sgd_constants,
-    "average": sgd_constants,
+    **dict.fromkeys(("plain", "momentum", "nesterov", "average"), sgd_constants),
 }
 RULES = tuple(constants_of)
-ADAMW, PLAIN, MOMENTUM, NESTEROV, _ = range(len(RULES))
-
-
-# Triton can't look a function up by its name: `moved`, `constants_by`, `decoded`, `encoded`, `value_by` and `code_by`
-# choose one by a number.
-
-
-def constants_by(rule: int, numbers: Numbers, step: Any) -> Numbers:
-    """The constants of the rule with this index in `RULES`."""
-    if rule == ADAMW:
-        return adam_constants(numbers, step)
-    else:  # Triton compiles what follows an `if`
-        return sgd_constants(numbers, step)
-
-
-def moved(rule: int, w: Value, g: Value, m: Value, v: Value, c: Numbers) -> tuple[Value, Value, Value]:
-    """One step of the rule with this index in `RULES`."""
-    if rule == ADAMW:
-        return adamw(w, g, m, v, c)
-    elif rule == PLAIN:
-        return plain(w, g, m, v, c)
-    elif rule == MOMENTUM:
-        return momentum(w, g, m, v, c)
-    elif rule == NESTEROV:
-        return nesterov(w, g, m, v, c)
-    else:
-        return average(w, g, m, v, c)
 
 
 # Masters: a weight's pattern and what is kept with it, decoded to FP32, and encoded with noise below the last bit.
@@ -281,6 +251,7 @@ def encode_own(value: Value, noise: Pattern) -> tuple[Value, Any]:
 
 def decode_bf16(weight: Pattern, kept: Value) -> Value:
     """A separate FP32 master; the bf16 weight if it was edited."""
+    weight = i32(weight)
     return where(weight == nearest_bf16(kept), kept, float_of(i32(weight << 16)))
 
 
@@ -291,6 +262,7 @@ def encode_bf16(value: Value, noise: Pattern) -> tuple[Pattern, Value]:
 
 def decode_fp16(weight: Pattern, kept: Value) -> Value:
     """A separate FP32 master; the fp16 weight if it was edited."""
+    weight = i32(weight)
     return where(weight == i32(half_bits(kept)), kept, float_of_half(weight))
 
 
@@ -301,7 +273,8 @@ def encode_fp16(value: Value, noise: Pattern) -> tuple[Pattern, Value]:
 
 def decode_split(weight: Pattern, kept: Pattern) -> Value:
     """A bf16 weight and an int16 remainder."""
-    return joined(i32(weight << 16), kept)
+    high, low = i32(weight), i32(kept)
+    return joined(i32(high << 16), low)
 
 
 def encode_split(value: Value, noise: Pattern) -> tuple[Pattern, Pattern]:
@@ -312,7 +285,8 @@ def encode_split(value: Value, noise: Pattern) -> tuple[Pattern, Pattern]:
 
 def decode_split8(weight: Pattern, kept: Pattern) -> Value:
     """A bf16 weight and an int8 remainder."""
-    return joined(i32(weight << 16), i32(kept << 8))
+    high, low = i32(weight), i32(kept)
+    return joined(i32(high << 16), i32(low << 8))
 
 
 def encode_split8(value: Value, noise: Pattern) -> tuple[Pattern, Pattern]:
@@ -323,7 +297,7 @@ def encode_split8(value: Value, noise: Pattern) -> tuple[Pattern, Pattern]:
 
 def decode_none(weight: Pattern, kept: Any) -> Value:
     """A bf16 weight alone."""
-    return float_of(i32(weight << 16))
+    return float_of(i32(i32(weight) << 16))
 
 
 def encode_none(value: Value, noise: Pattern) -> tuple[Pattern, Pattern]:
@@ -335,37 +309,6 @@ def encode_none(value: Value, noise: Pattern) -> tuple[Pattern, Pattern]:
 # Form of storage -> the type in memory of what is kept with the weight (FP32 or a 16-bit pattern), "" for nothing.
 kept_types = {"own": "", "bf16": "float32", "fp16": "float32", "split": "int16", "split8": "int8", "none": ""}
 FORMS = tuple(kept_types)
-OWN, BF16, FP16, SPLIT, SPLIT8, NONE = range(len(FORMS))
-
-
-def decoded(form: int, weight: Any, kept: Any) -> Value:
-    """The master in the storage with this index in `FORMS`."""
-    if form == OWN:
-        return weight
-    elif form == BF16:
-        return decode_bf16(i32(weight), kept)
-    elif form == FP16:
-        return decode_fp16(i32(weight), kept)
-    elif form == SPLIT:
-        return decode_split(i32(weight), i32(kept))
-    elif form == SPLIT8:
-        return decode_split8(i32(weight), i32(kept))
-    else:
-        return decode_none(i32(weight), 0)
-
-
-def encoded(form: int, value: Value, noise: Pattern) -> tuple[Any, Any]:
-    """A weight's pattern and what is kept with it, in the 16-bit storage with this index in `FORMS`."""
-    if form == BF16:
-        return encode_bf16(value, noise)
-    elif form == FP16:
-        return encode_fp16(value, noise)
-    elif form == SPLIT:
-        return encode_split(value, noise)
-    elif form == SPLIT8:
-        return encode_split8(value, noise)
-    else:
-        return encode_none(value, noise)
 
 
 # States: one code per element, by itself or with one scale (a power of two) per `GROUP`. A codec is
@@ -389,31 +332,6 @@ state_formats = {
     "int8": StateFormat(torch.uint8, True, "e4m3", "e5m3"),
 }
 codecs = {"fp32": "float32", "bf16": "int16", "e4m3": "int8", "e5m3": "uint8"}  # -> a code's type in memory
-CODE_FP32, CODE_BF16, CODE_E4M3, CODE_E5M3 = range(len(codecs))
-
-
-def value_by(codec: int, code: Any, scale: Value) -> Value:
-    """The value of a code, by the codec with this index in `codecs`."""
-    if codec == CODE_FP32:
-        return value_fp32(code, scale)
-    elif codec == CODE_BF16:
-        return value_bf16(code, scale)
-    elif codec == CODE_E4M3:
-        return value_e4m3(code, scale)
-    else:
-        return value_e5m3(code, scale)
-
-
-def code_by(codec: int, value: Value, inverse: Value, noise: Pattern) -> Any:
-    """The code of a value, by the codec with this index in `codecs`; the low bits count that its type has."""
-    if codec == CODE_FP32:
-        return code_fp32(value, inverse, noise)
-    elif codec == CODE_BF16:
-        return code_bf16(value, inverse, noise)
-    elif codec == CODE_E4M3:
-        return code_e4m3(value, inverse, noise)
-    else:
-        return code_e5m3(value, inverse, noise)
 
 
 value_fp32 = decode_own
@@ -426,7 +344,7 @@ def code_fp32(value: Value, inverse: Value, noise: Pattern) -> Value:
 
 def value_bf16(code: Pattern, scale: Value) -> Value:
     """A bf16 pattern."""
-    return decode_none(i32(code), 0)
+    return decode_none(code, 0)
 
 
 def code_bf16(value: Value, inverse: Value, noise: Pattern) -> Pattern:

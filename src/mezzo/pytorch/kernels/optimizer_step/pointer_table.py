@@ -6,8 +6,6 @@ memory. A word of `chunks` is one program's work: the parameter's line in the up
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -48,13 +46,17 @@ class PointerTable:
         blocks = [max(1, -(-row.weight.numel() // BLOCK)) for row in self.owner]
         self.blocks = _blocks_a_program(sum(blocks), self.device)
 
-        self._fixed_aligned = np.array([_is_aligned(row) for row in self.owner])
+        self._fixed_aligned = np.array(
+            [all(address(each) % 16 == 0 for each in (row.master, *row.states)) for row in self.owner]
+        )
         self._now = self._read(groups)
         rows = [
             (*_fixed(row), self.kinds.index(code), group, row.offset)
             for row, code, group in zip(self.owner, kinds, of_group)
         ]
-        chunks = _chunks(blocks, self.blocks)
+        chunks = np.concatenate(
+            [(i << 32) + np.arange(0, n, self.blocks, dtype=np.int64) for i, n in enumerate(blocks)]
+        )
         parts = self._now, np.array(rows, dtype=np.int64).ravel(), chunks
         self._buffer = self._pinned(np.concatenate(parts)).to(self.device, non_blocking=True)
         self.current, self.rows, self.chunks = self._buffer.split([len(part) for part in parts])
@@ -95,15 +97,6 @@ def _fixed(row: Row) -> tuple[int, ...]:
     states, scales = [*row.states, None, None], [*row.scales, None, None]
     tensors = (row.master, states[0], states[1], scales[0], scales[1], row.step)
     return (*(address(tensor) for tensor in tensors), row.weight.numel(), row.ordinal)
-
-
-def _is_aligned(row: Row) -> bool:
-    return all(address(tensor) % 16 == 0 for tensor in (row.master, *row.states))
-
-
-def _chunks(blocks: Sequence[int], stride: int) -> np.ndarray:
-    words = [(i << 32) + np.arange(0, count, stride, dtype=np.int64) for i, count in enumerate(blocks)]
-    return np.concatenate(words)
 
 
 def _blocks_a_program(blocks: int, device: torch.device) -> int:

@@ -87,11 +87,7 @@ _DRAWS = (formulas.first_noise, formulas.second_noise)
 def decode_master(masters: str, weight: Tensor, kept: Tensor | None) -> Tensor:
     """The FP32 values of weights and what is kept with them; for an edited weight, a value within one ulp of it."""
     decode = getattr(formulas, f"decode_{form(masters, weight.dtype)}")
-    if masters != "own":
-        weight = weight.view(torch.int16).to(torch.int32)
-    if kept is not None and masters != "fp32":
-        kept = formulas.i32(kept)
-    value: Tensor = decode(weight, kept)
+    value: Tensor = decode(weight if masters == "own" else weight.view(torch.int16), kept)
     return value
 
 

@@ -8,6 +8,8 @@ storage formats and rules that occur, each compiled to straight code. Settings a
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -33,8 +35,8 @@ _PART = tl.constexpr(256)  # elements of a short or unaligned block at a time: o
 _ROW_WORDS = tl.constexpr(pointer_table.ROW_WORDS)
 _CURRENT_WORDS = tl.constexpr(pointer_table.CURRENT_WORDS)
 _HYPER_WORDS = tl.constexpr(pointer_table.HYPER_WORDS)
-_ADAMW, _PLAIN = tl.constexpr(formulas.ADAMW), tl.constexpr(formulas.PLAIN)
-_OWN, _FP16, _NONE = (tl.constexpr(code) for code in (formulas.OWN, formulas.FP16, formulas.NONE))
+_ADAMW, _PLAIN = (tl.constexpr(formulas.RULES.index(rule)) for rule in ("adamw", "plain"))
+_OWN, _FP16, _NONE = (tl.constexpr(formulas.FORMS.index(form)) for form in ("own", "fp16", "none"))
 
 # By the index of a form of masters, of a state's format and of a codec: types in memory, codecs, whether with scales.
 _KEPT_TYPES = tl.constexpr(
@@ -45,6 +47,13 @@ _CODE_TYPES = tl.constexpr(tuple(getattr(tl, memory) for memory in formulas.code
 _SIGNED = tl.constexpr(tuple(_CODES.index(how.signed) for how in formulas.state_formats.values()))
 _UNSIGNED = tl.constexpr(tuple(_CODES.index(how.unsigned) for how in formulas.state_formats.values()))
 _IS_SCALED = tl.constexpr(tuple(how.is_scaled for how in formulas.state_formats.values()))
+
+# The names of the functions by the index of a rule, a form and a codec. Triton does not see which functions a kernel
+# calls by `getattr`, so the source of all of them is a part of this table, and so of the key in Triton's cache.
+_RULES = tl.constexpr((*formulas.RULES, hashlib.sha256(inspect.getsource(formulas).encode()).hexdigest()))
+_CONSTANTS = tl.constexpr(tuple(function.__name__ for function in formulas.constants_of.values()))
+_DECODE, _ENCODE = (tl.constexpr(tuple(map(verb.__add__, formulas.FORMS))) for verb in ("decode_", "encode_"))
+_VALUE, _CODE = (tl.constexpr(tuple(map(verb.__add__, formulas.codecs))) for verb in ("value_", "code_"))
 
 
 @triton.jit
@@ -214,7 +223,7 @@ def _blocks_of_row(
     step = (tl.load(tl.load(row + 5).to(tl.pointer_type(tl.float32))) + 1.0).to(tl.int32)
     RULE: tl.constexpr = KINDS[0] // 256 % 8  # all are of one optimizer
     numbers = [tl.load(hyper + i) for i in (1, 2, 3, 4, 5, 6, 7)]
-    numbers = f.constants_by(RULE, numbers, step)
+    numbers = getattr(f, _CONSTANTS[RULE])(numbers, step)
     constants = [each.to(tl.float32) for each in numbers]  # in Triton the variable outlives the brackets
     l2 = tl.load(hyper).to(tl.float32)
     offset = tl.load(row + 10)
@@ -296,7 +305,7 @@ def _update(
     m = _load_state(first, HAS_FIRST, FIRST, SCALED, PLAIN)
     v = _load_state(second, HAS_SECOND, SECOND, SCALED, PLAIN)
 
-    w = f.decoded(MASTERS, w, kept)
+    w = getattr(f, _DECODE[MASTERS])(w, kept)
     g = block.decode_float(g, GRAD) * scale
     if MAXIMIZES:
         g = g * -1.0
@@ -311,7 +320,7 @@ def _update(
     else:
         v = g
 
-    w, m, v = f.moved(RULE, w, g, m, v, constants)
+    w, m, v = getattr(f, _RULES[RULE])(w, g, m, v, constants)
 
     place = f.place(start.to(tl.uint32) + index.to(tl.uint32))
     word = f.noise(step_key, place)
@@ -336,7 +345,7 @@ def _store_master(
         block.store(weight, w, here, tl.float32, PLAIN)
         return tl.zeros(w.shape, tl.int1)
     else:
-        high, kept = f.encoded(MASTERS, w, noise)
+        high, kept = getattr(f, _ENCODE[MASTERS])(w, noise)
         if _KEPT_TYPES[MASTERS] is not None:
             block.store(master, kept, here, _KEPT_TYPES[MASTERS], PLAIN)
         block.store(weight, high, here, tl.int16, PLAIN)
@@ -366,9 +375,9 @@ def _decode_state(stored: tl.tuple, CODEC: tl.constexpr, SCALED: tl.constexpr) -
     """The FP32 values of what `_load_state` returned."""
     codes, scale = stored
     if SCALED:
-        return f.value_by(CODEC, codes, f.value_bf16(scale, 1.0)[:, None])
+        return getattr(f, _VALUE[CODEC])(codes, f.value_bf16(scale, 1.0)[:, None])
     else:
-        return f.value_by(CODEC, codes, 1.0)
+        return getattr(f, _VALUE[CODEC])(codes, 1.0)
 
 
 @triton.jit
@@ -388,8 +397,8 @@ def _store_state(
             value = tl.where(mask, value, 0.0)  # elements beyond the end don't affect their group's scale
         largest = tl.max(f.magnitude(value), axis=1)
         value = f.cut(value, largest[:, None])
-        codes = f.code_by(CODEC, value, f.group_inverse(largest)[:, None], noise)
+        codes = getattr(f, _CODE[CODEC])(value, f.group_inverse(largest)[:, None], noise)
         block.store(address, codes, here, _CODE_TYPES[CODEC], PLAIN)
         block.store(scale, f.group_scale(largest), scales_here, tl.int16, False)
     else:
-        block.store(address, f.code_by(CODEC, value, 1.0, noise), here, _CODE_TYPES[CODEC], PLAIN)
+        block.store(address, getattr(f, _CODE[CODEC])(value, 1.0, noise), here, _CODE_TYPES[CODEC], PLAIN)
