@@ -70,8 +70,7 @@ class Overflows:
         """Whether this rank has no gradients; UsageError if ranks that decide together with it have some."""
         if not is_distributed() or any(p.grad is not None for p in parameters(optimizer)):
             return False
-        ranks = self._session.ranks.of(list(parameters(optimizer)))
-        if ranks and self._session.store is not None:
+        if (ranks := self._session.ranks.of(list(parameters(optimizer)))) and self._session.store is not None:
             all_without_gradients(self._session, ranks)
         else:
             self._session.journal.note(
