@@ -17,10 +17,11 @@ def names() -> dict[str, str]:
     found = {f"mezzo.formats.{name}": "mezzo.core.formats" for name in FORMATS}
     for package in map(importlib.import_module, reversed(PACKAGES)):
         lazy = getattr(package, "_PUBLIC", {})
-        own = {
-            name: package.__name__ if lazy else getattr(package, name).__module__ for name in package.__all__
-        }
-        found = {f"{package.__name__}.{name}": at for name, at in {**own, **lazy}.items()} | found
+        own = [
+            name for name in package.__all__ if name not in lazy
+        ]  # from elsewhere, unless the others are lazy
+        at = {name: package.__name__ if lazy else getattr(package, name).__module__ for name in own}
+        found = {f"{package.__name__}.{name}": place for name, place in {**lazy, **at}.items()} | found
     found |= {module: module for module in sys.modules["mezzo"]._INTEGRATIONS.values()}
     return found
 

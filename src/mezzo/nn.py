@@ -11,5 +11,4 @@ from mezzo.pytorch.linear_cross_entropy import LinearCrossEntropy, linear_cross_
 
 __all__ = ["LinearCrossEntropy", "linear_cross_entropy"]
 
-# For errors, with the name that was meant.
-__getattr__, __dir__ = lazy("mezzo.nn", dict.fromkeys(__all__, ""))
+__getattr__, __dir__ = lazy("mezzo.nn", dict.fromkeys(__all__, ""))  # for errors, with the name meant

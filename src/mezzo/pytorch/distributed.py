@@ -188,8 +188,8 @@ def hook_memories(wrappers: Iterable[Any]) -> list[Any]:
 def forget_errors(memories: Iterable[Any]) -> None:
     """After a skipped step, whose NaN or infinity the hooks would add to all later gradients."""
     for state in memories:
-        for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-            kept.clear()
+        for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
+            getattr(state, name, {}).clear()
 
 
 def joins(wrapper: Any) -> bool:

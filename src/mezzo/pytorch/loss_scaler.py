@@ -30,6 +30,7 @@ from mezzo.core.loss_scale import (
     power_text,
     rounded,
 )
+from mezzo.pytorch import distributed
 
 
 class LossScaler:
@@ -99,10 +100,9 @@ def follow_joins(model: nn.Module, owner: Any) -> None:
 
     DDP sums gradients that each rank has scaled, so all ranks must have one scale; a rank without data does not step.
     """
-    for part in model.modules():
-        if isinstance(part, nn.parallel.DistributedDataParallel):
-            _TRAINED.setdefault(part, []).append(weakref.ref(owner))
-            part.join_hook = partial(_join_hook, part)  # type: ignore[method-assign]
+    for part in distributed.wrappers(model):
+        _TRAINED.setdefault(part, []).append(weakref.ref(owner))
+        part.join_hook = partial(_join_hook, part)
 
 
 def _join_hook(wrapper: Any, **kwargs: Any) -> Any:

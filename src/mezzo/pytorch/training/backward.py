@@ -173,12 +173,14 @@ class Accumulation:
     @property
     def seed_factor(self) -> Tensor | float:
         """What `seed` multiplies a loss's gradients with."""
-        return (1.0 if self.scale is None else self.scale) / self.accumulate
+        scale = 1.0 if self.scale is None else self.scale
+        return scale if self.accumulate == 1 else scale / self.accumulate  # a division by 1 takes time, too
 
     @property
     def gradient_factor(self) -> Tensor | float:
         """How many times the window's summed gradients are too large."""
-        return (1.0 if self.scale is None else self.scale) / self.rescale
+        scale = 1.0 if self.scale is None else self.scale
+        return scale if self.rescale == 1.0 else scale / self.rescale
 
 
 class Gradients:

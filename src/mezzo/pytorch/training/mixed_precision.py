@@ -493,7 +493,7 @@ class MixedPrecision:
                     self._average(self.model)
             if self.scheduler is not None:
                 self.scheduler.step()
-        low = None if self._stored_as[0] == "fp32" else self._fused  # whose own flag changes with later steps
+        low = None if self._stored_as[0] == "fp32" else self._fused  # later steps change its flag
         result = StepResult(
             updated=True,
             found_inf=None if found is None else skipped,
