@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.core.errors import BannedOpError
 from mezzo.core.policy import Policy
@@ -25,6 +24,7 @@ from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.emulated import KEEP_RANK, emulated, saving_low
 from mezzo.pytorch.kernels.packing import Rounded, hooks_are_allowed
 from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.nested import mapped, tensors
 
 Action = Callable[..., Any]
 
@@ -98,10 +98,10 @@ def for_other_layouts(op_plan: OpPlan, name: str, device_type: str) -> Action | 
     lowers = op_plan.how != "fp32"
 
     def widened(*args: Any, **kwargs: Any) -> Any:
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        if lowers and any(t.is_nested for t in tensors) and not any(t.dtype is _FP32 for t in tensors):
+        given = list(tensors((args, kwargs)))
+        if lowers and any(t.is_nested for t in given) and not any(t.dtype is _FP32 for t in given):
             return overload(*args, **kwargs)  # nested tensors have 16-bit kernels
-        wide_args, wide_kwargs = tree_map_only(Tensor, widen, (args, kwargs))
+        wide_args, wide_kwargs = mapped((args, kwargs), widen)
         return overload(*wide_args, **wide_kwargs)
 
     return noted(op_plan.op, widened) if lowers else widened

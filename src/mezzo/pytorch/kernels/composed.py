@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from mezzo.pytorch.kernels.emulated import emulated
 from mezzo.pytorch.kernels.packing import Versioned, hooks_are_allowed
 from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.nested import tensors
 
 _aten = torch.ops.aten
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -89,7 +89,7 @@ def with_fp32_state(overload: Any, compute: torch.dtype) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         hx = args[place]
         read = (args[0], *args[place:])  # not `batch_sizes` of a packed sequence, which is integers
-        if any(isinstance(leaf, Tensor) and leaf.dtype not in _FORMATS for leaf in tree_leaves(read)):
+        if any(tensor.dtype not in _FORMATS for tensor in tensors(read)):
             return overload(*args)
         wide_hx = hx.float() if isinstance(hx, Tensor) else [state.float() for state in hx]
         ends: list[Tensor] = []

@@ -22,7 +22,7 @@ from mezzo.pytorch import distributed
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.kernels.plain import is_dense
 from mezzo.pytorch.monitor.module_paths import joined
-from mezzo.pytorch.monitor.operations import tensors
+from mezzo.pytorch.nested import tensors
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.snapshot import version_of
 from mezzo.pytorch.weights import master_state
@@ -134,7 +134,7 @@ def _numbers(tensor: Tensor) -> Tensor | None:
         tensor = torch.view_as_real(tensor.resolve_conj()).resolve_neg()
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_floating_point():
         return None
-    if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if tensor.is_meta or torch.func.debug_unwrap(tensor) is not tensor:
         return None
     return tensor.resolve_neg()
 
@@ -203,7 +203,7 @@ class WatchedOutputs:
                 continue
             if not repeats:
                 self.rows.add(path, ACTIVATION, tensor)
-            if tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            if tensor.requires_grad and torch.func.debug_unwrap(tensor) is tensor:
                 self._handles.append(tensor.register_hook(self._gradient_hook(path)))
 
     def _first_seen(self, tensor: Tensor) -> bool:

@@ -33,10 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backward pass
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from mezzo.pytorch.snapshot import BufferSlot, BufferSnapshot
+from mezzo.pytorch.snapshot import BufferSlot, BufferSnapshot, has_running_statistics
 
 SMALL = 2**16
 """Bytes up to which a buffer is always copied."""
@@ -71,7 +70,7 @@ class MovingBuffers:
         self.parameters: frozenset[int] = frozenset()
         self.turn = -1
         # Plain bools, for a compiler may read `watches`.
-        self._has_norm = any(isinstance(module, _NormBase) for module in model.modules())
+        self._has_norm = any(map(has_running_statistics, model.modules()))
         self._has_buffers = self._has_norm or any(module._buffers for module in model.modules())
 
     @property
@@ -208,7 +207,7 @@ class MovingBuffers:
                 if (id(module._buffers), name) in self._known or (buffer is not None and buffer.is_meta):
                     continue
                 self._known.add((id(module._buffers), name))
-                is_norm = isinstance(module, _NormBase) and name in _NORM_BUFFERS
+                is_norm = has_running_statistics(module) and name in _NORM_BUFFERS
                 path = f"{prefix}.{name}" if prefix else name
                 norm = weakref.ref(module) if is_norm else None
                 slot = BufferSlot(path, module._buffers, name, norm)
