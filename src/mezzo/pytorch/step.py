@@ -59,8 +59,7 @@ def step_in_place(
         found = combined(unscale_(grads, _inverse(scale, rescale)).values(), scale.device)
     elif rescale != 1.0:
         with torch.no_grad():
-            for grad in grads:
-                grad.mul_(rescale)
+            torch._foreach_mul_(grads, rescale)
     found, norm, by = clip_(params, grads, found, clip_value, clip_norm, ranks, began)
     return StepOutcome(found, take(optimizer, found, host_must_know=host_must_know), norm, by)
 
@@ -238,7 +237,7 @@ def check_finite(optimizer: Optimizer) -> bool:
             by_device.setdefault(grad.device, []).append(numbers_of(grad))
     # Norms only read, in one call, and are NaN or infinite where an element is: few need the exact look.
     return all(
-        math.isfinite(torch.nn.utils.get_total_norm(grads))
+        math.isfinite(torch.stack(torch._foreach_norm(grads)).sum())
         or all(bool(grad.isfinite().all()) for grad in grads)
         for grads in by_device.values()
     )
@@ -285,9 +284,9 @@ def clip_(
     `grads` are of `params`. The norm is 0-dim, or None without `clip_norm`.
     """
     counted = [grad for grad, param in zip(grads, params) if ranks.counts(param)]
-    holders: Any = [SimpleNamespace(grad=grad) for grad in grads]  # PyTorch's clips read only `.grad`
     norms = [] if clip_norm is None else [torch.nn.utils.get_total_norm(counted)]
     if clip_value is not None:
+        holders: Any = [SimpleNamespace(grad=grad) for grad in grads]  # it reads no more of a parameter
         torch.nn.utils.clip_grad_value_(holders, clip_value)
         norms += [torch.nn.utils.get_total_norm(counted) for _ in norms]
     by = None
@@ -297,7 +296,10 @@ def clip_(
         found, squares, by = ranks.agreed(found, squares, began)
         norms = list(squares.sqrt().float())
     if clip_norm is not None and clip_norm < math.inf:
-        torch.nn.utils.clip_grads_with_norm_(holders, clip_norm, norms[-1])
+        factor = (clip_norm / (norms[-1] + 1e-6)).clamp(max=1.0)
+        for device in dict.fromkeys(grad.device for grad in grads):
+            group = [grad for grad in grads if grad.device == device]
+            torch._foreach_mul_(group, factor.to(device, non_blocking=True))
     return found, norms[0] if norms else None, by
 
 
