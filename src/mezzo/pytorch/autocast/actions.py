@@ -22,7 +22,7 @@ from mezzo.pytorch.autocast.plan import OpPlan, Overload, overload_named, takes_
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, dtype_of, name_of
 from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.emulated import KEEP_RANK, emulated, saving_low
-from mezzo.pytorch.kernels.packing import Rounded, hooks_are_allowed
+from mezzo.pytorch.kernels.packing import Rounded
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.nested import mapped, tensors
 
@@ -186,7 +186,7 @@ def _in_fp32(op_plan: OpPlan, overload: Overload, device_type: str) -> Action:
 
 def _is_worth_packing(x: Tensor) -> bool:
     """Whether a 16-bit input is large enough, and an eager backward may ask for it."""
-    return x.numel() >= _WORTH_PACKING and torch.is_grad_enabled() and is_plain(x) and hooks_are_allowed()
+    return x.numel() >= _WORTH_PACKING and torch.is_grad_enabled() and is_plain(x)
 
 
 def _saving_halves(op: Action, args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels.emulated import emulated
-from mezzo.pytorch.kernels.packing import Versioned, hooks_are_allowed
+from mezzo.pytorch.kernels.packing import Versioned, with_hooks
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.nested import tensors
 
@@ -48,9 +48,9 @@ def keeping_short_indices(op: str, call: Callable[..., Tensor]) -> Callable[...,
     """PyTorch's max-pooling op `call` that keeps its indices for backward in 16 or 32 bits, not in 64."""
     spatial = _SPATIAL[op]
 
-    def pooled(x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+    def pooled(x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         is_large = x.requires_grad and x.numel() >= _WORTH_IT and torch.is_grad_enabled()
-        if not is_large or not is_plain(x) or not hooks_are_allowed():
+        if not is_large or not is_plain(x):
             return call(x, *args, **kwargs)
         elements = math.prod(x.shape[-spatial:])
         if elements > 1 << 31:
@@ -67,8 +67,7 @@ def keeping_short_indices(op: str, call: Callable[..., Tensor]) -> Callable[...,
             saved: Tensor = give(packed[0])
             return saved.to(torch.int64) if packed[1] else saved
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return call(x, *args, **kwargs)
+        return with_hooks(pack, unpack, call, x, *args, **kwargs)
 
     return pooled
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -299,10 +298,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
 
     # As a separate frame (the module inside a compiled model), this is skipped, as PyTorch's own `__call__` is: the
     # module's `forward` is compiled. It is still traced inside a compiled step.
-    pieces: Any = eval_frame
-    skip = pieces._FrameExecStrategy(pieces._FrameAction.SKIP, pieces._FrameAction.DEFAULT)
     for function in (call, outermost):
-        pieces.set_code_exec_strategy(function.__code__, skip)
+        not_traced(function, inner="DEFAULT")
     return call
 
 

@@ -18,21 +18,7 @@ from mezzo.core.formats import named
 from mezzo.core.recipes import HADAMARD, Factor
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.kernels import cpu, jit
-from mezzo.pytorch.kernels.cpu import (
-    Pointer,
-    bits,
-    f32,
-    float32_at,
-    float_of,
-    float_of_half,
-    i16,
-    i32,
-    inline,
-    loop,
-    u8,
-    u32,
-    uint8_at,
-)  # fmt: skip
+from mezzo.pytorch.kernels.cpu import Pointer, bits, f32, float32_at, float_of, i32, loop, u8, u32, uint8_at
 
 INFINITY = 0x7F800000  # the pattern
 _LARGEST = f32(torch.finfo(torch.float32).max)
@@ -120,9 +106,9 @@ def _quantizer(factor: Factor, width: int, x: torch.dtype) -> int:
         "NMANT": str(form.nmant),
         "LEAST": str(127 + form.minexp),
         "LARGEST": repr(float(form.max)),
-        "scales_of": f"{'by_e4m3fn' if factor.scale == 'e4m3fn' else 'by_power'}",
-        "gaps_of": f"{'stochastic' if factor.stochastic else 'nearest'}",
-        "code_of": f"{'own_code' if form.bits == 8 else 'wider_code'}",
+        "scales_of": "by_e4m3fn" if factor.scale == "e4m3fn" else "by_power",
+        "gaps_of": "stochastic" if factor.stochastic else "nearest",
+        "code_of": "own_code" if form.bits == 8 else "wider_code",
     }
     return jit.kernel(sys.modules[__name__], bindings, "quantize_tiles").address
 
@@ -148,20 +134,20 @@ value_at = cpu.int16_at  # bound
 store_value = cpu.store_bf16  # bound
 
 
-@inline
+@cpu.inline
 def binade_of(magnitude: int, least: int) -> int:
     """The pattern of the largest power of two up to a magnitude, at least that of the biased exponent."""
     return max(i32(magnitude & i32(INFINITY)), i32(least << 23))
 
 
-@inline
+@cpu.inline
 def nearest(magnitude: int, sign: int, binade: int, nmant: int, place: int) -> int:
     """A magnitude in the format's gaps, ties to even: the low bits of its sum with 1.5 * 2**23 gaps."""
     anchor = i32(binade + i32(((23 - nmant) << 23) + (1 << 22)))
     return i32(bits(f32(float_of(magnitude) + float_of(anchor))) - anchor)
 
 
-@inline
+@cpu.inline
 def stochastic(magnitude: int, sign: int, binade: int, nmant: int, place: int) -> int:
     """The same, up or down at random, by the hash of `quantized.uniform`."""
     h = u32(u32(u32(magnitude | sign) * u32(0x2C1B3C6D)) + u32(u32(place) * u32(0x297A2D39)))
@@ -173,31 +159,31 @@ def stochastic(magnitude: int, sign: int, binade: int, nmant: int, place: int) -
     return i32(f32(gaps + uniform))
 
 
-@inline
+@cpu.inline
 def value_of(gaps: int, binade: int, nmant: int) -> float:
     """A number of gaps as FP32."""
     return f32(f32(gaps) * float_of(i32(binade - i32(nmant << 23))))
 
 
-@inline
+@cpu.inline
 def own_code(gaps: int, binade: int, rounded: float, least: int, nmant: int) -> int:
     """Without the sign: the gaps from 0, and the binades of as many codes below."""
     return i32(gaps + i32(i32(binade - i32(least << 23)) >> i32(23 - nmant)))
 
 
-@inline
+@cpu.inline
 def wider_code(gaps: int, binade: int, rounded: float, least: int, nmant: int) -> int:
     """The code of e4m3fn with the value."""
     return max(i32(0), i32(i32(bits(rounded) >> 20) - i32(120 << 3)))
 
 
-@inline
+@cpu.inline
 def power(biased: int) -> float:
     """``2 ** (biased - 127)``, for 0 as well."""
     return float_of(i32(biased << 23) if biased > 0 else i32(1 << 22))
 
 
-@inline
+@cpu.inline
 def by_power(largest: int, divisor: float, given: Given) -> tuple[float, float]:
     """A block's scale and its inverse, powers of two: up from the quotient, or the floor if `given` has an exponent."""
     lowest, highest, floor = given
@@ -208,7 +194,7 @@ def by_power(largest: int, divisor: float, given: Given) -> tuple[float, float]:
     return power(biased), power(i32(i32(254) - biased))
 
 
-@inline
+@cpu.inline
 def by_e4m3fn(largest: int, divisor: float, given: Given) -> tuple[float, float]:
     """NVFP4's scale of a block, and what its elements are multiplied by; `given` are the tensor's factors."""
     of_tensor, decode_tensor = float_of(given[0]), float_of(given[1])
@@ -219,18 +205,18 @@ def by_e4m3fn(largest: int, divisor: float, given: Given) -> tuple[float, float]
     return scale, _LARGEST if inverse > _LARGEST else inverse
 
 
-@inline
+@cpu.inline
 def value_of_e4m3fn(code: int) -> float:
     """The fp16 with the same bits, which is 2**-8 of it; NaN is in the exponent of fp16's largest."""
     low = i32(code & i32(0x7F))
     pattern = i32(i32(i32(code & i32(0x80)) << 8) | i32(low << 7))
-    return f32(float_of_half(i16(i32(0x7E00) if low == i32(0x7F) else pattern)) * f32(256.0))
+    return f32(cpu.float_of_half(cpu.i16(i32(0x7E00) if low == i32(0x7F) else pattern)) * f32(256.0))
 
 
-@inline
+@cpu.inline
 def value_of_e5m2(code: int) -> float:
     """The upper half of an fp16."""
-    return float_of_half(i16(i32(code << 8)))
+    return cpu.float_of_half(cpu.i16(i32(code << 8)))
 
 
 gaps_of = nearest  # bound
