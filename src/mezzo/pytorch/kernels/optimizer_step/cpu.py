@@ -23,13 +23,7 @@ from torch import Tensor
 from mezzo.pytorch.kernels import cpu, jit
 from mezzo.pytorch.kernels.cpu import Pointer, expand, f32, i16, i32, inline, int64_at, loop, types, u32
 from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, address, form, formulas
-from mezzo.pytorch.kernels.optimizer_step.formulas import (
-    GROUP,
-    codecs,
-    constants_of,
-    kept_types,
-    state_formats,
-)
+from mezzo.pytorch.kernels.optimizer_step.formulas import GROUP
 
 # A job: what the compiled function is given.
 COUNTER, CHUNKS, CHUNK_LIST, TABLE, CONSTANT_TABLE, OVERFLOW, JOB_WORDS = range(7)
@@ -54,9 +48,8 @@ _STORES = {"": "nothing", "float32": "cpu.store_fp32"}
 
 Words = npt.NDArray[np.int64]
 Call = Callable[[int, int], None]
-Kind = tuple[
-    str, bool, int, str, str, torch.dtype
-]  # rule, L2, states, their format, form of the weight, gradient
+# Rule, whether L2, states, their format, form of the weight, gradient.
+Kind = tuple[str, bool, int, str, str, torch.dtype]
 
 
 class DeviceStepper:
@@ -157,7 +150,7 @@ class _Plan:
             self.constants = np.zeros((len(pairs), CONSTANT_WORDS), np.float32)
         for constants, (group, move) in zip(self.constants, pairs):
             hyper = hypers[group]
-            own = constants_of[hyper.rule](hyper.numbers, int(move))
+            own = formulas.constants_of[hyper.rule](hyper.numbers, int(move))
             constants[:] = (-factor if hyper.maximize else factor, move, hyper.l2, *own)
 
 
@@ -186,12 +179,12 @@ def _kernel(kind: Kind) -> jit.Kernel:
         "weight_noise": "noise_apart" if weight == "none" else "noise_same",
         **jit.elements(grad_dtype, load="load_grad", at="grad_at"),
         **_access("weight", "float32" if weight == "own" else "int16"),
-        **_access("master", kept_types[weight]),
+        **_access("master", formulas.kept_types[weight]),
     }
-    how = state_formats[state]
+    how = formulas.state_formats[state]
     for index, (name, codec) in enumerate((("first", how.signed), ("second", how.unsigned))):
         exists = index < states
-        bindings |= _access(name, codecs[codec] if exists else "")
+        bindings |= _access(name, formulas.codecs[codec] if exists else "")
         bindings |= {
             f"{each}_{name}": f"f.{each}_{codec}" if exists else "nothing" for each in ("value", "code")
         }
