@@ -34,7 +34,7 @@ def tensors(value: Any, depth: int = 6, *, objects: bool = False) -> Iterator[Te
         yield value
         return
     items: Any = ()
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         items = value
     elif isinstance(value, Mapping):
         items = value.values()
