@@ -28,7 +28,7 @@ from mezzo.pytorch.kernels import jit
 from mezzo.pytorch.kernels.cross_entropy import cross_entropy_loss
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.kernels.norms import layer_norm, rms_norm
-from mezzo.pytorch.kernels.optimizer_step import cpu, cpu_loops
+from mezzo.pytorch.kernels.optimizer_step import cpu
 
 ADAMW = cases.HYPERS["adamw"]
 
@@ -122,9 +122,9 @@ def test_a_forked_process_steps_on_threads_of_its_own() -> None:
 
 ONE_STEP = """
 from mezzo.pytorch.kernels import jit
-from mezzo.pytorch.kernels.optimizer_step import cpu_loops
-kernel = jit.kernel(cpu_loops, {}, "count_moves")
-assert jit.kernel(cpu_loops, {}, "count_moves") is kernel
+from mezzo.pytorch.kernels.optimizer_step import cpu
+kernel = jit.kernel(cpu, {}, "count_moves")
+assert jit.kernel(cpu, {}, "count_moves") is kernel
 assert jit.compile_seconds() == kernel.seconds > 0
 print(kernel.from_cache)
 """
@@ -145,7 +145,7 @@ def test_what_processes_compile_at_once_the_next_loads(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ONE_STEP]
     both = [subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) for _ in range(2)]
     assert [process.wait(120) for process in both] == [0, 0]
-    written = list(tmp_path.rglob("optimizer_step_cpu_loops_*.py"))
+    written = list(tmp_path.rglob("optimizer_step_cpu_*.py"))
     assert len(written) == 1
     assert run(tmp_path) == "True"
     assert not list(tmp_path.rglob("*.tmp"))
@@ -168,7 +168,7 @@ def test_a_compiler_that_fails_is_no_dead_end(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(jit, "entry", fails)
     monkeypatch.setattr(jit, "_kernels", {})
     with pytest.raises(MezzoError, match=r"no such instruction.*MEZZO_KERNELS=reference"):
-        jit.kernel(cpu_loops, {}, "count_moves")
+        jit.kernel(cpu, {}, "count_moves")
 
 
 # Whose cache.

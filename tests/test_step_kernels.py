@@ -234,7 +234,7 @@ OF_TRITON = pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interp
 
 @OF_TRITON
 def test_edge_programs_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mezzo.pytorch.kernels.optimizer_step.pointer_table._blocks_a_program", lambda *_: 2)
+    monkeypatch.setattr("mezzo.pytorch.kernels.optimizer_step.triton._blocks_a_program", lambda *_: 2)
     step: Any = stepper("cpu")
     modes = (SPLIT, ("split8", "int8", torch.float32))
     compare(ADAMW, [cases.row(ADAMW, mode, 5_000, i) for i, mode in enumerate(modes)], 2, step)

@@ -236,7 +236,7 @@ def test_equal_fp32_runs_count_as_one() -> None:
 def test_a_twin_that_equals_its_run_measures_nothing() -> None:
     verdict = judge(runs(0.0), runs(0.03), runs(0.0))
     assert verdict.loss is not None
-    assert verdict.loss.twin_noise is None
+    assert verdict.loss.ulp_noise is None
 
 
 def test_every_number_is_there() -> None:
@@ -250,7 +250,7 @@ def test_every_number_is_there() -> None:
     assert part.gap == pytest.approx(d.mean())
     assert part.interval == pytest.approx((float(low), float(high)))
     assert part.margin == pytest.approx(0.005 * base)
-    assert part.twin_noise == pytest.approx(2 * 0.002)
+    assert part.ulp_noise == pytest.approx(2 * 0.002)
     assert part.seed_noise == pytest.approx(2 * math.sqrt(2) * np.std([0.0, 0.03, -0.02], ddof=1))
     noise = float(np.sqrt(np.mean(d * d)))
     assert part.power == pytest.approx(equivalence.estimated_power(noise, 3, part.margin))

@@ -15,7 +15,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import stepper_cases as cases
-from mezzo.pytorch.kernels.optimizer_step import pointer_table
 from mezzo.pytorch.kernels.optimizer_step import triton as step
 
 SIGNATURE = {
@@ -34,7 +33,7 @@ STATES = {"fp32": 4, "bf16": 2, "int8": 1}
 def report(rule: str, modes: list[list[str]]) -> dict[str, object]:
     hyper = cases.HYPERS[rule]
     rows = [cases.row(hyper, (m, s, getattr(torch, g)), 1, 0) for m, s, g in modes]
-    constants = {"KINDS": tuple(sorted({pointer_table.kind(row, hyper) for row in rows}))}
+    constants = {"KINDS": tuple(sorted({step.kind_of(row, hyper) for row in rows}))}
     source = ASTSource(step.step_kernel, signature=SIGNATURE, constexprs=constants)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(step.OPTIONS))
     assembly = made.asm["ptx"]

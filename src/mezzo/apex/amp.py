@@ -35,6 +35,9 @@ from mezzo.core.errors import CallOrderError, UsageError, checks_keywords
 from mezzo.core.loss_scale import check_whole
 from mezzo.pytorch import step as engine
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
+from mezzo.pytorch.snapshot import has_running_statistics
+
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 # Decorators: while O1's casts are on, inputs become fp16, or FP32, or FP32 if they are of both formats. The `register_`
 # forms do so for `module.name`, from the next `initialize` on.
@@ -223,8 +226,8 @@ def _cast_model(model: nn.Module, options: Any, outputs: torch.dtype | None) -> 
     """Cast weights, and what goes into each call of a model and comes out; `state_dict()` is FP32."""
     if dtype := options.cast_model_type:
         for module in model.modules():
-            is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
-            if not (is_batch_norm and options.keep_batchnorm_fp32):
+            is_batch_norm = has_running_statistics(module) and not isinstance(module, _INSTANCE_NORMS)
+            if not (is_batch_norm and module.affine and options.keep_batchnorm_fp32):
                 module._apply(functools.partial(casts.cast_to, dtype), recurse=False)
             module.register_state_dict_post_hook(_in_fp32)
         model.register_forward_pre_hook(functools.partial(_before_call, dtype), with_kwargs=True)

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from mezzo.apex.state import state
 from mezzo.pytorch.autocast.context import autocast, default_device_type
 from mezzo.pytorch.autocast.modules import cast_inside
+from mezzo.pytorch.nested import tensors
 from mezzo.runner.patches import Patches
 
 registered: list[tuple[Any, str, Any]] = []  # module, name and function, until the next `init`
@@ -83,7 +83,7 @@ def cast(how: str, function: Callable[..., Any]) -> Callable[..., Any]:
         handle = state.handle
         if handle is None or not handle.is_active():
             return function(*args, **kwargs)
-        dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        dtypes = {tensor.dtype for tensor in tensors((args, kwargs))}
         if how != "promote" or {torch.float16, torch.float32} <= dtypes:
             dtype = torch.float16 if how == "half" else torch.float32
             args, kwargs = cast_to(dtype, (args, kwargs), handle.device_type)

@@ -19,7 +19,7 @@ from mezzo.compare.answer import answer, tf32_off
 from mezzo.compare.folder import check_ours, forget_run, full, locked, prepare, writing
 from mezzo.compare.judgement import Runs, verdict
 from mezzo.compare.progress import Watcher
-from mezzo.compare.request import BASELINE, FILE, FRAMEWORKS, TWIN, Request, own_masters, read_request
+from mezzo.compare.request import BASELINE, FILE, FRAMEWORKS, PERTURBED, Request, own_masters, read_request
 from mezzo.compare.runs import FinishedRun, read_run, run_to_end, terminated_like_an_interrupt
 from mezzo.core.comparison import FEWEST_FOR_TOST
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
@@ -57,7 +57,7 @@ def schedule(request: Request) -> list[Planned]:
         pair = [Planned(f"{file_name(name)}-{k}", name, k) for name in (BASELINE, *request.precisions)]
         runs += pair if k % 2 == 0 else reversed(pair)
         if k == 0:
-            runs.append(Planned(f"{TWIN}-0", BASELINE, 0, nudge=True))
+            runs.append(Planned(f"{PERTURBED}-0", BASELINE, 0, nudge=True))
     return runs
 
 
@@ -152,7 +152,7 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
         elif plan.precision == BASELINE:
             _check_baseline(request, run)
         steps = steps or run.steps
-        runs.setdefault(TWIN if plan.nudge else plan.precision, {})[plan.seed] = run
+        runs.setdefault(PERTURBED if plan.nudge else plan.precision, {})[plan.seed] = run
     return runs
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mezzo.compare.folder import strict
 from mezzo.compare.measure import speed
-from mezzo.compare.request import BASELINE, FRAMEWORKS, TWIN, Request
+from mezzo.compare.request import BASELINE, FRAMEWORKS, PERTURBED, Request
 from mezzo.compare.runs import TRACEBACK, FinishedRun
 from mezzo.core.comparison import WIDE, Comparison, Parity
 from mezzo.core.compute import QUANTIZED
@@ -21,7 +21,7 @@ from mezzo.core.verdict import Margins, RunResult, Verdict, judge
 SCHEMA = 1
 
 Runs = dict[str, dict[int, FinishedRun]]
-"""Runs by precision (`fp32-ulp` for the twins) and by the number of their seed."""
+"""Runs by precision (`fp32-ulp` for the perturbed baseline) and by the number of their seed."""
 
 
 def verdict(request: Request, runs: Runs) -> dict[str, Any]:
@@ -67,10 +67,10 @@ def _candidate(
         why = _failure(failed)
         judged = Verdict(Parity.DIVERGENT, f"Failed: {why}", len(finished), cause=why)
     else:
-        judged = judge(results[BASELINE], results.get(name, {}), results.get(TWIN, {}), margins)
+        judged = judge(results[BASELINE], results.get(name, {}), results.get(PERTURBED, {}), margins)
     pairs = [(baseline[k], finished[k]) for k in sorted(set(baseline) & set(finished))]
-    twins = [run.times() for run in all_runs.get(TWIN, {}).values() if run.succeeded]
-    fast = speed([(fp32.times(), ours.times()) for fp32, ours in pairs], twins)
+    perturbed = [run.times() for run in all_runs.get(PERTURBED, {}).values() if run.succeeded]
+    fast = speed([(fp32.times(), ours.times()) for fp32, ours in pairs], perturbed)
     reason = judged.reason
     if fast is not None and fast.interval[1] <= WIDE * fast.interval[0]:
         between = "95 % interval {:.2f} to {:.2f}".format(*fast.interval)
@@ -125,7 +125,7 @@ def _quantity(part: Comparison | None, name: str, prefix: str) -> dict[str, Any]
         f"{name}_parity": "parity",
         f"{prefix}power": "power",
         f"{prefix}pairs_needed": "pairs_needed",
-        f"{prefix}noise_floor": "twin_noise",
+        f"{prefix}noise_floor": "ulp_noise",
         f"{prefix}seed_noise": "seed_noise",
     }
     return {key: getattr(part, field, None) for key, field in keys.items()}

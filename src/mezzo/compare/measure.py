@@ -65,13 +65,13 @@ def step_times(updates: Sequence[UpdateRecord], losses: Sequence[LossRecord] = (
 
 
 def speed(
-    pairs: Sequence[tuple[Floats, Floats]], twins: Sequence[Floats] = (), seed: int = 0
+    pairs: Sequence[tuple[Floats, Floats]], perturbed: Sequence[Floats] = (), seed: int = 0
 ) -> Speed | None:
     """The geometric mean over pairs of ``median(FP32's times) / median(candidate's)``, with a bootstrap interval.
 
     Pairs are resampled, and within each run blocks of consecutive steps; deviations between pairs are widened by
     Student's t, since three pairs resampled look more certain than they are. One pair does not show how the machine's
-    speed differs between runs: then FP32's own runs (`twins`) do. None if no pair has five timed steps.
+    speed differs between runs: then FP32's own runs (`perturbed`) do. None if no pair has five timed steps.
     """
     usable = [(a, b) for a, b in pairs if min(len(a), len(b)) >= FEWEST_STEPS and min(a.min(), b.min()) > 0]
     if not usable:
@@ -89,7 +89,9 @@ def speed(
         within = np.take_along_axis(drawn - ratios, picks, axis=-1)
         means = ratios.mean() + (between + within).mean(axis=-1)
     else:
-        own = [np.log(np.median(usable[0][0]) / np.median(one)) for one in twins if len(one) >= FEWEST_STEPS]
+        own = [
+            np.log(np.median(usable[0][0]) / np.median(one)) for one in perturbed if len(one) >= FEWEST_STEPS
+        ]
         drift = SINGLE_PAIR_FACTOR * max(map(abs, own), default=0.0)
         means = np.concatenate([means - drift, means + drift])
     low, high = np.exp(np.quantile(means, [1 - level, level]))

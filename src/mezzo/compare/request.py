@@ -30,7 +30,7 @@ from mezzo.runner.script import locate
 
 FILE = "comparison.json"
 BASELINE = "fp32"
-TWIN = "fp32-ulp"
+PERTURBED = "fp32-ulp"
 SCHEMA = 1
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 MASTERS = ("split", "split8", "fp32")
@@ -166,7 +166,7 @@ class Request(ScriptRequest):
                 f"{self.framework} out."
             )
         super().__post_init__()
-        files = [BASELINE, TWIN, *map(file_name, self.precisions)]
+        files = [BASELINE, PERTURBED, *map(file_name, self.precisions)]
         for name in self.precisions:
             if files.count(file_name(name)) > 1:
                 raise UsageError(

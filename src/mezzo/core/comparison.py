@@ -85,7 +85,7 @@ class Comparison:
     gap: float  # candidate - FP32
     interval: tuple[float, float] | None  # the gap's 90 % interval; None with one pair
     margin: float
-    twin_noise: float | None  # of a single run: of one ulp in FP32's initial weights; None: not measured
+    ulp_noise: float | None  # of a single run: of one ulp in FP32's initial weights; None: not measured
     seed_noise: float | None  # of a single run: of another seed
     power: float | None  # the chance that so many pairs prove equivalence without a gap; None below three
     pairs_needed: int | None  # how many have 80 % of it
@@ -100,13 +100,13 @@ def compare(
     candidate: Floats,
     worse: float,
     margin: float,
-    twin_gaps: list[float],
+    ulp_gaps: list[float],
     coarse: float,
 ) -> Comparison:
     """Judge one quantity, of which `worse` is +1 if a higher value is worse, else -1.
 
     With three or more pairs harm is established if the whole 90 % interval is worse than the margin; the spread between
-    seeds does not excuse it: pairing has removed it. A mean harm within what one ulp does to FP32 (`twin_gaps`) is
+    seeds does not excuse it: pairing has removed it. A mean harm within what one ulp does to FP32 (`ulp_gaps`) is
     inconclusive, and so is a harm of `coarse` that can't be excluded.
     """
     d = candidate - baseline
@@ -118,12 +118,12 @@ def compare(
     ends = paired_interval(d) if n > 1 else None
     interval = (float(ends[0]), float(ends[1])) if ends is not None else None
     low, high = sorted(worse * end for end in interval) if interval else (-np.inf, np.inf)  # of the harm
-    twin = NOISE_WIDTH * float(np.sqrt(np.mean(np.square(twin_gaps)))) if twin_gaps else None
+    ulp = NOISE_WIDTH * float(np.sqrt(np.mean(np.square(ulp_gaps)))) if ulp_gaps else None
     # Two unrelated FP32 runs differ by sqrt(2) of one's deviation.
     seeds = NOISE_WIDTH * float(np.sqrt(2.0) * baseline.std(ddof=1)) if n > 1 else None
-    noise = max((floor for floor in (twin, seeds) if floor is not None), default=None)
+    noise = max((floor for floor in (ulp, seeds) if floor is not None), default=None)
     beyond = low > margin
-    excused = twin is not None and harm <= twin / shrink
+    excused = ulp is not None and harm <= ulp / shrink
     if enough:
         harmful = beyond and not excused
         resolution: float | None = max(0.0, high)
@@ -163,7 +163,7 @@ def compare(
     power, needed = planned(d, margin) if enough else (None, None)
     means = float(baseline.mean()), float(candidate.mean())
     return Comparison(
-        quantity, *means, gap, interval, margin, twin, seeds, power, needed, resolution, parity, why
+        quantity, *means, gap, interval, margin, ulp, seeds, power, needed, resolution, parity, why
     )
 
 
@@ -175,7 +175,7 @@ def sentence(part: Comparison, plan: bool = True) -> str:
     text = f"{values}: gap {part.gap:+.3g}{where}, margin {part.margin:.3g}: {part.why}."
     if plan and part.parity in (Parity.CONSISTENT, Parity.INCONCLUSIVE):
         if part.power is None:
-            measured = part.twin_noise is not None or part.seed_noise is not None
+            measured = part.ulp_noise is not None or part.seed_noise is not None
             unmeasured = "" if measured else " (no noise was measured)"
             text += f" {FEWEST_FOR_TOST} or more pairs can prove equivalence{unmeasured}."
         elif part.pairs_needed is None:

@@ -66,14 +66,14 @@ class Verdict:
 
 
 def judge(
-    baseline: Runs, candidate: Runs, twins: Runs | None = None, margins: Margins | None = None
+    baseline: Runs, candidate: Runs, perturbed: Runs | None = None, margins: Margins | None = None
 ) -> Verdict:
     """The verdict on one candidate, from FP32's runs and the candidate's.
 
-    `twins` are FP32 runs whose initial weights were moved by one ulp: the noise floor. Raises UsageError for no pair.
+    `perturbed`: FP32 runs whose initial weights were moved by one ulp, the noise floor. Raises UsageError for no pair.
     """
     margins = margins or Margins()
-    twins = dict(twins or {})
+    perturbed = dict(perturbed or {})
     numbers = sorted(set(baseline) & set(candidate))
     if not numbers:
         raise UsageError(
@@ -81,7 +81,7 @@ def judge(
         )
     broken = _broken(baseline, {k: candidate[k] for k in numbers})
     notes = _notes(baseline, candidate, numbers)
-    length = _length([*baseline.values(), *twins.values()], baseline, candidate)
+    length = _length([*baseline.values(), *perturbed.values()], baseline, candidate)
     groups = _groups({k: baseline[k] for k in numbers})
     if len(groups) < len(numbers):
         notes.append(
@@ -90,7 +90,7 @@ def judge(
         )
     if broken:
         return Verdict(Parity.DIVERGENT, broken, len(groups), notes=tuple(notes), cause=broken)
-    twins = {k: twin for k, twin in twins.items() if k in baseline and not _same(twin, baseline[k])}
+    perturbed = {k: one for k, one in perturbed.items() if k in baseline and not _same(one, baseline[k])}
 
     fp32 = {k: final_loss(run.losses) for k, run in baseline.items()}
     ours = {k: final_loss(candidate[k].losses) for k in numbers}
@@ -99,9 +99,9 @@ def judge(
     ends = np.array([np.mean([ours[k] for k in group]) for group in groups])
     learned = float(np.mean([comparison.start_loss(baseline[k].losses) for k in firsts]) - base_end.mean())
     margin = margins.loss * abs(float(base_end.mean()))
-    twin_gaps = [gap for k, twin in twins.items() for gap in _late_gaps(baseline[k], twin)]
+    ulp_gaps = [gap for k, one in perturbed.items() for gap in _late_gaps(baseline[k], one)]
     coarse = max(comparison.COARSE * margin, comparison.COARSE_SHARE * learned)
-    loss = compare("final loss", base_end, ends, 1.0, margin, twin_gaps, coarse)
+    loss = compare("final loss", base_end, ends, 1.0, margin, ulp_gaps, coarse)
     base_metrics, our_metrics = _metrics(baseline, numbers), _metrics(candidate, numbers)
     metric = None
     if len(base_metrics) == len(our_metrics) == len(numbers):
@@ -109,9 +109,9 @@ def judge(
         our_metric = np.array([np.mean([our_metrics[k] for k in group]) for group in groups])
         size = margins.metric * (abs(float(base_metric.mean())) if margins.metric_relative else 1.0)
         gaps = [
-            twin.metric - other
-            for k, twin in twins.items()
-            if twin.metric is not None and (other := baseline[k].metric) is not None
+            one.metric - other
+            for k, one in perturbed.items()
+            if one.metric is not None and (other := baseline[k].metric) is not None
         ]
         worse = -1.0 if margins.metric_higher else 1.0
         metric = compare("metric", base_metric, our_metric, worse, size, gaps, comparison.COARSE * size)
@@ -122,7 +122,7 @@ def judge(
     parts = [loss] if metric is None else [loss, metric]
     parity = max((part.parity for part in parts), key=ORDER.index)
     reason = " ".join(comparison.sentence(part, plan=length is None) for part in parts)
-    collapse = _collapse(baseline, candidate, twins, numbers, learned)
+    collapse = _collapse(baseline, candidate, perturbed, numbers, learned)
     if collapse:
         parity, reason = Parity.DIVERGENT, collapse
     elif parity is Parity.EQUIVALENT and (where := _departure(baseline, candidate, groups, margins.loss)):
@@ -229,19 +229,19 @@ def _groups(runs: Runs) -> list[list[int]]:
     return groups
 
 
-def _late_gaps(run: RunResult, twin: RunResult) -> list[float]:
+def _late_gaps(run: RunResult, other: RunResult) -> list[float]:
     """Differences of the two runs' windows in the second half: several draws of the noise from one pair."""
-    n = min(len(run.losses), len(twin.losses))
-    gaps = window_losses(twin.losses[:n]) - window_losses(run.losses[:n])
+    n = min(len(run.losses), len(other.losses))
+    gaps = window_losses(other.losses[:n]) - window_losses(run.losses[:n])
     late: list[float] = gaps[len(gaps) // 2 :].tolist()
     return late
 
 
-def _collapse(baseline: Runs, candidate: Runs, twins: Runs, numbers: list[int], learned: float) -> str:
+def _collapse(baseline: Runs, candidate: Runs, perturbed: Runs, numbers: list[int], learned: float) -> str:
     """A single run that ended far above every FP32 run, which makes the t interval too wide to establish harm."""
     for what, read in (("last tenth", final_loss), ("very end", comparison.tail_loss)):
         ends = {k: read(run.losses) for k, run in baseline.items()}
-        all_ends = [*ends.values(), *(read(twin.losses) for twin in twins.values())]
+        all_ends = [*ends.values(), *(read(one.losses) for one in perturbed.values())]
         spread = max(all_ends) - min(all_ends)
         size = max(learned, 0.1 * abs(float(np.mean(all_ends))))
         for k in numbers:

@@ -271,15 +271,14 @@ def is_sharded(model: nn.Module) -> bool:
 
 def sharded_format(model: nn.Module) -> torch.dtype | None:
     """The 16-bit format in which `fully_shard` gathers parameters, by its `MixedPrecisionPolicy`; None for FP32."""
-    policies = (state._mp_policy for state in filter(None, map(_state, model.modules())))
-    formats = (policy.param_dtype for policy in policies if policy is not None)
+    formats = (param.mp_policy.param_dtype for param, _ in _sharded([model]))
     return next((one for one in formats if one in (torch.bfloat16, torch.float16)), None)
 
 
 def _state(module: nn.Module) -> Any:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)
-    return module._get_fsdp_state() if kind is not None and isinstance(module, kind) else None
+    return fsdp.fully_shard.state(module) if kind is not None and isinstance(module, kind) else None
 
 
 def _sharded(models: Iterable[nn.Module]) -> Iterator[tuple[Any, Any]]:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.core.calibration import HEADROOM
 from mezzo.core.formats import Format, named
 from mezzo.core.rules import RULES, Rule
 from mezzo.pytorch.dtypes import DTYPES
+from mezzo.pytorch.nested import mapped, tensors
 from mezzo.pytorch.rounding import round_array
 
 _COPY_NAMES = """
@@ -76,7 +76,7 @@ class Rounding(TorchDispatchMode):
         low = self._result_is_low(rule, inputs)
         mine = self._rounds and not self.inside
         if mine and rule is Rule.LOWER and not func._schema.is_mutable:
-            args, kwargs = tree_map_only(Tensor, lambda t: self._taken(name, t), (args, kwargs))
+            args, kwargs = mapped((args, kwargs), lambda t: self._taken(name, t))
         out = func(*args, **kwargs)
         exact = name in COPIES or func.is_view
         if inputs and not exact and self.inside:
@@ -143,7 +143,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 def floats(value: Any) -> list[Tensor]:
     """The floating tensors in a value, nested or not, in order."""
-    return [one for one in tree_leaves(value) if isinstance(one, Tensor) and one.is_floating_point()]
+    return [one for one in tensors(value) if one.is_floating_point()]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.profiler_legacy import profile
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 
 from mezzo.core.records import MemoryRecord
+from mezzo.pytorch.nested import tensors
 
 
 class PeakTensorBytes:
@@ -117,16 +118,15 @@ class _StorageCounter(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if self._counting:
-            for value in tree_leaves((args, kwargs, out)):
-                if isinstance(value, torch.Tensor):
-                    self._see(value)
+            for tensor in tensors((args, kwargs, out)):
+                self._see(tensor)
         return out
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = _storage_of(tensor)
         if storage is None:
             return
-        key = storage._cdata
+        key = id(storage)
         size = storage.nbytes()
         known = self._alive.get(key)
         if known is not None and known[0]() is storage:
@@ -162,12 +162,8 @@ class _AllocatorCounter:
     _MARK = "mezzo: freed "
 
     def start(self) -> None:
-        profiler = torch._C._profiler
-        config = profiler.ProfilerConfig(
-            profiler.ProfilerState.CPU, False, True, False, False, False, profiler._ExperimentalConfig()
-        )
-        torch._C._autograd._enable_profiler_legacy(config)
-        storages = {s._cdata: s for s in map(_storage_of, _tensors_alive()) if s is not None}
+        profile(profile_memory=True).__enter__()
+        storages = {id(s): s for s in map(_storage_of, _tensors_alive()) if s is not None}
         self._before = sum(s.nbytes() for s in storages.values())
         self._watched = [weakref.ref(s, _mark(f"{self._MARK}{s.nbytes()}")) for s in storages.values()]
 
@@ -202,7 +198,7 @@ def _something_is_compiled() -> bool:
 
 def _tensors_alive() -> Iterator[torch.Tensor]:
     """Every tensor that Python's collector knows, and the gradients of the leaves among them."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch.DisableTorchFunction():
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor):
                 yield thing

@@ -28,7 +28,8 @@ _compared = Counter[int]()  # MixedPrecisions of this process, by their ranks
 
 def store_of_ranks() -> Any:
     """The store of the default process group; None where one process simulates the others."""
-    return None if dist.get_backend() in _SIMULATED else distributed_c10d._get_default_store()
+    world: Any = dist.group.WORLD
+    return None if dist.get_backend() in _SIMULATED else world.get_group_store()
 
 
 def difference(store: Any, rank: int, ranks: Sequence[int], mine: str, patience: timedelta) -> str | None:

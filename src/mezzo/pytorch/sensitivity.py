@@ -24,7 +24,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from mezzo.core.calibration import RANKED, ranked_format
 from mezzo.core.compute import QUANTIZED
@@ -38,6 +37,7 @@ from mezzo.pytorch.monitor.module_paths import around_calls, unwrapped
 from mezzo.pytorch.monitor.observer import Scale, StepObserver
 from mezzo.pytorch.monitor.operations import in_one_line
 from mezzo.pytorch.monitor.replay import ModuleState, SideEffects, devices_of, nothing_left
+from mezzo.pytorch.nested import mapped
 from mezzo.pytorch.snapshot import RandomState
 
 STEPS = 4
@@ -158,7 +158,7 @@ class Sensitivities(StepObserver):
             return
         self._count += 1
         if self._outer is None:
-            args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
+            args, kwargs = mapped((args, kwargs), lambda t: t.detach().clone())
             self._outer = _Call("", module, args, kwargs, ModuleState(SideEffects(module, statistics=True)))
 
     def call_ended(self, model: nn.Module, output: Any) -> None:
@@ -242,7 +242,7 @@ class Sensitivities(StepObserver):
                 leaves.append(tensor.detach().clone().requires_grad_())
                 return leaves[-1].clone()  # no leaf: it may be written
 
-            args, kwargs = tree_map_only(Tensor, taken, (outer.args, outer.kwargs))
+            args, kwargs = mapped((outer.args, outer.kwargs), taken)
             self._mode = Rounding(self._formats[0])
             inner = [module for module in self._paths if module is not model]
             try:
@@ -332,15 +332,13 @@ class Sensitivities(StepObserver):
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             if output is not None and len(mode.inside) == 1:
-                output = tree_map_only(
-                    Tensor, lambda t: mode.handed_on(t, True) if mode.low(t) else t, output
-                )
+                output = mapped(output, lambda t: mode.handed_on(t, True) if mode.low(t) else t)
             mode.inside.pop()
             return output
 
         with nothing_left(call.module):
             call.state.put_back()
-            args, kwargs = tree_map_only(Tensor, taken, (call.args, call.kwargs))
+            args, kwargs = mapped((call.args, call.kwargs), taken)
             with around_calls(call.inner, before, after), mode:
                 output = call.module.forward(*args, **kwargs)
         return floats(output), mode.cause

@@ -20,12 +20,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.nested import mapped
 
 _SERIALS = itertools.count()
 
@@ -70,7 +69,7 @@ class Snapshot:
             for key, entries in state.items():
                 optimizer.state[key] = _restored(entries)
         for other, saved in self._loaded:
-            other.load_state_dict(tree_map_only(_HostCopy, _HostCopy.anew, saved))
+            other.load_state_dict(mapped(saved, _HostCopy.anew, _HostCopy))
         self._random.put_back()
 
 
@@ -78,7 +77,7 @@ class _HostCopy:
     """A tensor, and its bytes on the host."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor, version_of(tensor)
+        self._tensor, self._version = tensor, keeping_versions((tensor,))
         self._like = torch.empty_like(tensor, device="meta", requires_grad=False)
         self._bytes = np.array(_bytes(tensor.cpu()).numpy())
 
@@ -106,11 +105,11 @@ def _state_of(optimizer: Optimizer) -> tuple[list[Any], dict[Any, Any]]:
 
 
 def _saved(tree: Any) -> Any:
-    return tree_map_only(Tensor, _HostCopy, tree)
+    return mapped(tree, _HostCopy)
 
 
 def _restored(tree: Any) -> Any:
-    return tree_map_only(_HostCopy, _HostCopy.put_back, tree)
+    return mapped(tree, _HostCopy.put_back, _HostCopy)
 
 
 class OptimizerSnapshot:
@@ -122,7 +121,7 @@ class OptimizerSnapshot:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._params = [(param, param.detach().clone(), version_of(param)) for param in params]
+        self._params = [(param, param.detach().clone(), keeping_versions((param,))) for param in params]
         self._state = {
             param: {
                 name: value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
@@ -147,7 +146,7 @@ class BufferSlot:
     path: str  # in the model
     holder: dict[str, Tensor | None]  # the module's own buffers
     name: str  # key in `holder`
-    norm: weakref.ref[_NormBase] | None  # the layer whose running statistic it is
+    norm: weakref.ref[Any] | None  # the layer whose running statistic it is
     learning: int = 0  # steps to come after which it is compared, to find out whether it moves
     moves: bool = True  # whether it has, or need not be compared
     still: tuple[int, int] | None = None  # its version when that was decided, if it has not
@@ -299,11 +298,10 @@ class BufferSnapshot:
         return {each.slot.path: each.values for each in self if each.values is not None}
 
 
-def _write_back(tensor: Tensor, values: Tensor, version: int) -> None:
+def _write_back(tensor: Tensor, values: Tensor, version: AbstractContextManager[None]) -> None:
     """Give a tensor its former values and version, so that graphs which saved it then still run backward."""
-    tensor.detach().copy_(values)
-    if version >= 0:
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+    with version:
+        tensor.detach().copy_(values)
 
 
 def version_of(tensor: Tensor) -> int:
@@ -312,7 +310,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def keeping_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Writes inside raise no version counter of these tensors, so graphs that saved one still run backward."""
+    """After it these tensors have the version counters of now, so graphs that saved one still run backward."""
     return _unsafe_preserve_version_counter(tuple(one for one in tensors if not one.is_inference()))
 
 
@@ -323,9 +321,15 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.dtype.itemsize > 1 or not tensor.dtype.is_floating_point
 
 
+def has_running_statistics(module: nn.Module) -> bool:
+    """Whether it is a normalization that may keep running statistics: of batches, or of instances."""
+    return "track_running_stats" in vars(module) and hasattr(type(module), "reset_running_stats")
+
+
 def overlaps(tensor: Tensor) -> bool:
     """Whether several of its elements are one number in memory, as in an expanded tensor: PyTorch refuses writes."""
-    return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1
+    spread = tensor.layout is torch.strided and not tensor.is_contiguous()
+    return spread and any(not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape))
 
 
 def _not_finite(tensor: Tensor) -> int:

@@ -121,14 +121,14 @@ def _faults(chart: Chart, name: str, series: str, runs: Sequence[Run], alone: bo
 def difference(comparison: Comparison, candidate: str, series: str, margin: float | None) -> Chart | None:
     """A candidate's loss minus FP32's of the same seed, with margin and noise check; None if no seed has both."""
     runs = comparison.of(candidate)
-    rows, twins = _paired(comparison, runs), _paired(comparison, comparison.twins)
+    rows, perturbed = _paired(comparison, runs), _paired(comparison, comparison.perturbed)
     if not rows.size:
         return None
     base = align([run.losses for run in comparison.of(comparison.baseline)])
     steps = max(base.shape[1], *(len(run.losses) for run in runs))
     window = window_for(steps)
     low, mean, high = band(smooth(rows, window))
-    noise = band(smooth(twins, window)) if twins.size else ()
+    noise = band(smooth(perturbed, window)) if perturbed.size else ()
     parts = [low, high, *noise[::2]]
     over = f"mean over {counted(len(rows), 'pair')}" if len(rows) > 1 else "one pair"
     chart = Chart(
@@ -151,7 +151,7 @@ def difference(comparison: Comparison, candidate: str, series: str, margin: floa
     columns = [(f"{candidate} − FP32", _at(mean, picks))]
     if noise:
         columns.append(("noise check − FP32", _at(noise[1], picks)))
-        if len(twins) > 1:
+        if len(perturbed) > 1:
             chart.band(noise[0], noise[2], "noise", "noise check: FP32 with weights moved by one ulp")
         else:
             chart.line(noise[1], "noise", "noise check: FP32 with weights moved by one ulp")

@@ -35,7 +35,7 @@ class Run:
     name: str  # of its file, without the ending
     precision: str  # the name of its policy
     seed: int  # what was added to the script's own seeds
-    nudged: bool  # whether it is a one-ulp twin
+    nudged: bool  # whether it is a run of the perturbed baseline
     losses: Array  # of every outermost backward, unscaled
     updates: tuple[records.UpdateRecord, ...] = ()
     started: records.RunStarted | None = None
@@ -175,12 +175,12 @@ class Comparison:
     request: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, precision: str) -> list[Run]:
-        """The paired runs of one precision, by seed, without the one-ulp twins."""
+        """The paired runs of one precision, by seed, without the perturbed baseline."""
         found = (run for run in self.runs if run.precision == precision and not run.nudged)
         return sorted(found, key=lambda run: run.seed)
 
     @property
-    def twins(self) -> list[Run]:
+    def perturbed(self) -> list[Run]:
         return sorted((run for run in self.runs if run.nudged), key=lambda run: run.seed)
 
     def peak(self, precision: str) -> float | None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.core.errors import BannedOpError
 from mezzo.core.policy import Policy
@@ -23,8 +22,9 @@ from mezzo.pytorch.autocast.plan import OpPlan, Overload, overload_named, takes_
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, dtype_of, name_of
 from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.emulated import KEEP_RANK, emulated, saving_low
-from mezzo.pytorch.kernels.packing import Rounded, hooks_are_allowed
+from mezzo.pytorch.kernels.packing import Rounded
 from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.nested import mapped, tensors
 
 Action = Callable[..., Any]
 
@@ -98,10 +98,10 @@ def for_other_layouts(op_plan: OpPlan, name: str, device_type: str) -> Action | 
     lowers = op_plan.how != "fp32"
 
     def widened(*args: Any, **kwargs: Any) -> Any:
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        if lowers and any(t.is_nested for t in tensors) and not any(t.dtype is _FP32 for t in tensors):
+        given = list(tensors((args, kwargs)))
+        if lowers and any(t.is_nested for t in given) and not any(t.dtype is _FP32 for t in given):
             return overload(*args, **kwargs)  # nested tensors have 16-bit kernels
-        wide_args, wide_kwargs = tree_map_only(Tensor, widen, (args, kwargs))
+        wide_args, wide_kwargs = mapped((args, kwargs), widen)
         return overload(*wide_args, **wide_kwargs)
 
     return noted(op_plan.op, widened) if lowers else widened
@@ -186,7 +186,7 @@ def _in_fp32(op_plan: OpPlan, overload: Overload, device_type: str) -> Action:
 
 def _is_worth_packing(x: Tensor) -> bool:
     """Whether a 16-bit input is large enough, and an eager backward may ask for it."""
-    return x.numel() >= _WORTH_PACKING and torch.is_grad_enabled() and is_plain(x) and hooks_are_allowed()
+    return x.numel() >= _WORTH_PACKING and torch.is_grad_enabled() and is_plain(x)
 
 
 def _saving_halves(op: Action, args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -> Any:

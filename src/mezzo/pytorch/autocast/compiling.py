@@ -45,25 +45,25 @@ def _dynamo_imported(module: ModuleType | Any) -> None:
 def begin(*_: object) -> None:
     """A compilation begins, or a label is made in one."""
     global _before
+    import torch._functorch.config
     import torch.compiler.config as config
-    from torch._functorch import config as functorch_config
 
     if _before is None:
         patches.suspend()
-        _before = config.cache_key_tag, functorch_config.backward_pass_autocast
+        _before = config.cache_key_tag, torch._functorch.config.backward_pass_autocast
     config.cache_key_tag = _before[0] + active_policy.fingerprint()
     if _before[1] == _DEFAULT:  # what the user has set stays
-        functorch_config.backward_pass_autocast = _OFF
+        torch._functorch.config.backward_pass_autocast = _OFF
 
 
 @not_traced
 def end(*_: object) -> None:
     """The compilation is over: restore both settings."""
     global _before
+    import torch._functorch.config
     import torch.compiler.config as config
-    from torch._functorch import config as functorch_config
 
     if _before is not None:
-        config.cache_key_tag, functorch_config.backward_pass_autocast = _before
+        config.cache_key_tag, torch._functorch.config.backward_pass_autocast = _before
         _before = None
         patches.resume()

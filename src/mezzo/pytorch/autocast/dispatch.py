@@ -16,7 +16,7 @@ from mezzo.core.policy import Policy
 from mezzo.pytorch.autocast import active_policy, recompute
 from mezzo.pytorch.autocast.actions import Action, action, for_other_layouts
 from mezzo.pytorch.autocast.fallback import OTHER_LAYOUTS, Kernels
-from mezzo.pytorch.autocast.plan import AUTOCAST_KEYS, Overload, has_kernel, overload_named, own_table, plan
+from mezzo.pytorch.autocast.plan import AUTOCAST_KEYS, Overload, overload_named, own_table, plan
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.hardware import leaves_autocast_off
 from mezzo.pytorch.kernels.not_traced import not_traced
@@ -61,17 +61,18 @@ def _register(name: str, device_type: str) -> None:
     overload = overload_named(name)
     key_name = AUTOCAST_KEYS[device_type]
     key = torch._C._dispatch_key_parse(key_name)
-    below = torch._C._dispatch_keyset_full_after(key)
     own_table(device_type)  # read PyTorch's own table before its first entry is replaced
     original = (
-        torch.library.get_kernel(overload, key_name) if has_kernel(overload.name(), device_type) else None
+        torch.library.get_kernel(overload, key_name)
+        if overload.has_kernel_for_dispatch_key(key_name)
+        else None
     )
     number_places = _number_places(overload)
 
     find = _actions[device_type, name].get
 
     @not_traced  # else Dynamo compiles it, once a compiled function has broken its graph
-    def run(keyset: torch._C.DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
+    def run(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
         found = find(_label())
         if found is not None and _get_dtype(device_type) is found[0]:
             _exclude(key, True)  # as a guard object does, at a quarter of its cost
@@ -92,7 +93,7 @@ def _register(name: str, device_type: str) -> None:
                     _exclude(key, False)
         if original is not None:
             return original.call_boxed(keyset, *args, **kwargs)
-        return overload.redispatch(keyset & below, *args, **kwargs)
+        return overload.redispatch(keyset.remove(key), *args, **kwargs)
 
     _registrations.register(name, run, key_name)
 

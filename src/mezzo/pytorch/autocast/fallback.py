@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.pytorch.autocast.plan import overload_named
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
+from mezzo.pytorch.nested import mapped, tensors
 
 #: Op -> how many of its calls ran in FP32 although its rule has 16 bits.
 CALLS: Counter[str] = Counter()
@@ -51,9 +51,7 @@ class Kernels:
 
     def remove(self) -> None:
         """Remove them all: the kernels beneath are used again."""
-        for library in self._libraries.values():
-            library._destroy()
-        self._libraries.clear()
+        self._libraries.clear()  # a library ends with its last reference
 
 
 class _Widened(torch.autograd.Function):
@@ -105,13 +103,13 @@ def _in_fp32(name: str, key: str) -> Callable[..., Any]:
     op = name.partition(".")[0]
     original = torch.library.get_kernel(overload_named(name), key)
 
-    def run(keyset: torch._C.DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
-        dtypes = {t.dtype for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+    def run(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+        dtypes = {tensor.dtype for tensor in tensors((args, kwargs))}
         if dtypes.isdisjoint(SIXTEEN_BITS):
             return original.call_boxed(keyset, *args, **kwargs)
         CALLS[op] += 1
-        wide_args, wide_kwargs = tree_map_only(Tensor, widen, (args, kwargs))
+        wide_args, wide_kwargs = mapped((args, kwargs), widen)
         out = original.call_boxed(keyset, *wide_args, **wide_kwargs)
-        return tree_map_only(Tensor, lambda t: t.to(*dtypes), out) if len(dtypes) == 1 else out
+        return mapped(out, lambda t: t.to(*dtypes)) if len(dtypes) == 1 else out
 
     return run

@@ -26,8 +26,6 @@ AUTOCAST_KEYS: Mapping[str, str] = {
     device: f"Autocast{device.upper()}" for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
 }
 
-_dispatcher_has = torch._C._dispatch_has_kernel_for_dispatch_key
-
 # Composite ops, and overloads, that are not on a device's own list but whose parts are, with the result that the rule
 # asks for: a kernel over the whole would only add casts (cross entropy ends in log_softmax and nll_loss).
 _BY_PARTS: Mapping[str, frozenset[str]] = {
@@ -246,12 +244,6 @@ def takes_one_tensor(overload: Overload) -> bool:
     return types[0] == "Tensor" and sum("Tensor" in kind for kind in types) == 1
 
 
-def has_kernel(op: str, device_type: str) -> bool:
-    """Whether the dispatcher has an autocast kernel for `aten::op` or `aten::op.overload`: PyTorch's, or Mezzo's."""
-    name = op if "::" in op else f"aten::{op}"
-    return _dispatcher_has(name, AUTOCAST_KEYS[device_type])
-
-
 def has_own_rule(op: str, device_type: str) -> bool:
     """Whether an op of another library has an autocast kernel there, as `torch.library.register_autocast` makes it."""
     namespace, _, name = op.rpartition("::")
@@ -273,7 +265,13 @@ def own_table(device_type: str) -> Mapping[str, Rule]:
         return Rule.FP32 if rule is Rule.INTERNAL_FP32 else rule
 
     names = {name: op for op in RULES for name in overloads_of(op, device_type)}
-    return MappingProxyType({name: theirs(op) for name, op in names.items() if has_kernel(name, device_type)})
+    key = AUTOCAST_KEYS[device_type]
+    found = {
+        name: theirs(op)
+        for name, op in names.items()
+        if overload_named(name).has_kernel_for_dispatch_key(key)
+    }
+    return MappingProxyType(found)
 
 
 @functools.cache
@@ -306,7 +304,7 @@ def _served_overloads(packet: Any, device_type: str, in_place: bool) -> Iterator
             or not any("Tensor" in kind for kind in types)
             or not any("Tensor" in kind for kind in returns)
             or any("Dimname" in kind for kind in types)
-            or not _implemented(overload.name(), device_type)
+            or not _implemented(overload, device_type)
         ):
             continue
         yield overload.name().removeprefix("aten::").removesuffix(".default")
@@ -319,10 +317,12 @@ _CPU_KEYS = (
 )
 
 
-def _implemented(name: str, device_type: str) -> bool:
+def _implemented(overload: Overload, device_type: str) -> bool:
     """Whether an op can run on a device type; True for all ops where this build lacks the device."""
-    has_any = bool(torch._C._dispatch_has_kernel(name))
-    return has_any and (device_type != "cpu" or any(_dispatcher_has(name, key) for key in _CPU_KEYS))
+    try:
+        return any(map(overload.has_kernel_for_dispatch_key, _CPU_KEYS)) or device_type != "cpu"
+    except RuntimeError:  # an op of TorchScript's only
+        return False
 
 
 def overload_named(name: str) -> Overload:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mezzo.pytorch.kernels.packing import Versioned, hooks_are_allowed
+from mezzo.pytorch.kernels.packing import Versioned
 from mezzo.pytorch.kernels.plain import is_plain
 
 Action = Callable[..., Any]
@@ -49,10 +49,11 @@ _thread = threading.local()  # `hooks`: those of each `push` of this thread, Non
 
 def push() -> None:
     """From now on, this thread does not save what can be recomputed."""
-    hooks = None
-    if hooks_are_allowed():
-        hooks = saved_tensors_hooks(_pack, _unpack)
+    hooks: Any = saved_tensors_hooks(_pack, _unpack)
+    try:
         hooks.__enter__()
+    except RuntimeError:  # hooks are disabled, as in `torch.func`
+        hooks = None
     vars(_thread).setdefault("hooks", []).append(hooks)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from mezzo.pytorch.kernels.emulated import emulated
-from mezzo.pytorch.kernels.packing import Versioned, hooks_are_allowed
+from mezzo.pytorch.kernels.packing import Versioned, with_hooks
 from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.nested import tensors
 
 _aten = torch.ops.aten
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,9 +48,9 @@ def keeping_short_indices(op: str, call: Callable[..., Tensor]) -> Callable[...,
     """PyTorch's max-pooling op `call` that keeps its indices for backward in 16 or 32 bits, not in 64."""
     spatial = _SPATIAL[op]
 
-    def pooled(x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+    def pooled(x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         is_large = x.requires_grad and x.numel() >= _WORTH_IT and torch.is_grad_enabled()
-        if not is_large or not is_plain(x) or not hooks_are_allowed():
+        if not is_large or not is_plain(x):
             return call(x, *args, **kwargs)
         elements = math.prod(x.shape[-spatial:])
         if elements > 1 << 31:
@@ -67,8 +67,7 @@ def keeping_short_indices(op: str, call: Callable[..., Tensor]) -> Callable[...,
             saved: Tensor = give(packed[0])
             return saved.to(torch.int64) if packed[1] else saved
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return call(x, *args, **kwargs)
+        return with_hooks(pack, unpack, call, x, *args, **kwargs)
 
     return pooled
 
@@ -89,7 +88,7 @@ def with_fp32_state(overload: Any, compute: torch.dtype) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         hx = args[place]
         read = (args[0], *args[place:])  # not `batch_sizes` of a packed sequence, which is integers
-        if any(isinstance(leaf, Tensor) and leaf.dtype not in _FORMATS for leaf in tree_leaves(read)):
+        if any(tensor.dtype not in _FORMATS for tensor in tensors(read)):
             return overload(*args)
         wide_hx = hx.float() if isinstance(hx, Tensor) else [state.float() for state in hx]
         ends: list[Tensor] = []

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels.packing import Packing, Rounded, may_pack
+from mezzo.pytorch.kernels.packing import Packing, Rounded, may_pack, with_hooks
+from mezzo.pytorch.kernels.plain import PLAIN
 
 __all__ = ["KEEP_RANK", "emulated", "saving_low"]
 
 _NARROWING = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16}  # half the time of `Tensor.to`
-_PLAIN = (Tensor, torch.nn.Parameter)
 _PASSED = (type(None), bool, int, float)
 
 SMALL = 1 << 12
@@ -85,8 +85,7 @@ def saving_low(
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     packing = Packing(inputs, compute, keep_rank, outer)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(packing.pack, Packing.unpack):
-            wide = op(*args, **kwargs)
+        wide = with_hooks(packing.pack, Packing.unpack, op, *args, **kwargs)
         if not narrows:
             return wide
         low = _narrow(wide, compute)
@@ -103,7 +102,7 @@ def _small(args: tuple[Any, ...], compute: torch.dtype) -> list[Any] | None:
     rounded = False
     for value in args:
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             if value.numel() > SMALL:
                 return None
             if value.is_floating_point():

@@ -14,10 +14,9 @@ from torch._C._dynamo import eval_frame
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def not_traced(function: _Function) -> _Function:
-    """`function` itself; Dynamo skips its frames and those that begin while one runs."""
+def not_traced(function: _Function, inner: str = "SKIP") -> _Function:
+    """`function` itself; Dynamo skips its frames and those that begin while one runs, unless `inner` is DEFAULT."""
     pieces: Any = eval_frame
-    skip = pieces._FrameAction.SKIP
-    code = function.__code__
-    pieces.set_code_exec_strategy(code, pieces._FrameExecStrategy(skip, skip))
+    actions = (getattr(pieces._FrameAction, name) for name in ("SKIP", inner))
+    pieces.set_code_exec_strategy(function.__code__, pieces._FrameExecStrategy(*actions))
     return function

@@ -91,9 +91,23 @@ class Packing:
         return packed.restore()
 
 
-def hooks_are_allowed() -> bool:
-    """Whether saved-tensor hooks may be set here; `torch.func` disables them."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined,no-any-return]
+def with_hooks(
+    pack: Callable[[Tensor], Any],
+    unpack: Callable[[Any], Tensor],
+    op: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """``op(*args, **kwargs)`` under saved-tensor hooks; without them where they are disabled, as in `torch.func`."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    try:
+        hooks.__enter__()
+    except RuntimeError:
+        return op(*args, **kwargs)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        hooks.__exit__()
 
 
 def may_pack(inputs: Sequence[Rounded]) -> bool:
@@ -101,7 +115,6 @@ def may_pack(inputs: Sequence[Rounded]) -> bool:
     return (
         torch.is_grad_enabled()
         and any(item.wide.requires_grad for item in inputs)
-        and hooks_are_allowed()
         and is_plain(*(item.source for item in inputs))
     )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # torch.autograd.grad's is_grads_batched
 
 
@@ -16,9 +16,9 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """Whether all are plain tensors, or None, outside `torch.func`, forward-mode differentiation and compilers."""
     return (
         not torch.compiler.is_compiling()  # first: Dynamo reads no further
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._functorch.get_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and all(tensor is None or (type(tensor) in _PLAIN and not _is_batched(tensor)) for tensor in tensors)
+        and all(tensor is None or (type(tensor) in PLAIN and not _is_batched(tensor)) for tensor in tensors)
     )
 
 

@@ -71,7 +71,7 @@ class BackwardTrace:
 
     def _hook(self, node: Any, going: Gradients, coming: Gradients) -> None:
         try:
-            with torch._C.DisableTorchFunction():
+            with torch.DisableTorchFunction():
                 self._look(node, going, coming)
         except Exception as error:  # the script's backward must go on
             self.trouble = in_one_line(error)

@@ -20,9 +20,9 @@ from mezzo.core.overflow import OUTSIDE
 from mezzo.core.ranges import BINS, INFINITE, NAN, WHAT, ZERO, Histogram, RangeRow
 from mezzo.pytorch import distributed
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
-from mezzo.pytorch.kernels.plain import is_dense
+from mezzo.pytorch.kernels.plain import PLAIN, is_dense
 from mezzo.pytorch.monitor.module_paths import joined
-from mezzo.pytorch.monitor.operations import tensors
+from mezzo.pytorch.nested import tensors
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.snapshot import version_of
 from mezzo.pytorch.weights import master_state
@@ -37,8 +37,6 @@ LARGEST = BINS
 WORDS = BINS + 1  # length of a row: the bins of `mezzo.core.ranges`, and `LARGEST`
 
 _INFINITY = 0xFF << 23  # its FP32 pattern
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def count(tensor: Tensor, row: Tensor) -> None:
@@ -123,7 +121,7 @@ class ExponentRows:
 
 def _numbers(tensor: Tensor) -> Tensor | None:
     """The strided floating tensor with a tensor's numbers on this rank; None where there is none."""
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN:
         tensor = distributed.local(tensor)
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
@@ -132,9 +130,9 @@ def _numbers(tensor: Tensor) -> Tensor | None:
         tensor = tensor.values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj()).resolve_neg()
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_floating_point():
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or not tensor.is_floating_point():
         return None
-    if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if tensor.is_meta or torch.func.debug_unwrap(tensor) is not tensor:
         return None
     return tensor.resolve_neg()
 
@@ -203,7 +201,7 @@ class WatchedOutputs:
                 continue
             if not repeats:
                 self.rows.add(path, ACTIVATION, tensor)
-            if tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            if tensor.requires_grad and torch.func.debug_unwrap(tensor) is tensor:
                 self._handles.append(tensor.register_hook(self._gradient_hook(path)))
 
     def _first_seen(self, tensor: Tensor) -> bool:

@@ -20,7 +20,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
@@ -37,13 +36,12 @@ from mezzo.pytorch.monitor.operations import (
     finite,
     in_one_line,
     line_text,
-    mapped,
     only_minus_infinity,
     op_of_function,
     op_of_node,
-    tensors,
     users_line,
 )
+from mezzo.pytorch.nested import mapped, tensors
 from mezzo.pytorch.snapshot import version_of
 from mezzo.runner.patches import Patches
 
@@ -194,7 +192,7 @@ class ForwardTrace(TorchFunctionMode):
             return None
 
     def _claim_all(self, held: Any, operation: Operation | None) -> None:
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             for tensor in tensors(held):
                 self.claim(tensor, operation)
 
@@ -261,31 +259,30 @@ class ForwardTrace(TorchFunctionMode):
         return [(tensor, version_of(tensor)) for tensor in ins]
 
     def _ran(self, func: Any, args: Any, kwargs: Any, given: list[tuple[Tensor, int]], out: Any) -> None:
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        with temporarily_clear_interpreter_stack():
-            outs = [bare(tensor) for tensor in tensors(out)]
-            written = {id(tensor) for tensor, version in given if version_of(tensor) != version}
-            outs += [one for one, _ in given if id(one) in written and not any(one is out for out in outs)]
-            if not outs:
-                return
-            operation = self._operation(op_of_function(func))
-            bad = [] if operation.op in _UNDEFINED else [tensor for tensor in outs if not finite(tensor)]
-            ins = [tensor for tensor, _ in given]
-            if operation.op in _STATISTICS and len(args) > 5 and args[5]:
-                ins, bad = (
-                    [one for one in some if self._there.get(_address(one), ("", "", ""))[2] != "buffer"]
-                    for some in (ins, bad)
-                )
-            if bad:
-                again = None if written or transformed else partial(_in_fp64, func, args, kwargs)
-                self._explain(operation, ins, written, bad, again, (args, kwargs))
-            for tensor in outs:
-                self._bad.pop(tensor, None)
-                self.claim(tensor, operation)
-            for tensor in bad:
-                self._bad[tensor] = operation
-            if transformed:  # nothing else holds the tensors under a transform's wrappers
-                self._held += bad
+        transformed = torch._C._functorch.get_interpreter_stack() is not None
+        outs = [bare(tensor) for tensor in tensors(out)]
+        written = {id(tensor) for tensor, version in given if version_of(tensor) != version}
+        outs += [one for one, _ in given if id(one) in written and not any(one is out for out in outs)]
+        if not outs:
+            return
+        operation = self._operation(op_of_function(func))
+        bad = [] if operation.op in _UNDEFINED else [tensor for tensor in outs if not finite(tensor)]
+        ins = [tensor for tensor, _ in given]
+        if operation.op in _STATISTICS and len(args) > 5 and args[5]:
+            ins, bad = (
+                [one for one in some if self._there.get(_address(one), ("", "", ""))[2] != "buffer"]
+                for some in (ins, bad)
+            )
+        if bad:
+            again = None if written or transformed else partial(_in_fp64, func, args, kwargs)
+            self._explain(operation, ins, written, bad, again, (args, kwargs))
+        for tensor in outs:
+            self._bad.pop(tensor, None)
+            self.claim(tensor, operation)
+        for tensor in bad:
+            self._bad[tensor] = operation
+        if transformed:  # nothing else holds the tensors under a transform's wrappers
+            self._held += bad
 
     def _explain(
         self,

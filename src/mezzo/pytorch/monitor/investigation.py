@@ -21,8 +21,9 @@ from mezzo.pytorch.hardware import native_formats
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, replay_backward, report_at
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Operation
 from mezzo.pytorch.monitor.module_paths import path_of
-from mezzo.pytorch.monitor.operations import facts, finite, in_one_line, over, tensors
+from mezzo.pytorch.monitor.operations import facts, finite, in_one_line, over
 from mezzo.pytorch.monitor.replay import SavedCall
+from mezzo.pytorch.nested import tensors
 
 _log = logging.getLogger(__name__)
 _PASSED = 8  # propagators that are reported

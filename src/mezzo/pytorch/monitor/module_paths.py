@@ -71,11 +71,10 @@ def walk(
     yield path, module
     if is_opaque(module) and not inside:
         return
-    for name, child in module._modules.items():
-        if child is not None:
-            wraps = name in _WRAPPED or (name == "module" and isinstance(module, _PARALLEL))
-            below = path if wraps else joined(path, name)
-            yield from walk(child, below, visited, inside=inside)
+    for name, child in module.named_children():
+        wraps = name in _WRAPPED or (name == "module" and isinstance(module, _PARALLEL))
+        below = path if wraps else joined(path, name)
+        yield from walk(child, below, visited, inside=inside)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

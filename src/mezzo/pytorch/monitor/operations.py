@@ -10,12 +10,11 @@ import os
 import re
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import mezzo
 from mezzo.core.overflow import TensorFacts
@@ -95,10 +94,7 @@ def in_one_line(error: Exception) -> str:
 
 def bare(tensor: Tensor) -> Tensor:
     """The tensor under the wrappers of `torch.func`'s transforms."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    return tensor
+    return torch.func.debug_unwrap(tensor)
 
 
 def values(tensor: Tensor) -> Tensor | None:
@@ -155,35 +151,3 @@ def facts(tensor: Tensor, name: str) -> TensorFacts:
         infinities=int(torch.isinf(size).sum()),
         nans=int(torch.isnan(size).sum()),
     )
-
-
-def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """A value whose tensors, in lists, tuples and dicts too, are changed; the containers are new."""
-    # `torch.utils._pytree.tree_map_only` costs four times as much, at each call of a traced model.
-    if isinstance(value, Tensor):
-        return change(value)
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([mapped(item, change) for item in value])
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*[mapped(item, change) for item in value])
-    if kind is dict:
-        return {name: mapped(item, change) for name, item in value.items()}
-    return value
-
-
-def tensors(value: Any, depth: int = 6, *, objects: bool = False) -> Iterator[Tensor]:
-    """The tensors in a value: itself, or in lists, tuples, dicts and dataclasses; `objects`: in any object."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    items: Any = ()
-    if isinstance(value, (list, tuple)):
-        items = value
-    elif isinstance(value, Mapping):
-        items = value.values()
-    elif not isinstance(value, (type, nn.Module)) and hasattr(value, "__dict__"):
-        items = vars(value).values() if objects or hasattr(value, "__dataclass_fields__") else ()
-    if depth:
-        for item in items:
-            yield from tensors(item, depth - 1, objects=objects)

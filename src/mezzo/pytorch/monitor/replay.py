@@ -17,11 +17,11 @@ import numpy as np
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from mezzo.pytorch.monitor.module_paths import unwrapped
-from mezzo.pytorch.monitor.operations import Line, mapped, tensors
-from mezzo.pytorch.snapshot import RandomState, keeping_versions, version_of
+from mezzo.pytorch.monitor.operations import Line
+from mezzo.pytorch.nested import mapped, tensors
+from mezzo.pytorch.snapshot import RandomState, has_running_statistics, keeping_versions, version_of
 from mezzo.runner.patches import Patches
 
 _VALUES = (int, float, bool, type(None), Tensor)
@@ -62,7 +62,7 @@ class SideEffects:
     def __init__(self, model: nn.Module, *, statistics: bool = False) -> None:
         self.root = weakref.ref(model)  # whose paths and policy name the modules
         modules = list(model.modules())
-        counted = (module for module in modules if statistics or not isinstance(module, _NormBase))
+        counted = (module for module in modules if statistics or not has_running_statistics(module))
         self.buffers = [buffer for module in counted for buffer in module.buffers(recurse=False)]
         names = ((weakref.ref(module), name) for module in modules for name, _ in _changeable(module))
         self.attributes = set(names)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.masters import MASTERS, STATE_FORMATS
@@ -38,7 +37,7 @@ def group(owner: str, values: dict[str, Any]) -> None:
 def weight(param: Tensor, masters: str, what: str) -> None:
     """Raise a UsageError for a weight whose class, format or layout these masters do not support."""
     param = local(param.detach())
-    if bool(is_traceable_wrapper_subclass(param)):
+    if hasattr(param, "__tensor_flatten__"):
         problem = (
             f"is a {type(param).__name__}, which the fused kernels cannot read. Use an optimizer of torch.optim, or "
             "mezzo.optim.with_masters(optimizer) around one."

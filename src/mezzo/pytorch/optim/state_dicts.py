@@ -6,10 +6,11 @@ and converted into new tensors first; then the old state is replaced, which cann
 
 from __future__ import annotations
 
+import inspect
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -245,9 +246,5 @@ def is_for_checkpoint() -> bool:
     """
     if "torch.distributed.checkpoint.state_dict" not in sys.modules:
         return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name in ("_init_optim_state", "_get_optim_state_dict"):
-            return True
-        frame = frame.f_back
-    return False
+    names = (frame.f_code.co_name for frame, _ in traceback.walk_stack(inspect.currentframe()))
+    return any(name in ("_init_optim_state", "_get_optim_state_dict") for name in names)

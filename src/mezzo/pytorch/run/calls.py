@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -46,9 +45,9 @@ if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
     from mezzo.runner.patches import ImportWatch, Patches
 
-_any_autocast = torch._C._is_any_autocast_enabled
-_label_on = torch.is_autocast_enabled
+_autocast_on = torch.is_autocast_enabled
 _LABEL = active_policy.LABEL_DEVICE
+_DEVICE = getattr(torch.accelerator.current_accelerator(), "type", "cpu")
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 _is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 _is_compiling, _dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
@@ -287,7 +286,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         return leave(self, *entered, out)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _any_autocast() or _label_on(_LABEL) or IN_FP32 in self.__dict__:
+        if _autocast_on(_LABEL) or _autocast_on("cpu") or _autocast_on(_DEVICE) or IN_FP32 in self.__dict__:
             if is_wrapped_call and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)  # what `original` does, without another stack frame
             return original(self, *args, **kwargs)
@@ -299,10 +298,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
 
     # As a separate frame (the module inside a compiled model), this is skipped, as PyTorch's own `__call__` is: the
     # module's `forward` is compiled. It is still traced inside a compiled step.
-    pieces: Any = eval_frame
-    skip = pieces._FrameExecStrategy(pieces._FrameAction.SKIP, pieces._FrameAction.DEFAULT)
     for function in (call, outermost):
-        pieces.set_code_exec_strategy(function.__code__, skip)
+        not_traced(function, inner="DEFAULT")
     return call
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
+import itertools
 import os
 import sys
+import traceback
 from collections.abc import Callable, Collection
 from contextlib import ContextDecorator, nullcontext
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.policy import policy
@@ -195,10 +197,9 @@ def _notice(session: Session, name: str) -> bool:
 def user_line(depth: int, transparent: Collection[str] = ()) -> str | None:
     """The line of the script or of a library that called, through functions of PyTorch's that act for their caller.
 
-    None if Mezzo or PyTorch itself called. `depth` is that of `sys._getframe`.
+    None if Mezzo or PyTorch itself called. `depth` counts callers: 1 is that of the caller of this function.
     """
-    frame: FrameType | None = sys._getframe(depth)
-    while frame is not None:
+    for frame, line in itertools.islice(traceback.walk_stack(inspect.currentframe()), depth, None):
         module, name = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
         package = module.partition(".")[0]
         if package == "mezzo" or (
@@ -207,8 +208,7 @@ def user_line(depth: int, transparent: Collection[str] = ()) -> str | None:
             return None
         if package != "torch":
             by = f"{package}, " if module != "__main__" and package not in ("", "__mp_main__") else ""
-            return f"{by}{os.path.basename(frame.f_code.co_filename)} line {frame.f_lineno}"
-        frame = frame.f_back
+            return f"{by}{os.path.basename(frame.f_code.co_filename)} line {line}"
     return None
 
 
@@ -261,7 +261,8 @@ def _torch_off(session: Session, patches: Patches, torch: Any) -> None:
     @functools.wraps(default)
     def set_default_dtype(d: Any) -> None:
         if _is_half(d):
-            package = sys._getframe(1).f_globals.get("__name__", "__main__").partition(".")[0]
+            caller = next(itertools.islice(traceback.walk_stack(inspect.currentframe()), 1, None))[0]
+            package = caller.f_globals.get("__name__", "__main__").partition(".")[0]
             by = "" if package == "__main__" else f" by {package}"
             switched_off(session, f"torch.set_default_dtype({d}){by}")
         else:

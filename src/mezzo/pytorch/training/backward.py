@@ -25,7 +25,7 @@ _FP16_SEED = 2.0**15
 
 _BACKWARD = torch.autograd.backward  # PyTorch's: `mezzo run` replaces it, to record losses
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_AccumulateGrad: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
 # Its backward runs another backward, and refuses to when only some inputs are asked for.
 _REENTRANT = "CheckpointFunctionBackward"
@@ -43,8 +43,8 @@ def backward_into(
         (not seen and torch.autograd.backward is not _BACKWARD)
         or type(loss) is not Tensor
         or torch.compiler.is_compiling()
-        or torch._C._is_torch_function_mode_enabled()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.get_interpreter_stack() is not None
     ):
         torch.autograd.backward(loss, seed, retain_graph=retain_graph, inputs=params)
         return

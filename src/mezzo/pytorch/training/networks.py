@@ -3,25 +3,25 @@
 Copied are small buffers, those of BatchNorm and InstanceNorm, and large ones that changed in one of the first two steps
 or whose version counter says later that they were written (native kernels and `.data` do not raise it).
 
-Each step of any optimizer, taken or skipped, ends a turn. The buffers of a network are copied before its first call of
-a turn. When optimizer S ends a turn, these become of each network:
+Each step of any optimizer, taken or skipped, ends an interval. The buffers of a network are copied before its first
+call of an interval. When optimizer S ends an interval, these become of each network:
 
 | owner of its parameters              | S stepped         | S skipped                                   |
 |--------------------------------------|-------------------|---------------------------------------------|
 | S, of some of them                   | stay              | go back to before S's gradients began       |
 | no optimizer                         | stay              | go back to the last step                    |
-| another, but the loss of S ran       | stay, copies kept | go back to the turn's start, copies kept    |
+| another, but the loss of S ran       | stay, copies kept | back to the interval's start, copies kept   |
 | through it (a GAN's discriminator)   |                   |                                             |
 | another                              | stay, copies kept | what is not finite goes back, copies kept   |
 
-At the end of a turn in which a network was called, what its calls left NaN or infinite goes back to kept copies.
+At the end of an interval in which a network was called, what its calls left NaN or infinite goes back to kept copies.
 
 Kept copies are for the network's own optimizer. If that one steps after the third row's skip, and the network was not
 called in between, its buffers go forward again: the two losses were one, and its own gradients were good.
 
-A call belongs to the gradients of the network's newest turn when a backward pass finds its gradients empty. The loss of
-S ran through a network if one backward pass of the turn reached parameters of both, or if it is frozen. Of two calls
-of one network in one turn, one for a good and one for a skipped step, there is one copy: both are undone.
+A call belongs to the gradients of the network's newest interval when a backward pass finds its gradients empty. The
+loss of S ran through a network if one backward pass of the interval reached parameters of both, or if it is frozen. Of
+two calls of one network in one interval, one for a good and one for a skipped step, there is one copy: both are undone.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backward pass
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from mezzo.pytorch.snapshot import BufferSlot, BufferSnapshot
+from mezzo.pytorch.snapshot import BufferSlot, BufferSnapshot, has_running_statistics
 
 SMALL = 2**16
 """Bytes up to which a buffer is always copied."""
@@ -56,7 +55,7 @@ class MovingBuffers:
         for buffer, old in zip(model.buffers(), before):            # restore(found_inf)
             buffer.copy_(torch.where(found_inf != 0, old, buffer))
 
-    `parameters` are ids; `turn` is that of `Networks` in which the newest copies were taken.
+    `parameters` are ids; `interval` is that of `Networks` in which the newest copies were taken.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -64,14 +63,14 @@ class MovingBuffers:
         self._slots: list[BufferSlot] = []
         self._known: set[tuple[int, str]] = set()
         self._first: BufferSnapshot | None = None  # before the step's first forward pass
-        self._last: BufferSnapshot | None = None  # before the newest turn; may outlive the step
+        self._last: BufferSnapshot | None = None  # before the newest interval; may outlive the step
         self._undone: tuple[BufferSnapshot, BufferSnapshot] | None = None  # by `undo`: before, and after
         self._lost = False  # whether a buffer went back to the newest copies, because it was not finite
         self._look = True
         self.parameters: frozenset[int] = frozenset()
-        self.turn = -1
+        self.interval = -1
         # Plain bools, for a compiler may read `watches`.
-        self._has_norm = any(isinstance(module, _NormBase) for module in model.modules())
+        self._has_norm = any(map(has_running_statistics, model.modules()))
         self._has_buffers = self._has_norm or any(module._buffers for module in model.modules())
 
     @property
@@ -90,7 +89,7 @@ class MovingBuffers:
         return not (self._first is None and self._last is None and self._undone is None)
 
     @property
-    def spans_turns(self) -> bool:
+    def spans_intervals(self) -> bool:
         """Whether other steps have ended since this one began, and the model was called again."""
         return self._first is not self._last and self._first is not None
 
@@ -123,7 +122,7 @@ class MovingBuffers:
 
     def begin_anew(self) -> None:
         """Take calls before the newest copies out of the step, unless nothing was called since."""
-        if self.spans_turns and self._last is not None and (self._lost or self._last.moved()):
+        if self.spans_intervals and self._last is not None and (self._lost or self._last.moved()):
             self._first = self._last
 
     @torch.no_grad()
@@ -208,7 +207,7 @@ class MovingBuffers:
                 if (id(module._buffers), name) in self._known or (buffer is not None and buffer.is_meta):
                     continue
                 self._known.add((id(module._buffers), name))
-                is_norm = isinstance(module, _NormBase) and name in _NORM_BUFFERS
+                is_norm = has_running_statistics(module) and name in _NORM_BUFFERS
                 path = f"{prefix}.{name}" if prefix else name
                 norm = weakref.ref(module) if is_norm else None
                 slot = BufferSlot(path, module._buffers, name, norm)
@@ -223,9 +222,9 @@ class Networks:
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, MovingBuffers] = weakref.WeakKeyDictionary()
-        # The leaves that each backward of this turn reached -> those whose gradients it is still part of.
+        # The leaves that each backward of this interval reached -> those whose gradients it is still part of.
         self._passes: dict[frozenset[int], frozenset[int]] = {}
-        self._turn = 0
+        self._interval = 0
         self.hold_copies = False  # without copies a step has nothing to restore
 
     def __reduce__(self) -> Any:
@@ -262,8 +261,8 @@ class Networks:
         """A network is about to be called in training mode."""
         buffers = self.of(model)
         self.hold_copies = True
-        if buffers.turn != self._turn or not buffers.remembers:
-            buffers.turn = self._turn
+        if buffers.interval != self._interval or not buffers.remembers:
+            buffers.interval = self._interval
             buffers.remember()
 
     def optimizer_made(self, owned: set[int]) -> None:
@@ -281,7 +280,7 @@ class Networks:
         self._passes = {each: receiving - empty for each, receiving in self._passes.items()}
         self._passes[reached] = reached
         for buffers in self._of.values():
-            if buffers.spans_turns and frozenset() < reached & buffers.parameters <= empty:
+            if buffers.spans_intervals and frozenset() < reached & buffers.parameters <= empty:
                 buffers.begin_anew()
 
     def step_ended(
@@ -298,7 +297,7 @@ class Networks:
         `owned` gives the ids of all optimizers' parameters, `passes` those of the leaves of each backward that was not
         announced. `found_inf` is a tensor only where one network is trained.
         """
-        turn, self._turn = self._turn, self._turn + 1
+        interval, self._interval = self._interval, self._interval + 1
         announced, self._passes = self._passes, {}
         if not self.hold_copies:
             return
@@ -319,8 +318,8 @@ class Networks:
                         each for each, receiving in announced.items() if not mine.isdisjoint(receiving)
                     ]
                 reached = any(not each.isdisjoint(buffers.parameters) for each in with_mine)
-                if buffers.turn == turn and (reached or buffers.is_frozen):
+                if buffers.interval == interval and (reached or buffers.is_frozen):
                     buffers.undo()
-            if buffers.turn == turn:  # a step that is still to come may have overflowed
+            if buffers.interval == interval:  # a step that is still to come may have overflowed
                 buffers.restore_lost()  # now, because what the script writes before the next call stays
         self.hold_copies = any(buffers.holds_copies for buffers in self._of.values())

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from mezzo.core.errors import UnknownNameError, UsageError, checks_keywords, did_you_mean, unknown_name
@@ -30,6 +29,7 @@ from mezzo.pytorch.distributed import local
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, dtype_of, name_of
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
 from mezzo.pytorch.kernels.plain import is_dense
+from mezzo.pytorch.snapshot import has_running_statistics
 from mezzo.pytorch.weights import shards
 
 # Parameter -> what its 16-bit weight lacks: the int16 remainder of a bf16 weight, the FP32 value of an fp16 one.
@@ -41,7 +41,7 @@ _holders: Any = WeakTensorKeyDictionary()
 # Elements that are encoded at a time, so that the temporaries stay small compared to the parameter.
 _PIECE = 1 << 20
 
-_TORCH_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_TORCH_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _NORM_NAME = re.compile(r"norm(?:ali[sz]ation)?(?:[123]d)?$", re.IGNORECASE)
 
 
@@ -195,7 +195,11 @@ def overflows(master: Tensor, dtype: torch.dtype) -> bool:
 
 def is_normalisation(module: nn.Module) -> bool:
     """Whether a module is a normalization: PyTorch's, or a class whose name ends in ``Norm``, ``Norm1d``, ..."""
-    return isinstance(module, _TORCH_NORMS) or _NORM_NAME.search(type(module).__name__) is not None
+    return _is_torchs_norm(module) or _NORM_NAME.search(type(module).__name__) is not None
+
+
+def _is_torchs_norm(module: nn.Module) -> bool:
+    return isinstance(module, _TORCH_NORMS) or has_running_statistics(module)
 
 
 def _format_of(policy: Policy) -> str:
@@ -243,7 +247,7 @@ def _upwards(path: str) -> Iterator[str]:
 
 def _is_of_norm(module: nn.Module, param: nn.Parameter) -> bool:
     is_vector = is_lazy(param) or sum(size > 1 for size in param.shape) <= 1
-    return isinstance(module, _TORCH_NORMS) or (is_normalisation(module) and is_vector)
+    return _is_torchs_norm(module) or (is_normalisation(module) and is_vector)
 
 
 def _refuse_unfit(name: str, param: nn.Parameter, dtype: torch.dtype) -> None:
@@ -253,7 +257,7 @@ def _refuse_unfit(name: str, param: nn.Parameter, dtype: torch.dtype) -> None:
             ("lazy", "run the model once") if data is None else ("on the meta device", "call to_empty")
         )
         problem = f"is {where} and has no values. Before you lower the model, {first}, and load its state."
-    elif is_traceable_wrapper_subclass(data) or param.layout is not torch.strided:
+    elif hasattr(data, "__tensor_flatten__") or param.layout is not torch.strided:
         kind = type(data).__name__ if param.layout is torch.strided else str(param.layout)
         problem = (
             f"is a {kind}. Lower the model before distributing or quantizing its parameters, or leave this one out: "

@@ -90,7 +90,7 @@ def _block(x: Tensor, factor: Factor, dim: int) -> tuple[int, int]:
 def _kernel(*tensors: Tensor) -> ModuleType | None:
     """The compiled loops, if there are any and they may read these tensors."""
     fits = all(x.device.type == "cpu" and x.numel() > 0 for x in tensors) and is_plain(*tensors)
-    return cpu_loops("cpu_quantized", os.environ.get(KERNELS)) if fits else None
+    return cpu_loops("quantized.cpu", os.environ.get(KERNELS)) if fits else None
 
 
 def _fused(

@@ -17,9 +17,13 @@ from torch import Tensor
 from mezzo.core.formats import named
 from mezzo.core.recipes import HADAMARD, Factor
 from mezzo.pytorch.dtypes import dtype_of
-from mezzo.pytorch.kernels import cpu, cpu_codes, jit
+from mezzo.pytorch.kernels import cpu, jit
 from mezzo.pytorch.kernels.cpu import Pointer, bits, f32, float32_at, float_of, i32, loop, u8, u32, uint8_at
-from mezzo.pytorch.kernels.cpu_codes import INFINITY, Given
+
+INFINITY = 0x7F800000  # the pattern
+_LARGEST = f32(torch.finfo(torch.float32).max)
+
+Given = tuple[int, int, int]  # what the scales of a matrix have in common
 
 BLOCKS = 512  # in a tile, at most
 SPAN_MIXED = 256  # columns that are transformed at once
@@ -102,9 +106,9 @@ def _quantizer(factor: Factor, width: int, x: torch.dtype) -> int:
         "NMANT": str(form.nmant),
         "LEAST": str(127 + form.minexp),
         "LARGEST": repr(float(form.max)),
-        "scales_of": f"cpu_codes.{'by_e4m3fn' if factor.scale == 'e4m3fn' else 'by_power'}",
-        "gaps_of": f"cpu_codes.{'stochastic' if factor.stochastic else 'nearest'}",
-        "code_of": f"cpu_codes.{'own_code' if form.bits == 8 else 'wider_code'}",
+        "scales_of": "by_e4m3fn" if factor.scale == "e4m3fn" else "by_power",
+        "gaps_of": "stochastic" if factor.stochastic else "nearest",
+        "code_of": "own_code" if form.bits == 8 else "wider_code",
     }
     return jit.kernel(sys.modules[__name__], bindings, "quantize_tiles").address
 
@@ -115,7 +119,7 @@ def _decoder(codes: torch.dtype, width: int, values: torch.dtype) -> int:
     bindings = {
         **jit.elements(values, store="store_value", at="value_at"),
         **_width(width),
-        "value_of_code": f"cpu_codes.value_of_{element}",
+        "value_of_code": f"value_of_{element}",
     }
     return jit.kernel(sys.modules[__name__], bindings, "decode_rows").address
 
@@ -128,10 +132,97 @@ x_at = cpu.int16_at  # bound
 load_x = cpu.load_bf16  # bound
 value_at = cpu.int16_at  # bound
 store_value = cpu.store_bf16  # bound
-gaps_of = cpu_codes.nearest  # bound
-code_of = cpu_codes.own_code  # bound
-scales_of = cpu_codes.by_power  # bound
-value_of_code = cpu_codes.value_of_e4m3fn  # bound
+
+
+@cpu.inline
+def binade_of(magnitude: int, least: int) -> int:
+    """The pattern of the largest power of two up to a magnitude, at least that of the biased exponent."""
+    return max(i32(magnitude & i32(INFINITY)), i32(least << 23))
+
+
+@cpu.inline
+def nearest(magnitude: int, sign: int, binade: int, nmant: int, place: int) -> int:
+    """A magnitude in the format's gaps, ties to even: the low bits of its sum with 1.5 * 2**23 gaps."""
+    anchor = i32(binade + i32(((23 - nmant) << 23) + (1 << 22)))
+    return i32(bits(f32(float_of(magnitude) + float_of(anchor))) - anchor)
+
+
+@cpu.inline
+def stochastic(magnitude: int, sign: int, binade: int, nmant: int, place: int) -> int:
+    """The same, up or down at random, by the hash of `quantized.uniform`."""
+    h = u32(u32(u32(magnitude | sign) * u32(0x2C1B3C6D)) + u32(u32(place) * u32(0x297A2D39)))
+    h = u32(u32(h ^ u32(h >> 16)) * u32(0x7FEB352D))
+    h = u32(u32(h ^ u32(h >> 15)) * u32(0x846CA68B))
+    h = u32(h ^ u32(h >> 16))
+    uniform = f32(f32(i32(h & u32(0x3FFFFF))) * f32(2.0**-22))
+    gaps = f32(float_of(magnitude) * float_of(i32(i32((254 + nmant) << 23) - binade)))
+    return i32(f32(gaps + uniform))
+
+
+@cpu.inline
+def value_of(gaps: int, binade: int, nmant: int) -> float:
+    """A number of gaps as FP32."""
+    return f32(f32(gaps) * float_of(i32(binade - i32(nmant << 23))))
+
+
+@cpu.inline
+def own_code(gaps: int, binade: int, rounded: float, least: int, nmant: int) -> int:
+    """Without the sign: the gaps from 0, and the binades of as many codes below."""
+    return i32(gaps + i32(i32(binade - i32(least << 23)) >> i32(23 - nmant)))
+
+
+@cpu.inline
+def wider_code(gaps: int, binade: int, rounded: float, least: int, nmant: int) -> int:
+    """The code of e4m3fn with the value."""
+    return max(i32(0), i32(i32(bits(rounded) >> 20) - i32(120 << 3)))
+
+
+@cpu.inline
+def power(biased: int) -> float:
+    """``2 ** (biased - 127)``, for 0 as well."""
+    return float_of(i32(biased << 23) if biased > 0 else i32(1 << 22))
+
+
+@cpu.inline
+def by_power(largest: int, divisor: float, given: Given) -> tuple[float, float]:
+    """A block's scale and its inverse, powers of two: up from the quotient, or the floor if `given` has an exponent."""
+    lowest, highest, floor = given
+    quotient = bits(f32(float_of(largest) / divisor))
+    up = i32(i32(quotient + i32(0x7FFFFF)) >> 23) if quotient > i32(1 << 22) else i32(0)
+    biased = i32(i32(largest >> 23) - floor) if floor else up
+    biased = min(max(biased, lowest), highest)
+    return power(biased), power(i32(i32(254) - biased))
+
+
+@cpu.inline
+def by_e4m3fn(largest: int, divisor: float, given: Given) -> tuple[float, float]:
+    """NVFP4's scale of a block, and what its elements are multiplied by; `given` are the tensor's factors."""
+    of_tensor, decode_tensor = float_of(given[0]), float_of(given[1])
+    wanted = min(bits(f32(float_of(largest) * of_tensor)), bits(f32(448.0)))
+    binade = binade_of(wanted, 121)
+    scale = value_of(nearest(wanted, i32(0), binade, 3, 0), binade, 3)
+    inverse = f32(f32(1.0) / f32(scale * decode_tensor))
+    return scale, _LARGEST if inverse > _LARGEST else inverse
+
+
+@cpu.inline
+def value_of_e4m3fn(code: int) -> float:
+    """The fp16 with the same bits, which is 2**-8 of it; NaN is in the exponent of fp16's largest."""
+    low = i32(code & i32(0x7F))
+    pattern = i32(i32(i32(code & i32(0x80)) << 8) | i32(low << 7))
+    return f32(cpu.float_of_half(cpu.i16(i32(0x7E00) if low == i32(0x7F) else pattern)) * f32(256.0))
+
+
+@cpu.inline
+def value_of_e5m2(code: int) -> float:
+    """The upper half of an fp16."""
+    return cpu.float_of_half(cpu.i16(i32(code << 8)))
+
+
+gaps_of = nearest  # bound
+code_of = own_code  # bound
+scales_of = by_power  # bound
+value_of_code = value_of_e4m3fn  # bound
 
 
 @loop
@@ -174,9 +265,9 @@ def quantize_tile(
                 pattern = bits(f32(load_x(x, place) * f32(multipliers[b])))
                 sign = i32(pattern & i32(-0x80000000))
                 magnitude = min(i32(pattern & i32(0x7FFFFFFF)), bits(f32(LARGEST)))
-                binade = cpu_codes.binade_of(magnitude, LEAST)
+                binade = binade_of(magnitude, LEAST)
                 gaps = gaps_of(magnitude, sign, binade, NMANT, u32(mark + u32(u32(places[b]) + u32(i))))
-                rounded = cpu_codes.value_of(gaps, binade, NMANT)
+                rounded = value_of(gaps, binade, NMANT)
                 codes[place] = u8(i32(code_of(gaps, binade, rounded, LEAST, NMANT) | i32(sign >> 24)))
                 if has_values:
                     signed = float_of(i32(bits(rounded) | sign))

@@ -26,9 +26,9 @@ def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
     dense = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
     if backend.implementation(dense[0].device.type) != "numba":
         return reference(dense)
-    from mezzo.pytorch.kernels import cpu_reductions
+    from mezzo.pytorch.kernels.gradient_norm import cpu
 
-    return cpu_reductions.sum_of_squares(dense)
+    return cpu.sum_of_squares(dense)
 
 
 @torch.no_grad()

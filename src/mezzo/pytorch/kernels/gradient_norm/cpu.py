@@ -29,7 +29,7 @@ SUM_LANES = 64  # eight AVX-512 registers
 
 
 def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
-    """Sum the squares of each block, then the blocks' sums; see `gradient_norm.sum_of_squares`."""
+    """Sum the squares of each block, then the blocks' sums; as the package's `sum_of_squares`."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
         by_dtype.setdefault(grad.dtype, []).append(grad)
