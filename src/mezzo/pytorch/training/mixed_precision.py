@@ -222,10 +222,11 @@ class MixedPrecision:
         self._clears_itself = not own
         # Separate masters and clipping by value rewrite gradients, which must be FP32 for it.
         rewrites = self.clip_value is not None or isinstance(stepping, WithMasters)
-        in_buckets = isinstance(self.model, nn.parallel.DistributedDataParallel)
-        self._gradients = Gradients(fp32=self.accumulate > 1 or rewrites, in_buckets=in_buckets)
-        self._gradients.cover(optimizer)
-        self._let_go = finalize(self, self._gradients.undo)
+        reduced = distributed.is_sharded(self.model) or any(
+            isinstance(part, nn.parallel.DistributedDataParallel) for part in self.model.modules()
+        )
+        self._gradients = Gradients(fp32=self.accumulate > 1 or rewrites, reduced=reduced)
+        self._let_go = finalize(self, self._gradients.clear)
         self._let_go.atexit = False
 
     def _others(self) -> Iterator[Tensor]:
@@ -396,7 +397,9 @@ class MixedPrecision:
                 if window.seen == 0:
                     self._gradients.cover(self.optimizer)
                 self._backward(loss, window.seed(loss), self._others(), retain_graph=retain_graph)
-                self._gradients.take(self.optimizer)
+                # After a call in `no_sync()`, gradients stay in `.grad`, where the next reduction takes them.
+                if all(part.require_forward_param_sync for part in self._backward.wrappers):
+                    self._gradients.take(self.optimizer)
         except BaseException as error:
             # Out of memory halfway: what was accumulated must not reach the next step.
             self._window = Accumulation(self.accumulate)
