@@ -83,10 +83,20 @@ def test_the_report_says_which_rank(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["by"] == {"said": ["rank 1", "rank 1", "2 ranks"], "first": [5.0], "largest": [1.0, 0.0]}
 
 
-@pytest.mark.parametrize("case", ["averaged", "averaged, accumulated"])
-def test_ranks_under_ddp_stay_equal_to_the_bit(case: str, ranks: list[dict[str, Any]]) -> None:
+AVERAGED = {
+    "averaged": [],
+    "averaged, accumulated": ["torch.float32"],
+    "averaged, nested": ["torch.float32"],
+    "averaged, no_sync": ["torch.bfloat16"],
+}
+
+
+@pytest.mark.parametrize(("case", "dtypes"), AVERAGED.items())
+def test_ranks_under_ddp_stay_equal_to_the_bit(
+    case: str, dtypes: list[str], ranks: list[dict[str, Any]]
+) -> None:
     assert ranks[0][case] == ranks[1][case]
-    assert ranks[0][case]["dtypes"] == (["torch.float32"] if "accumulated" in case else [])
+    assert ranks[0][case]["dtypes"] == dtypes
 
 
 def test_a_rank_whose_data_ended_early_takes_the_loss_scale_of_the_others(

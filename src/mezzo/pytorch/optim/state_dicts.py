@@ -6,10 +6,8 @@ and converted into new tensors first; then the old state is replaced, which cann
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -236,18 +234,3 @@ def masters_in(
 def without_master(entry: Any) -> Any:
     """A parameter's entries as an optimizer without masters has them."""
     return {k: v for k, v in entry.items() if k != MASTER} if isinstance(entry, dict) else entry
-
-
-def is_for_checkpoint() -> bool:
-    """Whether `torch.distributed.checkpoint` calls an optimizer's `state_dict`, or `step` to have its states created.
-
-    It calls `step` with gradients and learning rates of zero, before it reads or loads the state of a new optimizer.
-    """
-    if "torch.distributed.checkpoint.state_dict" not in sys.modules:
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name in ("_init_optim_state", "_get_optim_state_dict"):
-            return True
-        frame = frame.f_back
-    return False

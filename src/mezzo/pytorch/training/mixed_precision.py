@@ -31,6 +31,7 @@ from mezzo.core.records import RecordWriter, writer_of
 from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
+from mezzo.pytorch.optim.first_states import FirstStates
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.step import StepOutcome, parameters, step_fused, step_in_place
@@ -228,6 +229,8 @@ class MixedPrecision:
         self._gradients = Gradients(fp32=self.accumulate > 1 or rewrites, reduced=reduced)
         self._let_go = finalize(self, self._gradients.clear)
         self._let_go.atexit = False
+        if not isinstance(stepping, (FusedOptimizer, WithMasters)):  # these do it themselves
+            finalize(self, FirstStates(stepping).undo).atexit = False
 
     def _others(self) -> Iterator[Tensor]:
         for mp in _ALIVE:
