@@ -34,9 +34,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any], float]] = {
 }
 
 
-def training(
-    seed: int, precision: str, make: Any = sgd, **how: Any
-) -> tuple[Any, Any, mezzo.MixedPrecision]:
+def training(seed: int, precision: str, make: Any = sgd, **how: Any) -> tuple[Any, Any, mezzo.MixedPrecision]:
     """Uneven shards, a buffer that moves, and a parameter that no loss reaches."""
     torch.manual_seed(seed)
     net: Any = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 3))

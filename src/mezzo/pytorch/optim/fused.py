@@ -23,7 +23,6 @@ from mezzo.pytorch.distributed import is_spread, local
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, StateSpec, Stepper, stepper
 from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim import checks, state_dicts, storage
-from mezzo.pytorch.optim.first_states import is_for_checkpoint
 from mezzo.pytorch.optim.storage import ParameterState
 from mezzo.pytorch.weights.stored_parameters import give_back, has_master, take_master
 
@@ -124,7 +123,7 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._opt_called = True  # read by schedulers
-        if not self.state and is_for_checkpoint():
+        if not self.state and state_dicts.is_for_checkpoint():
             self._make_states(everything=True)
             return loss
         groups = [(index, group["params"]) for index, group in enumerate(self.param_groups)]
@@ -335,7 +334,7 @@ class FusedOptimizer(Optimizer):
         """The state for `load_state_dict`, in torch's form; its tensors are not copies. It includes the masters that
         `lower_weights` keeps, also before the first step, and all states of shards, which a checkpoint is loaded into.
         """
-        self._make_states(everything=is_for_checkpoint())
+        self._make_states(everything=state_dicts.is_for_checkpoint())
         return super().state_dict()
 
     def _make_states(self, *, everything: bool) -> None:

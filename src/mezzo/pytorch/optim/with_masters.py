@@ -19,10 +19,9 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.distributed import is_spread, local
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
-from mezzo.pytorch.optim import checks
+from mezzo.pytorch.optim import checks, state_dicts
 from mezzo.pytorch.optim.adopt import adopt, empty, extend
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.optim.first_states import have_no_step, is_for_checkpoint, make_states
 from mezzo.pytorch.optim.state_dicts import MASTER, masters_in, without_master
 from mezzo.pytorch.weights import shards
 from mezzo.pytorch.weights.stored_parameters import give_back, pieces, take_master
@@ -128,7 +127,7 @@ class WithMasters(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Run the optimizer's own step on the masters, then update the weights; returns None if the step is skipped."""
         self._opt_called = True  # read by schedulers
-        if not self._has_states() and is_for_checkpoint():
+        if not self._has_states() and state_dicts.is_for_checkpoint():
             self._make_states()
             return None
         found_inf: Tensor | None = getattr(self, "found_inf", None)
@@ -195,7 +194,9 @@ class WithMasters(Optimizer):
         """
         for param in self._lowered():
             self._ensure_master(param)
-        if not self._has_states() and (any(map(is_spread, self._parameters())) or is_for_checkpoint()):
+        if not self._has_states() and (
+            any(map(is_spread, self._parameters())) or state_dicts.is_for_checkpoint()
+        ):
             self._make_states()
         return super().state_dict()
 
@@ -218,7 +219,7 @@ class WithMasters(Optimizer):
             super().load_state_dict(state)
         finally:
             self._swap_out()
-        self._is_new = have_no_step(self)
+        self._is_new = state_dicts.have_no_step(self)
         for param, master in masters.items():
             self._ensure_master(param).copy_(shards.placed(master, param))
 
@@ -234,7 +235,7 @@ class WithMasters(Optimizer):
             param.grad = None
         try:
             self._begin(None)
-            make_states(self, super().step)
+            state_dicts.make_states(self, super().step)
         finally:
             if self._is_swapped:
                 self._end()

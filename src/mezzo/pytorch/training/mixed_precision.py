@@ -10,7 +10,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakSet, finalize
@@ -31,8 +31,8 @@ from mezzo.core.records import RecordWriter, writer_of
 from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
-from mezzo.pytorch.optim.first_states import FirstStates
 from mezzo.pytorch.optim.fused import FusedOptimizer
+from mezzo.pytorch.optim.state_dicts import FirstStates
 from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.step import StepOutcome, parameters, step_fused, step_in_place
 from mezzo.pytorch.training import cast_parameters, checks
@@ -223,14 +223,16 @@ class MixedPrecision:
         self._clears_itself = not own
         # Separate masters and clipping by value rewrite gradients, which must be FP32 for it.
         rewrites = self.clip_value is not None or isinstance(stepping, WithMasters)
-        reduced = distributed.is_sharded(self.model) or any(
-            isinstance(part, nn.parallel.DistributedDataParallel) for part in self.model.modules()
-        )
+        ddp = any(isinstance(part, nn.parallel.DistributedDataParallel) for part in self.model.modules())
+        reduced = ddp or distributed.is_sharded(self.model)
         self._gradients = Gradients(fp32=self.accumulate > 1 or rewrites, reduced=reduced)
-        self._let_go = finalize(self, self._gradients.clear)
-        self._let_go.atexit = False
+        undo = ExitStack()
+        undo.callback(self._gradients.clear)
         if not isinstance(stepping, (FusedOptimizer, WithMasters)):  # these do it themselves
-            finalize(self, FirstStates(stepping).undo).atexit = False
+            for hook in FirstStates(stepping).hooks:
+                undo.callback(hook.remove)
+        self._let_go = finalize(self, undo.close)
+        self._let_go.atexit = False
 
     def _others(self) -> Iterator[Tensor]:
         for mp in _ALIVE:
@@ -333,9 +335,9 @@ class MixedPrecision:
         """Run backward, and after `accumulate` losses the optimizer step, unless a gradient is NaN or infinite.
 
         Gradients go to this optimizer's parameters only, and are cleared after the step, taken or skipped. Between the
-        losses of a window `.grad` holds scaled gradients, in FP32. The host waits for the device only with a loss scale
-        and an optimizer that isn't fused, a `scheduler`, an `ema`, or another network in training. If backward raises,
-        the window is dropped with its gradients.
+        losses of a window `.grad` holds scaled gradients, in FP32; it is None for 16-bit weights whose gradients ranks
+        reduce. The host waits for the device only with a loss scale and an optimizer that isn't fused, a `scheduler`,
+        an `ema`, or another network in training. If backward raises, the window is dropped with its gradients.
 
         Args:
             loss: a tensor of one element that requires a gradient; not scaled, not divided by `accumulate`.
@@ -554,9 +556,8 @@ class MixedPrecision:
 
     def _clear_gradients(self) -> None:
         if self._clears_itself:
-            for group in self.optimizer.param_groups:
-                for param in group["params"]:
-                    param.grad = None
+            for param in parameters(self.optimizer):
+                param.grad = None
         else:
             self.optimizer.zero_grad(set_to_none=True)
         self._gradients.clear()
