@@ -21,6 +21,7 @@ import pytest
 
 from mezzo.cli.main import main
 from mezzo.core.records import OverflowRecord, RangesRecord, RunEnded, RunStarted, UpdateRecord, read
+from mezzo.pytorch.hardware import ASSUME_NATIVE
 
 pytestmark = pytest.mark.heavy
 
@@ -53,14 +54,14 @@ def leave():
     threads = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
     assert not any("gloo" in name for name in threads), threads
 
-def train(rank, plant=(), wrap=nn.parallel.DistributedDataParallel):
+def train(rank, plant=(), wrap=nn.parallel.DistributedDataParallel, steps=4):
     torch.manual_seed(0)
     net = Net()
     model = wrap(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(rank)
     x, y = torch.randn(16, 4, generator=generator), torch.randint(0, 2, (16,), generator=generator)
-    for step in range(4):
+    for step in range(steps):
         net.gain = 1e6 if (step, rank) == plant else 1.0
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
@@ -235,12 +236,56 @@ leave()
 TORCHRUN = "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
 
 
-def test_a_launcher_as_the_module(tmp_path: Path) -> None:
-    script(tmp_path, "rank.py", RANK)
-    ran = process("mezzo", "run", "--precision", "bf16", "-m", *TORCHRUN, "rank.py", at=tmp_path)
+ACCELERATE = "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"
+ACCELERATE += "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"
+
+# The first rank finds bf16 twice as fast as FP32, the other twice as slow.
+TIMED = """
+from mezzo.pytorch.auto import TimedTrial
+from train import Net, dist, leave, say, train
+dist.init_process_group("gloo")
+rank, now, formats = dist.get_rank(), 0.0, ""
+
+def tick(trial):
+    global now
+    now += 1.0 if (trial.precision == "bf16") == (rank == 0) else 2.0
+    return now
+
+class Noted(Net):
+    def forward(self, x):
+        global formats
+        result = super().forward(x)
+        formats += str(self.seen)[6]
+        return result
+
+TimedTrial._now = tick
+train.__globals__["Net"] = Noted
+train(rank, steps=24)
+say("formats", formats)
+leave()
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(TORCHRUN, id="torchrun"),
+        pytest.param(ACCELERATE, id="accelerate", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_launcher_as_the_module_and_one_decision_of_auto(
+    launcher: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(launcher[0].partition(".")[0])
+    monkeypatch.setenv(ASSUME_NATIVE, "bf16")
+    script(tmp_path, "rank.py", TIMED)
+    ran = process("mezzo", "run", "--precision", "auto", "-m", *launcher, "rank.py", at=tmp_path)
     assert ran.returncode == 0, ran.stderr
-    assert sorted(line.split()[1] for line in ran.stdout.splitlines()) == ["torch.bfloat16"] * 2
-    assert ran.stderr.count("mezzo: policy bf16") == 1
+    one, other = [line.split()[1] for line in ran.stdout.splitlines() if line.startswith("formats")]
+    assert one == other
+    assert sorted(one[:20]) == ["b"] * 10 + ["f"] * 10
+    assert one[20:] == "bbbb"
+    assert ran.stderr.count("mezzo: policy bf16; auto chose bf16") == 1
     assert "2 ranks" in ran.stderr
     assert not list(tmp_path.glob("*.jsonl"))
 

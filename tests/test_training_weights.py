@@ -389,6 +389,8 @@ def test_close_and_deletion_put_the_gradients_format_back() -> None:
     assert model[0].weight.grad_dtype is torch.bfloat16
     model.zero_grad()
     second = mezzo.MixedPrecision(model, mp._fused, "bf16", accumulate=2)
+    assert model[0].weight.grad_dtype is torch.bfloat16  # until the window begins
+    run(second)
     assert model[0].weight.grad_dtype is torch.float32
     del second
     assert model[0].weight.grad_dtype is torch.bfloat16

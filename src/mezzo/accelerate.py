@@ -119,7 +119,7 @@ class Precision(TrainerStep):
             self.scaler = GradScaler(**handler.to_kwargs())
         self._accelerator = accelerator
         self._gradients = Gradients(fp32=True)
-        finalize(self, self._gradients.undo).atexit = False
+        finalize(self, self._gradients.clear).atexit = False
         self._paths: set[str] = set()  # of the modules of all models
         self.observe([], self.context, self.device_type)
 

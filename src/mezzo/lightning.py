@@ -201,7 +201,7 @@ class _Plugin(TrainerStep):
     def teardown(self) -> None:
         """The Trainer's call is over: take hooks and overrides off the model."""
         self._release()
-        self._gradients.undo()
+        self._gradients.clear()
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:

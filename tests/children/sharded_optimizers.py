@@ -419,24 +419,31 @@ def made_before(make: Callable[[Any], Any]) -> str:
 
 
 def refused() -> None:
-    """Muon takes no shards, and names what does; over shards that is close to whole matrices."""
-    whole, shards = pair(torch.bfloat16, [(8, 10), (7, 3)])
+    """Muon takes no shards, and names what does; it trains a model of shards nearly as whole matrices."""
+    net = nn.Sequential(nn.Linear(64, 12, bias=False), nn.Linear(12, 7, bias=False)).bfloat16()
+    fully_shard(net)
     try:
-        Muon(shards)
+        Muon(net.parameters())
     except UsageError as error:
         said = str(error)
     else:
         raise AssertionError("no error")
     assert all(word in said for word in ("DTensor", "with_masters(torch.optim.Muon(params))")), said
-    one, other = with_masters(torch.optim.Muon(whole, 0.02)), with_masters(torch.optim.Muon(shards, 0.02))
+    whole = [nn.Parameter(full(p).clone()) for p in net.parameters()]
+    start = [p.detach().float() for p in whole]
+    one = with_masters(torch.optim.Muon(whole, 0.02))
+    other = with_masters(torch.optim.Muon(net.parameters(), 0.02))
     for step in range(3):
-        give_gradients(whole, step)
-        give_gradients(shards, step)
+        net(random((4, 64), 5, step, RANK).bfloat16()).square().mean().backward()
+        for p, q in zip(whole, net.parameters()):
+            p.grad = full(q.grad)
         one.step()
         other.step()
-    for p, q in zip(whole, shards):
+        other.zero_grad()
+    for p, q, was in zip(whole, net.parameters(), start):
         off = (full(other.master(q)) - one.master(p)).abs().max()
         assert off < 0.05 * 3 * 0.02, f"off by {off}"  # products in bf16, summed in another order
+        assert (one.master(p) - was).abs().max() > 0.05 * 3 * 0.02
 
 
 CASES: dict[str, Callable[[], Any]] = {}
@@ -446,7 +453,9 @@ HOW = {
     3: ("set_state_dict", "flattened"),
     4: ("set_state_dict",),
 }
-WINDOWS = (("bf16", 6), ("fp16", 6), ("bf16", 4))  # losses before the checkpoint, of 4 per update
+# Precision, losses before the checkpoint, of 4 per update, and a name in `training_cases.WAYS`.
+WINDOWS = [("bf16", 6, "SGD"), ("fp16", 6, "SGD"), ("bf16", 4, "SGD")]
+WINDOWS += [("bf16", 6, "split"), ("bf16", 2, "split"), ("bf16", 2, "masters"), ("fp16", 6, "skipped")]
 ALIKE = [
     (AdamW, torch.float32, "fp32", "fp32"),
     (AdamW, torch.float32, "bf16", "fp32"),

@@ -21,15 +21,28 @@ def data(seed: int) -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
 
 
-def training(seed: int, precision: str, **how: Any) -> tuple[Any, Any, mezzo.MixedPrecision]:
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, weight_decay=0.1)
+
+
+# Name -> how the model is trained, and the factor of the losses of the first window, of 4.
+WAYS: dict[str, tuple[Any, dict[str, Any], float]] = {
+    "SGD": (sgd, {}, 1.0),
+    "split": (torch.optim.AdamW, {"params": "bf16", "masters": "split"}, 1.0),
+    "masters": (torch.optim.NAdam, {"params": "bf16", "masters": "fp32"}, 1.0),
+    "skipped": (torch.optim.NAdam, {}, 1e30),  # has no states, and gradients of a window
+}
+
+
+def training(seed: int, precision: str, make: Any = sgd, **how: Any) -> tuple[Any, Any, mezzo.MixedPrecision]:
     """Uneven shards, a buffer that moves, and a parameter that no loss reaches."""
     torch.manual_seed(seed)
     net: Any = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 3))
     net.unused = nn.Parameter(torch.ones(3))
+    for p in net.parameters() if "params" in how else ():
+        p.data = p.data.bfloat16()
     fully_shard(net)
-    optimizer = torch.optim.SGD(
-        net.parameters(), lr=0.1, weight_decay=0.1
-    )  # DCP wants a state of each parameter
+    optimizer = make(net.parameters())
     return net, optimizer, mezzo.MixedPrecision(net, optimizer, precision, accumulate=4, **how)
 
 
@@ -42,9 +55,11 @@ def train(net: Any, mp: mezzo.MixedPrecision, seeds: range, factor: float = 1.0)
 
 def whole(net: Any, mp: mezzo.MixedPrecision) -> dict[str, Any]:
     """All bits of a training, whole."""
-    grads = [p.grad for p in net.parameters()]
+    params, optimizer = list(net.parameters()), mp.optimizer
+    grads: list[Any] = [mp._gradients.of(p) for p in params]
+    masters = [optimizer.master(p) for p in params] if hasattr(optimizer, "master") else []
     return {
-        "weights": [p.detach().full_tensor().clone() for p in net.parameters()],
+        "weights": [p.detach().full_tensor().clone() for p in [*params, *masters]],
         "grads": [None if grad is None else grad.full_tensor().clone() for grad in grads],
         "buffers": [buffer.clone() for buffer in net.buffers()],
         "scale": mp.loss_scale,
@@ -60,34 +75,38 @@ def same(mine: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert equal, f"{name}: {one} instead of {other}"
 
 
-def save(folder: Path, precision: str, losses: int) -> None:
+def save(folder: Path, precision: str, losses: int, way: str) -> None:
     """All ranks have the same data, so that any number of ranks goes on with the same gradients."""
-    net, optimizer, mp = training(0, precision)
-    train(net, mp, range(losses))
+    make, how, factor = WAYS[way]
+    net, optimizer, mp = training(0, precision, make, **how)
+    train(net, mp, range(min(losses, 4)), factor)
+    train(net, mp, range(4, losses))
     weights, state = get_state_dict(net, optimizer)
     held = {"model": weights, "optimizer": state, "mp": mp.state_dict(fixed_keys=True)}
-    dcp.save(held, checkpoint_id=folder / f"window {precision} {losses}")
-    wanted = [whole(net, mp)]
-    # In fp16 the window's end overflows: the step is skipped, and the buffers go back to the window's start.
-    train(net, mp, range(10, 12), 1e30 if precision == "fp16" else 1.0)
-    mp.flush()
-    wanted.append(whole(net, mp))
+    dcp.save(held, checkpoint_id=folder / f"window {precision} {losses} {way}")
+    wanted = [whole(net, mp), goes_on(net, mp, precision, way)]
     if dist.get_rank() == 0:
-        torch.save(wanted, folder / f"window {precision} {losses}.pt")
+        torch.save(wanted, folder / f"window {precision} {losses} {way}.pt")
 
 
-def load(folder: Path, precision: str, losses: int) -> None:
-    net, optimizer, mp = training(1, precision)
+def goes_on(net: Any, mp: mezzo.MixedPrecision, precision: str, way: str) -> dict[str, Any]:
+    # In fp16 the window's end overflows: the step is skipped, and the buffers go back to the window's start.
+    train(net, mp, range(10, 12), 1e30 if precision == "fp16" and way == "SGD" else 1.0)
+    mp.flush()
+    return whole(net, mp)
+
+
+def load(folder: Path, precision: str, losses: int, way: str) -> None:
+    make, how, _ = WAYS[way]
+    net, optimizer, mp = training(1, precision, make, **how)
     weights, state = get_state_dict(net, optimizer)
     held = {"model": weights, "optimizer": state, "mp": mp.state_dict(fixed_keys=True)}
-    dcp.load(held, checkpoint_id=folder / f"window {precision} {losses}")
+    dcp.load(held, checkpoint_id=folder / f"window {precision} {losses} {way}")
     set_state_dict(net, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
     mp.load_state_dict(held["mp"])
-    saved, after = torch.load(folder / f"window {precision} {losses}.pt", weights_only=False)
+    saved, after = torch.load(folder / f"window {precision} {losses} {way}.pt", weights_only=False)
     same(whole(net, mp), saved)
-    train(net, mp, range(10, 12), 1e30 if precision == "fp16" else 1.0)
-    mp.flush()
-    same(whole(net, mp), after)
+    same(goes_on(net, mp, precision, way), after)
 
 
 def unreduced() -> str:

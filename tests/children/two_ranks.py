@@ -123,7 +123,7 @@ def by(rank: int) -> dict[str, Any]:
     """Who found something, in words."""
     ranks = ranks_of([nn.Parameter(torch.zeros(1))], [None])
     said = []
-    for found, began in (([0, 1], None), ([1, 1], [0, 1]), ([1, 1], None)):
+    for found, began in (([0, 1], None), ([1, 1], [0, 1]), ([1, 1], None), ([1, 1], [0, 0])):
         source = None if began is None else torch.tensor(bool(began[rank]))
         agreement = ranks.agreed(torch.tensor(float(found[rank])), began=source)
         assert agreement.by is not None
@@ -172,25 +172,31 @@ def alone(rank: int, *, release: bool) -> dict[str, Any]:
     return {"told": [moved for moved, _ in told], "steps": float(mp.optimizer.state[net[0].weight]["step"])}
 
 
-def averaged(rank: int, *, accumulate: int) -> dict[str, Any]:
-    """bf16 weights under DDP, lowered before they are wrapped, and what both ranks' data give in one process."""
+def averaged(rank: int, *, accumulate: int, every: bool = True, nested: bool = False) -> dict[str, Any]:
+    """bf16 weights under DDP, lowered before they are wrapped, and what both ranks' data give in one process.
+
+    `every`: average the gradients of each loss, not only with the last of a window.
+    """
     net, both = normed(), normed()
     mezzo.lower_weights(net, "bf16")
     wrapped = DistributedDataParallel(net)
     optimizer = mezzo.optim.AdamW(net.parameters(), lr=0.01, masters="split")
-    mp = mezzo.MixedPrecision(wrapped, optimizer, "bf16", accumulate=accumulate, clip_norm=1.0)
+    model = nn.Sequential(wrapped) if nested else wrapped
+    mp = mezzo.MixedPrecision(model, optimizer, "bf16", accumulate=accumulate, clip_norm=1.0)
     whole = mezzo.MixedPrecision(
         both, torch.optim.AdamW(both.parameters(), lr=0.01), "fp32", accumulate=accumulate, clip_norm=1.0
     )
     dtypes = set()
     for step in range(2 * accumulate):
-        with mp.autocast():
-            loss = wrapped(data(10 * rank + step)).float().square().mean()
-        result = mp.step(loss)
+        averages = every or (step + 1) % accumulate == 0
+        with nullcontext() if averages else wrapped.no_sync():
+            with mp.autocast():
+                loss = model(data(10 * rank + step)).float().square().mean()
+            result = mp.step(loss)
         expected = whole.step(both(torch.cat([data(step), data(10 + step)])).square().mean())
         if not result.updated:
             dtypes.add(str(mp._gradients.of(net[0].weight).dtype))
-            assert net[0].weight.grad is None
+            assert (net[0].weight.grad is None) == every
     assert net[0].weight.grad_dtype is torch.bfloat16
     assert math.isclose(result.grad_norm or 0.0, expected.grad_norm or 1.0, rel_tol=0.02)
     return {"weights": hexed(net), "norm": str(result.grad_norm), "dtypes": sorted(dtypes)}
@@ -216,7 +222,9 @@ def joined(rank: int) -> dict[str, Any]:
                 if step == 0:
                     weights.append(hexed(net))
         scales.append(mp.loss_scale)
-    return {"scales": scales, "weights": weights}
+    with mp.autocast():  # after the last one ranks decide together again
+        loss = wrapped(data(rank)).float().square().mean() * (math.inf if rank == 1 else 1.0)
+    return {"scales": scales, "weights": weights, "names": "on rank 1" in mp.step(loss).reason}
 
 
 def joined_skips(rank: int) -> dict[str, Any]:
@@ -370,6 +378,8 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "alone, released": lambda rank: alone(rank, release=True),
     "averaged": lambda rank: averaged(rank, accumulate=1),
     "averaged, accumulated": lambda rank: averaged(rank, accumulate=3),
+    "averaged, nested": lambda rank: averaged(rank, accumulate=3, nested=True),
+    "averaged, no_sync": lambda rank: averaged(rank, accumulate=3, every=False),
     "joined": joined,
     "joined, skips": joined_skips,
     "joined, refused": joined_refused,

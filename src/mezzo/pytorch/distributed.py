@@ -13,6 +13,7 @@ The ranks add a few FP64 numbers in one reduction per step, whose result has the
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -104,9 +105,7 @@ class Ranks:
         if self._everyone is None:
             return list(numbers)
         is_first = dist.get_rank() == min(self._everyone.ranks)
-        own = torch.tensor(numbers, dtype=torch.float64, device=self._device) * is_first
-        _add(own, self._everyone.groups)
-        return own.tolist()
+        return self.largest(*(number if is_first else -math.inf for number in numbers))
 
     def counts(self, param: Tensor) -> bool:
         """Whether this rank adds its part of this parameter's gradient to the sums: of equal copies, one rank does."""
@@ -193,8 +192,12 @@ def forget_errors(memories: Iterable[Any]) -> None:
 
 
 def joins(wrapper: Any) -> bool:
-    """Whether a `DistributedDataParallel` is inside `join()`: ranks that have no more data run no other collective."""
-    return bool(wrapper._join_config.enable)
+    """Whether a `DistributedDataParallel` is inside `join()`: ranks that have no more data run no other collective.
+
+    PyTorch leaves `enable` on at the end, so the configuration of a `join()` that has ended is kept here.
+    """
+    config = wrapper._join_config
+    return bool(config.enable) and getattr(wrapper, "_ended_join", None) is not config
 
 
 def shards(models: Iterable[nn.Module]) -> dict[int, Tensor]:
@@ -224,7 +227,9 @@ def named(by: Tensor) -> str:
     count, ranks, began, first = by.tolist()
     if began:
         count, ranks = began, first
-    return f"rank {ranks:.0f}" if count == 1 else f"{count:.0f} ranks"
+    if count == 1:
+        return f"rank {ranks:.0f}"
+    return f"{count:.0f} ranks" if began else f"{count:.0f} ranks after the reduction, which spreads it"
 
 
 def own_squares(params: Sequence[Tensor], ranks: Ranks) -> tuple[Tensor, Tensor]:

@@ -111,6 +111,7 @@ def _join_hook(wrapper: Any, **kwargs: Any) -> Any:
 
     def post_hook(is_last_joiner: bool) -> None:
         end(is_last_joiner)
+        wrapper._ended_join = wrapper._join_config
         scalers = [getattr(owner(), "scaler", None) for owner in _TRAINED.get(wrapper, ())]
         if not scalers:  # a copy of the model
             return

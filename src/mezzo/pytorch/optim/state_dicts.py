@@ -9,14 +9,17 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.distributed import local
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.optim import storage
 from mezzo.pytorch.optim.storage import Entries, Storage
@@ -242,9 +245,77 @@ def without_master(entry: Any) -> Any:
 def is_for_checkpoint() -> bool:
     """Whether `torch.distributed.checkpoint` calls an optimizer's `state_dict`, or `step` to have its states created.
 
-    It calls `step` with gradients and learning rates of zero, before it reads or loads the state of a new optimizer.
+    It calls `step` with gradients and learning rates of zero, before it reads or loads the state of a new optimizer;
+    but not where gradients exist: in a window of accumulated losses, after skipped steps only.
     """
     if "torch.distributed.checkpoint.state_dict" not in sys.modules:
         return False
     names = (frame.f_code.co_name for frame, _ in traceback.walk_stack(inspect.currentframe()))
     return any(name in ("_init_optim_state", "_get_optim_state_dict") for name in names)
+
+
+def make_states(optimizer: Optimizer, step: Callable[[], Any]) -> None:
+    """Have an optimizer's `step` create its states, which count no step; parameters and gradients stay."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads, settings = [param.grad for param in params], list(map(dict, optimizer.param_groups))
+    try:
+        for group in optimizer.param_groups:
+            group.update({name: group[name] * 0 for name in ("lr", "weight_decay") if name in group})
+        for param in params:
+            param.grad = torch.zeros_like(param, dtype=param.grad_dtype) if param.requires_grad else None
+        with torch.random.fork_rng({param.device for param in params if param.is_cuda}):
+            step()
+    finally:
+        for group, of_group in zip(optimizer.param_groups, settings):
+            group.update(of_group)
+        for param, grad in zip(params, grads):
+            param.grad = grad
+    count_no_step(optimizer)
+
+
+def count_no_step(optimizer: Optimizer) -> None:
+    """Set the step counts of an optimizer's states to 0."""
+    for entry in optimizer.state.values():
+        if "step" in entry:
+            entry["step"] = entry["step"] * 0
+
+
+def have_no_step(optimizer: Optimizer) -> bool:
+    """Whether loaded states count no step and are zero: the next step starts without them, as if new."""
+    entries = [entry for entry in optimizer.state.values() if "step" in entry]
+    return bool(entries) and not any(
+        bool(local(torch.as_tensor(value)).any())
+        for entry in entries
+        for name, value in entry.items()
+        if name == "step" or (name != MASTER and isinstance(value, Tensor) and value.dim() > 0)
+    )
+
+
+class FirstStates:
+    """Lets an optimizer of PyTorch's have all states in a checkpoint, whose first step starts without them, as if new.
+
+    Not all states are zero before the first step (NAdam's `mu_product`, SGD's buffer with dampening).
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._unused = False  # whether the states are those of no step
+        self.hooks = (
+            optimizer.register_step_pre_hook(self._step_begins),
+            optimizer.register_state_dict_pre_hook(self._saves),
+            optimizer.register_load_state_dict_post_hook(self._has_loaded),
+        )
+
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._unused:
+            optimizer.state.clear()
+        self._unused = not optimizer.state and is_for_checkpoint()
+
+    def _saves(self, optimizer: Any) -> None:
+        if self._unused:
+            count_no_step(optimizer)
+        elif not optimizer.state and is_for_checkpoint():
+            make_states(optimizer, partial(type(optimizer).step, optimizer))
+            self._unused = True
+
+    def _has_loaded(self, optimizer: Any) -> None:
+        self._unused = have_no_step(optimizer)

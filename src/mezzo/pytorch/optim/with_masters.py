@@ -19,10 +19,10 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.distributed import is_spread, local
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
-from mezzo.pytorch.optim import checks
+from mezzo.pytorch.optim import checks, state_dicts
 from mezzo.pytorch.optim.adopt import adopt, empty, extend
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.optim.state_dicts import MASTER, is_for_checkpoint, masters_in, without_master
+from mezzo.pytorch.optim.state_dicts import MASTER, masters_in, without_master
 from mezzo.pytorch.weights import shards
 from mezzo.pytorch.weights.stored_parameters import give_back, pieces, take_master
 
@@ -101,7 +101,7 @@ class WithMasters(Optimizer):
     def _attach(self, own_step: Callable[..., Any] | None = None) -> None:
         self._masters: dict[Tensor, nn.Parameter] = {}
         self._is_swapped = False
-        self._is_new = False  # has states that `_make_states` made
+        self._is_new = False  # has states of no step, here or where they were saved
         self._own_step = own_step  # set on the object, by a scheduler or a user
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -127,7 +127,7 @@ class WithMasters(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Run the optimizer's own step on the masters, then update the weights; returns None if the step is skipped."""
         self._opt_called = True  # read by schedulers
-        if not self._has_states() and is_for_checkpoint():
+        if not self._has_states() and state_dicts.is_for_checkpoint():
             self._make_states()
             return None
         found_inf: Tensor | None = getattr(self, "found_inf", None)
@@ -194,7 +194,9 @@ class WithMasters(Optimizer):
         """
         for param in self._lowered():
             self._ensure_master(param)
-        if not self._has_states() and (any(map(is_spread, self._parameters())) or is_for_checkpoint()):
+        if not self._has_states() and (
+            any(map(is_spread, self._parameters())) or state_dicts.is_for_checkpoint()
+        ):
             self._make_states()
         return super().state_dict()
 
@@ -212,12 +214,12 @@ class WithMasters(Optimizer):
             if isinstance(entries.get(key), dict):
                 entries[key] = {name: shards.placed(value, param) for name, value in entries[key].items()}
         state["state"] = {key: entry for key, entry in entries.items() if entry != {}}
-        self._is_new = False
         self._swap_in()
         try:
             super().load_state_dict(state)
         finally:
             self._swap_out()
+        self._is_new = state_dicts.have_no_step(self)
         for param, master in masters.items():
             self._ensure_master(param).copy_(shards.placed(master, param))
 
@@ -225,33 +227,20 @@ class WithMasters(Optimizer):
         return any(entry.keys() - {MASTER} for entry in self.state.values() if isinstance(entry, dict))
 
     def _make_states(self) -> None:
-        """Have the own step create its states, from gradients of zero. The next step starts without them, as if new."""
+        """Have the own step create its states, for a checkpoint. The next step starts without them, as if new."""
         if isinstance(self, torch.optim.LBFGS):
             return  # one state for all parameters, and no step without a closure
         grads = [(param, param.grad) for param in self._parameters()]
-        names = "lr", "weight_decay"
-        settings = [{name: group[name] for name in names if name in group} for group in self.param_groups]
-        gpus = {param.device for param in self._parameters() if param.is_cuda}
         for param, _ in grads:
             param.grad = None
         try:
             self._begin(None)
-            for group, of_group in zip(self.param_groups, settings):
-                group.update({name: value * 0 for name, value in of_group.items()})
-                for param in group["params"]:
-                    param.grad = torch.zeros_like(param) if param.requires_grad else None
-            with torch.random.fork_rng(gpus):
-                super().step()
+            state_dicts.make_states(self, super().step)
         finally:
             if self._is_swapped:
                 self._end()
-            for group, of_group in zip(self.param_groups, settings):
-                group.update(of_group)
             for param, grad in grads:
                 param.grad = grad
-        for entry in self.state.values():
-            if "step" in entry:
-                entry["step"] = entry["step"] * 0
         self._is_new = True
 
     def _drop_states(self) -> None:

@@ -1,7 +1,8 @@
 """From losses to the gradients of one optimizer: backward, accumulation, FP32 sums of 16-bit gradients.
 
 In bf16 the 257th of equal terms no longer changes a sum. `p.grad_dtype` (torch 2.10) makes PyTorch's engine keep the
-sum in FP32. DistributedDataParallel averages in buckets of the parameters' format, so there FP32 sums are kept apart.
+sum in FP32. DistributedDataParallel and `fully_shard` assign gradients in the parameters' format after they reduced
+them, so there FP32 sums are kept apart.
 """
 
 from __future__ import annotations
@@ -184,20 +185,22 @@ class Accumulation:
 
 
 class Gradients:
-    """The gradients of a window, as PyTorch keeps them, or as FP32 sums: in the engine, or apart from DDP's buckets."""
+    """A window's gradients, as PyTorch keeps them, or as FP32 sums: in the engine, or apart where ranks reduce them."""
 
-    def __init__(self, *, fp32: bool = False, in_buckets: bool = False) -> None:
-        self._in_engine, self._apart = fp32 and not in_buckets, fp32 and in_buckets
+    def __init__(self, *, fp32: bool = False, reduced: bool = False) -> None:
+        self._in_engine, self._apart = fp32 and not reduced, fp32 and reduced
         self._changed: dict[int, tuple[Tensor, torch.dtype | None]] = {}
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
 
     def cover(self, optimizer: Optimizer) -> None:
         """Prepare for a window's first backward: the engine's gradients become FP32, also those that are there."""
-        if self._in_engine:
-            for param in parameters(optimizer):
-                if id(param) not in self._changed and param.dtype in SIXTEEN_BITS:
-                    self._changed[id(param)] = (param, param.grad_dtype)
-                    _set_dtype(param, torch.float32)
+        for param in parameters(optimizer) if self._in_engine else ():
+            self._widen(param)
+
+    def _widen(self, param: Tensor) -> None:
+        if id(param) not in self._changed and param.dtype in SIXTEEN_BITS:
+            self._changed[id(param)] = (param, param.grad_dtype)
+            _set_dtype(param, torch.float32)
 
     def take(self, optimizer: Optimizer) -> None:
         """Add the 16-bit gradients of one loss to sums that are kept apart, and drop them."""
@@ -210,15 +213,8 @@ class Gradients:
     def give(self) -> None:
         """Put the sums into `.grad`, for the optimizer step."""
         for param, total in self._sums.values():
-            _set_dtype(param, torch.float32)
+            self._widen(param)
             param.grad = total
-
-    def clear(self) -> None:
-        """Drop the sums, and let `.grad` be of the parameter's format again."""
-        for param, _ in self._sums.values():
-            param.grad = None
-            _set_dtype(param, param.dtype)
-        self._sums.clear()
 
     def of(self, param: Tensor) -> Tensor | None:
         """A parameter's gradient so far."""
@@ -231,9 +227,11 @@ class Gradients:
         else:
             self._sums[id(param)] = (param, grad.to(torch.float32))
 
-    def undo(self) -> None:
-        """Put every parameter's `grad_dtype` back; gradients are converted with it."""
-        self.clear()
+    def clear(self) -> None:
+        """Drop the sums, and put every parameter's `grad_dtype` back: others, too, assign gradients between windows."""
+        for param, _ in self._sums.values():
+            param.grad = None
+        self._sums.clear()
         for param, before in self._changed.values():
             _set_dtype(param, before)
         self._changed.clear()

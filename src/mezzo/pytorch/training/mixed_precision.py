@@ -10,7 +10,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakSet, finalize
@@ -32,6 +32,7 @@ from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
 from mezzo.pytorch.optim.fused import FusedOptimizer
+from mezzo.pytorch.optim.state_dicts import FirstStates
 from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.step import StepOutcome, parameters, step_fused, step_in_place
 from mezzo.pytorch.training import cast_parameters, checks
@@ -222,10 +223,15 @@ class MixedPrecision:
         self._clears_itself = not own
         # Separate masters and clipping by value rewrite gradients, which must be FP32 for it.
         rewrites = self.clip_value is not None or isinstance(stepping, WithMasters)
-        in_buckets = isinstance(self.model, nn.parallel.DistributedDataParallel)
-        self._gradients = Gradients(fp32=self.accumulate > 1 or rewrites, in_buckets=in_buckets)
-        self._gradients.cover(optimizer)
-        self._let_go = finalize(self, self._gradients.undo)
+        ddp = any(isinstance(part, nn.parallel.DistributedDataParallel) for part in self.model.modules())
+        reduced = ddp or distributed.is_sharded(self.model)
+        self._gradients = Gradients(fp32=self.accumulate > 1 or rewrites, reduced=reduced)
+        undo = ExitStack()
+        undo.callback(self._gradients.clear)
+        if not isinstance(stepping, (FusedOptimizer, WithMasters)):  # these do it themselves
+            for hook in FirstStates(stepping).hooks:
+                undo.callback(hook.remove)
+        self._let_go = finalize(self, undo.close)
         self._let_go.atexit = False
 
     def _others(self) -> Iterator[Tensor]:
@@ -329,9 +335,9 @@ class MixedPrecision:
         """Run backward, and after `accumulate` losses the optimizer step, unless a gradient is NaN or infinite.
 
         Gradients go to this optimizer's parameters only, and are cleared after the step, taken or skipped. Between the
-        losses of a window `.grad` holds scaled gradients, in FP32. The host waits for the device only with a loss scale
-        and an optimizer that isn't fused, a `scheduler`, an `ema`, or another network in training. If backward raises,
-        the window is dropped with its gradients.
+        losses of a window `.grad` holds scaled gradients, in FP32; it is None for 16-bit weights whose gradients ranks
+        reduce. The host waits for the device only with a loss scale and an optimizer that isn't fused, a `scheduler`,
+        an `ema`, or another network in training. If backward raises, the window is dropped with its gradients.
 
         Args:
             loss: a tensor of one element that requires a gradient; not scaled, not divided by `accumulate`.
@@ -396,7 +402,9 @@ class MixedPrecision:
                 if window.seen == 0:
                     self._gradients.cover(self.optimizer)
                 self._backward(loss, window.seed(loss), self._others(), retain_graph=retain_graph)
-                self._gradients.take(self.optimizer)
+                # After a call in `no_sync()`, gradients stay in `.grad`, where the next reduction takes them.
+                if all(part.require_forward_param_sync for part in self._backward.wrappers):
+                    self._gradients.take(self.optimizer)
         except BaseException as error:
             # Out of memory halfway: what was accumulated must not reach the next step.
             self._window = Accumulation(self.accumulate)
@@ -548,9 +556,8 @@ class MixedPrecision:
 
     def _clear_gradients(self) -> None:
         if self._clears_itself:
-            for group in self.optimizer.param_groups:
-                for param in group["params"]:
-                    param.grad = None
+            for param in parameters(self.optimizer):
+                param.grad = None
         else:
             self.optimizer.zero_grad(set_to_none=True)
         self._gradients.clear()

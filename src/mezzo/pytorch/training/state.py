@@ -105,6 +105,7 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
         mp._window.loss = torch.tensor(window["loss"])
     if window["scale"] is not None:
         mp._window.scale = torch.full((), window["scale"], dtype=torch.float32, device=mp._resolved.device)
+    mp._gradients.cover(mp.optimizer)
     given = window.get("given", [True] * len(params))  # an older state has None for the others
     for param, grad, is_given in zip(params, window["gradients"], given):
         grad = grad if is_given else None
