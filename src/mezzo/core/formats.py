@@ -253,9 +253,8 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity", seed: int
         x: a float, int or Fraction; a numpy array; a torch tensor.
         format: a format or its name.
         overflow: ``"infinity"`` or ``"saturate"``, for what lies beyond ``max`` (see `OVERFLOW`).
-        seed: a number for stochastic rounding: to one of the two neighbours, each with the probability
-            ``1 - distance / gap``, in steps of 2^-30 (2^-62 for numbers and float64). A hash of the seed, the value
-            and its place decides, so a call repeats. Beyond ``max``, the next neighbour is `overflow`'s.
+        seed: an int for stochastic rounding: to either neighbour with probability ``1 - distance / gap``, in steps of
+            2^-30 (2^-62 for numbers and float64). A hash of seed, value and place decides, so a call repeats.
 
     Returns:
         For a number: a float. For an array or a tensor: a new one of its shape, in float64 for float64 and for
@@ -264,7 +263,8 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity", seed: int
 
     Raises:
         UnknownNameError: an unknown format or overflow behavior.
-        UsageError: a type that cannot be rounded exactly; a seed that is not an integer; saturating to a format wider than the array's own.
+        UsageError: a type that cannot be rounded exactly; a seed other than an int; saturating to a format wider than
+            the array's own.
 
     Example:
         >>> round(0.1, "bf16"), round(70000.0, "fp16"), round(70000.0, "fp16", overflow="saturate")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
+from typing import Any
 
 from mezzo.core import policy_text
 from mezzo.core.compute import COMPUTE, GRANULARITIES, QUANTIZED, activations_of
@@ -265,7 +266,7 @@ class Policy:
     def with_modules(self, compute: str, modules: tuple[tuple[str, str], ...]) -> Policy:
         """This policy with another format and other patterns, and without settings that no format of these has."""
         formats = {compute, *(fmt for _, fmt in modules)}
-        unused = {"scaling": "tensorwise"} if "fp8" not in formats else {}
+        unused: dict[str, Any] = {"scaling": "tensorwise"} if "fp8" not in formats else {}
         unused |= {} if formats & QUANTIZED else {"recipe": "default", "bf16_from": "none"}
         return replace(self, compute=compute, modules=modules, **unused)
 

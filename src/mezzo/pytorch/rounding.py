@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from mezzo.core import rounding
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import FORMATS, Format
-from mezzo.core import rounding
 from mezzo.pytorch.kernels.not_traced import not_traced
 
 _HELD_IN = {torch.float32: FORMATS["fp32"], torch.float64: FORMATS["fp64"]}

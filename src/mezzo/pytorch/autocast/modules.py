@@ -185,21 +185,17 @@ def with_heads(policy: Policy, model: nn.Module, *, allow_experts: bool = False)
         if paths:
             policy = replace(policy, modules=(*((path, "bf16") for path in paths), *policy.modules))
     for path, name, shape in () if allow_experts else _batched(model):
-        fmt = policy.format_inside(path) or policy.compute
+        fmt, where = policy.format_inside(path) or policy.compute, f"module.{path}="
         if fmt not in QUANTIZED or policy.format_for_module(path) is not None:
             continue
-        if any(size % recipe_of(fmt, policy.scaling, policy.recipe).multiple for size in shape[1:]):
-            continue
-        fix = (
-            f"Add module.{path}=bf16 to the policy. If the module calls torch.nn.functional.linear for each matrix, "
-            f"module.{path}={fmt} quantizes them."
-            if path
-            else "Compute in bf16 and name the layers to quantize: bf16,module.PATH=" + fmt
-        )
-        raise UsageError(
-            f"{f'{path}.{name}' if path else name} has {shape[0]} matrices of {shape[1]} x {shape[2]}, as of experts. "
-            f"{fmt} quantizes linear layers, not batched or grouped products. {fix}"
-        )
+        if all(size % recipe_of(fmt, policy.scaling, policy.recipe).multiple == 0 for size in shape[1:]):
+            fix = f"Compute in bf16 and name the layers to quantize: bf16,module.PATH={fmt}."
+            if path:
+                fix = f"Add {where}bf16 to the policy, or {where}{fmt} if it calls torch.nn.functional.linear for each."
+            raise UsageError(
+                f"{_joined(path, name)} has {shape[0]} matrices of {shape[1]} x {shape[2]}, as of experts. {fmt} "
+                f"quantizes linear layers, not batched or grouped products. {fix}"
+            )
     return policy
 
 
@@ -216,8 +212,7 @@ def last_blocks_of(model: nn.Module, share: float) -> list[str]:
     if not share or not lists:
         return []
     path, blocks = max(lists, key=lambda one: len(one[1]))
-    prefix = f"{path}." if path else ""
-    return [f"{prefix}{name}" for name, _ in blocks[-math.ceil(share * len(blocks)) :]]
+    return [_joined(path, name) for name, _ in blocks[-math.ceil(share * len(blocks)) :]]
 
 
 def described(policy: Policy, model: nn.Module) -> list[str]:
@@ -253,6 +248,10 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
     return notes + (
         list(dict.fromkeys(_computed(r.hardware, device) for r in recipes.values())) if lower else []
     )
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _batched(model: nn.Module) -> Iterator[tuple[str, str, torch.Size]]:

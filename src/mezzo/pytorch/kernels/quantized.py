@@ -203,7 +203,7 @@ def _codes(x: Tensor, factor: Factor, *, is_finite: bool) -> Tensor:
     dtype = dtype_of("e5m2" if factor.element == "e5m2" else "e4m3fn")
     if factor.stochastic or factor.element not in ("e4m3fn", "e5m2"):
         random = random_integers(x) if factor.stochastic else None
-        rounded = _PLANS[factor.element].round(x, torch, random)
+        rounded: Tensor = _PLANS[factor.element].round(x, torch, random)
         if not is_finite:
             rounded = torch.where(x.isfinite(), rounded, x if factor.element == "e5m2" else math.nan)
         return rounded.to(dtype)
