@@ -6,7 +6,9 @@
 Each row is a script at a small size, compared by `mezzo compare` with FP32 under bf16 and block formats. Rows with
 linear layers also run the recipes that lack a part: rounding to nearest instead of stochastic, no Hadamard transform,
 scales by FLOOR. All run with the same seeds, so a recipe's difference from the full one is paired, too. The
-differences follow from the pairs in `verdict.json`.
+differences follow from the pairs in `verdict.json`. `minutes` is the length of the runs by candidate, FP32's too,
+without the start of their processes; runs that `--keep` kept count as well. FP32 and `FORMATS` together should take
+at most 20 on two idle cores.
 
 `gradients` measures the parts without training under them: the error of every linear layer's gradients in a
 text-gpt, of the factors that FP32's backward multiplies, relative to the gradient of a batch. `of_one` is the error
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 
 from mezzo.compare.comparison import compare
 from mezzo.compare.request import Request
+from mezzo.core import records
 from mezzo.core.commands import compare_command
 from mezzo.core.equivalence import paired_interval
 from mezzo.core.recipes import RECIPES, Recipe
@@ -94,6 +97,7 @@ def compared(row: Row, folder: Path) -> dict[str, Any]:
     asked = request.asked() if row.demo else {**request.asked(), "target": f"benchmarks/{row.target.name}"}
     return {
         "command": shlex.join(compare_command(asked)),
+        "minutes": minutes(folder / "runs"),
         "candidates": {name: {key: one[key] for key in KEPT} for name, one in found.items()},
         "differences": {
             f"{name} - {full}": difference(found[name], found[full])
@@ -101,6 +105,16 @@ def compared(row: Row, folder: Path) -> dict[str, Any]:
             if name in found
         },
     }
+
+
+def minutes(runs: Path) -> dict[str, float]:
+    """The minutes of all runs of each candidate, from their records ``CANDIDATE-SEED.jsonl``."""
+    found: dict[str, float] = {}
+    for path in sorted(runs.glob("*.jsonl")):
+        name = path.stem.rpartition("-")[0]
+        seconds = sum(one.seconds for one in records.read(path) if isinstance(one, records.RunEnded))
+        found[name] = found.get(name, 0.0) + seconds / 60
+    return found
 
 
 def difference(lacking: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:

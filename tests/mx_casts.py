@@ -18,7 +18,14 @@ from torch import Tensor
 
 FILE = Path(__file__).with_suffix(".json")
 MODES = {"e8m0": "RCEIL", "e8m0-floor": "FLOOR"}
-ELEMENTS = ("e4m3fn", "e5m2")
+# Each element with torchao's name of it.
+ELEMENTS = {
+    "e4m3fn": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "e3m2": "fp6_e3m2",
+    "e2m3": "fp6_e2m3",
+    "e2m1": torch.float4_e2m1fn_x2,
+}
 
 
 def inputs() -> Tensor:
@@ -29,7 +36,7 @@ def inputs() -> Tensor:
 
 
 def digest(scales: Tensor, codes: Tensor) -> str:
-    """Of the biased exponents [blocks], and of the codes [blocks, 32] of those whose exponent is not 0."""
+    """Of the biased exponents [blocks], and of the codes [blocks, 32], a byte each, where the exponent is not 0."""
     kept = codes.view(torch.uint8)[scales > 0]
     return hashlib.sha256(bytes(scales.numpy()) + bytes(kept.contiguous().numpy())).hexdigest()
 
@@ -102,10 +109,11 @@ def main() -> None:
 
     found = {}
     for scale, mode in MODES.items():
-        for element in ELEMENTS:
-            dtype = getattr(torch, f"float8_{element}")
+        for element, dtype in ELEMENTS.items():
             scales, codes = to_mx(inputs(), dtype, 32, ScaleCalculationMode[mode])
-            found[f"{element} {scale}"] = digest(scales.view(torch.uint8).flatten(), codes)
+            if element == "e2m1":  # two in a byte
+                codes = torch.stack([codes & 15, codes >> 4], -1)
+            found[f"{element} {scale}"] = digest(scales.view(torch.uint8).flatten(), codes.reshape(-1, 32))
     reference = runpy.run_path(str(Path(sys.argv[1]) / REFERENCE))
     nvfp4 = {
         case: {name: nvfp4_of_torchao(reference, x, case) for name, x in nvfp4_inputs(case).items()}

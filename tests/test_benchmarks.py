@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from mezzo.core import records
+
 # PyTorch's own, while it imports Inductor.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 
@@ -100,6 +102,13 @@ def test_a_small_reduction_grows_with_the_logarithm_of_the_nodes(load: Load) -> 
     assert (one["nodes"], two["nodes"], many["nodes"]) == (1, 2, 2048)
     assert many["tree_s"] - two["tree_s"] == pytest.approx(2 * 10 * 5.0e-6)
     assert many["ring_s"] - two["ring_s"] == pytest.approx(2 * 2046 * (7 * 0.47e-6 * 1.8 + 2.7e-6))
+
+
+def test_minutes_of_a_comparison_are_those_of_its_runs(load: Load, tmp_path: Path) -> None:
+    for name, seconds in {"fp32-0": 60, "fp32-1": 30, "mxfp8-recipe-mine-0": 6}.items():
+        line = records.to_line(records.RunEnded(status=0, seconds=seconds))
+        (tmp_path / f"{name}.jsonl").write_text(line + "\n", encoding="utf-8")
+    assert load("block_verdicts").minutes(tmp_path) == {"fp32": 1.5, "mxfp8-recipe-mine": 0.1}
 
 
 def test_recipes_are_paired_by_seed(load: Load) -> None:

@@ -102,6 +102,7 @@ def test_mezzo_formats_is_this_module_and_its_names_resolve() -> None:
 WRONG = [
     (lambda: formats.named("f16"), "unknown format 'f16'. Use one of bf16, e2m1"),
     (lambda: formats.round(1.0, "bf16", overflow="wrap"), "Use one of infinity, saturate."),
+    (lambda: formats.round(1.0, "bf16", seed=0.5), "seed=0.5 is not an integer. Use None"),
     (lambda: formats.round([1.0], "bf16"), "cannot round list '[1.0]'"),
     (lambda: formats.decode(0x10000, "fp16"), "its 16 bits hold 0 to 0xffff"),
     (lambda: formats.decode(0x10, "e2m1"), "its 4 bits hold 0 to 0xf"),

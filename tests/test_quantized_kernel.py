@@ -26,6 +26,7 @@ OTHERS = [
     Factor("e4m3fn", (1, 32), "e8m0-floor"),
     Factor("e3m2", (1, 32), "e8m0"),
     Factor("e2m1", (0, 16), "e8m0", stochastic=True),
+    *(Factor(element, (1, 32), "e8m0", stochastic=True) for element in ("e4m3fn", "e5m2", "e3m2", "e2m3")),
 ]
 FACTORS = [*sorted(RECIPE_FACTORS, key=str), *OTHERS]
 

@@ -16,11 +16,12 @@ import mezzo
 import mx_casts
 from mezzo.core import formats
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.core.recipes import RECIPES, Factor, Recipe, read_recipe
+from mezzo.core.recipes import ELEMENTS, RECIPES, Factor, Recipe, read_recipe
 from mezzo.pytorch.autocast.modules import last_blocks_of
 from mezzo.pytorch.block_formats import _patterns
-from mezzo.pytorch.kernels.quantized import hadamard, quantize, uniform
+from mezzo.pytorch.kernels.quantized import hadamard, quantize
 from mezzo.pytorch.kernels.quantized_linear import quantized_linear
+from mezzo.pytorch.rounding import random_integers
 from run_scripts import launcher
 
 BLOCKS = ["mxfp8", "fp8-block", "nvfp4"]
@@ -75,12 +76,12 @@ def test_codes_and_scales_of_one_scale_a_block(factor: Factor, dim: int) -> None
 def test_mx_casts_are_those_of_torchao(element: str, scale: str) -> None:
     """For every finite bf16 value as the largest of its block; codes where the scale is above 2^-127.
 
-    There torchao 0.18's codes are not the elements divided by the scale.
+    There torchao's codes are not the elements divided by the scale.
     """
     found = quantize(mx_casts.inputs(), Factor(element, (1, 32), scale))
     exponents = (found.inv_scale.view(torch.int32) >> 23).to(torch.uint8).flatten()
     expected = json.loads(mx_casts.FILE.read_text(encoding="utf-8"))["digests"]
-    assert mx_casts.digest(exponents, found.codes) == expected[f"{element} {scale}"]
+    assert mx_casts.digest(exponents, _patterns(found.codes, element)) == expected[f"{element} {scale}"]
 
 
 @pytest.mark.parametrize("case", mx_casts.NVFP4)
@@ -125,27 +126,23 @@ def test_codes_and_scales_of_nvfp4(rows: int, dim: int) -> None:
         assert torch.equal(found.tensor_scale, torch.div(one, s_enc))
 
 
-def test_stochastic_rounding_takes_the_neighbours_in_proportion_and_repeats() -> None:
-    factor = Factor("e2m1", (0, 16), "e8m0", stochastic=True)
-    row = torch.cat([torch.linspace(-6, 6, 90).view(6, 15), torch.full((6, 1), 6.0)], 1)  # every scale is 1
-    x = row.flatten().repeat(6400, 1)
-    found = quantize(x, factor)
-    values = found.values(torch.float32)
-    grid = torch.tensor([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    place = torch.searchsorted(grid, x[0].contiguous(), right=True).clamp(max=14)
-    below, above = grid[place - 1], grid[place]
-    assert ((values == below) | (values == above)).all()
-    gap = (above - below) / 2
-    assert ((values.mean(0) - x[0]).abs() <= 5 * gap / len(x) ** 0.5).all()
-    assert torch.equal(quantize(x, factor).codes.float(), found.codes.float())
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_stochastic_rounding_of_elements_is_that_of_formats(element: str) -> None:
+    form = formats.named(element)
+    factor = Factor(element, (1, 16), "e8m0", stochastic=True)
+    row = torch.linspace(-form.max, form.max, 90).view(6, 15)
+    x = torch.cat([row, torch.full((6, 1), form.max)], 1).repeat(64, 4)  # every scale is 1
     state = torch.get_rng_state()
-    quantize(x, factor)
+    found = quantize(x, factor).values(torch.float32)
+    assert torch.equal(found, formats.round(x, element, seed=0))
+    assert not torch.equal(found, formats.round(x, element))
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_hash_is_uniform() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_hash_is_uniform(dtype: torch.dtype) -> None:
     for x in (torch.zeros(512, 512), torch.ones(512, 512), torch.randn(512, 512)):
-        u = uniform(x)
+        u = random_integers(x.to(dtype)).double() / 2.0 ** (30 if dtype is torch.float32 else 62)
         assert 0 <= u.min() < u.max() < 1
         counts = torch.histc(u, 64, 0, 1)
         expected = u.numel() / 64
@@ -258,23 +255,67 @@ def test_the_summary_of_a_run_names_layers_and_reasons(
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.head = nn.Linear(64, 64), nn.Linear(64, 4)
-        self.conv = nn.Conv1d(64, 64, 1)
         self.up = nn.Parameter(torch.randn(4, 64, 64))
 
     def forward(self, x: Tensor) -> Tensor:
-        each = torch.bmm(self.into(x).expand(4, *x.shape), self.up)
-        out: Tensor = self.head(self.conv(each.mean(0).t()).t())
+        return torch.bmm(x.expand(4, *x.shape), self.up).mean(0)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.experts, self.head = nn.Linear(64, 64), Experts(), nn.Linear(64, 4)
+        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(64, 64, 32, padding=16))
+        self.bias = nn.Parameter(torch.randn(4, 64, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.conv(self.experts(self.into(x)).t()).t()) + self.bias.mean()
         return out
 
 
-def test_batched_weights_of_experts_stay_in_bf16_and_explain_says_so() -> None:
-    text = mezzo.explain(Experts(), torch.randn(8, 64), precision="mxfp8").as_text(300)
-    assert "up (bf16: 4 matrices" in text
-    assert "conv.weight" not in text
+def test_explain_names_batched_weights_of_experts() -> None:
+    text = mezzo.explain(Mixture(), torch.randn(8, 64), precision="mxfp8").as_text(300)
+    assert "experts.up (bf16: 4 matrices" in text
+    assert "conv" not in next(line for line in text.splitlines() if "Not in mxfp8" in line)
     assert "up (bf16" not in mezzo.explain(
-        Experts(), torch.randn(8, 64), precision="bf16,module.into=mxfp8"
+        Mixture(), torch.randn(8, 64), precision="bf16,module.into=mxfp8"
     ).as_text(300)
+
+
+@pytest.mark.parametrize("precision", ["mxfp8", "nvfp4", "bf16,module.**=mxfp8,module.experts=mxfp8", "bf16"])
+def test_batched_weights_of_experts_need_a_line_of_the_policy(precision: str) -> None:
+    def trained(text: str, model: nn.Module) -> float | None:
+        mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
+        with mp.autocast():
+            loss = model(torch.randn(8, 64)).square().mean()
+        return mp.step(loss).loss
+
+    if precision in BLOCKS:
+        with pytest.raises(UsageError) as caught:
+            trained(precision, Mixture())
+        assert all(part in str(caught.value) for part in ("experts.up", "4 matrices", "module.experts=bf16"))
+        with pytest.raises(UsageError, match=r"bf16,module\.PATH="):
+            trained(precision, Experts())
+        precision = f"{precision},module.experts=bf16"
+    assert trained(precision, Mixture()) is not None
+
+
+def test_a_run_with_batched_weights_of_experts_names_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = """
+import torch
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Parameter(torch.ones(4, 64, 64))
+    def forward(self, x):
+        return torch.bmm(x.expand(4, *x.shape), self.up).sum(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), Experts(), torch.nn.Linear(64, 4))
+model(torch.ones(2, 64)).sum().backward()
+"""
+    ran = launcher(tmp_path, capsys)(script, policy="mxfp8")
+    assert (ran.status, "module.1=bf16" in ran.err) == (1, True)
 
 
 def test_the_last_blocks_stay_in_bf16_under_nvfp4() -> None:
@@ -323,7 +364,6 @@ WRONG = [
     (lambda: Factor("e4m3fn", (1, 32), "e8m"), UnknownNameError, ("e8m", "e8m0")),
     (lambda: Factor("e4m3fn", (1, -1)), UsageError, ("[1, -1]", "[1, 32]")),
     (lambda: Factor("e4m3fn", (1, 16), "e4m3fn"), UsageError, ("e4m3fn", "element='e2m1'")),
-    (lambda: Factor("e4m3fn", (1, 16), stochastic=True), UsageError, ("stochastic", "e2m1")),
     (
         lambda: replace(RECIPES["mxfp8"], name="mine", output=(Factor("e4m3fn", (32, 32)),) * 2),
         UsageError,
@@ -428,7 +468,14 @@ def test_a_wrong_file_is_refused(text: str, parts: tuple[str, ...], tmp_path: Pa
 def test_a_recipe_by_name_and_where_it_has_no_place() -> None:
     assert mezzo.policy("nvfp4,recipe=nvfp4-plain").quantization == RECIPES["nvfp4-plain"]
     assert mezzo.policy("fp8,scaling=rowwise").quantization == RECIPES["fp8-rowwise"]
-    for text, part in (("bf16,recipe=nvfp4-plain", "mxfp8"), ("nvfp4,recipe=nvfp4-plane", "nvfp4-plain")):
+    assert mezzo.policy("bf16,module.x=fp8,scaling=rowwise").with_modules("bf16", ()) == mezzo.policy("bf16")
+    for text, part in (
+        ("bf16,recipe=nvfp4-plain", "mxfp8"),
+        ("nvfp4,recipe=nvfp4-plane", "nvfp4-plain"),
+        ("mxfp8,scaling=rowwise", "compute in fp8"),
+        ("bf16,scaling=rowwise", "compute in fp8"),
+        ("fp8,recipe=mxfp8,scaling=rowwise", "Remove scaling"),
+    ):
         with pytest.raises(UsageError, match=part):
             mezzo.policy(text)
 

@@ -102,16 +102,63 @@ def test_arrays_round_as_the_oracle_casts(
     assert same_bits(formats.round(points(name), name, overflow=overflow), oracle(points(name), name))
 
 
+@pytest.mark.parametrize("seed", [None, 5], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("overflow", formats.OVERFLOW)
-@pytest.mark.parametrize("name", [*SMALL, "tf32"])
-def test_numbers_arrays_and_tensors_round_alike(name: str, overflow: str) -> None:
-    x = points("fp16" if name == "tf32" else name)
-    as_array = formats.round(x, name, overflow=overflow)
-    assert same_bits(formats.round(torch.from_numpy(x), name, overflow=overflow).numpy(), as_array)
+@pytest.mark.parametrize("name", [*SMALL, "tf32", "e8m0", "e2m1"])
+def test_numbers_arrays_and_tensors_round_alike(name: str, overflow: str, seed: int | None) -> None:
+    x = points(name if name in SMALL else "fp16")
+    as_array = formats.round(x, name, overflow=overflow, seed=seed)
+    assert same_bits(formats.round(torch.from_numpy(x), name, overflow=overflow, seed=seed).numpy(), as_array)
     # Numbers take microseconds each: of 16-bit formats every eleventh, which visits every offset in turn.
-    few = slice(None, None, 1 if FORMATS[name].bits == 8 else 11)
-    as_numbers = [formats.round(float(value), name, overflow=overflow) for value in x[few]]
-    assert same_bits(np.array(as_numbers, np.float32), as_array[few])
+    wide = x[:: 1 if name in ("e4m3fn", "e5m2") else 11].astype(np.float64)
+    if seed is not None:  # a number has the random bits of an array of one
+        wide = wide[:: len(wide) // 200]
+    size = len(wide) if seed is None else 1
+    parts = [
+        formats.round(wide[i : i + size], name, overflow=overflow, seed=seed)
+        for i in range(0, len(wide), size)
+    ]
+    as_numbers = [formats.round(float(value), name, overflow=overflow, seed=seed) for value in wide]
+    assert same_bits(np.array(as_numbers), np.concatenate(parts))
+
+
+PARTS = 16
+
+
+@pytest.mark.parametrize("xp", [np, torch], ids=["numpy", "torch"])
+@pytest.mark.parametrize("storage", ["fp32", "fp64"])
+@pytest.mark.parametrize("name", ["e2m1", "e3m2", "e2m3", "e4m3fn", "e5m2", "e8m0"])
+def test_stochastic_rounding_goes_up_as_often_as_a_value_is_far(name: str, storage: str, xp: Any) -> None:
+    """Between all neighbours, subnormals included, at each sixteenth of the gap: over all random bits that matter, the
+    share of results that are the upper one is the distance from the lower. The other random bits are all 0 or all 1.
+    """
+    form, dtype = FORMATS[name], {"fp32": np.float32, "fp64": np.float64}[storage]
+    values = {formats.decode(code, form) for code in range(1 << form.bits)}
+    finite = np.array(sorted({abs(value) for value in values if math.isfinite(value)}))
+    part = np.arange(PARTS)
+    x = (finite[:-1, None] + (finite[1:] - finite[:-1])[:, None] * part / PARTS).astype(dtype)
+    plan = rounding.RoundingPlan(form, FORMATS[storage], "saturate")
+    for sign in (1, -1)[: 1 + form.signed]:
+        ups = np.zeros(x.shape, int)
+        for random in range(PARTS):
+            for rest in (0, (1 << plan.random_bits - 4) - 1):
+                bits = np.full(x.shape, (random << plan.random_bits - 4) + rest, plan.word)
+                given = (sign * x, bits) if xp is np else (torch.from_numpy(sign * x), torch.from_numpy(bits))
+                rounded = sign * np.asarray(plan.round(given[0], xp, given[1]))
+                assert np.all((rounded == finite[:-1, None]) | (rounded == finite[1:, None]))
+                ups += rounded == finite[1:, None]
+        assert np.array_equal(ups, np.broadcast_to(2 * part, x.shape))
+
+
+def test_stochastic_rounding_repeats_and_depends_on_seed_and_place() -> None:
+    x = torch.full((64, 64), 2.75)
+    first, second = (formats.round(x, "e2m1", seed=seed) for seed in (0, 1))
+    assert torch.equal(first, formats.round(x, "e2m1", seed=0))
+    assert not torch.equal(first, second)
+    for found in (first, second):
+        assert found.unique().tolist() == [2.0, 3.0]
+        assert abs(found.mean() - 2.75) < 5 * 0.43 / 64  # five standard errors
+    assert formats.round(2.0**-149, "e2m1", seed=0) == 0
 
 
 @pytest.mark.parametrize(
@@ -268,6 +315,8 @@ def test_autograd_torch_func_and_a_compiled_graph_see_a_cast() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda t: round_tensor(t, form, "infinity"), backend="eager", fullgraph=True)
     assert same_bits(compiled(x).numpy(), expected.numpy())
+    compiled = torch.compile(lambda t: round_tensor(t, form, "infinity", 3), backend="eager", fullgraph=True)
+    assert same_bits(compiled(x).numpy(), formats.round(x, "fp16", seed=3).numpy())
     torch._dynamo.reset()
 
 

@@ -236,12 +236,14 @@ def named(format: str | Format) -> Format:
 
 
 @overload
-def round(x: Number, format: str | Format, *, overflow: str = ...) -> float: ...
+def round(x: Number, format: str | Format, *, overflow: str = ..., seed: int | None = ...) -> float: ...
 @overload
-def round(x: NDArray[Any] | np.generic, format: str | Format, *, overflow: str = ...) -> NDArray[Any]: ...
+def round(
+    x: NDArray[Any] | np.generic, format: str | Format, *, overflow: str = ..., seed: int | None = ...
+) -> NDArray[Any]: ...
 @overload
-def round(x: _Tensor, format: str | Format, *, overflow: str = ...) -> _Tensor: ...
-def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
+def round(x: _Tensor, format: str | Format, *, overflow: str = ..., seed: int | None = ...) -> _Tensor: ...
+def round(x: Any, format: str | Format, *, overflow: str = "infinity", seed: int | None = None) -> Any:
     """The nearest value of a format, ties to even (IEEE 754-2019, 4.3.1; e8m0, whose values have no last digit: up).
 
     Naive code, for fp16 and a float32 array: ``x.astype(np.float16).astype(np.float32)``. Unlike casts, float64 is
@@ -251,6 +253,8 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
         x: a float, int or Fraction; a numpy array; a torch tensor.
         format: a format or its name.
         overflow: ``"infinity"`` or ``"saturate"``, for what lies beyond ``max`` (see `OVERFLOW`).
+        seed: an int for stochastic rounding: to either neighbour with probability ``1 - distance / gap``, in steps of
+            2^-30 (2^-62 for numbers and float64). A hash of seed, value and place decides, so a call repeats.
 
     Returns:
         For a number: a float. For an array or a tensor: a new one of its shape, in float64 for float64 and for
@@ -259,7 +263,8 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
 
     Raises:
         UnknownNameError: an unknown format or overflow behavior.
-        UsageError: a type that cannot be rounded exactly; saturating to a format wider than the array's own.
+        UsageError: a type that cannot be rounded exactly; a seed other than an int; saturating to a format wider than
+            the array's own.
 
     Example:
         >>> round(0.1, "bf16"), round(70000.0, "fp16"), round(70000.0, "fp16", overflow="saturate")
@@ -268,16 +273,22 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
     form = named(format)
     if overflow not in OVERFLOW:
         raise unknown_name("overflow behavior", str(overflow), OVERFLOW)
+    if seed is not None and type(seed) is not int:
+        raise UsageError(f"round: seed={seed!r} is not an integer. Use None for the nearest value, or 0.")
     for framework, (array_types, module) in _FRAMEWORKS.items():
         loaded = sys.modules.get(framework)
         if loaded is not None and any(isinstance(x, getattr(loaded, one, ())) for one in array_types):
-            return importlib.import_module(module).round_array(x, form, overflow)
+            return importlib.import_module(module).round_array(x, form, overflow, seed)
     exact, sign = magnitude(x)
     if x != x or not (form.signed or x > 0):
         return math.copysign(math.nan, sign)
     if exact is not None:
         quantum = _quantum(exact, form)
-        exact = (exact / quantum).__round__() * quantum  # Python rounds a Fraction's ties to even
+        if seed is None:
+            exact = (exact / quantum).__round__() * quantum  # Python rounds a Fraction's ties to even
+        else:
+            random = importlib.import_module("mezzo.core.rounding").random_integer(round(x, "fp64"), seed)
+            exact = (int(exact / quantum * 2**62) + random >> 62) * quantum
         if exact <= form.max:
             return math.copysign(max(float(exact), 0.0 if form.signed else form.min), sign)
     if overflow == "saturate" or not (form.has_infinity or form.has_nan):

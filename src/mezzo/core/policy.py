@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
+from typing import Any
 
 from mezzo.core import policy_text
 from mezzo.core.compute import COMPUTE, GRANULARITIES, QUANTIZED, activations_of
@@ -141,6 +142,13 @@ class Policy:
                     f"policy 'compute={self.compute},{key}={value}': nothing here is computed in "
                     f"{', '.join(sorted(QUANTIZED))}. Remove {key}, or compute in one of these."
                 )
+        if self.scaling != "tensorwise" and (
+            "fp8" not in self.computed or self.recipe not in ("default", "fp8")
+        ):
+            raise UsageError(
+                f"policy 'compute={self.compute},scaling={self.scaling}': only fp8 without a recipe has this choice; "
+                "other formats and recipes say which elements share a scale. Remove scaling, or compute in fp8."
+            )
         if self.loss_scale == "auto" and self.compute != "auto":
             object.__setattr__(self, "loss_scale", "dynamic" if "fp16" in self.computed else "none")
 
@@ -235,8 +243,7 @@ class Policy:
     def _after(self) -> Policy:
         low = {name: "bf16" for name in QUANTIZED}
         modules = tuple((pattern, low.get(fmt, fmt)) for pattern, fmt in self.modules)
-        compute = low.get(self.compute, self.compute)
-        return replace(self._before, compute=compute, modules=modules, recipe="default", scaling="tensorwise")
+        return self._before.with_modules(low.get(self.compute, self.compute), modules)
 
     def make_loss_scale(self) -> LossScale:
         """The loss scale's first state; UsageError before the policy is resolved."""
@@ -253,16 +260,15 @@ class Policy:
 
     def of_module(self, compute: str) -> Policy:
         """This policy in a module of another format, which stores nothing and scales no loss of its own."""
-        recipe = self.recipe if compute in QUANTIZED else "default"
-        return replace(
-            self,
-            compute=compute,
-            recipe=recipe,
-            params="fp32",
-            masters="auto",
-            state="fp32",
-            loss_scale="none",
-        )
+        own = self.with_modules(compute, self.modules)
+        return replace(own, params="fp32", masters="auto", state="fp32", loss_scale="none")
+
+    def with_modules(self, compute: str, modules: tuple[tuple[str, str], ...]) -> Policy:
+        """This policy with another format and other patterns, and without settings that no format of these has."""
+        formats = {compute, *(fmt for _, fmt in modules)}
+        unused: dict[str, Any] = {"scaling": "tensorwise"} if "fp8" not in formats else {}
+        unused |= {} if formats & QUANTIZED else {"recipe": "default", "bf16_from": "none"}
+        return replace(self, compute=compute, modules=modules, **unused)
 
     def to_toml(self) -> str:
         """The policy as the text of a TOML file, without settings that have the default of `compute`."""

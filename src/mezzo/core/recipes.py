@@ -88,10 +88,6 @@ class Factor:
             raise UsageError(
                 f"scale='e4m3fn' with element={self.element!r}: the two scales of NVFP4 need element='e2m1'."
             )
-        if self.stochastic and self.element != "e2m1":
-            raise UsageError(
-                f"stochastic with element={self.element!r}: only e2m1 is rounded stochastically."
-            )
 
     @property
     def largest(self) -> float:

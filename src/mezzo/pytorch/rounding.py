@@ -1,4 +1,4 @@
-"""Rounding of tensors to a format, ties to even: `mezzo.core.rounding` on any device, and under autograd.
+"""Rounding of tensors to a format: `mezzo.core.rounding` on any device, and under autograd.
 
 Only integer operations touch the patterns of normal numbers: a device that flushes denormals gives the same bits.
 """
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from mezzo.core import rounding
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import FORMATS, Format
-from mezzo.core.rounding import plan_of
 from mezzo.pytorch.kernels.not_traced import not_traced
 
 _HELD_IN = {torch.float32: FORMATS["fp32"], torch.float64: FORMATS["fp64"]}
@@ -20,7 +20,15 @@ _TO_FP32 = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m
 _TO_FP64 = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32)
 
 
-def round_array(x: torch.Tensor, form: Format, overflow: str) -> torch.Tensor:
+def random_integers(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """What `RoundingPlan.round` takes to round an FP32 or FP64 tensor stochastically: the same run gives the same."""
+    patterns = x.view(torch.int32 if x.dtype is torch.float32 else torch.int64)
+    places = torch.arange(x.numel(), dtype=patterns.dtype, device=x.device).view(x.shape)
+    result: torch.Tensor = rounding.random_integers(patterns, places, seed, 8 * x.itemsize)
+    return result
+
+
+def round_array(x: torch.Tensor, form: Format, overflow: str, seed: int | None = None) -> torch.Tensor:
     """`mezzo.formats.round` for a tensor of any shape; under autograd the gradient passes unchanged, as for a cast."""
     if x.layout is not torch.strided:
         raise UsageError(f"cannot round a tensor of layout {x.layout}. Round its values: x.values().")
@@ -32,18 +40,21 @@ def round_array(x: torch.Tensor, form: Format, overflow: str) -> torch.Tensor:
         raise UsageError(
             f"cannot round a {x.dtype} tensor exactly. Convert it first: x.double() or x.float()."
         )
-    plan = plan_of(form, _HELD_IN[x.dtype], overflow)
+    plan = rounding.plan_of(form, _HELD_IN[x.dtype], overflow)
     if plan is None:
         return x.clone()
-    if x.requires_grad:
-        return straight_through(x, lambda values: plan.round(values, torch))
-    rounded: torch.Tensor = plan.round(x, torch)
-    return rounded
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        random = None if seed is None else random_integers(values, seed)
+        result: torch.Tensor = plan.round(values, torch, random)
+        return result
+
+    return straight_through(x, rounded) if x.requires_grad else rounded(x)
 
 
-def straight_through(x: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """``rounding(x)``, whose gradient is x's, unchanged."""
-    rounded: torch.Tensor = _StraightThrough.apply(x, rounding)  # type: ignore[no-untyped-call,unused-ignore]
+def straight_through(x: torch.Tensor, cast: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """``cast(x)``, whose gradient is x's, unchanged."""
+    rounded: torch.Tensor = _StraightThrough.apply(x, cast)  # type: ignore[no-untyped-call,unused-ignore]
     return rounded
 
 
@@ -51,8 +62,8 @@ class _StraightThrough(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(values: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        return rounding(values)
+    def forward(values: torch.Tensor, cast: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return cast(values)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None: ...

@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from mezzo.core.compute import QUANTIZED
-from mezzo.core.errors import UnknownNameError, did_you_mean
+from mezzo.core.errors import UnknownNameError, UsageError, did_you_mean
 from mezzo.core.policy import Policy
 from mezzo.core.policy_text import is_pattern, matches
 from mezzo.core.recipes import recipe_of
@@ -149,7 +151,7 @@ def fitting(policy: Policy, model: torch.nn.Module) -> Policy:
     """The policy with only those patterns that match a module of this model."""
     paths = [path for path, _ in model.named_modules()]
     found = tuple(pair for pair in policy.modules if any(matches(pair[0], path) for path in paths))
-    return policy if found == policy.modules else replace(policy, modules=found)
+    return policy if found == policy.modules else policy.with_modules(policy.compute, found)
 
 
 def no_such_module(pattern: str, paths: Iterable[str], of: str = "the model") -> UnknownNameError:
@@ -169,17 +171,32 @@ def heads_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*tied, *(path for path, _ in layers[-1:])]))
 
 
-def with_heads(policy: Policy, model: nn.Module) -> Policy:
+def with_heads(policy: Policy, model: nn.Module, *, allow_experts: bool = False) -> Policy:
     """The policy for this model: where factors are quantized with ``module.PATH=bf16`` for each head without a pattern,
     and for the last blocks, where the recipe leaves them in bf16.
+
+    Raises:
+        UsageError: a batch of matrices, as of experts, would be quantized if it were linear layers, and no pattern
+            matches its module; with `allow_experts` such a batch stays in bf16.
     """
-    if policy.compute not in QUANTIZED:
-        return policy
-    wide = dict.fromkeys((*heads_of(model), *last_blocks_of(model, policy.quantization.last_blocks)))
-    paths = [path for path in wide if is_pattern(path) and policy.format_inside(path) is None]
-    if not paths:
-        return policy
-    return replace(policy, modules=(*((path, "bf16") for path in paths), *policy.modules))
+    if policy.compute in QUANTIZED:
+        wide = dict.fromkeys((*heads_of(model), *last_blocks_of(model, policy.quantization.last_blocks)))
+        paths = [path for path in wide if is_pattern(path) and policy.format_inside(path) is None]
+        if paths:
+            policy = replace(policy, modules=(*((path, "bf16") for path in paths), *policy.modules))
+    for path, name, shape in () if allow_experts else _batched(model):
+        fmt, where = policy.format_inside(path) or policy.compute, f"module.{path}="
+        if fmt not in QUANTIZED or policy.format_for_module(path) is not None:
+            continue
+        if all(size % recipe_of(fmt, policy.scaling, policy.recipe).multiple == 0 for size in shape[1:]):
+            fix = f"Compute in bf16 and name the layers to quantize: bf16,module.PATH={fmt}."
+            if path:
+                fix = f"Add {where}bf16 to the policy, or {where}{fmt} if it calls torch.nn.functional.linear for each."
+            raise UsageError(
+                f"{_joined(path, name)} has {shape[0]} matrices of {shape[1]} x {shape[2]}, as of experts. {fmt} "
+                f"quantizes linear layers, not batched or grouped products. {fix}"
+            )
+    return policy
 
 
 def last_blocks_of(model: nn.Module, share: float) -> list[str]:
@@ -195,8 +212,7 @@ def last_blocks_of(model: nn.Module, share: float) -> list[str]:
     if not share or not lists:
         return []
     path, blocks = max(lists, key=lambda one: len(one[1]))
-    prefix = f"{path}." if path else ""
-    return [f"{prefix}{name}" for name, _ in blocks[-math.ceil(share * len(blocks)) :]]
+    return [_joined(path, name) for name, _ in blocks[-math.ceil(share * len(blocks)) :]]
 
 
 def described(policy: Policy, model: nn.Module) -> list[str]:
@@ -218,9 +234,12 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
             apart.append(f"{path} ({why})")
         else:
             lower.append(path)
-    for path, (count, *_) in _batched(model):
-        if (policy.format_inside(path.rpartition(".")[0]) or policy.compute) in QUANTIZED:
-            apart.append(f"{path} (bf16: {count} matrices in one product, as of experts, not a linear layer)")
+    for path, name, (count, *_) in _batched(model):
+        if (policy.format_inside(path) or policy.compute) in QUANTIZED:
+            place = f"{path}.{name}" if path else name
+            apart.append(
+                f"{place} (bf16: {count} matrices in one product, as of experts, not a linear layer)"
+            )
     layers = f"{len(lower)} linear layer{'s' if len(lower) > 1 else ''}"
     name = " and ".join(quantized)
     notes = [f"{name} in {layers}: {', '.join(_together(lower))}." if lower else _NOTHING.format(name)]
@@ -231,13 +250,17 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
     )
 
 
-def _batched(model: nn.Module) -> Iterator[tuple[str, torch.Size]]:
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _batched(model: nn.Module) -> Iterator[tuple[str, str, torch.Size]]:
     """Parameters that batched or grouped products multiply: of three dimensions, and not a convolution's."""
+    apart = (nn.Conv1d, nn.ConvTranspose1d, ParametrizationList)
     for path, module in model.named_modules():
-        if not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
-            for name, parameter in module.named_parameters(path, recurse=False):
-                if parameter.dim() == 3 and parameter.shape[0] > 1:
-                    yield name, parameter.shape
+        for name, parameter in () if isinstance(module, apart) else module.named_parameters(recurse=False):
+            if not is_lazy(parameter) and parameter.dim() == 3 and parameter.shape[0] > 1:
+                yield path, name, parameter.shape
 
 
 def _computed(kind: str, device: torch.device) -> str:

@@ -124,7 +124,7 @@ class OpObserver:
         formats = [self.policy.compute] if inside is None else [inside]
         formats += [] if module else [fmt for _, fmt in self.policy.modules]
         for fmt in dict.fromkeys(formats):
-            yield replace(self.policy.of_module(fmt), modules=())
+            yield self.policy.of_module(fmt).with_modules(fmt, ())
 
 
 def summed(rows: Iterable[OpFormats]) -> list[OpFormats]:

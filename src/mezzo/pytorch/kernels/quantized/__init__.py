@@ -16,13 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mezzo.core.recipes import HADAMARD, Factor
+from mezzo.core.formats import FORMATS, named
+from mezzo.core.recipes import ELEMENTS, HADAMARD, Factor
+from mezzo.core.rounding import RoundingPlan
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.kernels.backend import KERNELS, cpu_loops
 from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.rounding import random_integers
 
 _READ = (torch.float32, torch.bfloat16, torch.float16)  # what the compiled loops read
 _MANTISSA = (1 << 23) - 1  # of an FP32 pattern
+_PLANS = {name: RoundingPlan(named(name), FORMATS["fp32"], "saturate") for name in ELEMENTS}
 _LARGEST = torch.finfo(torch.float32).max
 _SIXTH = float(torch.tensor(1.0) / 6)  # in FP32
 # The signs of the random Hadamard transform, fixed (arXiv 2509.25149, as Transformer Engine has them).
@@ -152,12 +156,7 @@ def _with_scales(wide: Tensor, largest: Tensor, factor: Factor, *, is_finite: bo
     else:
         inv_scale = _power_scale(largest, factor)
     scaled = _by_block(torch.div, wide, inv_scale).contiguous()
-    if factor.element not in ("e4m3fn", "e5m2"):
-        return Quantized(_rounded(scaled, factor, is_finite=is_finite), inv_scale)
-    dtype = dtype_of(factor.element)
-    if is_finite and factor.scale not in ("e8m0-floor", "fp32"):  # nothing is too large
-        return Quantized(scaled.to(dtype), inv_scale)
-    return Quantized(encode(scaled, dtype), inv_scale)
+    return Quantized(_codes(scaled, factor, is_finite=is_finite), inv_scale)
 
 
 def _power_scale(largest: Tensor, factor: Factor) -> Tensor:
@@ -188,7 +187,7 @@ def _nvfp4(wide: Tensor, largest: Tensor, factor: Factor, *, is_finite: bool) ->
     block_scale = decode((largest * (encode_tensor * _SIXTH)).clamp(max=448.0).to(torch.float8_e4m3fn))
     to_codes = (1.0 / (block_scale * decode_tensor)).clamp(max=_LARGEST)
     scaled = _by_block(torch.mul, wide, to_codes).contiguous()
-    return Quantized(_rounded(scaled, factor, is_finite=is_finite), block_scale, decode_tensor)
+    return Quantized(_codes(scaled, factor, is_finite=is_finite), block_scale, decode_tensor)
 
 
 def _of_tensor(of_tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,31 +198,18 @@ def _of_tensor(of_tensor: Tensor) -> tuple[Tensor, Tensor]:
     return encode_tensor, 1.0 / encode_tensor
 
 
-def _rounded(x: Tensor, factor: Factor, *, is_finite: bool) -> Tensor:
-    """FP32 values rounded to those of a format of 4 or 6 bits, as e4m3fn; infinities are NaN, to stay visible."""
-    nmant = {"e2m1": 1, "e2m3": 3, "e3m2": 2}[factor.element]
-    least = 0.25 if factor.element == "e3m2" else 1.0  # the smallest normal value
-    x = x if is_finite else x.nan_to_num(math.nan, math.nan, math.nan)
-    x = x.clamp(-factor.largest, factor.largest)
-    # The power of two at or below each magnitude: the gap of the format there is 2^-nmant of it.
-    binade = (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=least)
-    if factor.stochastic:
-        gap = binade * 2.0**-nmant
-        rounded = torch.copysign(torch.floor(x.abs() / gap + uniform(x)) * gap, x)
-    else:
-        anchor = binade * (1.5 * 2.0 ** (23 - nmant))  # whose last place is the gap: the sum rounds to it
-        rounded = torch.copysign((x + anchor) - anchor, x)
-    return rounded.to(torch.float8_e4m3fn)
-
-
-def uniform(x: Tensor) -> Tensor:
-    """Numbers from 0 to 1 - 2**-22, a hash of each FP32 value and its place: the same run gives the same numbers."""
-    place = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
-    h = x.view(torch.int32) * 0x2C1B3C6D + place * 0x297A2D39  # int32 wraps around
-    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D
-    h = (h ^ ((h >> 15) & 0x1FFFF)) * 0x846CA68B
-    h = h ^ ((h >> 16) & 0xFFFF)
-    return (h & 0x3FFFFF).to(torch.float32) * 2.0**-22
+def _codes(x: Tensor, factor: Factor, *, is_finite: bool) -> Tensor:
+    """Codes of FP32 values; of 4 and 6 bits as e4m3fn. Finite values saturate; infinity is NaN, except in e5m2."""
+    dtype = dtype_of("e5m2" if factor.element == "e5m2" else "e4m3fn")
+    if factor.stochastic or factor.element not in ("e4m3fn", "e5m2"):
+        random = random_integers(x) if factor.stochastic else None
+        rounded: Tensor = _PLANS[factor.element].round(x, torch, random)
+        if not is_finite:
+            rounded = torch.where(x.isfinite(), rounded, x if factor.element == "e5m2" else math.nan)
+        return rounded.to(dtype)
+    if is_finite and factor.scale not in ("e8m0-floor", "fp32"):  # nothing is too large
+        return x.to(dtype)
+    return encode(x, dtype)
 
 
 def hadamard(x: Tensor, dim: int) -> Tensor:

@@ -149,14 +149,17 @@ def nearest(magnitude: int, sign: int, binade: int, nmant: int, place: int) -> i
 
 @cpu.inline
 def stochastic(magnitude: int, sign: int, binade: int, nmant: int, place: int) -> int:
-    """The same, up or down at random, by the hash of `quantized.uniform`."""
+    """The same, up or down at random: `RoundingPlan.round` with `random_integers` of seed 0."""
     h = u32(u32(u32(magnitude | sign) * u32(0x2C1B3C6D)) + u32(u32(place) * u32(0x297A2D39)))
     h = u32(u32(h ^ u32(h >> 16)) * u32(0x7FEB352D))
     h = u32(u32(h ^ u32(h >> 15)) * u32(0x846CA68B))
-    h = u32(h ^ u32(h >> 16))
-    uniform = f32(f32(i32(h & u32(0x3FFFFF))) * f32(2.0**-22))
-    gaps = f32(float_of(magnitude) * float_of(i32(i32((254 + nmant) << 23) - binade)))
-    return i32(f32(gaps + uniform))
+    h = u32(u32(h ^ u32(h >> 16)) & u32(0x3FFFFFFF))
+    exponent = max(u32(u32(magnitude) >> 23), u32(1))
+    significand = u32(u32(magnitude) - u32(u32(exponent - u32(1)) << 23))
+    below = u32(u32(u32(23 - nmant) + u32(u32(binade) >> 23)) - exponent)
+    kept = min(below, u32(30))
+    cut = min(u32(below - kept), u32(30))
+    return i32(u32(u32(significand >> cut) + u32(h >> u32(u32(30) - kept))) >> kept)
 
 
 @cpu.inline
