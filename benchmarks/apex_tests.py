@@ -53,7 +53,7 @@ NOT_APPLICABLE = {
 }
 # Test -> why it fails: docs/torch-amp.md lists these differences.
 DIFFERENCES = {
-    "TestBasicCasts::test_group_norm_is_float": "group_norm returns fp16 under Mezzo's table, and sums in FP32",
+    "TestBasicCasts::test_group_norm_is_float": "group_norm returns fp16 under Mezzo's table",
     "TestBannedMethods::test_bce_raises_by_default": "BannedOpError is not a NotImplementedError",
     "TestTensorCasts::test_cpu_is_float": ".cpu() keeps the dtype",
     "TestPromotion::test_inplace_exp_is_error_for_half": "exp_ keeps the dtype of its tensor, and is no error",
