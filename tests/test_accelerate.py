@@ -110,8 +110,8 @@ def test_an_overflow_skips_the_step_and_the_schedule(optimizer: Any, options: di
 @pytest.mark.parametrize(
     ("call", "scale"),
     [
-        ("attach(plain(), 'fp16', masters='fp32', loss_scale=512)", 512),
-        ("Accelerator('fp16', cpu=True, loss_scale=512, gradient_accumulation_steps=1)", 512),
+        ("attach(plain(), 'fp16', state='bf16', loss_scale=512)", 512),
+        ("Accelerator('fp16', cpu=True, loss_scale=512, project_dir='runs')", 512),
         ("Accelerator('fp16,loss_scale=64', cpu=True, trace=True)", 64),
     ],
 )
@@ -119,13 +119,14 @@ def test_the_fix_of_an_overflow_is_the_call_with_the_users_arguments(call: str, 
     names = {"mezzo": mezzo, "plain": plain}
     run = Run(eval(f"mezzo.accelerate.{call}", names), [])
     run.step(0, factor=OVERFLOW)
-    (finding,) = run.accelerator.mezzo.findings
+    given = run.accelerator.mezzo
+    (finding,) = given.findings
     fix = re.search(r"`(mezzo\.[^`]*module[^`]*)`", finding.advice)
     assert fix is not None, finding.advice
     fixed = eval(fix[1], names | {"accelerator": plain()}).mezzo
     assert dict(fixed.policy.modules) == {"0": "fp32"}
-    assert (fixed.loss_scale, fixed.policy.masters) == (scale, run.accelerator.mezzo.policy.masters)
-    assert fixed._given == run.accelerator.mezzo._given
+    assert (fixed.loss_scale, fixed.policy.state, fixed._trace) == (scale, given.policy.state, given._trace)
+    assert fixed._accelerator.project_dir == given._accelerator.project_dir
 
 
 def test_a_report_has_the_scale_of_an_accumulated_loss() -> None:
