@@ -6,6 +6,7 @@ import copy
 import importlib
 import io
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -98,11 +99,34 @@ def test_an_overflow_skips_the_step_and_the_schedule(optimizer: Any, options: di
     assert [(one.cause, one.op, one.module) for one in precision.findings] == [("overflow", "linear", "0")]
     assert not run.step(4)
     assert run.scheduler.get_last_lr() != rate
+
     # accelerate#4242: with its own scaler a fused optimizer's skip goes unnoticed.
     theirs = plain()
     theirs.scaler = torch.amp.GradScaler("cpu")
     if optimizer is torch.optim.AdamW:
         assert Run(theirs, [], optimizer, **options).step(3, factor=math.inf) is not bool(options)
+
+
+@pytest.mark.parametrize(
+    ("call", "scale"),
+    [
+        ("attach(plain(), 'fp16', state='bf16', loss_scale=512)", 512),
+        ("Accelerator('fp16', cpu=True, loss_scale=512, project_dir='runs')", 512),
+        ("Accelerator('fp16,loss_scale=64', cpu=True, trace=True)", 64),
+    ],
+)
+def test_the_fix_of_an_overflow_is_the_call_with_the_users_arguments(call: str, scale: float) -> None:
+    names = {"mezzo": mezzo, "plain": plain}
+    run = Run(eval(f"mezzo.accelerate.{call}", names), [])
+    run.step(0, factor=OVERFLOW)
+    given = run.accelerator.mezzo
+    (finding,) = given.findings
+    fix = re.search(r"`(mezzo\.[^`]*module[^`]*)`", finding.advice)
+    assert fix is not None, finding.advice
+    fixed = eval(fix[1], names | {"accelerator": plain()}).mezzo
+    assert dict(fixed.policy.modules) == {"0": "fp32"}
+    assert (fixed.loss_scale, fixed.policy.state, fixed._trace) == (scale, given.policy.state, given._trace)
+    assert fixed._accelerator.project_dir == given._accelerator.project_dir
 
 
 def test_a_report_has_the_scale_of_an_accumulated_loss() -> None:

@@ -450,6 +450,29 @@ def test_wrong_options_are_refused(options: dict[str, Any], received: str, fix: 
     assert all(param.dtype is torch.float32 for param in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("level", "options"), [("O3", {}), ("O2", {"master_weights": False}), ("O2", {}), ("O0", {})]
+)
+def test_an_eps_that_is_0_in_fp16_warns_without_masters(level: str, options: dict[str, Any]) -> None:
+    def trained(eps: float) -> bool:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), eps=eps)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        return all(bool(param.isfinite().all()) for param in model.parameters())
+
+    if level == "O3" or options:
+        with pytest.warns(UserWarning, match=r"eps=1e-08.*fp16.*eps=1e-4"):
+            assert not trained(1e-8)
+    else:
+        assert trained(1e-8)
+    assert trained(1e-4)  # a warning is an error
+
+
 def test_wrong_models_optimizers_and_calls_are_refused() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -102,15 +102,16 @@ def test_over_is_explained_where_a_change_is_over(here: Path, capsys: pytest.Cap
 def test_the_command_that_writes_the_fp16_policy_is_named(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    use = "\n  mezzo calibrate train.py --precision fp16 -- --epochs 3\n"
-    for activation, precision, named in (
-        (1e6, [], True),
-        (1e6, ["--precision", "fp16"], False),
-        (1.0, [], False),
+    for activation, options, kept in (
+        (1e6, [], ""),
+        (1e6, ["--steps", "7", "--margin", "0.01"], "--steps=7 --margin=0.01 "),
+        (1e6, ["--precision", "fp16"], None),
+        (1.0, [], None),
     ):
         name = script(here, activation=activation)
-        assert main(["calibrate", name, *precision, "--", "--epochs", "3"]) == 0
-        assert (use in capsys.readouterr().out) is named
+        use = f"\n  mezzo calibrate train.py {kept or ''}--precision fp16 -- --epochs 3\n"
+        assert main(["calibrate", name, *options, "--", "--epochs", "3"]) == 0
+        assert (use in capsys.readouterr().out) is (kept is not None)
 
 
 def test_linear_layers_of_a_block_format_are_ranked_for_a_margin(

@@ -207,6 +207,7 @@ REFUSED = [
     ("bf16,fp16", "'fp16' is not key=value.*commas.*the first part may be"),
     ("module.a=fp32, bf16", "Write 'bf16,module.a=fp32'"),
     ("amp", "Did you mean 'auto'"),
+    ("f32", "Did you mean 'fp32'"),
     ("params=bf16,compute=fp16", r"^policy 'params=bf16,compute=fp16': .*Use params=fp32 or params=fp16\."),
     ("fp16,loss_scale=dynamic(inits=3)", "unknown setting .* 'inits'.*Did you mean 'init'"),
 ]

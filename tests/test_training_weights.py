@@ -295,6 +295,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "plateau": ({"scheduler": PLATEAU}, "ReduceLROnPlateau"),
     "loss scale": ({"loss_scale": -1.0}, "scale is -1"),
     "torch.autocast's name": ({"dtype": torch.float16}, "Did you mean 'precision'"),
+    "an argument that none is like": ({"enabled": False}, r"'enabled'.*[a-z]\.$"),
     "unknown masters": ({"masters": "spilt"}, "Did you mean 'split'"),
     "split fp16": ({"precision": "fp16", "masters": "split"}, "masters=fp32"),
     "FP32 parameters with masters": ({"params": "fp32", "masters": "split"}, "params=bf16"),

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-from transformers.trainer_utils import HPSearchBackend
 
 import mezzo
 from mezzo.core.errors import CallOrderError, UsageError
@@ -147,16 +146,25 @@ def test_evaluation_and_several_trainings(tmp_path: Path) -> None:
     assert trainer.model.lm_head.weight.dtype is BF16
 
 
-def test_each_trial_of_a_search_is_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: True)
+def test_each_trial_of_a_search_is_attached(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
     trainer = mezzo.transformers.use(made(tmp_path, model_init=lambda trial: llama()), "fp16")
-    trainer.hp_search_backend = HPSearchBackend.WANDB  # whose trial is a dictionary
-    monkeypatch.setattr(trainer, "_get_output_dir", lambda trial: str(tmp_path))
-    for rate in (1e-3, 2e-4):
-        before = trainer.accelerator
-        trainer.train(trial={"learning_rate": rate})
-        assert trainer.accelerator is not before
-        assert logged(trainer, "loss_scale") == [2.0**16] * 3
+    trainer.eval_dataset = trainer.train_dataset
+    trials: list[Any] = []
+
+    def objective(metrics: dict[str, float]) -> float:
+        trials.append((trainer.accelerator, logged(trainer, "loss_scale")))
+        return metrics["eval_loss"]
+
+    def space(trial: Any) -> dict[str, Any]:
+        return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-3)}
+
+    best = trainer.hyperparameter_search(space, objective, n_trials=2, backend="optuna")
+    (first, scales), (second, again) = trials
+    assert first is not second
+    assert scales == again == [2.0**16] * 3
+    assert set(best.hyperparameters) == {"learning_rate"}
+    assert math.isfinite(best.objective)
 
 
 def again(trainer: Any) -> None:

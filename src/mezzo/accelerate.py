@@ -90,7 +90,7 @@ def attach(
         CallOrderError: something was prepared before.
     """
     given = dict(locals())
-    return attached(accelerator, Precision(written='mezzo.accelerate.attach(accelerator, "{}")', **given))
+    return attached(accelerator, Precision(written="mezzo.accelerate.attach(accelerator, {!r})", **given))
 
 
 def attached(accelerator: Any, precision: Precision, *, late: bool = False) -> Any:
@@ -295,7 +295,9 @@ class Accelerator(_Attached):
     def __init__(self, policy: str | os.PathLike[str] | Policy | torch.dtype = "auto", **kwargs: Any) -> None:
         mine = {name: kwargs.pop(name, None) for name in _OPTIONS}
         super().__init__(**kwargs)
-        self.mezzo = Precision(self, policy, 'mezzo.accelerate.Accelerator("{}")', **mine)
+        theirs = "".join(f", {name}={value!r}" for name, value in kwargs.items())
+        written = f"mezzo.accelerate.Accelerator({{!r}}{theirs.replace('{', '{{').replace('}', '}}')})"
+        self.mezzo = Precision(self, policy, written, **mine)
         self.scaler = self.mezzo.scaler
 
 

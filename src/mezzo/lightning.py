@@ -96,7 +96,7 @@ class _Plugin(TrainerStep):
     def __init__(self, arguments: dict[str, Any]) -> None:
         accelerator = torch.accelerator.current_accelerator()
         device_type = "cpu" if accelerator is None else accelerator.type
-        super().__init__('mezzo.lightning.precision("{}")', device_type, **arguments)
+        super().__init__("mezzo.lightning.precision({!r})", device_type, **arguments)
         self._arguments = arguments
         if self.scaler is not None:
             self.scaler._evaluated = self._closure_ran  # type: ignore[method-assign]
@@ -120,10 +120,7 @@ class _Plugin(TrainerStep):
         return partial(precision, **self._arguments), ()
 
     def __repr__(self) -> str:
-        given = {name: value for name, value in self._arguments.items() if value is not None}
-        first = given.pop("policy")
-        rest = "".join(f", {name}={value!r}" for name, value in given.items())
-        return f"mezzo.lightning.precision({str(first) if isinstance(first, Policy) else first!r}{rest})"
+        return self._call(str(self._arguments["policy"]))
 
     def __str__(self) -> str:  # in Lightning's own errors, where a strategy takes other plugins only
         return f"{self!r} (for one device, or strategy='ddp')"

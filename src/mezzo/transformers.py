@@ -86,7 +86,7 @@ def use(
         )
     if trainer.accelerator._optimizers:
         raise CallOrderError(f"{_WHERE}: training has begun. Call it before trainer.train().")
-    make: Any = partial(Precision, written=f'{_WHERE}(trainer, "{{}}")', **given)
+    make: Any = partial(Precision, written=f"{_WHERE}(trainer, {{!r}})", **given)
     precision: Precision = make(trainer.accelerator)
     if precision.policy.params == "fp16" or any(
         param.dtype is torch.float16 and param.requires_grad for param in trainer.model.parameters()

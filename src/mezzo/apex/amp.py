@@ -16,6 +16,7 @@ docs/torch-amp.md lists what differs from Apex.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,6 +103,8 @@ def initialize(
         _cast_model(model, options, cast_model_outputs)
     for optimizer, values in zip(all_optimizers, exact):
         Stash(optimizer, values if options.master_weights else None)
+        if not options.master_weights:
+            _warn_of_eps(optimizer)
     if options.patch_torch_functions:
         first = next((param for model in all_models for param in model.parameters()), None)
         init(device_type="" if first is None else first.device.type)
@@ -147,10 +150,8 @@ def scale_loss(
         raise CallOrderError(f"amp.scale_loss: an optimizer was not initialized. {fix}")
     scalers = _amp_state.loss_scalers
     if loss_id not in range(len(scalers)):
-        known = (
-            f"num_losses={len(scalers)}. Use 0 to {len(scalers) - 1}, or amp.initialize(..., num_losses=N)."
-        )
-        raise UsageError(f"amp.scale_loss: loss_id is {loss_id!r}, and {known}")
+        fix = f"Use 0 to {len(scalers) - 1}, or amp.initialize(..., num_losses=N)."
+        raise UsageError(f"amp.scale_loss: loss_id is {loss_id!r}, and num_losses={len(scalers)}. {fix}")
     scaler = scalers[loss_id]
     scale = scaler.loss_scale()
     if scale == 1.0 and not scaler.dynamic and not _amp_state.opt_properties.master_weights:
@@ -210,16 +211,24 @@ def _listed(given: Any) -> list[Any]:
 
 def _refuse_unfit(model: nn.Module) -> None:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        wrapper = type(model).__name__
-        raise UsageError(
-            f"amp.initialize: the model is wrapped in {wrapper}. Initialize it first, then wrap it."
-        )
+        what = f"amp.initialize: the model is wrapped in {type(model).__name__}"
+        raise UsageError(f"{what}. Initialize it first, then wrap it.")
     for name, param in model.named_parameters():
         if param.dtype in SIXTEEN_BITS and not _amp_state.allow_incoming_model_not_fp32:
             raise UsageError(
                 f"amp.initialize: {name} is {param.dtype}. Pass the model in FP32 (model.float()), also for O2 and O3, "
                 "and only once."
             )
+
+
+def _warn_of_eps(optimizer: Optimizer) -> None:
+    """Warn if `eps` is 0 in fp16 and weights are in fp16 without masters: an update can be 0 / 0, which is NaN."""
+    for group in optimizer.param_groups:
+        is_fp16 = any(param.dtype is torch.float16 for param in group["params"])
+        if is_fp16 and (eps := group.get("eps")) and not torch.tensor(eps, dtype=torch.float16):
+            what = f"amp.initialize: eps={eps:g} of {type(optimizer).__name__} is 0 in fp16, the format of its weights"
+            fix = "Use opt_level='O2' with its masters, or eps=1e-4."
+            warnings.warn(f"{what}: updates can become NaN. {fix}", stacklevel=4)
 
 
 def _cast_model(model: nn.Module, options: Any, outputs: torch.dtype | None) -> None:

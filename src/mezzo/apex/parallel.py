@@ -18,7 +18,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     ) -> None:
         if not ignored.get("gradient_average", True):
             raise UsageError(
-                "gradient_average is False. Instead multiply the loss by the number of processes."
+                "gradient_average is False. Multiply the loss by the number of processes instead."
             )
         super().__init__(module, find_unused_parameters=delay_allreduce)
 

@@ -76,9 +76,8 @@ class Stash:
     def _step(self, own: Any, closure: Any = None, **kwargs: Any) -> Any:
         self._optimizer._opt_called = True  # read by schedulers
         if closure is not None:
-            raise UsageError(
-                "amp: step(closure) is not supported. Use mezzo.GradScaler().step(optimizer, closure)."
-            )
+            fix = "Use mezzo.GradScaler().step(optimizer, closure)."
+            raise UsageError(f"amp: step(closure) is not supported. {fix}")
         if self.skips:
             self.skips = False
             for master in self.masters().values():  # which the model's zero_grad() would not reach

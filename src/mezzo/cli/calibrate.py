@@ -74,14 +74,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Calibrate, print, and return the exit status."""
     target = target_of(arguments, DEMOS, "mezzo calibrate --demo digits")
-    request = CalibrationRequest(
-        target,
-        tuple(arguments.argv),
-        bool(arguments.module),
-        arguments.steps,
-        arguments.precision,
-        arguments.margin,
-    )
+    settings = arguments.steps, arguments.precision, arguments.margin
+    request = CalibrationRequest(target, tuple(arguments.argv), bool(arguments.module), *settings)
     folder = folder_of(arguments, "calibrate")
     found = calibrate_script(request, folder, watcher(Console(stderr=True), quiet=arguments.json))
     report = page(build_run, folder)
@@ -95,8 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     made = [f"Report: {report}"] * (report is not None)
     print("", *made, f"Next: {advice}:", f"  {use}", sep="\n")
     if found.format == "bf16" and found.kept:  # which only fp16 needs
-        use = shlex.join(command("calibrate", vars(request), "--precision", "fp16"))
-        print(f"For the fp16 policy, with its FP32 modules:\n  {use}")
+        print(f"For the fp16 policy, with its FP32 modules:\n  {request.in_fp16}")
     return 0
 
 
@@ -111,16 +104,22 @@ class CalibrationRequest(ScriptRequest):
     def __post_init__(self) -> None:
         check_format(self.format)
         if not 0.0 < self.margin < 1.0:
-            raise UsageError(
-                f"--margin {self.margin:g}: must be a share of the loss between 0 and 1. Example: 0.005"
-            )
+            what = f"--margin {self.margin:g}: must be a share of the loss"
+            raise UsageError(f"{what} between 0 and 1. Example: {DEFAULT_MARGIN}")
         super().__post_init__()
+
+    @property
+    def in_fp16(self) -> str:
+        """The command of the same calibration for fp16."""
+        words = [f"--steps={self.steps}"] * (self.steps != type(self).steps)
+        words += [f"--margin={self.margin}"] * (self.margin != DEFAULT_MARGIN)
+        return shlex.join(command("calibrate", vars(self), *words, "--precision", "fp16"))
 
 
 def next_step(found: Recommendation, request: CalibrationRequest, folder: Path) -> tuple[str, str]:
     """What to do next, and its command."""
     if found.format == "fp32":
-        return "for other hardware", shlex.join(command("calibrate", vars(request), "--precision", "fp16"))
+        return "for other hardware", request.in_fp16
     precision = found.format if found.policy == found.format else str(folder / POLICY)
     advice = "test it against FP32"
     if precision != found.format and ranked_for(found.format):

@@ -33,17 +33,11 @@ def answer(name: str, one: Candidate, request: Request, folder: Path) -> dict[st
     if one["pairs"]:
         saved = f"{_memory(one['peak_memory_ratio'])}, {_speed(one, request)}."
         plain += f" {saved[0].upper()}{saved[1:]}"
-    proof = shlex.join(_proof(name, one, request, folder))
+    use, proof = shlex.join(words), shlex.join(_proof(name, one, request, folder))
     words_of = {what: one[f"{what}_parity"] for what in ("metric", "loss") if one[f"{what}_gap_interval"]}
     wide = [what for what, word in words_of.items() if word != "equivalent"]
     unproven = f"the interval of the {' and of the '.join(wide)} exceeds the margin" if wide else ""
-    return {
-        "plain": plain,
-        "advice": advice,
-        "command": shlex.join(words),
-        "proof": proof,
-        "unproven": unproven,
-    }
+    return {"plain": plain, "advice": advice, "command": use, "proof": proof, "unproven": unproven}
 
 
 def tf32_off(notes: Iterable[str], request: Request, folder: Path) -> list[str]:

@@ -22,15 +22,8 @@ def run_command(request: Mapping[str, Any], *options: str) -> list[str]:
     apex = ["--apex"] * bool(request.get("apex"))
     ranks = request.get("nproc")
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "--no-python"] if ranks else []
-    return [
-        *torchrun,
-        "mezzo",
-        "run",
-        *apex,
-        *options,
-        *_target(request),
-        *map(str, request.get("argv") or ()),
-    ]
+    script = [*_target(request), *map(str, request.get("argv") or ())]
+    return [*torchrun, "mezzo", "run", *apex, *options, *script]
 
 
 def _target(request: Mapping[str, Any]) -> list[str]:

@@ -82,10 +82,10 @@ class ScriptError(MezzoError, RuntimeError):
 
 
 # Names of PyTorch's, and likely ones -> Mezzo's, where it has no such name.
-_OTHERS = {"dtype": "precision", "policy": "precision", "init_scale": "init", "amp": "auto", "mixed": "auto"}
+_OTHERS = dict(dtype="precision", policy="precision", init_scale="init", amp="auto", mixed="auto", f32="fp32")
 
 
-def did_you_mean(received: str, names: Iterable[str], cutoff: float = 0.4) -> str:
+def did_you_mean(received: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     """A question with the name that is most like the received one, in upper or lower case; empty if none is."""
     plain = {name.lower(): name for name in names}  # BF16 is nearer to bf16 than to fp16
     if (other := _OTHERS.get(received)) in plain:

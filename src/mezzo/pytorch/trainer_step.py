@@ -48,7 +48,7 @@ class TrainerStep:
         trace: bool | None,
         **storage: str | None,
     ) -> None:
-        """Check the arguments, which are `MixedPrecision`'s. `written`: the user's call, with {} for the policy."""
+        """Check the arguments, which are `MixedPrecision`'s. `written`: the user's call, with {!r} for the policy."""
         self.where = written.partition("(")[0]
         asked, _ = cast_parameters.stored(
             policy_of(policy), device_type=device_type, where=self.where, **storage
@@ -62,6 +62,13 @@ class TrainerStep:
         self.observing = Observers([], [])
         self.steps = 0
         self._trace, self._written = trace, written
+        self._given = {**storage, "loss_scale": loss_scale, "trace": trace}
+
+    def _call(self, policy: str) -> str:
+        """The user's call with another policy. It has the other arguments, except those that the policy replaces."""
+        kept = [name for name, one in self._given.items() if one is not None and f"{name}=" not in policy]
+        rest = "".join(f", {name}={self._given[name]!r}" for name in kept if name != "params")
+        return f"{self._written.format(policy).removesuffix(')')}{rest})"
 
     def lower(self, model: nn.Module) -> None:
         """Store a model's weights as the policy says, in place."""
@@ -87,8 +94,7 @@ class TrainerStep:
         """Explain skipped steps by the calls of models, if that was asked for, or on a CPU, where it need not wait."""
         tracers: list[OverflowTracer] = []
         if self.scaler is not None and (device_type == "cpu" if self._trace is None else self._trace):
-            waits, written = bool(self._trace), self._written.format
-            tracers = [OverflowTracer(enter=enter, waits=waits, model=model, written=written)]
+            tracers = [OverflowTracer(enter=enter, waits=bool(self._trace), model=model, written=self._call)]
         self.observing = Observers(models, tracers)
 
     def backward_begins(self, loss: Any, divisor: int = 1) -> None:
