@@ -1,4 +1,4 @@
-"""Generated parts of docs/models.md and docs/policies.md: common advice, softmax, small models, the op table."""
+"""Generated parts of docs/policies.md and docs/dev/benchmarks.md: the op table, common advice, softmax, small models."""
 
 from __future__ import annotations
 

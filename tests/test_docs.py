@@ -68,7 +68,7 @@ def test_a_block_runs_alone_and_prints_what_is_shown(
 
 
 def test_user_pages_are_few_and_each_is_in_the_navigation() -> None:
-    assert len(USER_PAGES) <= 16
+    assert len(USER_PAGES) <= 14
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     navigation = re.findall(r"([\w/-]+\.md)$", text, re.MULTILINE)
     pages = (path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
