@@ -262,7 +262,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/index.md": {"compared": compared, "versions": versions},
     "docs/api.md": {"api": api.table},
     "docs/commands.md": commands.PARTS,
-    "docs/compare.md": {"compared": compared},
     "docs/dev/benchmarks.md": {
         "figures": _bench(steps.figures),
         "harms": harms,
