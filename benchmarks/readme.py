@@ -276,6 +276,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "loss": _bench(steps.loss_alone),
         "emulation": lambda: emulation.emulation(_read("emulation.json")),
         "block-formats": block_formats,
+        "parity": parity,
         "verdicts": lambda: blocks.verdicts(_read("block_verdicts.json")),
         "parts": lambda: blocks.parts(_read("block_verdicts.json")),
         "gradients": lambda: blocks.gradients(_read("block_verdicts.json")),
@@ -295,13 +296,10 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "transfer": lambda: keras.table(RESULTS / "transfer.json"),
         "other-machine": lambda: steps.other_machine(_read("training_step_xeon.json")),
     },
-    "docs/policies.md": {
-        "op-table": recipes.op_table,
-    },
+    "docs/dev/operations.md": {"op-table": recipes.op_table},
     "docs/dev/reproduce.md": {name: reproduce.experiment(name) for name in reproduce.NAMES},
     "docs/memory.md": {
         "modes": optimizer_modes,
-        "parity": parity,
     },
 }
 
