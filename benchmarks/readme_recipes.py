@@ -1,4 +1,4 @@
-"""Generated parts of docs/dev/operations.md and docs/dev/benchmarks.md: the op table, common advice, softmax, small models."""
+"""Generated parts of docs/dev/operations.md and docs/dev/benchmarks.md: op table, advice, softmax, small models."""
 
 from __future__ import annotations
 
