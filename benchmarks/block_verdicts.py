@@ -1,4 +1,4 @@
-"""Do block formats train as well as FP32, and do their parts matter? The verdicts in `docs/formats.md`.
+"""Do block formats train as well as FP32, and do their parts matter? The verdicts in `docs/dev/benchmarks.md`.
 
     python benchmarks/block_verdicts.py                             # writes benchmarks/results/block_verdicts.json
     python benchmarks/block_verdicts.py --row wide-mlp --keep DIR   # one row; DIR keeps the runs, to continue them

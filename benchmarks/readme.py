@@ -262,7 +262,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/index.md": {"compared": compared, "versions": versions},
     "docs/api.md": {"api": api.table},
     "docs/commands.md": commands.PARTS,
-    "docs/compare.md": {"compared": compared},
     "docs/dev/benchmarks.md": {
         "figures": _bench(steps.figures),
         "harms": harms,
@@ -277,40 +276,30 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "loss": _bench(steps.loss_alone),
         "emulation": lambda: emulation.emulation(_read("emulation.json")),
         "block-formats": block_formats,
-        "other-machine": lambda: steps.other_machine(_read("training_step_xeon.json")),
-    },
-    "docs/formats.md": {
+        "parity": parity,
         "verdicts": lambda: blocks.verdicts(_read("block_verdicts.json")),
         "parts": lambda: blocks.parts(_read("block_verdicts.json")),
         "gradients": lambda: blocks.gradients(_read("block_verdicts.json")),
         "sensitivity": lambda: blocks.sensitivity(_read("nvfp4_sensitivity.json")),
-    },
-    "docs/models.md": {
         "advice": lambda: recipes.advice(_read("advice.json")["rows"]),
         "small-models": lambda: recipes.small_models(_read("small_models.json")),
-    },
-    "docs/policies.md": {
-        "op-table": recipes.op_table,
-    },
-    "docs/troubleshooting.md": {
         "watch": lambda: troubleshooting.watch(_read("watch.json")),
         "tracing": lambda: troubleshooting.tracing(_read("watch.json")),
         "faults": lambda: troubleshooting.faults(_read("faults.json")),
         "loss-scales": lambda: troubleshooting.loss_scales(_read("loss_scales.json")),
-    },
-    "docs/distributed.md": {
         "elastic": lambda: distributed.elastic(_read("elastic.json")),
         "collectives": lambda: distributed.collectives(_read("collectives.json")),
         "at-scale": lambda: distributed.at_scale(_read("collectives.json")),
-    },
-    "docs/keras.md": {"transfer": lambda: keras.table(RESULTS / "transfer.json")},
-    "docs/dev/reproduce.md": {name: reproduce.experiment(name) for name in reproduce.NAMES},
-    "docs/memory.md": {
         "keep-memory": keep_memory,
         "losses": _bench(steps.losses),
-        "modes": optimizer_modes,
-        "parity": parity,
         "training": optimizer_training,
+        "transfer": lambda: keras.table(RESULTS / "transfer.json"),
+        "other-machine": lambda: steps.other_machine(_read("training_step_xeon.json")),
+    },
+    "docs/dev/operations.md": {"op-table": recipes.op_table},
+    "docs/dev/reproduce.md": {name: reproduce.experiment(name) for name in reproduce.NAMES},
+    "docs/memory.md": {
+        "modes": optimizer_modes,
     },
 }
 

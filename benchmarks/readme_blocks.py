@@ -1,4 +1,4 @@
-"""The tables of docs/formats.md on block formats: verdicts, recipes that lack a part, errors of gradients."""
+"""The tables of docs/dev/benchmarks.md on block formats: verdicts, recipes that lack a part, errors of gradients."""
 
 from __future__ import annotations
 

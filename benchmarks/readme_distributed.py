@@ -1,4 +1,4 @@
-"""The tables of docs/distributed.md: restarts after kills, and what Mezzo adds to the collectives of a step."""
+"""Tables of docs/dev/benchmarks.md: restarts after kills, and what Mezzo adds to the collectives of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of fine-tuning in docs/keras.md, from `transfer.json`."""
+"""The table of fine-tuning in docs/dev/benchmarks.md, from `transfer.json`."""
 
 from __future__ import annotations
 

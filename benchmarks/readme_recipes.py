@@ -1,4 +1,4 @@
-"""Generated parts of docs/models.md and docs/policies.md: common advice, softmax, small models, the op table."""
+"""Generated parts of docs/dev/operations.md and docs/dev/benchmarks.md: op table, advice, softmax, small models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of docs/troubleshooting.md: the cost of looking, how many faults are named, loss scales compared."""
+"""Parts of docs/dev/benchmarks.md: the cost of looking, how many faults are named, loss scales compared."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python benchmarks/transfer.py                     # writes benchmarks/results/transfer.json, in some eleven minutes
     python benchmarks/transfer.py --backend tensorflow --rounds 1
-    python benchmarks/readme.py                       # puts the table into docs/keras.md
+    python benchmarks/readme.py                       # puts the table into docs/dev/benchmarks.md
 
 Every run is a process of its own, started as `mezzo compare --demo transfer` starts it. A round runs each precision
 once with the same seed, in an order that turns; step k of one precision is paired with step k of the other. A run that

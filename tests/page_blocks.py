@@ -16,6 +16,8 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 
+BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
 
 def blocks(framework: str = "", backend: str | None = None) -> list[Any]:
     """The blocks for a framework, PyTorch if none is named, as parameters; without those for another backend."""

@@ -7,10 +7,13 @@ import gc
 import importlib
 import json
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ import torch
 from mezzo.core.overflow import CAUSES
 from mezzo.core.ranges import WHAT
 from mezzo.pytorch.training import mixed_precision
-from page_blocks import blocks, run
+from page_blocks import BASH, PAGES, blocks, run
 
 ROOT = Path(__file__).parent.parent
 USER_PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -30,6 +33,28 @@ SHOWN = [
 PACKAGES = ("mezzo", "mezzo.optim", "mezzo.nn", "mezzo.keras", "mezzo.tensorflow")
 # Examples that measure memory run in a separate process: tensors of other tests would count.
 MEASURE = ("mezzo.pytorch.batch_size", "mezzo.pytorch.memory")
+SCRIPT = """
+import torch
+from torch.cuda.amp import GradScaler  # for `mezzo migrate`; a script that only imports it has no mixed precision
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(64, 64), torch.nn.Linear(64, 1)
+    def forward(self, x):
+        return self.head(torch.nn.functional.gelu(self.body(x)))
+
+def main():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(32, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+if __name__ == "__main__":
+    main()
+"""
 CHILD = """
 import doctest, importlib, sys
 found = doctest.testmod(importlib.import_module(sys.argv[1]))
@@ -67,8 +92,32 @@ def test_a_block_runs_alone_and_prints_what_is_shown(
     run(block, tmp_path, capsys)  # a report about a skipped step names the file and shows the line
 
 
+def commands() -> list[Any]:
+    """The commands on the pages that need at most a script; each `mezzo run` takes seconds, and there are many."""
+    text = "".join(block for page in PAGES for block in BASH.findall(page.read_text(encoding="utf-8")))
+    lines = re.findall(r"^mezzo (?:doctor|formats|migrate|run)\b.*$", text, re.MULTILINE)
+    return [
+        pytest.param(words, id=" ".join(words), marks=[pytest.mark.nightly] * (words[1] == "run"))
+        for words in dict.fromkeys(tuple(shlex.split(line, comments=True)) for line in lines)
+    ]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("words", commands())
+def test_a_command_on_a_page_runs(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    (tmp_path / "package").mkdir()
+    shutil.copy(tmp_path / "train.py", tmp_path / "package")
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == (words[1:] == ("migrate", "train.py")), (
+        done.stderr
+    )  # 1: a change that was not written
+
+
 def test_user_pages_are_few_and_each_is_in_the_navigation() -> None:
-    assert len(USER_PAGES) <= 16
+    assert len(USER_PAGES) <= 14
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     navigation = re.findall(r"([\w/-]+\.md)$", text, re.MULTILINE)
     pages = (path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))

@@ -60,7 +60,7 @@ def test_every_example_is_run_and_has_a_page() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("keras_")}
     assert {row[0] for row in RUNS} == names
     docs = EXAMPLES.parent / "docs"
-    pages = "".join((docs / page).read_text(encoding="utf-8") for page in ("models.md", "training.md"))
+    pages = "".join((docs / page).read_text(encoding="utf-8") for page in ("policies.md", "training.md"))
     assert [name for name in names if f"`examples/{name}`" not in pages] == []
 
 

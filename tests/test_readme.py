@@ -15,6 +15,7 @@ import pytest
 
 from mezzo.cli.arguments import Parser
 from mezzo.cli.main import VERBS
+from page_blocks import BASH
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -24,8 +25,6 @@ SOURCES = [
     for path in sorted((ROOT / "src").rglob("*"))
     if path.suffix in (".py", ".toml", ".html", ".css", ".js")
 ]
-
-BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 # Idioms that made readers solve a sentence for its subject, and plain words for them.
 IDIOMS = {

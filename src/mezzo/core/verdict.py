@@ -1,7 +1,7 @@
 """Parity of a candidate precision with FP32, from paired runs: a word, and every number behind it.
 
 The margin is declared before the runs, and the noise that they show never widens it. *Harm* is a pair's difference in
-the worse direction. docs/compare.md says what each word requires.
+the worse direction. docs/dev/verdicts.md says what each word requires.
 """
 
 from __future__ import annotations
