@@ -122,6 +122,7 @@ class Known:
     number: int | None = None  # its place in the order of first steps, from its own on
     inside: bool = False  # whether its step runs now
     unmeasured: int | None = None  # steps whose lost updates are still to be measured, from the first on
+    is_plain: bool = False  # whether its next steps are only counted, where `session.only_counts`
 
 
 class Steps:
@@ -185,6 +186,15 @@ class Steps:
             known, session = self._of(optimizer), self._session
             if known.inside:
                 return step(optimizer, *args, **kwargs)
+            if known.is_plain and not args and not kwargs and session.only_counts:
+                known.inside = True
+                try:
+                    result = step(optimizer)
+                finally:
+                    known.inside = False
+                self.done += 1
+                session.journal.count(known.number)
+                return result
             if session.left_alone is not None:
                 return self._taken(known, step, optimizer, args, kwargs)
             closure = _closure(args, kwargs) if args or kwargs else None
@@ -281,7 +291,15 @@ class Steps:
             self.ended_by_script(optimizer, moved=skips is None or not bool(skips))
         else:
             self._done(optimizer, moved=True, scale=scale)
+            known.is_plain = self._is_plain(known)
         return result
+
+    def _is_plain(self, known: Known) -> bool:
+        """Whether the next steps of this optimizer need no more than to be counted, where `session.only_counts`."""
+        request = self._session.request
+        changes = request.stop_after is not None or self._session.policy.bf16_from != "none"
+        changes = changes or known.unmeasured or request.masters or self.storage.wanted
+        return not (changes or self._watch.wanted) and self._session.has_settled()
 
     def ended_by_script(self, optimizer: Any, *, moved: bool) -> None:
         """The script's own mixed precision skipped a step, or took it without calling the optimizer's."""
