@@ -71,6 +71,7 @@ class Preparation:
         # By id, for it is asked at each call and a WeakKeyDictionary is slow.
         self.known: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
         self._paths: dict[str, None] = {}  # of the modules of all models that were called
+        self.stores = steps.storage.wanted
         self._unmatched: list[str] = []  # patterns that match none of them so far
 
     def prepare(self, module: nn.Module, *, traced: bool = False) -> bool:
@@ -273,19 +274,22 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             return out
         return to_fp32(out)
 
-    known = preparation.known
+    known, is_quick = preparation.known, is_wrapped_call and not widens and not preparation.stores
 
     def outermost(self: nn.Module, args: Any, kwargs: Any) -> Any:
-        if session.only_counts and thread.policy is session.applied and _graph_task() == -1:
+        if session.only_counts and is_quick and _graph_task() == -1 and not _is_jit_tracing():
             found, context = known.get(id(self)), thread.context
-            if found is not None and found[1] and found[0]() is self and context is not None:
+            is_ready = (
+                found is not None and found[1] and found[0]() is self and self._compiled_call_impl is None
+            )
+            if is_ready and context is not None and thread.policy is session.applied:
                 session.model_calls += 1
                 session.lowered_calls += 1
-                context.__enter__()
+                begun = context.begin()
                 try:
-                    out = self._call_impl(*args, **kwargs) if is_wrapped_call else original(self, *args, **kwargs)
+                    out = self._call_impl(*args, **kwargs)
                 finally:
-                    context.__exit__()
+                    context.end(begun)
                 return out if type(out) is Tensor and out.dtype is _float32 else to_fp32(out)
         entered = enter(self, args, kwargs)
         if entered is None:

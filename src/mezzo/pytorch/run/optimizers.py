@@ -181,20 +181,26 @@ class Steps:
         self._wrapped.clear()
 
     def _wrap(self, step: Step) -> Step:
+        session, known_of = self._session, self._known.get
+
         @functools.wraps(step)
         def stepping(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            known, session = self._of(optimizer), self._session
+            known = known_of(id(optimizer))
+            if known is None or known.optimizer() is not optimizer:
+                known = self._of(optimizer)
             if known.inside:
                 return step(optimizer, *args, **kwargs)
-            if known.is_plain and not args and not kwargs and session.only_counts:
+            if known.is_plain and session.only_counts and not args and not kwargs:
                 known.inside = True
                 try:
                     result = step(optimizer)
                 finally:
                     known.inside = False
-                self.done += 1
                 session.journal.count(known.number)
                 return result
+            return anyhow(known, optimizer, args, kwargs)
+
+        def anyhow(known: Known, optimizer: Any, args: Any, kwargs: Any) -> Any:
             if session.left_alone is not None:
                 return self._taken(known, step, optimizer, args, kwargs)
             closure = _closure(args, kwargs) if args or kwargs else None

@@ -142,7 +142,9 @@ class Session:
     records_own: bool = False  # whether the script runs in its own precision, and is recorded
     scaling: bool = False  # whether backward passes are scaled
     observes: bool = False  # whether there may be observers
-    only_counts: bool = False  # whether all that passes and steps still need is to be counted; found after a step
+    only_counts: bool = (
+        False  # whether all that passes and steps still need is to be counted; found after a step
+    )
     fatal: MezzoError | None = None  # the user's mistake that only a model call could show
     model_calls: int = 0  # outermost calls of modules with parameters
     lowered_calls: int = 0  # those of them in 16 bits
@@ -224,6 +226,7 @@ class Session:
     def _torch_imported(self, torch: ModuleType | Any) -> None:
         from mezzo.pytorch.autocast import fallback
         from mezzo.pytorch.autocast import patches as autocast_patches
+        from mezzo.pytorch.autocast.dispatch import direct
         from mezzo.pytorch.hardware import switch_off_tf32
         from mezzo.pytorch.run import backward, calls, own_recording
         from mezzo.pytorch.run.observers import Observers, observed_step
@@ -259,6 +262,10 @@ class Session:
         if scales:
             patches.set(autograd, "grad", backward.make_grad(self, autograd.grad))
         if self.policy.compute != "fp32":
+            functional = torch.nn.functional
+            for name in ("softmax", "log_softmax"):
+                function = direct(getattr(functional, name), f"{name}.int", getattr(torch, name))
+                patches.set(functional, name, function)
             self._undo.append(fallback.lend_kernels())
             autocast_patches.hold()  # once, not at each call of a model
             self._undo.append(autocast_patches.release)
