@@ -100,9 +100,13 @@ class Journal:
                 observed=observed,
             )
             self._put(record)
+        self.count(optimizer)
+        self.skipped += not moved
+
+    def count(self, optimizer: int | None) -> None:
+        """Count an update of this optimizer, where no records are written."""
         self.updates += 1
         self.first_updates += optimizer == 0
-        self.skipped += not moved
 
     def stop_after(self, wanted: int | None) -> None:
         """Raise `SystemExit` once the first optimizer has made so many updates, if that is wanted."""

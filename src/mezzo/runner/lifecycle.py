@@ -74,7 +74,7 @@ class StepWatch:
 
     def __init__(self, wanted: bool, begin: Callable[[], Callable[[bool], None]]) -> None:
         # `begin` returns a function that ends it, and is given whether to keep the measurement.
-        self._wanted = wanted
+        self.wanted = wanted  # whether a step is still to be observed
         self._begin = begin
         self._moved: dict[int, int] = {}
         self._optimizer = 0
@@ -87,12 +87,12 @@ class StepWatch:
 
     def after_update(self, optimizer: int, *, moved: bool) -> None:
         """An update of the optimizer with this number is over."""
-        if not self._wanted:
+        if not self.wanted:
             return
         if self._stop is not None:
             if optimizer == self._optimizer:
                 self._end(keep=moved)
-                self._wanted = not moved
+                self.wanted = not moved
                 if not moved:  # the next update may be looked into, and the one after it is observed
                     self._moved[optimizer] = 1
         elif moved:
@@ -103,7 +103,7 @@ class StepWatch:
     def finish(self, journal: Journal, *, told: bool) -> None:
         """The script is over; if no step was observed, a note says so where `told`."""
         self._end(keep=False)
-        if self._wanted and told:
+        if self.wanted and told:
             journal.note("memory and formats were not measured: fewer than three updates moved the weights")
 
     def _end(self, *, keep: bool) -> None:

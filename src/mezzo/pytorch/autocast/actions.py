@@ -162,7 +162,7 @@ def _cast_to(overload: Overload, device_type: str, dtype: torch.dtype) -> Action
 
 def _in_fp32(op_plan: OpPlan, overload: Overload, device_type: str) -> Action:
     if op_plan.op in _DTYPE_SETTABLE:
-        return _with_dtype(overload, device_type)
+        return _with_dtype(overload)
     call, cast_all = _fastest(overload), _cast_to(overload, device_type, _FP32)
 
     def one(x: Tensor, /, *rest: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ def _saving_halves(op: Action, args: Sequence[Any], kwargs: Mapping[str, Any], d
     return saving_low(op, [wide(value) for value in args], wide_kwargs, halves, dtype)
 
 
-def _with_dtype(overload: Overload, device_type: str) -> Action:
+def _with_dtype(overload: Overload) -> Action:
     """A reduction with an output dtype converts as it reads, without an FP32 copy of its input."""
     position = [argument.name for argument in overload._schema.arguments].index("dtype")
     op = _fastest(overload)
@@ -213,7 +213,7 @@ def _with_dtype(overload: Overload, device_type: str) -> Action:
         x = args[0]
         if x.dtype is _FP32 and not kwargs:  # a shorter way for the two most frequent calls
             return op(*args)
-        if x.dtype in SIXTEEN_BITS and x.device.type == device_type:
+        if x.dtype in SIXTEEN_BITS:
             if not kwargs and len(args) <= position:
                 return op(*args, dtype=_FP32)
             if len(args) <= position and kwargs.get("dtype") is None:
@@ -223,6 +223,11 @@ def _with_dtype(overload: Overload, device_type: str) -> Action:
         return op(*args, **kwargs)
 
     return with_dtype
+
+
+def gives_fp32(found: Action) -> bool:
+    """Whether an action is the op with an output dtype of FP32, for a 16-bit tensor and no dtype of its own."""
+    return found.__name__ == "with_dtype"
 
 
 def _rounded(op_plan: OpPlan, overload: Overload, device_type: str) -> Action:

@@ -282,6 +282,38 @@ class Context:
         if _decrement_nesting() == 0:
             _clear_cache()
 
+    @not_traced
+    def begin(self) -> tuple[Any, ...]:
+        """`__enter__` at less cost, where all autocast is off and `patches` are held; what `end` is to be given."""
+        device, dtype, cached = self.device_type, _get_dtype(self.device_type), None
+        transition = self._transitions.get(0)
+        if transition is None:
+            transition = self._transitions[0] = active_policy.transition(0, device, self.policy)
+        _increment_nesting()
+        _set_enabled(device, self._enabled)
+        if self._dtype is not None and self._dtype is not dtype:
+            _set_dtype(device, self._dtype)
+        if not _is_grad_enabled():
+            cached = _is_cache_enabled()
+            _set_cache_enabled(False)
+        transition.enter()
+        if compiling.handler is not None:
+            compiling.set_up()
+        return transition.leave, device, dtype, cached
+
+    @not_traced
+    def end(self, begun: tuple[Any, ...]) -> None:
+        """End what `begin` began."""
+        leave, device, dtype, cached = begun
+        leave()
+        _set_enabled(device, False)
+        if dtype is not self._dtype:
+            _set_dtype(device, dtype)
+        if cached is not None:
+            _set_cache_enabled(cached)
+        if _decrement_nesting() == 0:
+            _clear_cache()
+
     def __call__(self, function: _Function) -> _Function:
         """The function, with a context around each call."""
         if not callable(function):

@@ -7,14 +7,16 @@ products on the hot path are never replaced where the device has the format.
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from mezzo.core.policy import Policy
 from mezzo.pytorch.autocast import active_policy, recompute
-from mezzo.pytorch.autocast.actions import Action, action, for_other_layouts
+from mezzo.pytorch.autocast.actions import Action, action, for_other_layouts, gives_fp32
 from mezzo.pytorch.autocast.fallback import OTHER_LAYOUTS, Kernels
 from mezzo.pytorch.autocast.plan import AUTOCAST_KEYS, Overload, overload_named, own_table, plan
 from mezzo.pytorch.dtypes import dtype_of
@@ -27,16 +29,20 @@ _registrations = Kernels()
 _get_dtype = torch.get_autocast_dtype
 _label = active_policy.label
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+_is_compiling, _is_overridden = torch.compiler.is_compiling, torch.overrides.has_torch_function_unary
+_strided, _FP32 = torch.strided, torch.float32
+_KEYS: dict[str, Any] = {}  # the dispatch key of autocast, by device type
 
 
-# Of one overload: by label, autocast's dtype and the actions for dense tensors and for those of another layout.
-_Actions = dict[int, tuple[torch.dtype, Action, Action]]
-_actions: dict[tuple[str, str], _Actions] = {}  # by device type and overload
+# Of one overload: by label, autocast's dtype, the actions for dense tensors and for those of another layout, and whether
+# the first is no more than the op with an output dtype of FP32.
+_Actions = dict[int, tuple[torch.dtype, Action, Action, bool]]
+_actions: dict[tuple[str, str], _Actions] = {}  # by overload and device type
 
 
 def registered(device_type: str | None = None) -> tuple[str, ...]:
     """The overloads for which this process has registered kernels so far, on one device type or on all."""
-    return tuple(sorted(op for device, op in _actions if device_type in (None, device)))
+    return tuple(sorted({op for op, device in _actions if device_type in (None, device)}))
 
 
 def install(code: int, device_type: str, policy: Policy) -> None:
@@ -51,16 +57,16 @@ def install(code: int, device_type: str, policy: Policy) -> None:
                 if op_plan.op in policy.recomputed:
                     found = recompute.remembering(found)
                 other = for_other_layouts(op_plan, name, device_type) or found
-                if (device_type, name) not in _actions:
-                    _actions[device_type, name] = {}
+                if (name, device_type) not in _actions:
+                    _actions[name, device_type] = {}
                     _register(name, device_type)
-                _actions[device_type, name][code] = compute, found, other
+                _actions[name, device_type][code] = compute, found, other, gives_fp32(found)
 
 
 def _register(name: str, device_type: str) -> None:
     overload = overload_named(name)
     key_name = AUTOCAST_KEYS[device_type]
-    key = torch._C._dispatch_key_parse(key_name)
+    key = _KEYS[device_type] = torch._C._dispatch_key_parse(key_name)
     own_table(device_type)  # read PyTorch's own table before its first entry is replaced
     original = (
         torch.library.get_kernel(overload, key_name)
@@ -69,7 +75,7 @@ def _register(name: str, device_type: str) -> None:
     )
     number_places = _number_places(overload)
 
-    find = _actions[device_type, name].get
+    find = _actions[name, device_type].get
 
     @not_traced  # else Dynamo compiles it, once a compiled function has broken its graph
     def run(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -102,3 +108,32 @@ def _number_places(overload: Overload) -> tuple[int, ...]:
     """Tensor arguments that may be numbers: `x * 0.1` calls `mul.Tensor` with a wrapped number."""
     tensors = [i for i, argument in enumerate(overload._schema.arguments) if str(argument.type) == "Tensor"]
     return tuple(tensors) if len(tensors) > 1 and torch.Tag.pointwise in overload.tags else ()
+
+
+def direct(original: Callable[..., Any], name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+    """`softmax` or `log_softmax` of `torch.nn.functional`, which runs the overload's action without the dispatcher.
+
+    The dispatcher takes several microseconds to enter Python, more than these functions themselves on few numbers.
+    """
+
+    @functools.wraps(original)
+    def function(
+        input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    ) -> Any:
+        if dim is not None and dtype is None and not _is_compiling() and not _is_overridden(input):
+            device_type = "cpu" if input.is_cpu else input.device.type
+            found = _actions.get((name, device_type), _NO_ACTIONS).get(_label())
+            if found is not None and _get_dtype(device_type) is found[0] and input.layout is _strided:
+                key = _KEYS[device_type]
+                _exclude(key, True)
+                try:
+                    return op(input, dim, dtype=_FP32) if found[3] else found[1](input, dim)
+                finally:
+                    _exclude(key, False)
+        return original(input, dim, _stacklevel + 1, dtype)
+
+    function.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # for torch.jit.script
+    return function
+
+
+_NO_ACTIONS: _Actions = {}

@@ -140,7 +140,15 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
         session.journal.loss(value)
 
     @functools.wraps(original)
-    def backward(
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if session.only_counts and grad_tensors is None and type(tensors) is Tensor and _graph_task() == -1:
+            if not _get_current_dispatch_mode_stack():
+                session.journal.losses += 1
+                session.journal.last_loss = tensors.detach() if tensors.numel() == 1 else None
+            return original(tensors, None, *args, **kwargs)
+        return counted(tensors, grad_tensors, *args, **kwargs)
+
+    def counted(
         tensors: Any,
         grad_tensors: Any = None,
         retain_graph: bool | None = None,

@@ -122,6 +122,7 @@ class Known:
     number: int | None = None  # its place in the order of first steps, from its own on
     inside: bool = False  # whether its step runs now
     unmeasured: int | None = None  # steps whose lost updates are still to be measured, from the first on
+    is_plain: bool = False  # whether its next steps are only counted, where `session.only_counts`
 
 
 class Steps:
@@ -180,11 +181,26 @@ class Steps:
         self._wrapped.clear()
 
     def _wrap(self, step: Step) -> Step:
+        session, known_of = self._session, self._known.get
+
         @functools.wraps(step)
         def stepping(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            known, session = self._of(optimizer), self._session
+            known = known_of(id(optimizer))
+            if known is None or known.optimizer() is not optimizer:
+                known = self._of(optimizer)
             if known.inside:
                 return step(optimizer, *args, **kwargs)
+            if known.is_plain and session.only_counts and not args and not kwargs:
+                known.inside = True
+                try:
+                    result = step(optimizer)
+                finally:
+                    known.inside = False
+                session.journal.count(known.number)
+                return result
+            return anyhow(known, optimizer, args, kwargs)
+
+        def anyhow(known: Known, optimizer: Any, args: Any, kwargs: Any) -> Any:
             if session.left_alone is not None:
                 return self._taken(known, step, optimizer, args, kwargs)
             closure = _closure(args, kwargs) if args or kwargs else None
@@ -281,7 +297,15 @@ class Steps:
             self.ended_by_script(optimizer, moved=skips is None or not bool(skips))
         else:
             self._done(optimizer, moved=True, scale=scale)
+            known.is_plain = self._is_plain(known)
         return result
+
+    def _is_plain(self, known: Known) -> bool:
+        """Whether the next steps of this optimizer need no more than to be counted, where `session.only_counts`."""
+        request = self._session.request
+        changes = request.stop_after is not None or self._session.policy.bf16_from != "none"
+        changes = changes or known.unmeasured or request.masters or self.storage.wanted
+        return not (changes or self._watch.wanted) and self._session.has_settled()
 
     def ended_by_script(self, optimizer: Any, *, moved: bool) -> None:
         """The script's own mixed precision skipped a step, or took it without calling the optimizer's."""

@@ -169,7 +169,7 @@ def _make_init(session: Session, original: Callable[..., Any]) -> Callable[..., 
                 dist.destroy_process_group()
                 session.fatal = error = UsageError(wrong)
                 raise error
-            session.store = store
+            session.store, session.only_counts = store, False
         return result
 
     return init_process_group

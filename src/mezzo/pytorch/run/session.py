@@ -89,6 +89,7 @@ def _attend(session: Session, run: dict[str, Any], parts: Sequence[lifecycle.Par
         return replace(_started(session), script=sys.argv[0], argv=sys.argv[1:])
 
     session.journal = Journal(None, started, widen, request.summary and not session.rank)
+    session.only_counts = False
     told = functools.partial(summary, session)
     session.begin = lifecycle.attend(session, parts, Parent(run), finish=session.finish, summary=told)
 
@@ -141,6 +142,9 @@ class Session:
     records_own: bool = False  # whether the script runs in its own precision, and is recorded
     scaling: bool = False  # whether backward passes are scaled
     observes: bool = False  # whether there may be observers
+    only_counts: bool = (
+        False  # whether all that passes and steps still need is to be counted; found after a step
+    )
     fatal: MezzoError | None = None  # the user's mistake that only a model call could show
     model_calls: int = 0  # outermost calls of modules with parameters
     lowered_calls: int = 0  # those of them in 16 bits
@@ -186,6 +190,13 @@ class Session:
             self.applied = self.policy.at(0)
         self.scaling = self.left_alone is None and not isinstance(self.scale, NoLossScale)
         self.observes = bool(request.watch) or request.sensitivity or (self.scaling and request.trace)
+        self.only_counts = False
+
+    def has_settled(self) -> bool:
+        """After a step: whether all that the next passes and steps need is to be counted."""
+        asked = self.scaling or self.observes or self.records_own or self.left_alone or self.journal.writes
+        self.only_counts = not (asked or self.trial is not None or self.store is not None)
+        return self.only_counts
 
     def parts(self) -> list[lifecycle.Part]:
         """What this run installs, in order."""
@@ -215,6 +226,7 @@ class Session:
     def _torch_imported(self, torch: ModuleType | Any) -> None:
         from mezzo.pytorch.autocast import fallback
         from mezzo.pytorch.autocast import patches as autocast_patches
+        from mezzo.pytorch.autocast.dispatch import direct
         from mezzo.pytorch.hardware import switch_off_tf32
         from mezzo.pytorch.run import backward, calls, own_recording
         from mezzo.pytorch.run.observers import Observers, observed_step
@@ -250,6 +262,10 @@ class Session:
         if scales:
             patches.set(autograd, "grad", backward.make_grad(self, autograd.grad))
         if self.policy.compute != "fp32":
+            functional = torch.nn.functional
+            for name in ("softmax", "log_softmax"):
+                function = direct(getattr(functional, name), f"{name}.int", getattr(torch, name))
+                patches.set(functional, name, function)
             self._undo.append(fallback.lend_kernels())
             autocast_patches.hold()  # once, not at each call of a model
             self._undo.append(autocast_patches.release)
@@ -314,7 +330,7 @@ class Session:
             self.journal.note(f"not left alone, though {why}: there its own precision applies")
         elif self.left_alone is None:
             self.left_alone = why
-            self.scaling = False
+            self.scaling = self.only_counts = False
             self.observers.tell("step_dropped")
             self.journal.note(f"left alone: {why}")
             self.journal.note(fix)
