@@ -303,9 +303,9 @@ class Steps:
     def _is_plain(self, known: Known) -> bool:
         """Whether the next steps of this optimizer need no more than to be counted, where `session.only_counts`."""
         request = self._session.request
-        changes = request.stop_after is not None or self._session.policy.bf16_from != "none"
-        changes = changes or known.unmeasured or request.masters or self.storage.wanted
-        return not (changes or self._watch.wanted) and self._session.has_settled()
+        changes = self._session.policy.bf16_from != "none" or request.masters or self.storage.wanted
+        watches = self._watch.wanted or known.unmeasured or request.stop_after is not None
+        return not (changes or watches) and self._session.has_settled()
 
     def ended_by_script(self, optimizer: Any, *, moved: bool) -> None:
         """The script's own mixed precision skipped a step, or took it without calling the optimizer's."""
