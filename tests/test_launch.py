@@ -297,6 +297,8 @@ from train import dist, nn, say, torch
 def once():
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     model(torch.randn(2, 4)).sum().backward()
+    grad = model.module.weight.grad
+    assert grad.equal(grad.bfloat16().float()), grad  # the sum of two halves, in bf16 as reduce=bf16 says
     dist.destroy_process_group()  # the model holds the group, and frees it with the GIL
 
 for number in range(20):
@@ -311,8 +313,9 @@ say("ended")
 def test_groups_that_end_do_not_wait_for_threads_that_wait_for_them(tmp_path: Path) -> None:
     script(tmp_path, "groups.py", GROUPS)
     meeting = str(tmp_path / "meeting")
+    policy = "bf16,reduce=bf16"
     ran = process(
-        "mezzo", "run", "--precision", "bf16", "-m", *TORCHRUN, "groups.py", meeting, at=tmp_path, seconds=120
+        "mezzo", "run", "--precision", policy, "-m", *TORCHRUN, "groups.py", meeting, at=tmp_path, seconds=120
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == ["ended"] * 2

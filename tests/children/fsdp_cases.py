@@ -214,12 +214,16 @@ def without_gradients(rank: int) -> dict[str, Any]:
     return {"said": ""}
 
 
-def averaged_in(rank: int, format: str, *, accumulate: int, magnitude: float = 1.0) -> dict[str, Any]:
+def averaged_in(
+    rank: int, format: str, *, accumulate: int, magnitude: float = 1.0, by_policy: bool = False
+) -> dict[str, Any]:
     """Gradients of a DDP by 16 bits on the wire, by FP32, and the mean of the ranks' magnitudes."""
     found = []
     for how in (format, "fp32"):
         net = DistributedDataParallel(network())
-        if how != "fp32":
+        if by_policy:
+            mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters()), f"bf16,reduce={how}").close()
+        elif how != "fp32":
             average_in(net, how)
         for part in range(accumulate):
             last = part == accumulate - 1
@@ -244,11 +248,18 @@ def averaged_in(rank: int, format: str, *, accumulate: int, magnitude: float = 1
 
 def reduction_refused(rank: int) -> dict[str, Any]:
     said = []
-    for model, format in ((network(), "bf16"), (DistributedDataParallel(network()), "fp8")):
+    twice = DistributedDataParallel(network())
+    average_in(twice, "fp16")
+    for model, format in ((network(), "bf16"), (DistributedDataParallel(network()), "fp8"), (twice, "bf16")):
         try:
             average_in(model, format)
         except UsageError as error:
             said.append(str(error))
+    net = fully_shard(network())
+    try:
+        mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters()), "bf16,reduce=bf16")
+    except UsageError as error:
+        said.append(str(error))
     return {"said": said}
 
 
@@ -286,7 +297,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "scaled after": lambda rank: scaled(rank, reduced="after"),
     "decided": decided,
     "without gradients": without_gradients,
-    "reduced bf16": lambda rank: averaged_in(rank, "bf16", accumulate=1),
+    "reduced bf16": lambda rank: averaged_in(rank, "bf16", accumulate=1, by_policy=True),
     "reduced bf16, accumulated": lambda rank: averaged_in(rank, "bf16", accumulate=3),
     "reduced fp16": lambda rank: averaged_in(rank, "fp16", accumulate=1),
     "reduced fp16, large": lambda rank: averaged_in(rank, "fp16", accumulate=1, magnitude=10000.0),

@@ -35,6 +35,7 @@ _ALLOWED = {
     "recipe": ("recipe", ("default", *RECIPES)),
     "bf16_from": ("update", ("none",)),
     "hidden": ("kind of hidden state", HIDDEN),
+    "reduce": ("format", ("fp32", "bf16", "fp16")),
     "module": ("format", tuple(COMPUTE)),
 }
 
@@ -86,6 +87,7 @@ class Policy:
             refuse it.
         hidden: the format of a recurrent layer's hidden and cell state between time steps: ``fp32``, ``compute``
             (that of `activations`), or ``auto``: what the device's 16-bit operation does.
+        reduce: the format in which `DistributedDataParallel` sends gradients; they are averaged in FP32.
 
     Raises:
         UnknownNameError: a format, rule, op or setting that does not exist; the message has the nearest one.
@@ -109,6 +111,7 @@ class Policy:
     recipe: str = "default"
     bf16_from: str = "none"
     hidden: str = "auto"
+    reduce: str = "fp32"
 
     def __post_init__(self, output: str) -> None:
         if output != "fp32":  # which the policy files of 0.1 have

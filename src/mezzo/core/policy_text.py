@@ -59,6 +59,7 @@ KEYS = (
     "recipe",
     "bf16_from",
     "hidden",
+    "reduce",
 )
 
 # What a user may set in `dynamic(...)`, or in another kind that moves, with its default: all but the state.

@@ -59,6 +59,7 @@ _CANNOT = (
     ("recipe", "default", "Mezzo has block formats on PyTorch only. Remove the key recipe"),
     ("bf16_from", "none", "Mezzo has block formats on PyTorch only. Remove the key bf16_from"),
     ("hidden", "auto", "its recurrent layers carry the format of their policy. Use module.PATTERN=fp32"),
+    ("reduce", "fp32", "Mezzo sends gradients in 16 bits on PyTorch only. Remove the key reduce"),
 )
 
 

@@ -7,6 +7,7 @@ are added in the parameters' format before, so in FP32 for FP32 parameters.
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -14,8 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.policy import Policy
+from mezzo.pytorch.distributed import is_sharded, wrappers
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_sends: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # the format of each wrapper
 
 
 def average_in(model: nn.Module, format: str) -> None:
@@ -45,6 +50,11 @@ def average_in(model: nn.Module, format: str) -> None:
         )
     if format not in FORMATS:
         raise unknown_name("format", format, tuple(FORMATS), where="average_in: ")
+    if model._comm_hooks:
+        raise UsageError(
+            "average_in: this DistributedDataParallel has a communication hook already, and can have one. Remove that "
+            "hook, or the call of average_in, or reduce= from the policy."
+        )
     dtype, group = FORMATS[format], model.process_group
     size = dist.get_world_size(group)
     power = 2.0 ** math.ceil(math.log2(size))
@@ -57,3 +67,16 @@ def average_in(model: nn.Module, format: str) -> None:
 
     average.__annotations__ = {}  # DDP compares them with its own types, which must not be strings
     model.register_comm_hook(None, average)
+    _sends[model] = format
+
+
+def average_as(model: nn.Module, policy: Policy) -> None:
+    """`average_in`, once, for each `DistributedDataParallel` of a model, if its policy has ``reduce=``."""
+    if policy.reduce != "fp32" and is_sharded(model):
+        raise UsageError(
+            f"policy '{policy}': fully_shard reduces gradients itself. Remove reduce={policy.reduce}, and use "
+            f"fully_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype={FORMATS[policy.reduce]}))."
+        )
+    for wrapper in wrappers(model):
+        if policy.reduce not in ("fp32", _sends.get(wrapper)):
+            average_in(wrapper, policy.reduce)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mezzo.core.errors import UsageError
 from mezzo.core.policy_text import matches
 from mezzo.core.records import HAD_TF32
 from mezzo.pytorch.autocast import active_policy
@@ -35,6 +36,7 @@ from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
+from mezzo.pytorch.reduction import average_as
 from mezzo.pytorch.run.foreign import SWITCH_OFF
 from mezzo.pytorch.run.weights import nudge, trains, widen
 
@@ -119,6 +121,11 @@ class Preparation:
         first = not session.device_type
         session.resolve(params[0].device.type)
         session.ranks.register(module)
+        try:
+            average_as(module, session.policy)
+        except UsageError as error:
+            session.fatal = error
+            raise
         emulated = not leaves_autocast_off(session.policy, session.device_type)
         exact = session.policy.compute == "fp32" or (session.policy.compute == "tf32" and emulated)
         if first and exact and switch_off_tf32():

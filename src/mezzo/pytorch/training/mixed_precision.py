@@ -34,6 +34,7 @@ from mezzo.pytorch.autocast.context import Context
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import FirstStates
 from mezzo.pytorch.optim.with_masters import WithMasters
+from mezzo.pytorch.reduction import average_as
 from mezzo.pytorch.step import StepOutcome, parameters, step_fused, step_in_place
 from mezzo.pytorch.training import cast_parameters, checks
 from mezzo.pytorch.training import state as training_state
@@ -176,6 +177,7 @@ class MixedPrecision:
         self.scheduler = scheduler
         low = asked.params != "fp32" or cast_parameters.stored_as(optimizer)[0] != "fp32"
         self._average = checks.averager(ema, low=low)
+        average_as(model, asked)
         for other in replaced:
             other._make_way()
         self._journal = Journal(writer_of(records, "MixedPrecision: records"))
