@@ -35,7 +35,7 @@ _KEYS: dict[str, Any] = {}  # the dispatch key of autocast, by device type
 
 
 # Of one overload: by label, autocast's dtype, the actions for dense tensors and for those of another layout, and
-# whether the first is no more than the op with an output dtype of FP32.
+# whether the first only gives the op an output dtype of FP32.
 _Actions = dict[int, tuple[torch.dtype, Action, Action, bool]]
 _actions: dict[tuple[str, str], _Actions] = {}  # by overload and device type
 
