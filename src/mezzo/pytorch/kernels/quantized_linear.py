@@ -72,7 +72,8 @@ def product(
     dtype = _dtype(a.codes.device, recipe.is_exact_in_bf16)
     low = None if bias is None else bias.to(torch.bfloat16)
     scales = [factor.tensor_scale for factor in (a, b) if factor.tensor_scale is not None]
-    if low is not None and not scales and torch._C._functorch.get_interpreter_stack() is not None:
+    eager = not torch.compiler.is_compiling()  # Dynamo can't trace the call that follows
+    if low is not None and not scales and eager and torch._C._functorch.get_interpreter_stack() is not None:
         dtype = torch.float32  # a batched bf16 product would be rounded before the bias is added, and after
     left = a.values(dtype).t() if form == "TN" else a.values(dtype)
     right = b.values(dtype).t() if form == "NT" else b.values(dtype)
