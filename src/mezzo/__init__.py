@@ -71,13 +71,11 @@ _INTEGRATIONS = {name: f"mezzo.{name}" for name in ("accelerate", "amp", "apex",
 
 # Name -> the module that it is in, and what to use instead.
 _MOVED = {"NoLossScale": ("mezzo.core.loss_scale", "loss_scale='none'")}
+_COMMANDS = ("run", "compare", "doctor", "report")
 # Name -> what to use instead.
 _REMOVED = {
     "StatisticalLossScale": "was removed in version 0.2: use mezzo.DynamicLossScale (loss_scale='dynamic')",
-    **{
-        verb: f"is a command. In a shell: mezzo {verb} --help"
-        for verb in ("run", "compare", "doctor", "report")
-    },
+    **{verb: f"is a command. In a shell: mezzo {verb} --help" for verb in _COMMANDS},
 }
 __all__ = sorted(_PUBLIC)
 

@@ -20,14 +20,8 @@ from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy import Policy
 from mezzo.core.policy_text import matches
 from mezzo.core.version import library
+from mezzo.pytorch.autocast import modules
 from mezzo.pytorch.autocast.context import Context, context_of
-from mezzo.pytorch.autocast.modules import (
-    apply_module_overrides,
-    fitting,
-    no_such_module,
-    to_fp32,
-    with_heads,
-)
 from mezzo.pytorch.grad_scaler import GradScaler
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.optim.adopt import extend
@@ -141,12 +135,13 @@ class Precision(TrainerStep):
         self._paths.update(path for model in models for path, _ in model.named_modules())
         for pattern, _ in self.policy.modules if models and stores else ():
             if not any(matches(pattern, path) for path in self._paths):
-                raise no_such_module(pattern, sorted(self._paths), "the prepared models")
+                raise modules.no_such_module(pattern, sorted(self._paths), "the prepared models")
         for model in models:
             before = vars(model).get("forward")
             if isinstance(before, _Forward):
                 before.remove()  # perhaps another accelerator's
-            model.forward = _Forward(model, with_heads(fitting(self.policy, model), model), self.device_type)
+            policy = modules.with_heads(modules.fitting(self.policy, model), model)
+            model.forward = _Forward(model, policy, self.device_type)
             if stores:
                 self.lower(model)
 
@@ -190,7 +185,7 @@ class _Forward:
 
     def __init__(self, model: nn.Module, policy: Policy, device_type: str) -> None:
         self._model, self._policy, self._device_type = model, policy, device_type
-        self._overrides = apply_module_overrides(model, policy, device_type)
+        self._overrides = modules.apply_module_overrides(model, policy, device_type)
         self._before = vars(model).get("forward")
         self.handles: list[Any] = []  # of hooks on the model as it is called
 
@@ -201,7 +196,7 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with context_of(self._policy, self._device_type):
             out = self.__wrapped__(*args, **kwargs)
-        return to_fp32(out)
+        return modules.to_fp32(out)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"handles": []}

@@ -16,17 +16,8 @@ from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW
 from mezzo.pytorch.optim.with_masters import with_masters
 from mezzo.pytorch.weights.stored_parameters import lower_weights
 
-__all__ = [
-    "SGD",
-    "Adam",
-    "AdamW",
-    "FusedOptimizer",
-    "Muon",
-    "adopt",
-    "lower_weights",
-    "muon_groups",
-    "with_masters",
-]
+__all__ = ["SGD", "Adam", "AdamW", "FusedOptimizer", "Muon"]
+__all__ += ["adopt", "lower_weights", "muon_groups", "with_masters"]
 
 # Name -> what to use instead.
 _REMOVED = {

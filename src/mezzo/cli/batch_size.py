@@ -51,16 +51,8 @@ from mezzo.core.policy import policy
 from mezzo.core.records import file_name
 from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
-from mezzo.pytorch.batch_size import (
-    MEMORY_ERROR,
-    OUT_OF_MEMORY,
-    OVER,
-    BatchSizeResult,
-    Search,
-    Trial,
-    flat_since,
-    spendable_bytes,
-)
+from mezzo.pytorch import batch_size
+from mezzo.pytorch.batch_size import BatchSizeResult, Search, Trial, flat_since, spendable_bytes
 from mezzo.pytorch.run.session import check
 
 FILE = "batch-size.json"
@@ -277,8 +269,8 @@ def _trial(script: str, size: int, finished: FinishedRun, status: int, limit: in
     output = finished.failure()
     if status == -9:
         return Trial(size, fits=False, why="killed by the system, probably out of memory")
-    if status and MEMORY_ERROR.search(output):
-        return Trial(size, fits=False, why=OUT_OF_MEMORY)
+    if status and batch_size.MEMORY_ERROR.search(output):
+        return Trial(size, fits=False, why=batch_size.OUT_OF_MEMORY)
     if status:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
         raise ScriptError(
@@ -294,5 +286,5 @@ def _trial(script: str, size: int, finished: FinishedRun, status: int, limit: in
         )
     peak, times = finished.memory.peak_bytes, finished.times()
     if limit is not None and peak > limit:
-        return Trial(size, fits=False, peak_bytes=peak, why=OVER)
+        return Trial(size, fits=False, peak_bytes=peak, why=batch_size.OVER)
     return Trial.timed(size, peak, times.tolist())

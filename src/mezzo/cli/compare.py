@@ -119,16 +119,8 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
             )
         metric, trains_with = metric or demo.metric, demo.framework
     names, remarks = candidates(arguments.precision or ["bf16,fp16"], trains_with)
-    request = Request(
-        target=target,
-        argv=tuple(arguments.argv),
-        is_module=bool(arguments.module),
-        precisions=names,
-        metric=metric,
-        framework=trains_with,
-        **{key: getattr(arguments, key) for key in _AS_GIVEN},
-    )
-    return request, remarks
+    given = {key: getattr(arguments, key) for key in _AS_GIVEN} | {"metric": metric, "framework": trains_with}
+    return Request(target, tuple(arguments.argv), bool(arguments.module), names, **given), remarks
 
 
 STYLES = {"equivalent": "green", "consistent": "green", "inconclusive": "yellow", "divergent": "bold red"}

@@ -138,13 +138,10 @@ def run(arguments: argparse.Namespace) -> int:
         source=source,
         policy="fp32" if arguments.masters else arguments.precision or "auto",
         own="record" if arguments.masters else arguments.own,
-        masters=arguments.masters,
         records=_of_rank(arguments.records, rank),
-        observe=arguments.observe,
         summary=not arguments.quiet,
-        watch=arguments.watch,
         trace=not arguments.no_trace,
-        apex=arguments.apex,
+        **{name: getattr(arguments, name) for name in ("masters", "observe", "watch", "apex")},
         # The script may change the working directory; of several processes one is enough.
         tensorboard=None if arguments.tensorboard is None or rank else arguments.tensorboard.absolute(),
     )

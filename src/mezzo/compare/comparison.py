@@ -131,14 +131,10 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
             told.begin(plan.name, index, len(planned), steps)
             forget_run(folder, plan.name)
             masters = own_masters(plan.precision)
-            options = {
-                "own": "record" if masters is not None else "off" if request.own else "refuse",
-                "masters": masters or "",
-                "patterns": request.patterns if plan.precision == BASELINE else (),
-                "seed_offset": plan.seed,
-                "nudge": plan.nudge,
-                "observe": not plan.nudge,
-            }
+            own = "record" if masters is not None else "off" if request.own else "refuse"
+            patterns = request.patterns if plan.precision == BASELINE else ()
+            options = {"own": own, "masters": masters or "", "patterns": patterns, "nudge": plan.nudge}
+            options |= {"seed_offset": plan.seed, "observe": not plan.nudge}
             policy = plan.precision if masters is None else BASELINE
             child = request.child(folder, plan.name, policy, **options)
             try:

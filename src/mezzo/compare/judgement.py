@@ -174,12 +174,11 @@ def _memory(pairs: list[tuple[FinishedRun, FinishedRun]]) -> dict[str, Any]:
 _IN_16_BITS = "stored in 16 bits, computed in FP32"
 # How formats that no device here has are emulated.
 _HOW = {
-    **{
-        name: f"inputs of a product are rounded to {name} and multiplied in a wider format"
-        for name in QUANTIZED
-    },
-    "tf32": "inputs of a product are rounded and multiplied in FP32, which shows the numerical effect of TF32",
+    name: f"inputs of a product are rounded to {name} and multiplied in a wider format" for name in QUANTIZED
 }
+_HOW["tf32"] = (
+    "inputs of a product are rounded and multiplied in FP32, which shows the numerical effect of TF32"
+)
 
 
 def _lacking(request: Request, runs: Mapping[int, FinishedRun]) -> list[str]:

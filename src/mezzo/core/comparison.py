@@ -66,12 +66,8 @@ class Parity(str, Enum):
 
 ORDER = list(Parity)
 """From best to worst."""
-READING = {
-    "equivalent": "proven equal",
-    "consistent": "no harm found",
-    "inconclusive": "too few runs to tell",
-    "divergent": "worse",
-}
+_WORDS = ("proven equal", "no harm found", "too few runs to tell", "worse")
+READING = {word.value: plain for word, plain in zip(ORDER, _WORDS)}
 """Each word in plain English."""
 
 

@@ -121,9 +121,8 @@ class Policy:
         given = [Entry(key, "", str(getattr(self, key)), "") for key in KEYS]
         given += [Entry("op", name, rule, "") for name, rule in _pairs(self.ops)]
         given += [Entry("module", name, fmt, "") for name, fmt in _pairs(self.modules)]
-        checked = [
-            _checked(entry._replace(where=f"policy '{_left(entry)}={entry.value}': ")) for entry in given
-        ]
+        said = [entry._replace(where=f"policy '{_left(entry)}={entry.value}': ") for entry in given]
+        checked = list(map(_checked, said))
         _no_duplicates(checked)
         for key in KEYS:
             object.__setattr__(self, key, next(entry.value for entry in checked if entry.key == key))

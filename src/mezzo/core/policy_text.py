@@ -31,36 +31,19 @@ _TABLES = {"ops": "op", "modules": "module"}
 
 PRECISION_NAMES: Mapping[str, str] = {
     **{other: name for other, name in ALIASES.items() if name in COMPUTE},  # torch's: float16, half, bfloat16
-    "float": "fp32",
-    "single": "fp32",
     "tensorfloat32": "tf32",
-    "mixed_float16": "fp16",
-    "mixed_bfloat16": "bf16",  # Keras's
-    "32": "fp32",
-    "32-true": "fp32",
-    "16": "fp16",
-    "16-mixed": "fp16",
-    "fp16-mixed": "fp16",
-    "bf16-mixed": "bf16",  # Lightning's
+    **dict.fromkeys(("float", "single", "32", "32-true"), "fp32"),
+    # Keras's have an underscore, Lightning's a hyphen or only a number.
+    **dict.fromkeys(("mixed_float16", "16", "16-mixed", "fp16-mixed"), "fp16"),
+    **dict.fromkeys(("mixed_bfloat16", "bf16-mixed"), "bf16"),
 }
 """Other names of the precisions, accepted wherever a precision is given."""
 _WEIGHTS = {  # Lightning's
     "bf16-true": "bf16 weights without masters. Use 'bf16,masters=none', or with FP32 masters 'bf16,masters=split'",
     "16-true": "fp16 weights without masters, which lose small updates. Use 'fp16,masters=fp32'",
 }
-KEYS = (
-    "compute",
-    "params",
-    "masters",
-    "state",
-    "loss_scale",
-    "recompute",
-    "scaling",
-    "recipe",
-    "bf16_from",
-    "hidden",
-    "reduce",
-)
+KEYS: tuple[str, ...] = ("compute", "params", "masters", "state", "loss_scale", "recompute")
+KEYS += ("scaling", "recipe", "bf16_from", "hidden", "reduce")
 
 # What a user may set in `dynamic(...)`, or in another kind that moves, with its default: all but the state.
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {

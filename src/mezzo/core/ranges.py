@@ -57,14 +57,9 @@ class Histogram:
         """From a vector of `BINS` counts."""
         used = [index for index in range(INFINITE) if bins[index]]
         first, last = (used[0], used[-1] + 1) if used else (_BIAS, _BIAS)
-        return cls(
-            lowest=first - _BIAS,
-            counts=[int(count) for count in bins[first:last]],
-            zeros=int(bins[ZERO]),
-            infinities=int(bins[INFINITE]),
-            nans=int(bins[NAN]),
-            largest=float(largest),
-        )
+        counts = list(map(int, bins[first:last]))
+        zeros, infinities, nans = (int(bins[index]) for index in (ZERO, INFINITE, NAN))
+        return cls(first - _BIAS, counts, zeros, infinities, nans, float(largest))
 
     @property
     def elements(self) -> int:
@@ -139,14 +134,8 @@ class Histogram:
         for one in ends:
             for place, count in enumerate(one.counts):
                 counts[one.lowest - lowest + place] += count
-        return Histogram(
-            lowest,
-            counts,
-            self.zeros + other.zeros,
-            self.infinities + other.infinities,
-            self.nans + other.nans,
-            max(self.largest, other.largest),
-        )
+        others = (self.zeros + other.zeros, self.infinities + other.infinities, self.nans + other.nans)
+        return Histogram(lowest, counts, *others, max(self.largest, other.largest))
 
 
 WHAT = {

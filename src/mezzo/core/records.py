@@ -176,17 +176,8 @@ class RunEnded:
     notes: list[str] = field(default_factory=list)
 
 
-Record = (
-    RunStarted
-    | LossRecord
-    | UpdateRecord
-    | MemoryRecord
-    | OpsRecord
-    | RangesRecord
-    | SensitivityRecord
-    | OverflowRecord
-    | RunEnded
-)
+Measured = MemoryRecord | OpsRecord | RangesRecord | SensitivityRecord | OverflowRecord
+Record = RunStarted | LossRecord | UpdateRecord | Measured | RunEnded
 _KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in Record.__args__}
 _NESTED = (OpFormats, RangeRow, Histogram, ModuleRounding, OverflowReport, TensorFacts)
 _CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in (*_KINDS.values(), *_NESTED)}

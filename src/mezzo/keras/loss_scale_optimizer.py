@@ -20,15 +20,7 @@ import keras
 
 from mezzo.core import loss_scale as transition
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    NoLossScale,
-    ScaleArrays,
-    StaticLossScale,
-    from_state_dict,
-    power_text,
-)
+from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, ScaleArrays, StaticLossScale
 from mezzo.core.policy_text import as_loss_scale
 from mezzo.keras.gradients import apply_or_keep, is_traced, reading_is_free, step_on_all_replicas, unscale
 
@@ -234,7 +226,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _report_unscaled(self) -> None:
         message = (
             "The loss was not scaled, so the update would be too small: apply() divides gradients by the loss scale "
-            f"{power_text(self._loss_scale.arrays().scale)}. Take gradients of optimizer.scale_loss(loss); "
+            f"{transition.power_text(self._loss_scale.arrays().scale)}. Take gradients of optimizer.scale_loss(loss); "
             "in a compiled JAX step, of optimizer.stateless_scale_loss(optimizer_variables, loss). If they are scaled "
             "otherwise, construct LossScaleOptimizer(..., on_unscaled='ignore')."
         )
@@ -412,7 +404,7 @@ def _loss_scale_of(
             "dynamic_growth_steps set a dynamic one: 'dynamic(init=1024,growth_interval=100)' says both."
         )
     if isinstance(loss_scale, dict):
-        return from_state_dict(loss_scale)
+        return transition.from_state_dict(loss_scale)
     if given:
         return DynamicLossScale(**given)
     return cast(LossScale, as_loss_scale(loss_scale, "LossScaleOptimizer"))

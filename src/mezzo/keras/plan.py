@@ -13,20 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mezzo.core.errors import UsageError
-from mezzo.core.formats import named
+from mezzo.core.formats import format_name, named
 from mezzo.core.loss_scale import LossScale, NoLossScale
 from mezzo.core.policy import Policy, policy
 from mezzo.core.policy_text import as_loss_scale, is_pattern, matches, precision_name, print_loss_scale
 
 # Keras's name of a dtype -> Mezzo's of its format.
-NAMES = {
-    "float64": "fp64",
-    "float32": "fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float8_e4m3fn": "e4m3fn",
-    "float8_e5m2": "e5m2",
-}
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+NAMES = {dtype: format_name(dtype) for dtype in _DTYPES}
 SIXTEEN_BITS = frozenset(dtype for dtype, name in NAMES.items() if named(name).storage_bits == 16)
 NARROW = frozenset(dtype for dtype, name in NAMES.items() if named(name).storage_bits < 32)
 

@@ -175,21 +175,14 @@ class BatchSizeResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain values, for JSON."""
+        names = ("size", "fits", "peak_bytes", "why", "samples_per_second", "spread")
         return {
             "device": self.device,
             "limit_bytes": self.limit,
             "largest": self.largest if self.fits else None,
             "fastest": self.fastest if self.fits else None,
             "trials": [
-                {
-                    "size": trial.size,
-                    "fits": trial.fits,
-                    "peak_bytes": trial.peak_bytes,
-                    "why": trial.why,
-                    "samples_per_second": trial.samples_per_second,
-                    "seconds_per_step": trial.seconds,
-                    "spread": trial.spread,
-                }
+                {name: getattr(trial, name) for name in names} | {"seconds_per_step": trial.seconds}
                 for trial in self.trials
             ],
             "notes": list(self.notes),

@@ -9,20 +9,15 @@ from types import MappingProxyType
 import torch
 
 from mezzo.core.errors import unknown_name
+from mezzo.core.formats import format_name
 from mezzo.core.version import untested_torch
 
 if _untested := untested_torch(torch.__version__):  # autocast, MixedPrecision and a run import this
     warnings.warn(_untested, stacklevel=2)
 
+_STORED = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "fp64": torch.float64,
-        "fp32": torch.float32,
-        "fp16": torch.float16,
-        "bf16": torch.bfloat16,
-        "e4m3fn": torch.float8_e4m3fn,
-        "e5m2": torch.float8_e5m2,
-    }
+    {format_name(name): getattr(torch, name) for name in _STORED}
 )
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)

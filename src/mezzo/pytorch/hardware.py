@@ -122,11 +122,8 @@ def cpu_trains_in_bf16(facts: Mapping[str, Any]) -> bool:
     """
     onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call,unused-ignore]
     has = {name for name, value in facts.items() if value is True}
-    slow = (
-        str(facts.get("cpu_name", "")).startswith("Intel")
-        and {"avx512_bf16", "avx512_fp16"} <= has
-        and "amx_bf16" not in has
-    )
+    is_intel = str(facts.get("cpu_name", "")).startswith("Intel")
+    slow = is_intel and {"avx512_bf16", "avx512_fp16"} <= has and "amx_bf16" not in has
     return onednn and not slow and not has.isdisjoint(CPU_BF16_BY)
 
 

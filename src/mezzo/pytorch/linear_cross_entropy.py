@@ -103,7 +103,7 @@ def linear_cross_entropy(
     options = Options(reduction, ignore_index, label_smoothing)
     _check_shapes(input, weight, target, bias, class_weight)
     if torch.compiler.is_compiling() or not _is_ours(input, weight, target, bias, class_weight):
-        return _naive(input, weight, target, bias, class_weight, options)
+        return _naive(F.linear(input, weight, bias), target, class_weight, options)
     formats = _formats(input, weight, bias)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         input, weight, bias, target, class_weight, options, formats, torch.is_grad_enabled()
@@ -230,31 +230,18 @@ def _formats(input: Tensor, weight: Tensor, bias: Tensor | None) -> _Formats:
     return low, torch.float32 if is_emulated else low
 
 
-def _naive(
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    options: Options,
-) -> Tensor:
-    """The definition, in PyTorch's operations, with whole logits."""
-    logits = F.linear(input, weight, bias)
+def _naive(logits: Tensor, target: Tensor, class_weight: Tensor | None, options: Options) -> Tensor:
+    """The definition, in PyTorch's operations, on whole logits."""
+    shape, named = logits.shape[:-1], dict(vars(options))
     if logits.dtype is not torch.float64:
         logits = logits.float()
-    is_probability = target.is_floating_point()
-    rows = (
-        target.reshape(-1, target.shape[-1]).to(logits.dtype) if is_probability else target.reshape(-1).long()
-    )
-    loss = F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]),
-        rows,
-        None if class_weight is None else class_weight.to(logits.dtype),
-        ignore_index=-100 if is_probability else options.ignore_index,
-        reduction=options.reduction,
-        label_smoothing=options.label_smoothing,
-    )
-    return loss.reshape(input.shape[:-1]) if options.reduction == "none" else loss
+    if target.is_floating_point():
+        rows, named["ignore_index"] = target.reshape(-1, target.shape[-1]).to(logits.dtype), -100
+    else:
+        rows = target.reshape(-1).long()
+    weight = None if class_weight is None else class_weight.to(logits.dtype)
+    loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), rows, weight, **named)
+    return loss.reshape(shape) if options.reduction == "none" else loss
 
 
 _Head = tuple[Tensor, Tensor, Tensor | None, Rows]
@@ -263,17 +250,8 @@ _Head = tuple[Tensor, Tensor, Tensor | None, Rows]
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        class_weight: Tensor | None,
-        options: Options,
-        formats: _Formats,
-        records: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        input, weight, bias, target, class_weight, options, formats, records = given
         ctx.rest = options, formats
         needs = [records and needed for needed in ctx.needs_input_grad[:3]]
         with torch.autocast(weight.device.type, enabled=False):

@@ -17,19 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from mezzo.core import loss_scale as transition
 from mezzo.core.errors import UsageError
-from mezzo.core.loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    NoLossScale,
-    Numbers,
-    ScaleArrays,
-    StaticLossScale,
-    check,
-    on_host,
-    power_text,
-    rounded,
-)
+from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, ScaleArrays, StaticLossScale
 from mezzo.pytorch import distributed
 
 
@@ -69,11 +59,11 @@ class LossScaler:
         self._unchecked += 1
         if skipped is True or self._unchecked >= self.pure.patience:
             self._unchecked = 0
-            check(self.pure, self._state)
+            transition.check(self.pure, self._state)
 
     def on_host(self) -> LossScale:
         """The present state; waits for the device."""
-        return on_host(self.pure, self._state)
+        return transition.on_host(self.pure, self._state)
 
     def reset(self) -> None:
         """Restart with the same settings, as if no step had been skipped."""
@@ -86,8 +76,8 @@ class LossScaler:
         if isinstance(again, StaticLossScale):
             return "mp.reset_loss_scale(). It resets the count of skipped steps; without it the next skip raises again"
         return (
-            f"mp.reset_loss_scale(). It restarts the loss scale at {power_text(again.scale)}; without it training "
-            f"continues at {power_text(float(self.scale))}"
+            f"mp.reset_loss_scale(). It restarts the loss scale at {transition.power_text(again.scale)}; without it "
+            f"training continues at {transition.power_text(float(self.scale))}"
         )
 
 
@@ -122,7 +112,7 @@ def _join_hook(wrapper: Any, **kwargs: Any) -> Any:
         for scaler, (count, *sums) in zip(scalers, known.tolist()):
             if scaler is not None and count:
                 state = ScaleArrays(*(total / count for total in sums))  # equal where it is known
-                scaler.load(on_host(scaler.pure, state))
+                scaler.load(transition.on_host(scaler.pure, state))
 
     hook.post_hook = post_hook
     return hook
@@ -135,10 +125,10 @@ def moved(
     if isinstance(state.scale, Tensor):
         state = pure.advance(state, found_inf != 0, torch)
         return state.scale, state
-    after = pure.advance(state, bool(found_inf), Numbers)
+    after = pure.advance(state, bool(found_inf), transition.Numbers)
     if after.scale == state.scale and type(after) is ScaleArrays:
         return scale, after
-    after = rounded(after)
+    after = transition.rounded(after)
     return torch.full((), after.scale, dtype=torch.float32), after
 
 
@@ -155,21 +145,14 @@ def reading_is_free(tensor: Tensor) -> bool:
 
 
 # torch's name -> the pure machine's field.
-_SHARED = {
-    "scale": "scale",
-    "growth_factor": "growth_factor",
-    "backoff_factor": "backoff_factor",
-    "growth_interval": "growth_interval",
-    "_growth_tracker": "good_steps",
-}
+_SAME = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+_SHARED = {**{name: name for name in _SAME}, "_growth_tracker": "good_steps"}
 _OWN = ("floor", "ceiling", "hysteresis", "patience", "overflows", "stuck")
 
 
 def to_scaler_state(pure: LossScale) -> dict[str, Any]:
     """The state as plain numbers. torch's GradScaler loads it too, and ignores the other names."""
-    return {name: getattr(pure, attr) for name, attr in _SHARED.items()} | {
-        key: getattr(pure, key) for key in _OWN
-    }
+    return {name: getattr(pure, attr) for name, attr in (*_SHARED.items(), *zip(_OWN, _OWN))}
 
 
 def is_scaler_state(state: dict[str, Any]) -> bool:
@@ -195,16 +178,9 @@ def from_scaler_state(state: dict[str, Any], current: DynamicLossScale) -> Dynam
             "If the saved scale was 0 or infinite, that run skipped every step at its end.",
             stacklevel=3,
         )
-    loaded = replace(
-        current,
-        init=scale,
-        scale=scale,
-        growth_factor=float(state["growth_factor"]),
-        backoff_factor=float(state["backoff_factor"]),
-        growth_interval=int(state["growth_interval"]),
-        good_steps=int(state["_growth_tracker"]),
-        **{"overflows": 0, "stuck": 0, **fixed},
-    )
+    given: dict[str, Any] = {name: float(state[name]) for name in ("growth_factor", "backoff_factor")}
+    given |= {"growth_interval": int(state["growth_interval"]), "good_steps": int(state["_growth_tracker"])}
+    loaded = replace(current, init=scale, scale=scale, **given, **{"overflows": 0, "stuck": 0, **fixed})
     if not loaded.has_collapsed:
         return loaded
     return replace(loaded, init=min(max(current.init, floor), ceiling), scale=0.0).begun_anew()

@@ -123,10 +123,7 @@ class OptimizerSnapshot:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._params = [(param, param.detach().clone(), keeping_versions((param,))) for param in params]
         self._state = {
-            param: {
-                name: value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
-                for name, value in entries.items()
-            }
+            param: {name: _cloned(value) for name, value in entries.items()}
             for param, entries in optimizer.state.items()
         }
 
@@ -304,6 +301,10 @@ def _write_back(tensor: Tensor, values: Tensor, version: AbstractContextManager[
         tensor.detach().copy_(values)
 
 
+def _cloned(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
 def version_of(tensor: Tensor) -> int:
     """The number of writes in place; -1 where that is not counted."""
     return -1 if tensor.is_inference() else tensor._version
@@ -361,13 +362,9 @@ class RandomState:
     @classmethod
     def now(cls, devices: tuple[torch.device, ...] = (), *, pythons: bool = True) -> RandomState:
         """As it is now, with `devices` besides the CPU, and `random` and NumPy if `pythons` (20 times as slow)."""
-        of_devices = [(one, torch.get_device_module(one).get_rng_state(one)) for one in devices]
-        return cls(
-            torch.get_rng_state().numpy().copy(),
-            tuple((device, state.numpy().copy()) for device, state in of_devices),
-            random.getstate() if pythons else None,
-            np.random.get_state() if pythons else None,
-        )
+        states = (torch.get_device_module(one).get_rng_state(one).numpy().copy() for one in devices)
+        drawn = (random.getstate(), np.random.get_state()) if pythons else (None, None)
+        return cls(torch.get_rng_state().numpy().copy(), tuple(zip(devices, states)), *drawn)
 
     def put_back(self) -> None:
         """Let the random numbers go on from here."""

@@ -92,6 +92,7 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
         name: total.shares(name, shift) if name in LIMITS else together(tracks, name).shares(name)
         for name in FORMATS
     }
+    data = {"low": axis.low, "high": axis.high, "lowest": total.lowest, "counts": total.counts}
     return {
         "what": what,
         "sentence": WHAT[what],
@@ -109,14 +110,7 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
         ),
         "tensors": Table(("Tensor", f"to zero in {format}", "overflow", "largest", "not finite"), rows),
         "of": len(tracks),
-        "data": moves
-        and {
-            "low": axis.low,
-            "high": axis.high,
-            "lowest": total.lowest,
-            "counts": total.counts,
-            "limits": LIMITS,
-        },
+        "data": moves and {**data, "limits": LIMITS},
     }
 
 

@@ -89,17 +89,9 @@ class Journal:
     ) -> None:
         """An optimizer's step that moved the parameters, or was skipped; `at` if not now."""
         if self.writes:
-            record = records.UpdateRecord(
-                index=self.updates,
-                optimizer=optimizer,
-                moved=moved,
-                skipped=not moved,
-                loss_scale=loss_scale,
-                at=self.now() if at is None else at,
-                reason=reason,
-                observed=observed,
-            )
-            self._put(record)
+            at = self.now() if at is None else at
+            outcome = (moved, not moved, loss_scale, at, reason, observed)
+            self._put(records.UpdateRecord(self.updates, optimizer, *outcome))
         self.count(optimizer)
         self.skipped += not moved
 

@@ -251,15 +251,9 @@ def _hint(request: RunRequest, error: BaseException | None) -> str:
 
 def started(request: RunRequest, policy: str, machine: dict[str, Any]) -> RunStarted:
     """The first record of a run: `policy` is the one that `auto` chose."""
-    return RunStarted(
-        script=request.target,
-        argv=list(request.argv),
-        policy=policy,
-        seed_offset=request.seed_offset or 0,
-        nudged=request.nudge,
-        machine=machine,
-        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    )
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    settings = (policy, request.seed_offset or 0, request.nudge)
+    return RunStarted(request.target, list(request.argv), *settings, machine, now)
 
 
 def rank_here() -> int | None:

@@ -118,12 +118,8 @@ def _fastest(overload: Overload) -> Action:
 
 def _eligible(value: Any, device_type: str) -> bool:
     """Autocast's own test: a floating tensor on the device, and not FP64."""
-    return (
-        isinstance(value, Tensor)
-        and value.dtype is not _FP64
-        and value.is_floating_point()
-        and value.device.type == device_type
-    )
+    is_float = isinstance(value, Tensor) and value.dtype is not _FP64 and value.is_floating_point()
+    return is_float and value.device.type == device_type
 
 
 def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:

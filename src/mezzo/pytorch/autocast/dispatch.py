@@ -67,6 +67,7 @@ def _register(name: str, device_type: str) -> None:
     overload = overload_named(name)
     key_name = AUTOCAST_KEYS[device_type]
     key = _KEYS[device_type] = torch._C._dispatch_key_parse(key_name)
+    below = torch._C._dispatch_keyset_full_after(key)  # without the Python dispatcher's, which is above
     own_table(device_type)  # read PyTorch's own table before its first entry is replaced
     original = (
         torch.library.get_kernel(overload, key_name)
@@ -99,7 +100,7 @@ def _register(name: str, device_type: str) -> None:
                     _exclude(key, False)
         if original is not None:
             return original.call_boxed(keyset, *args, **kwargs)
-        return overload.redispatch(keyset.remove(key), *args, **kwargs)
+        return overload.redispatch(keyset & below, *args, **kwargs)
 
     _registrations.register(name, run, key_name)
 

@@ -236,18 +236,16 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
             lower.append(path)
     for path, name, (count, *_) in _batched(model):
         if (policy.format_inside(path) or policy.compute) in QUANTIZED:
-            place = f"{path}.{name}" if path else name
-            apart.append(
-                f"{place} (bf16: {count} matrices in one product, as of experts, not a linear layer)"
-            )
+            why = f"bf16: {count} matrices in one product, as of experts, not a linear layer"
+            apart.append(f"{_joined(path, name)} ({why})")
     layers = f"{len(lower)} linear layer{'s' if len(lower) > 1 else ''}"
     name = " and ".join(quantized)
     notes = [f"{name} in {layers}: {', '.join(_together(lower))}." if lower else _NOTHING.format(name)]
     notes += [f"Not in {name}: {'; '.join(_together(apart))}."] if apart else []
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return notes + (
-        list(dict.fromkeys(_computed(r.hardware, device) for r in recipes.values())) if lower else []
-    )
+    if lower:
+        device = next(parameter.device for parameter in model.parameters())
+        notes += dict.fromkeys(_computed(each.hardware, device) for each in recipes.values())
+    return notes
 
 
 def _joined(path: str, name: str) -> str:
@@ -284,12 +282,8 @@ _NOTHING = (
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    attention = {
-        id(child)
-        for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention)
-        for child in module.modules()
-    }
+    attention = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    inside = {id(child) for module in attention for child in module.modules()}
     for path, module in model.named_modules():
-        if path and isinstance(module, nn.Linear) and id(module) not in attention:
+        if path and isinstance(module, nn.Linear) and id(module) not in inside:
             yield path, module

@@ -149,12 +149,7 @@ _WHERE = {
     "_CheckpointFrame": _CHECKPOINT,
     "CheckpointFunction": _CHECKPOINT,
 }
-_WRAPPERS: tuple[Callable[[Any], Any], ...] = (
-    _clearing_switch,
-    _clearing_mode,
-    _labelled_frame,
-    _labelled_function,
-)
+_WRAPPERS: Any = (_clearing_switch, _clearing_mode, _labelled_frame, _labelled_function)
 _theirs: tuple[Any, ...] = tuple(names[name] for name, names in _WHERE.items())
 _ours: tuple[Any, ...] = tuple(wrap(found) for wrap, found in zip(_WRAPPERS, _theirs))
 

@@ -115,24 +115,15 @@ def _plan(policy: Policy, device_type: str, native: frozenset[str]) -> Mapping[s
             plans[op] = _plan_op(op, decision, policy, device_type, policy.activations in native)
     for op in policy.recomputed:
         if plans[op].format_out in (FIRST, policy.activations):
-            plans[op] = replace(
-                plans[op],
-                overloads=overloads_of(op, device_type),
-                reason=f"{plans[op].reason}; backward makes the output again",
-            )
+            reason = f"{plans[op].reason}; backward makes the output again"
+            plans[op] = replace(plans[op], overloads=overloads_of(op, device_type), reason=reason)
     return MappingProxyType(plans)
 
 
-_QUANTIZED = Kernel(
-    "quantized",
-    "factors of {} with scales; products are exact in FP32 and summed there",
-    "quantized_linear:quantized_linear",
-)
-_TF32 = Kernel(
-    "tf32",
-    "its factors are rounded to TF32's 10 bits of mantissa; the products are summed in FP32",
-    "tf32:product",
-)
+_WHY_SCALED = "factors of {} with scales; products are exact in FP32 and summed there"
+_QUANTIZED = Kernel("quantized", _WHY_SCALED, "quantized_linear:quantized_linear")
+_WHY_TF32 = "its factors are rounded to TF32's 10 bits of mantissa; the products are summed in FP32"
+_TF32 = Kernel("tf32", _WHY_TF32, "tf32:product")
 
 
 def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, native: bool) -> OpPlan:
@@ -264,14 +255,10 @@ def own_table(device_type: str) -> Mapping[str, Rule]:
         rule = RULES[op].rule
         return Rule.FP32 if rule is Rule.INTERNAL_FP32 else rule
 
-    names = {name: op for op in RULES for name in overloads_of(op, device_type)}
+    names = ((name, op) for op in RULES for name in overloads_of(op, device_type))
     key = AUTOCAST_KEYS[device_type]
-    found = {
-        name: theirs(op)
-        for name, op in names.items()
-        if overload_named(name).has_kernel_for_dispatch_key(key)
-    }
-    return MappingProxyType(found)
+    on_list = (pair for pair in names if overload_named(pair[0]).has_kernel_for_dispatch_key(key))
+    return MappingProxyType({name: theirs(op) for name, op in on_list})
 
 
 @functools.cache

@@ -72,7 +72,8 @@ def product(
     dtype = _dtype(a.codes.device, recipe.is_exact_in_bf16)
     low = None if bias is None else bias.to(torch.bfloat16)
     scales = [factor.tensor_scale for factor in (a, b) if factor.tensor_scale is not None]
-    if low is not None and not scales and torch._C._functorch.get_interpreter_stack() is not None:
+    eager = not torch.compiler.is_compiling()  # Dynamo can't trace the call that follows
+    if low is not None and not scales and eager and torch._C._functorch.get_interpreter_stack() is not None:
         dtype = torch.float32  # a batched bf16 product would be rounded before the bias is added, and after
     left = a.values(dtype).t() if form == "TN" else a.values(dtype)
     right = b.values(dtype).t() if form == "NT" else b.values(dtype)
@@ -109,16 +110,10 @@ def _native(form: str, a: Quantized, b: Quantized, bias: Tensor | None, out_dtyp
         inv_left, inv_right = inv_left.flatten().unsqueeze(1), inv_right.flatten().unsqueeze(0)
     # Rowwise products give FP32 only with CUDA 12.9's cuBLAS and later.
     produced = torch.bfloat16 if is_rowwise else out_dtype
-    result = torch._scaled_mm(
-        left,
-        columns,
-        inv_left,
-        inv_right,
-        bias=None if bias is None else bias.to(torch.bfloat16),
-        out_dtype=produced,
-        use_fast_accum=False,  # with it sums keep about 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)
-    )
-    return result.to(out_dtype)
+    low = None if bias is None else bias.to(torch.bfloat16)
+    # With fast accumulation sums keep about 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+    how: dict[str, Any] = {"bias": low, "out_dtype": produced, "use_fast_accum": False}
+    return torch._scaled_mm(left, columns, inv_left, inv_right, **how).to(out_dtype)
 
 
 def _transposed(codes: Tensor) -> Tensor:

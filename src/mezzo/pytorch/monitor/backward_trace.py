@@ -12,18 +12,8 @@ import torch
 from torch import Tensor
 
 from mezzo.core.overflow import OUTSIDE, SUM, OverflowReport, TensorFacts
+from mezzo.pytorch.monitor import operations as ops
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Operation
-from mezzo.pytorch.monitor.operations import (
-    COMPOSED,
-    HOOK,
-    POLES,
-    facts,
-    finite,
-    in_one_line,
-    line_text,
-    op_of_node,
-    over,
-)
 from mezzo.pytorch.monitor.replay import OF_CALL
 
 Gradients = Sequence[Tensor | None]
@@ -36,7 +26,7 @@ def report_at(
     place: Operation, cause: str, inputs: Sequence[Any] = (), outputs: Sequence[Any] = ()
 ) -> OverflowReport:
     """A report on backward; inputs and outputs are facts."""
-    line = line_text(place.line)
+    line = ops.line_text(place.line)
     return OverflowReport(cause, place.module, place.op, "backward", [*inputs], [*outputs], line=line)
 
 
@@ -74,21 +64,21 @@ class BackwardTrace:
             with torch.DisableTorchFunction():
                 self._look(node, going, coming)
         except Exception as error:  # the script's backward must go on
-            self.trouble = in_one_line(error)
+            self.trouble = ops.in_one_line(error)
 
     def _look(self, node: Any, going: Gradients, coming: Gradients) -> None:
         all_finite = True
         for (following, _), grad in zip(node.next_functions, going):
             if grad is not None and following is not None:
                 self._senders[following] += 1
-                if not finite(grad):
+                if not ops.finite(grad):
                     all_finite = False
                     self._sent_bad.add(following)
         if all_finite:
             return
         if self.found is not None:
             self.found.propagators.append(str(self._place(node)))
-        elif all(grad is None or finite(grad) for grad in coming):
+        elif all(grad is None or ops.finite(grad) for grad in coming):
             self.found = self._slope(node, going, coming)
         elif node not in self._sent_bad:
             self.found = self._arrived(node, coming)
@@ -101,9 +91,11 @@ class BackwardTrace:
         if before is not None:
             return before
         kept = _saved(node)
-        outputs = [facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None]
+        outputs = [
+            ops.facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None
+        ]
         cause = "loss scale" if by_scale else _cause(place.op, kept, outputs)
-        inputs = [facts(grad, "gradient of output") for grad in coming if grad is not None][:3] + kept
+        inputs = [ops.facts(grad, "gradient of output") for grad in coming if grad is not None][:3] + kept
         return report_at(place, cause, inputs, outputs[:3])
 
     def _arrived(self, node: Any, coming: Gradients) -> OverflowReport | None:
@@ -114,8 +106,8 @@ class BackwardTrace:
         cause = "overflow" if several else "invalid"
         if several and float(self._scale) > 1.0:  # so few parts, each finite, and this much smaller
             cause = "loss scale"
-        made = [facts(grad, SUM) for grad in coming if grad is not None][:3]
-        return report_at(Operation(place.module, SUM if several else HOOK, place.line), cause, (), made)
+        made = [ops.facts(grad, SUM) for grad in coming if grad is not None][:3]
+        return report_at(Operation(place.module, SUM if several else ops.HOOK, place.line), cause, (), made)
 
 
 def _saved(node: Any) -> list[TensorFacts]:
@@ -126,19 +118,19 @@ def _saved(node: Any) -> list[TensorFacts]:
             with suppress(RuntimeError):  # freed, changed in place, or a checkpoint's that is gone
                 value = getattr(node, name)
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    found.append(facts(value, f"saved {name.removeprefix('_saved_')}"))
+                    found.append(ops.facts(value, f"saved {name.removeprefix('_saved_')}"))
     return found[:4]
 
 
 def _cause(op: str, kept: list[TensorFacts], outputs: list[TensorFacts]) -> str:
     """``invalid`` if an operation has no finite slope where it was, ``overflow`` if it is one beyond the format."""
-    if op in POLES:
+    if op in ops.POLES:
         # The divisor of `div` is `other`. FP32 holds any slope but that at a pole itself.
         blamed = [one for one in kept if op != "div" or one.name != "saved self"]
         pole = not kept or any(one.zeros for one in blamed)
         return "invalid" if pole or all(one.format == "fp32" for one in outputs) else "overflow"
     # Inside of an operation of many steps NaN comes of an overflow: inf - inf.
-    invalid = op == HOOK or (op not in COMPOSED and any(one.nans for one in outputs))
+    invalid = op == ops.HOOK or (op not in ops.COMPOSED and any(one.nans for one in outputs))
     return "invalid" if invalid else "overflow"
 
 
@@ -147,10 +139,10 @@ def _is_finite_without(scale: float, node: Any, coming: Gradients) -> bool:
     run = node.apply if hasattr(node, "saved_tensors") else node
     try:
         with torch.no_grad():
-            made = run(*[grad if grad is None else over(grad, scale) for grad in coming])
+            made = run(*[grad if grad is None else ops.over(grad, scale) for grad in coming])
     except (RuntimeError, TypeError):  # a node that can't be run by hand
         return False
-    return all(grad is None or finite(grad) for grad in (made if isinstance(made, tuple) else (made,)))
+    return all(grad is None or ops.finite(grad) for grad in (made if isinstance(made, tuple) else (made,)))
 
 
 def replay_backward(trace: ForwardTrace, pairs: Sequence[tuple[Tensor, Tensor]]) -> OverflowReport | None:
@@ -167,7 +159,7 @@ def replay_backward(trace: ForwardTrace, pairs: Sequence[tuple[Tensor, Tensor]])
         watch.undo()
     if watch.trouble:
         raise RuntimeError(watch.trouble)
-    bad = [leaf for leaf, grad in zip(leaves, given) if grad is not None and not finite(grad)]
+    bad = [leaf for leaf, grad in zip(leaves, given) if grad is not None and not ops.finite(grad)]
     if bad and watch.found is None:  # each of several uses was finite, and not their sum
         return report_at(Operation(trace.module_of(bad[0]), SUM), "overflow")
     return watch.found if bad else None
@@ -182,7 +174,7 @@ def watch_loss(
     return BackwardTrace(
         _nodes(starts, most=100_000 if live else MOST, into_calls=live),
         starts[:1],
-        lambda node: seen.get(node) or Operation(OUTSIDE, op_of_node(node)),
+        lambda node: seen.get(node) or Operation(OUTSIDE, ops.op_of_node(node)),
         scale=scale,
         whole=live,
     )

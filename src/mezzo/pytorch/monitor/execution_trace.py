@@ -15,14 +15,8 @@ from typing import Any
 from torch.profiler import ExecutionTraceObserver
 
 _TENSOR = re.compile(r"Tensor\(([^()]+)\)")
-_FORMATS = {
-    "float": "fp32",
-    "double": "fp64",
-    "c10::Half": "fp16",
-    "c10::BFloat16": "bf16",
-    "c10::Float8_e4m3fn": "e4m3fn",
-    "c10::Float8_e5m2": "e5m2",
-}
+_FORMATS = {"float": "fp32", "double": "fp64", "c10::Half": "fp16", "c10::BFloat16": "bf16"}
+_FORMATS |= {"c10::Float8_e4m3fn": "e4m3fn", "c10::Float8_e5m2": "e5m2"}
 # A step whose trace is larger than this is not read: it would take longer than the step is worth.
 _LARGEST = 1 << 29
 

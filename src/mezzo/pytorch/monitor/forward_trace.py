@@ -26,21 +26,8 @@ from torch.utils._device import DeviceContext
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.core.overflow import OUTSIDE, OverflowReport, TensorFacts
+from mezzo.pytorch.monitor import operations as ops
 from mezzo.pytorch.monitor.module_paths import walk
-from mezzo.pytorch.monitor.operations import (
-    HOOK,
-    POLES,
-    Line,
-    bare,
-    facts,
-    finite,
-    in_one_line,
-    line_text,
-    only_minus_infinity,
-    op_of_function,
-    op_of_node,
-    users_line,
-)
 from mezzo.pytorch.nested import mapped, tensors
 from mezzo.pytorch.snapshot import version_of
 from mezzo.runner.patches import Patches
@@ -52,7 +39,7 @@ class Operation:
 
     module: str  # path of the module that was running
     op: str  # its name; of a tensor, the tensor's
-    line: Line | None = None  # of the user's that called it
+    line: ops.Line | None = None  # of the user's that called it
     # "": finite; "passed": an input was not; "overflow", "invalid": it produced the value; "input"; "state"; "mask":
     # an explicit -inf, and what is computed from it.
     kind: str = ""
@@ -78,7 +65,7 @@ class Operation:
         first = next((one for one in order if one.kind != "passed"), order[0])
         cause = "overflow" if first.kind == "passed" else first.kind
         passed = [str(one) for one in order if one.number > first.number]
-        line = line_text(first.line)
+        line = ops.line_text(first.line)
         return first, OverflowReport(
             cause, first.module, first.op, "forward", first.inputs, first.outputs, passed, line
         )
@@ -108,7 +95,7 @@ class ForwardTrace(TorchFunctionMode):
         inputs: Sequence[tuple[str, Tensor]] = (),
         *,
         stop: CodeType | None = None,
-        called: Line | None = None,
+        called: ops.Line | None = None,
         outer: str = "",
     ) -> None:
         super().__init__()
@@ -188,7 +175,7 @@ class ForwardTrace(TorchFunctionMode):
         try:
             return look(*args)
         except Exception as error:
-            self.paused, self.trouble = True, in_one_line(error)
+            self.paused, self.trouble = True, ops.in_one_line(error)
             return None
 
     def _claim_all(self, held: Any, operation: Operation | None) -> None:
@@ -210,7 +197,7 @@ class ForwardTrace(TorchFunctionMode):
             self._guarded(self._claim_all, (args, kwargs), None)
             out = before(cls, *args, **kwargs)
             by_hook = cls is torch.nn.modules._functions.BackwardHookFunction
-            self._guarded(self._claim_all, out, self._operation(HOOK if by_hook else cls.__name__))
+            self._guarded(self._claim_all, out, self._operation(ops.HOOK if by_hook else cls.__name__))
             return out
 
         return apply
@@ -232,7 +219,7 @@ class ForwardTrace(TorchFunctionMode):
         return self._there.get(_address(tensor), ("", "", ""))[0]
 
     def _operation(self, op: str) -> Operation:
-        return Operation(self._stack[-1], op, users_line(self._stop) or self._called)
+        return Operation(self._stack[-1], op, ops.users_line(self._stop) or self._called)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -253,20 +240,20 @@ class ForwardTrace(TorchFunctionMode):
 
     def _before(self, given: Any) -> list[tuple[Tensor, int]]:
         """The tensors that an operation is given, with their versions."""
-        ins = [bare(tensor) for tensor in tensors(given)]
+        ins = [ops.bare(tensor) for tensor in tensors(given)]
         for tensor in ins:
             self.claim(tensor, None)
         return [(tensor, version_of(tensor)) for tensor in ins]
 
     def _ran(self, func: Any, args: Any, kwargs: Any, given: list[tuple[Tensor, int]], out: Any) -> None:
         transformed = torch._C._functorch.get_interpreter_stack() is not None
-        outs = [bare(tensor) for tensor in tensors(out)]
+        outs = [ops.bare(tensor) for tensor in tensors(out)]
         written = {id(tensor) for tensor, version in given if version_of(tensor) != version}
         outs += [one for one, _ in given if id(one) in written and not any(one is out for out in outs)]
         if not outs:
             return
-        operation = self._operation(op_of_function(func))
-        bad = [] if operation.op in _UNDEFINED else [tensor for tensor in outs if not finite(tensor)]
+        operation = self._operation(ops.op_of_function(func))
+        bad = [] if operation.op in _UNDEFINED else [tensor for tensor in outs if not ops.finite(tensor)]
         ins = [tensor for tensor, _ in given]
         if operation.op in _STATISTICS and len(args) > 5 and args[5]:
             ins, bad = (
@@ -295,7 +282,7 @@ class ForwardTrace(TorchFunctionMode):
     ) -> None:
         """Record where the results of an operation that are not finite come from."""
         known = (
-            self._bad.get(one) or (None if id(one) in written or finite(one) else self._origin(one))
+            self._bad.get(one) or (None if id(one) in written or ops.finite(one) else self._origin(one))
             for one in ins
         )
         operation.parents = [one for one in known if one is not None]
@@ -305,14 +292,14 @@ class ForwardTrace(TorchFunctionMode):
             there = (self._there.get(_address(t), ("", f"input {n}", "")) for n, t in enumerate(ins))
             names = [f"model {name}" if kind == "input" else name for _, name, kind in there]
             kept = [(name, t) for name, t in zip(names, ins) if id(t) not in written]
-            operation.inputs = [facts(tensor, name) for name, tensor in kept][:6]
-            operation.outputs = [facts(tensor, "output") for tensor in bad][:3]
+            operation.inputs = [ops.facts(tensor, name) for name, tensor in kept][:6]
+            operation.outputs = [ops.facts(tensor, "output") for tensor in bad][:3]
 
     def _kind(self, operation: Operation, bad: list[Tensor], again: Any, given: Any) -> str:
         parents = operation.parents
         if any(parent.kind != "mask" for parent in parents):
             return "passed"
-        masks = all(only_minus_infinity(tensor) for tensor in bad)
+        masks = all(ops.only_minus_infinity(tensor) for tensor in bad)
         keeps = bool(parents) and operation.op in _KEEPS_MASKS
         if keeps or (masks and (parents or _writes_infinity(*given))):
             return "mask"
@@ -320,7 +307,7 @@ class ForwardTrace(TorchFunctionMode):
         if wide is not None and all(bool(torch.isfinite(t).all()) for t in wide):
             return "overflow"
         no_number = any(bool(torch.isnan(t).any()) for t in (bad if wide is None else wide))
-        return "invalid" if no_number or operation.op in POLES else "overflow"
+        return "invalid" if no_number or operation.op in ops.POLES else "overflow"
 
     def _origin(self, tensor: Tensor) -> Operation:
         """The source of a tensor that is not finite though no operation was seen to make it so."""
@@ -330,7 +317,7 @@ class ForwardTrace(TorchFunctionMode):
                 if other.layout is torch.strided and other.untyped_storage().data_ptr() == memory:
                     return cast("Operation", operation)
         path, name, kind = self._there.get(_address(tensor), (self._stack[-1], "", ""))
-        if only_minus_infinity(tensor) and kind != "parameter":
+        if ops.only_minus_infinity(tensor) and kind != "parameter":
             found = "mask"
         elif kind == "input" or (not kind and self._stack[-1] == OUTSIDE):
             found = "input"
@@ -341,7 +328,7 @@ class ForwardTrace(TorchFunctionMode):
             name if kind != "input" else "",
             kind=found,
             number=next(self._count),
-            inputs=[facts(tensor, name or "constant")],
+            inputs=[ops.facts(tensor, name or "constant")],
             unseen=not name and tensor.grad_fn is not None,
         )
         self._bad[tensor] = origin
@@ -349,7 +336,7 @@ class ForwardTrace(TorchFunctionMode):
 
     def reached(self, tensor: Tensor) -> Operation | None:
         """The operation behind a tensor that is not finite; None if it is finite, or holds only a mask."""
-        if finite(tensor):
+        if ops.finite(tensor):
             return None
         operation: Operation = self._bad.get(tensor) or self._origin(tensor)
         return None if operation.kind == "mask" else operation
@@ -364,7 +351,9 @@ class ForwardTrace(TorchFunctionMode):
             if hasattr(node, "variable"):
                 self.leaves[node] = node.variable
                 continue
-            self.operations[node] = operation or Operation(self._stack[-1], op_of_node(node), self._called)
+            self.operations[node] = operation or Operation(
+                self._stack[-1], ops.op_of_node(node), self._called
+            )
             stack.extend(following for following, _ in node.next_functions)
 
 

@@ -141,13 +141,6 @@ def facts(tensor: Tensor, name: str) -> TensorFacts:
         return TensorFacts(name, shape, form, 0.0, 0.0, 0, 0, 0)
     size = seen.abs()
     normal = size[torch.isfinite(size) & (size != 0)].double()
-    return TensorFacts(
-        name,
-        shape,
-        form,
-        largest=float(normal.max()) if normal.numel() else 0.0,
-        smallest=float(normal.min()) if normal.numel() else 0.0,
-        zeros=int((size == 0).sum()),
-        infinities=int(torch.isinf(size).sum()),
-        nans=int(torch.isnan(size).sum()),
-    )
+    largest, smallest = (float(normal.max()), float(normal.min())) if normal.numel() else (0.0, 0.0)
+    zeros, infinities, nans = (int(one.sum()) for one in (size == 0, torch.isinf(size), torch.isnan(size)))
+    return TensorFacts(name, shape, form, largest, smallest, zeros, infinities, nans)

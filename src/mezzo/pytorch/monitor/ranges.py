@@ -21,13 +21,8 @@ from torch.optim import Optimizer
 from mezzo.core.errors import UsageError
 from mezzo.core.ranges import RangeRow, shift_of
 from mezzo.core.records import RangesRecord, Record
-from mezzo.pytorch.monitor.counted import (
-    ACTIVATION_GRADIENT,
-    WEIGHT_GRADIENT,
-    ExponentRows,
-    WatchedOutputs,
-    WatchedParameters,
-)
+from mezzo.pytorch.monitor import counted
+from mezzo.pytorch.monitor.counted import ExponentRows, WatchedOutputs, WatchedParameters
 from mezzo.pytorch.monitor.module_paths import joined, opaque_part, parameter_paths, path_of, paths
 from mezzo.pytorch.monitor.observer import Scale, StepObserver
 
@@ -149,7 +144,10 @@ class RangeWatch(StepObserver):
         if not outputs:
             self._note(_NOT_CALLED)
         rows.take(outputs)
-        scales = {ACTIVATION_GRADIENT: 1.0 if scale is None else scale, WEIGHT_GRADIENT: self._weight_scale}
+        scales = {
+            counted.ACTIVATION_GRADIENT: 1.0 if scale is None else scale,
+            counted.WEIGHT_GRADIENT: self._weight_scale,
+        }
         at, loss_scale, skipped = self._clock(), _kept(loss_scale), _kept(skipped)
 
         @cache

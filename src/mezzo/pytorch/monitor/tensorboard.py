@@ -10,21 +10,11 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from mezzo.core import records
 from mezzo.core.errors import UsageError, checks_keywords
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.ranges import Histogram, RangeRow
-from mezzo.core.records import (
-    LossRecord,
-    MemoryRecord,
-    OpsRecord,
-    OverflowRecord,
-    RangesRecord,
-    Record,
-    RecordWriter,
-    RunEnded,
-    UpdateRecord,
-    writer_of,
-)
+from mezzo.core.records import Record, RecordWriter, writer_of
 
 
 class TensorBoardWriter(RecordWriter):
@@ -100,31 +90,31 @@ class TensorBoardWriter(RecordWriter):
         self._events.add_text(tag, _utf8(text), step, walltime=self._zero + at)
 
     def _record(self, record: Record) -> None:
-        if isinstance(record, LossRecord):
+        if isinstance(record, records.LossRecord):
             self._scalar("loss", record.loss, record.index, record.at)
-        elif isinstance(record, UpdateRecord):
+        elif isinstance(record, records.UpdateRecord):
             self._last = record.index
             suffix = f"/optimizer {record.optimizer}" if record.optimizer else ""
             self._scalar(f"loss_scale{suffix}", record.loss_scale, record.index, record.at)
             self._scalar(f"skipped{suffix}", float(record.skipped), record.index, record.at)
-        elif isinstance(record, RangesRecord):
+        elif isinstance(record, records.RangesRecord):
             for row in record.rows:
                 if row.histogram.counts:
                     label = _label(row, record.optimizer)
                     self._histogram(f"log2 {row.what}/{label}", row.histogram, record)
-        elif isinstance(record, OverflowRecord):
+        elif isinstance(record, records.OverflowRecord):
             self._text("findings", _told(record.finding), record.update, record.at)
-        elif isinstance(record, MemoryRecord):
+        elif isinstance(record, records.MemoryRecord):
             self._scalar("peak_bytes", float(record.peak_bytes), 0, time.time() - self._zero)
-        elif isinstance(record, OpsRecord):
+        elif isinstance(record, records.OpsRecord):
             lines = [f"{op.op:32} {op.observed:20} {op.calls:6} calls  {op.planned}" for op in record.ops]
             self._text("formats", lines, 0, time.time() - self._zero)
         else:
             lines = [f"{name}: {value}" for name, value in vars(record).items()]
-            at = record.seconds if isinstance(record, RunEnded) else 0.0
+            at = record.seconds if isinstance(record, records.RunEnded) else 0.0
             self._text(record.kind, lines, self._last, at)
 
-    def _histogram(self, tag: str, histogram: Histogram, record: RangesRecord) -> None:
+    def _histogram(self, tag: str, histogram: Histogram, record: records.RangesRecord) -> None:
         """By exponent: on a linear axis of magnitudes all but the largest would be one bar."""
         limits = [float(histogram.lowest + place) for place in range(len(histogram.counts) + 1)]
         middles = [(limit + 0.5, count) for limit, count in zip(limits, histogram.counts)]

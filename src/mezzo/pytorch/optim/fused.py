@@ -257,11 +257,9 @@ class FusedOptimizer(Optimizer):
         place = self._places.get(param)
         if place is None or not self._is_at(param, place):
             self._places = {}
-            ordinal = 0
-            for index, group in enumerate(self.param_groups):
-                for each in group["params"]:
-                    self._places.setdefault(each, (index, ordinal))
-                    ordinal += 1
+            every = ((index, one) for index, group in enumerate(self.param_groups) for one in group["params"])
+            for ordinal, (index, one) in enumerate(every):
+                self._places.setdefault(one, (index, ordinal))
             place = self._places.get(param)
             for gone in self._states.keys() - self._places.keys():
                 del self._states[gone]

@@ -17,16 +17,9 @@ from torch import Tensor
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.distributed import is_spread, local
-from mezzo.pytorch.kernels.optimizer_step import Row, StateSpec
+from mezzo.pytorch.kernels.optimizer_step import Row, StateSpec, reference
 from mezzo.pytorch.kernels.optimizer_step.formulas import GROUP, NEAREST, state_formats
-from mezzo.pytorch.kernels.optimizer_step.reference import (
-    decode_master,
-    encode_master,
-    flat,
-    groups,
-    load_state,
-    store_state,
-)
+from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master, flat, groups
 from mezzo.pytorch.weights import shards
 
 Entries = dict[str, Any]  # `optimizer.state[param]`
@@ -124,7 +117,7 @@ def read_state(entries: Entries, spec: StateSpec) -> Tensor:
     scales: Tensor | None = entries.get(spec.name + "_scale")
     scales = None if scales is None else local(scales).reshape(-1)
     value = torch.empty_like(stored, dtype=torch.float32)
-    flat(value).copy_(load_state(flat(stored), scales, signed=spec.signed))
+    flat(value).copy_(reference.load_state(flat(stored), scales, signed=spec.signed))
     return shards.joined(value, entries[spec.name])
 
 
@@ -253,7 +246,7 @@ def _converted(entries: Mapping[str, Any], weight: Tensor, how: Storage, master:
             is_code = names[1] in old or not value.is_floating_point()
             wide = read_state(old, spec) if is_code else value
             values, scales = flat(_like(wide, weight, torch.float32)), made.get(spec.name + "_scale")
-            store_state(values, flat(made[spec.name]), scales, NEAREST, signed=spec.signed)
+            reference.store_state(values, flat(made[spec.name]), scales, NEAREST, signed=spec.signed)
     if master is None and how.master_key is not None and held_masters(entries) == how.masters:
         kept = entries[how.master_key].detach()
         made[how.master_key] = _like(kept.clone(), weight, kept.dtype)
@@ -282,17 +275,13 @@ class ParameterState:
     def __init__(self, param: Tensor, entries: Entries, how: Storage, modes: Modes, ordinal: int) -> None:
         own = local(param.detach())
         scales = [entries.get(spec.name + "_scale") for spec in how.specs]
-        self.row = Row(  # of this rank's part
-            weight=own,
-            grad=None,
-            masters=how.masters,
-            master=None if how.master_key is None else local(entries[how.master_key]),
-            state=how.state,
-            states=tuple(local(entries[spec.name]) for spec in how.specs),
-            scales=tuple(None if scale is None else local(scale).reshape(-1) for scale in scales),
-            step=entries["step"],
-            ordinal=ordinal,
-            offset=shards.offset(param),
+        master = None if how.master_key is None else local(entries[how.master_key])
+        states = tuple(local(entries[spec.name]) for spec in how.specs)
+        flat_scales = tuple(None if scale is None else local(scale).reshape(-1) for scale in scales)
+        noise = (ordinal, shards.offset(param))
+        # Of this rank's part.
+        self.row = Row(
+            own, None, how.masters, master, how.state, states, flat_scales, entries["step"], *noise
         )
         self.how, self.entries, self.modes = how, entries, modes
         self.tensors: tuple[Any, ...] = tuple(entries.values())

@@ -142,9 +142,7 @@ class Session:
     records_own: bool = False  # whether the script runs in its own precision, and is recorded
     scaling: bool = False  # whether backward passes are scaled
     observes: bool = False  # whether there may be observers
-    only_counts: bool = (
-        False  # whether all that passes and steps still need is to be counted; found after a step
-    )
+    only_counts: bool = False  # whether passes and steps only have to be counted; found after a step
     fatal: MezzoError | None = None  # the user's mistake that only a model call could show
     model_calls: int = 0  # outermost calls of modules with parameters
     lowered_calls: int = 0  # those of them in 16 bits

@@ -26,13 +26,8 @@ from mezzo.pytorch.weights.stored_parameters import lower_weights, take_master
 
 _HERE = "MixedPrecision"
 
-# The words of `weights=`, as it was up to version 0.1 -> the keyword that replaces it.
-_FORMER = {
-    "fp32": {"params": "fp32"},
-    "split": {"masters": "split"},
-    "split8": {"masters": "split8"},
-    "masters": {"masters": "fp32"},
-}
+# The words of `weights=`, as it was up to version 0.1 -> `params` and `masters`.
+_FORMER = dict(fp32=("fp32", None), split=(None, "split"), split8=(None, "split8"), masters=(None, "fp32"))
 
 
 def former(weights: str, params: str | None, masters: str | None) -> tuple[str | None, str | None]:
@@ -40,7 +35,7 @@ def former(weights: str, params: str | None, masters: str | None) -> tuple[str |
     if weights not in _FORMER:
         raise unknown_name("kind of weights", str(weights), _FORMER, where="MixedPrecision: ")
     words = _FORMER[weights]
-    now = ", ".join(f"{key}={word!r}" for key, word in words.items())
+    now = ", ".join(f"{key}={word!r}" for key, word in zip(("params", "masters"), words) if word)
     if params is not None or masters is not None:
         raise refused(
             f"weights={weights!r} is deprecated and means {now}. Remove it, and keep params and masters."
@@ -48,7 +43,7 @@ def former(weights: str, params: str | None, masters: str | None) -> tuple[str |
     warnings.warn(
         f"MixedPrecision: weights={weights!r} is deprecated. Use {now}.", DeprecationWarning, stacklevel=4
     )
-    return words.get("params"), words.get("masters")
+    return words
 
 
 def stored(

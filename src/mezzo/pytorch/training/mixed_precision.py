@@ -36,15 +36,9 @@ from mezzo.pytorch.optim.state_dicts import FirstStates
 from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.reduction import average_as
 from mezzo.pytorch.step import StepOutcome, parameters, step_fused, step_in_place
-from mezzo.pytorch.training import cast_parameters, checks
+from mezzo.pytorch.training import backward, cast_parameters, checks
 from mezzo.pytorch.training import state as training_state
-from mezzo.pytorch.training.backward import (
-    Accumulation,
-    Gradients,
-    OptimizerBackward,
-    in_transform,
-    leaves_of,
-)
+from mezzo.pytorch.training.backward import Accumulation, Gradients, OptimizerBackward, in_transform
 from mezzo.pytorch.training.networks import Networks
 from mezzo.pytorch.training.observers import Observers, observers_for
 from mezzo.pytorch.training.release import GradientRelease
@@ -541,7 +535,7 @@ class MixedPrecision:
     def _reached(self, loss: Tensor) -> frozenset[int]:
         """The leaves that a loss's backward reaches, with shards for gathered parameters."""
         shards = distributed.shards([self.model])
-        return frozenset(id(shards.get(id(leaf), leaf)) for leaf in leaves_of([loss]))
+        return frozenset(id(shards.get(id(leaf), leaf)) for leaf in backward.leaves_of([loss]))
 
     def _ranks(self) -> distributed.Ranks:
         """The ranks that decide with this one about the optimizer's step."""

@@ -197,17 +197,9 @@ def _write(writer: RecordWriter, kept: list[_Entry], sources: list[Callable[[], 
     for index, at, what in entries:
         if isinstance(what, Tensor):
             writer.write(LossRecord(index, float(what), at))
-            continue
-        record = UpdateRecord(
-            index=index,
-            optimizer=0,
-            moved=what.stepped,
-            skipped=what.skipped,
-            loss_scale=what.loss_scale,
-            at=at,
-            reason=what.reason,
-        )
-        writer.write(record)
+        else:
+            outcome = (what.stepped, what.skipped, what.loss_scale, at, what.reason)
+            writer.write(UpdateRecord(index, 0, *outcome))
     for source in sources:
         for each in source():
             writer.write(each)

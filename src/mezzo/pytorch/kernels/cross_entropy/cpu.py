@@ -15,18 +15,7 @@ import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels import cpu, jit
-from mezzo.pytorch.kernels.cpu import (
-    LANES,
-    Constants,
-    Pointer,
-    expand,
-    f32,
-    f64,
-    float32_at,
-    inline,
-    int64_at,
-    loop,
-)
+from mezzo.pytorch.kernels.cpu import Constants, Pointer, expand, f32, f64, float32_at, inline, int64_at, loop
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows, check_targets
 
 logit_at = cpu.int16_at  # bound
@@ -43,6 +32,7 @@ store_number = cpu.store_number_bf16  # bound
 ) = range(18)  # fmt: skip
 
 BLOCK = 1024
+LANES = cpu.LANES
 
 _AT_ONCE = 1 << 13  # elements of the rows that a thread takes
 _ALONE = 1 << 14  # elements below which one thread is as fast
@@ -100,14 +90,8 @@ def _run(main: str, given: Rows, more: dict[int, int]) -> None:
 
 @functools.cache
 def _kernel(main: str, dtype: torch.dtype, is_smoothed: bool) -> int:
-    bindings = jit.elements(
-        dtype,
-        at="logit_at",
-        largest="largest",
-        load_quiet="load_logit",
-        store="store",
-        store_number="store_number",
-    )
+    same = {name: name for name in ("largest", "store", "store_number")}
+    bindings = jit.elements(dtype, at="logit_at", load_quiet="load_logit", **same)
     bindings["IS_SMOOTHED"] = str(is_smoothed)
     return jit.kernel(sys.modules[__name__], bindings, main).address
 

@@ -34,24 +34,11 @@ def rows_loss(given: Rows) -> tuple[Tensor, Tensor]:
     n, classes = logits.shape
     loss = logits.new_empty(n, dtype=torch.float32)
     lse = logits.new_empty(n, dtype=torch.float64)
+    tensors = (_patterns(logits), target.contiguous(), loss if weight is None else weight, loss, lse)
+    numbers = (classes, logits.stride(0), ignore_index, float(label_smoothing))
     if n:
         with torch.cuda.device_of(logits):
-            losses_kernel[(n,)](
-                _patterns(logits),
-                target.contiguous(),
-                loss if weight is None else weight,
-                loss,
-                lse,
-                classes,
-                logits.stride(0),
-                ignore_index,
-                float(label_smoothing),
-                DTYPE=_DTYPES.index(logits.dtype),
-                SMOOTHED=label_smoothing > 0,
-                WEIGHTED=weight is not None,
-                BLOCK=_block(classes),
-                **OPTIONS,
-            )
+            losses_kernel[(n,)](*tensors, *numbers, **_constants(given))
     return loss, lse
 
 
@@ -61,26 +48,19 @@ def rows_gradient(given: Rows, lse: Tensor, scale: Tensor, out: Tensor) -> None:
     n, classes = logits.shape
     if not n:
         return
+    weights = lse if weight is None else weight
+    tensors = (_patterns(logits), target.contiguous(), lse.contiguous(), scale, weights, _patterns(out))
+    strides = (logits.stride(0), out.stride(0), scale.stride(0))
+    numbers = (classes, *strides, ignore_index, float(label_smoothing))
     with torch.cuda.device_of(logits):
-        gradients_kernel[(n, triton.cdiv(classes, _block(classes)))](
-            _patterns(logits),
-            target.contiguous(),
-            lse.contiguous(),
-            scale,
-            lse if weight is None else weight,
-            _patterns(out),
-            classes,
-            logits.stride(0),
-            out.stride(0),
-            scale.stride(0),
-            ignore_index,
-            float(label_smoothing),
-            DTYPE=_DTYPES.index(logits.dtype),
-            SMOOTHED=label_smoothing > 0,
-            WEIGHTED=weight is not None,
-            BLOCK=_block(classes),
-            **OPTIONS,
-        )
+        gradients_kernel[(n, triton.cdiv(classes, _block(classes)))](*tensors, *numbers, **_constants(given))
+
+
+def _constants(given: Rows) -> dict[str, Any]:
+    """What the kernels are compiled for."""
+    logits, _, weight, _, label_smoothing = given
+    made = {"DTYPE": _DTYPES.index(logits.dtype), "BLOCK": _block(logits.shape[1])}
+    return {**made, "SMOOTHED": label_smoothing > 0, "WEIGHTED": weight is not None, **OPTIONS}
 
 
 def _patterns(tensor: Tensor) -> Tensor:

@@ -132,15 +132,8 @@ class _Normalised(torch.autograd.Function):
         if torch.is_grad_enabled() or not is_plain(dy, x, weight):
             naive, needs = functools.partial(_naive, form=ctx.form), ctx.needs_input_grad[:3]
             return *differentiable_gradients(naive, [x, weight, bias], needs, dy), None, None
-        dx, dweight, dbias = ctx.kernel.backward(
-            dy.contiguous(),
-            x.contiguous(),
-            ctx.row,
-            statistics,
-            ctx.form,
-            needs_x,
-            needs_weight or needs_bias,
-        )
+        given = (dy.contiguous(), x.contiguous(), ctx.row, statistics, ctx.form)
+        dx, dweight, dbias = ctx.kernel.backward(*given, needs_x, needs_weight or needs_bias)
         dweight = _like(dweight, weight) if needs_weight else None
         dbias = _like(dbias, bias) if needs_bias else None
         return dx, dweight, dbias, None, None

@@ -25,9 +25,8 @@ class Row:
     master: Tensor | None  # FP32 for "fp32", int16 for "split", int8 for "split8"
     state: str  # one of formulas.state_formats
     states: tuple[Tensor, ...]  # one for each of the rule's states, in that format's dtype
-    scales: tuple[
-        Tensor | None, ...
-    ]  # bf16, for each state in a format with scales: one per group of 64 elements
+    # bf16, for each state in a format with scales: one per group of 64 elements.
+    scales: tuple[Tensor | None, ...]
     step: Tensor  # 0-dim FP32 on the weight's device: how often it was updated; a skipped step doesn't count
     ordinal: int  # the parameter's index in the optimizer, a key of the noise
     offset: int = 0  # of a shard: the index in the whole parameter at which the noise starts

@@ -219,23 +219,11 @@ def _float_of_half(pattern: int) -> float:
     return cpu.float_of_half(i16(pattern))
 
 
+_OWN = {"float_of_half": _float_of_half, "shifted": _shifted, "where": cpu.intrinsic(_where)}
+_SHARED = {name: getattr(cpu, name) for name in ("bits", "float_of", "half_bits", "i32", "u32", "fma")}
+_OTHERS = {"least": min, "most": max, "sqrt": math.sqrt, "divide": operator.truediv, "multiply_add": cpu.fma}
 f = formulas.over(
-    {
-        "bits": cpu.bits,
-        "float_of": cpu.float_of,
-        "half_bits": cpu.half_bits,
-        "float_of_half": _float_of_half,
-        "i32": i32,
-        "u32": u32,
-        "shifted": _shifted,
-        "where": cpu.intrinsic(_where),
-        "least": min,
-        "most": max,
-        "sqrt": math.sqrt,
-        "divide": operator.truediv,
-        "fma": cpu.fma,
-        "multiply_add": cpu.fma,
-    },
+    {**_OWN, **_SHARED, **_OTHERS},
     inline,
     "mezzo.pytorch.kernels.optimizer_step.cpu_formulas",
     lambda number: f32(number) if isinstance(number, float) else number,
