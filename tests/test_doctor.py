@@ -118,7 +118,8 @@ def test_a_cpu_is_measured_in_every_format_and_nothing_is_left_changed() -> None
     for what in ("matmul", "conv step"):
         for form in ("fp32", "bf16", "fp16"):
             assert 0 < cells[what, form]["low"] <= cells[what, form]["median"] <= cells[what, form]["high"]
-        assert "no fast tf32 path" in cells[what, "tf32"]["reason"]
+        assert "no fast tf32" in cells[what, "tf32"]["reason"]
+        assert "no fast fp8" in cells["matmul", "e4m3fn"]["reason"]
     assert cells["matmul", "fp32"]["work"] == pytest.approx(2 * 32**3 / 1e9)
     assert cells["copy", "fp32"]["work"] == pytest.approx(2 * 4096 / 1e9)
     assert cells["copy", "fp32"]["unit"] == "GB/s"
@@ -145,7 +146,7 @@ def made_up(device: str, **given: Any) -> list[measure.Row]:
     return [
         *(row("matmul", form, rate, steady) for form, rate in (("fp32", 199.0), ("bf16", 441.0))),
         row("matmul", "fp16", 1.5, (1.1,)),
-        row("matmul", "tf32", 0.0, reason="PyTorch has no fast tf32 path on cpu"),
+        row("matmul", "tf32", 0.0, reason="PyTorch has no fast tf32 on cpu"),
         *(row("conv step", form, rate, steady) for form, rate in (("fp32", 100.0), ("bf16", 190.0))),
         row("conv step", "fp16", 0.0, reason="could not create a primitive"),
         row("copy", "fp32", 54.0, steady),

@@ -87,6 +87,7 @@ def test_the_text_has_each_op_and_fits() -> None:
     assert (
         str(result).splitlines()[0] == "fp16 on cpu: 7 kinds of ops ran in the forward pass, all as planned."
     )
+    assert "1 kind of op ran" in str(mezzo.explain(nn.Linear(8, 3), torch.randn(4, 8), precision="fp16"))
     assert "* fp16 is emulated on this device, by the FP32 kernel between casts: linear." in str(result)
     assert "* internal_fp32, by the device's 16-bit kernel: gelu." in str(result)  # FP32 reaches the norms
 

@@ -116,7 +116,7 @@ def test_the_policy_keeps_the_sensitive_layers_in_bf16_and_no_others() -> None:
     assert found.policy == "nvfp4,module.blocks.3=nvfp4,module.blocks.1=bf16"
     layers = described(with_heads(mezzo.policy(found.policy), model), model)
     assert layers[0] == "nvfp4 in 3 linear layers: blocks.0, blocks.2, blocks.3."
-    assert "head (the policy says bf16)" in layers[1]
+    assert "head (bf16 by default: the head)" in layers[1]
     assert mezzo.calibrate(Net(), loss_of, batches, format="mxfp8", margin=0.5).policy == "mxfp8"
 
 

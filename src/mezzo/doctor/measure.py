@@ -83,7 +83,7 @@ def measure(device_type: str, *, sizes: Sizes | None = None, budget: float = BUD
             if time.perf_counter() >= until:
                 raise NotImplementedError(LATE)
             if form in ("tf32", "e4m3fn") and device_type != "cuda":
-                raise NotImplementedError(f"PyTorch has no fast {form} path on {device_type}")
+                raise RuntimeError(f"PyTorch has no fast {form.replace('e4m3fn', 'fp8')} on {device_type}")
             make = {"matmul": _matmul, "conv step": _conv_step, "copy": _copy}[what]
             work, task = make(form, device_type, sizes)
             start = time.perf_counter()

@@ -223,11 +223,11 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
     from mezzo.pytorch.kernels.quantized_linear import misfit
 
     recipes = {each: recipe_of(each, policy.scaling, policy.recipe) for each in quantized}
-    lower: list[str] = []
-    apart: list[str] = []
+    lower, apart = list[str](), list[str]()
+    heads = heads_of(model) if policy.compute in QUANTIZED else ()
     for path, layer in _linear_layers(model):
         fmt = policy.format_inside(path) or policy.compute
-        why = f"the policy says {fmt}"
+        why = "bf16 by default: the head" if path in heads and fmt == "bf16" else f"the policy says {fmt}"
         if fmt in QUANTIZED:
             why = misfit(recipes[fmt], layer.in_features, layer.out_features)
         if why:
@@ -276,8 +276,8 @@ def _together(paths: list[str]) -> list[str]:
 
 
 _NOTHING = (
-    "{0} in no layer of this model: only linear layers multiply in {0} (not convolutions, recurrent layers or "
-    "attention), and not the head; the rest is as under bf16."
+    "{0} in no layer of this model. Linear layers of fitting sizes multiply in {0}, but not the head (the last one). "
+    "Convolutions, recurrent layers and attention are as under bf16."
 )
 
 

@@ -81,8 +81,9 @@ class Explanation:
         """The table, no line longer than ``width`` columns (at least 60)."""
         width = max(width, _NARROWEST)
         count = len({row.op for row in self.ops})
+        kinds = "1 kind of op" if count == 1 else f"{count} kinds of ops"
         verdict = f"{len(self.departed)} NOT AS PLANNED" if self.departed else "all as planned"
-        headline = f"{self.precision} on {self.device_type}: {count} kinds of ops ran in the forward pass, {verdict}."
+        headline = f"{self.precision} on {self.device_type}: {kinds} ran in the forward pass, {verdict}."
         lines = textwrap.wrap(headline, width)
         for row in self.departed:
             place = f" in {row.module}" if row.module else ""
