@@ -224,10 +224,13 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
 
     recipes = {each: recipe_of(each, policy.scaling, policy.recipe) for each in quantized}
     lower, apart = list[str](), list[str]()
-    heads = heads_of(model) if policy.compute in QUANTIZED else ()
+    wide = dict.fromkeys(heads_of(model), "the head") if policy.compute in QUANTIZED else {}
+    for block in last_blocks_of(model, policy.quantization.last_blocks) if wide else ():
+        inner = (name for name, _ in model.get_submodule(block).named_modules(prefix=block))
+        wide.update(dict.fromkeys(inner, "one of the last blocks"))
     for path, layer in _linear_layers(model):
         fmt = policy.format_inside(path) or policy.compute
-        why = "bf16 by default: the head" if path in heads and fmt == "bf16" else f"the policy says {fmt}"
+        why = f"bf16 by default: {wide[path]}" if path in wide and fmt == "bf16" else f"the policy says {fmt}"
         if fmt in QUANTIZED:
             why = misfit(recipes[fmt], layer.in_features, layer.out_features)
         if why:
