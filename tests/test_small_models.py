@@ -8,8 +8,12 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from mezzo.pytorch.run import session
+from mezzo.runner.lifecycle import RunRequest
 
 SCRIPT = """
     import json, sys
@@ -77,3 +81,141 @@ def test_a_call_passes_through_few_functions_however_many_are_in_its_graph(
     assert found["no_grad"]["each"] <= MOST[precision]
     for what in ("forward", "graph"):
         assert found[what]["many"] <= 1.15 * found[what]["few"], what
+
+
+COUNTS = """
+    import gc, sys
+    import torch
+    from torch import nn
+
+    net = nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    sessions = (one for one in gc.get_objects() if type(one).__name__ == "Session")
+    session = next(one for one in sessions if not one.journal.losses)  # not one of an earlier test
+    for step in range(6):
+        if step == 3 and "group" in sys.argv:
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        loss = net(torch.randn(2, 4)).square().sum()
+        loss.backward()
+        optimizer.step()
+    journal = session.journal
+    assert (journal.losses, journal.updates, journal.first_updates) == (6, 6, 6)
+    assert (session.model_calls, session.lowered_calls) == (6, 6)
+    assert float(journal.last_loss) == float(loss.detach())
+    print(session.only_counts)
+    if "group" in sys.argv:
+        torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "words", "settings", "short"),
+    [
+        ("bf16", [], {}, True),
+        ("bf16", ["group"], {}, False),
+        ("bf16", [], {"stop_after": 9}, False),
+        ("bf16", [], {"records": Path("run.jsonl")}, False),
+        ("bf16", [], {"masters": "split"}, False),
+        ("mxfp8,bf16_from=9", [], {}, False),
+        ("fp16", [], {"trace": False}, False),
+    ],
+)
+def test_the_short_way_counts_what_the_long_one_does(
+    policy: str,
+    words: list[str],
+    settings: dict[str, Any],
+    short: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(textwrap.dedent(COUNTS))
+    assert session.run(RunRequest("script.py", tuple(words), policy=policy, **settings)) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(short)
+
+
+SOFTMAX = """
+    import warnings
+
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import functional as F
+    from torch.utils.checkpoint import checkpoint
+
+    warnings.simplefilter("ignore")
+
+    class Sub(Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            assert not (kwargs or {}).get("dtype")  # it sees the script's call
+            return super().__torch_function__(func, types, args, kwargs)
+
+    @torch.jit.script
+    def scripted(x: Tensor) -> Tensor:
+        return F.softmax(x, -1)
+
+    compiled = torch.compile(lambda x: F.softmax(x, -1), backend="aot_eager")
+    func, again = torch.func, lambda f, x: checkpoint(f, x, use_reentrant=False)
+
+    # Name -> F's function on x, and the same by torch's, which goes through the dispatcher.
+    def pairs(ours, theirs):
+        return {
+            "dense": (lambda x: ours(x, -1), lambda x: theirs(x, -1)),
+            "first": (lambda x: ours(x.t(), 0), lambda x: theirs(x.t(), 0)),
+            "fp32": (lambda x: ours(x.float(), -1), lambda x: theirs(x.float(), -1)),
+            "fp64": (lambda x: ours(x.double(), -1), lambda x: theirs(x.double(), -1)),
+            "integers": (lambda x: ours(x.int(), -1), lambda x: theirs(x.int(), -1)),
+            "dtype": (lambda x: ours(x, -1, dtype=torch.float64), lambda x: theirs(x, -1, dtype=torch.float64)),
+            "no dim": (lambda x: ours(x), lambda x: theirs(x, 1)),
+            "nested": (lambda x: ours(nested(x), -1), lambda x: theirs(nested(x), -1)),
+            "sparse": (lambda x: ours(x.to_sparse(), -1), lambda x: theirs(x.to_sparse(), -1)),
+            "oneDNN": (lambda x: ours(x.to_mkldnn(), -1).to_dense(), lambda x: theirs(x.to_mkldnn(), -1).to_dense()),
+            "subclass": (lambda x: ours(x.as_subclass(Sub), -1), lambda x: theirs(x.as_subclass(Sub), -1)),
+            "vmap": (func.vmap(lambda r: ours(r, -1)), func.vmap(lambda r: theirs(r, -1))),
+            "grad": (func.grad(lambda x: ours(x, -1)[0, 0]), func.grad(lambda x: theirs(x, -1)[0, 0])),
+            "checkpoint": (lambda x: again(lambda y: ours(y, -1), x), lambda x: theirs(x, -1)),
+            "script": (scripted, lambda x: torch.softmax(x, -1)),
+            "compile": (compiled, lambda x: torch.softmax(x, -1)),
+        }
+
+    def nested(x):
+        return torch.nested.as_nested_tensor([x[0], x[1]])
+
+    def outcome(function, x):
+        x = x.detach().requires_grad_()
+        try:
+            out = function(x)
+            parts = out.unbind() if out.is_nested else [out]
+            if out.requires_grad and not out.is_nested:
+                parts += torch.autograd.grad(out[0, 0].double(), x)
+        except Exception as error:
+            return type(error)
+        return [(type(t), t.dtype, t.detach().as_subclass(Tensor).double().tolist()) for t in parts]
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            x = super().forward(x)
+            for name in ("softmax", "log_softmax"):
+                for kind, (ours, theirs) in pairs(getattr(F, name), getattr(torch, name)).items():
+                    if kind in ("script", "compile") and name != "softmax":
+                        continue
+                    if outcome(ours, x) != outcome(theirs, x):
+                        print(name, kind, outcome(ours, x), outcome(theirs, x))
+            assert x.dtype in (torch.bfloat16, torch.float16)
+            return x
+
+    Net(4, 4)(torch.randn(3, 4))
+    print("all")
+"""
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,op.softmax=lower"])
+def test_softmax_without_the_dispatchers_way_into_python_is_the_same(
+    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SOFTMAX))
+    assert session.run(RunRequest(str(script), (), policy=policy)) == 0
+    assert capsys.readouterr().out.splitlines() == ["all"]

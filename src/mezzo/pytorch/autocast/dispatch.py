@@ -19,7 +19,7 @@ from mezzo.pytorch.autocast import active_policy, recompute
 from mezzo.pytorch.autocast.actions import Action, action, for_other_layouts, gives_fp32
 from mezzo.pytorch.autocast.fallback import OTHER_LAYOUTS, Kernels
 from mezzo.pytorch.autocast.plan import AUTOCAST_KEYS, Overload, overload_named, own_table, plan
-from mezzo.pytorch.dtypes import dtype_of
+from mezzo.pytorch.dtypes import SIXTEEN_BITS, dtype_of
 from mezzo.pytorch.hardware import leaves_autocast_off
 from mezzo.pytorch.kernels.not_traced import not_traced
 
@@ -30,7 +30,7 @@ _get_dtype = torch.get_autocast_dtype
 _label = active_policy.label
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _is_compiling, _is_overridden = torch.compiler.is_compiling, torch.overrides.has_torch_function_unary
-_strided, _FP32 = torch.strided, torch.float32
+_strided, _FP32, _TO_FP32 = torch.strided, torch.float32, (*SIXTEEN_BITS, torch.float32)
 _KEYS: dict[str, Any] = {}  # the dispatch key of autocast, by device type
 
 
@@ -112,7 +112,7 @@ def _number_places(overload: Overload) -> tuple[int, ...]:
 
 
 def direct(original: Callable[..., Any], name: str, op: Callable[..., Any]) -> Callable[..., Any]:
-    """`softmax` or `log_softmax` of `torch.nn.functional`, which runs the overload's action without the dispatcher.
+    """`softmax` or `log_softmax` of `torch.nn.functional`; with an FP32 result by the policy it avoids our kernel.
 
     The dispatcher takes several microseconds to enter Python, more than these functions themselves on few numbers.
     """
@@ -124,11 +124,12 @@ def direct(original: Callable[..., Any], name: str, op: Callable[..., Any]) -> C
         if dim is not None and dtype is None and not _is_compiling() and not _is_overridden(input):
             device_type = "cpu" if input.is_cpu else input.device.type
             found = _actions.get((name, device_type), _NO_ACTIONS).get(_label())
-            if found is not None and _get_dtype(device_type) is found[0] and input.layout is _strided:
+            is_action = found is not None and found[3] and _get_dtype(device_type) is found[0]
+            if is_action and input.layout is _strided and input.dtype in _TO_FP32:
                 key = _KEYS[device_type]
                 _exclude(key, True)
                 try:
-                    return op(input, dim, dtype=_FP32) if found[3] else found[1](input, dim)
+                    return op(input, dim, dtype=_FP32)
                 finally:
                     _exclude(key, False)
         return original(input, dim, _stacklevel + 1, dtype)
