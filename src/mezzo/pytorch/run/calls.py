@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mezzo.core.errors import UsageError
 from mezzo.core.policy_text import matches
 from mezzo.core.records import HAD_TF32
+from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import context_of
 from mezzo.pytorch.autocast.modules import (
     apply_module_overrides,
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
     from mezzo.runner.patches import ImportWatch, Patches
 
-_autocast_on = torch._C._is_any_autocast_enabled
+_any_autocast = torch._C._is_any_autocast_enabled  # not of the label's device, nor of MPS
+_label_on, _LABEL = torch.is_autocast_enabled, active_policy.LABEL_DEVICE
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 _is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 _is_compiling, _dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
@@ -307,7 +309,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         return leave(self, *entered, out)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _autocast_on() or IN_FP32 in self.__dict__:
+        if _any_autocast() or _label_on(_LABEL) or IN_FP32 in self.__dict__:
             if is_wrapped_call and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)  # what `original` does, without another stack frame
             return original(self, *args, **kwargs)
