@@ -38,41 +38,54 @@ class Weakness:
 
 
 _INSIDE = "keep the input inside (-1, 1), where the derivative is finite: `x.clamp(-1 + 1e-6, 1 - 1e-6)`"
-_FIXES = {
-    "log": "clamp the input of the logarithm: `x.clamp(min=1e-6).log()`; for a probability use log_softmax",
-    "log2, log10": "clamp the input of the logarithm away from 0",
-    "log1p": "keep the input above -1",
-    "logit, special_logit": "keep the input inside (0, 1): `torch.logit(x, eps=1e-6)` clamps it",
-    "div, addcdiv, reciprocal": "add an eps to the denominator, or clamp it away from 0",
-    "rsqrt": "add an eps under the root",
-    "sqrt": "clamp the input of the root at 0 or above",
-    "pow, float_power": "clamp the base away from 0; with a fractional exponent keep it above 0",
-    "softmax, log_softmax, scaled_dot_product_attention": "leave at least one position of each row unmasked: the "
-    "softmax of a fully masked row is NaN",
-    "acos, asin, atanh": _INSIDE,
-    "mean": "the mean of no elements is NaN: check that at least one element is left",
-    "std": "a standard deviation needs at least two elements",
-    "var": "a variance needs at least two elements",
-    "nll_loss, cross_entropy_loss": "the mean over no targets is NaN: check that at least one target is not ignored",
-    "binary_cross_entropy": "use binary_cross_entropy_with_logits on the input of the sigmoid",
-}
-_SLOPES = {
-    "log": "compute the logarithm only for the elements that you use: torch.where(...) around it differentiates all",
-    "sqrt": "add an eps under the root: its derivative is infinite at 0",
-    "pow, float_power": "add an eps to the base: with a fractional exponent the derivative is infinite at 0",
-    "norm, linalg_vector_norm": "add an eps before the root: a norm has no derivative at 0",
-    "std": "add an eps: `(x.var() + eps).sqrt()`; a standard deviation has no derivative at 0",
+_BY_OPS = {
+    "log": Weakness(
+        "clamp the input of the logarithm: `x.clamp(min=1e-6).log()`; for a probability use log_softmax",
+        "compute the logarithm only for the elements that you use: torch.where(...) around it differentiates all",
+        takes_eps=True,
+    ),
+    "log2, log10": Weakness("clamp the input of the logarithm away from 0", takes_eps=True),
+    "log1p": Weakness("keep the input above -1"),
+    "logit, special_logit": Weakness("keep the input inside (0, 1): `torch.logit(x, eps=1e-6)` clamps it"),
+    "div, addcdiv, reciprocal": Weakness(
+        "add an eps to the denominator, or clamp it away from 0", takes_eps=True
+    ),
+    "rsqrt": Weakness("add an eps under the root", takes_eps=True),
+    "sqrt": Weakness(
+        "clamp the input of the root at 0 or above",
+        "add an eps under the root: its derivative is infinite at 0",
+        takes_eps=True,
+    ),
+    "pow, float_power": Weakness(
+        "clamp the base away from 0; with a fractional exponent keep it above 0",
+        "add an eps to the base: with a fractional exponent the derivative is infinite at 0",
+        takes_eps=True,
+    ),
+    "softmax, log_softmax, scaled_dot_product_attention": Weakness(
+        "leave at least one position of each row unmasked: the softmax of a fully masked row is NaN"
+    ),
+    "norm, linalg_vector_norm": Weakness(
+        fix_slope="add an eps before the root: a norm has no derivative at 0"
+    ),
+    "acos, asin, atanh": Weakness(_INSIDE),
+    "mean": Weakness("the mean of no elements is NaN: check that at least one element is left"),
+    "std": Weakness(
+        "a standard deviation needs at least two elements",
+        "add an eps: `(x.var() + eps).sqrt()`; a standard deviation has no derivative at 0",
+    ),
+    "var": Weakness("a variance needs at least two elements"),
+    "nll_loss, cross_entropy_loss": Weakness(
+        "the mean over no targets is NaN: check that at least one target is not ignored"
+    ),
+    "binary_cross_entropy": Weakness("use binary_cross_entropy_with_logits on the input of the sigmoid"),
     # Not an operation: a function of the script's own on a gradient.
-    "gradient hook": "check the hook that the script registered on that tensor's gradient",
+    "gradient hook": Weakness(
+        fix_slope="check the hook that the script registered on that tensor's gradient"
+    ),
 }
-_TAKE_EPS = ("log", "log2, log10", "div, addcdiv, reciprocal", "rsqrt", "sqrt", "pow, float_power")
 
 WEAK_OPS: Mapping[str, Weakness] = MappingProxyType(
-    {
-        op: Weakness(_FIXES.get(ops, ""), _SLOPES.get(ops, ""), ops in _TAKE_EPS)
-        for ops in dict.fromkeys((*_FIXES, *_SLOPES))
-        for op in ops.split(", ")
-    }
+    {op: weakness for ops, weakness in _BY_OPS.items() for op in ops.split(", ")}
 )
 """Op -> its weakness, by the names of `mezzo.core.rules.RULES` where an op is in it."""
 

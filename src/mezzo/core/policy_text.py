@@ -42,8 +42,19 @@ _WEIGHTS = {  # Lightning's
     "bf16-true": "bf16 weights without masters. Use 'bf16,masters=none', or with FP32 masters 'bf16,masters=split'",
     "16-true": "fp16 weights without masters, which lose small updates. Use 'fp16,masters=fp32'",
 }
-KEYS: tuple[str, ...] = ("compute", "params", "masters", "state", "loss_scale", "recompute")
-KEYS += ("scaling", "recipe", "bf16_from", "hidden", "reduce")
+KEYS = (
+    "compute",
+    "params",
+    "masters",
+    "state",
+    "loss_scale",
+    "recompute",
+    "scaling",
+    "recipe",
+    "bf16_from",
+    "hidden",
+    "reduce",
+)
 
 # What a user may set in `dynamic(...)`, or in another kind that moves, with its default: all but the state.
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {

@@ -43,10 +43,11 @@ def random_integers(patterns: Any, places: Any, seed: int, bits: int) -> Any:
 class RoundingPlan:
     """The constants with which values held in one format are rounded to those of a narrower one.
 
-    The significand is an integer. It is rounded by adding a part of a unit of the narrower mantissa and dropping the
-    bits below: half of it, less one if the bit that stays last is even, or a random part. Below the narrower format's
-    normal range the unit no longer shrinks, so more bits are dropped; subtracting ``anchor``, whose last place is that
-    unit, makes a number of the count of units. It is 0 and not used if both have the same exponent range.
+    A pattern's magnitude grows with its value, so a value is rounded by adding just under half a unit of the narrower
+    mantissa to the pattern, plus one if the bit that stays last is odd, and clearing the bits below. Below the narrower
+    format's normal range the unit no longer shrinks: there, adding and subtracting ``anchor``, whose last place is that
+    unit, makes the hardware round. It is 0 and not used if both have the same exponent range. Stochastically, a random
+    part of a unit is added to the significand, an integer, from which more bits are dropped below the normal range.
     """
 
     def __init__(self, form: Format, storage: Format, overflow: str) -> None:
@@ -54,13 +55,18 @@ class RoundingPlan:
         self.nmant = storage.nmant
         self.random_bits = storage.bits - 2
         self.shift = storage.nmant - form.nmant
+        self.below_half = (1 << self.shift >> 1) - 1
         self.magnitude_mask = (1 << (storage.bits - 1)) - 1
+        self.kept_mask = self.magnitude_mask >> self.shift << self.shift
         self.infinity = bits(math.inf, storage).code
         self.nan = self.infinity | 1 << (storage.nmant - 1)
         self.largest = bits(min(form.max, storage.max), storage).code
         self.smallest_normal = bits(form.smallest_normal, storage).code
         self.ties_up = not form.nmant
-        self.smallest = 0 if form.signed else bits(form.min, storage).code
+        # Of a format without sign and zero; to nearest, what is below 1.5 times it becomes it.
+        self.smallest, self.up_from = (
+            (0, 0) if form.signed else (bits(factor * form.min, storage).code for factor in (1, 1.5))
+        )
         self.anchor = 0.0
         if form.signed and form.minexp > storage.minexp:
             self.anchor = math.ldexp(1.0, form.minexp - form.nmant + storage.nmant)
@@ -77,26 +83,31 @@ class RoundingPlan:
         """
         patterns = values.view(getattr(xp, self.word))
         magnitude = patterns & self.magnitude_mask
-        exponent = xp.clip(magnitude >> self.nmant, 1, None)
-        significand = magnitude - (exponent - 1 << self.nmant)
-        below = self.shift + xp.clip((self.smallest_normal >> self.nmant) - exponent, 0, None)  # bits to drop
-        if self.smallest:  # the smallest value of e8m0 is half of FP32's smallest normal number
-            below = below - xp.clip(1 - (magnitude >> self.nmant), 0, 1)
-        kept = xp.clip(below, None, self.random_bits)  # more would not change the nearest value
-        significand = significand >> xp.clip(below - kept, None, self.random_bits)
-        if random is None:  # in half bits, so that half a bit is a number
-            is_odd = 1 if self.ties_up else significand >> kept & 1
-            count = (2 * significand + ((1 << kept) - 1 + is_odd)) >> kept + 1
+        if random is None:
+            rounded, sums, least = magnitude, magnitude.view(values.dtype) + self.anchor, self.up_from
+            if self.shift:
+                is_odd = 1 if self.ties_up else (magnitude >> self.shift) & 1
+                rounded = (magnitude + (is_odd + self.below_half)) & self.kept_mask
         else:
+            exponent = xp.clip(magnitude >> self.nmant, 1, None)
+            significand = magnitude - (exponent - 1 << self.nmant)
+            below = self.shift + xp.clip(
+                (self.smallest_normal >> self.nmant) - exponent, 0, None
+            )  # bits to drop
+            if self.smallest:  # the smallest value of e8m0 is half of FP32's smallest normal number
+                below = below - xp.clip(1 - (magnitude >> self.nmant), 0, 1)
+            kept = xp.clip(below, None, self.random_bits)
+            significand = significand >> xp.clip(below - kept, None, self.random_bits)
             count = (significand + (random >> self.random_bits - kept)) >> kept
-        rounded = (exponent - 1 << self.nmant) + (count << kept)
+            rounded, least = (exponent - 1 << self.nmant) + (count << kept), self.smallest
+            sums = (self.anchor_pattern + count).view(values.dtype)
         if self.anchor:
-            subnormal = (self.anchor_pattern + count).view(values.dtype) - self.anchor
+            subnormal = sums - self.anchor
             rounded = xp.where(magnitude < self.smallest_normal, subnormal.view(patterns.dtype), rounded)
         rounded = xp.where(rounded > self.largest, self.beyond, rounded)
         rounded = xp.where(magnitude > self.infinity, self.nan, rounded)
         if self.smallest:  # a format without sign and zero
-            rounded = xp.where(magnitude < self.smallest, self.smallest, rounded)
+            rounded = xp.where(magnitude < least, self.smallest, rounded)
             rounded = xp.where(patterns <= 0, self.nan, rounded)
         return (rounded | (patterns & ~self.magnitude_mask)).view(values.dtype)
 

@@ -16,7 +16,7 @@ def mapped(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*[mapped(item, change, kind) for item in value])
-    if type(value) is list or isinstance(value, tuple):
+    if type(value) in (list, tuple) or hasattr(value, "n_sequence_fields"):  # the latter: torch.return_types
         return type(value)([mapped(item, change, kind) for item in value])
     if isinstance(value, deque):
         return deque([mapped(item, change, kind) for item in value], value.maxlen)

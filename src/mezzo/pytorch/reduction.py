@@ -23,7 +23,7 @@ FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _sends: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # the format of each wrapper
 
 
-def average_in(model: nn.Module, format: str) -> None:
+def average_in(model: Any, format: str) -> None:
     """Let a `DistributedDataParallel` send gradients in `bf16` or `fp16`, and average them in FP32.
 
     Naive code, with N ranks::
@@ -39,22 +39,10 @@ def average_in(model: nn.Module, format: str) -> None:
     times `power`. Call it once per model.
 
     Raises:
-        UsageError: a model that is not a `DistributedDataParallel`.
+        UsageError: a model that is not a `DistributedDataParallel`, or has a communication hook.
         UnknownNameError: another format.
     """
-    if not isinstance(model, nn.parallel.DistributedDataParallel):
-        raise UsageError(
-            f"average_in: the model has type {type(model).__name__}, not DistributedDataParallel. Wrap it first: model "
-            "= torch.nn.parallel.DistributedDataParallel(model). For fully_shard use "
-            "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)."
-        )
-    if format not in FORMATS:
-        raise unknown_name("format", format, tuple(FORMATS), where="average_in: ")
-    if model._comm_hooks:
-        raise UsageError(
-            "average_in: this DistributedDataParallel has a communication hook already, and can have one. Remove that "
-            "hook, or the call of average_in, or reduce= from the policy."
-        )
+    _check(model, format)
     dtype, group = FORMATS[format], model.process_group
     size = dist.get_world_size(group)
     power = 2.0 ** math.ceil(math.log2(size))
@@ -70,13 +58,36 @@ def average_in(model: nn.Module, format: str) -> None:
     _sends[model] = format
 
 
-def average_as(model: nn.Module, policy: Policy) -> None:
-    """`average_in`, once, for each `DistributedDataParallel` of a model, if its policy has ``reduce=``."""
-    if policy.reduce != "fp32" and is_sharded(model):
+def _check(model: Any, format: str) -> None:
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UsageError(
+            f"average_in: the model has type {type(model).__name__}, not DistributedDataParallel. Wrap it first: model "
+            "= torch.nn.parallel.DistributedDataParallel(model). For fully_shard use "
+            "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)."
+        )
+    if format not in FORMATS:
+        raise unknown_name("format", format, tuple(FORMATS), where="average_in: ")
+    if model._comm_hooks:
+        raise UsageError(
+            "average_in: this DistributedDataParallel has a communication hook already, and can have only one. Remove "
+            "that hook, or the call of average_in, or reduce= from the policy."
+        )
+
+
+def to_average(model: nn.Module, policy: Policy) -> list[Any]:
+    """Every `DistributedDataParallel` of a model that ``reduce=`` of the policy is for, and has not reached yet.
+
+    Raises:
+        UsageError: `average_in` would raise it for one of them, or the model is sharded.
+    """
+    if policy.reduce == "fp32":
+        return []
+    if is_sharded(model):
         raise UsageError(
             f"policy '{policy}': fully_shard reduces gradients itself. Remove reduce={policy.reduce}, and use "
             f"fully_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype={FORMATS[policy.reduce]}))."
         )
-    for wrapper in wrappers(model):
-        if policy.reduce not in ("fp32", _sends.get(wrapper)):
-            average_in(wrapper, policy.reduce)
+    new = [wrapper for wrapper in wrappers(model) if _sends.get(wrapper) != policy.reduce]
+    for wrapper in new:
+        _check(wrapper, policy.reduce)
+    return new

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -286,8 +285,8 @@ def clip_(
     counted = [grad for grad, param in zip(grads, params) if ranks.counts(param)]
     norms = [] if clip_norm is None else [torch.nn.utils.get_total_norm(counted)]
     if clip_value is not None:
-        holders: Any = [SimpleNamespace(grad=grad) for grad in grads]  # it reads no more of a parameter
-        torch.nn.utils.clip_grad_value_(holders, clip_value)
+        torch._foreach_clamp_min_(grads, -clip_value)
+        torch._foreach_clamp_max_(grads, clip_value)
         norms += [torch.nn.utils.get_total_norm(counted) for _ in norms]
     by = None
     if ranks and (norms or found is not None):

@@ -89,9 +89,10 @@ class Journal:
     ) -> None:
         """An optimizer's step that moved the parameters, or was skipped; `at` if not now."""
         if self.writes:
-            at = self.now() if at is None else at
-            outcome = (moved, not moved, loss_scale, at, reason, observed)
-            self._put(records.UpdateRecord(self.updates, optimizer, *outcome))
+            index, at = self.updates, self.now() if at is None else at
+            self._put(
+                records.UpdateRecord(index, optimizer, moved, not moved, loss_scale, at, reason, observed)
+            )
         self.count(optimizer)
         self.skipped += not moved
 

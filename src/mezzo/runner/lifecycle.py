@@ -251,9 +251,8 @@ def _hint(request: RunRequest, error: BaseException | None) -> str:
 
 def started(request: RunRequest, policy: str, machine: dict[str, Any]) -> RunStarted:
     """The first record of a run: `policy` is the one that `auto` chose."""
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    settings = (policy, request.seed_offset or 0, request.nudge)
-    return RunStarted(request.target, list(request.argv), *settings, machine, now)
+    now, offset = datetime.now(timezone.utc).isoformat(timespec="seconds"), request.seed_offset or 0
+    return RunStarted(request.target, list(request.argv), policy, offset, request.nudge, machine, now)
 
 
 def rank_here() -> int | None:

@@ -289,6 +289,7 @@ class Context:
         transition = self._transitions.get(0)
         if transition is None:
             transition = self._transitions[0] = active_policy.transition(0, device, self.policy)
+        enabled = _is_enabled(device)  # True where only MPS's is on, which PyTorch does not count
         _increment_nesting()
         _set_enabled(device, self._enabled)
         if self._dtype is not None and self._dtype is not dtype:
@@ -299,14 +300,14 @@ class Context:
         transition.enter()
         if compiling.handler is not None:
             compiling.set_up()
-        return transition.leave, device, dtype, cached
+        return transition.leave, device, enabled, dtype, cached
 
     @not_traced
     def end(self, begun: tuple[Any, ...]) -> None:
         """End what `begin` began."""
-        leave, device, dtype, cached = begun
+        leave, device, enabled, dtype, cached = begun
         leave()
-        _set_enabled(device, False)
+        _set_enabled(device, enabled)
         if dtype is not self._dtype:
             _set_dtype(device, dtype)
         if cached is not None:

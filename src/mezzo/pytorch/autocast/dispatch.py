@@ -38,6 +38,7 @@ _KEYS: dict[str, Any] = {}  # the dispatch key of autocast, by device type
 # whether the first only gives the op an output dtype of FP32.
 _Actions = dict[int, tuple[torch.dtype, Action, Action, bool]]
 _actions: dict[tuple[str, str], _Actions] = {}  # by overload and device type
+_NO_ACTIONS: _Actions = {}
 
 
 def registered(device_type: str | None = None) -> tuple[str, ...]:
@@ -136,6 +137,3 @@ def direct(original: Callable[..., Any], name: str, op: Callable[..., Any]) -> C
 
     function.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # for torch.jit.script
     return function
-
-
-_NO_ACTIONS: _Actions = {}

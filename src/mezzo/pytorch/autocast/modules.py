@@ -223,7 +223,8 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
     from mezzo.pytorch.kernels.quantized_linear import misfit
 
     recipes = {each: recipe_of(each, policy.scaling, policy.recipe) for each in quantized}
-    lower, apart = list[str](), list[str]()
+    lower: list[str] = []
+    apart: list[str] = []
     wide = dict.fromkeys(heads_of(model), "the head") if policy.compute in QUANTIZED else {}
     for block in last_blocks_of(model, policy.quantization.last_blocks) if wide else ():
         inner = (name for name, _ in model.get_submodule(block).named_modules(prefix=block))

@@ -275,13 +275,17 @@ class ParameterState:
     def __init__(self, param: Tensor, entries: Entries, how: Storage, modes: Modes, ordinal: int) -> None:
         own = local(param.detach())
         scales = [entries.get(spec.name + "_scale") for spec in how.specs]
-        master = None if how.master_key is None else local(entries[how.master_key])
-        states = tuple(local(entries[spec.name]) for spec in how.specs)
-        flat_scales = tuple(None if scale is None else local(scale).reshape(-1) for scale in scales)
-        noise = (ordinal, shards.offset(param))
-        # Of this rank's part.
-        self.row = Row(
-            own, None, how.masters, master, how.state, states, flat_scales, entries["step"], *noise
+        self.row = Row(  # of this rank's part
+            weight=own,
+            grad=None,
+            masters=how.masters,
+            master=None if how.master_key is None else local(entries[how.master_key]),
+            state=how.state,
+            states=tuple(local(entries[spec.name]) for spec in how.specs),
+            scales=tuple(None if scale is None else local(scale).reshape(-1) for scale in scales),
+            step=entries["step"],
+            ordinal=ordinal,
+            offset=shards.offset(param),
         )
         self.how, self.entries, self.modes = how, entries, modes
         self.tensors: tuple[Any, ...] = tuple(entries.values())

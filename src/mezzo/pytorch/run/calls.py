@@ -36,7 +36,7 @@ from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
-from mezzo.pytorch.reduction import average_as
+from mezzo.pytorch.reduction import average_in, to_average
 from mezzo.pytorch.run.foreign import SWITCH_OFF
 from mezzo.pytorch.run.weights import nudge, trains, widen
 
@@ -121,7 +121,8 @@ class Preparation:
         session.resolve(params[0].device.type)
         session.ranks.register(module)
         try:
-            average_as(module, session.policy)
+            for wrapper in to_average(module, session.policy):
+                average_in(wrapper, session.policy.reduce)
         except UsageError as error:
             session.fatal = error
             raise

@@ -34,7 +34,7 @@ from mezzo.pytorch.autocast.context import Context
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import FirstStates
 from mezzo.pytorch.optim.with_masters import WithMasters
-from mezzo.pytorch.reduction import average_as
+from mezzo.pytorch.reduction import average_in, to_average
 from mezzo.pytorch.step import StepOutcome, parameters, step_fused, step_in_place
 from mezzo.pytorch.training import backward, cast_parameters, checks
 from mezzo.pytorch.training import state as training_state
@@ -171,7 +171,7 @@ class MixedPrecision:
         self.scheduler = scheduler
         low = asked.params != "fp32" or cast_parameters.stored_as(optimizer)[0] != "fp32"
         self._average = checks.averager(ema, low=low)
-        average_as(model, asked)
+        wrappers = to_average(model, asked)
         for other in replaced:
             other._make_way()
         self._journal = Journal(writer_of(records, "MixedPrecision: records"))
@@ -188,6 +188,8 @@ class MixedPrecision:
         except BaseException:
             self._resolved.end()
             raise
+        for wrapper in wrappers:
+            average_in(wrapper, asked.reduce)
         loss_scaler.follow_joins(model, self._resolved)
         self._observing = Observers(
             model, observers_for(self._resolved, model, optimizer, watch, trace, self._journal.now)
@@ -219,8 +221,7 @@ class MixedPrecision:
         self._clears_itself = not own
         # Separate masters and clipping by value rewrite gradients, which must be FP32 for it.
         rewrites = self.clip_value is not None or isinstance(stepping, WithMasters)
-        ddp = any(isinstance(part, nn.parallel.DistributedDataParallel) for part in self.model.modules())
-        reduced = ddp or distributed.is_sharded(self.model)
+        reduced = bool(distributed.wrappers(self.model)) or distributed.is_sharded(self.model)
         self._gradients = Gradients(fp32=self.accumulate > 1 or rewrites, reduced=reduced)
         undo = ExitStack()
         undo.callback(self._gradients.clear)

@@ -198,8 +198,8 @@ def _write(writer: RecordWriter, kept: list[_Entry], sources: list[Callable[[], 
         if isinstance(what, Tensor):
             writer.write(LossRecord(index, float(what), at))
         else:
-            outcome = (what.stepped, what.skipped, what.loss_scale, at, what.reason)
-            writer.write(UpdateRecord(index, 0, *outcome))
+            update = UpdateRecord(index, 0, what.stepped, what.skipped, what.loss_scale, at, what.reason)
+            writer.write(update)
     for source in sources:
         for each in source():
             writer.write(each)
