@@ -279,6 +279,7 @@ BOTH = "mixed_precision='bf16'"
         (_prepared_before, CallOrderError, ["attach", "Sequential", "before accelerator.prepare("]),
         (_apart, UsageError, ["masters=split", "accelerator.prepare(model, optimizer)"]),
         (lambda: attached("bf61"), UsageError, ["bf61", "'bf16'"]),
+        (lambda: attached("bf16,reduce=bf16"), UsageError, ["reduce=", 'average_in(ddp_model, "bf16")']),
         (lambda: attached("bf16", mask="split"), UsageError, ["mask", "'masters'"]),
         (lambda: Run(attached("bf16,module.head=fp32")), UsageError, ["'head'", "prepared models"]),
         (lambda: _fp16_weights(None), UsageError, ["mezzo.accelerate.attach", "fp16", "masters='fp32'"]),

@@ -19,7 +19,6 @@ from mezzo.core.policy import Policy
 from mezzo.pytorch.distributed import is_sharded, wrappers
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 _sends: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # the format of each wrapper
 
 

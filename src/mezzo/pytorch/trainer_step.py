@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from mezzo.core.errors import LossScaleCollapseError
+from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import LossScale, NoLossScale
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.policy import policy as policy_of
@@ -53,6 +53,11 @@ class TrainerStep:
         asked, _ = cast_parameters.stored(
             policy_of(policy), device_type=device_type, where=self.where, **storage
         )
+        if asked.reduce != "fp32":
+            fix = f'after wrapping: mezzo.pytorch.reduction.average_in(ddp_model, "{asked.reduce}")'
+            raise UsageError(
+                f"{self.where}: reduce= does not reach the trainer's wrapper. Remove it, and call {fix}"
+            )
         self.policy, _ = auto.resolve(asked, device_type)
         pure = as_loss_scale(loss_scale, self.where) or self.policy.make_loss_scale()
         self.scaler = None if isinstance(pure, NoLossScale) else GradScaler.of(pure)

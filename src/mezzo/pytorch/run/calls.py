@@ -285,10 +285,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
     def outermost(self: nn.Module, args: Any, kwargs: Any) -> Any:
         if session.only_counts and is_quick and _graph_task() == -1 and not _is_jit_tracing():
             found, context = known.get(id(self)), thread.context
-            is_ready = (
-                found is not None and found[1] and found[0]() is self and self._compiled_call_impl is None
-            )
-            if is_ready and context is not None and thread.policy is session.applied:
+            is_ready = found is not None and found[1] and found[0]() is self
+            if is_ready and context and thread.policy is session.applied and self._compiled_call_impl is None:
                 session.model_calls += 1
                 session.lowered_calls += 1
                 begun = context.begin()

@@ -190,8 +190,7 @@ class Steps:
                 known = self._of(optimizer)
             if known.inside:
                 return step(optimizer, *args, **kwargs)
-            # Of another class: it has got masters since, and this is the step from before.
-            is_own = type(optimizer).step is stepping
+            is_own = type(optimizer).step is stepping  # else it has got masters since
             if known.is_plain and is_own and session.only_counts and not args and not kwargs:
                 known.inside = True
                 try:

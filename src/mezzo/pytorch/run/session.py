@@ -260,10 +260,9 @@ class Session:
         if scales:
             patches.set(autograd, "grad", backward.make_grad(self, autograd.grad))
         if self.policy.compute != "fp32":
-            functional = torch.nn.functional
             for name in ("softmax", "log_softmax"):
-                function = direct(getattr(functional, name), f"{name}.int", getattr(torch, name))
-                patches.set(functional, name, function)
+                function = direct(getattr(torch.nn.functional, name), f"{name}.int", getattr(torch, name))
+                patches.set(torch.nn.functional, name, function)
             self._undo.append(fallback.lend_kernels())
             autocast_patches.hold()  # once, not at each call of a model
             self._undo.append(autocast_patches.release)
