@@ -63,7 +63,6 @@ class RoundingPlan:
         self.largest = bits(min(form.max, storage.max), storage).code
         self.smallest_normal = bits(form.smallest_normal, storage).code
         self.ties_up = not form.nmant
-        # Of a format without sign and zero; to nearest, what is below 1.5 times it becomes it.
         self.smallest, self.up_from = (
             (0, 0) if form.signed else (bits(factor * form.min, storage).code for factor in (1, 1.5))
         )

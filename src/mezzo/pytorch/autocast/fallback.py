@@ -51,7 +51,8 @@ class Kernels:
 
     def remove(self) -> None:
         """Remove them all: the kernels beneath are used again."""
-        self._libraries.clear()  # a library ends with its last reference
+        while self._libraries:
+            self._libraries.popitem()[1]._destroy()  # now: a reference cycle may hold it
 
 
 class _Widened(torch.autograd.Function):
