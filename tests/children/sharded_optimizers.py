@@ -420,7 +420,8 @@ def made_before(make: Callable[[Any], Any]) -> str:
 
 def refused() -> None:
     """Muon takes no shards, and names what does; it trains a model of shards nearly as whole matrices."""
-    net = nn.Sequential(nn.Linear(64, 12, bias=False), nn.Linear(12, 7, bias=False)).bfloat16()
+    # Gradients of full rank: Newton-Schulz takes what rounding leaves of a zero singular value up to 480 times as far.
+    net = nn.Sequential(nn.Linear(64, 7, bias=False), nn.Linear(7, 32, bias=False)).bfloat16()
     fully_shard(net)
     try:
         Muon(net.parameters())
@@ -434,16 +435,16 @@ def refused() -> None:
     one = with_masters(torch.optim.Muon(whole, 0.02))
     other = with_masters(torch.optim.Muon(net.parameters(), 0.02))
     for step in range(3):
-        net(random((4, 64), 5, step, RANK).bfloat16()).square().mean().backward()
+        net(random((128, 64), 5, step, RANK).bfloat16()).square().mean().backward()
         for p, q in zip(whole, net.parameters()):
             p.grad = full(q.grad)
         one.step()
         other.step()
         other.zero_grad()
     for p, q, was in zip(whole, net.parameters(), start):
-        off = (full(other.master(q)) - one.master(p)).abs().max()
-        assert off < 0.05 * 3 * 0.02, f"off by {off}"  # products in bf16, summed in another order
-        assert (one.master(p) - was).abs().max() > 0.05 * 3 * 0.02
+        # Products in bf16, summed in another order. One bf16 rounding of the gradients gives up to 0.018.
+        off = (full(other.master(q)) - one.master(p)).norm() / (one.master(p) - was).norm()
+        assert off < 0.05, f"off by {off:.3f} of the update"
 
 
 CASES: dict[str, Callable[[], Any]] = {}
