@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
@@ -41,7 +41,8 @@ def training(seed: int, precision: str, make: Any = sgd, **how: Any) -> tuple[An
     net.unused = nn.Parameter(torch.ones(3))
     for p in net.parameters() if "params" in how else ():
         p.data = p.data.bfloat16()
-    fully_shard(net)
+    # The sum of three equal gradients has more digits than bf16; in FP32 their average is exact on any number of ranks.
+    fully_shard(net, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     optimizer = make(net.parameters())
     return net, optimizer, mezzo.MixedPrecision(net, optimizer, precision, accumulate=4, **how)
 
