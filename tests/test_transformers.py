@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,37 @@ def test_an_overflow_is_skipped_and_is_in_the_log_and_in_tensorboard(
     assert [event.step for event in events.Tensors("train/overflow/text_summary")] == [3]
 
 
+class Large(nn.Module):
+    """SiLU with a factor of one in two parts, the first of which overflows in fp16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(x * 1e9 / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("policy", "use"),
+    [
+        ("fp16", {}),
+        ("fp16,module.lm_head=fp32", {"loss_scale": mezzo.DynamicLossScale(init=1024.0)}),
+    ],
+)
+def test_the_printed_fix_can_be_pasted(policy: str, use: Any, tmp_path: Path) -> None:
+    def large() -> Any:
+        model = llama()
+        model.model.layers[0].mlp.act_fn = Large()
+        return model
+
+    before = trained(tmp_path, policy, use, model=large(), max_steps=2).accelerator.mezzo
+    assert before.skipped_steps == 2
+    fix = re.search(r"`(mezzo\.[^`]*)`", before.findings[-1].advice)
+    assert fix is not None
+    trainer = made(tmp_path, model=large(), max_steps=2)
+    exec(fix[1], {"mezzo": mezzo, "trainer": trainer})
+    trainer.train()
+    after = trainer.accelerator.mezzo
+    assert (after.skipped_steps, after.loss_scale) == (0, use["loss_scale"].init if use else 2.0**16)
+
+
 @pytest.mark.parametrize(
     ("policy", "use"),
     [
@@ -135,6 +167,13 @@ def test_checkpointed_activations_and_accumulation_change_nothing(tmp_path: Path
     assert logged(trained(tmp_path, "fp16", activation_checkpointing=True)) == whole
     parts = trained(tmp_path, "fp16", gradient_accumulation_steps=4, per_device_train_batch_size=2)
     assert math.dist(logged(parts), whole) < 1e-3
+
+
+@pytest.mark.heavy
+def test_a_compiled_model_trains_as_one_that_is_not(tmp_path: Path) -> None:
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    whole, ours = trained(tmp_path, "bf16"), trained(tmp_path, "bf16", **compiled)
+    assert logged(ours) == logged(whole)
 
 
 def test_evaluation_and_several_trainings(tmp_path: Path) -> None:
@@ -186,6 +225,7 @@ def late(trainer: Any) -> None:
         ({"model": llama(dtype=torch.float16)}, "fp16", UsageError, ["fp16", "clips", "dtype=torch.float32"]),
         ({}, "fp16,params=fp16", UsageError, ["fp16,masters=fp32", "clips", "masters='split'"]),
         ({"model": llama(dtype=BF16)}, "bf16", UsageError, ["bf16", "'split'"]),
+        ({"optim": "adafactor"}, "bf16,masters=split", UsageError, ["Adafactor", "masters='fp32'"]),
         ({}, "bf61", UsageError, ["bf61", "'bf16'"]),
         ({}, lambda _: mezzo.transformers.use(llama(), "bf16"), UsageError, ["Llama", "transformers.Trainer"]),
     ],

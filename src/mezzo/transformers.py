@@ -27,7 +27,6 @@ _library = library("transformers", "5.0")
 __all__ = ["use"]
 
 _WHERE = "mezzo.transformers.use"
-_SETTINGS = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
 
 
 @checks_keywords
@@ -73,7 +72,7 @@ def use(
     if not isinstance(trainer, _library.Trainer):
         raise UsageError(f"{_WHERE}: received {type(trainer).__name__}. Pass a transformers.Trainer.")
     arguments, kind = trainer.args, type(trainer.args).__name__
-    for name in _SETTINGS:
+    for name in ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"):
         if getattr(arguments, name, False):
             raise UsageError(
                 f"{_WHERE}: two precision settings: {kind} has {name}=True too. Set {name}=False"

@@ -19,7 +19,7 @@ from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import LossScale, NoLossScale
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.policy import policy as policy_of
-from mezzo.core.policy_text import as_loss_scale
+from mezzo.core.policy_text import as_loss_scale, print_loss_scale
 from mezzo.pytorch import auto
 from mezzo.pytorch.autocast.modules import fitting
 from mezzo.pytorch.grad_scaler import GradScaler
@@ -67,7 +67,8 @@ class TrainerStep:
         self.observing = Observers([], [])
         self.steps = 0
         self._trace, self._written = trace, written
-        self._given = {**storage, "loss_scale": loss_scale, "trace": trace}
+        text = print_loss_scale(loss_scale) if isinstance(loss_scale, LossScale) else loss_scale
+        self._given = {**storage, "loss_scale": text, "trace": trace}
 
     def _call(self, policy: str) -> str:
         """The user's call with another policy. It has the other arguments, except those that the policy replaces."""

@@ -132,17 +132,16 @@ def cast_inside(value: Any, cast: Callable[[Any], Any]) -> Any:
         before: dict[Any, Any] = dict(value) if isinstance(value, dict) else dict(enumerate(value))
         setter = type(value).__setitem__  # a ModelOutput's sets the attribute of the same name as well
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        before = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        before = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
     elif isinstance(value, (types.SimpleNamespace, torch.distributions.Distribution)):
         before = dict(vars(value))
     else:
         return cast(value)
     after = {key: cast_inside(old, cast) for key, old in before.items()}
-    changed = {key: new for key, new in after.items() if new is not before[key]}
-    if not changed:
+    if all(new is before[key] for key, new in after.items()):
         return value
     result = type(value)(value) if type(value) in (dict, list) else copy.copy(value)
-    for key, new in changed.items():
+    for key, new in after.items():  # also what is unchanged: Dynamo's copy of a ModelOutput has no items
         setter(result, key, new)
     return result
 
