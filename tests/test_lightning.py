@@ -386,6 +386,33 @@ def test_an_overflow_of_one_network_skips_its_step_alone(turn: int, gen_steps: i
     assert model.gen[1].num_batches_tracked == 12 + gen_steps  # its calls for the other's steps stay
 
 
+def test_an_overflow_of_the_second_optimizer_of_a_backward_is_explained() -> None:
+    class Halves(importlib.import_module("lightning").LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+            nn.init.constant_(
+                self.head.weight, 1e-3
+            )  # the gradient of the body is small, that of the head is not
+
+        def training_step(self, batch: Any, index: int) -> None:
+            first, second = self.optimizers()
+            first.zero_grad(), second.zero_grad()
+            self.manual_backward((self.head(self.body(batch[0]) + 8.0) + 4.0).pow(2).mean())
+            first.step(), second.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=1e-5) for part in (self.body, self.head)]
+
+    plugin = mezzo.lightning.precision("fp16", loss_scale="dynamic(init=32768)")
+    fit(Halves(), loader(batches=1), plugin)
+    assert plugin.skipped_steps == 1
+    assert [(report.cause, report.module, report.op) for report in plugin.findings] == [
+        ("loss scale", "head", "linear")
+    ]
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 def test_two_networks_train_as_in_fp32(clip: float) -> None:
     def make() -> tuple[Any, Any]:

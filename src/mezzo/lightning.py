@@ -41,7 +41,6 @@ OLDEST = "2.6.4"  # 2.6.2 and 2.6.3 were compromised
 
 # What an import of Lightning imports -> the package of its Trainer.
 _TREES = {"lightning": "lightning.pytorch", "lightning_fabric": "pytorch_lightning"}
-_NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 # Scheduler -> whether its optimizer has only skipped steps since the scheduler's last one.
 _ONLY_SKIPPED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
@@ -100,7 +99,7 @@ class _Plugin(TrainerStep):
         self._arguments = arguments
         if self.scaler is not None:
             self.scaler._evaluated = self._closure_ran  # type: ignore[method-assign]
-        self.precision = _NAMES.get(self.policy.compute, "32-true")
+        self.precision = {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(self.policy.compute, "32-true")
         self._trainer: Any = None
         self._base = self._precision("fabric.plugins")
         self._models: list[nn.Module] = []

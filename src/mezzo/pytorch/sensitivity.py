@@ -29,7 +29,7 @@ from mezzo.core.calibration import RANKED, ranked_format
 from mezzo.core.compute import QUANTIZED
 from mezzo.core.formats import Format
 from mezzo.core.recipes import Recipe, recipe_of
-from mezzo.core.records import ModuleRounding, Record, SensitivityRecord
+from mezzo.core.records import ModuleRounding, SensitivityRecord
 from mezzo.pytorch.autocast.modules import heads_of, last_blocks_of
 from mezzo.pytorch.emulation import Rounding, floats, is_finite
 from mezzo.pytorch.kernels.quantized_linear import misfit, quantized_linear
@@ -125,6 +125,7 @@ class Sensitivities(StepObserver):
     """A `StepObserver` that measures the sensitivity of a model's modules every `every` updates, `STEPS` times."""
 
     def __init__(self, formats: Sequence[str | Format] = RANKED, *, every: int = 1) -> None:
+        super().__init__()
         self._formats, self._every = [ranked_format(one) for one in formats], max(1, every)
         self._recipes = {one.name: recipe_of(one.name) for one in self._formats if one.name in QUANTIZED}
         self._layers: dict[tuple[str, str], _LayerUpdate] = {}
@@ -139,7 +140,6 @@ class Sensitivities(StepObserver):
         self._calls: dict[str, list[_Call]] = defaultdict(list)
         self._counts: dict[str, int] = defaultdict(int)
         self._notes: dict[str, None] = {}
-        self._records: list[Record] = []
 
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the inputs of the step's first call; the others are assumed to be alike."""
@@ -192,11 +192,6 @@ class Sensitivities(StepObserver):
         self._outer, self._count, self._loss = None, 0, 0.0
         self._calls.clear()
         self._counts.clear()
-
-    def drain(self) -> list[Record]:
-        """The records since the last call."""
-        found, self._records = self._records, []
-        return found
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         mine = set() if self._model is None else {id(p) for p in self._model.parameters()}

@@ -19,6 +19,9 @@ class StepObserver:
     finding: OverflowReport | None = None
     """Why the update that ended last was skipped; None where it was not, or is not known."""
 
+    def __init__(self) -> None:
+        self._records: list[Record] = []  # for `drain`
+
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model that trains is about to run forward, outside of any other call and of backward; perhaps wrapped."""
 
@@ -41,4 +44,5 @@ class StepObserver:
 
     def drain(self) -> list[Record]:
         """The records since the last call, in order. May wait for the device."""
-        return []
+        found, self._records = self._records, []
+        return found

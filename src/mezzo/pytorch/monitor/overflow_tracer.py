@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.overflow import OUTSIDE, OverflowReport
-from mezzo.core.records import OverflowRecord, Record
+from mezzo.core.records import OverflowRecord
 from mezzo.core.remedies import training_code
 from mezzo.pytorch.distributed import is_distributed, is_sharded, joins
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, watch_loss
@@ -29,6 +29,7 @@ from mezzo.pytorch.monitor.module_paths import path_of, unwrapped
 from mezzo.pytorch.monitor.observer import Scale, StepObserver
 from mezzo.pytorch.monitor.operations import facts, finite, in_one_line, users_line
 from mezzo.pytorch.monitor.replay import SavedCall, SideEffects, eager, running_again, within_compiled
+from mezzo.pytorch.step import parameters
 
 _FEW = 8  # kept calls that are looked at before each call
 ALARMS = 20
@@ -75,6 +76,7 @@ class OverflowTracer(StepObserver):
         written: Callable[[str], str] = training_code,
         group_of: Callable[[Optimizer], Any] | None = None,
     ) -> None:
+        super().__init__()
         self._enter, self._model, self._written = enter, model, written
         self._clock, self._waits, self._limit = clock, waits, ALARMS
         # Alarms left, by process group, whose ranks count alike; None: for optimizers of this rank alone.
@@ -96,13 +98,7 @@ class OverflowTracer(StepObserver):
         self._group = _weak(model.process_group if parallel else None)  # type: ignore[union-attr]
         self.notes: list[str] = []
         self._last: OverflowReport | None = None
-        self._records: list[Record] = []
         _ALL.add(self)
-
-    def drain(self) -> list[Record]:
-        """The records since the last call."""
-        records, self._records = self._records, []
-        return records
 
     @_never_raises
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -176,19 +172,29 @@ class OverflowTracer(StepObserver):
             if self._group_of is not None:
                 self._group = _weak(self._group_of(optimizer))
             left = self._left.setdefault(self._group, self._limit)
-            if skipped and left > 0:
+            shared = self._scales and self._group is None  # else the ranks must agree on what they look into
+            if left > 0 and (skipped or (shared and self._others_overflowed(optimizer))):
                 # Another optimizer of the same backward: what was found for the first is kept no longer.
                 known = None if self._scales else self._last
                 finding = known or self._agreed(self._looked_into())
-                self.finding = finding
                 if known is None:
                     self._left[self._group] = left - finding.alarms
                     unclear = finding.cause == "unknown" or (finding.module == OUTSIDE and finding.alarms)
                     self._to_watch = WATCHED if unclear and not finding.line and self._scales else 0
                     self._last = finding
+                if not skipped:
+                    return
+                self.finding = finding
                 self._records.append(OverflowRecord(index, number, self._clock(), float(loss_scale), finding))
         finally:
             self._let_go()
+
+    def _others_overflowed(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer of the same backward will be skipped after this one has stepped."""
+        own = {id(param) for param in parameters(optimizer)}
+        others = {param for call in self.calls for param in call.inner.parameters() if id(param) not in own}
+        grads = [param.grad for param in others if param.grad is not None]
+        return any(not finite(grad) for grad in grads if self._waits or grad.device.type == "cpu")
 
     def step_dropped(self) -> None:
         """Let go of everything."""
