@@ -89,6 +89,11 @@ CHANGES = """
  def g():
 -    import torch; return torch.autocast('cpu')
 +    import mezzo.amp; import torch; return mezzo.amp.autocast('cpu')
+# called by functools.partial
++import mezzo.amp
+ import functools, torch
+-context = functools.partial(torch.autocast, 'cuda', dtype=torch.float16)
++context = functools.partial(mezzo.amp.autocast, 'cuda', dtype=torch.float16)
 # the module
 -import torch.cuda.amp as amp, os
 +import mezzo.amp as amp, os
@@ -127,7 +132,7 @@ CHANGES = """
  except ImportError:
 -    from torch.cuda.amp import autocast, GradScaler
 +    from mezzo.amp import autocast, GradScaler
- autocast(enabled=True); GradScaler()
+ autocast(enabled=True); GradScaler(); GradScaler('cpu', enabled=False)
 # apex
  try:
 -    from apex import amp, optimizers
@@ -139,6 +144,7 @@ CHANGES = """
  if amp is not None and amp:
      model, optimizer = amp.initialize(model, optimizer, opt_level='O1')
  with amp.scale_loss(loss, optimizers.FusedAdam(p)) as scaled: scaled.backward()
+ if 'state_dict' in amp.__dict__: amp.state_dict()
 # import apex
 -import apex, os
 -from apex import amp
@@ -209,12 +215,12 @@ def test_what_is_left_alone_and_why(source: str, line: int, said: list[str]) -> 
 def test_other_names_change_where_one_is_left_alone() -> None:
     made = migrate(
         b"from apex import amp, contrib\nimport torch\n"
-        b"autocast = partial(torch.autocast, 'cpu')\ntorch.cuda.amp.autocast(*a)\n",
+        b"context = Lazy(torch.autocast, 'cpu')\ntorch.cuda.amp.autocast(*a)\n",
         "t.py",
     )
     assert made.after == (
         b"from apex import contrib\nfrom mezzo.apex import amp\nimport mezzo.amp\nimport torch\n"
-        b"autocast = partial(torch.autocast, 'cpu')\nmezzo.amp.autocast(*a)\n"
+        b"context = Lazy(torch.autocast, 'cpu')\nmezzo.amp.autocast(*a)\n"
     )
     assert [one.line for one in made.left] == [1, 3]
 

@@ -30,10 +30,7 @@ def autocast(*args: Any, **kwargs: Any) -> context.Context:
         device_type: ``"cuda"``, ``"cpu"``, ... Without it: the accelerator of this computer, or ``"cpu"``.
         dtype: a torch dtype, its name, or a policy. Default: `torch.get_autocast_dtype` of the device type.
         enabled: False for a context without autocast. `torch.cuda.amp` has it first: ``autocast(use_amp)``.
-        cache_enabled: as in `mezzo.autocast`.
-
-    Raises:
-        UsageError: as `mezzo.autocast`.
+        cache_enabled: as in `mezzo.autocast`, whose errors it raises.
     """
     has_device = not isinstance(args[0], bool) if args else bool(kwargs.keys() & {"device_type", "policy"})
     return context.autocast(*args, **kwargs) if has_device else _without_device(*args, **kwargs)

@@ -219,7 +219,11 @@ class _Plan:
     def _unfit(self, use: cst.CSTNode, names: list[str]) -> tuple[str, str] | None:
         name, parent = names[0].rpartition(".")[2], self._parents[use]
         args = parent.args if isinstance(parent, cst.Call) and parent.func is use else None
-        if name == "autocast" and args is None and not isinstance(parent, cst.Decorator):
+        call = self._parents[parent]
+        partial = (
+            isinstance(call, cst.Call) and parent in call.args[:1] and _text(call.func)[-7:] == "partial"
+        )
+        if name == "autocast" and args is None and not (partial or isinstance(parent, cst.Decorator)):
             return "Mezzo's autocast is a function, not a class", "call it here, or change it by hand"
         if name == "GradScaler" and isinstance(self._parents[parent], cst.ClassDef):
             return "Mezzo's GradScaler is another class than PyTorch's", "change it by hand, and test it"
@@ -235,7 +239,8 @@ class _Plan:
         args, text = call.args if call else (), 'device_type="cuda"'
         if "cuda" not in "".join(names):
             return []
-        if name == "GradScaler" and args and args[0].keyword is None and args[0].star != "**":
+        is_scale = bool(args) and args[0].keyword is None and args[0].star != "**"
+        if name == "GradScaler" and is_scale and not isinstance(args[0].value, cst.SimpleString):
             at, text = self._span(args[0])[0], '"cuda", '
         elif not name.startswith("custom_") or "device_type" in (_text(one.keyword) for one in args):
             return []
@@ -261,7 +266,7 @@ def _absent(found: Sequence[_Ours | None]) -> tuple[str, str] | None:
     if ours is None or any(one != ours for one in found):
         return "different imports bind this name", "keep one of them"
     names = NAMES[ours.module].split()
-    if ours.name not in ("", *names):
+    if ours.name not in ("", *names) and not ours.name.startswith("__"):
         return f"{ours.module} does not have it", f"{ours.module} has {', '.join(names)}"
     return None
 

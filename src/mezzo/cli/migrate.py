@@ -57,11 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     status = int(bool(changed) and not arguments.write)
     diffs = {name: one.diff(name) for name, one in done.items()}
     if arguments.json:
-        left_alone = {name: [left._asdict() for left in one.left] for name, one in done.items()}
-        files = [
-            {"file": name, "changed": name in changed, "diff": diffs[name], "left": left_alone[name]}
-            for name in done
-        ]
+        kept = {name: [use._asdict() for use in one.left] for name, one in done.items()}
+        files = [{"file": it, "changed": it in changed, "diff": diffs[it], "left": kept[it]} for it in done]
         print(json.dumps({"schema": 1, "written": bool(arguments.write), "files": files}, indent=2))
         return status
     if not arguments.write:
