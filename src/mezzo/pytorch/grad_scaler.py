@@ -89,6 +89,7 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: int = 1,
         patience: int = 50,
     ) -> None:
+        device = device.type if isinstance(device, torch.device) else device
         if device is not None and not isinstance(device, str):
             raise UsageError(
                 f"GradScaler: device is {device!r}, not a device type. Did you mean init_scale={device!r}?"
