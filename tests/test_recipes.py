@@ -17,7 +17,7 @@ import mx_casts
 from mezzo.core import formats
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.recipes import ELEMENTS, RECIPES, Factor, Recipe, read_recipe
-from mezzo.pytorch.autocast.modules import last_blocks_of
+from mezzo.pytorch.autocast.modules import described, last_blocks_of, with_heads
 from mezzo.pytorch.block_formats import _patterns
 from mezzo.pytorch.kernels.quantized import hadamard, quantize
 from mezzo.pytorch.kernels.quantized_linear import quantized_linear
@@ -229,6 +229,55 @@ def test_compute_in_bf16_where_sizes_do_not_fit_and_explain_says_so(name: str) -
     text = str(mezzo.explain(model, torch.randn(4, 256), precision=name))
     assert f"multiple of {RECIPES[name].multiple}" in text
     assert f"{name} in 1 linear layer: 3." in text
+
+
+def blocks(count: int) -> nn.Module:
+    """Equal blocks of two layers, a layer whose sizes fit no recipe, and a head."""
+    each = [nn.ModuleDict({"up": nn.Linear(128, 64), "down": nn.Linear(64, 128)}) for _ in range(count)]
+    return nn.ModuleDict(
+        {"odd": nn.Linear(128, 65), "blocks": nn.ModuleList(each), "head": nn.Linear(128, 16)}
+    )
+
+
+def attention() -> nn.Module:
+    return nn.ModuleDict({"inner": nn.MultiheadAttention(64, 4, kdim=32, vdim=72), "head": nn.Linear(64, 16)})
+
+
+# Model, policy, the layers in each format, and those in bf16. Layers of one kind are shortened to *, or to numbers.
+DESCRIBED = [
+    (blocks(3), "mxfp8", {"mxfp8": "blocks.*.up, blocks.*.down"}, ["odd", "head"]),
+    (
+        blocks(8),
+        "nvfp4,module.blocks.2.up=bf16",
+        {"nvfp4": "blocks.0-1.up, blocks.3-5.up, blocks.0-5.down"},
+        ["odd", "blocks.6-7.up", "blocks.6-7.down", "blocks.2.up", "head"],
+    ),
+    (
+        blocks(2),
+        "bf16,module.blocks.0.up=mxfp8,module.blocks.1.up=nvfp4",
+        {"mxfp8": "blocks.0.up", "nvfp4": "blocks.1.up"},
+        ["odd", "blocks.*.down", "head"],
+    ),
+    (
+        attention(),
+        "mxfp8",
+        {"mxfp8": "inner.q_proj_weight, inner.k_proj_weight, inner.out_proj.weight"},
+        ["inner.v_proj_weight", "head"],
+    ),
+    (nn.Linear(32, 32), "mxfp8", {"mxfp8": "the model"}, []),
+]
+
+
+@pytest.mark.parametrize(("model", "text", "lower", "apart"), DESCRIBED)
+def test_each_layer_is_listed_once_in_its_format(
+    model: nn.Module, text: str, lower: dict[str, str], apart: list[str]
+) -> None:
+    notes = described(with_heads(mezzo.policy(text), model), model)
+    found = [note for note in notes if " linear layer" in note]
+    assert [(note.split()[0], note.partition(": ")[2].rstrip(".")) for note in found] == list(lower.items())
+    assert [note.split()[3] for note in notes if note.startswith("Emulated")] == [*lower]
+    others = next((note for note in notes if note.startswith("Not in")), "").partition(": ")[2]
+    assert sorted(part.split(" (")[0] for part in others.split("; ") if part) == sorted(apart)
 
 
 SCRIPT = """
