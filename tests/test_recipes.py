@@ -553,15 +553,21 @@ def test_recipes_are_plain_data() -> None:
 @pytest.mark.parametrize("role", ["input", "weight", "gradient"])
 def test_quantize_for_study(name: str, role: str) -> None:
     x = matrix(24, 50).reshape(2, 12, 50)
-    found = formats.quantize(x, name, role)
-    form = formats.named(found.factor.element)
-    assert found.codes.shape == found.values.shape == x.shape
-    assert int(found.codes.max()) < 1 << form.bits
-    elements = torch.tensor([formats.decode(code, form) for code in range(1 << form.bits)])[found.codes.int()]
-    height, width = (-(-total // count) for total, count in zip((24, 50), found.scales.shape))
-    height, width = found.factor.block[0] or height, found.factor.block[1] or width
-    spread = found.scales.repeat_interleave(height, 0).repeat_interleave(width, 1)[:24, :50].reshape(x.shape)
-    assert torch.equal(elements * spread * found.tensor_scale, found.values)
+    for bad in (math.nan, -math.inf, None):  # the last is examined further
+        given = x.clone()
+        if bad is not None:
+            given[1, 3, 20] = bad
+        found = formats.quantize(given, name, role)
+        form = formats.named(found.factor.element)
+        assert found.codes.shape == found.values.shape == x.shape
+        assert int(found.codes.max()) < 1 << form.bits
+        elements = torch.tensor([formats.decode(code, form) for code in range(1 << form.bits)])
+        height, width = (-(-total // count) for total, count in zip((24, 50), found.scales.shape))
+        height, width = found.factor.block[0] or height, found.factor.block[1] or width
+        spread = found.scales.repeat_interleave(height, 0).repeat_interleave(width, 1)[:24, :50]
+        values = elements[found.codes.int()] * spread.reshape(x.shape) * found.tensor_scale
+        assert torch.allclose(values, found.values, rtol=0, atol=0, equal_nan=True)
+        assert found.values[1, 3, 20].isfinite() == (bad is None)
     bound = {"e2m1": 0.5, "e4m3fn": 0.07, "e5m2": 0.13}[form.name]
     assert (found.values - x.float()).norm() < bound * x.float().norm()
     assert form.name in repr(found)

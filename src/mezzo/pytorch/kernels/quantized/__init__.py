@@ -79,7 +79,7 @@ def quantize(x: Tensor, factor: Factor, dim: int = 1, dtype: torch.dtype | None 
         if largest.isfinite().all():
             return _with_scales(wide, largest, factor, is_finite=True)
     found = _with_scales(wide, amax(wide, block), factor, is_finite=False)
-    if factor.scale.startswith("e8m0"):
+    if factor.scale.startswith("e8m0") or not named(factor.element).has_nan:
         found.inv_scale = torch.where(_magnitude(wide, block).isfinite(), found.inv_scale, math.nan)
     return found
 
