@@ -23,7 +23,7 @@ from mezzo.core.policy_text import load_toml
 SCALES: Mapping[str, str] = MappingProxyType(
     {
         "power-of-two": "the smallest power of two that brings the largest magnitude into the format's range",
-        "e8m0": "the same, as OCP MX's training recipe stores it; a block with NaN or infinity is NaN",
+        "e8m0": "the smallest power of two that brings the largest magnitude into the format's range, in 8 bits (OCP MX)",
         "e8m0-floor": "OCP MX's text: 2^(floor(log2 of the largest) - largest exponent); the largest may saturate",
         "fp32": "the largest magnitude over the format's largest value, in FP32",
         "e4m3fn": "NVFP4: FP32 for the tensor, e4m3fn for the block",
@@ -245,21 +245,26 @@ def read_recipe(path: str) -> Recipe:
         if key not in (*FACTORS, *options):
             raise unknown_name("key", key, (*FACTORS, *options), where=f"{path}: ")
     try:
-        products: dict[str, Any] = {
-            product: tuple(_factor(data.get(product, {}), product, name) for name in names)
-            for product, names in FACTORS.items()
-        }
+        products: dict[str, Any] = {product: _factors(data.get(product, {}), product) for product in FACTORS}
         return Recipe(path, **products, **{key: data[key] for key in options if key in data})
     except UsageError as error:
         raise type(error)(f"{path}: {error}") from None
 
 
-def _factor(table: Mapping[str, Any], product: str, name: str) -> Factor:
-    known = [field.name for field in fields(Factor)]
-    given = table.get(name) if isinstance(table, dict) else None
-    for key in given if isinstance(given, dict) else ():
-        if key not in known:
-            raise unknown_name("key", key, known, where=f"[{product}] {name}: ")
-    if not isinstance(given, dict) or not {"element", "block"} <= given.keys():
-        raise UsageError(f'[{product}] needs {name} = {{ element = "e4m3fn", block = [1, 32] }}.')
-    return Factor(**given)
+def _factors(table: Any, product: str) -> tuple[Factor, ...]:
+    """The factors in a product's table."""
+    known, names, found = [field.name for field in fields(Factor)], FACTORS[product], []
+    for name in dict.fromkeys((*names, *(table if isinstance(table, dict) else ()))):
+        given, where = table.get(name) if isinstance(table, dict) else None, f"[{product}] {name}: "
+        if name not in names:
+            raise unknown_name("factor", name, names, where=f"[{product}] ")
+        for key in given if isinstance(given, dict) else ():
+            if key not in known:
+                raise unknown_name("key", key, known, where=where)
+        if not isinstance(given, dict) or not {"element", "block"} <= given.keys():
+            raise UsageError(f'[{product}] needs {name} = {{ element = "e4m3fn", block = [1, 32] }}.')
+        try:
+            found.append(Factor(**given))
+        except UsageError as error:
+            raise type(error)(f"{where}{error}") from None
+    return tuple(found)
