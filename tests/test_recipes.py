@@ -249,7 +249,7 @@ DESCRIBED = [
     (
         blocks(8),
         "nvfp4,module.blocks.2.up=bf16",
-        {"nvfp4": "blocks.0-1.up, blocks.3-5.up, blocks.0-5.down"},
+        {"nvfp4": "blocks.0-1,3-5.up, blocks.0-5.down"},
         ["odd", "blocks.6-7.up", "blocks.6-7.down", "blocks.2.up", "head"],
     ),
     (

@@ -280,24 +280,19 @@ def _together(kind: str, layers: Mapping[str, list[str]]) -> list[str]:
     and ``blocks.0-1.up`` if a block's layer of another kind would have that name too.
     """
     others = {_BLOCK.sub(r"\1.*", name) for each in layers if each != kind for name in layers[each]}
-    found: dict[
-        tuple[str, str], list[list[int]]
-    ] = {}  # what is before and after a block's number -> runs of it
+    found: dict[str, list[int]] = {}
     for name in layers[kind]:
         short, number = _BLOCK.sub(r"\1.*", name), _BLOCK.search(name)
-        if number is None or short not in others:
-            found[short, ""] = []
-            continue
-        block, runs = int(number[2]), found.setdefault((name[: number.start(2)], name[number.end() :]), [])
-        if runs and runs[-1][-1] == block - 1:
-            runs[-1][1:] = [block]
-        else:
-            runs.append([block])
-    return [
-        before + "-".join(map(str, run)) + after
-        for (before, after), runs in found.items()
-        for run in runs or [[]]
-    ]
+        if number and short in others:
+            short = f"{name[: number.start(2)]}\0{name[number.end() :]}"
+        found.setdefault(short, []).append(int(number[2]) if number else 0)
+    return [short.replace("\0", _runs(blocks)) for short, blocks in found.items()]
+
+
+def _runs(numbers: list[int]) -> str:
+    """``0-2,4`` for 0, 1, 2 and 4."""
+    firsts, lasts = ([n for n in numbers if n + step not in numbers] for step in (-1, 1))
+    return ",".join(f"{one}-{other}" if one < other else str(one) for one, other in zip(firsts, lasts))
 
 
 _BLOCK = re.compile(r"([^\d.][^.]*)\.(\d+)(?=\.)")
