@@ -221,6 +221,38 @@ def test_nan_and_infinity_stay_visible_and_reach_their_block_only(name: str, bad
     assert y[[*range(3), *range(4, 32)]].isfinite().all()
 
 
+@pytest.mark.parametrize("factor", [*RECIPES["nvfp4"].factors, *RECIPES["mxfp8"].output], ids=str)
+def test_blocks_too_small_for_a_scale_are_zero_and_not_nan(factor: Factor) -> None:
+    x = matrix(32, 64).clamp(-4, 4).float()
+    x[0, 0] = 3e6  # NVFP4's scale of the other blocks is then 0
+    bad = x.clone()
+    bad[5, 40] = math.nan
+    one, other = (quantize(each, factor).values(torch.float32) for each in (x, bad))
+    assert one.isfinite().all()
+    assert torch.equal(one[other.isfinite()], other[other.isfinite()])
+    height = factor.block[0]
+    assert other[5 // height * height + height :].isfinite().all()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_compiled_layer_has_the_bits_of_an_eager_one_for_large_values_beside_small(name: str) -> None:
+    x, w = matrix(4, 128).clamp(-4, 4), matrix(128, 128, 1).clamp(-1, 1)
+    x[0, 0] = 3e6
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        with mezzo.autocast(name, "cpu"):
+            return nn.functional.linear(x, w)
+
+    eager = product(x, w)
+    assert eager.isfinite().all()
+    assert torch.equal(torch.compile(product, backend="aot_eager")(x, w), eager)
+
+
+def test_a_scale_below_the_smallest_fp32_number() -> None:
+    found = quantize(torch.full((2, 32), 1e-45), Factor("e4m3fn", (1, 32), "fp32"))
+    assert torch.equal(found.values(torch.float32), torch.zeros(2, 32))
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_compute_in_bf16_where_sizes_do_not_fit_and_explain_says_so(name: str) -> None:
     model = nn.Sequential(

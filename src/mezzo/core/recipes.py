@@ -23,7 +23,7 @@ from mezzo.core.policy_text import load_toml
 SCALES: Mapping[str, str] = MappingProxyType(
     {
         "power-of-two": "the smallest power of two that brings the largest magnitude into the format's range",
-        "e8m0": "the smallest power of two that brings the largest magnitude into the format's range, in 8 bits (OCP MX)",
+        "e8m0": "the smallest power of two that brings the largest magnitude into the format's range, in 8 bits",
         "e8m0-floor": "OCP MX's text: 2^(floor(log2 of the largest) - largest exponent); the largest may saturate",
         "fp32": "the largest magnitude over the format's largest value, in FP32",
         "e4m3fn": "NVFP4: FP32 for the tensor, e4m3fn for the block",
