@@ -38,7 +38,7 @@ HARDWARE: Mapping[str, tuple[int, tuple[str, ...], tuple[tuple[int, int], ...]]]
         "nvfp4": (4, ("e4m3fn",), ((1, 16), (16, 16))),
     }
 )
-"""Products of blocks that GPUs compute: bits of an element, kinds of scales, blocks. fp8's are `has_fp8_scales`."""
+"""Products of blocks that GPUs compute: bits of an element, kinds of scales, blocks. fp8's are in `Recipe.hardware`."""
 
 ELEMENTS = ("e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1")
 HADAMARD = 16  # rows that the transform mixes
@@ -129,14 +129,13 @@ class Recipe:
             raise UsageError(
                 f"recipe {self.name!r}: last_blocks={self.last_blocks!r} is not from 0 to below 1, such as 0.15."
             )
-        for what, (factor, _) in (("output", self.output), ("input_gradient", self.input_gradient)):
-            if factor.block[0] > 1:
-                raise UsageError(
-                    f"recipe {self.name!r}: block={list(factor.block)} of the first factor of {what} spans several "
-                    "rows (tokens), whose number changes. Use 1 or 0 as the first number."
-                )
         products = (self.output, self.input_gradient, self.weight_gradient)
         for (what, names), pair in zip(FACTORS.items(), products):
+            if what != "weight_gradient" and pair[0].block[0] > 1:
+                raise UsageError(
+                    f"recipe {self.name!r}: block={list(pair[0].block)} of the first factor of {what} spans several "
+                    "rows (tokens), whose number changes. Use 1 or 0 as the first number."
+                )
             if pair[0].hadamard != pair[1].hadamard:
                 raise UsageError(
                     f"recipe {self.name!r}: only one factor of {what} has hadamard=true, so the transform would stay "
@@ -157,19 +156,14 @@ class Recipe:
         return (*self.output, *self.input_gradient, *self.weight_gradient)
 
     @property
-    def has_fp8_scales(self) -> bool:
-        """Whether each factor has one power of two, or one for each line: what GPUs with fp8 take."""
-        kinds = {(one.block, one.scale, named(one.element).bits) for one in self.factors}
-        return kinds in ({((0, 0), "power-of-two", 8)}, {((1, 0), "power-of-two", 8)})
-
-    @property
     def hardware(self) -> str:
         """The product of GPUs that multiplies these factors: ``fp8`` or one of `HARDWARE`; empty if there is none."""
-        if self.has_fp8_scales:
-            return "fp8"
         pairs = (self.output, self.input_gradient, self.weight_gradient)
         if self.multiple % 16 or any(a.element == b.element == "e5m2" for a, b in pairs):
             return ""
+        kinds = {(one.block, one.scale, named(one.element).bits) for one in self.factors}
+        if kinds in ({((0, 0), "power-of-two", 8)}, {((1, 0), "power-of-two", 8)}):  # all, or a line
+            return "fp8"
         for name, (bits, scales, blocks) in HARDWARE.items():
             if all(
                 named(one.element).bits == bits and one.scale in scales and one.block in blocks

@@ -223,9 +223,7 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
     from mezzo.pytorch.kernels.quantized_linear import misfit
 
     recipes = {each: recipe_of(each, policy.scaling, policy.recipe) for each in quantized}
-    layers: dict[str, list[str]] = {
-        each: [] for each in quantized
-    }  # by format, or by why they are not quantized
+    layers: dict[str, list[str]] = {each: [] for each in quantized}  # also by why they are in none of these
     wide = dict.fromkeys(heads_of(model), "the head") if policy.compute in QUANTIZED else {}
     for block in last_blocks_of(model, policy.quantization.last_blocks) if wide else ():
         inner = (name for name, _ in model.get_submodule(block).named_modules(prefix=block))
@@ -244,13 +242,11 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
     apart = [f"{name} ({why})" for why in layers if why not in quantized for name in _together(why, layers)]
     notes = [] if lower else [_NOTHING.format(" and ".join(quantized))]
     for fmt, names in lower.items():
-        plural = "s" if len(layers[fmt]) > 1 else ""
-        notes.append(f"{fmt} in {len(layers[fmt])} linear layer{plural}: {', '.join(names)}.")
+        noun = "layers" if len(layers[fmt]) > 1 else "layer"
+        notes.append(f"{fmt} in {len(layers[fmt])} linear {noun}: {', '.join(names)}.")
     notes += [f"Not in {' and '.join(quantized)}: {'; '.join(apart)}."] if apart else []
-    if lower:
-        device = next(parameter.device for parameter in model.parameters())
-        notes += dict.fromkeys(_computed(recipes[fmt].hardware, device) for fmt in lower)
-    return notes
+    device = next((parameter.device for parameter in model.parameters()), None)
+    return [*notes, *dict.fromkeys(_computed(recipes[fmt].hardware, device) for fmt in lower if device)]
 
 
 def _joined(path: str, name: str) -> str:

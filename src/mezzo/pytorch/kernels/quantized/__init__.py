@@ -252,6 +252,4 @@ def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
     if dtype is torch.float8_e4m3fn:
         return x.nan_to_num(math.nan, math.nan, math.nan).clamp(-largest, largest).to(dtype)
-    # 0 for finite values, minus infinity for infinity: ten times as fast as `torch.where` of `isinf`.
-    cut = x.nan_to_num(0.0).sub_(x)
-    return x.clamp(-largest, largest).sub_(cut).to(dtype)
+    return torch.where(x.isinf(), x, x.clamp(-largest, largest)).to(dtype)
