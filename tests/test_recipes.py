@@ -557,6 +557,7 @@ def test_a_recipe_by_name_and_where_it_has_no_place() -> None:
         ("mxfp8,scaling=rowwise", "compute in fp8"),
         ("bf16,scaling=rowwise", "compute in fp8"),
         ("fp8,recipe=mxfp8,scaling=rowwise", "Remove scaling"),
+        ("nvfp4,module.x=fp8-block,recipe=nvfp4-plain", "fp8-block and nvfp4"),
     ):
         with pytest.raises(UsageError, match=part):
             mezzo.policy(text)

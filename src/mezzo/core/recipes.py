@@ -165,10 +165,7 @@ class Recipe:
         if kinds in ({((0, 0), "power-of-two", 8)}, {((1, 0), "power-of-two", 8)}):  # all, or a line
             return "fp8"
         for name, (bits, scales, blocks) in HARDWARE.items():
-            if all(
-                named(one.element).bits == bits and one.scale in scales and one.block in blocks
-                for one in self.factors
-            ):
+            if all(kind in scales and block in blocks and size == bits for block, kind, size in kinds):
                 return name
         return ""
 
