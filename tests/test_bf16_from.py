@@ -61,6 +61,10 @@ def test_a_run_switches_to_bf16_too(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert whole.lines[:2] == changed.lines[:2]
         assert whole.lines[2] != changed.lines[2]
         assert "bf16 from update 2 on" in changed.err
+        assert "bf16_from" not in whole.err
+        late = run(script, policy=f"{text},bf16_from=9")
+        assert late.lines == whole.lines
+        assert "bf16_from=9 was not reached: 4 updates" in late.err
 
 
 WRONG_SWITCHES = [

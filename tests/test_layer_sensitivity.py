@@ -99,6 +99,24 @@ def test_layers_that_run_in_bf16_anyway_are_left_out() -> None:
     assert step(Net(), 0.1, "mxfp8")[0].wide == []
 
 
+def test_attention_that_is_not_measured_is_noted_with_the_setting_that_keeps_it_in_bf16() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.up = nn.MultiheadAttention(32, 4), nn.Linear(32, 32)
+            self.head = nn.Linear(32, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.up(self.inner(x, x, x)[0]))
+            return out
+
+    record, _ = step(Attending(), 0.1)
+    assert [row.module for row in record.rows] == ["up"]
+    (note,) = record.notes
+    assert note.startswith("inner: ")
+    assert "module.inner=bf16" in note
+
+
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 

@@ -164,6 +164,8 @@ def test_which_recipes_gpus_multiply() -> None:
     for output in ((mx, short), (wide, wide), (mx, replace(mx, block=(1, 16)))):
         assert replace(RECIPES["mxfp8"], output=output).hardware == ""
     assert replace(RECIPES["nvfp4"], multiple=8 * 16 + 16).hardware == "nvfp4"
+    assert replace(RECIPES["fp8"], multiple=8).hardware == ""
+    assert replace(RECIPES["fp8"], output=(Factor("e5m2", (0, 0)),) * 2).hardware == ""
 
 
 # product, compute capability, CUDA, what the reason names: nothing if it is native

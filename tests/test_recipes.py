@@ -17,7 +17,7 @@ import mx_casts
 from mezzo.core import formats
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.recipes import ELEMENTS, RECIPES, Factor, Recipe, read_recipe
-from mezzo.pytorch.autocast.modules import last_blocks_of
+from mezzo.pytorch.autocast.modules import described, last_blocks_of, with_heads
 from mezzo.pytorch.block_formats import _patterns
 from mezzo.pytorch.kernels.quantized import hadamard, quantize
 from mezzo.pytorch.kernels.quantized_linear import quantized_linear
@@ -221,6 +221,38 @@ def test_nan_and_infinity_stay_visible_and_reach_their_block_only(name: str, bad
     assert y[[*range(3), *range(4, 32)]].isfinite().all()
 
 
+@pytest.mark.parametrize("factor", [*RECIPES["nvfp4"].factors, *RECIPES["mxfp8"].output], ids=str)
+def test_blocks_too_small_for_a_scale_are_zero_and_not_nan(factor: Factor) -> None:
+    x = matrix(32, 64).clamp(-4, 4).float()
+    x[0, 0] = 3e6  # NVFP4's scale of the other blocks is then 0
+    bad = x.clone()
+    bad[5, 40] = math.nan
+    one, other = (quantize(each, factor).values(torch.float32) for each in (x, bad))
+    assert one.isfinite().all()
+    assert torch.equal(one[other.isfinite()], other[other.isfinite()])
+    height = factor.block[0]
+    assert other[5 // height * height + height :].isfinite().all()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_compiled_layer_has_the_bits_of_an_eager_one_for_large_values_beside_small(name: str) -> None:
+    x, w = matrix(4, 128).clamp(-4, 4), matrix(128, 128, 1).clamp(-1, 1)
+    x[0, 0] = 3e6
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        with mezzo.autocast(name, "cpu"):
+            return nn.functional.linear(x, w)
+
+    eager = product(x, w)
+    assert eager.isfinite().all()
+    assert torch.equal(torch.compile(product, backend="aot_eager")(x, w), eager)
+
+
+def test_a_scale_below_the_smallest_fp32_number() -> None:
+    found = quantize(torch.full((2, 32), 1e-45), Factor("e4m3fn", (1, 32), "fp32"))
+    assert torch.equal(found.values(torch.float32), torch.zeros(2, 32))
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_compute_in_bf16_where_sizes_do_not_fit_and_explain_says_so(name: str) -> None:
     model = nn.Sequential(
@@ -229,6 +261,55 @@ def test_compute_in_bf16_where_sizes_do_not_fit_and_explain_says_so(name: str) -
     text = str(mezzo.explain(model, torch.randn(4, 256), precision=name))
     assert f"multiple of {RECIPES[name].multiple}" in text
     assert f"{name} in 1 linear layer: 3." in text
+
+
+def blocks(count: int) -> nn.Module:
+    """Equal blocks of two layers, a layer whose sizes fit no recipe, and a head."""
+    each = [nn.ModuleDict({"up": nn.Linear(128, 64), "down": nn.Linear(64, 128)}) for _ in range(count)]
+    return nn.ModuleDict(
+        {"odd": nn.Linear(128, 65), "blocks": nn.ModuleList(each), "head": nn.Linear(128, 16)}
+    )
+
+
+def attention() -> nn.Module:
+    return nn.ModuleDict({"inner": nn.MultiheadAttention(64, 4, kdim=32, vdim=72), "head": nn.Linear(64, 16)})
+
+
+# Model, policy, the layers in each format, and those in bf16. Layers of one kind are shortened to *, or to numbers.
+DESCRIBED = [
+    (blocks(3), "mxfp8", {"mxfp8": "blocks.*.up, blocks.*.down"}, ["odd", "head"]),
+    (
+        blocks(8),
+        "nvfp4,module.blocks.2.up=bf16",
+        {"nvfp4": "blocks.0-1,3-5.up, blocks.0-5.down"},
+        ["odd", "blocks.6-7.up", "blocks.6-7.down", "blocks.2.up", "head"],
+    ),
+    (
+        blocks(2),
+        "bf16,module.blocks.0.up=mxfp8,module.blocks.1.up=nvfp4",
+        {"mxfp8": "blocks.0.up", "nvfp4": "blocks.1.up"},
+        ["odd", "blocks.*.down", "head"],
+    ),
+    (
+        attention(),
+        "mxfp8",
+        {"mxfp8": "inner.q_proj_weight, inner.k_proj_weight, inner.out_proj.weight"},
+        ["inner.v_proj_weight", "head"],
+    ),
+    (nn.Linear(32, 32), "mxfp8", {"mxfp8": "the model"}, []),
+]
+
+
+@pytest.mark.parametrize(("model", "text", "lower", "apart"), DESCRIBED)
+def test_each_layer_is_listed_once_in_its_format(
+    model: nn.Module, text: str, lower: dict[str, str], apart: list[str]
+) -> None:
+    notes = described(with_heads(mezzo.policy(text), model), model)
+    found = [note for note in notes if " linear layer" in note]
+    assert [(note.split()[0], note.partition(": ")[2].rstrip(".")) for note in found] == list(lower.items())
+    assert [note.split()[3] for note in notes if note.startswith("Emulated")] == [*lower]
+    others = next((note for note in notes if note.startswith("Not in")), "").partition(": ")[2]
+    assert sorted(part.split(" (")[0] for part in others.split("; ") if part) == sorted(apart)
 
 
 SCRIPT = """
@@ -394,7 +475,7 @@ WRONG = [
 
 
 def test_only_fp8_has_the_scales_that_hardware_takes() -> None:
-    assert [name for name, recipe in RECIPES.items() if recipe.has_fp8_scales] == ["fp8", "fp8-rowwise"]
+    assert [name for name, recipe in RECIPES.items() if recipe.hardware == "fp8"] == ["fp8", "fp8-rowwise"]
 
 
 @pytest.mark.parametrize(("make", "error", "parts"), WRONG)
@@ -443,13 +524,14 @@ WRONG_FILES = [
     (MINE.replace("block = [1, 16], ", ""), ("weight_gradient", "g", "block")),
     (MINE.replace("stochastic", "stocastic"), ("stocastic", "stochastic", "input_gradient")),
     (MINE.replace("[output]", "[outputs]"), ("outputs", "output")),
-    (MINE.replace('"e2m3"', '"e2m4"'), ("e2m4", "e2m3")),
+    (MINE.replace('"e2m3"', '"e2m4"'), ("[output] w", "e2m4", "e2m3")),
     (MINE.replace('"e2m3"', '["e2m3"]'), ("['e2m3']", "e2m3")),
     (MINE.replace('"fp32"', "true"), ("True", "fp32")),
     (MINE.replace('"fp32"', '["fp32"]'), ("['fp32']", "fp32")),
     (MINE.replace("element", "elment", 1), ("elment", "element", "output", "x")),
     ("[output", ("not TOML",)),
-    (MINE.replace("[1, 16]", "16"), ("block=16", "[1, 32]")),
+    (MINE.replace("[1, 16]", "16"), ("[weight_gradient] g", "block=16", "[1, 32]")),
+    (MINE.replace("[input_gradient]", "z = {}\n[input_gradient]"), ("[output]", "'z'", "w, x")),
     (MINE.replace("[1, 16]", '["1", 16]'), ("block=['1', 16]", "[1, 32]")),
     (MINE.replace("= true", '= "yes"'), ("stochastic='yes'", "true or false")),
     (MINE.replace("multiple = 32", 'multiple = "32"'), ("multiple='32'", "32")),
@@ -475,6 +557,7 @@ def test_a_recipe_by_name_and_where_it_has_no_place() -> None:
         ("mxfp8,scaling=rowwise", "compute in fp8"),
         ("bf16,scaling=rowwise", "compute in fp8"),
         ("fp8,recipe=mxfp8,scaling=rowwise", "Remove scaling"),
+        ("nvfp4,module.x=fp8-block,recipe=nvfp4-plain", "fp8-block and nvfp4"),
     ):
         with pytest.raises(UsageError, match=part):
             mezzo.policy(text)
@@ -504,15 +587,21 @@ def test_recipes_are_plain_data() -> None:
 @pytest.mark.parametrize("role", ["input", "weight", "gradient"])
 def test_quantize_for_study(name: str, role: str) -> None:
     x = matrix(24, 50).reshape(2, 12, 50)
-    found = formats.quantize(x, name, role)
-    form = formats.named(found.factor.element)
-    assert found.codes.shape == found.values.shape == x.shape
-    assert int(found.codes.max()) < 1 << form.bits
-    elements = torch.tensor([formats.decode(code, form) for code in range(1 << form.bits)])[found.codes.int()]
-    height, width = (-(-total // count) for total, count in zip((24, 50), found.scales.shape))
-    height, width = found.factor.block[0] or height, found.factor.block[1] or width
-    spread = found.scales.repeat_interleave(height, 0).repeat_interleave(width, 1)[:24, :50].reshape(x.shape)
-    assert torch.equal(elements * spread * found.tensor_scale, found.values)
+    for bad in (math.nan, -math.inf, None):  # the last is examined further
+        given = x.clone()
+        if bad is not None:
+            given[1, 3, 20] = bad
+        found = formats.quantize(given, name, role)
+        form = formats.named(found.factor.element)
+        assert found.codes.shape == found.values.shape == x.shape
+        assert int(found.codes.max()) < 1 << form.bits
+        elements = torch.tensor([formats.decode(code, form) for code in range(1 << form.bits)])
+        height, width = (-(-total // count) for total, count in zip((24, 50), found.scales.shape))
+        height, width = found.factor.block[0] or height, found.factor.block[1] or width
+        spread = found.scales.repeat_interleave(height, 0).repeat_interleave(width, 1)[:24, :50]
+        values = elements[found.codes.int()] * spread.reshape(x.shape) * found.tensor_scale
+        assert torch.allclose(values, found.values, rtol=0, atol=0, equal_nan=True)
+        assert found.values[1, 3, 20].isfinite() == (bad is None)
     bound = {"e2m1": 0.5, "e4m3fn": 0.07, "e5m2": 0.13}[form.name]
     assert (found.values - x.float()).norm() < bound * x.float().norm()
     assert form.name in repr(found)

@@ -144,6 +144,10 @@ class Policy:
                     f"policy 'compute={self.compute},{key}={value}': nothing here is computed in "
                     f"{', '.join(sorted(QUANTIZED))}. Remove {key}, or compute in one of these."
                 )
+        if self.recipe != "default" and len(lower := sorted(self.computed & QUANTIZED)) > 1:
+            raise UsageError(
+                f"policy 'recipe={self.recipe}': it would be that of {' and '.join(lower)}. Remove it, or one of these."
+            )
         if self.scaling != "tensorwise" and (
             "fp8" not in self.computed or self.recipe not in ("default", "fp8")
         ):

@@ -23,7 +23,7 @@ from mezzo.core.policy_text import load_toml
 SCALES: Mapping[str, str] = MappingProxyType(
     {
         "power-of-two": "the smallest power of two that brings the largest magnitude into the format's range",
-        "e8m0": "the same, as OCP MX's training recipe stores it; a block with NaN or infinity is NaN",
+        "e8m0": "the smallest power of two that brings the largest magnitude into the format's range, in 8 bits",
         "e8m0-floor": "OCP MX's text: 2^(floor(log2 of the largest) - largest exponent); the largest may saturate",
         "fp32": "the largest magnitude over the format's largest value, in FP32",
         "e4m3fn": "NVFP4: FP32 for the tensor, e4m3fn for the block",
@@ -38,7 +38,7 @@ HARDWARE: Mapping[str, tuple[int, tuple[str, ...], tuple[tuple[int, int], ...]]]
         "nvfp4": (4, ("e4m3fn",), ((1, 16), (16, 16))),
     }
 )
-"""Products of blocks that GPUs compute: bits of an element, kinds of scales, blocks. fp8's are `has_fp8_scales`."""
+"""Products of blocks that GPUs compute: bits of an element, kinds of scales, blocks. fp8's are in `Recipe.hardware`."""
 
 ELEMENTS = ("e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1")
 HADAMARD = 16  # rows that the transform mixes
@@ -129,14 +129,13 @@ class Recipe:
             raise UsageError(
                 f"recipe {self.name!r}: last_blocks={self.last_blocks!r} is not from 0 to below 1, such as 0.15."
             )
-        for what, (factor, _) in (("output", self.output), ("input_gradient", self.input_gradient)):
-            if factor.block[0] > 1:
-                raise UsageError(
-                    f"recipe {self.name!r}: block={list(factor.block)} of the first factor of {what} spans several "
-                    "rows (tokens), whose number changes. Use 1 or 0 as the first number."
-                )
         products = (self.output, self.input_gradient, self.weight_gradient)
         for (what, names), pair in zip(FACTORS.items(), products):
+            if what != "weight_gradient" and pair[0].block[0] > 1:
+                raise UsageError(
+                    f"recipe {self.name!r}: block={list(pair[0].block)} of the first factor of {what} spans several "
+                    "rows (tokens), whose number changes. Use 1 or 0 as the first number."
+                )
             if pair[0].hadamard != pair[1].hadamard:
                 raise UsageError(
                     f"recipe {self.name!r}: only one factor of {what} has hadamard=true, so the transform would stay "
@@ -157,24 +156,16 @@ class Recipe:
         return (*self.output, *self.input_gradient, *self.weight_gradient)
 
     @property
-    def has_fp8_scales(self) -> bool:
-        """Whether each factor has one power of two, or one for each line: what GPUs with fp8 take."""
-        kinds = {(one.block, one.scale, named(one.element).bits) for one in self.factors}
-        return kinds in ({((0, 0), "power-of-two", 8)}, {((1, 0), "power-of-two", 8)})
-
-    @property
     def hardware(self) -> str:
         """The product of GPUs that multiplies these factors: ``fp8`` or one of `HARDWARE`; empty if there is none."""
-        if self.has_fp8_scales:
-            return "fp8"
         pairs = (self.output, self.input_gradient, self.weight_gradient)
         if self.multiple % 16 or any(a.element == b.element == "e5m2" for a, b in pairs):
             return ""
+        kinds = {(one.block, one.scale, named(one.element).bits) for one in self.factors}
+        if kinds in ({((0, 0), "power-of-two", 8)}, {((1, 0), "power-of-two", 8)}):  # all, or a line
+            return "fp8"
         for name, (bits, scales, blocks) in HARDWARE.items():
-            if all(
-                named(one.element).bits == bits and one.scale in scales and one.block in blocks
-                for one in self.factors
-            ):
+            if all(kind in scales and block in blocks and size == bits for block, kind, size in kinds):
                 return name
         return ""
 
@@ -245,21 +236,26 @@ def read_recipe(path: str) -> Recipe:
         if key not in (*FACTORS, *options):
             raise unknown_name("key", key, (*FACTORS, *options), where=f"{path}: ")
     try:
-        products: dict[str, Any] = {
-            product: tuple(_factor(data.get(product, {}), product, name) for name in names)
-            for product, names in FACTORS.items()
-        }
+        products: dict[str, Any] = {product: _factors(data.get(product, {}), product) for product in FACTORS}
         return Recipe(path, **products, **{key: data[key] for key in options if key in data})
     except UsageError as error:
         raise type(error)(f"{path}: {error}") from None
 
 
-def _factor(table: Mapping[str, Any], product: str, name: str) -> Factor:
-    known = [field.name for field in fields(Factor)]
-    given = table.get(name) if isinstance(table, dict) else None
-    for key in given if isinstance(given, dict) else ():
-        if key not in known:
-            raise unknown_name("key", key, known, where=f"[{product}] {name}: ")
-    if not isinstance(given, dict) or not {"element", "block"} <= given.keys():
-        raise UsageError(f'[{product}] needs {name} = {{ element = "e4m3fn", block = [1, 32] }}.')
-    return Factor(**given)
+def _factors(table: Any, product: str) -> tuple[Factor, ...]:
+    """The factors in a product's table."""
+    known, names, found = [field.name for field in fields(Factor)], FACTORS[product], []
+    for name in dict.fromkeys((*names, *(table if isinstance(table, dict) else ()))):
+        given, where = table.get(name) if isinstance(table, dict) else None, f"[{product}] {name}: "
+        if name not in names:
+            raise unknown_name("factor", name, names, where=f"[{product}] ")
+        for key in given if isinstance(given, dict) else ():
+            if key not in known:
+                raise unknown_name("key", key, known, where=where)
+        if not isinstance(given, dict) or not {"element", "block"} <= given.keys():
+            raise UsageError(f'[{product}] needs {name} = {{ element = "e4m3fn", block = [1, 32] }}.')
+        try:
+            found.append(Factor(**given))
+        except UsageError as error:
+            raise type(error)(f"{where}{error}") from None
+    return tuple(found)

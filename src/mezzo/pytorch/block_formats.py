@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mezzo.core import formats
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.recipes import RECIPES, Factor, read_recipe
+from mezzo.core.recipes import Factor, recipe_of
 from mezzo.pytorch.kernels.quantized import quantize
 
 ROLES = ("input", "weight", "gradient")
@@ -51,12 +51,10 @@ def quantize_tensor(x: Tensor, recipe: str, role: str) -> QuantizedTensor:
     recipe = str(recipe)  # or a path
     if role not in ROLES:
         raise unknown_name("role", role, ROLES)
-    if not recipe.endswith(".toml") and recipe not in RECIPES:
-        raise unknown_name("recipe", recipe, RECIPES)
+    found = recipe_of(recipe, recipe=recipe)
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() == 0 or not x.numel():
         what = f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise UsageError(f"quantize: x is {what}. Use a floating-point torch tensor with elements.")
-    found = read_recipe(recipe) if recipe.endswith(".toml") else RECIPES[recipe]
     factor = {"input": found.output[0], "weight": found.output[1], "gradient": found.input_gradient[0]}[role]
     matrix = x.detach().reshape(-1, x.shape[-1])
     rows, columns = matrix.shape

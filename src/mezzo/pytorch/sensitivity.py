@@ -300,6 +300,9 @@ class Sensitivities(StepObserver):
     def _layer_rows(self, call: _Call, format: str, times: float) -> Iterator[ModuleRounding]:
         """A linear layer's row for a format whose factors have scales; none for the head and other modules."""
         layer, recipe, gradient = call.module, self._recipes[format], call.gradients[0]
+        if isinstance(layer, nn.MultiheadAttention):
+            fix = f"module.{call.path}=bf16 keeps them in bf16"
+            self._notes.setdefault(f"{call.path}: its projections are not measured; {fix}")
         if not isinstance(layer, nn.Linear) or call.path in self._heads or gradient is None:
             return
         if why := misfit(recipe, layer.in_features, layer.out_features):

@@ -165,7 +165,7 @@ def no_such_module(pattern: str, paths: Iterable[str], of: str = "the model") ->
 def heads_of(model: nn.Module) -> tuple[str, ...]:
     """The paths of a model's last `nn.Linear` in the order of definition, and of those with tied embeddings."""
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    layers = list(_linear_layers(model))
+    layers = [(name, each) for name, path, each, _ in _linear_layers(model) if path and name == path]
     tied = [path for path, layer in layers if id(layer.weight) in embedded]
     return tuple(dict.fromkeys([*tied, *(path for path, _ in layers[-1:])]))
 
@@ -216,39 +216,36 @@ def last_blocks_of(model: nn.Module, share: float) -> list[str]:
 
 def described(policy: Policy, model: nn.Module) -> list[str]:
     """For `explain`: which linear layers have quantized factors and which stay in bf16, and why; else empty."""
-    quantized = [each for each in policy.computed if each in QUANTIZED]
+    quantized = sorted(policy.computed & QUANTIZED)
     if not quantized:
         return []
     from mezzo.pytorch.kernels.quantized_linear import misfit
 
     recipes = {each: recipe_of(each, policy.scaling, policy.recipe) for each in quantized}
-    lower: list[str] = []
-    apart: list[str] = []
+    layers: dict[str, list[str]] = {each: [] for each in quantized}  # also by why they are in none of these
     wide = dict.fromkeys(heads_of(model), "the head") if policy.compute in QUANTIZED else {}
     for block in last_blocks_of(model, policy.quantization.last_blocks) if wide else ():
         inner = (name for name, _ in model.get_submodule(block).named_modules(prefix=block))
         wide.update(dict.fromkeys(inner, "one of the last blocks"))
-    for path, layer in _linear_layers(model):
+    for name, path, _, sizes in _linear_layers(model):
         fmt = policy.format_inside(path) or policy.compute
         why = f"bf16 by default: {wide[path]}" if path in wide and fmt == "bf16" else f"the policy says {fmt}"
         if fmt in QUANTIZED:
-            why = misfit(recipes[fmt], layer.in_features, layer.out_features)
-        if why:
-            apart.append(f"{path} ({why})")
-        else:
-            lower.append(path)
+            why = misfit(recipes[fmt], *sizes)
+        layers.setdefault(why or fmt, []).append(name)
     for path, name, (count, *_) in _batched(model):
         if (policy.format_inside(path) or policy.compute) in QUANTIZED:
             why = f"bf16: {count} matrices in one product, as of experts, not a linear layer"
-            apart.append(f"{_joined(path, name)} ({why})")
-    layers = f"{len(lower)} linear layer{'s' if len(lower) > 1 else ''}"
-    name = " and ".join(quantized)
-    notes = [f"{name} in {layers}: {', '.join(_together(lower))}." if lower else _NOTHING.format(name)]
-    notes += [f"Not in {name}: {'; '.join(_together(apart))}."] if apart else []
-    if lower:
-        device = next(parameter.device for parameter in model.parameters())
-        notes += dict.fromkeys(_computed(each.hardware, device) for each in recipes.values())
-    return notes
+            layers.setdefault(why, []).append(_joined(path, name))
+    lower = {fmt: names for fmt in quantized if (names := _together(fmt, layers))}
+    apart = [f"{name} ({why})" for why in layers if why not in quantized for name in _together(why, layers)]
+    notes = [] if lower else [_NOTHING.format(" and ".join(quantized))]
+    for fmt, names in lower.items():
+        noun = "layers" if len(layers[fmt]) > 1 else "layer"
+        notes.append(f"{fmt} in {len(layers[fmt])} linear {noun}: {', '.join(names)}.")
+    notes += [f"Not in {' and '.join(quantized)}: {'; '.join(apart)}."] if apart else []
+    device = next((parameter.device for parameter in model.parameters()), None)
+    return [*notes, *dict.fromkeys(_computed(recipes[fmt].hardware, device) for fmt in lower if device)]
 
 
 def _joined(path: str, name: str) -> str:
@@ -273,20 +270,44 @@ def _computed(kind: str, device: torch.device) -> str:
     return f"Emulated on {device.type}: {why_emulated(device, kind) or f'{PATH}=emulated'}."
 
 
-def _together(paths: list[str]) -> list[str]:
-    """Layers of repeated blocks as one: ``blocks.0.up`` and ``blocks.1.up`` are ``blocks.*.up``."""
-    return list(dict.fromkeys(re.sub(r"([^\d.][^.]*)\.\d+(?=\.)", r"\1.*", path) for path in paths))
+def _together(kind: str, layers: Mapping[str, list[str]]) -> list[str]:
+    """The layers of a kind, those of repeated blocks as one: ``blocks.0.up`` and ``blocks.1.up`` are ``blocks.*.up``,
+    and ``blocks.0-1.up`` if a block's layer of another kind would have that name too.
+    """
+    others = {_BLOCK.sub(r"\1.*", name) for each in layers if each != kind for name in layers[each]}
+    found: dict[str, list[int]] = {}
+    for name in layers[kind]:
+        short, number = _BLOCK.sub(r"\1.*", name), _BLOCK.search(name)
+        if number and short in others:
+            short = f"{name[: number.start(2)]}\0{name[number.end() :]}"
+        found.setdefault(short, []).append(int(number[2]) if number else 0)
+    return [short.replace("\0", _runs(blocks)) for short, blocks in found.items()]
 
 
+def _runs(numbers: list[int]) -> str:
+    """``0-2,4`` for 0, 1, 2 and 4."""
+    firsts, lasts = ([n for n in numbers if n + step not in numbers] for step in (-1, 1))
+    return ",".join(f"{one}-{other}" if one < other else str(one) for one, other in zip(firsts, lasts))
+
+
+_BLOCK = re.compile(r"([^\d.][^.]*)\.(\d+)(?=\.)")
 _NOTHING = (
     "{0} in no layer of this model. Linear layers of fitting sizes multiply in {0}, but not the head (the last one). "
-    "Convolutions, recurrent layers and attention are as under bf16."
+    "Convolutions, recurrent layers and attention products are as under bf16."
 )
 
 
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    attention = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
-    inside = {id(child) for module in attention for child in module.modules()}
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, tuple[int, int]]]:
+    """Each linear layer's name, the path that a pattern has to match, module, and numbers of inputs and outputs.
+
+    The projections of `nn.MultiheadAttention`, which calls none of its own modules, have the names of their weights.
+    """
+    attention: set[nn.Module] = set()
     for path, module in model.named_modules():
-        if path and isinstance(module, nn.Linear) and id(module) not in inside:
-            yield path, module
+        if isinstance(module, nn.MultiheadAttention):
+            attention.update(module.modules())
+            for name, weight in module.named_parameters():
+                if weight.dim() == 2:
+                    yield _joined(path, name), path, module, (weight.shape[1], weight.shape[0])
+        elif isinstance(module, nn.Linear) and module not in attention:
+            yield path or "the model", path, module, (module.in_features, module.out_features)

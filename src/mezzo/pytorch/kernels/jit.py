@@ -80,11 +80,6 @@ def kernel(template: ModuleType, bindings: Mapping[str, str], main: str = "main"
     return found
 
 
-def compile_seconds() -> float:
-    """The time that this process has spent compiling and loading kernels."""
-    return sum(kernel.seconds for kernel in _kernels.values())
-
-
 def _written(template: ModuleType, bindings: Mapping[str, str]) -> tuple[str, Path]:
     """The written module's name and file; an existing file is used again."""
     text = inspect.getsource(template)

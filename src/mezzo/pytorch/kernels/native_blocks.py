@@ -22,7 +22,6 @@ from torch import Tensor
 from mezzo.pytorch.kernels.quantized import Quantized
 
 _PACKED = 32  # elements of e2m1 in 16 bytes, to which rows are aligned
-_NAN = 0x7F  # of e4m3fn, without the sign
 
 
 def product(
@@ -93,12 +92,11 @@ def _e8m0(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _e2m1(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of 4 bits, the first of two in the low half of a byte, and scales of e4m3fn; NaN moves to the scale."""
+    """Codes of 4 bits, the first of two in the low half of a byte, and scales of e4m3fn; NaN is in the scales alone."""
     rows, columns = codes.shape
     patterns = codes.view(torch.uint8)
     magnitudes = patterns & 0x7F
-    is_bad = (magnitudes == _NAN).view(rows, -1, columns // scales.shape[1]).any(2)
-    scales = torch.where(is_bad, torch.nan, _for_each_row(codes, scales)).to(torch.float8_e4m3fn)
+    scales = _for_each_row(codes, scales).to(torch.float8_e4m3fn)
     # 0.5 is 0x30 in e4m3fn and 1 here; the others, from 1 on, are 4 patterns apart.
     short = ((magnitudes.clamp(min=0x30) - 0x30) >> 2) + (magnitudes == 0x30) | patterns >> 4 & 8
     missing = -columns % _PACKED

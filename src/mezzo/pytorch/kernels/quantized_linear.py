@@ -177,7 +177,7 @@ def why_emulated(device: torch.device, kind: str) -> str:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
 def gemm_dtype(device_type: str) -> torch.dtype:
-    """The format of emulated products, exact in both: bf16 where the device is fast in it, else FP32."""
+    """The format of emulated factors, exact in both: bf16 where the device is fast in it (results too), else FP32."""
     return torch.bfloat16 if "bf16" in native_formats(device_type) else torch.float32
 
 

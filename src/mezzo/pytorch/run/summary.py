@@ -81,6 +81,10 @@ def summary(session: Session, failed: bool) -> str:
             formats = "; ".join(f"{name}: {ops} ops" for name, ops in sorted(counts.items()))
             lines.append(f"formats seen in one step: {formats}")
         lines += policy.notes
+        if journal.updates and session.applied is not policy.at(sys.maxsize):
+            lines.append(
+                f"bf16_from={policy.bf16_from} was not reached: {_count(journal.first_updates, 'update')}"
+            )
     lines += journal.notes
     if session.store is not None and session.world_size > 1:
         wait = 0.0 if failed else PATIENCE
