@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"schema": 1, **data, "recommendation": advice}, indent=2, allow_nan=False))
         return 0
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    reasons = [textwrap.indent(textwrap.fill(one, width - 2), "  ") for one in found.reasons]
-    print(*lines, f"\nUse {found.precision}", *reasons, sep="\n")
+    lines += ["", f"Use {found.precision}", *(f"  {one}" for one in found.reasons)]
+    print(*(textwrap.fill(line, width, subsequent_indent="  ") for line in lines), sep="\n")
     if found.precision != "fp32" or arguments.gpu is None:
         candidates = "bf16,fp16" if found.precision == "fp32" else found.precision
         print(f"\nTry it: mezzo compare --precision {candidates} train.py")
@@ -81,7 +81,7 @@ def _read(script: str, as_json: bool) -> int:
     else:
         lines = [f"{script}:{line}: {kind}: {code}" for line, kind, code in found]
         lines += [f"{why}: {one}" for one, why in commands.items()]
-        print(*lines or [f"{script}: none found"], sep="\n")
+        print(*lines or [f"{script}: no 16-bit weights, and no mixed precision of its own"], sep="\n")
     return int(WEIGHTS in kinds)
 
 
@@ -126,7 +126,7 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
     for name, line in lines.items():
         yield f"{name:<14}{line}"
     where = "on the CPU" if data["device"] == "cpu" else "on the GPU"
-    yield f"\nMeasured {where}, in GFLOP/s: median (and the range of the middle half of the repeats)"
+    yield from ("", f"Measured {where}, in GFLOP/s: median (and the range of the middle half of the repeats)")
     kinds, cells = ["matmul", "conv step"], {}
     for row in data["measured"]:
         figures = (row["median"], row["low"], row["high"]) if row["repeats"] else ()
@@ -142,7 +142,7 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
     for reason in dict.fromkeys(row["reason"] for row in data["measured"] if row["reason"]):
         yield f"not measured: {reason}"
     if data["unsteady"]:
-        yield "The repeats vary by more than 1.5x: something else is using this machine. Measure again when it is idle."
+        yield "The repeats vary by more than 1.5x: something else is using this machine."
 
 
 def _gpu_lines(model: GpuModel) -> Iterable[str]:

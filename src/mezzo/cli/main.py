@@ -78,6 +78,7 @@ def _run(verb: str, words: list[str]) -> int:
     module: ModuleType = importlib.import_module(f"mezzo.cli.{verb.replace('-', '_')}")
     parser = Parser(f"mezzo {verb}", module.__doc__)
     module.configure(parser)
+    parser.words = words
     try:
         if verb in RUN_A_SCRIPT:
             arguments = parser.parse_with_script(words, owns_rest=verb == "run")
