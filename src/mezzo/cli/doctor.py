@@ -4,8 +4,6 @@ Examples:
   mezzo doctor                      measure this machine (about 8 seconds, at most about 20)
   mezzo doctor --quick              the same in 1 to 4 seconds, less accurately
   mezzo doctor --gpu A100           the datasheet of a GPU, which need not be in this machine
-  mezzo doctor --gpu 8.6            any GPU with this compute capability
-  mezzo doctor --json               the same as JSON
   mezzo doctor train.py             where a script makes 16-bit weights, or mixed precision; it is read, not run
 
 Exit status: 0; 1 if the script makes 16-bit weights without masters; 2 wrong usage.
@@ -116,17 +114,17 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
         "CPU": f"{described['cpu']}, {described['cores']} cores, threads in use: {described['threads']}",
         "instructions": " ".join(described["isa"]) or "unknown",
         "memory": f"{memory / 1e9:.0f} GB" if memory else "unknown",
-        "GPU": "none that this PyTorch can use"
-        if gpu is None
-        else f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.0f} GB",
+        "GPU": "none that this PyTorch can use",
         "software": f"PyTorch {described['torch']}, Python {described['python']}, {described['os']}",
     }
-    if gpu and gpu["capability"]:
-        lines["GPU"] += f", compute capability {gpu['capability']}"
+    if gpu:
+        capability = f", compute capability {gpu['capability']}" if gpu["capability"] else ""
+        lines["GPU"] = f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.0f} GB{capability}"
     for name, line in lines.items():
         yield f"{name:<14}{line}"
-    where = "on the CPU" if data["device"] == "cpu" else "on the GPU"
-    yield from ("", f"Measured {where}, in GFLOP/s: median (and the range of the middle half of the repeats)")
+    yield ""
+    device = "CPU" if data["device"] == "cpu" else "GPU"
+    yield f"Measured on the {device}, in GFLOP/s: median (and the middle half of the repeats)"
     kinds, cells = ["matmul", "conv step"], {}
     for row in data["measured"]:
         figures = (row["median"], row["low"], row["high"]) if row["repeats"] else ()
