@@ -125,7 +125,7 @@ SENTENCES: list[tuple[BatchSizeResult, list[str]]] = [
     (BatchSizeResult((Trial(8, True, 10, 1.0), Trial(16, True, 20, 4.0), Trial(17, False))),
      ["16 is the largest that fits (20 B)", "trains 4 samples", "batch size 8 is the fastest, with 8."]),
     (BatchSizeResult((Trial(8, True, 10, 1.0), Trial.timed(16, 20, [1.0, 1.0, 2.0, 2.0, 2.0, 2.0]))),
-     ["trains 8 samples", "cannot be told", "vary by more than 1.5x"]),
+     ["trains 8 samples", "vary by more than 1.5x", "idle machine"]),
 ]  # fmt: skip
 
 

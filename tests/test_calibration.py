@@ -156,7 +156,7 @@ def test_a_module_in_which_fp16_overflows_is_kept() -> None:
 
 
 WATCHED: list[tuple[list[RangeRow], float | None, list[str]]] = [
-    (FINE, None, ["fp16 holds all watched tensors at loss scale 2^16; it rounds 0% of the gradients"]),
+    (FINE, None, ["fp16 holds all watched tensors at loss scale 2^16; it rounds none of the gradients"]),
     ([*FINE, weight_gradient("b", 1e-12)], 8.0, ["at loss scale 2^3; it rounds 25% of the gradients to zero"]),
     ([*FINE, activation("e", 1e6)], None, ["for fp16 keep e in FP32: it returned numbers up to 1e+06", "bf16 has"]),
     ([replace(one, format="fp16") for one in FINE] + [activation("e", 1e6)], None, ["outside of the modules in FP32"]),

@@ -49,6 +49,7 @@ def test_it_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str
     assert str(policy(folder / "policy.toml")) == "fp16,module.b=fp32"
     page = (folder / "report.html").read_text()
     assert page.index("Use fp16: it is native here") < page.index("Updates")
+    assert "for fp16 keep" not in page  # what the watched tensors show is in the recommendation
     assert "[1/1] fp32: 5 steps" in err
     request = json.loads((here / "train.asked").read_text())
     assert (request["policy"], request["watch"], request["stop_after"]) == ("fp32", 1, 5)

@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import re
+import shlex
 import sys
 import textwrap
 from pathlib import Path
@@ -15,10 +16,13 @@ import pytest
 from rich.console import Console
 
 import mezzo.cli.compare as verb
+from mezzo.cli.arguments import Parser
 from mezzo.cli.compare import show
 from mezzo.cli.main import main
 from mezzo.compare.comparison import compare
+from mezzo.core.policy import policy
 from mezzo.core.records import HAD_TF32
+from page_blocks import BASH, PAGES
 
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
 
@@ -35,6 +39,29 @@ def script(place: Path, behaviour: dict[str, Any]) -> str:
     path = place / "train.py"
     path.write_text(json.dumps(behaviour))
     return path.name
+
+
+COMMANDS = dict.fromkeys(
+    line
+    for page in PAGES
+    for block in BASH.findall(page.read_text(encoding="utf-8"))
+    for line in re.findall(r"^mezzo compare .*$", block, re.MULTILINE)
+)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_on_a_page_asks_for_a_comparison(here: Path, line: str) -> None:
+    """Its precisions, policies, margins and patterns are accepted, and its script's arguments are found."""
+    script(here, {})
+    (here / "mezzo-calibrate-train").mkdir()
+    (here / "mezzo-calibrate-train" / "policy.toml").write_text(policy("nvfp4,module.head=bf16").to_toml())
+    _, _, *words = shlex.split(line, comments=True)
+    parser = Parser("mezzo compare", None)
+    verb.configure(parser)
+    request, remarks = verb.request_of(parser.parse_with_script(words, owns_rest=False))
+    assert remarks == []
+    assert request.precisions
+    assert request.argv == (("--epochs", "3") if "--epochs 3" in line else ())
 
 
 def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from mezzo.compare.answer import answer, unclear_speed
 from mezzo.compare.comparison import compare, schedule
 from mezzo.compare.judgement import _overflow
 from mezzo.compare.measure import Metric
-from mezzo.compare.progress import Watcher, watcher
+from mezzo.compare.progress import Watcher
 from mezzo.compare.request import Request, candidates
 from mezzo.compare.runs import read_run, run_child
 from mezzo.core import records
@@ -529,7 +529,7 @@ def test_lines_for_pipes(case: Case, tmp_path: Path) -> None:
     path = tmp_path / "said"
     with path.open("w") as file:
         for _ in range(2):
-            case.compare(watcher=watcher(Console(file=file)))
+            case.compare(watcher=Watcher(Console(file=file)))
     said = path.read_text().splitlines()
     assert said[1].startswith("3 runs: 1 FP32, 1 bf16 (1 pair: the same seed), 1 FP32 as noise check")
     assert said[2].startswith("[1/3] fp32-0: 40 steps, ")
@@ -543,7 +543,7 @@ def test_a_bar_on_a_terminal(case: Case) -> None:
     case.write({"bf16-0": {"crash": "ValueError: [red]x"}})
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=80)
-    case.compare(watcher=watcher(console, quiet=True))
+    case.compare(watcher=Watcher(console, quiet=True))
     said = file.getvalue()
     assert "[1/3] fp32-0" in said
     assert "40/40" in said

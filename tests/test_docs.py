@@ -93,12 +93,13 @@ def test_a_block_runs_alone_and_prints_what_is_shown(
 
 
 def commands() -> list[Any]:
-    """The commands on the pages that need at most a script; each `mezzo run` takes seconds, and there are many."""
+    """The commands on the pages that need at most a script; each that runs it takes seconds, and there are many."""
     text = "".join(block for page in PAGES for block in BASH.findall(page.read_text(encoding="utf-8")))
-    lines = re.findall(r"^mezzo (?:doctor|formats|migrate|run)\b.*$", text, re.MULTILINE)
+    lines = re.findall(r"^mezzo (?:calibrate|doctor|formats|migrate|run)\b.*$", text, re.MULTILINE)
     return [
-        pytest.param(words, id=" ".join(words), marks=[pytest.mark.nightly] * (words[1] == "run"))
+        pytest.param(words, id=" ".join(words), marks=[pytest.mark.nightly] * is_nightly)
         for words in dict.fromkeys(tuple(shlex.split(line, comments=True)) for line in lines)
+        for is_nightly in [words[1] == "run" or (words[1] == "calibrate" and len(words) > 3)]
     ]
 
 
@@ -114,6 +115,9 @@ def test_a_command_on_a_page_runs(words: tuple[str, ...], tmp_path: Path) -> Non
     assert done.returncode == (words[1:] == ("migrate", "train.py")), (
         done.stderr
     )  # 1: a change that was not written
+    if words[1] == "calibrate":
+        report = [sys.executable, "-m", "mezzo", "report", "mezzo-calibrate-train"]
+        subprocess.run(report, cwd=tmp_path, capture_output=True, check=True)
 
 
 def test_user_pages_are_few_and_each_is_in_the_navigation() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from mezzo.cli.main import main
 from mezzo.core.hardware import cuda_formats
+from mezzo.core.policy import policy
 from mezzo.doctor import measure
 from mezzo.doctor.gpus import ARCHITECTURES, MODELS, find, formats_at, from_capability
 from mezzo.doctor.measure import recommend, row
@@ -184,6 +185,21 @@ def test_this_machine(cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert "The repeats vary" not in printed
 
 
+@pytest.mark.parametrize("words", [(), ("--gpu", "H100"), ("--gpu", "B200")])
+def test_no_line_is_wider_than_the_terminal(
+    words: tuple[str, ...], cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu.setenv("COLUMNS", "60")
+    assert main(["doctor", *words]) == 0
+    *lines, _ = capsys.readouterr().out.strip().splitlines()  # the last one is a command
+    assert [line for line in lines if len(line) > 60] == []
+
+
+def test_a_format_of_a_datasheet_is_named_as_the_precision() -> None:
+    for name in {form for model in MODELS for form in model.peaks}:
+        assert policy(name).compute == name
+
+
 def test_a_named_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--gpu", "T4"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -216,6 +232,8 @@ WRONG = [
         for name in ("MI300X", "M2", "Apple M3 Max", "RX 7900", "Arc A770")
     ),
     (["--gpu", "Tesla M40"], "mezzo doctor --gpu 8.6"),
+    (["--gpu", "9"], "mezzo doctor --gpu 9.0\n"),
+    (["--gpu", "0"], "leave --gpu out: mezzo doctor\n"),
     *((["--gpu", name], "mezzo doctor --gpu 8.6") for name in ("", "RTX", "GTX 980", "RTX 2050", "4.0")),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -97,6 +98,21 @@ def test_autocast_refuses_module_patterns_since_it_has_no_model(tmp_path, compil
             run(given)
         assert compiled or isinstance(caught.value, UsageError)
         assert "mezzo.MixedPrecision(model, optimizer, 'bf16,module.head=fp32')" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "unused", ["reduce=bf16", "state=int8", "masters=split", "loss_scale=dynamic(init=4,patience=3)"]
+)
+def test_autocast_says_where_a_setting_belongs_that_it_cannot_apply(unused):
+    given = f"{'fp16' if 'loss' in unused else 'bf16'},{unused},op.softmax=lower"
+    with pytest.warns(
+        UserWarning, match=re.escape(f"mezzo.MixedPrecision(model, optimizer, '{given}')")
+    ) as caught:
+        mezzo.autocast(given, "cpu")
+    assert f": {unused.partition('=')[0]}= has no effect" in str(caught[0].message)
+    assert caught[0].filename == __file__
+    mezzo.autocast(policy(given), "cpu")  # of a MixedPrecision, whose optimizer applies it
+    mezzo.autocast(given, "cpu", enabled=False)
 
 
 def test_a_policy_s_module_patterns_are_refused_until_they_are_applied(net):

@@ -201,6 +201,7 @@ REFUSED = [
     ("bf16,op.softmax=fp32,op.aten::softmax=lower", "op.softmax is given twice"),
     ("bf16,module.a..b=fp32", "'a..b' is not a module pattern"),
     ("bf16,modul.x=fp32", "unknown key 'modul.x'.*'module.PATTERN'"),
+    ("bf16,reduction=bf16", r"unknown key 'reduction'\. Did you mean 'reduce'\? .*'module\.reduction=bf16'"),
     ("bf16 op.exp=fp32; module.a = fp32", "commas.*'bf16,op.exp=fp32,module.a = fp32'"),
     ("BF16-true", "'bf16,masters=none'.*'bf16,masters=split'"),
     ("16-true", "'fp16,masters=fp32'"),

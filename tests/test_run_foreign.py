@@ -122,6 +122,20 @@ def test_a_comparison_ends_it_at_the_first_use(
         launch(SCRIPT.format(caught), policy="fp32", own="refuse")
 
 
+def test_a_use_in_a_library_is_told_with_the_line_of_the_script_that_led_to_it(launch: Any) -> None:
+    ran = launch(
+        """
+        import types, torch
+        library = types.ModuleType("library")
+        step = "import torch\\ndef step():\\n    with torch.autocast('cpu', torch.bfloat16): pass"
+        exec(compile(step, "/lib/loop.py", "exec"), vars(library))
+        library.step()
+        """,
+        policy="bf16",
+    )
+    assert "(script.py line 6, through library, loop.py line 3)" in ran.notes
+
+
 @pytest.mark.parametrize("name", NOT_OWN)
 def test_what_is_no_use_of_it(launch: Any, name: str) -> None:
     ran = launch(SCRIPT.format(NOT_OWN[name]), policy="bf16")

@@ -38,6 +38,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        self.words: Sequence[str] = ()  # as they were given
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2; the message has the fix if one is known."""
@@ -46,7 +47,9 @@ class Parser(argparse.ArgumentParser):
             fix = f".{self._near(message.removeprefix(_UNKNOWN).split())} Every option: {self.prog} --help"
         elif message.endswith("expected one argument"):
             option = message.removeprefix("argument ").partition(":")[0].split("/")[-1]
-            fix = f". Write {option}=VALUE as one word if the value begins with a dash"
+            before, _, after = shlex.join(self.words).partition(f"{option} ")
+            if after and after.split()[0] not in self._option_string_actions:
+                fix = f". A value that begins with a dash is joined with =: {self.prog} {before}{option}={after}"
         super().error(message + fix)
 
     def parse_with_script(self, words: Sequence[str], *, owns_rest: bool) -> argparse.Namespace:

@@ -22,7 +22,6 @@ Exit status: 0 found, 1 no size fits, 2 wrong usage, or a script that fails or n
 Examples:
   mezzo batch-size train.py --vary=--batch-size
   mezzo batch-size train.py --vary=--batch-size --precision bf16 --limit 4GiB -- --epochs 3
-  mezzo batch-size --demo text-gpt --vary=--batch --limit 1GiB --multiple-of 8
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     script = ScriptRequest(target, tuple(arguments.argv), bool(arguments.module))
     precisions = _precisions(arguments.precision or ["fp32,bf16"])
     console, found = Console(stderr=True), dict[str, BatchSizeResult]()
-    shown = _Deadline(None if arguments.json and not console.is_terminal else console)
+    shown = _Deadline(console, quiet=arguments.json)
     ends = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory(prefix="mezzo-batch-size-") as temporary:
         folder = Path(arguments.out or temporary)

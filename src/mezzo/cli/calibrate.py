@@ -21,7 +21,6 @@ Examples:
   mezzo calibrate train.py --steps 50 -- --epochs 3
   mezzo calibrate train.py --precision fp16          for another machine than this one
   mezzo calibrate train.py --precision nvfp4         which linear layers have to stay in bf16
-  mezzo calibrate --demo digits --json
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ import mezzo
 from mezzo.cli.arguments import KERAS, add_target, folder_of, share, target_of, whole
 from mezzo.cli.report import page
 from mezzo.compare.folder import forget_run, locked, writing
-from mezzo.compare.progress import Watcher, watcher
+from mezzo.compare.progress import Watcher
 from mezzo.compare.request import ScriptRequest
 from mezzo.compare.runs import LAUNCH, run_to_end, terminated_like_an_interrupt
 from mezzo.core import records
@@ -77,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = arguments.steps, arguments.precision, arguments.margin
     request = CalibrationRequest(target, tuple(arguments.argv), bool(arguments.module), *settings)
     folder = folder_of(arguments, "calibrate")
-    found = calibrate_script(request, folder, watcher(Console(stderr=True), quiet=arguments.json))
+    found = calibrate_script(request, folder, Watcher(Console(stderr=True), quiet=arguments.json))
     report = page(build_run, folder)
     if arguments.json:
         print((folder / RESULT).read_text(encoding="utf-8"), end="")

@@ -9,7 +9,6 @@ Examples:
   mezzo compare --precision bf16 train.py --epochs 3
   mezzo compare train.py --precision bf16 --seeds 5 --metric 'accuracy: ([0-9.]+)' -- --epochs 3
   mezzo compare --precision bf16,op.softmax=fp32 --precision policy.toml train.py
-  mezzo compare --precision bf16,masters=split8,state=int8 train.py
   mezzo compare --precision own,bf16 train.py       the script's own mixed precision, and Mezzo's bf16
   mezzo compare --nproc 2 --precision bf16 ddp.py    two ranks of DDP or FSDP2, started by torchrun
   mezzo compare --framework keras --precision mixed_bfloat16 train.py
@@ -24,8 +23,7 @@ The answer for each candidate is a plain line and one of four words:
   divergent     worse than FP32, or the training broke
 
 The output ends with the next command. The folder mezzo-compare-SCRIPT gets report.html, verdict.json, and the records
-and output of every run. After an interrupt, give the same command again to continue. After --seeds 1 or 2, the same
-command with more seeds continues.
+and output of every run. After an interrupt, and with more seeds after --seeds 1 or 2, the same command continues.
 
 Exit status: 0 no candidate is divergent; 1 one is; 2 wrong usage, or a script that fails in FP32 or never trains.
 """
@@ -33,6 +31,7 @@ Exit status: 0 no candidate is divergent; 1 one is; 2 wrong usage, or a script t
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Mapping
@@ -47,7 +46,7 @@ from mezzo.cli.arguments import add_target, folder_of, number, share, target_of,
 from mezzo.cli.report import page
 from mezzo.compare.answer import metric_name, next_steps, unclear_speed, written
 from mezzo.compare.comparison import compare
-from mezzo.compare.progress import watcher
+from mezzo.compare.progress import Watcher
 from mezzo.compare.request import FRAMEWORKS, Request, candidates
 from mezzo.core.byte_counts import written_bytes
 from mezzo.core.commands import DEFAULT_MARGIN
@@ -90,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     for remark in remarks:
         errors.print(f"note: {remark}", markup=False, highlight=False)
     folder = folder_of(arguments, "compare")
-    told = watcher(errors, quiet=arguments.json)
+    told = Watcher(errors, quiet=arguments.json)
     try:
         verdict = compare(request, folder, fresh=arguments.fresh, watcher=told)
     except KeyboardInterrupt:
@@ -132,10 +131,7 @@ def show(console: Console, verdict: Mapping[str, Any], report: Path | None, verb
     candidates: Mapping[str, Mapping[str, Any]] = verdict["candidates"]
     metric = metric_name(verdict["request"]["metric"])
     piped = not console.is_terminal  # where one thing has one line
-
-    def told(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
+    told = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     console.print()
     for name, one in candidates.items():
         style = STYLES.get(one["parity"], "")

@@ -4,8 +4,6 @@ Examples:
   mezzo doctor                      measure this machine (about 8 seconds, at most about 20)
   mezzo doctor --quick              the same in 1 to 4 seconds, less accurately
   mezzo doctor --gpu A100           the datasheet of a GPU, which need not be in this machine
-  mezzo doctor --gpu 8.6            any GPU with this compute capability
-  mezzo doctor --json               the same as JSON
   mezzo doctor train.py             where a script makes 16-bit weights, or mixed precision; it is read, not run
 
 Exit status: 0; 1 if the script makes 16-bit weights without masters; 2 wrong usage.
@@ -58,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"schema": 1, **data, "recommendation": advice}, indent=2, allow_nan=False))
         return 0
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    reasons = [textwrap.indent(textwrap.fill(one, width - 2), "  ") for one in found.reasons]
-    print(*lines, f"\nUse {found.precision}", *reasons, sep="\n")
+    lines += ["", f"Use {found.precision}", *(f"  {one}" for one in found.reasons)]
+    print(*(textwrap.fill(line, width, subsequent_indent="  ") for line in lines), sep="\n")
     if found.precision != "fp32" or arguments.gpu is None:
         candidates = "bf16,fp16" if found.precision == "fp32" else found.precision
         print(f"\nTry it: mezzo compare --precision {candidates} train.py")
@@ -81,7 +79,7 @@ def _read(script: str, as_json: bool) -> int:
     else:
         lines = [f"{script}:{line}: {kind}: {code}" for line, kind, code in found]
         lines += [f"{why}: {one}" for one, why in commands.items()]
-        print(*lines or [f"{script}: none found"], sep="\n")
+        print(*lines or [f"{script}: no 16-bit weights, and no mixed precision of its own"], sep="\n")
     return int(WEIGHTS in kinds)
 
 
@@ -116,17 +114,17 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
         "CPU": f"{described['cpu']}, {described['cores']} cores, threads in use: {described['threads']}",
         "instructions": " ".join(described["isa"]) or "unknown",
         "memory": f"{memory / 1e9:.0f} GB" if memory else "unknown",
-        "GPU": "none that this PyTorch can use"
-        if gpu is None
-        else f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.0f} GB",
+        "GPU": "none that this PyTorch can use",
         "software": f"PyTorch {described['torch']}, Python {described['python']}, {described['os']}",
     }
-    if gpu and gpu["capability"]:
-        lines["GPU"] += f", compute capability {gpu['capability']}"
+    if gpu:
+        capability = f", compute capability {gpu['capability']}" if gpu["capability"] else ""
+        lines["GPU"] = f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.0f} GB{capability}"
     for name, line in lines.items():
         yield f"{name:<14}{line}"
-    where = "on the CPU" if data["device"] == "cpu" else "on the GPU"
-    yield f"\nMeasured {where}, in GFLOP/s: median (and the range of the middle half of the repeats)"
+    yield ""
+    device = "CPU" if data["device"] == "cpu" else "GPU"
+    yield f"Measured on the {device}, in GFLOP/s: median (and the middle half of the repeats)"
     kinds, cells = ["matmul", "conv step"], {}
     for row in data["measured"]:
         figures = (row["median"], row["low"], row["high"]) if row["repeats"] else ()
@@ -142,7 +140,7 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
     for reason in dict.fromkeys(row["reason"] for row in data["measured"] if row["reason"]):
         yield f"not measured: {reason}"
     if data["unsteady"]:
-        yield "The repeats vary by more than 1.5x: something else is using this machine. Measure again when it is idle."
+        yield "The repeats vary by more than 1.5x: something else is using this machine."
 
 
 def _gpu_lines(model: GpuModel) -> Iterable[str]:

@@ -78,6 +78,7 @@ def _run(verb: str, words: list[str]) -> int:
     module: ModuleType = importlib.import_module(f"mezzo.cli.{verb.replace('-', '_')}")
     parser = Parser(f"mezzo {verb}", module.__doc__)
     module.configure(parser)
+    parser.words = words
     try:
         if verb in RUN_A_SCRIPT:
             arguments = parser.parse_with_script(words, owns_rest=verb == "run")
@@ -97,10 +98,10 @@ def _help() -> str:
         "mezzo: train in bf16 or fp16 instead of FP32, and check that it did no harm\n\n"
         f"usage: mezzo COMMAND [...]\n\n{verbs}\n\n"
         "Start here:\n"
-        "  mezzo doctor                                         which precision suits this machine (8 seconds)\n"
-        "  mezzo compare --demo digits --seeds 1                a first comparison, on a small data set\n"
-        "  mezzo compare --precision bf16 train.py --epochs 3   the same for your script, unchanged\n"
-        "  mezzo run --precision bf16 train.py --epochs 3       train your script in bf16\n\n"
+        "  mezzo doctor                              which precision suits this machine\n"
+        "  mezzo compare --demo digits --seeds 1     a first comparison, on small data\n"
+        "  mezzo compare --precision bf16 train.py   the same for your script, unchanged\n"
+        "  mezzo run --precision bf16 train.py       train your script in bf16\n\n"
         "Exit status: 0 success; 1 a finding (for example, a candidate is worse than FP32); 2 wrong usage, or a\n"
         "script that fails or never trains; 130 interrupted. `mezzo run` ends with the status of the script.\n\n"
         "`mezzo COMMAND --help` explains a command and has examples."

@@ -3,7 +3,6 @@
   mezzo migrate train.py                  print the changes as a unified diff
   mezzo migrate train.py | patch -p0      the same as --write, after a look at the diff
   mezzo migrate --write train.py utils.py change the files
-  mezzo migrate --json train.py           the diff and what was left alone, as JSON
 
 Imports from torch.amp and torch.cuda.amp become imports from mezzo.amp, and those from apex imports from mezzo.apex.
 Calls, comments, layout and line endings stay. The training loop stays, too: it keeps its GradScaler.

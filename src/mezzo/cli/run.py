@@ -8,9 +8,6 @@
   mezzo run --own off --precision bf16 train.py      switch the script's own mixed precision off, and use bf16
   mezzo run --masters split train.py                 exact FP32 masters for bf16 weights that the script makes
   mezzo run --apex train.py --epochs 3               for scripts of NVIDIA Apex: Mezzo's apex.amp
-  mezzo run -m package.train --epochs 3              run a module, as python -m does
-  mezzo run -c 'import train; train.main()'          run code, as python -c does; - runs standard input
-  mezzo run train.py --precision bf16 -- --epochs 3  the same as the second line
 
 All words after the script's name are arguments of the script, unless a -- separates Mezzo's options from them. The
 script runs as it does under python: same arguments, output and exit status. At the end a few lines on stderr say what
@@ -131,6 +128,9 @@ def run(arguments: argparse.Namespace) -> int:
     rank = rank_here() or 0
     if rank == 0 and argv:
         _tell_misplaced(arguments, source)
+    records = arguments.records  # a name with the rank's number was made for it
+    if records is not None and rank and str(rank) not in records.stem:
+        records = of_rank(records, rank)
     request = RunRequest(
         target=target,
         argv=tuple(argv),
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
         source=source,
         policy="fp32" if arguments.masters else arguments.precision or "auto",
         own="record" if arguments.masters else arguments.own,
-        records=_of_rank(arguments.records, rank),
+        records=records,
         summary=not arguments.quiet,
         trace=not arguments.no_trace,
         **{name: getattr(arguments, name) for name in ("masters", "observe", "watch", "apex")},
@@ -201,11 +201,6 @@ def _tell_misplaced(arguments: argparse.Namespace, source: str | None) -> None:
             f"name belong to the script. To give it to Mezzo: mezzo run {words}",
             file=sys.stderr,
         )
-
-
-def _of_rank(file: Path | None, rank: int) -> Path | None:
-    """The file that --records names, for this rank; a name with the rank's number was made for it."""
-    return file if file is None or not rank or str(rank) in file.stem else of_rank(file, rank)
 
 
 def _folder(out: Path | None) -> tuple[Path, str]:

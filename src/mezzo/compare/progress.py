@@ -10,14 +10,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 
 class Watcher:
-    """Shows each run as it begins, advances and ends. Without a console it prints nothing."""
+    """Shows each run as it begins, advances and ends; without a console, or if `quiet` in a pipe, it prints nothing."""
 
     _console: Console | None = None
     _bar: Progress | None = None
     _task: TaskID | None = None
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console
+    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
+        self._console = console if console is None or console.is_terminal or not quiet else None
         self._seconds: list[float] = []  # of each finished run
         # JPY_PARENT_PID: a command in a notebook cell, which would keep every frame of a bar.
         if console is not None and console.is_terminal and "JPY_PARENT_PID" not in os.environ:
@@ -74,9 +74,5 @@ class Watcher:
     def say(self, text: str) -> None:
         """Print a line."""
         if self._console is not None:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def watcher(console: Console, *, quiet: bool = False) -> Watcher:
-    """A bar on a terminal, lines elsewhere; nothing elsewhere if `quiet`."""
-    return Watcher(None if quiet and not console.is_terminal else console)
+            piped = not self._console.is_terminal
+            self._console.print(text, markup=False, highlight=False, soft_wrap=piped)

@@ -341,7 +341,7 @@ def conclusions(tensors: Sequence[RangeRow], scale: float | None = None) -> list
     and updates that 16-bit weights lose. `scale`: the run's own; by default the one that calibration recommends.
 
     >>> conclusions([RangeRow("a", "weight gradient", "fp32", Histogram(-3, [4], largest=0.2), "weight")])
-    ['fp16 holds all watched tensors at loss scale 2^17; it rounds 0% of the gradients to zero']
+    ['fp16 holds all watched tensors at loss scale 2^17; it rounds none of the gradients to zero']
     """
     where = ""
     if any(one.format == "fp16" for one in tensors):  # a run in fp16, which keeps these modules in FP32
@@ -361,7 +361,7 @@ def conclusions(tensors: Sequence[RangeRow], scale: float | None = None) -> list
             )
         else:
             shares = reduce(Histogram.plus, gradients).shares("fp16", shift_of(start))
-            lost = percent(shares.underflow if shares else 0.0)
+            lost = percent(shares.underflow) if shares and shares.underflow else "none"
             at = f"loss scale {power_text(start)}"
             found.append(
                 f"fp16 holds all watched tensors{where} at {at}; it rounds {lost} of the gradients to zero"

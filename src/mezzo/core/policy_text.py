@@ -130,7 +130,10 @@ def _entry(key: str, value: str, where: str) -> Entry:
         return Entry(key, "", value, where)
     is_path = precision_name(value) in COMPUTE and not dot and not did_you_mean(key, KEYS, cutoff=0.75)
     if (head == "modules" and dot) or is_path:
-        raise UnknownNameError(f"{where}unknown key {key!r}. Did you mean 'module.{name or key}={value}'?")
+        near = did_you_mean(key, KEYS, cutoff=0.6)
+        raise UnknownNameError(
+            f"{where}unknown key {key!r}.{near} For a module: 'module.{name or key}={value}'."
+        )
     raise unknown_name("key", key, [*KEYS, "op.NAME", "module.PATTERN"], where=where)
 
 

@@ -14,8 +14,8 @@ from mezzo.core.errors import UnknownNameError
 Capability = tuple[int, int]
 
 # First compute capability whose tensor cores multiply the format. CUDA Programming Guide, compute
-# capabilities; Transformer Engine, "Datatype and hardware support matrix" (fp8 from 8.9, fp4 from 10.0).
-TENSOR_CORES_FROM = {"fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9), "fp4": (10, 0)}
+# capabilities; Transformer Engine, "Datatype and hardware support matrix" (fp8 from 8.9, nvfp4 from 10.0).
+TENSOR_CORES_FROM = {"fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9), "nvfp4": (10, 0)}
 
 # The first compute capability of each architecture.
 ARCHITECTURES = {
@@ -48,7 +48,7 @@ class GpuModel:
     source: str = "NVIDIA, CUDA GPU Compute Capability (developer.nvidia.com/cuda-gpus, /cuda-legacy-gpus)"
 
 
-# Columns: name, compute capability, GB, GB/s, dense TFLOP/s in fp32, tf32, bf16, fp16, fp8, fp4 (- for none), source.
+# Columns: name, compute capability, GB, GB/s, dense TFLOP/s in fp32, tf32, bf16, fp16, fp8, nvfp4 (- if none), source.
 _DATASHEETS = """
 V100-PCIE        | 7.0 32 900    14    -    -     112   -     -    | NVIDIA V100 Tensor Core GPU datasheet, 2020
 V100-SXM2        | 7.0 32 900    15.7  -    -     125   -     -    | NVIDIA V100 Tensor Core GPU datasheet, 2020
@@ -79,7 +79,7 @@ def _model(row: str) -> GpuModel:
     name, figures, source = (cell.strip() for cell in row.split("|"))
     capability, memory, bandwidth, *peaks = figures.split()
     major, minor = capability.split(".")
-    formats = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+    formats = ("fp32", "tf32", "bf16", "fp16", "fp8", "nvfp4")
     found = {form: float(peak) for form, peak in zip(formats, peaks) if peak != "-"}
     return GpuModel(name, (int(major), int(minor)), int(memory), int(bandwidth), found, source=source)
 
@@ -138,8 +138,8 @@ def find(name: str) -> tuple[GpuModel, ...]:
     raise UnknownNameError(
         f"unknown GPU {name!r}. Use one of\n"
         + textwrap.fill(f"GTX 10, GTX 16, RTX 20, RTX 30, RTX 40, RTX 50, {', '.join(known)}", 60)
-        + "\nor the compute capability: mezzo doctor --gpu 8.6.\n"
-        "nvidia-smi --query-gpu=name,compute_cap --format=csv\nprints it; developer.nvidia.com/cuda-gpus has a table."
+        + f"\nor the compute capability: mezzo doctor --gpu {f'{name}.0' if name in ('8', '9', '12') else 8.6}\n"
+        "On the machine that has the GPU, leave --gpu out: mezzo doctor\ndeveloper.nvidia.com/cuda-gpus has a table."
     )
 
 

@@ -168,9 +168,9 @@ class BatchSizeResult:
             return f"{text}."
         text += f". It trains {_speed(largest.samples_per_second)} samples per second"
         if self.unsteady:
-            return f"{text}. Which size is the fastest cannot be told: repeats vary by more than {UNSTEADY}x."
+            return f"{text}, about: repeats vary by more than {UNSTEADY}x. Measure speeds on an idle machine."
         if fastest is largest:
-            return f"{text}, the most of all sizes."
+            return f"{text}, the most of those tried."
         return f"{text}; {name}{fastest.size} is the fastest, with {_speed(fastest.samples_per_second)}."
 
     def to_dict(self) -> dict[str, Any]:

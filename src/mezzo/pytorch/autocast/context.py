@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -38,6 +39,7 @@ class _Resolved(NamedTuple):
 
 
 _OFF = _Resolved(None, False, None)
+_STORAGE = ("params=", "masters=", "state=", "loss_scale=", "reduce=")  # settings without effect in a context
 _DEVICES = {name: name for name in AUTOCAST_KEYS} | {"gpu": "cuda"}
 _Outside = tuple[active_policy.Transition, bool, torch.dtype, bool | None]
 
@@ -377,6 +379,13 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
         resolved = resolve(resolved, device_type)[0]
     if not enabled or resolved.is_fp32:
         return _OFF
+    unused = [key for key in _STORAGE if key in str(resolved)]
+    if unused and not isinstance(policy, Policy):
+        warnings.warn(
+            f"mezzo.autocast('{resolved}'): {', '.join(unused)} has no effect in a context, which has no optimizer. "
+            f"Use mezzo.MixedPrecision(model, optimizer, '{resolved}') or mezzo run, or leave it out.",
+            stacklevel=5,
+        )
     if leaves_autocast_off(resolved, device_type):
         if resolved.compute == "tf32":
             switch_on_tf32()
@@ -389,8 +398,7 @@ def _without_model(policy: Policy) -> UsageError:
     return UsageError(
         f"mezzo.autocast('{policy}'): module.{pattern}={fmt} needs the model, which mezzo.autocast does not know. Use "
         f"mezzo.MixedPrecision(model, optimizer, '{policy}').autocast(), or call that module inside "
-        f"mezzo.autocast('{fmt}'). mezzo run, mezzo.explain and the trainers of mezzo.lightning, mezzo.accelerate and "
-        "mezzo.transformers take module patterns too."
+        f"mezzo.autocast('{fmt}'). mezzo run and mezzo.explain take module patterns too."
     )
 
 

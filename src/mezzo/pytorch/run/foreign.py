@@ -199,17 +199,19 @@ def user_line(depth: int, transparent: Collection[str] = ()) -> str | None:
 
     None if Mezzo or PyTorch itself called. `depth` counts callers: 1 is that of the caller of this function.
     """
+    called = ""  # a library's line, below which the script's is searched
     for frame, line in itertools.islice(traceback.walk_stack(inspect.currentframe()), depth, None):
         module, name = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
         package = module.partition(".")[0]
-        if package == "mezzo" or (
-            package == "torch" and name not in _TRANSPARENT and name not in transparent
-        ):
-            return None
-        if package != "torch":
-            by = f"{package}, " if module != "__main__" and package not in ("", "__mp_main__") else ""
-            return f"{by}{os.path.basename(frame.f_code.co_filename)} line {line}"
-    return None
+        here = f"{os.path.basename(frame.f_code.co_filename)} line {line}"
+        if module == "__main__" or (package in ("", "__mp_main__") and not called):
+            return f"{here}, through {called}" if called else here
+        acts_for_caller = package == "torch" and (name in _TRANSPARENT or name in transparent)
+        if not called and not acts_for_caller:
+            if package in ("mezzo", "torch"):
+                return None
+            called = f"{package}, {here}"
+    return called or None
 
 
 def stand_back(session: Session, name: str, where: str) -> None:
