@@ -5,16 +5,29 @@ BIN := .venv/bin
 # Python compiles a file when it is first imported; pip would compile all of them, which takes as long as the rest.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test checks lint types layers docs pytorch fast heavy nightly frameworks keras-torch keras-tensorflow keras-jax tensorflow experiments reproduce wheel versions bench ledger gpu-check clean
+# Images of containers set it. Without compiled files each of the tests' processes compiles PyTorch (or Keras) again.
+unexport PYTHONDONTWRITEBYTECODE
+MAKEFLAGS += --no-print-directory
+
+.PHONY: demo test others checks lint types layers docs pytorch fast heavy nightly frameworks keras-torch keras-tensorflow keras-jax tensorflow experiments reproduce wheel versions bench ledger gpu-check clean
 
 demo: .venv/demo.stamp
 	$(BIN)/mezzo compare --demo digits --out mezzo-compare-digits
 
 # `make test PYTEST_FLAGS="--random-order 7"` shuffles files, and the tests of each file.
-test: checks pytorch frameworks experiments
+# PyTorch's tests have two processes, which show how far they are; what else there is runs next to them, one after the
+# other, and two at a time after their end. So no core waits for the other's last test.
+test: .venv/test.stamp
+	$(MAKE) --jobs=2 pytorch others
+
+CHECKS := lint types layers docs
+FRAMEWORKS := keras-torch keras-tensorflow keras-jax tensorflow
+
+others: .venv/test.stamp
+	$(MAKE) --output-sync=target $(CHECKS) $(FRAMEWORKS) experiments
 
 checks: .venv/test.stamp
-	$(MAKE) --jobs=2 lint types layers docs
+	$(MAKE) --jobs=2 $(CHECKS)
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .
@@ -45,7 +58,7 @@ pytorch fast heavy nightly: .venv/test.stamp
 # that of its first import; and TensorFlow stays out of the processes of PyTorch's tests.
 # Each process pays for the start of TensorFlow or JAX, so there is one for each backend, and two at a time.
 frameworks: .venv/test.stamp
-	$(MAKE) --jobs=2 --output-sync=target keras-torch keras-tensorflow keras-jax tensorflow
+	$(MAKE) --jobs=2 --output-sync=target $(FRAMEWORKS)
 
 keras-torch: SELECTED := not nightly
 keras-tensorflow keras-jax: SELECTED := every_backend and not nightly

@@ -184,22 +184,26 @@ def sample(
     generator = torch.Generator().manual_seed(0)
     made = [0]
 
-    def place(values: torch.Tensor) -> torch.Tensor:
-        # A FakeTensor is made where it is to live: a build without CUDA can't move one there.
-        return values if device == "cpu" else torch.empty(values.shape, dtype=values.dtype, device=device)
+    def place(values: Callable[[], torch.Tensor], *shape: int, of: torch.dtype) -> torch.Tensor:
+        # A FakeTensor is made where it is to live: a build without CUDA can't move one there. It has no values.
+        return values().to(of) if device == "cpu" else torch.empty(shape, dtype=of, device=device)
 
     def t(*shape: int, of: torch.dtype | None = None) -> torch.Tensor:
         made[0] += 1
-        values = torch.rand(shape, generator=generator) * 0.8 + 0.1
-        return place(values.to(of or (other if other is not None and made[0] % 2 == 0 else dtype)))
+        of = of or (other if other is not None and made[0] % 2 == 0 else dtype)
+        return place(lambda: torch.rand(shape, generator=generator) * 0.8 + 0.1, *shape, of=of)
 
     def i(*shape: int) -> torch.Tensor:
-        return place(torch.randint(0, 3, shape, generator=generator))
+        return place(lambda: torch.randint(0, 3, shape, generator=generator), *shape, of=torch.int64)
 
-    m = torch.rand(4, 4, generator=generator) * 0.1 + torch.eye(4) * 0.5
+    def positive_definite() -> torch.Tensor:
+        m = torch.rand(4, 4, generator=generator) * 0.1 + torch.eye(4) * 0.5
+        return m @ m.T
+
     names: dict[str, Any] = {"torch": torch, "device": device, "dtype": dtype, "i": i, "t": t}
     names |= {"sizes": torch.tensor([2, 2, 2]), "f": lambda *shape: t(*shape, of=torch.float32)}
-    names |= {"x": t(3, 4), "y": t(3, 4), "v": t(4, of=other), "m": place((m @ m.T).to(dtype))}
+    names["m"] = place(positive_definite, 4, 4, of=dtype)
+    names |= {"x": t(3, 4), "y": t(3, 4), "v": t(4, of=other)}
     names |= {"b": t(2, 3, 4), "c": t(2, 4, 3, of=other), "img": t(2, 4, 8, 8, of=dtype)}
     names |= {"vol": t(1, 4, 4, 4, 4, of=dtype), "seq": t(2, 4, 8, of=dtype)}
     op, _, overload = name.partition(".")
