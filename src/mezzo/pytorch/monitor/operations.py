@@ -64,8 +64,8 @@ _FOREIGN = tuple(
 
 @functools.cache
 def _is_users(code: CodeType) -> bool:
-    name = code.co_filename
-    return not (name.startswith((*_FOREIGN, "<")) or f"{os.sep}contextlib.py" in name)
+    name, passed = code.co_filename, (f"{os.sep}contextlib.py", f"fabric{os.sep}wrappers.py")
+    return not (name.startswith((*_FOREIGN, "<")) or name.endswith(passed))
 
 
 def users_line(stop: CodeType | None = None) -> Line | None:
