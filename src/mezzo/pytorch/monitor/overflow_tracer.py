@@ -192,7 +192,8 @@ class OverflowTracer(StepObserver):
     def _others_overflowed(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer of the same backward will be skipped after this one has stepped."""
         own = {id(param) for param in parameters(optimizer)}
-        others = {param for call in self.calls for param in call.inner.parameters() if id(param) not in own}
+        models = {call.inner for call in self.calls}
+        others = {param for model in models for param in model.parameters() if id(param) not in own}
         grads = [param.grad for param in others if param.grad is not None]
         return any(not finite(grad) for grad in grads if self._waits or grad.device.type == "cpu")
 
