@@ -113,6 +113,7 @@ def test_autocast_says_where_a_setting_belongs_that_it_cannot_apply(unused):
     assert caught[0].filename == __file__
     mezzo.autocast(policy(given), "cpu")  # of a MixedPrecision, whose optimizer applies it
     mezzo.autocast(given, "cpu", enabled=False)
+    mezzo.autocast("bf16,op.index_reduce=fp32", "cpu")
 
 
 def test_a_policy_s_module_patterns_are_refused_until_they_are_applied(net):

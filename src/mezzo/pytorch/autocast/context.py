@@ -379,7 +379,7 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
         resolved = resolve(resolved, device_type)[0]
     if not enabled or resolved.is_fp32:
         return _OFF
-    unused = [key for key in _STORAGE if key in str(resolved)]
+    unused = [key for key in _STORAGE if f",{key}" in f",{resolved}"]
     if unused and not isinstance(policy, Policy):
         warnings.warn(
             f"mezzo.autocast('{resolved}'): {', '.join(unused)} has no effect in a context, which has no optimizer. "
