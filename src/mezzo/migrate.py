@@ -219,11 +219,10 @@ class _Plan:
     def _unfit(self, use: cst.CSTNode, names: list[str]) -> tuple[str, str] | None:
         name, parent = names[0].rpartition(".")[2], self._parents[use]
         args = parent.args if isinstance(parent, cst.Call) and parent.func is use else None
-        call = self._parents[parent]
-        partial = (
-            isinstance(call, cst.Call) and parent in call.args[:1] and _text(call.func)[-7:] == "partial"
-        )
-        if name == "autocast" and args is None and not (partial or isinstance(parent, cst.Decorator)):
+        call: Any = self._parents[parent]
+        is_first = isinstance(call, cst.Call) and parent in call.args[:1]
+        is_partial = is_first and _text(call.func).endswith("partial")
+        if name == "autocast" and args is None and not (is_partial or isinstance(parent, cst.Decorator)):
             return "Mezzo's autocast is a function, not a class", "call it here, or change it by hand"
         if name == "GradScaler" and isinstance(self._parents[parent], cst.ClassDef):
             return "Mezzo's GradScaler is another class than PyTorch's", "change it by hand, and test it"

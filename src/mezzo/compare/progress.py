@@ -74,5 +74,4 @@ class Watcher:
     def say(self, text: str) -> None:
         """Print a line."""
         if self._console is not None:
-            piped = not self._console.is_terminal
-            self._console.print(text, markup=False, highlight=False, soft_wrap=piped)
+            self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)

@@ -82,9 +82,8 @@ def summary(session: Session, failed: bool) -> str:
             lines.append(f"formats seen in one step: {formats}")
         lines += policy.notes
         if journal.updates and session.applied is not policy.at(sys.maxsize):
-            lines.append(
-                f"bf16_from={policy.bf16_from} was not reached: {_count(journal.first_updates, 'update')}"
-            )
+            updates = _count(journal.first_updates, "update")
+            lines.append(f"bf16_from={policy.bf16_from} was not reached: {updates}")
     lines += journal.notes
     if session.store is not None and session.world_size > 1:
         wait = 0.0 if failed else PATIENCE

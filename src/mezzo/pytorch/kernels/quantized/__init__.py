@@ -180,9 +180,8 @@ def _power_of_two(biased: Tensor) -> Tensor:
 def _nvfp4(wide: Tensor, largest: Tensor, factor: Factor) -> Quantized:
     """4-bit elements, a scale in e4m3fn for each block, one in FP32 for the tensor; operation by operation in FP32."""
     encode_tensor, decode_tensor = _of_tensor(largest.amax())
-    block_scale = (
-        (largest * (encode_tensor * _SIXTH)).clamp(max=448.0).to(torch.float8_e4m3fn).to(torch.float32)
-    )
+    in_range = (largest * (encode_tensor * _SIXTH)).clamp(max=448.0)
+    block_scale = in_range.to(torch.float8_e4m3fn).to(torch.float32)
     to_codes = (1.0 / (block_scale * decode_tensor)).clamp(max=_LARGEST)
     scaled = _by_block(torch.mul, wide, to_codes).contiguous()
     return Quantized(_codes(scaled, factor), block_scale, decode_tensor)
