@@ -30,9 +30,7 @@ from mezzo.core.whole_file import write_whole
 KILLED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 NO_SPACE = "No space left on device"
 LEAST_SPACE = 1 << 20
-_CAN_BE_OFF = re.compile(
-    "(autocast|GradScaler|MixedPrecision) itself|16 parameters"
-)  # by `mezzo run --own off`
+_CAN_BE_OFF = re.compile("(autocast|GradScaler|MixedPrecision) itself|16 parameters")  # by --own off
 _USAGE = 40  # lines: a script that was asked for its --help trains nothing
 
 
