@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,16 @@ def test_it_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str
     assert main(["calibrate", script(here), "--precision", "fp16", "--no-check"]) == 0  # of 0.1.0
     assert "Use fp16: as asked." in capsys.readouterr().out
     assert {path.name for path in (folder / "runs").iterdir()} == {"fp32-0.jsonl", "fp32-0.log"}
+
+
+def test_the_next_command_of_a_demo_names_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And so it has the demo's metric; a script's path would not."""
+    demo = replace(verb.DEMOS["digits"], path=here / script(here, native=["fp16"]))
+    monkeypatch.setattr(verb, "DEMOS", {"digits": demo})
+    assert main(["calibrate", "--demo", "digits", "--steps", "2"]) == 0
+    assert "\n  mezzo compare --demo digits --precision " in capsys.readouterr().out
 
 
 def test_a_loss_that_is_nan_in_fp32_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

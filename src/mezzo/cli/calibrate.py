@@ -73,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Calibrate, print, and return the exit status."""
     target = target_of(arguments, DEMOS, "mezzo calibrate --demo digits")
-    settings = arguments.steps, arguments.precision, arguments.margin
+    settings = arguments.steps, arguments.precision, arguments.margin, arguments.demo
     request = CalibrationRequest(target, tuple(arguments.argv), bool(arguments.module), *settings)
     folder = folder_of(arguments, "calibrate")
     found = calibrate_script(request, folder, Watcher(Console(stderr=True), quiet=arguments.json))
@@ -99,12 +99,12 @@ class CalibrationRequest(ScriptRequest):
     steps: int = 20
     format: str | None = None
     margin: float = DEFAULT_MARGIN
+    demo: str | None = None  # its name, if the script is one
 
     def __post_init__(self) -> None:
         check_format(self.format)
         if not 0.0 < self.margin < 1.0:
-            what = f"--margin {self.margin:g}: must be a share of the loss"
-            raise UsageError(f"{what} between 0 and 1. Example: {DEFAULT_MARGIN}")
+            raise UsageError(f"--margin {self.margin:g}: must be between 0 and 1. Example: {DEFAULT_MARGIN}")
         super().__post_init__()
 
     @property
