@@ -156,7 +156,7 @@ def fitting(policy: Policy, model: torch.nn.Module) -> Policy:
 def no_such_module(pattern: str, paths: Iterable[str], of: str = "the model") -> UnknownNameError:
     """The error for a pattern that matches none of the paths of all modules of `of`."""
     named = [path for path in paths if path]
-    own = ", ".join([*named[:8], *["..."] * (len(named) > 8)])
+    own = ", ".join(named[:8]) + f" and {len(named) - 8} more" * (len(named) > 8)
     has = f"Its modules: {own}" if named else "It has no submodules"
     fix = did_you_mean(pattern.replace("*", "0"), named)
     return UnknownNameError(f"policy: module pattern {pattern!r} matches no module of {of}. {has}.{fix}")
