@@ -232,7 +232,7 @@ WRONG = [
         for name in ("MI300X", "M2", "Apple M3 Max", "RX 7900", "Arc A770")
     ),
     (["--gpu", "Tesla M40"], "mezzo doctor --gpu 8.6"),
-    (["--gpu", "9"], "mezzo doctor --gpu 9.0\n"),
+    *((["--gpu", number], f"mezzo doctor --gpu {number}.0\n") for number in ("7", "9", "10", "12")),
     (["--gpu", "0"], "leave --gpu out: mezzo doctor\n"),
     *((["--gpu", name], "mezzo doctor --gpu 8.6") for name in ("", "RTX", "GTX 980", "RTX 2050", "4.0")),
 ]

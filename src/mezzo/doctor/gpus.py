@@ -127,8 +127,9 @@ def find(name: str) -> tuple[GpuModel, ...]:
         same = tuple(model for model in MODELS if _words(model.name)[: len(wanted)] == wanted)
     if same:
         return same
+    bare = re.fullmatch(r"[5-9]|1[0-2]", name.strip())  # half a compute capability, and not GTX 10
     for capability, names in BY_CAPABILITY.items():
-        if re.fullmatch(f"({names.replace(' ', '|')})({VARIANTS})*", joined):
+        if not bare and re.fullmatch(f"({names.replace(' ', '|')})({VARIANTS})*", joined):
             return (GpuModel(name.strip(), capability),)
     if re.fullmatch(f"(16|1630|1650|1660)({VARIANTS})*", joined):
         return (GpuModel(name.strip(), (7, 5), tensor_cores=False),)
@@ -138,7 +139,7 @@ def find(name: str) -> tuple[GpuModel, ...]:
     raise UnknownNameError(
         f"unknown GPU {name!r}. Use one of\n"
         + textwrap.fill(f"GTX 10, GTX 16, RTX 20, RTX 30, RTX 40, RTX 50, {', '.join(known)}", 60)
-        + f"\nor the compute capability: mezzo doctor --gpu {f'{name}.0' if name in ('8', '9', '12') else 8.6}\n"
+        + f"\nor the compute capability: mezzo doctor --gpu {f'{bare[0]}.0' if bare else 8.6}\n"
         "On the machine that has the GPU, leave --gpu out: mezzo doctor\ndeveloper.nvidia.com/cuda-gpus has a table."
     )
 

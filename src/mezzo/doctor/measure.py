@@ -190,10 +190,8 @@ def recommend(rows: Iterable[Row], native: Iterable[str], *, device: str) -> Rec
         # A format that Mezzo emulates may have run only once because it is slow.
         few = [one for one in used if one["repeats"] == 1 and (form in native or one["format"] == "fp32")]
         if few or any(one["unsteady"] or one["reason"] == LATE for one in used):
-            measured, gains = (
-                "too few steady repeats to say how fast it is (measure again when the machine is idle)",
-                runs,
-            )
+            measured = "too few steady repeats to say how fast it is (measure again when the machine is idle)"
+            gains = runs
         if form not in native:
             found = measured if runs else "PyTorch cannot run it there"
             reasons.append(
