@@ -58,7 +58,7 @@ class _Scale:
 
     def arrays(self) -> ScaleArrays:
         """The state as plain numbers: FP32 numbers are floats, counters are integers."""
-        return ScaleArrays(*(getattr(self, field.name, 0) for field in fields(ScaleArrays)))
+        return ScaleArrays(*(getattr(self, name, 0) for name in _STATE))
 
     def advance(self, state: ScaleArrays, found_inf: Any, xp: Any) -> ScaleArrays:
         """The state after one step with these settings; the state in `self` is not read.
@@ -77,15 +77,13 @@ class _Scale:
     def next(self: _Kind, observation: Observation) -> _Kind:
         """The state after one step; LossScaleCollapseError at the `patience`-th skip in a row where it can't fall."""
         pure: Any = self
-        after = self.advance(self.arrays(), observation.found_inf, Numbers)
+        before = self.arrays()
+        after = self.advance(before, observation.found_inf, Numbers)
         check(pure, after)
-        return self._with(after)
-
-    def _with(self: _Kind, state: ScaleArrays) -> _Kind:
         # `replace` would repeat the checks, which cost a small model more than its optimizer's arithmetic.
         moved = object.__new__(type(self))
         moved.__dict__.update(self.__dict__)
-        moved.__dict__.update(self._fields(rounded(state)))
+        moved.__dict__.update(self._fields(after if after.scale == before.scale else rounded(after)))
         return moved
 
     def _fields(self, state: ScaleArrays) -> dict[str, Any]:
@@ -307,6 +305,8 @@ class ScaleArrays:
     overflows: Any
     stuck: Any
 
+
+_STATE = tuple(field.name for field in fields(ScaleArrays))
 
 Numbers = SimpleNamespace(where=lambda condition, yes, no: yes if condition else no)
 """The namespace of Python's numbers for `advance`; the caller rounds the scale to FP32."""

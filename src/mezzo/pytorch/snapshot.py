@@ -350,8 +350,7 @@ def _parts(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), like)]
 
 
-@dataclass(frozen=True)
-class RandomState:
+class RandomState(NamedTuple):
     """Which random numbers come next: PyTorch's on the CPU and on devices, `random`'s and NumPy's."""
 
     cpu: npt.NDArray[np.uint8]
@@ -362,9 +361,9 @@ class RandomState:
     @classmethod
     def now(cls, devices: tuple[torch.device, ...] = (), *, pythons: bool = True) -> RandomState:
         """As it is now, with `devices` besides the CPU, and `random` and NumPy if `pythons` (20 times as slow)."""
-        states = (torch.get_device_module(one).get_rng_state(one).numpy().copy() for one in devices)
+        states = [(one, torch.get_device_module(one).get_rng_state(one).numpy().copy()) for one in devices]
         drawn = (random.getstate(), np.random.get_state()) if pythons else (None, None)
-        return cls(torch.get_rng_state().numpy().copy(), tuple(zip(devices, states)), *drawn)
+        return cls(torch.get_rng_state().numpy().copy(), tuple(states), *drawn)
 
     def put_back(self) -> None:
         """Let the random numbers go on from here."""

@@ -234,12 +234,15 @@ def check_finite(optimizer: Optimizer) -> bool:
         if grad is not None and not grad.is_meta:
             grad = grad.detach() if grad.requires_grad else grad  # cheaper than `no_grad` around it all
             by_device.setdefault(grad.device, []).append(numbers_of(grad))
-    # Norms only read, in one call, and are NaN or infinite where an element is: few need the exact look.
-    return all(
-        math.isfinite(torch.stack(torch._foreach_norm(grads)).sum())
-        or all(bool(grad.isfinite().all()) for grad in grads)
-        for grads in by_device.values()
-    )
+    return all(_finite(grads, device) for device, grads in by_device.items())
+
+
+def _finite(grads: list[Tensor], device: torch.device) -> bool:
+    """Whether gradients of one device are finite. Norms read only; where one is not finite an exact look decides."""
+    norms = torch._foreach_norm(grads)
+    if device.type != "cpu":
+        norms = (torch.stack(norms).sum(),)  # one wait for the device
+    return all(math.isfinite(norm.item()) for norm in norms) or all(bool(g.isfinite().all()) for g in grads)
 
 
 def unscale_(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -44,7 +43,9 @@ class BackwardTrace:
     ) -> None:
         self._place, self._scale, self._whole = place, scale, whole
         self._sent_bad: set[Any] = set()
-        self._senders = Counter(starts)
+        self._senders: dict[Any, int] = {}
+        for node in starts:
+            self._senders[node] = self._senders.get(node, 0) + 1
         self.found: OverflowReport | None = None
         self.trouble = ""  # an error of looking
         self._handles = [node.register_hook(partial(self._hook, node)) for node in nodes]
@@ -70,7 +71,7 @@ class BackwardTrace:
         all_finite = True
         for (following, _), grad in zip(node.next_functions, going):
             if grad is not None and following is not None:
-                self._senders[following] += 1
+                self._senders[following] = self._senders.get(following, 0) + 1
                 if not ops.finite(grad):
                     all_finite = False
                     self._sent_bad.add(following)
@@ -100,7 +101,7 @@ class BackwardTrace:
 
     def _arrived(self, node: Any, coming: Gradients) -> OverflowReport | None:
         """The gradient that came to the node is not finite, and those sent to it are: a sum, or a hook's effect."""
-        place, several = self._place(node), self._senders[node] > 1
+        place, several = self._place(node), self._senders.get(node, 0) > 1
         if not several and not self._whole:  # it came from within a call
             return None
         cause = "overflow" if several else "invalid"

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import textwrap
-import traceback
 from types import CodeType
 from typing import Any
 
@@ -70,11 +69,11 @@ def _is_users(code: CodeType) -> bool:
 
 def users_line(stop: CodeType | None = None) -> Line | None:
     """File and number of the innermost running line of the user's, inside of the code `stop`; None if there is none."""
-    for frame, number in traceback.walk_stack(inspect.currentframe()):
-        if frame.f_code is stop:
-            break
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not stop:
         if _is_users(frame.f_code):
-            return frame.f_code.co_filename, number
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
     return None
 
 

@@ -45,6 +45,12 @@ NOT_TRACED = (
 _ALL: weakref.WeakSet[OverflowTracer] = weakref.WeakSet()
 
 
+def _in_loss(loss: Tensor) -> OverflowReport:
+    """The report on a loss that is not finite, where no operation was seen to make it so."""
+    note = "the next steps are traced to find the operation that made it so"
+    return OverflowReport("loss", OUTSIDE, outputs=[facts(loss, "output")], note=note)
+
+
 def _never_raises(method: Callable[..., None]) -> Callable[..., None]:
     """An error of the tracer goes into the report's note; the step goes on."""
 
@@ -63,7 +69,7 @@ class OverflowTracer(StepObserver):
 
     There are at most `ALARMS`; remedies have policies as `written`: as code, or as a command. `group_of` gives
     the process group of an optimizer whose gradients are averaged (by default that of the last model called): its ranks
-    tell each other what they found. A sharded model is not traced.
+    tell each other what they found. A sharded model is not traced. `alone` says that there is no other optimizer.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class OverflowTracer(StepObserver):
         model: nn.Module | None = None,
         written: Callable[[str], str] = training_code,
         group_of: Callable[[Optimizer], Any] | None = None,
+        alone: Callable[[], bool] = bool,
     ) -> None:
         super().__init__()
         self._enter, self._model, self._written = enter, model, written
@@ -87,12 +94,13 @@ class OverflowTracer(StepObserver):
         self._open: SavedCall | None = None
         self._scales: dict[int, Scale] = {}  # number of a backward of this step -> its scale
         self._outside: dict[int, BackwardTrace] = {}
+        self._losses: list[Tensor] = []  # of this step's backwards, looked at if it is skipped
         self._in_loss: OverflowReport | None = None
         self._live: ForwardTrace | None = None
         self._watching = False
         self._to_watch = 0
         self._trouble: list[str] = []
-        self._group_of = group_of
+        self._group_of, self._alone = group_of, alone
         parallel = isinstance(model, nn.parallel.DistributedDataParallel)
         # Weak: a group that outlives its end keeps gloo's threads into the end of Python, which they abort at times.
         self._group = _weak(model.process_group if parallel else None)  # type: ignore[union-attr]
@@ -150,13 +158,12 @@ class OverflowTracer(StepObserver):
         else:
             sources = [source() for tracer in _ALL for call in tracer.calls for source in call.sources]
             starts += [tensor.grad_fn for tensor in sources if tensor is not None]
-        if self._in_loss is None and not finite(loss):
-            note = "the next steps are traced to find the operation that made it so"
-            self._in_loss = OverflowReport("loss", OUTSIDE, outputs=[facts(loss, "output")], note=note)
-            reached = None if live is None else live.reached(loss)
-            if reached is not None:
-                first, report = reached.root()
-                self._in_loss = self._in_loss if first.unseen else report
+        if live is None:
+            self._losses.append(loss.detach())
+        elif self._in_loss is None and not finite(loss):
+            reached = live.reached(loss)
+            first, report = (None, None) if reached is None else reached.root()
+            self._in_loss = _in_loss(loss) if first is None or first.unseen else report
         self._outside[SavedCall.backward] = watch_loss(
             starts, scale, None if live is None else live.operations
         )
@@ -172,7 +179,8 @@ class OverflowTracer(StepObserver):
             if self._group_of is not None:
                 self._group = _weak(self._group_of(optimizer))
             left = self._left.setdefault(self._group, self._limit)
-            shared = self._scales and self._group is None  # else the ranks must agree on what they look into
+            # On several ranks they must agree on what they look into.
+            shared = self._scales and self._group is None and not self._alone()
             if left > 0 and (skipped or (shared and self._others_overflowed(optimizer))):
                 # Another optimizer of the same backward: what was found for the first is kept no longer.
                 known = None if self._scales else self._last
@@ -211,13 +219,15 @@ class OverflowTracer(StepObserver):
         mine = set(self._scales)
         self._open = self._live = self._in_loss = None
         self._scales.clear()
+        self._losses.clear()
         for watch in self._outside.values():
             watch.undo()
         self._outside.clear()
         self._trouble.clear()
         # What another optimizer's backward has come through, or may yet, is kept for that one.
-        awaited = {number for tracer in _ALL for number in tracer._scales}
-        for tracer in _ALL:
+        tracers = list(_ALL)
+        awaited = {number for tracer in tracers for number in tracer._scales}
+        for tracer in tracers:
             for call in tracer.calls:
                 came = call.grads.keys() & mine
                 call.grads = {number: grads for number, grads in call.grads.items() if number in awaited}
@@ -269,7 +279,8 @@ class OverflowTracer(StepObserver):
             calls = [call for call in every if call.grads.keys() & self._scales.keys()]
             kept = sum(call.nbytes for call in calls)
             scales = {number: float(scale) for number, scale in self._scales.items()}
-            finding, place = investigate(calls, scales, self._in_loss, self._outside)
+            in_loss = self._in_loss or next((_in_loss(one) for one in self._losses if not finite(one)), None)
+            finding, place = investigate(calls, scales, in_loss, self._outside)
             # A gradient by `autograd.grad` inside the step is taken under autocast: a combination for the call is not
             # enough for it.
             begun = {number for tracer in _ALL for number in tracer._scales}

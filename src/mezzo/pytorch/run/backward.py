@@ -59,9 +59,7 @@ class FoundInf:
         self._flags = {
             device: torch.zeros(count, dtype=torch.float32, device=device) for device, count in counts.items()
         }
-        self.inverses = {
-            device: torch.full((), inv_scale, dtype=torch.float32, device=device) for device in counts
-        }
+        self.inverses = {device: _number(inv_scale, device) for device in counts}
         views = {device: iter(flags.unbind()) for device, flags in self._flags.items()}
         self.slots = [next(views[device]) for device in devices]
 
@@ -69,6 +67,11 @@ class FoundInf:
         """Whether each leaf's gradient was not finite; waits for the devices."""
         values = {device: iter(flags.tolist()) for device, flags in self._flags.items()}
         return [next(values[device]) != 0 for device in self._devices]
+
+
+@functools.lru_cache(8)
+def _number(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 Flags = list[tuple[FoundInf, int]]  # the backward passes that added to a gradient, its leaf's place in each
@@ -172,8 +175,15 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
 
         def run(scale: float, retain: bool | None) -> None:
             scaled = _scaled(roots, seeds, scale)
-            observed(roots, scale, lambda: original(roots, scaled, retain, create_graph, *args, **kwargs))
+            if is_plain and scaled[0] is not None:
+                observed(
+                    roots, scale, lambda: walks.run_simple(tensors, scaled[0], retain_graph=bool(retain))
+                )
+            else:
+                observed(roots, scale, lambda: original(roots, scaled, retain, create_graph, *args, **kwargs))
 
+        more = (grad_tensors, create_graph or None, *args, *kwargs.values())
+        is_plain = all(given is None for given in more) and walks.is_simple(tensors)
         leaves = leaves_of(roots)
         owners = session.ranks.owners(leaves)
         session.networks.backward(owners)

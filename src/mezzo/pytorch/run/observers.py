@@ -60,6 +60,7 @@ def tracer_for(session: Session) -> OverflowTracer:
         waits=True,
         written=session.command,
         group_of=lambda optimizer: session.ranks.group(parameters(optimizer)),
+        alone=lambda: len(session.optimizers) == 1,
     )
 
 
@@ -116,6 +117,12 @@ class Observers:
         if not session.observes or self._paused or session.left_alone is not None:
             return False
         return self._thread in (0, threading.get_ident())
+
+    @property
+    def may_see_inference(self) -> bool:
+        """Whether a call without gradients is an observer's own, or may be watched live."""
+        tracer = self._tracer
+        return self.busy or (tracer is not None and (self._watch is not None or tracer.watches_live))
 
     def watch_begins(self, model: nn.Module) -> None:
         """An outermost call is about to begin, before its autocast: what follows may be watched live."""

@@ -299,6 +299,8 @@ class Networks:
         """
         interval, self._interval = self._interval, self._interval + 1
         announced, self._passes = self._passes, {}
+        if found_inf is False and self.hold_copies:
+            self.hold_copies = any(buffers.holds_copies for buffers in self._of.values())
         if not self.hold_copies:
             return
         mine = {id(parameter) for parameter in parameters}
