@@ -83,7 +83,8 @@ class _Scale:
         # `replace` would repeat the checks, which cost a small model more than its optimizer's arithmetic.
         moved = object.__new__(type(self))
         moved.__dict__.update(self.__dict__)
-        moved.__dict__.update(self._fields(after if after.scale == before.scale else rounded(after)))
+        is_rounded = after.scale == before.scale and type(after) is ScaleArrays
+        moved.__dict__.update(self._fields(after if is_rounded else rounded(after)))
         return moved
 
     def _fields(self, state: ScaleArrays) -> dict[str, Any]:
