@@ -205,6 +205,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "rate": (lambda p: Muon(p, lr=-1.0), ["lr=-1.0"]),
     "AdamW's": (lambda p: Muon([{"params": p, "use_muon": False, "betas": (0.9, 1.0)}]), ["betas[1]=1.0"]),
     "pattern": (lambda p: muon_groups(Net(), exclude=["position"]), ["'position'", "'positions'"]),
+    "parameters": (lambda p: muon_groups(Net().named_parameters()), ["generator", "muon_groups(model)"]),  # type: ignore[arg-type]
     "no matrix": (lambda p: muon_groups(nn.Sequential(nn.Linear(3, 3))), ["nothing is left", "AdamW"]),
 }
 

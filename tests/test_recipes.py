@@ -616,6 +616,7 @@ WRONG_CALLS = [
     ((torch.ones(4), 8), ("8", "mxfp8")),
     ((torch.ones(4), "mxfp8", 0), ("0", "input")),
     ((torch.ones(4).int(), "mxfp8"), ("int32", "floating-point")),
+    ((torch.eye(32).to_sparse(), "mxfp8"), ("sparse_coo", "dense")),
     (([1.0], "mxfp8"), ("list", "torch tensor")),
 ]
 

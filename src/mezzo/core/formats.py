@@ -312,7 +312,7 @@ def quantize(x: _Tensor, recipe: str, role: str = "input") -> Any:
 
     Raises:
         UnknownNameError: an unknown recipe or role.
-        UsageError: anything but a floating-point tensor with elements.
+        UsageError: anything but a dense floating-point tensor with elements.
 
     Example:
         >>> import torch

@@ -52,9 +52,11 @@ def quantize_tensor(x: Tensor, recipe: str, role: str) -> QuantizedTensor:
     if role not in ROLES:
         raise unknown_name("role", role, ROLES)
     found = recipe_of(recipe, recipe=recipe)
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() == 0 or not x.numel():
+    is_dense = isinstance(x, Tensor) and x.layout is torch.strided
+    if not is_dense or not x.is_floating_point() or x.dim() == 0 or not x.numel():
         what = f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise UsageError(f"quantize: x is {what}. Use a floating-point torch tensor with elements.")
+        what = what if is_dense or not isinstance(x, Tensor) else f"{what}, {x.layout}"
+        raise UsageError(f"quantize: x is {what}. Use a dense floating-point torch tensor with elements.")
     factor = {"input": found.output[0], "weight": found.output[1], "gradient": found.input_gradient[0]}[role]
     matrix = x.detach().reshape(-1, x.shape[-1])
     rows, columns = matrix.shape

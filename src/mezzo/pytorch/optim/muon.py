@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from mezzo.core.errors import UsageError, checks_keywords, did_you_mean, unknown_name
+from mezzo.core.errors import ArgumentTypeError, UsageError, checks_keywords, did_you_mean, unknown_name
 from mezzo.pytorch.autocast.modules import heads_of
 from mezzo.pytorch.distributed import is_spread
 from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, Stepper, stepper
@@ -170,7 +170,7 @@ def muon_groups(
         `mezzo.optim.Muon`, or one each for two optimizers.
 
     Raises:
-        UsageError: a pattern that matches no parameter, or no matrix for Muon.
+        UsageError: not a model, a pattern that matches no parameter, or no matrix for Muon.
 
     >>> import torch, mezzo.optim
     >>> from torch import nn
@@ -180,6 +180,11 @@ def muon_groups(
     [[[8, 4]], [[10, 4], [8], [8], [8], [10, 8], [10]]]
     >>> optimizer = mezzo.optim.Muon(groups, masters="split", state="bf16")
     """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(
+            f"muon_groups: model is of type {type(model).__name__}. Pass the model itself, not its parameters: "
+            "muon_groups(model)"
+        )
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     apart = {id(module.weight) for module in (*tables, *map(model.get_submodule, heads_of(model)))}
     named = list(model.named_parameters(remove_duplicate=False))
