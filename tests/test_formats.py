@@ -211,16 +211,24 @@ def test_one_format_is_shown_in_full_and_numbers_in_those_asked_for(
     assert [line.split()[0] for line in lines[1::2]] == ["bf16", "e4m3fn", "e5m2"]
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8"])
-def test_a_precision_with_scales_is_shown_with_its_blocks(
-    name: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8", "nvfp4-plain", "mine.toml"])
+def test_a_recipe_of_block_formats_is_shown_with_its_blocks(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = '{ element = "e4m3fn", block = [1, 64], scale = "e8m0" }'
+    Path("mine.toml").write_text("multiple = 64\n", encoding="utf-8")
+    for product, other in {"output": "x", "input_gradient": "g", "weight_gradient": "g"}.items():
+        second = "x" if product == "weight_gradient" else "w"
+        with open("mine.toml", "a", encoding="utf-8") as file:
+            file.write(f"[{product}]\n{other} = {one}\n{second} = {one}\n")
     assert main(["formats", name, "--json"]) == 0
     shown = [row["name"] for row in json.loads(capsys.readouterr().out)["formats"]]
-    assert shown == list(dict.fromkeys(factor.element for factor in recipe_of(name).factors))
+    factors = recipe_of(name, recipe=name).factors
+    assert shown == list(dict.fromkeys(factor.element for factor in factors))
     assert main(["formats", name]) == 0
     printed = capsys.readouterr().out
-    for factor in recipe_of(name).factors:
+    for factor in factors:
         block = " x ".join(str(size or "all") for size in factor.block)
         assert f"{factor.element}, {block}" in printed
         assert f"scale {factor.scale}" in printed
@@ -282,7 +290,8 @@ MISUSED = [
     ("3.5 1/3", "mezzo formats show 3.5 1/3"),
     ("0x1.8p3", "mezzo formats show 0x1.8p3"),
     ("fp61", "Did you mean 'fp64'?"),
-    ("fp17", "mxfp8, nvfp4, tf32. Did you mean 'fp16'?"),
+    ("fp17", "mxfp8, mxfp8-floor, nvfp4, nvfp4-nearest, nvfp4-plain, tf32. Did you mean 'fp16'?"),
+    ("mime.toml", "'mime.toml'"),
     ("show 1 --overflow satrate", "Did you mean 'saturate'?"),
 ]
 

@@ -5,6 +5,7 @@
   mezzo formats fp16 bf16           the table of these two
   mezzo formats show -4.2e9 1/3     how each format stores these numbers
   mezzo formats bf16 show 0.1       how bf16 stores 0.1
+  mezzo formats nvfp4-plain         a recipe of block formats; also mine.toml
 
 A number is a decimal (-4.2e9, 1e-400), a hexadecimal float (0x1.8p3), a fraction (1/3), a power (2^-24),
 inf or nan.
@@ -24,10 +25,10 @@ from fractions import Fraction
 from typing import Any
 
 from mezzo.core import formats
-from mezzo.core.compute import COMPUTE, QUANTIZED
+from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UsageError, did_you_mean, unknown_name
 from mezzo.core.formats import ALIASES, FORMATS, Format, magnitude, named
-from mezzo.core.recipes import FACTORS, SCALES, recipe_of
+from mezzo.core.recipes import FACTORS, RECIPES, SCALES, recipe_of
 from mezzo.core.records import strict
 
 _IN_JSON = (
@@ -65,7 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         shown = {"formats": [{name: getattr(form, name) for name in _IN_JSON.split()} for form in forms]}
         lines += _format_lines(asked[0]) if len(asked) == 1 else _table_lines(forms)
-        lines += [line for word in dict.fromkeys(words) if word in QUANTIZED for line in _recipe_lines(word)]
+        lines += [
+            line for word in dict.fromkeys(words[:at]) if _is_recipe(word) for line in _recipe_lines(word)
+        ]
     if arguments.json:
         print(json.dumps(strict({"schema": 1, **shown}), indent=2, allow_nan=False))
         return 0
@@ -158,11 +161,17 @@ def _formats(word: str, words: list[str]) -> list[Format]:
         return [named(word.lower())]
     if word in COMPUTE:
         return [named(COMPUTE[word].forward), named(COMPUTE[word].backward)]
+    if _is_recipe(word):
+        return [named(factor.element) for factor in recipe_of(word, recipe=word).factors]
     if word[-1:].isdigit() and not word[:1].isalpha():
         raise UsageError(f"{word!r} is not a format. To show a number: mezzo formats show {' '.join(words)}")
     if show := did_you_mean(word, ["show"], 0.7):
         raise UsageError(f"{word!r} is not a format.{show}")
-    raise unknown_name("format", word, {*FORMATS, *ALIASES, *COMPUTE})
+    raise unknown_name("format", word, {*FORMATS, *ALIASES, *COMPUTE, *RECIPES})
+
+
+def _is_recipe(word: str) -> bool:
+    return word in RECIPES or word.endswith(".toml")
 
 
 def _format_lines(form: Format) -> Iterator[str]:
@@ -185,7 +194,7 @@ def _format_lines(form: Format) -> Iterator[str]:
 
 def _recipe_lines(name: str) -> Iterator[str]:
     """The elements, blocks and scales of a linear layer's six factors."""
-    recipe, row = recipe_of(name), "  {:<20}{}".format
+    recipe, row = recipe_of(name, recipe=name), "  {:<20}{}".format
     yield f"{name}: in the products of a linear layer, a block (rows x elements of the sum) has one scale"
     places = (f"{product.replace('_', ' ')}, {one}" for product, names in FACTORS.items() for one in names)
     for place, factor in zip(places, recipe.factors):
