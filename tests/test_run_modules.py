@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -338,3 +339,19 @@ def test_the_kernels_of_a_run_are_gone_after_it(launch: Any) -> None:
     ring = torch.eye(4, dtype=torch.bfloat16).to_sparse_csr()
     with pytest.raises(NotImplementedError):
         ring @ torch.ones(4, 4, dtype=torch.bfloat16)
+
+
+def test_lazy_layers_are_described_with_the_sizes_of_their_first_call(launch: Any) -> None:
+    lines = """
+        from torch import nn
+        model = nn.Sequential(nn.LazyLinear(64), nn.ReLU(), nn.LazyLinear(32), nn.ReLU(), nn.Linear(32, 1))
+        x = torch.randn(32, 64)
+        model(x)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(x).square().mean().backward()
+        optimizer.step()
+    """
+    ran = launch("import torch\n" + dedent(lines), policy="mxfp8")
+    assert ran.status == 0, ran.err
+    assert "mxfp8 in 2 linear layers: 0, 2." in ran.notes
+    assert "0 inputs" not in ran.notes

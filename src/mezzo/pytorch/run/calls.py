@@ -137,8 +137,18 @@ class Preparation:
         for pattern in self._missing(session.request.patterns, model) if first else ():
             self._wait_for(pattern, model)
         policy = with_heads(session.applied, model)
-        for note in described(policy, model):
-            session.journal.note(note)
+        hooks: list[Any] = []
+
+        def describe() -> None:
+            for note in described(policy, model):
+                session.journal.note(note)
+            while hooks:
+                hooks.pop().remove()
+
+        if any(map(is_lazy, params)):  # its sizes, which decide what is quantized, are known after this call
+            hooks.append(model.register_forward_hook(lambda *_: describe()))
+        else:
+            describe()
         if policy.modules and not policy.is_fp32:
             self._override(model, policy, first)
         if session.request.nudge and not session.journal.updates:
