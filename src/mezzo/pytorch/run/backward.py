@@ -146,9 +146,19 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
     @functools.wraps(original)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
         if session.only_counts and grad_tensors is None and type(tensors) is Tensor and _graph_task() == -1:
+            is_loss = tensors.numel() == 1
             if not _dispatch_modes():
                 session.journal.losses += 1
-                session.journal.last_loss = tensors.detach() if tensors.numel() == 1 else None
+                session.journal.last_loss = tensors.detach() if is_loss else None
+            if (
+                is_loss
+                and _asks_no_more(args, kwargs)
+                and tensors.dtype in _CHECKED
+                and walks.is_simple(tensors)
+            ):
+                return walks.run_simple(
+                    tensors, torch.ones_like(tensors), retain_graph=bool(args and args[0])
+                )
             return original(tensors, None, *args, **kwargs)
         return counted(tensors, grad_tensors, *args, **kwargs)
 
@@ -182,8 +192,8 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
             else:
                 observed(roots, scale, lambda: original(roots, scaled, retain, create_graph, *args, **kwargs))
 
-        more = (grad_tensors, create_graph or None, *args, *kwargs.values())
-        is_plain = all(given is None for given in more) and walks.is_simple(tensors)
+        more = (retain_graph, create_graph, *args)
+        is_plain = grad_tensors is None and _asks_no_more(more, kwargs) and walks.is_simple(tensors)
         leaves = leaves_of(roots)
         owners = session.ranks.owners(leaves)
         session.networks.backward(owners)
@@ -201,6 +211,12 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
 
     backward._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo breaks its graph there anyway
     return backward
+
+
+def _asks_no_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether arguments of a backward besides the loss are at most `retain_graph`, or have no effect."""
+    is_once = len(args) < 2 or (len(args) == 2 and not args[1])  # without `create_graph`
+    return is_once and (not kwargs or (kwargs.keys() == {"inputs"} and kwargs["inputs"] is None))
 
 
 def make_grad(session: Session, original: Backward) -> Backward:
