@@ -15,7 +15,7 @@ import pytest
 
 import mezzo
 from mezzo.cli.arguments import Parser
-from mezzo.cli.main import REMOVED, RUN_A_SCRIPT, VERBS, main
+from mezzo.cli.main import RUN_A_SCRIPT, VERBS, main
 from mezzo.core.errors import MezzoError, UsageError
 
 
@@ -114,7 +114,6 @@ SIZES = "batch-size train.py --vary=--batch"
 WRONG: list[tuple[str, str]] = [
     ("compair", "Did you mean 'compare'?"),
     ("formats --no-such-option", "usage: mezzo formats"),
-    *((f"{name} --quick", text) for name, text in REMOVED.items()),
     ("calibrate train.py --steps x", "'x' is not an integer (the number of updates). Example: 20"),
     ("compare train.py --metric-margin x", "'x' is not a number. Example: 0.2"),
     ("compare train.py --metric (", "Example: --metric 'accuracy: ([0-9.]+)'"),

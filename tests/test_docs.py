@@ -93,9 +93,14 @@ def test_a_block_runs_alone_and_prints_what_is_shown(
 
 
 def commands() -> list[Any]:
-    """The commands on the pages that need at most a script; each that runs it takes seconds, and there are many."""
+    """The commands on the pages that need at most a script, and the quickest comparison.
+
+    Each that runs the script takes seconds, and there are many.
+    """
     text = "".join(block for page in PAGES for block in BASH.findall(page.read_text(encoding="utf-8")))
-    lines = re.findall(r"^mezzo (?:calibrate|doctor|formats|migrate|run)\b.*$", text, re.MULTILINE)
+    lines = re.findall(
+        r"^mezzo (?:calibrate|compare .*--seeds 1|doctor|formats|migrate|run)\b.*$", text, re.MULTILINE
+    )
     return [
         pytest.param(words, id=" ".join(words), marks=[pytest.mark.nightly] * is_nightly)
         for words in dict.fromkeys(tuple(shlex.split(line, comments=True)) for line in lines)

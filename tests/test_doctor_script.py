@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mezzo.cli.main import main
-from mezzo.doctor.script import MIXED, WEIGHTS, findings
+from mezzo.runner.script_text import MIXED, WEIGHTS, findings
 
 LOADED = "AutoModelForCausalLM.from_pretrained('name'{})"
 ROWS: dict[str, list[str]] = {  # code -> kinds of what it makes

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mezzo.cli.main import main
 from mezzo.core.errors import UsageError
 from mezzo.core.records import OWN_PRECISION, SWITCHED_OFF
 from mezzo.pytorch.optim.adopt import adopt
@@ -362,3 +363,18 @@ def test_masters_without_16_bit_weights_change_nothing(launch: Any) -> None:
     ran = launch(script(), policy="fp32", own="record", masters="split")
     assert "--masters split changed nothing" in ran.notes
     assert ran.lines == launch(script(), policy="fp32").lines
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "words", ["calibrate train.py", "batch-size --vary={} --max 8 --precision bf16 train.py {}"]
+)
+def test_commands_that_choose_a_precision_switch_it_off(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(FP16, encoding="utf-8")
+    assert main(words.split()) == 0
+    printed = "".join(capsys.readouterr())
+    assert "switched off: the script's torch.autocast float16" in printed
+    assert "switched off: the script's GradScaler" in printed

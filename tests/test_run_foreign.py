@@ -112,7 +112,7 @@ def test_a_comparison_ends_it_at_the_first_use(
     launch: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also if the script catches every error."""
-    what_to_do = f"without {name}, or put that behind an option" if "mezzo" in name else OWN[name][1]
+    what_to_do = f"remove {name}, or put it behind an option" if "mezzo" in name else OWN[name][1]
     with pytest.raises(UsageError, match=re.escape(what_to_do)):
         launch(SCRIPT.format(OWN[name][0]) + "print('the end')", policy="fp32", own="refuse")
     assert "the end" not in capsys.readouterr().out
@@ -122,18 +122,19 @@ def test_a_comparison_ends_it_at_the_first_use(
         launch(SCRIPT.format(caught), policy="fp32", own="refuse")
 
 
-def test_a_use_in_a_library_is_told_with_the_line_of_the_script_that_led_to_it(launch: Any) -> None:
+def test_a_use_in_a_library_is_told_with_the_lines_that_led_to_it_and_set_it(launch: Any) -> None:
     ran = launch(
         """
         import types, torch
         library = types.ModuleType("library")
         step = "import torch\\ndef step():\\n    with torch.autocast('cpu', torch.bfloat16): pass"
         exec(compile(step, "/lib/loop.py", "exec"), vars(library))
+        arguments = dict(bf16=True)
         library.step()
         """,
         policy="bf16",
     )
-    assert "(script.py line 6, through library, loop.py line 3)" in ran.notes
+    assert "(script.py line 7, through library, loop.py line 3, set in line 6)" in ran.notes
 
 
 @pytest.mark.parametrize("name", NOT_OWN)

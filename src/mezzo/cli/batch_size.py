@@ -1,8 +1,8 @@
 """Find the largest batch size with which a training script fits into memory, and the fastest.
 
-The script is not changed. It runs at one batch size after another, each in a separate process that ends after a few
-optimizer steps. Files that the script writes are those of an unfinished run. --vary names the option with which the
-script receives its batch size:
+The script is not changed, but its own mixed precision is switched off. It runs at one batch size after another, each in
+a separate process that ends after a few optimizer steps. Files that it writes are those of an unfinished run. --vary
+names the option with which the script receives its batch size:
 
   --vary=--batch-size      an option:           train.py --batch-size 32
   --vary=--batch-size=     the same in a word:  train.py --batch-size=32
@@ -233,7 +233,10 @@ def _search(
     try:
         while (size := sizes.next_size(trials, limit)) is not None:
             one = replace(script, argv=argv_with(script.argv, arguments.vary, size))
-            name, how = f"{file_name(precision)}-{size}", {"observe": True, "stop_after": arguments.steps}
+            name, how = (
+                f"{file_name(precision)}-{size}",
+                {"observe": True, "own": "off", "stop_after": arguments.steps},
+            )
             shown.begin(f"{precision}  {option}{size}", len(trials) + 1, 0, arguments.steps)
             finished, status = run_to_end(LAUNCH, one.child(folder, name, precision, **how), shown)
             device = str(finished.machine.get("device_type", device))
@@ -241,6 +244,7 @@ def _search(
                 limit = spendable_bytes()
             trials.append(_trial(f"{one.target} {' '.join(one.argv)}", size, finished, status, limit))
         complete = True
+        notes += [f"switched off: the script's {setting}" for setting in finished.switched_off]
         if sizes.until_flat and all(trial.fits for trial in trials):
             notes.append(
                 f"samples/s have not risen since {flat_since(trials)}. For larger sizes: --max {16 * trials[-1].size}"

@@ -5,7 +5,7 @@ much rounding each of them to bf16, fp16 or fp8 would change the loss. With --pr
 it ranks the linear layers in that precision instead, and keeps the most sensitive in bf16.
 
 The script is not changed. It starts once and ends after --steps updates, as by sys.exit. It writes its own files
-(checkpoints, logs).
+(checkpoints, logs). Its own mixed precision, if it has one, is switched off.
 
 Files in the folder: policy.toml (for --precision and mezzo.MixedPrecision), calibration.json with every histogram and
 the whole ranking, report.html with the recommendation and the watched steps, and the run's records and output.
@@ -13,8 +13,7 @@ the whole ranking, report.html with the recommendation and the watched steps, an
 The recommendation is a starting point and has not been tried: gradients change over a run. mezzo compare tests it, and
 shows whether it is faster.
 
-Exit status: 0 a recommendation was written, 2 wrong usage, or a script that fails or never trains (no update could be
-watched).
+Exit status: 0 a recommendation was written, 2 wrong usage, or a script that fails or never trains.
 
 Examples:
   mezzo calibrate train.py
@@ -64,7 +63,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--precision", metavar="P", help=f"recommend this format, whatever the hardware: {formats}")
     margin = "the change of the loss that all modules together may make, as a share of it: 0.005 or 0.5%% (the default)"
     add("--margin", type=share, default=DEFAULT_MARGIN, metavar="X", help=margin)
-    add("--no-check", action="store_true", help=argparse.SUPPRESS)  # of 0.1.0: nothing is tried any more
     add("--out", metavar="DIR", help="the output folder (default mezzo-calibrate-SCRIPT)")
     add("--verbose", action="store_true", help="print all modules in all formats")
     add("--json", action="store_true", help="print calibration.json instead of the lines")
@@ -136,8 +134,10 @@ def calibrate_script(request: CalibrationRequest, folder: Path, shown: Watcher) 
         shown.begin("fp32", 1, 1, request.steps)
         ranked = ranked_for(request.format)
         options = {"watch": 1, "watch_all": True, "sensitivity": True, "ranked": ranked, "trace": False}
-        child = request.child(folder, RUN, "fp32", stop_after=request.steps, **options)
+        child = request.child(folder, RUN, "fp32", own="off", stop_after=request.steps, **options)
         finished, status = run_to_end(LAUNCH, child, shown)
+        for setting in finished.switched_off:
+            shown.say(f"switched off: the script's {setting}")
         if not finished.succeeded:
             raise ScriptError(
                 f"{request.target} ended with exit status {status} in FP32. Its output ended:\n{finished.failure()}"

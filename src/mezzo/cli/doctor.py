@@ -23,8 +23,8 @@ from typing import Any
 
 from mezzo.core.errors import UsageError
 from mezzo.doctor.gpus import GpuModel, Recommendation, architecture, find, formats_at, from_capability
-from mezzo.doctor.script import NEXT, WEIGHTS, findings
 from mezzo.runner.script import locate
+from mezzo.runner.script_text import NEXT, WEIGHTS, findings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--gpu", metavar="NAME", help="a GPU by name or compute capability: A100, 'RTX 3060', 8.6"
     )
-    parser.add_argument("--capability", dest="gpu", help=argparse.SUPPRESS)  # of 0.1.0
     parser.add_argument("--quick", action="store_true", help="smaller matrices and fewer repeats")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -182,8 +182,7 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
             if plan.precision == BASELINE and not request.own and _CAN_BE_OFF.search(cause):
                 raise _OwnPrecisionError(cause)
             raise ScriptError(
-                f"{request.target} cannot be compared: {cause}, which mezzo compare can't switch off, so it has no "
-                f"FP32 run to compare with. The run ended there; {fix}"
+                f"{request.target} cannot be compared: {cause}, which mezzo compare can't switch off; {fix}"
             )
         if refused and plan.precision == BASELINE:  # of a candidate's pattern
             raise UsageError(refused)

@@ -26,7 +26,7 @@ from mezzo.pytorch.training.backward import nodes_of
 
 _MASTERS = frozenset({"master", "remainder"})  # in the state of an optimizer with masters
 
-_TORCH = "Create one MixedPrecision per optimizer: MixedPrecision(model, optimizer)."
+_TORCH = "Write MixedPrecision(model, optimizer), one per optimizer."
 _KERAS = "For Keras call mezzo.keras.set_policy('bf16') before the model is built, and train with model.fit."
 
 

@@ -1,4 +1,4 @@
-"""`mezzo doctor SCRIPT`: where the script's own text makes 16-bit weights or mixed precision. It is not run."""
+"""Where a script's own text makes 16-bit weights or mixed precision; it is not run. For `mezzo doctor SCRIPT`."""
 
 from __future__ import annotations
 
