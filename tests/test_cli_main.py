@@ -139,6 +139,8 @@ WRONG: list[tuple[str, str]] = [
     ("compare train.py --demo digits", "received train.py, digits"),
     ("compare --demo digit", "Use one of digits, text-gpt, transfer. Did you mean 'digits'?"),
     ("compare missing.py", "no script 'missing.py'"),
+    ("tune train.py", "mezzo calibrate train.py"),  # a command of 0.1.0
+    ("reproduce", "make reproduce"),
     ("compare train.py --precision bf61", "Did you mean 'bf16'?"),
     ("compare train.py --precision none.toml", "none.toml"),
     ("calibrate train.py --precision fp17", "unknown format 'fp17'"),

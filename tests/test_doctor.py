@@ -218,6 +218,7 @@ def test_a_named_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["gpus"][1]["dense_peak_tflop_s"]["bf16"] == 989
     assert shown["gpus"][0]["capability"]["tensor_core_formats"] == ["fp16", "tf32", "bf16", "fp8"]
     assert shown["recommendation"]["precision"] == "bf16"
+    assert main(["doctor", "--capability", "8.0"]) == 0  # an option of 0.1.0
     assert main(["doctor", "--gpu", "A30"]) == 0
     assert "bf16 gains at most 16x over fp32 and 2x over tf32:" in capsys.readouterr().out
     for name in ("GTX 1080", "GTX 1660 Ti"):

@@ -31,6 +31,12 @@ VERBS = {
     "formats": "show the number formats, and the bits of any number in each of them",
 }
 RUN_A_SCRIPT = {"compare", "run", "calibrate", "batch-size"}
+REMOVED = {
+    "reproduce": "Run `make reproduce` in the repository for all experiments, or `python experiments/NAME.py` for one",
+    "tune": "Rank the modules with `mezzo calibrate train.py`, keep the sensitive ones in FP32 with a policy such as "
+    "bf16,module.NAME=fp32, and check it with `mezzo compare --precision bf16,module.NAME=fp32 train.py`",
+}
+"""Commands of earlier versions, and what to use instead."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     verb = words[0]
     try:
+        if verb in REMOVED:
+            raise UsageError(f"`mezzo {verb}` was removed. {REMOVED[verb]}.")
         if verb.endswith(".py"):
             raise UsageError(f"the command is missing. Example: mezzo run {shlex.join(words)}")
         if verb not in VERBS:
