@@ -323,7 +323,7 @@ class Sensitivities(StepObserver):
         low = iter(call.low)
 
         def taken(tensor: Tensor) -> Tensor:
-            return mode.handed_on(tensor, next(low)) if tensor.is_floating_point() else tensor
+            return mode.handed_on(tensor, next(low, False)) if tensor.is_floating_point() else tensor
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             mode.inside.append(module)
