@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.autocast.modules import to_fp32
 from mezzo.pytorch.distributed import is_spread, local
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
@@ -57,7 +58,7 @@ def with_masters(optimizer: Any) -> WithMasters:
     for param in made._lowered():
         entry = made.state.get(param)
         if entry:
-            made.state[param] = {key: _widened(value) for key, value in entry.items()}
+            made.state[param] = to_fp32(entry)
         made._ensure_master(param)
     return made
 
@@ -294,7 +295,9 @@ class WithMasters(Optimizer):
                     local(grad).div_(scale.to(grad.device))
                 continue
             tensor = self._ensure_master(param)
-            refresh_master(tensor, param)
+            # Elements of the weight that were edited since replace theirs.
+            for part, low in pieces(local(tensor), local(param.detach())):
+                part.copy_(decode_master("fp32", low, part))
             if grad is not None:
                 wide = grad.to(torch.float32, copy=scale is not None)
                 if scale is not None:
@@ -364,18 +367,7 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
         raise UsageError("with_masters: differentiable=True is not supported. Leave it out.")
 
 
-def refresh_master(master: Tensor, weight: Tensor) -> None:
-    """Replace those elements of an FP32 master whose 16-bit weight was edited since it was written."""
-    for part, low in pieces(local(master), local(weight.detach())):
-        part.copy_(decode_master("fp32", low, part))
-
-
 def write_weight(master: Tensor, weight: Tensor) -> None:
     """Round an FP32 master into its 16-bit weight."""
     for part, out in pieces(local(master), local(weight.detach())):
         out.copy_(encode_master("fp32", part, weight.dtype)[0])
-
-
-def _widened(value: Any) -> Any:
-    is_low = isinstance(value, Tensor) and value.dtype in SIXTEEN_BITS
-    return value.to(torch.float32) if is_low else value
