@@ -227,7 +227,6 @@ class _Group(NamedTuple):
     tensors: list[Tensor]
 
     def saved(self) -> list[SavedBuffer]:
-        """Each by itself."""
         return list(map(SavedBuffer, self.slots, self.tensors, _parts(self.flat, self.tensors)))
 
     def was_replaced(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from mezzo.pytorch.optim import checks, state_dicts
 from mezzo.pytorch.optim.adopt import adopt, empty, extend
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import MASTER, masters_in, without_master
+from mezzo.pytorch.step import parameters
 from mezzo.pytorch.weights import shards
 from mezzo.pytorch.weights.stored_parameters import give_back, pieces, take_master
 
@@ -196,7 +197,7 @@ class WithMasters(Optimizer):
         for param in self._lowered():
             self._ensure_master(param)
         if not self._has_states() and (
-            any(map(is_spread, self._parameters())) or state_dicts.is_for_checkpoint()
+            any(map(is_spread, parameters(self))) or state_dicts.is_for_checkpoint()
         ):
             self._make_states()
         return super().state_dict()
@@ -211,7 +212,7 @@ class WithMasters(Optimizer):
         masters = masters_in(state, self.param_groups, self.state)
         entries = {key: without_master(entry) for key, entry in state["state"].items()}
         keys = [key for group in state["param_groups"] for key in group["params"]]
-        for param, key in zip(self._parameters(), keys):
+        for param, key in zip(parameters(self), keys):
             if isinstance(entries.get(key), dict):
                 entries[key] = {name: shards.placed(value, param) for name, value in entries[key].items()}
         state["state"] = {key: entry for key, entry in entries.items() if entry != {}}
@@ -231,7 +232,7 @@ class WithMasters(Optimizer):
         """Have the own step create its states, for a checkpoint. The next step starts without them, as if new."""
         if isinstance(self, torch.optim.LBFGS):
             return  # one state for all parameters, and no step without a closure
-        grads = [(param, param.grad) for param in self._parameters()]
+        grads = [(param, param.grad) for param in parameters(self)]
         for param, _ in grads:
             param.grad = None
         try:
@@ -251,15 +252,11 @@ class WithMasters(Optimizer):
             if MASTER in entry:
                 self.state[param] = {MASTER: entry[MASTER]}
 
-    def _parameters(self) -> Iterator[Tensor]:
-        for group in self.param_groups:
-            yield from group["params"]
-
     def _lowered(self) -> list[Tensor]:
-        return [param for param in self._parameters() if param.dtype in SIXTEEN_BITS]
+        return [param for param in parameters(self) if param.dtype in SIXTEEN_BITS]
 
     def _check_own(self, param: Tensor) -> None:
-        if not any(param is one for one in self._parameters()):
+        if not any(param is one for one in parameters(self)):
             raise UsageError(
                 f"a parameter of shape {list(param.shape)} is in none of the optimizer's groups."
             )
@@ -284,9 +281,9 @@ class WithMasters(Optimizer):
     @torch.no_grad()
     def _begin(self, scale: Tensor | None) -> None:
         """Put the masters in the groups, updated from edited weights, and give them gradients."""
-        if all(param.grad is None for param in self._parameters()):
+        if all(param.grad is None for param in parameters(self)):
             checks.refuse_replaced(self)
-        for param in self._parameters():
+        for param in parameters(self):
             grad = param.grad
             if param.dtype not in SIXTEEN_BITS:
                 if self.state.get(param) and (master := self.state[param].pop(MASTER, None)) is not None:
@@ -342,7 +339,7 @@ class WithMasters(Optimizer):
 
     def _swap_out(self) -> None:
         back = {master: param for param, master in self._masters.items()}
-        listed = set(self._parameters())
+        listed = set(parameters(self))
         self._exchange(back)
         for master, param in back.items():
             if master in listed:
