@@ -198,18 +198,15 @@ class WatchedOutputs:
             # A parameter was not computed; and to detach one makes a context forget its casts.
             if isinstance(tensor, nn.Parameter) or not (tensor.is_floating_point() or tensor.is_complex()):
                 continue
-            if self._distinct and not self._first_seen(tensor):
-                continue
+            if self._distinct:
+                known, version = self._counted.get(tensor), version_of(tensor)
+                self._counted[tensor] = version
+                if known == version:  # a module has returned this tensor, as it is now
+                    continue
             if not repeats:
                 self.rows.add(path, ACTIVATION, tensor)
             if tensor.requires_grad and torch.func.debug_unwrap(tensor) is tensor:
                 self._handles.append(tensor.register_hook(self._gradient_hook(path)))
-
-    def _first_seen(self, tensor: Tensor) -> bool:
-        """Whether no module has returned this tensor yet, as it is now."""
-        known, version = self._counted.get(tensor), version_of(tensor)
-        self._counted[tensor] = version
-        return bool(known != version)
 
     def _gradient_hook(self, path: str) -> Any:
         counted = 0

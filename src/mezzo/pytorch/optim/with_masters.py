@@ -137,7 +137,12 @@ class WithMasters(Optimizer):
             return None
         arguments: list[Any] = []
         if self._is_new:
-            self._drop_states()
+            masters = {
+                param: {MASTER: entry[MASTER]} for param, entry in self.state.items() if MASTER in entry
+            }
+            self.state.clear()
+            self.state.update(masters)
+            self._is_new = False
         if closure is not None:
 
             def evaluate() -> Any:
@@ -244,13 +249,6 @@ class WithMasters(Optimizer):
             for param, grad in grads:
                 param.grad = grad
         self._is_new = True
-
-    def _drop_states(self) -> None:
-        self._is_new = False
-        for param, entry in list(self.state.items()):
-            self.state.pop(param)
-            if MASTER in entry:
-                self.state[param] = {MASTER: entry[MASTER]}
 
     def _lowered(self) -> list[Tensor]:
         return [param for param in parameters(self) if param.dtype in SIXTEEN_BITS]
