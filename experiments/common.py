@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 
 import figures
 from mezzo.compare.folder import strict
-from mezzo.core.equivalence import paired_interval, tost
+from mezzo.core.equivalence import paired_interval
 from mezzo.pytorch import hardware
 
 WORDS = {
@@ -152,7 +152,7 @@ def gap(differences: Sequence[float], margin: float) -> Gap:
     ends = np.asarray(differences, dtype=np.float64)
     low, high = map(float, paired_interval(ends))
     behind = not np.isfinite(ends).all() or low > margin
-    return Gap(float(ends.mean()), low, high, bool(behind), bool(tost(ends, margin)))
+    return Gap(float(ends.mean()), low, high, bool(behind), low > -margin and high < margin)
 
 
 def scaled(scale: float) -> str:

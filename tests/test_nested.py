@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,11 @@ from mezzo.pytorch.nested import mapped, tensors
 
 ONE = torch.ones(2)
 Pair = namedtuple("Pair", "first second")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    value: Any
 
 
 @pytest.mark.parametrize(
@@ -25,6 +32,8 @@ Pair = namedtuple("Pair", "first second")
         OrderedDict(a=ONE, b=1),
         defaultdict(list, a=[ONE]),
         deque([ONE], maxlen=1),
+        Frozen([ONE]),
+        SimpleNamespace(a=ONE, b="text"),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -127,7 +127,6 @@ class _Plan:
                 self.edits.append((at, at, "import mezzo.amp" + self._between(statement)))
 
     def after(self) -> str:
-        """The script with all edits."""
         code = self._code
         for start, end, text in sorted(self.edits, reverse=True):
             code = code[:start] + text.encode() + code[end:]

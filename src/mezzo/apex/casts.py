@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from mezzo.apex.state import state
 from mezzo.pytorch.autocast.context import autocast, default_device_type
-from mezzo.pytorch.autocast.modules import cast_inside
-from mezzo.pytorch.nested import tensors
+from mezzo.pytorch.nested import changed, tensors
 from mezzo.runner.patches import Patches
 
 registered: list[tuple[Any, str, Any]] = []  # module, name and function, until the next `init`
@@ -34,7 +33,7 @@ def cast_to(dtype: torch.dtype, given: Any, device_type: str = "") -> Any:
             is_meant = hasattr(value, "to") and not isinstance(value, nn.Module)  # of the script's own class
         return value.to(dtype) if is_meant else value
 
-    return cast_inside(given, one)
+    return changed(given, one)
 
 
 class Handle(ExitStack):

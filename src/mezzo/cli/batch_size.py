@@ -142,7 +142,6 @@ class _Deadline(Watcher):
     until, interrupted = math.inf, False
 
     def steps(self, done: int) -> None:
-        """The run has done this many steps."""
         super().steps(done)
         if time.monotonic() > self.until:
             raise _TimeIsUpError

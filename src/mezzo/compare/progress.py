@@ -44,7 +44,6 @@ class Watcher:
             self._task = self._bar.add_task(f"{self._name}{left}", total=steps)
 
     def steps(self, done: int) -> None:
-        """The run has done this many steps."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done)
 
@@ -72,6 +71,5 @@ class Watcher:
         return f"; about {f'{round(seconds / 60)} min' if seconds >= 60 else f'{seconds} s'} left"
 
     def say(self, text: str) -> None:
-        """Print a line."""
         if self._console is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)

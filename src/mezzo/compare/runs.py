@@ -196,7 +196,6 @@ class FinishedRun:
 
     @property
     def notes(self) -> list[str]:
-        """The notes at its end."""
         return self.ended.notes if self.ended else []
 
     @property

@@ -49,13 +49,6 @@ def paired_interval(differences: ArrayLike, confidence: float = CONFIDENCE) -> t
     return mean - half, mean + half
 
 
-def tost(differences: ArrayLike, margin: float | Floats) -> NDArray[np.bool_]:
-    """Whether the differences prove equivalence within `margin` (> 0), along the last axis."""
-    low, high = paired_interval(differences)
-    result: NDArray[np.bool_] = np.asarray((low > -np.asarray(margin)) & (high < np.asarray(margin)))
-    return result
-
-
 @functools.lru_cache(maxsize=1024)
 def _spread_quantiles(freedom: int) -> Any:
     """256 equally likely values of s / sigma: midpoints of the chi distribution's quantiles."""
@@ -64,7 +57,7 @@ def _spread_quantiles(freedom: int) -> Any:
 
 
 def tost_power(sd: float, pairs: int, margin: float, gap: float = 0.0) -> float:
-    """The chance that `tost` says equivalent, if differences are normal with mean `gap` and deviation `sd`."""
+    """The chance that the interval of normal differences with mean `gap` and deviation `sd` is within the margin."""
     if pairs < 2:
         return 0.0
     if sd <= 0.0:

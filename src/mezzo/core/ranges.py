@@ -179,6 +179,12 @@ class RangeRow:
         return f"RangeRow({str(self)!r})"
 
 
+def label_of(row: RangeRow, optimizer: int) -> str:
+    """The tensor of a row, and its optimizer from the second one on."""
+    label = ".".join(part for part in (row.module, row.name) if part) or "(the model)"
+    return f"optimizer {optimizer}: {label}" if optimizer else label
+
+
 Merged = dict[tuple[str, str, str], RangeRow]
 """Rows summed over steps, by module, `what` and name; the format is that of the last step."""
 

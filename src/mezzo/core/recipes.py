@@ -243,7 +243,6 @@ def read_recipe(path: str) -> Recipe:
 
 
 def _factors(table: Any, product: str) -> tuple[Factor, ...]:
-    """The factors in a product's table."""
     known, names, found = [field.name for field in fields(Factor)], FACTORS[product], []
     for name in dict.fromkeys((*names, *(table if isinstance(table, dict) else ()))):
         given, where = table.get(name) if isinstance(table, dict) else None, f"[{product}] {name}: "

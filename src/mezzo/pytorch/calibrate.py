@@ -115,7 +115,6 @@ def calibrate(
 
 
 def _checked(parameters: list[nn.Parameter]) -> torch.device:
-    """The device that the model is on."""
     if not parameters:
         raise UsageError("the model has no parameter with requires_grad=True, so there is nothing to train")
     low = {name_of(p.dtype) for p in parameters if p.is_floating_point() and p.element_size() < 4}

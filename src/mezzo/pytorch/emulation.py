@@ -99,7 +99,6 @@ class Rounding(TorchDispatchMode):
         return (wide[0] if rule is Rule.INTERNAL_FP32 else all(wide)) if wide else False
 
     def _taken(self, name: str, tensor: Tensor) -> Tensor:
-        """What a product takes."""
         if tensor.dtype is not torch.float32:
             return tensor
         rounded = tensor if self.low(tensor) else self._limited(name, tensor)

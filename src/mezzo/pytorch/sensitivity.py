@@ -207,7 +207,12 @@ class Sensitivities(StepObserver):
                     with self._noting(path or "the model itself"):
                         for row in self._rows_of(call, times):
                             key = path, row.format
-                            rows[key] = _added(rows[key], row) if key in rows else row
+                            if one := rows.get(key):
+                                signed, squares = one.signed + row.signed, one.squares + row.squares
+                                row = replace(
+                                    one, signed=signed, squares=squares, cause=one.cause or row.cause
+                                )
+                            rows[key] = row
         self._measured += 1
         shares = [recipe.last_blocks for recipe in self._recipes.values()]
         wide = last_blocks_of(outer.module, max(shares, default=0.0))
@@ -323,7 +328,7 @@ class Sensitivities(StepObserver):
         low = iter(call.low)
 
         def taken(tensor: Tensor) -> Tensor:
-            return mode.handed_on(tensor, next(low)) if tensor.is_floating_point() else tensor
+            return mode.handed_on(tensor, next(low, False)) if tensor.is_floating_point() else tensor
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             mode.inside.append(module)
@@ -343,14 +348,7 @@ class Sensitivities(StepObserver):
 
 
 def _row(call: _Call, format: str, found: Tensor, cause: str = "") -> ModuleRounding:
-    """The cause of a change that is not finite."""
     is_finite = bool(torch.isfinite(found).all())
     signed, squares = found.tolist() if is_finite else (math.inf, math.inf)
     kind = type(call.module).__name__
     return ModuleRounding(call.path, kind, format, signed, squares, "" if is_finite else cause)
-
-
-def _added(one: ModuleRounding, other: ModuleRounding) -> ModuleRounding:
-    """One row of two calls."""
-    signed, squares = one.signed + other.signed, one.squares + other.squares
-    return replace(one, signed=signed, squares=squares, cause=one.cause or other.cause)

@@ -49,7 +49,9 @@ class Snapshot:
         self._gradients = [(p, None if p.grad is None else _HostCopy(p.grad)) for p in parameters]
         # torch's own load_state_dict casts states to the parameter's dtype, so its optimizers are restored by hand.
         self._plain = [(one, _state_of(one)) for one in others if _is_plain_optimizer(one)]
-        self._loaded = [(one, _saved(one.state_dict())) for one in others if not _is_plain_optimizer(one)]
+        self._loaded = [
+            (one, mapped(one.state_dict(), _HostCopy)) for one in others if not _is_plain_optimizer(one)
+        ]
         gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
         self._random = RandomState.now(tuple(torch.device("cuda", index) for index in gpus))
 
@@ -64,10 +66,10 @@ class Snapshot:
             module.training = mode
         for optimizer, (groups, state) in self._plain:
             for group, settings in zip(optimizer.param_groups, groups):
-                group.update(_restored(settings))
+                group.update(mapped(settings, _HostCopy.put_back, _HostCopy))
             optimizer.state.clear()
             for key, entries in state.items():
-                optimizer.state[key] = _restored(entries)
+                optimizer.state[key] = mapped(entries, _HostCopy.put_back, _HostCopy)
         for other, saved in self._loaded:
             other.load_state_dict(mapped(saved, _HostCopy.anew, _HostCopy))
         self._random.put_back()
@@ -83,7 +85,8 @@ class _HostCopy:
 
     def put_back(self) -> Tensor:
         """The same tensor, with the values that it had."""
-        _write_back(self._tensor, self._values(), self._version)
+        with self._version:
+            self._tensor.detach().copy_(self._values())
         return self._tensor
 
     def anew(self) -> Tensor:
@@ -100,16 +103,10 @@ def _is_plain_optimizer(one: Any) -> bool:
 
 
 def _state_of(optimizer: Optimizer) -> tuple[list[Any], dict[Any, Any]]:
-    groups = [_saved({k: v for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
-    return groups, {key: _saved(entries) for key, entries in optimizer.state.items()}
-
-
-def _saved(tree: Any) -> Any:
-    return mapped(tree, _HostCopy)
-
-
-def _restored(tree: Any) -> Any:
-    return mapped(tree, _HostCopy.put_back, _HostCopy)
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return mapped(groups, _HostCopy), {
+        k: mapped(entries, _HostCopy) for k, entries in optimizer.state.items()
+    }
 
 
 class OptimizerSnapshot:
@@ -123,15 +120,19 @@ class OptimizerSnapshot:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._params = [(param, param.detach().clone(), keeping_versions((param,))) for param in params]
         self._state = {
-            param: {name: _cloned(value) for name, value in entries.items()}
+            param: {
+                name: value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+                for name, value in entries.items()
+            }
             for param, entries in optimizer.state.items()
         }
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put them back. Once only: the state's copies become the state."""
-        for saved in self._params:
-            _write_back(*saved)
+        for param, values, version in self._params:
+            with version:
+                param.detach().copy_(values)
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
 
@@ -226,7 +227,6 @@ class _Group(NamedTuple):
     tensors: list[Tensor]
 
     def saved(self) -> list[SavedBuffer]:
-        """Each by itself."""
         return list(map(SavedBuffer, self.slots, self.tensors, _parts(self.flat, self.tensors)))
 
     def was_replaced(self) -> bool:
@@ -293,16 +293,6 @@ class BufferSnapshot:
     def named(self) -> dict[str, Tensor]:
         """Name of a buffer -> its copy."""
         return {each.slot.path: each.values for each in self if each.values is not None}
-
-
-def _write_back(tensor: Tensor, values: Tensor, version: AbstractContextManager[None]) -> None:
-    """Give a tensor its former values and version, so that graphs which saved it then still run backward."""
-    with version:
-        tensor.detach().copy_(values)
-
-
-def _cloned(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mezzo.core.formats import named
-from mezzo.core.ranges import GRADIENTS, Histogram, Shares, shift_of
+from mezzo.core.ranges import GRADIENTS, Histogram, Shares, label_of, shift_of
 from mezzo.core.records import RangesRecord
 
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
@@ -96,9 +96,7 @@ class Ranges:
             key = (record.optimizer, row.what, row.module, row.name)
             track = self.tracks.get(key)
             if track is None:
-                label = ".".join(part for part in (row.module, row.name) if part) or "(the model)"
-                if record.optimizer:
-                    label = f"optimizer {record.optimizer}: {label}"
+                label = label_of(row, record.optimizer)
                 self.tracks[key] = track = Track(label, row.what, row.format)
             track.format = row.format
             track.add(column, row.histogram, shift if row.what in GRADIENTS else 0)

@@ -6,13 +6,10 @@ module, so `copy.deepcopy` and `pickle` copy it too, and Dynamo traces through i
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import math
 import re
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -30,6 +27,7 @@ from mezzo.core.recipes import recipe_of
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import applied, context_of, default_device_type
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
+from mezzo.pytorch.nested import changed
 
 
 class ModuleOverrides(AbstractContextManager["ModuleOverrides"]):
@@ -111,39 +109,11 @@ _is_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def to_fp32(value: Any) -> Any:
     """`value` with each bf16 or fp16 tensor in it replaced by `tensor.float()`; the value itself if there is none."""
-    return cast_inside(value, _widened)
+    return changed(value, _widened)
 
 
 def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in SIXTEEN_BITS else value
-
-
-def cast_inside(value: Any, cast: Callable[[Any], Any]) -> Any:
-    """`value` with `cast` applied to each tensor or other object inside its containers; itself if nothing changes."""
-    if isinstance(value, Tensor):
-        return cast(value)
-    if isinstance(value, tuple):
-        parts = [cast_inside(item, cast) for item in value]
-        if all(new is old for new, old in zip(parts, value)):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    setter: Any = object.__setattr__  # also for a frozen dataclass
-    if isinstance(value, (dict, list)):
-        before: dict[Any, Any] = dict(value) if isinstance(value, dict) else dict(enumerate(value))
-        setter = type(value).__setitem__  # a ModelOutput's sets the attribute of the same name as well
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        before = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-    elif isinstance(value, (types.SimpleNamespace, torch.distributions.Distribution)):
-        before = dict(vars(value))
-    else:
-        return cast(value)
-    after = {key: cast_inside(old, cast) for key, old in before.items()}
-    if all(new is before[key] for key, new in after.items()):
-        return value
-    result = type(value)(value) if type(value) in (dict, list) else copy.copy(value)
-    for key, new in after.items():  # also what is unchanged: Dynamo's copy of a ModelOutput has no items
-        setter(result, key, new)
-    return result
 
 
 def fitting(policy: Policy, model: torch.nn.Module) -> Policy:

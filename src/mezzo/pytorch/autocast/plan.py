@@ -36,14 +36,10 @@ _BY_PARTS: Mapping[str, frozenset[str]] = {
     ),
 }
 
-# Ops of another device, for which this build of PyTorch may have kernels nevertheless.
-_FOREIGN: Mapping[str, frozenset[str]] = {
-    "cpu": frozenset({"_cudnn_rnn", "_mps_convolution"}),
-    "cuda": frozenset(
-        {"mkldnn_rnn_layer", "_mps_convolution", "_grid_sampler_2d_cpu_fallback"}
-        | {"_native_multi_head_attention"}
-    ),
-}
+# Ops of other devices, for which a build of PyTorch without CUDA has schemas alone.
+_NOT_ON_CUDA = frozenset(
+    ("mkldnn_rnn_layer", "_mps_convolution", "_grid_sampler_2d_cpu_fallback", "_native_multi_head_attention")
+)
 
 # `float_power` computes in FP64 by its definition, for any input.
 _ALWAYS_FP64 = frozenset({"float_power"})
@@ -51,7 +47,7 @@ _ALWAYS_FP64 = frozenset({"float_power"})
 # Ops of several inputs that promote by themselves although ATen does not tag them as element-wise, and the reverse.
 # (embedding and rsub have one floating tensor where it matters.)
 _PROMOTE_BY_THEMSELVES = frozenset({"cat", "stack", "where", "embedding", "rsub"})
-_DO_NOT_PROMOTE = frozenset({"heaviside", "heaviside_", "lerp", "lerp_"})
+_DO_NOT_PROMOTE = frozenset({"heaviside", "lerp", "lerp_"})
 
 Overload = Any  # of an op, as `torch.ops` has it
 
@@ -153,8 +149,7 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
         rest = [n for n in rest if n not in by_parts]
         return planned(how, formats, why, rest) if rest else planned("pytorch", formats, same or why)
 
-    foreign = _FOREIGN.get(device_type, frozenset())
-    names = () if op in foreign else overloads_of(op, device_type)
+    names = () if device_type == "cuda" and op in _NOT_ON_CUDA else overloads_of(op, device_type)
     theirs, by_parts = own_table(device_type), _BY_PARTS.get(device_type, frozenset())
     if not names:
         return planned("absent", ("", ""), "this build of PyTorch has no such op on this device")

@@ -16,6 +16,7 @@ from mezzo.pytorch.kernels.emulated import saving_low
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.kernels.packing import Reuse, Rounded, may_pack
 from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.nested import changed
 from mezzo.pytorch.rounding import straight_through
 
 __all__ = ["product", "round_tf32"]
@@ -78,8 +79,8 @@ def product(op: Any) -> Callable[..., Any]:
         rounded = [_rounded(value, factors, name in addends) for name, value in zip(names, args)]
         named = {name: _rounded(value, factors, name in addends) for name, value in kwargs.items()}
         if not may_pack(factors):
-            return _handed_on(op(*rounded, **named))
-        return _handed_on(saving_low(op, rounded, named, factors, torch.float32))
+            return changed(op(*rounded, **named), _handed_on)
+        return changed(saving_low(op, rounded, named, factors, torch.float32), _handed_on)
 
     return in_tf32
 
@@ -114,12 +115,8 @@ def _factor(x: Tensor) -> Tensor:
 
 
 def _handed_on(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        if result.is_floating_point() and result.requires_grad:
-            if is_plain(result):
-                return _Result.apply(result)  # type: ignore[no-untyped-call]
-            result.register_hook(lambda grad: None if grad is None else round_tf32(grad))
-        return result
-    if isinstance(result, (list, tuple)):
-        return tuple(_handed_on(item) for item in result)
+    if isinstance(result, Tensor) and result.is_floating_point() and result.requires_grad:
+        if is_plain(result):
+            return _Result.apply(result)  # type: ignore[no-untyped-call]
+        result.register_hook(lambda grad: None if grad is None else round_tf32(grad))
     return result

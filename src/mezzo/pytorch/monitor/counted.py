@@ -25,6 +25,7 @@ from mezzo.pytorch.monitor.module_paths import joined
 from mezzo.pytorch.nested import tensors
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.snapshot import version_of
+from mezzo.pytorch.step import parameters
 from mezzo.pytorch.weights import master_state
 from mezzo.pytorch.weights.stored_parameters import wide_value
 
@@ -197,18 +198,15 @@ class WatchedOutputs:
             # A parameter was not computed; and to detach one makes a context forget its casts.
             if isinstance(tensor, nn.Parameter) or not (tensor.is_floating_point() or tensor.is_complex()):
                 continue
-            if self._distinct and not self._first_seen(tensor):
-                continue
+            if self._distinct:
+                known, version = self._counted.get(tensor), version_of(tensor)
+                self._counted[tensor] = version
+                if known == version:  # a module has returned this tensor, as it is now
+                    continue
             if not repeats:
                 self.rows.add(path, ACTIVATION, tensor)
             if tensor.requires_grad and torch.func.debug_unwrap(tensor) is tensor:
                 self._handles.append(tensor.register_hook(self._gradient_hook(path)))
-
-    def _first_seen(self, tensor: Tensor) -> bool:
-        """Whether no module has returned this tensor yet, as it is now."""
-        known, version = self._counted.get(tensor), version_of(tensor)
-        self._counted[tensor] = version
-        return bool(known != version)
 
     def _gradient_hook(self, path: str) -> Any:
         counted = 0
@@ -240,7 +238,7 @@ class WatchedParameters:
 
     def before(self, params: Iterable[Tensor] | None = None) -> None:
         """Look at weights and gradients of all parameters, or of some whose gradients have just come."""
-        for param in self._params() if params is None else params:
+        for param in parameters(self._optimizer) if params is None else params:
             if id(param) in self._seen:
                 continue
             self._seen.add(id(param))
@@ -255,7 +253,7 @@ class WatchedParameters:
 
     def before_each(self) -> None:
         """Look at each parameter as soon as its gradient is complete, before any hook that is put on it later."""
-        for param in self._params():
+        for param in parameters(self._optimizer):
             if param.requires_grad:
                 hook = lambda param: self.before([param])  # noqa: E731
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
@@ -276,13 +274,13 @@ class WatchedParameters:
             handle.remove()
         self._handles.clear()
 
-    def _params(self) -> Iterable[Tensor]:
-        return (param for group in self._optimizer.param_groups for param in group["params"])
-
     def _name(self, param: Tensor) -> tuple[str, str]:
         if id(param) in self._names:
             return self._names[id(param)]
-        return OUTSIDE, f"parameter {next(i for i, one in enumerate(self._params()) if one is param)}"
+        return (
+            OUTSIDE,
+            f"parameter {next(i for i, one in enumerate(parameters(self._optimizer)) if one is param)}",
+        )
 
     def _exact(self, param: Tensor) -> Tensor:
         """The value in the optimizer's FP32 master or in itself."""

@@ -158,7 +158,10 @@ def explain(
     if observer.note:
         raise UnsupportedPrecisionError(f"mezzo.explain: {observer.note}. Stop it before the call.")
     rows = observer.table()
-    return Explanation(str(policy), device_type, _by_place(rows), notes + _kernels(rows, policy, device_type))
+    # Repeated blocks have one row: ``blocks.0.attn`` and ``blocks.1.attn`` are ``blocks.*.attn``.
+    number = re.compile(r"([^\d.][^.]*)\.\d+(?=\.|$)")
+    ops = summed(replace(row, module=number.sub(r"\1.*", row.module)) for row in rows)
+    return Explanation(str(policy), device_type, ops, notes + _kernels(rows, policy, device_type))
 
 
 def _check_arguments(model: object, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -199,12 +202,6 @@ def _marked(model: torch.nn.Module) -> Iterator[None]:
 
     with around_calls(paths, begin, end, prepend=True):
         yield
-
-
-def _by_place(rows: list[OpFormats]) -> list[OpFormats]:
-    """Rows of repeated blocks in one: ``blocks.0.attn`` and ``blocks.1.attn`` are ``blocks.*.attn``."""
-    number = re.compile(r"([^\d.][^.]*)\.\d+(?=\.|$)")
-    return summed(replace(row, module=number.sub(r"\1.*", row.module)) for row in rows)
 
 
 # How an op is computed, by its plan -> the sentence for such ops.
@@ -249,10 +246,7 @@ def _table(rows: list[OpFormats], width: int) -> list[str]:
         cut = min(excess, widths.get(name, 0) - least)
         if cut > 0:
             widths[name], excess = widths[name] - cut, excess - cut
-    lines = zip(*[[name, *columns[name]] for name in widths])
-    cells = ([_cell(text, size) for text, size in zip(line, widths.values())] for line in lines)
-    return ["  ".join(line).rstrip() for line in cells]
-
-
-def _cell(text: str, size: int) -> str:
-    return (text if len(text) <= size else f"{text[: size - 1]}…").ljust(size)
+    for name, size in widths.items():
+        cells = [name, *columns[name]]
+        columns[name] = [(one if len(one) <= size else f"{one[: size - 1]}…").ljust(size) for one in cells]
+    return ["  ".join(line).rstrip() for line in zip(*(columns[name] for name in widths))]

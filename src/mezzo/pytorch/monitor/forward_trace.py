@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.core.overflow import OUTSIDE, OverflowReport, TensorFacts
@@ -137,7 +137,7 @@ class ForwardTrace(TorchFunctionMode):
         quiet = warnings.filters[0]
         try:
             # Functions that PyTorch writes in Python don't show themselves to a mode, but what they call does.
-            for module in (torch.nn.functional, torch.functional, torch._tensor):
+            for module in (torch.nn.functional, torch.functional, sys.modules[Tensor.backward.__module__]):
                 for name in _ASKERS:
                     if hasattr(module, name):
                         patches.set(module, name, lambda *_: False)
@@ -156,7 +156,7 @@ class ForwardTrace(TorchFunctionMode):
         """Enter this mode beneath all others, so that leaving another one does not pop it by mistake."""
         above = [_pop_mode() for _ in range(_len_torch_function_stack())]
         # `with torch.device(...)` pushes one as well, without entering it, and takes the uppermost off.
-        if above and isinstance(above[-1], DeviceContext) and hasattr(above[-1], "old_device"):
+        if above and hasattr(above[-1], "old_device"):
             _push_mode(above.pop())
         for mode in (self, *reversed(above)):
             _push_mode(mode)

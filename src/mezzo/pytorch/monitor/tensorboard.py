@@ -12,8 +12,7 @@ from typing import Any
 
 from mezzo.core import records
 from mezzo.core.errors import UsageError, checks_keywords
-from mezzo.core.overflow import OverflowReport
-from mezzo.core.ranges import Histogram, RangeRow
+from mezzo.core.ranges import Histogram, label_of
 from mezzo.core.records import Record, RecordWriter, writer_of
 
 
@@ -100,10 +99,17 @@ class TensorBoardWriter(RecordWriter):
         elif isinstance(record, records.RangesRecord):
             for row in record.rows:
                 if row.histogram.counts:
-                    label = _label(row, record.optimizer)
+                    label = label_of(row, record.optimizer)
                     self._histogram(f"log2 {row.what}/{label}", row.histogram, record)
         elif isinstance(record, records.OverflowRecord):
-            self._text("findings", _told(record.finding), record.update, record.at)
+            found = record.finding
+            lines = [f"{found.cause}: {found.sentence}"]
+            lines += [f"in: {tensor}" for tensor in found.inputs] + [
+                f"out: {tensor}" for tensor in found.outputs
+            ]
+            lines += [f"passed on by: {text}" for text in found.propagators]
+            lines += [f"try: {text}" for text in found.remedies]
+            self._text("findings", lines, record.update, record.at)
         elif isinstance(record, records.MemoryRecord):
             self._scalar("peak_bytes", float(record.peak_bytes), 0, time.time() - self._zero)
         elif isinstance(record, records.OpsRecord):
@@ -150,15 +156,3 @@ def _without_tensorflow() -> Iterator[None]:
 def _utf8(text: str) -> str:
     """With halves of surrogate pairs (an argument that was not UTF-8) as their codes, since protobuf refuses them."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _label(row: RangeRow, optimizer: int) -> str:
-    label = ".".join(part for part in (row.module, row.name) if part) or "(the model)"
-    return f"optimizer {optimizer}: {label}" if optimizer else label
-
-
-def _told(finding: OverflowReport) -> list[str]:
-    lines = [f"{finding.cause}: {finding.sentence}"]
-    lines += [f"in: {tensor}" for tensor in finding.inputs] + [f"out: {tensor}" for tensor in finding.outputs]
-    lines += [f"passed on by: {text}" for text in finding.propagators]
-    return lines + [f"try: {text}" for text in finding.remedies]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.autocast.modules import to_fp32
 from mezzo.pytorch.distributed import is_spread, local
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
@@ -23,6 +24,7 @@ from mezzo.pytorch.optim import checks, state_dicts
 from mezzo.pytorch.optim.adopt import adopt, empty, extend
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import MASTER, masters_in, without_master
+from mezzo.pytorch.step import parameters
 from mezzo.pytorch.weights import shards
 from mezzo.pytorch.weights.stored_parameters import give_back, pieces, take_master
 
@@ -57,7 +59,7 @@ def with_masters(optimizer: Any) -> WithMasters:
     for param in made._lowered():
         entry = made.state.get(param)
         if entry:
-            made.state[param] = {key: _widened(value) for key, value in entry.items()}
+            made.state[param] = to_fp32(entry)
         made._ensure_master(param)
     return made
 
@@ -135,7 +137,12 @@ class WithMasters(Optimizer):
             return None
         arguments: list[Any] = []
         if self._is_new:
-            self._drop_states()
+            masters = {
+                param: {MASTER: entry[MASTER]} for param, entry in self.state.items() if MASTER in entry
+            }
+            self.state.clear()
+            self.state.update(masters)
+            self._is_new = False
         if closure is not None:
 
             def evaluate() -> Any:
@@ -195,7 +202,7 @@ class WithMasters(Optimizer):
         for param in self._lowered():
             self._ensure_master(param)
         if not self._has_states() and (
-            any(map(is_spread, self._parameters())) or state_dicts.is_for_checkpoint()
+            any(map(is_spread, parameters(self))) or state_dicts.is_for_checkpoint()
         ):
             self._make_states()
         return super().state_dict()
@@ -210,7 +217,7 @@ class WithMasters(Optimizer):
         masters = masters_in(state, self.param_groups, self.state)
         entries = {key: without_master(entry) for key, entry in state["state"].items()}
         keys = [key for group in state["param_groups"] for key in group["params"]]
-        for param, key in zip(self._parameters(), keys):
+        for param, key in zip(parameters(self), keys):
             if isinstance(entries.get(key), dict):
                 entries[key] = {name: shards.placed(value, param) for name, value in entries[key].items()}
         state["state"] = {key: entry for key, entry in entries.items() if entry != {}}
@@ -230,7 +237,7 @@ class WithMasters(Optimizer):
         """Have the own step create its states, for a checkpoint. The next step starts without them, as if new."""
         if isinstance(self, torch.optim.LBFGS):
             return  # one state for all parameters, and no step without a closure
-        grads = [(param, param.grad) for param in self._parameters()]
+        grads = [(param, param.grad) for param in parameters(self)]
         for param, _ in grads:
             param.grad = None
         try:
@@ -243,22 +250,11 @@ class WithMasters(Optimizer):
                 param.grad = grad
         self._is_new = True
 
-    def _drop_states(self) -> None:
-        self._is_new = False
-        for param, entry in list(self.state.items()):
-            self.state.pop(param)
-            if MASTER in entry:
-                self.state[param] = {MASTER: entry[MASTER]}
-
-    def _parameters(self) -> Iterator[Tensor]:
-        for group in self.param_groups:
-            yield from group["params"]
-
     def _lowered(self) -> list[Tensor]:
-        return [param for param in self._parameters() if param.dtype in SIXTEEN_BITS]
+        return [param for param in parameters(self) if param.dtype in SIXTEEN_BITS]
 
     def _check_own(self, param: Tensor) -> None:
-        if not any(param is one for one in self._parameters()):
+        if not any(param is one for one in parameters(self)):
             raise UsageError(
                 f"a parameter of shape {list(param.shape)} is in none of the optimizer's groups."
             )
@@ -283,9 +279,9 @@ class WithMasters(Optimizer):
     @torch.no_grad()
     def _begin(self, scale: Tensor | None) -> None:
         """Put the masters in the groups, updated from edited weights, and give them gradients."""
-        if all(param.grad is None for param in self._parameters()):
+        if all(param.grad is None for param in parameters(self)):
             checks.refuse_replaced(self)
-        for param in self._parameters():
+        for param in parameters(self):
             grad = param.grad
             if param.dtype not in SIXTEEN_BITS:
                 if self.state.get(param) and (master := self.state[param].pop(MASTER, None)) is not None:
@@ -294,7 +290,9 @@ class WithMasters(Optimizer):
                     local(grad).div_(scale.to(grad.device))
                 continue
             tensor = self._ensure_master(param)
-            refresh_master(tensor, param)
+            # Elements of the weight that were edited since replace theirs.
+            for part, low in pieces(local(tensor), local(param.detach())):
+                part.copy_(decode_master("fp32", low, part))
             if grad is not None:
                 wide = grad.to(torch.float32, copy=scale is not None)
                 if scale is not None:
@@ -339,7 +337,7 @@ class WithMasters(Optimizer):
 
     def _swap_out(self) -> None:
         back = {master: param for param, master in self._masters.items()}
-        listed = set(self._parameters())
+        listed = set(parameters(self))
         self._exchange(back)
         for master, param in back.items():
             if master in listed:
@@ -364,18 +362,7 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
         raise UsageError("with_masters: differentiable=True is not supported. Leave it out.")
 
 
-def refresh_master(master: Tensor, weight: Tensor) -> None:
-    """Replace those elements of an FP32 master whose 16-bit weight was edited since it was written."""
-    for part, low in pieces(local(master), local(weight.detach())):
-        part.copy_(decode_master("fp32", low, part))
-
-
 def write_weight(master: Tensor, weight: Tensor) -> None:
     """Round an FP32 master into its 16-bit weight."""
     for part, out in pieces(local(master), local(weight.detach())):
         out.copy_(encode_master("fp32", part, weight.dtype)[0])
-
-
-def _widened(value: Any) -> Any:
-    is_low = isinstance(value, Tensor) and value.dtype in SIXTEEN_BITS
-    return value.to(torch.float32) if is_low else value

@@ -343,12 +343,18 @@ class Steps:
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
 
-        def with_closure(closure: Any) -> Any:
-            return step(optimizer, closure, *args[1:], **rest)
-
         scale = session.scale.scale
-        copies = _evaluates_again(optimizer)
-        result, skipped = step_with_closure(optimizer, with_closure, evaluate, back_off, copies=copies)
+        # Torch's optimizers do not call a closure once more after they have moved weights, but for LBFGS.
+        copies = isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith(
+            ("torch.", "mezzo.")
+        )
+        result, skipped = step_with_closure(
+            optimizer,
+            lambda runner: step(optimizer, runner, *args[1:], **rest),
+            evaluate,
+            back_off,
+            copies=copies,
+        )
         if skipped:
             why = f"a gradient of the closure was not finite{self.overflows.where}"
             self._done(optimizer, moved=False, scale=scale, reason=why, seen=seen)
@@ -427,8 +433,3 @@ class Steps:
 def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The closure of a step's arguments, which computes the gradients during the step."""
     return args[0] if args and callable(args[0]) else kwargs.get("closure")
-
-
-def _evaluates_again(optimizer: Any) -> bool:
-    """Whether a step may call its closure once more after it has moved weights: torch's do not, but for LBFGS."""
-    return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith(("torch.", "mezzo."))

@@ -90,7 +90,11 @@ def lower_weights(
         raise UsageError(f"lower_weights: received {type(model).__name__}. Pass a torch.nn.Module.")
     policy = policy_of(precision)
     dtype = dtype_of(_format_of(policy))
-    owned = list(_owned(model))
+    owned = [
+        (path, module, name, param)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
     stays = _staying(owned, policy, _format_of(policy), list(keep))
     chosen = {}
     for name, param in model.named_parameters():
@@ -211,12 +215,6 @@ def _format_of(policy: Policy) -> str:
     raise unknown_name("16-bit format", fmt, ("bf16", "fp16"), where=f"lower_weights(precision='{policy}'): ")
 
 
-def _owned(model: nn.Module) -> Iterator[_Owned]:
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield path, module, name, param
-
-
 def _staying(owned: list[_Owned], policy: Policy, fmt: str, keep: list[str]) -> set[int]:
     """The ids of the parameters that stay in FP32."""
     paths = sorted({outer for path, *_ in owned for outer in _upwards(path)})
@@ -232,7 +230,9 @@ def _staying(owned: list[_Owned], policy: Policy, fmt: str, keep: list[str]) -> 
         above = list(_upwards(path))
         override = next((f for each in above if (f := policy.format_for_module(each)) is not None), fmt)
         is_kept = any(matches(pattern, each) for pattern in keep for each in (full, *above))
-        if override != fmt or is_kept or _is_of_norm(module, param):
+        is_vector = is_lazy(param) or sum(size > 1 for size in param.shape) <= 1
+        is_of_norm = _is_torchs_norm(module) or (is_vector and is_normalisation(module))
+        if override != fmt or is_kept or is_of_norm:
             stays.add(id(param))
     return stays
 
@@ -243,11 +243,6 @@ def _upwards(path: str) -> Iterator[str]:
         yield path
         path = path.rpartition(".")[0]
     yield ""
-
-
-def _is_of_norm(module: nn.Module, param: nn.Parameter) -> bool:
-    is_vector = is_lazy(param) or sum(size > 1 for size in param.shape) <= 1
-    return _is_torchs_norm(module) or (is_normalisation(module) and is_vector)
 
 
 def _refuse_unfit(name: str, param: nn.Parameter, dtype: torch.dtype) -> None:

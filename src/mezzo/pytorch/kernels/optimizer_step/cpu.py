@@ -123,7 +123,6 @@ class _Plan:
         return self.key == key
 
     def run(self, hypers: Sequence[Hyper], factor: float, overflow: Tensor | None) -> None:
-        """One step."""
         self.table[:, WEIGHT] = [row.weight.data_ptr() for row in self.rows]
         self.table[:, GRAD] = [row.grad.data_ptr() for row in self.rows]  # type: ignore[union-attr]
         jit.alone(self.counting, self.counting_job.ctypes.data)
@@ -167,7 +166,6 @@ def _row_words(row: Row) -> list[int]:
 
 
 def _kernel(kind: Kind) -> jit.Kernel:
-    """The loop of a kind."""
     rule, l2, states, state, weight, grad_dtype = kind
     infinite = {"own": "nothing", "fp16": "infinite_fp16"}.get(weight, "infinite_bf16")
     bindings = {
