@@ -182,10 +182,8 @@ class GradScaler(torch.amp.GradScaler):
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         self._scale, after = moved(self._pure, scale, self._state(), found_inf)
         self._overflows, self._stuck = after.overflows, after.stuck
-        if isinstance(after.good_steps, Tensor):
-            self._growth_tracker = after.good_steps
-        else:
-            growth_tracker.fill_(after.good_steps)
+        good = after.good_steps
+        self._growth_tracker = good if isinstance(good, Tensor) else torch.full_like(growth_tracker, good)
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or lists and tuples of losses (also nested), by the scale; differentiable.
