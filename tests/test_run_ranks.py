@@ -23,6 +23,7 @@ EVERYWHERE = {  # optimizers that both ranks have, in the order of their first s
     "fsdp_accumulated": 1,
     "fsdp_and_plain": 2,
     "ddp_unused": 1,
+    "ddp_closure": 2,
     "ddp_compressed": 2,
     "slow": 2,
     "only_here": None,

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,6 +159,23 @@ class TwoOutputs(nn.Module):
 def ddp_unused() -> Any:
     net = DistributedDataParallel(TwoOutputs(), find_unused_parameters=True)
     return train(net, lambda step: [net(batch(step, bad=(step, RANK) == (1, 1)))["loss"]], steps=3)
+
+
+def ddp_closure() -> Any:
+    """A step that computes its gradients itself; on one rank the loss is not finite at any scale."""
+    net = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    losses = squared(net)
+
+    def closure(step: int) -> Tensor:
+        optimizer.zero_grad()
+        (loss,) = losses(step)
+        loss.backward()
+        return loss
+
+    for step in range(4):
+        optimizer.step(partial(closure, step))
+    return weights(net.parameters())
 
 
 def ddp_compressed() -> Any:

@@ -356,10 +356,13 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.UNSCALED:
             raise CallOrderError("step(optimizer, closure) unscales itself. Remove the call of unscale_().")
 
+        # Of several ranks none may end before the others, whose losses may be finite: then the scale does not matter.
+        before = on_host(self._pure, self._state()) if distributed.is_distributed() else None
+
         def evaluate() -> tuple[Any, bool]:
-            before = self._scale_calls
+            calls = self._scale_calls
             loss = closure()
-            if self._scale_calls == before:
+            if self._scale_calls == calls:
                 raise CallOrderError(
                     "step(optimizer, closure): the closure did not call scale(). It must call "
                     "scaler.scale(loss).backward(), and return the unscaled loss."
@@ -370,8 +373,8 @@ class GradScaler(torch.amp.GradScaler):
             self._evaluated(optimizer, finite)
             return loss, finite
 
-        def back_off() -> bool:
-            if self.get_scale() <= self._pure.floor:
+        def back_off(finite: bool) -> bool:
+            if self.get_scale() <= self._pure.floor or not (finite or before):
                 return False
             self._advance(self._found(state))
             return True
@@ -380,6 +383,8 @@ class GradScaler(torch.amp.GradScaler):
             optimizer, lambda runner: optimizer.step(runner, *args, **kwargs), evaluate, back_off
         )
         state["skipped"] = skipped
+        if skipped and before:
+            self._hold(before)
         return None if skipped else result
 
     def _evaluated(self, optimizer: Optimizer, finite: bool) -> None:

@@ -333,14 +333,15 @@ def step_with_closure(
     optimizer: Optimizer,
     step: Callable[[Callable[..., Any]], Any],
     evaluate: Callable[..., tuple[Any, bool]],
-    back_off: Callable[[], bool],
+    back_off: Callable[[bool], bool],
     *,
     copies: bool = True,
 ) -> tuple[Any, bool]:
     """A step whose closure runs again at a smaller scale until its gradients are finite; else the step is undone.
 
     Returns what `step` returned and False, or the last loss and True if it was skipped. `evaluate` runs the user's
-    closure and tells whether all gradients are finite; `back_off` is False at the scale's floor.
+    closure and tells whether all gradients are finite; `back_off` gets whether the loss is, and is False where no
+    smaller scale helps. Both give the same answer on all ranks.
     """
     before: OptimizerSnapshot | None = None
     loss: Any = None
@@ -353,7 +354,7 @@ def step_with_closure(
             loss, finite = evaluate(*args, **kwargs)
             if finite:
                 return loss
-            if not _is_finite(loss) or not back_off():
+            if not back_off(_is_finite(loss)):
                 raise AbandonedStepError
 
     try:

@@ -68,7 +68,7 @@ class TrainerStep:
         self.networks = Networks()
         self.observing = Observers([], [])
         self.steps = 0
-        # Of the last `update`: how many losses had been scaled, the loss scale before, and the checks of all steps since.
+        # Of the last `update`: how many losses had been scaled; the loss scale before; the checks of steps since then.
         self._updated: tuple[int, dict[str, Any], dict[int, dict[str, Any]]] = (-1, {}, {})
         self._trace, self._written = trace, written
         text = print_loss_scale(loss_scale) if isinstance(loss_scale, LossScale) else loss_scale

@@ -332,9 +332,10 @@ class Steps:
                 seen[:] = self._explained(optimizer, skipped=True, scale=session.scale.scale)
             return loss, finite
 
-        def back_off() -> bool:
+        def back_off(finite: bool) -> bool:
             nonlocal again
-            if session.scale.scale <= getattr(session.scale, "floor", session.scale.scale):
+            at_floor = session.scale.scale <= getattr(session.scale, "floor", session.scale.scale)
+            if at_floor or self.overflows.agreed(not finite, list(parameters(optimizer)), began=not finite):
                 return False
             again += 1
             session.reruns += 1
