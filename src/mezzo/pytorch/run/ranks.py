@@ -164,6 +164,7 @@ def _make_init(session: Session, original: Callable[..., Any]) -> Callable[..., 
         if store is not None:
             session.rank, session.world_size = dist.get_rank(), dist.get_world_size()
             session.begin()
+            session.journal.tells &= not session.rank
             wrong = _difference(store, session.rank, session.world_size, _described(session))
             if wrong:
                 dist.destroy_process_group()
