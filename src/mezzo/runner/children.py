@@ -188,6 +188,7 @@ class Parent:
         self._home = Path(run["home"])
         self._mark = self._home / f"{socket.gethostname()}-{os.getpid()}.json"
         self._process: int = run["process"]
+        self._is_child = os.getppid() == self._process
         self._is_here = run["host"] == socket.gethostname() and os.name == "posix"
 
     def mark(self, **facts: Any) -> None:
@@ -203,6 +204,12 @@ class Parent:
         """End this process soon after the first one is killed, also where it waits for another rank."""
         if self._is_here:
             end_with(self._process, unless=self._ended_well)
+
+    def leave(self) -> None:
+        """This process ends, perhaps because the first one was killed."""
+        orphaned = self._is_child and os.getppid() != self._process  # also before the first one is reaped
+        if self._is_here and (orphaned or _is_gone(self._process)):
+            self._ended_well()
 
     def _ended_well(self) -> bool:
         """Whether the first process took the marks away at its end; else this one's is taken away here."""
