@@ -357,7 +357,7 @@ class GradScaler(torch.amp.GradScaler):
             raise CallOrderError("step(optimizer, closure) unscales itself. Remove the call of unscale_().")
 
         # Of several ranks none may end before the others, whose losses may be finite: then the scale does not matter.
-        before = on_host(self._pure, self._state()) if distributed.is_distributed() else None
+        before: Any = on_host(self._pure, self._state()) if distributed.is_distributed() else None
 
         def evaluate() -> tuple[Any, bool]:
             calls = self._scale_calls

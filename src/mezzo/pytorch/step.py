@@ -343,13 +343,13 @@ def step_with_closure(
     closure and tells whether all gradients are finite; `back_off` gets whether the loss is, and is False where no
     smaller scale helps. Both give the same answer on all ranks.
     """
-    before: OptimizerSnapshot | None = None
+    before = (
+        OptimizerSnapshot(optimizer) if copies else None
+    )  # a step may move weights before it calls its closure
     loss: Any = None
 
     def closure(*args: Any, **kwargs: Any) -> Any:
-        nonlocal before, loss
-        if copies and before is None:
-            before = OptimizerSnapshot(optimizer)
+        nonlocal loss
         while True:
             loss, finite = evaluate(*args, **kwargs)
             if finite:
@@ -362,6 +362,7 @@ def step_with_closure(
     except AbandonedStepError:
         if before is not None:
             before.restore()
+            optimizer.zero_grad()  # as the step may do at its end
         return loss, True
 
 

@@ -351,6 +351,8 @@ class Steps:
         copies = _evaluates_again(optimizer)
         result, skipped = step_with_closure(optimizer, with_closure, evaluate, back_off, copies=copies)
         if skipped:
+            if again and isinstance(session.scale, DynamicLossScale):  # no smaller scale helped
+                session.scale = replace(session.scale, scale=scale)
             why = f"a gradient of the closure was not finite{self.overflows.where}"
             self._done(optimizer, moved=False, scale=scale, reason=why, seen=seen)
             return result
