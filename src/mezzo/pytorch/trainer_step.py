@@ -160,10 +160,7 @@ class TrainerStep:
         return skipped
 
     def update(self) -> bool:
-        """The next loss scale, after the steps of one or several optimizers; False if there were none.
-
-        Steps after the same backward passes change it once, also if each of them calls this.
-        """
+        """The next loss scale, once for all steps after the same backward passes; False if there were none."""
         scaler = self.scaler
         if scaler is None:
             return False

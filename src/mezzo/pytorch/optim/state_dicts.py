@@ -281,10 +281,8 @@ def count_no_step(optimizer: Optimizer) -> None:
 
 
 def have_no_step(optimizer: Optimizer) -> bool:
-    """Whether loaded states count no step and are zero: the next step starts without them, as if new.
-
-    SGD counts none: a buffer of zero is that of no step, which does not dampen the first gradient.
-    """
+    """Whether loaded states count no step and are zero: the next step starts without them, as if new."""
+    # SGD counts none: a buffer of zero is that of no step, which does not dampen the first gradient.
     entries = [entry for entry in optimizer.state.values() if {"step", "momentum_buffer"} & entry.keys()]
     return bool(entries) and not any(
         bool(local(torch.as_tensor(value)).any())
