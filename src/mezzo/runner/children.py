@@ -188,8 +188,8 @@ class Parent:
         self._home = Path(run["home"])
         self._mark = self._home / f"{socket.gethostname()}-{os.getpid()}.json"
         self._process: int = run["process"]
-        self._is_child = os.getppid() == self._process
         self._is_here = run["host"] == socket.gethostname() and os.name == "posix"
+        self._is_child = self._is_here and os.getppid() == self._process
 
     def mark(self, **facts: Any) -> None:
         """Tell the first process that this one trains under the policy, or has stopped for an `error`."""
@@ -206,9 +206,8 @@ class Parent:
             end_with(self._process, unless=self._ended_well)
 
     def leave(self) -> None:
-        """This process ends, perhaps because the first one was killed."""
-        orphaned = self._is_child and os.getppid() != self._process  # also before the first one is reaped
-        if self._is_here and (orphaned or _is_gone(self._process)):
+        """This process ends, perhaps because the first one, its parent, was killed."""
+        if self._is_child and os.getppid() != self._process:
             self._ended_well()
 
     def _ended_well(self) -> bool:
