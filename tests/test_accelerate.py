@@ -206,6 +206,27 @@ def test_gradients_are_unscaled_once_and_only_where_they_are_clipped() -> None:
     assert second.weight.grad.abs().max() == pytest.approx(0.05)
 
 
+@pytest.mark.parametrize(
+    ("overflowing", "scale", "good"), [([], 1024, 1), ([0], 512, 0), ([1], 512, 0), ([0, 1], 512, 0)]
+)
+def test_the_steps_after_one_backward_change_the_loss_scale_once(
+    overflowing: list[int], scale: float, good: int
+) -> None:
+    accelerator = attached("fp16", loss_scale="dynamic(init=1024)")
+    nets = [nn.Linear(8, 4), nn.Linear(8, 4)]
+    sgds = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    *nets, one, two = accelerator.prepare(*nets, *sgds)
+    factors = [OVERFLOW if index in overflowing else 1.0 for index in range(2)]
+    accelerator.backward(sum(net(X[0] * factor).mean() for net, factor in zip(nets, factors)))
+    skipped = []
+    for optimizer in (one, two):
+        optimizer.step()
+        skipped.append(optimizer.step_was_skipped)
+    state = accelerator.scaler.state_dict()
+    assert skipped == [index in overflowing for index in range(2)]
+    assert (state["scale"], state["_growth_tracker"]) == (scale, good)
+
+
 @pytest.mark.parametrize(("policy", "masters"), [("fp16", None), ("bf16", "split"), ("bf16", "fp32")])
 def test_saved_and_loaded_it_continues_to_the_bit(policy: str, masters: str | None, tmp_path: Path) -> None:
     runs = [Run(mezzo.accelerate.Accelerator(policy, masters=masters, cpu=True), range(3)) for _ in range(2)]

@@ -198,7 +198,9 @@ def test_a_loss_through_another_sharded_model_leaves_its_gradients(ranks: list[d
     assert [rank["adversaries"] for rank in ranks] == [{"kept": True, "clean": True}] * 2
 
 
-@pytest.mark.parametrize("case", ["scaled shards", "scaled meshes", "scaled before", "scaled after"])
+@pytest.mark.parametrize(
+    "case", ["scaled shards", "scaled meshes", "scaled before", "scaled after", "scaled closure"]
+)
 def test_the_scaler_skips_on_both_ranks(case: str, ranks: list[dict[str, Any]]) -> None:
     assert ranks[0][case] == ranks[1][case]
     assert ranks[0][case]["told"] == [False, True, False]

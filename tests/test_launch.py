@@ -153,6 +153,7 @@ def test_spawned_ranks_skip_together_and_rank_0_tells(
     assert "nan" not in lines[0][2]
     assert ran.stderr.count("mezzo: policy fp16") == 1
     assert "2 ranks" in ran.stderr
+    assert ran.stderr.count("update 2 skipped: ") == 1  # at once
     assert "update 2 skipped, because of rank 1" in ran.stderr
     assert "no model was called" not in ran.stderr
     runs = tmp_path / "out" / "runs"
@@ -386,30 +387,43 @@ def test_a_rank_without_gradients_ends_all(precision: str, tmp_path: Path) -> No
 
 LASTING = """
 import os, subprocess, sys, time
-if sys.argv[1:] == ["child"]:
-    from train import nn, torch, train
+
+def lasting(*_):
+    from train import nn, train
     while True:
         train(0, wrap=nn.Sequential)
         open(f"{os.getpid()}.pid", "w").close()
         time.sleep(0.1)
-child = subprocess.Popen([sys.executable, __file__, "child"], stdout=subprocess.DEVNULL)
-time.sleep(600)
+
+if __name__ == "__main__":
+    if sys.argv[1] == "child":
+        lasting()
+    elif sys.argv[1] == "spawn":  # whose processes end with this one
+        from torch import multiprocessing
+        multiprocessing.spawn(lasting)
+    else:
+        subprocess.Popen([sys.executable, __file__, "child"])
+        time.sleep(600)
 """
 
 
 @pytest.mark.parametrize(
-    ("number", "status"),
+    ("number", "status", "how"),
     [
-        (signal.SIGTERM, -signal.SIGTERM),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly),
+        (signal.SIGTERM, -signal.SIGTERM, "subprocess"),
+        (signal.SIGTERM, -signal.SIGTERM, "spawn"),
+        pytest.param(signal.SIGINT, 130, "subprocess", marks=pytest.mark.nightly),
     ],
 )
-def test_a_signal_to_the_first_process_ends_all(number: signal.Signals, status: int, tmp_path: Path) -> None:
+def test_a_signal_to_the_first_process_ends_all(
+    number: signal.Signals, status: int, how: str, tmp_path: Path
+) -> None:
     words = ["run", "--precision", "bf16", str(script(tmp_path, "lasting.py", LASTING))]
     first = subprocess.Popen(
-        [sys.executable, "-m", "mezzo", *words, number.name],
+        [sys.executable, "-m", "mezzo", *words, how],
         cwd=tmp_path,
         env={**environment(), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )

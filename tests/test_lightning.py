@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mezzo
 from mezzo.core.errors import LossScaleCollapseError, UnknownArgumentError, UnknownNameError, UsageError
+from mezzo.pytorch.monitor.operations import users_line
 from trainers import OVERFLOW, network, same
 
 LIBRARIES = ("lightning", "pytorch_lightning")
@@ -533,6 +534,14 @@ def test_fabric_skips_an_overflow(clip: Any, tmp_path: Path) -> None:
     fresh = mezzo.lightning.precision("fp16")
     fabric.load(tmp_path / "state.ckpt", {"precision": fresh})
     assert (fresh.scaler.get_scale(), fresh.skipped_steps) == (128, 1)
+
+
+@pytest.mark.parametrize("name", ["fabric/wrappers.py", "lightning/fabric/wrappers.py", "contextlib.py"])
+def test_a_users_file_may_be_called_as_one_of_a_library(name: str, tmp_path: Path) -> None:
+    file = str(tmp_path / name)
+    names: dict[str, Any] = {"users_line": users_line}
+    exec(compile("line = users_line()", file, "exec"), names)
+    assert names["line"] == (file, 1)
 
 
 ALONE = """

@@ -55,8 +55,8 @@ def assert_right(results: Results, case: str, at_least: int) -> None:
         ("from whole", 1),
         ("masters", 1),
         ("full disk", 1),
-        ("save", 13),
-        ("load", 25),
+        ("save", 14),
+        ("load", 26),
     ],
 )
 def test_shards_move_as_in_the_whole_parameter(two: Results, case: str, at_least: int) -> None:
@@ -65,12 +65,12 @@ def test_shards_move_as_in_the_whole_parameter(two: Results, case: str, at_least
 
 @pytest.mark.parametrize(
     ("count", "cases"),
-    [(1, 25), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((3, 19), (4, 13)))],
+    [(1, 26), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((3, 20), (4, 14)))],
 )
 def test_checkpoints_of_two_ranks_load_on_others_to_the_bit(
     two: Results, folder: Path, count: int, cases: int
 ) -> None:
-    assert_right(two, "save", 13)
+    assert_right(two, "save", 14)
     assert_right(launched(folder, count), "load", cases)
 
 

@@ -180,6 +180,28 @@ def scaled(rank: int, *, reduced: str) -> dict[str, Any]:
     return {"told": told, "scales": scales, "reductions": reductions, "norms": norms, "weights": whole(net)}
 
 
+def scaled_closure(rank: int) -> dict[str, Any]:
+    """GradScaler runs a closure again, whose loss is not finite on rank 1 alone at the second step."""
+    net = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = mezzo.GradScaler(init_scale=2.0**10)
+    told, scales = [], []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = net(data(10 * rank + step)).square().mean() * factor
+        scaler.scale(loss).backward()
+        return loss
+
+    for step in range(3):
+        factor = float("inf") if (step, rank) == (1, 1) else 1.0
+        scaler.step(optimizer, closure)
+        scaler.update()
+        told.append(scaler.was_skipped(optimizer))
+        scales.append(scaler.get_scale())
+    return {"told": told, "scales": scales, "weights": whole(net)}
+
+
 def decided(rank: int) -> dict[str, Any]:
     """`auto` on ranks whose own times disagree: the first rank's decide, at one step."""
     from mezzo.pytorch.auto import TimedTrial
@@ -294,6 +316,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "scaled shards": lambda rank: scaled(rank, reduced="shards"),
     "scaled meshes": lambda rank: scaled(rank, reduced="meshes"),
     "scaled before": lambda rank: scaled(rank, reduced="before"),
+    "scaled closure": scaled_closure,
     "scaled after": lambda rank: scaled(rank, reduced="after"),
     "decided": decided,
     "without gradients": without_gradients,

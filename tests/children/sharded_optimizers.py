@@ -455,7 +455,7 @@ HOW = {
     4: ("set_state_dict",),
 }
 # Precision, losses before the checkpoint, of 4 per update, and a name in `training_cases.WAYS`.
-WINDOWS = [("bf16", 6, "SGD"), ("fp16", 6, "SGD"), ("bf16", 4, "SGD")]
+WINDOWS = [("bf16", 6, "SGD"), ("fp16", 6, "SGD"), ("bf16", 4, "SGD"), ("bf16", 2, "dampened")]
 WINDOWS += [("bf16", 6, "split"), ("bf16", 2, "split"), ("bf16", 2, "masters"), ("fp16", 6, "skipped")]
 ALIKE = [
     (AdamW, torch.float32, "fp32", "fp32"),

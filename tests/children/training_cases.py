@@ -25,11 +25,17 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, weight_decay=0.1)
 
 
+def dampened(params: Any) -> torch.optim.Optimizer:
+    """Counts no step; its first one, alone, takes the whole gradient."""
+    return torch.optim.SGD(params, lr=0.1, momentum=0.5, dampening=0.5)
+
+
 # Name -> how the model is trained, and the factor of the losses of the first window, of 4.
 WAYS: dict[str, tuple[Any, dict[str, Any], float]] = {
     "SGD": (sgd, {}, 1.0),
     "split": (torch.optim.AdamW, {"params": "bf16", "masters": "split"}, 1.0),
     "masters": (torch.optim.NAdam, {"params": "bf16", "masters": "fp32"}, 1.0),
+    "dampened": (dampened, {}, 1.0),
     "skipped": (torch.optim.NAdam, {}, 1e30),  # has no states, and gradients of a window
 }
 

@@ -6,11 +6,13 @@ Arguments: a file for the ranks to meet at, and the cases. The environment has R
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,6 +162,51 @@ def ddp_unused() -> Any:
     return train(net, lambda step: [net(batch(step, bad=(step, RANK) == (1, 1)))["loss"]], steps=3)
 
 
+def ddp_closure() -> Any:
+    """A step that computes its gradients itself; on one rank the loss is not finite at any scale."""
+    net = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    losses = squared(net)
+
+    def closure(step: int) -> Tensor:
+        optimizer.zero_grad()
+        (loss,) = losses(step)
+        loss.backward()
+        return loss
+
+    for step in range(4):
+        optimizer.step(partial(closure, step))
+    return weights(net.parameters())
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Moves the weights by gradients that it finds, and back by those of its closure; clears both itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:
+        params = self.param_groups[0]["params"]
+        moves = [p.grad * 0.1 for p in params]
+        for p, move in zip(params, moves):
+            p.add_(move)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p, move in zip(params, moves):
+            p.sub_(move + 0.01 * p.grad)
+        self.zero_grad()
+
+
+def ddp_sharpness() -> Any:
+    """The gradients that overflow are those that the step begins with."""
+    net = DistributedDataParallel(network())
+    optimizer = Sharpness(net.parameters(), {})
+    losses = squared(net, bad=1)
+    for step in range(4):
+        next(iter(losses(step))).backward()
+        optimizer.step(lambda: next(iter(losses(0))).backward())
+    return weights(net.parameters())
+
+
 def ddp_compressed() -> Any:
     """PowerSGD adds its errors to later gradients: not those of a skipped step."""
     net = DistributedDataParallel(network())
@@ -208,7 +255,9 @@ def only_here() -> Any:
         dist.all_reduce(loss.detach())
         yield loss
 
-    return train(net, losses)
+    steps = itertools.count()
+    # One step is without gradients on all ranks, which wait for each other.
+    return train(net, losses, lambda: net.zero_grad() if next(steps) == 1 else None)
 
 
 def main() -> None:

@@ -182,10 +182,8 @@ class GradScaler(torch.amp.GradScaler):
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         self._scale, after = moved(self._pure, scale, self._state(), found_inf)
         self._overflows, self._stuck = after.overflows, after.stuck
-        if isinstance(after.good_steps, Tensor):
-            self._growth_tracker = after.good_steps
-        else:
-            growth_tracker.fill_(after.good_steps)
+        good = after.good_steps
+        self._growth_tracker = good if isinstance(good, Tensor) else torch.full_like(growth_tracker, good)
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or lists and tuples of losses (also nested), by the scale; differentiable.
@@ -358,10 +356,13 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.UNSCALED:
             raise CallOrderError("step(optimizer, closure) unscales itself. Remove the call of unscale_().")
 
+        # Of several ranks none may end before the others, whose losses may be finite: then the scale does not matter.
+        before: Any = on_host(self._pure, self._state()) if distributed.is_distributed() else None
+
         def evaluate() -> tuple[Any, bool]:
-            before = self._scale_calls
+            calls = self._scale_calls
             loss = closure()
-            if self._scale_calls == before:
+            if self._scale_calls == calls:
                 raise CallOrderError(
                     "step(optimizer, closure): the closure did not call scale(). It must call "
                     "scaler.scale(loss).backward(), and return the unscaled loss."
@@ -372,8 +373,8 @@ class GradScaler(torch.amp.GradScaler):
             self._evaluated(optimizer, finite)
             return loss, finite
 
-        def back_off() -> bool:
-            if self.get_scale() <= self._pure.floor:
+        def back_off(finite: bool) -> bool:
+            if self.get_scale() <= self._pure.floor or not (finite or before):
                 return False
             self._advance(self._found(state))
             return True
@@ -382,6 +383,8 @@ class GradScaler(torch.amp.GradScaler):
             optimizer, lambda runner: optimizer.step(runner, *args, **kwargs), evaluate, back_off
         )
         state["skipped"] = skipped
+        if skipped and before:
+            self._hold(before)
         return None if skipped else result
 
     def _evaluated(self, optimizer: Optimizer, finite: bool) -> None:

@@ -333,27 +333,26 @@ def step_with_closure(
     optimizer: Optimizer,
     step: Callable[[Callable[..., Any]], Any],
     evaluate: Callable[..., tuple[Any, bool]],
-    back_off: Callable[[], bool],
+    back_off: Callable[[bool], bool],
     *,
     copies: bool = True,
 ) -> tuple[Any, bool]:
     """A step whose closure runs again at a smaller scale until its gradients are finite; else the step is undone.
 
     Returns what `step` returned and False, or the last loss and True if it was skipped. `evaluate` runs the user's
-    closure and tells whether all gradients are finite; `back_off` is False at the scale's floor.
+    closure and tells whether all gradients are finite; `back_off` gets whether the loss is, and is False where no
+    smaller scale helps. Both give the same answer on all ranks.
     """
-    before: OptimizerSnapshot | None = None
+    before = OptimizerSnapshot(optimizer) if copies else None  # weights may move before the closure is called
     loss: Any = None
 
     def closure(*args: Any, **kwargs: Any) -> Any:
-        nonlocal before, loss
-        if copies and before is None:
-            before = OptimizerSnapshot(optimizer)
+        nonlocal loss
         while True:
             loss, finite = evaluate(*args, **kwargs)
             if finite:
                 return loss
-            if not _is_finite(loss) or not back_off():
+            if not back_off(_is_finite(loss)):
                 raise AbandonedStepError
 
     try:
@@ -361,6 +360,7 @@ def step_with_closure(
     except AbandonedStepError:
         if before is not None:
             before.restore()
+            optimizer.zero_grad()  # as the step may do at its end
         return loss, True
 
 

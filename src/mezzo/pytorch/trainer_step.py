@@ -31,6 +31,8 @@ from mezzo.pytorch.training.networks import Networks
 from mezzo.pytorch.training.observers import Observers
 from mezzo.pytorch.weights.stored_parameters import lower_weights
 
+_MOVING = ("_scale", "_growth_tracker", "_overflows", "_stuck")
+
 
 class TrainerStep:
     """The base class of integrations: `policy`, and `scaler`, which is None without a loss scale.
@@ -66,6 +68,8 @@ class TrainerStep:
         self.networks = Networks()
         self.observing = Observers([], [])
         self.steps = 0
+        # Of the last `update`: how many losses had been scaled; the loss scale before; the checks of steps since then.
+        self._updated: tuple[int, dict[str, Any], dict[int, dict[str, Any]]] = (-1, {}, {})
         self._trace, self._written = trace, written
         text = print_loss_scale(loss_scale) if isinstance(loss_scale, LossScale) else loss_scale
         self._given = {**storage, "loss_scale": text, "trace": trace}
@@ -156,7 +160,7 @@ class TrainerStep:
         return skipped
 
     def update(self) -> bool:
-        """The next loss scale, after the steps of one or several optimizers; False if there were none."""
+        """The next loss scale, once for all steps after the same backward passes; False if there were none."""
         scaler = self.scaler
         if scaler is None:
             return False
@@ -166,6 +170,12 @@ class TrainerStep:
         stepped = bool(states)
         try:
             if stepped:
+                if self._updated[0] != scaler._scale_calls:
+                    self._updated = scaler._scale_calls, {name: vars(scaler)[name] for name in _MOVING}, {}
+                _, before, checked = self._updated
+                checked |= {id(state): state for state in states.values()}
+                states |= checked
+                vars(scaler).update(before)
                 scaler.update()
         except LossScaleCollapseError as collapse:
             raise collapse.named(self.findings[-1]) if self.findings else collapse from None

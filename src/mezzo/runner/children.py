@@ -189,6 +189,7 @@ class Parent:
         self._mark = self._home / f"{socket.gethostname()}-{os.getpid()}.json"
         self._process: int = run["process"]
         self._is_here = run["host"] == socket.gethostname() and os.name == "posix"
+        self._is_child = self._is_here and os.getppid() == self._process
 
     def mark(self, **facts: Any) -> None:
         """Tell the first process that this one trains under the policy, or has stopped for an `error`."""
@@ -203,6 +204,11 @@ class Parent:
         """End this process soon after the first one is killed, also where it waits for another rank."""
         if self._is_here:
             end_with(self._process, unless=self._ended_well)
+
+    def leave(self) -> None:
+        """This process ends, perhaps because the first one, its parent, was killed."""
+        if self._is_child and os.getppid() != self._process:
+            self._ended_well()
 
     def _ended_well(self) -> bool:
         """Whether the first process took the marks away at its end; else this one's is taken away here."""

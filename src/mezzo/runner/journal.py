@@ -38,7 +38,7 @@ class Journal:
         widen: Widen | None = None,
         tells: bool = False,
     ) -> None:
-        self._widen, self._tells, self._path = widen, tells, path
+        self._widen, self.tells, self._path = widen, tells, path
         try:
             self._writer = None if path is None else records.RecordWriter(path)
         except OSError as error:
@@ -120,8 +120,8 @@ class Journal:
         for record in found:
             if isinstance(record, records.OverflowRecord):
                 self.findings.append(record)
-                if self._tells and record.finding.alarms:
-                    self._tells = False
+                if self.tells and record.finding.alarms:
+                    self.tells = False
                     print(
                         f"mezzo: update {record.update} skipped: {record.finding}",
                         file=sys.stderr,

@@ -225,6 +225,7 @@ def attend(
                 print(text, file=sys.stderr)
         if session.fatal is not None:
             parent.mark(error=str(session.fatal))
+        parent.leave()
 
     for part in parts:
         part.install()

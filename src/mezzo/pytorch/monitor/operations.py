@@ -8,6 +8,7 @@ import linecache
 import math
 import os
 import re
+import sys
 import textwrap
 from types import CodeType
 from typing import Any
@@ -56,6 +57,7 @@ def op_of_node(node: Any) -> str:
 
 Line = tuple[str, int]
 
+_PASSED = ("contextlib", "lightning.fabric.wrappers", "lightning_fabric.wrappers")
 _FOREIGN = tuple(
     os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (torch, mezzo)
 )
@@ -63,8 +65,9 @@ _FOREIGN = tuple(
 
 @functools.cache
 def _is_users(code: CodeType) -> bool:
-    name, passed = code.co_filename, (f"{os.sep}contextlib.py", f"fabric{os.sep}wrappers.py")
-    return not (name.startswith((*_FOREIGN, "<")) or name.endswith(passed))
+    name = code.co_filename
+    passed = (getattr(sys.modules.get(module), "__file__", "") for module in _PASSED)
+    return not (name.startswith((*_FOREIGN, "<")) or name in passed)
 
 
 def users_line(stop: CodeType | None = None) -> Line | None:

@@ -282,7 +282,8 @@ def count_no_step(optimizer: Optimizer) -> None:
 
 def have_no_step(optimizer: Optimizer) -> bool:
     """Whether loaded states count no step and are zero: the next step starts without them, as if new."""
-    entries = [entry for entry in optimizer.state.values() if "step" in entry]
+    # SGD counts none: a buffer of zero is that of no step, which does not dampen the first gradient.
+    entries = [entry for entry in optimizer.state.values() if {"step", "momentum_buffer"} & entry.keys()]
     return bool(entries) and not any(
         bool(local(torch.as_tensor(value)).any())
         for entry in entries

@@ -237,17 +237,12 @@ class WithMasters(Optimizer):
         """Have the own step create its states, for a checkpoint. The next step starts without them, as if new."""
         if isinstance(self, torch.optim.LBFGS):
             return  # one state for all parameters, and no step without a closure
-        grads = [(param, param.grad) for param in parameters(self)]
-        for param, _ in grads:
-            param.grad = None
         try:
             self._begin(None)
             state_dicts.make_states(self, super().step)
         finally:
             if self._is_swapped:
                 self._end()
-            for param, grad in grads:
-                param.grad = grad
         self._is_new = True
 
     def _lowered(self) -> list[Tensor]:

@@ -332,9 +332,10 @@ class Steps:
                 seen[:] = self._explained(optimizer, skipped=True, scale=session.scale.scale)
             return loss, finite
 
-        def back_off() -> bool:
+        def back_off(finite: bool) -> bool:
             nonlocal again
-            if session.scale.scale <= getattr(session.scale, "floor", session.scale.scale):
+            at_floor = session.scale.scale <= getattr(session.scale, "floor", session.scale.scale)
+            if at_floor or self.overflows.agreed(not finite, list(parameters(optimizer)), began=not finite):
                 return False
             again += 1
             session.reruns += 1
@@ -356,6 +357,8 @@ class Steps:
             copies=copies,
         )
         if skipped:
+            if again and isinstance(session.scale, DynamicLossScale):  # no smaller scale helped
+                session.scale = replace(session.scale, scale=scale)
             why = f"a gradient of the closure was not finite{self.overflows.where}"
             self._done(optimizer, moved=False, scale=scale, reason=why, seen=seen)
             return result

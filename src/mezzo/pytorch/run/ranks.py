@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ class RunRanks:
         # Id of a parameter -> the data parallelism that averages its gradients.
         self._wrappers: dict[int, weakref.ref[Any]] = {}
         self._reduced: dict[StorageWeakRef, Any] = {}  # storage of a gradient -> process group
+        self.without_gradients = Counter[str]()  # steps without gradients, by the ranks that take them
         self.any = False  # whether ranks decide together about any optimizer
 
     def register(self, model: nn.Module) -> None:
@@ -127,7 +129,9 @@ class RunRanks:
 
 def all_without_gradients(session: Session, ranks: Ranks) -> None:
     """UsageError if a rank has gradients at this step, which this one lacks: the others then wait in a reduction."""
-    keys = [f"mezzo/without-gradients/{session.journal.updates}/{rank}" for rank in ranks.holders]
+    counts, together = session.ranks.without_gradients, str(ranks.holders)
+    counts[together] += 1  # not the updates: some may be of an optimizer that exists on one rank only
+    keys = [f"mezzo/without-gradients/{together}/{counts[together]}/{rank}" for rank in ranks.holders]
     session.store.set(keys[ranks.holders.index(dist.get_rank())], "")
     end = time.monotonic() + SECONDS_FOR_GRADIENTS
     while not session.store.check(keys):
@@ -164,6 +168,7 @@ def _make_init(session: Session, original: Callable[..., Any]) -> Callable[..., 
         if store is not None:
             session.rank, session.world_size = dist.get_rank(), dist.get_world_size()
             session.begin()
+            session.journal.tells &= not session.rank
             wrong = _difference(store, session.rank, session.world_size, _described(session))
             if wrong:
                 dist.destroy_process_group()
@@ -213,6 +218,5 @@ def _difference(store: Any, rank: int, ranks: int, mine: str) -> str:
             f"a rank of the process group did not answer in {PATIENCE.seconds} seconds: it runs without Mezzo, or has "
             "ended. Start every rank alike: torchrun --nproc-per-node 2 --no-python mezzo run train.py"
         )
-    if not wrong:
-        return ""
-    return f"the ranks run under different policies: {wrong}. Start every rank with the same options of mezzo run"
+    same = "Start every rank with the same options of mezzo run"
+    return wrong and f"the ranks run under different policies: {wrong}. {same}"
