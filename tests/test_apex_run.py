@@ -36,7 +36,7 @@ for _ in range(3):
     torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-print(out.dtype, model[0].weight.dtype, amp.state_dict())
+print(out.dtype, model[0].weight.dtype, list(amp.state_dict()))
 """
 
 
@@ -52,11 +52,11 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("options", "words", "printed", "summary"),
     [
-        ([], ["O1"], "torch.float16 torch.float32 OrderedDict([('loss_scaler0'", "train.py line 13"),
-        ([], ["O2"], "torch.float32 torch.float16 OrderedDict([('loss_scaler0'", "--apex --precision bf16"),
-        (["--precision", "bf16"], ["O2"], "torch.float32 torch.float32 OrderedDict()", "in bf16"),
-        ([], ["O1", "--off"], "torch.float32 torch.float32 OrderedDict()", "calls of Sequential"),
-        (["--precision", "fp16"], ["O1", "--off"], "torch.float32 torch.float32 OrderedDict()", "in fp16"),
+        ([], ["O1"], "torch.float16 torch.float32 ['loss_scaler0']", "train.py line 13"),
+        ([], ["O2"], "torch.float32 torch.float16 ['loss_scaler0']", "--apex --precision bf16"),
+        (["--precision", "bf16"], ["O2"], "torch.float32 torch.float32 []", "in bf16"),
+        ([], ["O1", "--off"], "torch.float32 torch.float32 []", "calls of Sequential"),
+        (["--precision", "fp16"], ["O1", "--off"], "torch.float32 torch.float32 []", "in fp16"),
     ],
 )
 def test_the_level_is_the_scripts_unless_a_precision_is_given(
