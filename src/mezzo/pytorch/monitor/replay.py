@@ -199,14 +199,10 @@ class SavedCall:
         self.root = effects.root() or self.inner
         self.enter, self.line, self.number = enter, line, next(SavedCall._numbers)
         given = (args, kwargs)
-        if len(args) == 1 and not kwargs and type(args[0]) is Tensor and args[0].grad_fn is None:
-            self.sources, self._arguments = [], given
-            self._versions = [(args[0], version_of(args[0]))]
-        else:
-            self.sources = [weakref.ref(tensor) for tensor in tensors(given) if tensor.grad_fn is not None]
-            # Detached, so that a graph that led here does not live longer for it.
-            self._arguments = mapped(given, lambda t: t if t.grad_fn is None else _off_graph(t))
-            self._versions = [(leaf, version_of(leaf)) for leaf in tensors(self._arguments, objects=True)]
+        self.sources = [weakref.ref(tensor) for tensor in tensors(given) if tensor.grad_fn is not None]
+        # Detached, so that a graph that led here does not live longer for it.
+        self._arguments = mapped(given, lambda t: t if t.grad_fn is None else _off_graph(t))
+        self._versions = [(leaf, version_of(leaf)) for leaf in tensors(self._arguments, objects=True)]
         self._keepers: list[weakref.ref[Any]] = []
         # Number of a backward -> place among the outputs -> gradient.
         self.grads: dict[int, dict[int, Tensor]] = {}

@@ -59,7 +59,9 @@ class FoundInf:
         self._flags = {
             device: torch.zeros(count, dtype=torch.float32, device=device) for device, count in counts.items()
         }
-        self.inverses = {device: _number(inv_scale, device) for device in counts}
+        self.inverses = {
+            device: torch.full((), inv_scale, dtype=torch.float32, device=device) for device in counts
+        }
         views = {device: iter(flags.unbind()) for device, flags in self._flags.items()}
         self.slots = [next(views[device]) for device in devices]
 
@@ -67,11 +69,6 @@ class FoundInf:
         """Whether each leaf's gradient was not finite; waits for the devices."""
         values = {device: iter(flags.tolist()) for device, flags in self._flags.items()}
         return [next(values[device]) != 0 for device in self._devices]
-
-
-@functools.lru_cache(8)
-def _number(value: float, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 Flags = list[tuple[FoundInf, int]]  # the backward passes that added to a gradient, its leaf's place in each

@@ -52,7 +52,7 @@ _label_on, _LABEL = torch.is_autocast_enabled, active_policy.LABEL_DEVICE
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 _is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 _is_compiling, _dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
-_float32, _is_grad_enabled = torch.float32, torch.is_grad_enabled
+_float32 = torch.float32
 _AUTOCAST_OFF = ("fp32", "tf32")
 
 IN_FP32 = "_mezzo_in_fp32"
@@ -292,21 +292,13 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
 
     known, is_quick = preparation.known, is_wrapped_call and not widens and not preparation.stores
 
-    def needs_no_more() -> bool:
-        """Whether a call that records no gradients needs no more than its context and its buffers' copies."""
-        is_run = session.trial is None and session.left_alone is None and session.store is None
-        return is_run and not (session.observes and observers.may_see_inference)
-
     def outermost(self: nn.Module, args: Any, kwargs: Any) -> Any:
-        is_free = session.only_counts or (not _is_grad_enabled() and needs_no_more())
-        if is_free and is_quick and _graph_task() == -1 and not _is_jit_tracing():
+        if session.only_counts and is_quick and _graph_task() == -1 and not _is_jit_tracing():
             found, context = known.get(id(self)), thread.context
             is_ready = found is not None and found[1] and found[0]() is self
             if is_ready and context and thread.policy is session.applied and self._compiled_call_impl is None:
                 session.model_calls += 1
                 session.lowered_calls += 1
-                if session.scaling and self.training:
-                    session.networks.call(self)
                 begun = context.begin()
                 try:
                     out = self._call_impl(*args, **kwargs)

@@ -118,12 +118,6 @@ class Observers:
             return False
         return self._thread in (0, threading.get_ident())
 
-    @property
-    def may_see_inference(self) -> bool:
-        """Whether a call without gradients is an observer's own, or may be watched live."""
-        tracer = self._tracer
-        return self.busy or (tracer is not None and (self._watch is not None or tracer.watches_live))
-
     def watch_begins(self, model: nn.Module) -> None:
         """An outermost call is about to begin, before its autocast: what follows may be watched live."""
         tracer = self._tracer
