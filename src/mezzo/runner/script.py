@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import linecache
 import os
 import runpy
 import sys
@@ -128,6 +129,9 @@ def execute(target: Target, namespace: dict[str, Any], before_error: Callable[[B
                 with io.open_code(target.file) as stream:
                     source = stream.read()
             code = compile(source, target.file, "exec", dont_inherit=True)
+            if target.file == "<string>" and sys.version_info >= (3, 13):  # whose tracebacks show lines of `-c`
+                lines = str(target.source).splitlines(keepends=True)
+                linecache.cache[target.file] = len(source), None, lines, target.file
         exec(code, namespace)
     except SystemExit as stop:
         if not isinstance(stop.code, (int, type(None))):
