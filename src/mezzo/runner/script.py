@@ -129,7 +129,8 @@ def execute(target: Target, namespace: dict[str, Any], before_error: Callable[[B
                 with io.open_code(target.file) as stream:
                     source = stream.read()
             code = compile(source, target.file, "exec", dont_inherit=True)
-            if target.file == "<string>" and sys.version_info >= (3, 13):  # whose tracebacks show lines of `-c`
+            # From Python 3.13 on tracebacks show the lines of `-c`.
+            if target.file == "<string>" and sys.version_info >= (3, 13):
                 lines = str(target.source).splitlines(keepends=True)
                 linecache.cache[target.file] = len(source), None, lines, target.file
         exec(code, namespace)
