@@ -127,7 +127,8 @@ model.compile("sgd", "mse")
 kept = np.ones({{}} << 17)
 {FIT}"""
     policy = "bf16,module.head=fp32"
-    ran, more = (launch(source.format(megabytes), policy=policy, observe=True) for megabytes in (0, 300))
+    # Twice the limit: the kernel may drop tens of MB of library pages meanwhile, which count as resident, too.
+    ran, more = (launch(source.format(megabytes), policy=policy, observe=True) for megabytes in (0, 600))
     assert ran.of("memory")[0].peak_bytes < 300 << 20 <= more.of("memory")[0].peak_bytes
     assert ran.of("memory")[0].how.startswith("resident memory of the process")
     rows = {op.module.rpartition("/")[2]: op for op in ran.of("ops")[0].ops}
