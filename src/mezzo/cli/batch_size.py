@@ -232,10 +232,8 @@ def _search(
     try:
         while (size := sizes.next_size(trials, limit)) is not None:
             one = replace(script, argv=argv_with(script.argv, arguments.vary, size))
-            name, how = (
-                f"{file_name(precision)}-{size}",
-                {"observe": True, "own": "off", "stop_after": arguments.steps},
-            )
+            name = f"{file_name(precision)}-{size}"
+            how = {"observe": True, "own": "off", "stop_after": arguments.steps}
             shown.begin(f"{precision}  {option}{size}", len(trials) + 1, 0, arguments.steps)
             finished, status = run_to_end(LAUNCH, one.child(folder, name, precision, **how), shown)
             device = str(finished.machine.get("device_type", device))
