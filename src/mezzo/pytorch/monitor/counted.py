@@ -275,10 +275,8 @@ class WatchedParameters:
     def _name(self, param: Tensor) -> tuple[str, str]:
         if id(param) in self._names:
             return self._names[id(param)]
-        return (
-            OUTSIDE,
-            f"parameter {next(i for i, one in enumerate(parameters(self._optimizer)) if one is param)}",
-        )
+        place = next(i for i, one in enumerate(parameters(self._optimizer)) if one is param)
+        return OUTSIDE, f"parameter {place}"
 
     def _exact(self, param: Tensor) -> Tensor:
         """The value in the optimizer's FP32 master or in itself."""
