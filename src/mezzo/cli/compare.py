@@ -103,9 +103,6 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(one["parity"] == "divergent" for one in verdict["candidates"].values()))
 
 
-_AS_GIVEN = ("seeds", "margin", "metric_better", "metric_margin", "demo", "nproc")
-
-
 def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
     """What the command line asks for, and remarks on what was left out of it; UsageError for what makes no sense."""
     target = target_of(arguments, DEMOS, "mezzo compare --demo digits")
@@ -118,7 +115,8 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
             )
         metric, trains_with = metric or demo.metric, demo.framework
     names, remarks = candidates(arguments.precision or ["bf16,fp16"], trains_with)
-    given = {key: getattr(arguments, key) for key in _AS_GIVEN} | {"metric": metric, "framework": trains_with}
+    as_given = ("seeds", "margin", "metric_better", "metric_margin", "demo", "nproc")
+    given = {key: getattr(arguments, key) for key in as_given} | {"metric": metric, "framework": trains_with}
     return Request(target, tuple(arguments.argv), bool(arguments.module), names, **given), remarks
 
 

@@ -28,7 +28,6 @@ from mezzo.core.records import file_name
 from mezzo.core.whole_file import write_whole
 
 KILLED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-NO_SPACE = "No space left on device"
 LEAST_SPACE = 1 << 20
 _CAN_BE_OFF = re.compile("(autocast|GradScaler|MixedPrecision) itself|16 parameters")  # by --own off
 _USAGE = 40  # lines: a script that was asked for its --help trains nothing
@@ -170,7 +169,7 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
     if run.succeeded and not refused and own is None:
         return
     try:
-        if NO_SPACE in run.failure() or shutil.disk_usage(folder).free < LEAST_SPACE:
+        if "No space left on device" in run.failure() or shutil.disk_usage(folder).free < LEAST_SPACE:
             raise full(folder)
         if -status in KILLED_FROM_OUTSIDE:
             raise MezzoError(

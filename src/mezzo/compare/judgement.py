@@ -171,7 +171,6 @@ def _memory(pairs: list[tuple[FinishedRun, FinishedRun]]) -> dict[str, Any]:
     return dict(zip(keys, (ratio, peak, theirs, found[0][1].how)))
 
 
-_IN_16_BITS = "stored in 16 bits, computed in FP32"
 # How formats that no device here has are emulated.
 _HOW = {
     name: f"inputs of a product are rounded to {name} and multiplied in a wider format" for name in QUANTIZED
@@ -191,7 +190,7 @@ def _lacking(request: Request, runs: Mapping[int, FinishedRun]) -> list[str]:
         device = str(run.machine.get("device_type", ""))
         here = "this CPU" if device == "cpu" else f"this {device} device"
         for name in sorted(policy(run.started.policy).computed - {"fp32", "auto", *native}):
-            how = f": {_HOW.get(name, _IN_16_BITS)}"
+            how = f": {_HOW.get(name, 'stored in 16 bits, computed in FP32')}"
             if not FRAMEWORKS[request.framework].emulates:
                 how = f" by {run.machine.get('backend') or request.framework}"
             notes[f"{name} is emulated on {here}{how}. Speed on hardware with {name} will differ."] = None

@@ -7,11 +7,11 @@ proves nothing.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +214,7 @@ class Request(ScriptRequest):
             "script_sha256": script,
             "policies": {name: its.read(name)[0] for name in (BASELINE, *self.precisions)},
             "mezzo": mezzo.__version__,
-            **{package: _version(package) for package in its.packages},
+            **{name: next((one.version for one in distributions(name=name)), "") for name in its.packages},
         }
 
 
@@ -310,10 +310,3 @@ def script_file(target: str) -> Path:
             f"script {target!r} is not a file, so it cannot be run several times. Give the path of a Python script."
         )
     return file
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

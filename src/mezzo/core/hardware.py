@@ -12,9 +12,10 @@ from typing import Any
 
 from mezzo.core.version import VERSION
 
-# First compute capability whose tensor cores take the format: CUDA C++ Programming Guide, table "Feature Support per
-# Compute Capability" and section "Element Types and Matrix Sizes".
-CUDA_NATIVE_FROM = {"fp16": (7, 0), "bf16": (8, 0)}
+# First compute capability whose tensor cores multiply the format: CUDA C++ Programming Guide, table "Feature Support
+# per Compute Capability" and section "Element Types and Matrix Sizes"; Transformer Engine, "Datatype and hardware
+# support matrix" (fp8 from 8.9, nvfp4 from 10.0).
+TENSOR_CORES_FROM = {"fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9), "nvfp4": (10, 0)}
 
 
 def system() -> dict[str, Any]:
@@ -48,7 +49,7 @@ def cuda_formats(capability: tuple[int, int]) -> frozenset[str]:
     >>> sorted(cuda_formats((7, 5))), sorted(cuda_formats((9, 0)))
     (['fp16'], ['bf16', 'fp16'])
     """
-    return frozenset(name for name, first in CUDA_NATIVE_FROM.items() if capability >= first)
+    return frozenset(name for name in ("fp16", "bf16") if capability >= TENSOR_CORES_FROM[name])
 
 
 def output(command: list[str]) -> str | None:

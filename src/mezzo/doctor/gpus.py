@@ -10,12 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mezzo.core.errors import UnknownNameError
+from mezzo.core.hardware import TENSOR_CORES_FROM
 
 Capability = tuple[int, int]
-
-# First compute capability whose tensor cores multiply the format. CUDA Programming Guide, compute
-# capabilities; Transformer Engine, "Datatype and hardware support matrix" (fp8 from 8.9, nvfp4 from 10.0).
-TENSOR_CORES_FROM = {"fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9), "nvfp4": (10, 0)}
 
 # The first compute capability of each architecture.
 ARCHITECTURES = {

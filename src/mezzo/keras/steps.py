@@ -16,14 +16,6 @@ import numpy as np
 from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
 from mezzo.runner.journal import Journal
 
-SKIPS_WITHIN = (
-    "several steps run in one execution (steps_per_execution): it is not known which of them were skipped; the last "
-    "ones are marked"
-)
-LOSSES_REPORTED = (
-    "the losses are what the model's own training step reports, perhaps means over the epoch so far"
-)
-
 _MODULO = 2**20  # FP32 is exact up to 2^24
 
 
@@ -226,10 +218,15 @@ class StepRecorder:
             taken = [int(after[0] - before[0] + after[2] - before[2]) % _MODULO for before, after in own]
             number = min(max([0, *taken]) or self.each, self.each)
             losses = [*[None] * (number - 1), logged[0] if logged else None]
-            self.journal.note(LOSSES_REPORTED)
+            self.journal.note(
+                "the losses are what the model's own training step reports, perhaps means over the epoch so far"
+            )
         of_each = [one.updates(before, after, len(losses)) for one, before, after in pairs]
         if len(losses) > 1 and any(update.skipped for updates in of_each for update in updates):
-            self.journal.note(SKIPS_WITHIN)
+            self.journal.note(
+                "several steps run in one execution (steps_per_execution): it is not known which of them were skipped; "
+                "the last ones are marked"
+            )
         for place, loss in enumerate(losses):
             self.write(at, loss, [updates[place] for updates in of_each if updates])
 

@@ -15,15 +15,13 @@ from typing import Any
 import torch
 
 from mezzo.core.errors import unknown_name
-from mezzo.core.hardware import cpu, cuda_formats, output, system
+from mezzo.core.hardware import TENSOR_CORES_FROM, cpu, cuda_formats, output, system
 from mezzo.core.policy import Policy
 
 ASSUME_NATIVE = "MEZZO_ASSUME_NATIVE"
 """Environment variable that overrides `native_formats` for every device: ``""`` for none, or ``"bf16,fp16"``."""
 
 SIXTEEN_BITS = ("bf16", "fp16")
-
-CUDA_TF32_FROM = (8, 0)
 
 # CPU instruction sets, any one of which multiplies bf16 pairs into FP32 (avx_ne_convert only converts).
 CPU_BF16_BY = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
@@ -85,7 +83,7 @@ def has_tf32(device_type: str) -> bool:
     if os.environ.get(ASSUME_NATIVE) is not None or device_type != "cuda":
         return False
     device = gpu()
-    return device is not None and device.capability is not None and device.capability >= CUDA_TF32_FROM
+    return device is not None and (device.capability or (0, 0)) >= TENSOR_CORES_FROM["tf32"]
 
 
 # PyTorch's switch for TF32: off under the policy fp32, on under tf32 if the device has it. It is one switch for the

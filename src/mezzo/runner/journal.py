@@ -22,8 +22,6 @@ _BATCH = 50
 # What `torch.utils.tensorboard` writes with. It imports neither torch nor TensorFlow.
 WRITER = "tensorboard.summary.writer.event_file_writer"
 
-Widen = Callable[[records.RecordWriter | None], records.RecordWriter | None]
-
 
 class Journal:
     """Counts and writes down one run; a `path` of None counts only, and `widen` turns the writer into the right one.
@@ -35,7 +33,7 @@ class Journal:
         self,
         path: Path | None,
         started: Callable[[], records.RunStarted],
-        widen: Widen | None = None,
+        widen: Callable[[records.RecordWriter | None], records.RecordWriter | None] | None = None,
         tells: bool = False,
     ) -> None:
         self._widen, self.tells, self._path = widen, tells, path

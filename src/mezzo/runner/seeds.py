@@ -23,7 +23,6 @@ BASE = 20171010  # the day on which arXiv:1710.03740 appeared
 
 # Besides `LIBRARIES`: those of a virtual environment's parent, of the user, and of Debian.
 _PACKAGES = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
-_BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 class Seeds:
@@ -88,7 +87,7 @@ class Seeds:
         self._replace(namespace, "default_rng", makes=True)
         self._replace(namespace, "seed", bits=32, absent=self._unseeded_base)
         if self.offset:
-            for name in ("RandomState", "SeedSequence", *_BIT_GENERATORS):
+            for name in ("RandomState", "SeedSequence", "MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"):
                 self._replace_class(namespace, name, 32 if name in ("RandomState", "MT19937") else 64)
 
     def _torch_imported(self, torch: ModuleType | Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from mezzo.core.errors import UnsupportedPrecisionError, UsageError, unknown_name
-from mezzo.core.hardware import CUDA_NATIVE_FROM
+from mezzo.core.hardware import TENSOR_CORES_FROM
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from mezzo.core.policy_text import as_loss_scale, print_loss_scale
 from mezzo.keras.hardware import describe
@@ -136,7 +136,7 @@ def _gpu() -> str | None:
     """The name of a GPU that the rewrite serves, if TensorFlow may use one."""
     for device in tf.config.get_visible_devices("GPU"):
         details = tf.config.experimental.get_device_details(device)
-        if tuple(details.get("compute_capability") or (0, 0)) >= CUDA_NATIVE_FROM["fp16"]:
+        if tuple(details.get("compute_capability") or (0, 0)) >= TENSOR_CORES_FROM["fp16"]:
             return str(details.get("device_name") or device.name)
     return "the GPU that TensorFlow simulates" if os.environ.get(SIMULATE_GPU, "") in ("1", "true") else None
 

@@ -24,7 +24,6 @@ _numba: Any = numba  # its annotations cover a part of it, and another part in e
 types, njit, intrinsic = _numba.types, _numba.njit, _numba.extending.intrinsic
 _FLOAT, _WORD = ir.FloatType(), ir.IntType(32)
 
-i8: Callable[[int], int] = types.int8
 i16: Callable[[int], int] = types.int16
 i32: Callable[[float], int] = types.int32
 u8: Callable[[int], int] = types.uint8

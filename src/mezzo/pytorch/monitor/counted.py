@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -149,7 +150,7 @@ class WatchedOutputs:
         self._passes = 0
         self.rows = ExponentRows()
         self._counted: Any = WeakTensorKeyDictionary()  # tensor -> its version then
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         self._hooked: set[int] = set()
         self._calling: ref[nn.Module] | None = None  # the model whose call is running
         self._root: str | None = None  # the path that its own output counts for
@@ -163,7 +164,7 @@ class WatchedOutputs:
             if id(module) not in self._hooked and module is not model:
                 self._hooked.add(id(module))
                 hook = partial(self._returned, joined(prefix, path))
-                self._handles.append(module.register_forward_hook(hook))
+                self._hooks.enter_context(module.register_forward_hook(hook))
 
     def call_ended(self, model: nn.Module, output: Any) -> None:
         """A call has ended, perhaps one whose beginning was not reported."""
@@ -179,8 +180,7 @@ class WatchedOutputs:
 
     def end(self) -> ExponentRows:
         """Take all hooks away; what was counted."""
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
         return self.rows
 
     def _returned(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -206,7 +206,7 @@ class WatchedOutputs:
             if not repeats:
                 self.rows.add(path, ACTIVATION, tensor)
             if tensor.requires_grad and torch.func.debug_unwrap(tensor) is tensor:
-                self._handles.append(tensor.register_hook(self._gradient_hook(path)))
+                self._hooks.enter_context(tensor.register_hook(self._gradient_hook(path)))
 
     def _gradient_hook(self, path: str) -> Any:
         counted = 0
@@ -229,7 +229,7 @@ class WatchedParameters:
         self._optimizer, self._names, self._ratios = optimizer, names, ratios
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._seen: set[int] = set()
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         self._owners = master_state._owners(optimizer)
         owners = {id(owner): owner for owner in self._owners.values()}.values()
         groups = [group for owner in owners for group in owner.param_groups]
@@ -256,7 +256,7 @@ class WatchedParameters:
         for param in parameters(self._optimizer):
             if param.requires_grad:
                 hook = lambda param: self.before([param])  # noqa: E731
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                self._hooks.enter_context(param.register_post_accumulate_grad_hook(hook))
 
     def after(self) -> ExponentRows:
         """The ratios by which the parameters have moved."""
@@ -270,17 +270,13 @@ class WatchedParameters:
     def end(self) -> None:
         """Let go of copies and hooks."""
         self._before.clear()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
 
     def _name(self, param: Tensor) -> tuple[str, str]:
         if id(param) in self._names:
             return self._names[id(param)]
-        return (
-            OUTSIDE,
-            f"parameter {next(i for i, one in enumerate(parameters(self._optimizer)) if one is param)}",
-        )
+        place = next(i for i, one in enumerate(parameters(self._optimizer)) if one is param)
+        return OUTSIDE, f"parameter {place}"
 
     def _exact(self, param: Tensor) -> Tensor:
         """The value in the optimizer's FP32 master or in itself."""

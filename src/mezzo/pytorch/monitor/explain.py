@@ -32,7 +32,6 @@ from mezzo.pytorch.weights.stored_parameters import stored
 __all__ = ["Explanation", "explain"]
 
 _WIDTH = 110
-_NARROWEST = 60
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,7 +78,7 @@ class Explanation:
 
     def as_text(self, width: int = _WIDTH) -> str:
         """The table, no line longer than ``width`` columns (at least 60)."""
-        width = max(width, _NARROWEST)
+        width = max(width, 60)
         count = len({row.op for row in self.ops})
         kinds = "1 kind of op" if count == 1 else f"{count} kinds of ops"
         verdict = f"{len(self.departed)} NOT AS PLANNED" if self.departed else "all as planned"

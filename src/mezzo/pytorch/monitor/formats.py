@@ -21,14 +21,13 @@ from mezzo.pytorch.monitor.execution_trace import Call, Recorded, recorded
 MODULE_MARK = "mezzo::module "  # of the module in which calls run, set by `explain`
 COMPILED = "compiled region"
 _SIXTEEN = frozenset({"fp16", "bf16"})
-_COPIES = frozenset({"to", "_to_copy", "copy_", "type_as", "_autocast_to_reduced_precision"})
-# Calls that make, move or look at tensors without computing with them.
-_NAMES = """alias arange bernoulli_ clone contiguous detach detach_ empty empty_like empty_strided equal fill_
-    full full_like is_nonzero is_pinned item lift_fresh _local_scalar_dense new_empty new_empty_strided
-    new_full new_ones new_zeros normal_ ones ones_like _pin_memory rand randint rand_like randn
-    randn_like randperm record_stream _reshape_alias resize_ resolve_conj resolve_neg scalar_tensor set_
-    uniform_ _unsafe_view zero_ zeros zeros_like"""
-_BOOKKEEPING = _COPIES.union(_NAMES.split())
+# Calls that make, copy, move or look at tensors without computing with them.
+_NAMES = """alias arange _autocast_to_reduced_precision bernoulli_ clone contiguous copy_ detach detach_ empty
+    empty_like empty_strided equal fill_ full full_like is_nonzero is_pinned item lift_fresh _local_scalar_dense
+    new_empty new_empty_strided new_full new_ones new_zeros normal_ ones ones_like _pin_memory rand randint
+    rand_like randn randn_like randperm record_stream _reshape_alias resize_ resolve_conj resolve_neg
+    scalar_tensor set_ to _to_copy type_as uniform_ _unsafe_view zero_ zeros zeros_like"""
+_BOOKKEEPING = frozenset(_NAMES.split())
 _ENGINE = "autograd::engine::evaluate_function: "
 _OPTIMIZER = "Optimizer.step#"
 _WITHOUT_PLAN = {

@@ -127,10 +127,6 @@ class ForwardTrace(TorchFunctionMode):
         """Trace what runs inside, which may leave modes that were entered before, and enter others."""
         del self._stack[1:]
         self._thread = threading.get_ident()
-        handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
         patches = Patches()
         # A compiled part, which runs eagerly here, warns of the hooks.
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
@@ -142,12 +138,14 @@ class ForwardTrace(TorchFunctionMode):
                     if hasattr(module, name):
                         patches.set(module, name, lambda *_: False)
             patches.set(torch.autograd.Function, "apply", classmethod(self._apply()))
-            with self._beneath():
+            with (
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave, always_call=True),
+                self._beneath(),
+            ):
                 yield self
         finally:
             patches.undo()
-            for handle in handles:
-                handle.remove()
             with suppress(ValueError):
                 warnings.filters.remove(quiet)  # type: ignore[attr-defined]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -100,12 +100,8 @@ def around_calls(
 
     `prepend`: before the modules' own hooks.
     """
-    handles: list[Any] = []
-    try:
+    with ExitStack() as hooks:
         for module in modules:
-            handles.append(module.register_forward_pre_hook(before, prepend=prepend, with_kwargs=True))
-            handles.append(module.register_forward_hook(after, always_call=True))
+            hooks.enter_context(module.register_forward_pre_hook(before, prepend=prepend, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

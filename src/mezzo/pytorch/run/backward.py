@@ -361,16 +361,13 @@ def _unscale_hook(
     def unscale(grad: Tensor | None) -> Tensor | None:
         if grad is None:  # a custom function's backward has returned None for this leaf
             return None
-        if torch.is_grad_enabled():  # create_graph: the division is part of the graph
-            true = grad * inverse
-            slot.logical_or_(_not_finite(true.detach()))
-            return true
-        if grad.layout is torch.strided and grad.dtype in _CHECKED and type(grad) is Tensor:
+        is_plain = grad.layout is torch.strided and grad.dtype in _CHECKED and type(grad) is Tensor
+        if is_plain and not torch.is_grad_enabled():
             true = grad.clone()  # another consumer may hold the same tensor
             torch._amp_foreach_non_finite_check_and_unscale_([true], slot, inverse_on_device)
-            return true
-        true = grad * inverse
-        slot.logical_or_(_not_finite(true))
+        else:
+            true = grad * inverse  # with create_graph, part of the graph
+            slot.logical_or_(_not_finite(true.detach()))
         return true
 
     return unscale

@@ -65,13 +65,12 @@ class Preparation:
     def __init__(self, session: Session, steps: Steps) -> None:
         self._session = session
         self._steps = steps
-        self._storage = steps.storage
+        self.storage = steps.storage
         # A compiled step shows inner modules, too.
         self._nudged: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
         # By id, for it is asked at each call and a WeakKeyDictionary is slow.
         self.known: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
         self._paths: dict[str, None] = {}  # of the modules of all models that were called
-        self.stores = steps.storage.wanted
         self._unmatched: list[str] = []  # patterns that match none of them so far
 
     def prepare(self, module: nn.Module, *, traced: bool = False) -> bool:
@@ -82,8 +81,8 @@ class Preparation:
             self.known[key] = weakref.ref(module, lambda _: self.known.pop(key, None)), known
         else:
             known = found[1]
-        if known and self._storage.wanted:
-            self._storage.settle(module, traced=traced)
+        if known and self.storage.wanted:
+            self.storage.settle(module, traced=traced)
         if known and traced and self._session.scaling:
             self._steps.traced.add(module)
             self._session.networks.call(module)
@@ -160,7 +159,7 @@ class Preparation:
     def finish(self, status: int) -> None:
         """The script is over: note how its weights were stored; a pattern that never matched is an error."""
         session = self._session
-        self._storage.finish()
+        self.storage.finish()
         if self._unmatched and status == 0 and session.request.stop_after is None:
             models = ", ".join(session.modules)
             session.fatal = no_such_module(self._unmatched[0], self._paths, f"what was called ({models})")
@@ -290,7 +289,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             return out
         return to_fp32(out)
 
-    known, is_quick = preparation.known, is_wrapped_call and not widens and not preparation.stores
+    known, is_quick = preparation.known, is_wrapped_call and not widens and not preparation.storage.wanted
 
     def outermost(self: nn.Module, args: Any, kwargs: Any) -> Any:
         if session.only_counts and is_quick and _graph_task() == -1 and not _is_jit_tracing():

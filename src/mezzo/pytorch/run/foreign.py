@@ -30,12 +30,8 @@ if TYPE_CHECKING:
     from mezzo.runner.patches import ImportWatch, Patches
 
 SWITCH_OFF = "to use Mezzo instead, switch the script's own mixed precision off: its option, or enabled=False"
-SEARCHES = {"calibrate": "mezzo.pytorch.calibrate", "find_batch_size": "mezzo.pytorch.batch_size"}
-"""Public functions that choose formats themselves, and their modules."""
 
 _LOW = ("params", "masters", "state", "weights", "loss_scale", "release_gradients")  # of MixedPrecision
-
-_LIGHTNING = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
 
 # Functions of PyTorch's that act for their caller.
 _TRANSPARENT = frozenset({"decorate_autocast", "watched", "scale", "<genexpr>", "apply_scale"})
@@ -85,8 +81,8 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
 
         autocast = importlib.import_module("mezzo.pytorch.autocast.context").autocast
         patches.set(mezzo, "autocast", _autocast(session, autocast))
-        for name, home in SEARCHES.items():
-            patches.set(mezzo, name, _noticed(session, _imported(home, name), f"mezzo.{name}"))
+        for name in ("calibrate", "find_batch_size"):  # which choose formats themselves
+            patches.set(mezzo, name, _noticed(session, _imported(mezzo._PUBLIC[name], name), f"mezzo.{name}"))
 
     def keras_imported(keras: Any) -> None:
         if hasattr(keras, "Model"):
@@ -244,7 +240,7 @@ def switch_off(session: Session, patches: Patches, imports: ImportWatch) -> None
     """Switch off what sets a precision, as PyTorch and Lightning are imported."""
     imports.when("torch", functools.partial(_torch_off, session, patches))
     imports.when("mezzo.pytorch.grad_scaler", functools.partial(_mezzo_scaler_off, session, patches))
-    for package in _LIGHTNING:
+    for package in ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning"):
         for file, plugin in (("amp", "MixedPrecision"), ("half", "HalfPrecision")):
             convert = functools.partial(_keep_inputs, patches, plugin)
             imports.when(f"{package}.plugins.precision.{file}", convert)
@@ -269,8 +265,7 @@ def _torch_off(session: Session, patches: Patches, torch: Any) -> None:
     @functools.wraps(default)
     def set_default_dtype(d: Any) -> None:
         if _is_half(d):
-            caller = next(itertools.islice(traceback.walk_stack(inspect.currentframe()), 1, None))[0]
-            package = caller.f_globals.get("__name__", "__main__").partition(".")[0]
+            package = sys._getframe(1).f_globals.get("__name__", "__main__").partition(".")[0]
             by = "" if package == "__main__" else f" by {package}"
             switched_off(session, f"torch.set_default_dtype({d}){by}")
         else:

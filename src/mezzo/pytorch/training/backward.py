@@ -21,15 +21,9 @@ from mezzo.pytorch.distributed import averages_others, is_spread, wrappers
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.step import parameters
 
-# The largest seed of a backward that an fp16 loss can hold.
-_FP16_SEED = 2.0**15
-
 _BACKWARD = torch.autograd.backward  # PyTorch's: `mezzo run` replaces it, to record losses
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 _AccumulateGrad: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True)).node)
-
-# Its backward runs another backward, and refuses to when only some inputs are asked for.
-_REENTRANT = "CheckpointFunctionBackward"
 
 
 def backward_into(
@@ -72,7 +66,8 @@ def in_transform(kind: str) -> bool:
 
 def has_reentrant_checkpoint(loss: Tensor) -> bool:
     """Whether the graph of a loss has a `torch.utils.checkpoint` with `use_reentrant=True`."""
-    return any(node.name() == _REENTRANT for node in nodes_of([loss]))
+    # Its backward runs another backward, and refuses to when only some inputs are asked for.
+    return any(node.name() == "CheckpointFunctionBackward" for node in nodes_of([loss]))
 
 
 def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
@@ -166,7 +161,7 @@ class Accumulation:
         """Take the scale of this window's losses, if the loss is its first."""
         if self.seen == 0:
             # A seed of 2**16 is infinite in fp16, and would cost a skipped step before anything was computed.
-            self.scale = scale.clamp(max=_FP16_SEED) if loss.dtype is torch.float16 else scale
+            self.scale = scale.clamp(max=2.0**15) if loss.dtype is torch.float16 else scale
 
     def seed(self, loss: Tensor) -> Tensor | None:
         """The seed of a loss's backward, `scale / accumulate` in its dtype and shape; None for 1."""

@@ -302,18 +302,14 @@ class MixedPrecision:
     def autocast(self) -> AbstractContextManager[Context]:
         """The autocast context of this training, for the forward pass and the loss. May be entered repeatedly."""
         resolved, self._looks = self._resolved, False
-        if resolved.scaler is not None and not torch.compiler.is_dynamo_compiling() and in_transform("Grad"):
-            warnings.warn(_UNSCALED, stacklevel=2)
-        copies = resolved.scaler is not None and self._watches_buffers
+        copies = resolved.scaler is not None and self._buffers.watches
+        if resolved.scaler is not None and not torch.compiler.is_dynamo_compiling():
+            if in_transform("Grad"):
+                warnings.warn(_UNSCALED, stacklevel=2)
+            copies = copies or any(mp._buffers.watches for mp in _ALIVE)
         if resolved.trial is not None or copies or self._observing.watches_live:
             return self._watched_context()
         return resolved.context()
-
-    @property
-    def _watches_buffers(self) -> bool:
-        if self._buffers.watches or torch.compiler.is_dynamo_compiling():
-            return self._buffers.watches
-        return any(mp._buffers.watches for mp in _ALIVE)
 
     @contextmanager
     def _watched_context(self) -> Iterator[Context]:
