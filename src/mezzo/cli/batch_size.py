@@ -79,7 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "on a GPU: none, sizes grow until an allocation fails)"
     )
     add("--limit", metavar="BYTES", help=limit)
-    add("--start", type=size, default=8, metavar="N", help="the first size (default 8)")
+    add("--start", type=size, metavar="N", help="the first size (default 8, or less where --max is)")
     add("--max", type=size, metavar="N", help="try sizes up to this one, even if samples/s no longer rise")
     minutes = "end the search after so many minutes, shared by the precisions (default 10)"
     add("--minutes", type=whole("minutes", 10, least=1), default=10, metavar="N", help=minutes)
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--vary is missing. {_SPELL}")
     names = ("--start ", "--multiple-of ", "--max ")
     sizes = Search(arguments.start, arguments.multiple_of, arguments.max, arguments.max is None, names)
-    argv_with(arguments.argv, arguments.vary, sizes.start)  # raises before anything runs
+    argv_with(arguments.argv, arguments.vary, 1)  # raises before anything runs
     limit = None if arguments.limit is None else parse_bytes(arguments.limit, "--limit ")
     script = ScriptRequest(target, tuple(arguments.argv), bool(arguments.module))
     precisions = _precisions(arguments.precision or ["fp32,bf16"])
