@@ -107,9 +107,10 @@ def test_a_watched_run_leaves_records_and_a_report(
     assert not (tmp_path / "elsewhere" / "mezzo-run").exists()
 
 
-def test_records_without_a_report_and_a_policy_file(train: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('compute = "bf16"\n')
-    assert main(["run", "--quiet", "--watch", "--policy", "mine.toml", "--records", "r.jsonl", train]) == 3
+@pytest.mark.parametrize("file", ["mine.toml", "MINE.TOML"])
+def test_records_without_a_report_and_a_policy_file(file: str, train: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text('compute = "bf16"\n')
+    assert main(["run", "--quiet", "--watch", "--policy", file, "--records", "r.jsonl", train]) == 3
     started, *_, ended = records.read(tmp_path / "r.jsonl")
     assert isinstance(started, records.RunStarted)
     assert isinstance(ended, records.RunEnded)
@@ -174,7 +175,7 @@ def test_a_keras_script_gets_the_way_for_keras(
         (["elsewhere"], "__main__.py"),
         (["book.ipynb"], "jupyter nbconvert --to script book.ipynb"),
         (["-m", "-c"], "not allowed with argument -m"),
-        (["--policy", "train.py"], "TOML"),
+        (["--policy", "train.py"], "'train.py'. Use one of"),
         (["--tensorboard=train.py"], "/train.py: is a file"),
     ],
 )

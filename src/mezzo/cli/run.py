@@ -49,9 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     precision = "auto (default), bf16, fp16, fp8, tf32, fp32, or a policy: bf16,masters=split or policy.toml"
     which.add_argument("--precision", metavar="P", action="append", help=precision)
-    which.add_argument(
-        "--policy", dest="precision", type=_toml, action="append", help=argparse.SUPPRESS
-    )  # of 0.1.0
+    which.add_argument("--policy", dest="precision", action="append", help=argparse.SUPPRESS)  # of 0.1.0
     add = parser.add_argument
     watch = (
         "--watch, or --watch=N: record the exponents of weights, activations, gradients and updates, by module, "
@@ -93,14 +91,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("-c", dest="code", action="store_true", help="run code, as python -c does")
     script = "the script, the module with -m, or the code with -c; - reads a script from standard input"
     add("script", nargs="?", metavar="SCRIPT", help=script)
-
-
-def _toml(text: str) -> str:
-    if not text.endswith(".toml"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a TOML file. For other policies use --precision {text}"
-        )
-    return text
 
 
 def run(arguments: argparse.Namespace) -> int:
