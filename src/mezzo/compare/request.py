@@ -104,8 +104,8 @@ FRAMEWORKS = {
         _pytorch_precision,
         ("torch",),
         True,
-        "never called backward(), so there is no loss to compare. Give a script that trains. One that expects torchrun "
-        "needs --nproc.",
+        "never called backward(), so there is no loss to compare; torch.autograd.grad and torch.func are not recorded. "
+        "Give a script that trains with backward(). One that expects torchrun needs --nproc.",
         _trained_keras,
     ),
     "keras": Framework(
