@@ -77,6 +77,25 @@ def test_every_option_is_on_the_page_and_the_help_has_the_facts(capsys: Output) 
     assert "Exit status" in printed
 
 
+def test_the_summary_is_folded_on_a_terminal_except_for_its_commands(
+    train: str, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    here, words = Path.cwd(), ["run", "--precision", "fp16,loss_scale=1073741824", train]
+    assert main(words) == 3
+    piped = capsys.readouterr().err
+    assert all(line.startswith("mezzo: ") for line in piped.splitlines())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.chdir(here)  # the script changes it
+    assert main(words) == 3
+    shown = capsys.readouterr().err
+    assert shown.split() == piped.split()
+    long = [line.strip() for line in shown.splitlines() if len(line) > 40]
+    commands = [line.partition(": mezzo run ")[2] for line in piped.splitlines() if ": mezzo run " in line]
+    assert len(commands) == 2
+    assert long == [f"mezzo run {command.partition(' (')[0]}" for command in commands]
+
+
 @pytest.mark.parametrize(
     ("options", "folder", "watched"),
     [

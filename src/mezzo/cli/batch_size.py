@@ -173,9 +173,7 @@ def _report(found: Mapping[str, BatchSizeResult], option: str) -> str:
         if result.bounded and reference.bounded:
             lines[-1] += f" That is {result.largest / reference.largest:.2f} times the size in {first}."
         if result.unsteady or reference.unsteady:
-            lines[-1] += (
-                f" Its speed cannot be compared with {first}'s: measure again when the machine is idle."
-            )
+            lines[-1] += f" Its speed cannot be compared with {first}'s: measure on an idle machine."
         elif (ours := result.best.samples_per_second) and (theirs := reference.best.samples_per_second):
             lines[-1] += f" At its fastest size it is {ours / theirs:.2f} times as fast as {first}."
     return "\n".join(lines)
@@ -273,9 +271,7 @@ def _trial(script: str, size: int, finished: FinishedRun, status: int, limit: in
         return Trial(size, fits=False, why=batch_size.OUT_OF_MEMORY)
     if status:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
-        raise ScriptError(
-            f"{script} {how}. Is --vary the option of its batch size? Its output ended:\n{output}"
-        )
+        raise ScriptError(f"{script} {how}. Is --vary its batch size option? Its output ended:\n{output}")
     if finished.memory is None and "keras" in finished.machine:
         raise ScriptError(f"{script} {KERAS.format('batch-size')} {script}")
     if finished.memory is None:

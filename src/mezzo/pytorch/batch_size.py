@@ -329,9 +329,7 @@ def find_batch_size(
     if place.type not in ("cpu", "cuda"):
         raise UsageError(f"device {str(place)!r}: memory can be measured on cpu and cuda devices only")
     if rounds < 0:
-        raise UsageError(
-            f"rounds={rounds} is less than 0. It is the number of timed steps of each size, such as 3"
-        )
+        raise UsageError(f"rounds={rounds} is less than 0: it is the number of timed steps. Example: 3")
     search = Search(start, multiple_of, max_size)
     if distributed.is_distributed():
         raise UsageError(
