@@ -149,7 +149,7 @@ def test_the_ways_in_which_a_search_ends(
 
 # the script -> what says why it fails at the first size
 FAILURES: list[tuple[dict[str, Any], str]] = [
-    ({"ends": {1: ERROR}}, "train.py --bs 8 ended with exit status 1. Is --vary the option of its batch size?"),
+    ({"ends": {1: ERROR}}, "train.py --bs 8 ended with exit status 1. Is --vary its batch size option?"),
     ({"ends": {1: {"text": "mezzo: no bf16 here", "status": 2}}}, "mezzo: no bf16 here"),
     ({"steps": 2, "ends": {1: {"notes": ["left alone: it uses autocast"]}}},
      "ended after 2 steps, but memory is measured in step 3 (left alone: it uses autocast). Let it"),

@@ -77,6 +77,25 @@ def test_every_option_is_on_the_page_and_the_help_has_the_facts(capsys: Output) 
     assert "Exit status" in printed
 
 
+def test_the_summary_is_folded_on_a_terminal_except_for_its_commands(
+    train: str, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    here, words = Path.cwd(), ["run", "--precision", "fp16,loss_scale=1073741824", train]
+    assert main(words) == 3
+    piped = capsys.readouterr().err
+    assert all(line.startswith("mezzo: ") for line in piped.splitlines())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.chdir(here)  # the script changes it
+    assert main(words) == 3
+    shown = capsys.readouterr().err
+    assert shown.split() == piped.split()
+    long = [line.strip() for line in shown.splitlines() if len(line) > 40]
+    commands = [line.partition(": mezzo run ")[2] for line in piped.splitlines() if ": mezzo run " in line]
+    assert len(commands) == 2
+    assert long == [f"mezzo run {command.partition(' (')[0]}" for command in commands]
+
+
 @pytest.mark.parametrize(
     ("options", "folder", "watched"),
     [
@@ -107,9 +126,10 @@ def test_a_watched_run_leaves_records_and_a_report(
     assert not (tmp_path / "elsewhere" / "mezzo-run").exists()
 
 
-def test_records_without_a_report_and_a_policy_file(train: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('compute = "bf16"\n')
-    assert main(["run", "--quiet", "--watch", "--policy", "mine.toml", "--records", "r.jsonl", train]) == 3
+@pytest.mark.parametrize("file", ["mine.toml", "MINE.TOML"])
+def test_records_without_a_report_and_a_policy_file(file: str, train: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text('compute = "bf16"\n')
+    assert main(["run", "--quiet", "--watch", "--policy", file, "--records", "r.jsonl", train]) == 3
     started, *_, ended = records.read(tmp_path / "r.jsonl")
     assert isinstance(started, records.RunStarted)
     assert isinstance(ended, records.RunEnded)
@@ -174,7 +194,7 @@ def test_a_keras_script_gets_the_way_for_keras(
         (["elsewhere"], "__main__.py"),
         (["book.ipynb"], "jupyter nbconvert --to script book.ipynb"),
         (["-m", "-c"], "not allowed with argument -m"),
-        (["--policy", "train.py"], "TOML"),
+        (["--policy", "train.py"], "'train.py'. Use one of"),
         (["--tensorboard=train.py"], "/train.py: is a file"),
     ],
 )

@@ -211,17 +211,18 @@ def test_one_format_is_shown_in_full_and_numbers_in_those_asked_for(
     assert [line.split()[0] for line in lines[1::2]] == ["bf16", "e4m3fn", "e5m2"]
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8", "nvfp4-plain", "mine.toml"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8", "nvfp4-plain", "mine.toml", "MINE.TOML"])
 def test_a_recipe_of_block_formats_is_shown_with_its_blocks(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     one = '{ element = "e4m3fn", block = [1, 64], scale = "e8m0" }'
-    Path("mine.toml").write_text("multiple = 64\n", encoding="utf-8")
+    file = Path(name if "." in name else "mine.toml")
+    file.write_text("multiple = 64\n", encoding="utf-8")
     for product, other in {"output": "x", "input_gradient": "g", "weight_gradient": "g"}.items():
         second = "x" if product == "weight_gradient" else "w"
-        with open("mine.toml", "a", encoding="utf-8") as file:
-            file.write(f"[{product}]\n{other} = {one}\n{second} = {one}\n")
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(f"[{product}]\n{other} = {one}\n{second} = {one}\n")
     assert main(["formats", name, "--json"]) == 0
     shown = [row["name"] for row in json.loads(capsys.readouterr().out)["formats"]]
     factors = recipe_of(name, recipe=name).factors

@@ -251,8 +251,9 @@ def test_a_wrong_toml_file_names_the_key(tmp_path: Path, text: str, words: str) 
     assert str(path) in str(caught.value)
 
 
-def test_a_toml_file_as_a_person_writes_it(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
+@pytest.mark.parametrize("name", ["mine.toml", "Mine.TOML"])
+def test_a_toml_file_as_a_person_writes_it(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
     path.write_text(
         'compute = "fp16"\nloss_scale = 1024\n\n[ops]\nsoftmax = "lower"\n"mylib::fused" = "fp32"\n\n'
         '[modules]\nhead = "fp32"\nblocks.0.norm = "bf16"\n"blocks.*.norm" = "fp32"\n',

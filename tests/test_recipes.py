@@ -499,10 +499,11 @@ x = { element = "e4m3fn", block = [1, 0] }
 """
 
 
-def test_a_recipe_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("file", ["mine.toml", "Mine.TOML"])
+def test_a_recipe_from_a_file(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("mine.toml").write_text(MINE)
-    policy = mezzo.policy("mxfp8,recipe=mine.toml")
+    Path(file).write_text(MINE)
+    policy = mezzo.policy(f"mxfp8,recipe={file}")
     recipe = policy.quantization
     assert recipe.output == (Factor("e2m1", (1, 32), "e8m0"), Factor("e2m3", (32, 32), "fp32"))
     assert recipe.input_gradient[0].stochastic
@@ -514,9 +515,9 @@ def test_a_recipe_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(y, quantized_linear(x, w, recipe=recipe))
     y.sum().backward()
     before = policy.fingerprint()
-    Path("mine.toml").write_text(MINE.replace("[1, 16]", "[1, 32]"))
+    Path(file).write_text(MINE.replace("[1, 16]", "[1, 32]"))
     read_recipe.cache_clear()
-    assert mezzo.policy("mxfp8,recipe=mine.toml").fingerprint() != before
+    assert mezzo.policy(f"mxfp8,recipe={file}").fingerprint() != before
 
 
 WRONG_FILES = [

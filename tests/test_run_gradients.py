@@ -230,6 +230,39 @@ def test_a_hand_written_update_never_meets_an_infinite_gradient(launch: Any, row
     assert json.loads(ours.lines[0])[0][-1] < json.loads(ours.lines[0])[0][0] / 2
 
 
+@pytest.mark.parametrize("row", UPDATES)
+def test_only_backward_counts_as_a_backward_pass(launch: Any, row: str) -> None:
+    ran = launch(HEAD + BY_HAND.format(factor=1, update=UPDATES[row].format(factor=1)), policy="bf16")
+    told = [name in ran.notes for name in ("never called backward", "autograd.grad", "torch.func")]
+    assert told == [row != "p.data"] * 3
+
+
+# how the model is called -> what of the report names the cause
+TRANSFORMED = {
+    "jvp": ("torch.func.jvp(model, (x,), (torch.ones_like(x),))[0].square().mean().backward()", "loss"),
+    "vmap": ("torch.func.vmap(model)(x).square().mean().backward()", "loss"),
+    "grad": (
+        "grads = torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).square().mean())(dict(weights))\n"
+        "for name, weight in weights:\n    weight.grad = grads[name]",
+        "unknown",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch.func.jvp calls it
+@pytest.mark.parametrize("row", TRANSFORMED)
+def test_an_overflow_inside_a_transform_says_why_it_has_no_place(launch: Any, row: str) -> None:
+    step, cause = TRANSFORMED[row]
+    source = HEAD + (
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nx = x * 1e30\n"
+        f"weights = list(model.named_parameters())\n{step}\noptimizer.step()\n"
+    )
+    [found] = launch(source, policy="fp16").of("overflow")
+    assert found.finding.cause == cause
+    assert "inside torch.func (vmap, jvp, grad)" in found.finding.note
+    assert all(word not in found.finding.note for word in ("tracing failed", "were finite"))
+
+
 @pytest.mark.parametrize(("kind", "evaluation"), [("SGD", 1), ("LBFGS", 1), ("LBFGS", 3)])
 def test_an_overflow_in_a_closure_is_explained_and_the_step_returns_the_loss(
     launch: Any, kind: str, evaluation: int

@@ -79,7 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "on a GPU: none, sizes grow until an allocation fails)"
     )
     add("--limit", metavar="BYTES", help=limit)
-    add("--start", type=size, default=8, metavar="N", help="the first size (default 8)")
+    add("--start", type=size, metavar="N", help="the first size (default 8, or less where --max is)")
     add("--max", type=size, metavar="N", help="try sizes up to this one, even if samples/s no longer rise")
     minutes = "end the search after so many minutes, shared by the precisions (default 10)"
     add("--minutes", type=whole("minutes", 10, least=1), default=10, metavar="N", help=minutes)
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--vary is missing. {_SPELL}")
     names = ("--start ", "--multiple-of ", "--max ")
     sizes = Search(arguments.start, arguments.multiple_of, arguments.max, arguments.max is None, names)
-    argv_with(arguments.argv, arguments.vary, sizes.start)  # raises before anything runs
+    argv_with(arguments.argv, arguments.vary, 1)  # raises before anything runs
     limit = None if arguments.limit is None else parse_bytes(arguments.limit, "--limit ")
     script = ScriptRequest(target, tuple(arguments.argv), bool(arguments.module))
     precisions = _precisions(arguments.precision or ["fp32,bf16"])
@@ -173,9 +173,7 @@ def _report(found: Mapping[str, BatchSizeResult], option: str) -> str:
         if result.bounded and reference.bounded:
             lines[-1] += f" That is {result.largest / reference.largest:.2f} times the size in {first}."
         if result.unsteady or reference.unsteady:
-            lines[-1] += (
-                f" Its speed cannot be compared with {first}'s: measure again when the machine is idle."
-            )
+            lines[-1] += f" Its speed cannot be compared with {first}'s: measure on an idle machine."
         elif (ours := result.best.samples_per_second) and (theirs := reference.best.samples_per_second):
             lines[-1] += f" At its fastest size it is {ours / theirs:.2f} times as fast as {first}."
     return "\n".join(lines)
@@ -273,9 +271,7 @@ def _trial(script: str, size: int, finished: FinishedRun, status: int, limit: in
         return Trial(size, fits=False, why=batch_size.OUT_OF_MEMORY)
     if status:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
-        raise ScriptError(
-            f"{script} {how}. Is --vary the option of its batch size? Its output ended:\n{output}"
-        )
+        raise ScriptError(f"{script} {how}. Is --vary its batch size option? Its output ended:\n{output}")
     if finished.memory is None and "keras" in finished.machine:
         raise ScriptError(f"{script} {KERAS.format('batch-size')} {script}")
     if finished.memory is None:

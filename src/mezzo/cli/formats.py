@@ -28,6 +28,7 @@ from mezzo.core import formats
 from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UsageError, did_you_mean, unknown_name
 from mezzo.core.formats import ALIASES, FORMATS, Format, magnitude, named
+from mezzo.core.policy_text import is_toml
 from mezzo.core.recipes import FACTORS, RECIPES, SCALES, recipe_of
 from mezzo.core.records import strict
 
@@ -171,7 +172,7 @@ def _formats(word: str, words: list[str]) -> list[Format]:
 
 
 def _is_recipe(word: str) -> bool:
-    return word in RECIPES or word.endswith(".toml")
+    return word in RECIPES or is_toml(word)
 
 
 def _format_lines(form: Format) -> Iterator[str]:

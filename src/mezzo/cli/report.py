@@ -22,6 +22,7 @@ import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 
+from mezzo.core.commands import say
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.report import build_any
 from mezzo.report.run import read_run
@@ -66,8 +67,5 @@ def page(build: Callable[[Path], Path], folder: Path) -> Path | None:
         why = f"{error.filename or folder}: {error.strerror or error}"
     except MezzoError as error:
         why = str(error)
-    print(
-        f"mezzo: no report was written: {why.rstrip('.')}. After fixing that: mezzo report {os.fspath(folder)}",
-        file=sys.stderr,
-    )
+    say(f"mezzo: no report was written: {why.rstrip('.')}. Fix it, then: mezzo report {os.fspath(folder)}")
     return None

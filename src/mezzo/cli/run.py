@@ -31,6 +31,7 @@ from pathlib import Path
 
 from mezzo.apex.imports import provided
 from mezzo.cli.arguments import whole
+from mezzo.core.commands import say
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.run.session import checked
 from mezzo.pytorch.run.session import run as run_request
@@ -49,9 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     precision = "auto (default), bf16, fp16, fp8, tf32, fp32, or a policy: bf16,masters=split or policy.toml"
     which.add_argument("--precision", metavar="P", action="append", help=precision)
-    which.add_argument(
-        "--policy", dest="precision", type=_toml, action="append", help=argparse.SUPPRESS
-    )  # of 0.1.0
+    which.add_argument("--policy", dest="precision", action="append", help=argparse.SUPPRESS)  # of 0.1.0
     add = parser.add_argument
     watch = (
         "--watch, or --watch=N: record the exponents of weights, activations, gradients and updates, by module, "
@@ -84,23 +83,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--masters", choices=("split", "split8", "fp32"), default="", help=masters)
     add("--quiet", action="store_true", help="print no summary at the end")
-    apex = (
-        "let the script import Mezzo's apex.amp, also with its own opt_level; --precision replaces that level"
-    )
+    apex = "let the script import Mezzo's apex.amp, with its own opt_level if --precision is not given"
     add("--apex", action="store_true", help=apex)
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     kind.add_argument("-c", dest="code", action="store_true", help="run code, as python -c does")
     script = "the script, the module with -m, or the code with -c; - reads a script from standard input"
     add("script", nargs="?", metavar="SCRIPT", help=script)
-
-
-def _toml(text: str) -> str:
-    if not text.endswith(".toml"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a TOML file. For other policies use --precision {text}"
-        )
-    return text
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -115,9 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     precision, *others = arguments.precision or [None]
     if others:
-        raise UsageError(
-            f"--precision was given twice ({precision}, {others[0]}): one run has one. Leave one out."
-        )
+        raise UsageError(f"--precision was given twice ({precision}, {others[0]}). Leave one out.")
     arguments.precision = precision
     if arguments.masters:
         _check_masters(arguments)
@@ -159,7 +146,7 @@ def _run(request: RunRequest, arguments: argparse.Namespace, rank: int) -> int:
     with ExitStack() as lock:
         records = _prepared(folder, rank, lock)
         if note and rank == 0 and not arguments.quiet:
-            print(f"mezzo: {note}", file=sys.stderr)
+            say(f"mezzo: {note}")
         report = folder / "report.html" if rank == 0 else None
         status = run_request(replace(request, records=records, report=report))
     if rank == 0:
@@ -168,7 +155,7 @@ def _run(request: RunRequest, arguments: argparse.Namespace, rank: int) -> int:
 
         made = page(build_run, folder)  # if that fails, the script's status stands
         if made is not None and not arguments.quiet and status == 0:  # after a failure it is printed already
-            print(f"mezzo: report: {made}", file=sys.stderr)
+            say(f"mezzo: report: {made}")
     return status
 
 
@@ -196,10 +183,9 @@ def _tell_misplaced(arguments: argparse.Namespace, source: str | None) -> None:
         last = [arguments.options.pop()] if arguments.options[-1:] in (["-m"], ["-c"]) else []
         words = shlex.join([*arguments.options, *mine, *last, target, *others])
         named = "the code" if last == ["-c"] else target
-        print(
+        say(
             f"mezzo: `{shlex.join(mine)}` was passed to {named}, which does not mention it: words after the script's "
-            f"name belong to the script. To give it to Mezzo: mezzo run {words}",
-            file=sys.stderr,
+            f"name belong to the script. To give it to Mezzo: mezzo run {words}"
         )
 
 

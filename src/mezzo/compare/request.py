@@ -21,6 +21,7 @@ from mezzo.compare.runs import LAUNCH, FinishedRun
 from mezzo.core.commands import DEFAULT_MARGIN
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import policy
+from mezzo.core.policy_text import is_toml
 from mezzo.core.records import OWN, file_name
 from mezzo.demos import DEMOS
 from mezzo.keras.plan import plan
@@ -103,8 +104,8 @@ FRAMEWORKS = {
         _pytorch_precision,
         ("torch",),
         True,
-        "never called backward(), so there is no loss to compare. Give a script that trains. One that expects torchrun "
-        "needs --nproc.",
+        "never called backward(), so there is no loss to compare; torch.autograd.grad and torch.func are not recorded. "
+        "Give a script that trains with backward(). One that expects torchrun needs --nproc.",
         _trained_keras,
     ),
     "keras": Framework(
@@ -221,14 +222,14 @@ class Request(ScriptRequest):
 def split_precisions(words: Sequence[str]) -> list[str]:
     """The precisions in the values of `--precision`. A part with an ``=`` belongs to the policy string before it.
 
-    >>> split_precisions(["fp32,bf16", "bf16,op.softmax=fp32,fp16", "params=fp32,compute=bf16"])
-    ['fp32', 'bf16', 'bf16,op.softmax=fp32', 'fp16', 'params=fp32,compute=bf16']
+    >>> split_precisions(["fp32,bf16", "bf16,op.softmax=fp32,fp16", "Mine.TOML,params=fp32"])
+    ['fp32', 'bf16', 'bf16,op.softmax=fp32', 'fp16', 'Mine.TOML', 'params=fp32']
     """
     found: list[str] = []
     for word in words:
         parts: list[str] = []
         for piece in filter(None, map(str.strip, word.split(","))):
-            if "=" in piece and parts and not parts[-1].endswith(".toml"):
+            if "=" in piece and parts and not is_toml(parts[-1]):
                 parts[-1] += f",{piece}"
             else:
                 parts.append(piece)

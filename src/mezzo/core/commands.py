@@ -1,11 +1,26 @@
-"""The commands that messages and reports offer for pasting, as words; `shlex.join` quotes them for a POSIX shell."""
+"""Commands that messages and reports offer for pasting, as words for `shlex.join`; and messages on stderr."""
 
 from __future__ import annotations
 
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 DEFAULT_MARGIN = 0.005
+_PASTED = re.compile(r"`[^`]*`|(?<=: )(?:mezzo|torchrun|import) (?:'[^']*'|[^\s'(]|\s(?!\())*")
+
+
+def say(text: str) -> None:
+    """Print a message on stderr, folded to the width of a terminal. Commands stay whole, and so does all in a pipe."""
+    if getattr(sys.stderr, "isatty", bool)():  # a script may have replaced it
+        wrap = textwrap.TextWrapper(subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+        wrap.width = max(30, shutil.get_terminal_size().columns)
+        whole = _PASTED.sub(lambda found: found[0].replace(" ", "\0"), text)
+        text = "\n".join(map(wrap.fill, whole.splitlines())).replace("\0", " ")
+    print(text, file=sys.stderr, flush=True)
 
 
 def command(verb: str, request: Mapping[str, Any], *options: str) -> list[str]:

@@ -23,7 +23,7 @@ CAUSES = {
     "input": "the model's input contains NaN or infinity",
     "state": "a parameter or a buffer contained NaN or infinity before the step",
     "loss": "the loss itself is NaN or infinite. No loss scale helps; the cause is the batch or the model",
-    "unknown": "the cause is unknown: the step could not be run again, and the overflow has not happened again yet",
+    "unknown": "the cause is unknown: the step could not be run again, and no later one has shown it",
 }
 """What can be behind a step whose gradients are not finite."""
 

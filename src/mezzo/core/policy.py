@@ -227,7 +227,7 @@ class Policy:
 
     def fingerprint(self) -> str:
         """A content hash of the policy and the op table, the same in every process."""
-        written = repr(self.quantization) if self.recipe.endswith(".toml") else ""
+        written = repr(self.quantization) if policy_text.is_toml(self.recipe) else ""
         return hashlib.sha256(f"{self.name}{written} {TABLE_VERSION}".encode()).hexdigest()[:16]
 
     @property
@@ -337,7 +337,7 @@ def policy(spec: object, **settings: object) -> Policy:
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, os.PathLike) or (
-        isinstance(spec, str) and spec.endswith(".toml") and "recipe=" not in spec
+        isinstance(spec, str) and policy_text.is_toml(spec) and "recipe=" not in spec
     ):
         return Policy.from_toml(spec)
     if not isinstance(spec, str) and precision_name(spec) not in PRESETS:
@@ -401,7 +401,7 @@ def _checked(entry: Entry) -> Entry:
             f"{where}{name!r} is not a module pattern. Write a dotted path such as head, blocks.0.norm or "
             "blocks.*.norm. * matches one component or a part of one, ** any number of components."
         )
-    if key == "recipe" and value.endswith(".toml"):
+    if key == "recipe" and policy_text.is_toml(value):
         read_recipe(value)
         return entry._replace(value=os.path.abspath(value))
     if key == "bf16_from" and value != "none":

@@ -225,6 +225,11 @@ def print_toml(entries: Sequence[Entry]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def is_toml(text: str) -> bool:
+    """Whether a text is the name of a TOML file, with its suffix in lower or upper case."""
+    return text.lower().endswith(".toml")
+
+
 def load_toml(path: str | os.PathLike[str], noun: str, instead: str, example: str) -> dict[str, Any]:
     """A TOML file as a dictionary; the errors say which kinds of file are meant, and show a line of one."""
     name = os.fspath(path)

@@ -18,7 +18,7 @@ from typing import Any
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import named
-from mezzo.core.policy_text import load_toml
+from mezzo.core.policy_text import is_toml, load_toml
 
 SCALES: Mapping[str, str] = MappingProxyType(
     {
@@ -211,7 +211,7 @@ MXFP8BlockScaling (mxfp8); DeepSeek-V3, arXiv 2412.19437 (fp8-block); arXiv 2509
 
 def recipe_of(compute: str, scaling: str = "tensorwise", recipe: str = "default") -> Recipe:
     """The recipe for what a policy computes in; UnknownNameError where it quantizes nothing."""
-    if recipe.endswith(".toml"):
+    if is_toml(recipe):
         return read_recipe(recipe)
     name = compute if recipe == "default" else recipe
     name = "fp8-rowwise" if (name, scaling) == ("fp8", "rowwise") else name

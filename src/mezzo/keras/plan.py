@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mezzo.core import policy_text
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import format_name, named
 from mezzo.core.loss_scale import LossScale, NoLossScale
@@ -188,7 +189,7 @@ def _as_policy(precision: Any) -> Policy:
             f"precision is {precision!r}. Give a string such as 'bf16', 'fp16,module.head=fp32' or 'mixed_float16', a "
             "mezzo.Policy, or the path of a .toml file. Instead of a keras.DTypePolicyMap, write its keys as patterns."
         )
-    return policy(precision if precision.endswith(".toml") else _in_mezzo_words(precision))
+    return policy(precision if policy_text.is_toml(precision) else _in_mezzo_words(precision))
 
 
 def _in_mezzo_words(text: str) -> str:

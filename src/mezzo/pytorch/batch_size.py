@@ -206,7 +206,7 @@ def _bytes(count: int | None) -> str:
 class Search:
     """Which sizes are tried: `start`, then twice the last up to `max_size`; `until_flat`: while samples/s rise."""
 
-    start: int = 8
+    start: int | None = None  # 8, or less where `max_size` is
     multiple_of: int = 1
     max_size: int | None = None
     until_flat: bool = False
@@ -215,13 +215,14 @@ class Search:
 
     def __post_init__(self) -> None:
         for name, value in zip(self.names, (self.start, self.multiple_of)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise UsageError(f"{name}{value} is less than 1. Example: {name}8")
-        if self.max_size is not None and self.max_size < self.multiple_of:
-            _, multiple_of, most = self.names
+        first = -(-(self.start or 1) // self.multiple_of) * self.multiple_of
+        if self.max_size is not None and self.max_size < first:
+            name, most = self.names[1 if self.start is None else 0], self.names[2]
             raise UsageError(
-                f"{most}{self.max_size} is less than {multiple_of}{self.multiple_of}, so no size can be tried. Use "
-                f"{most}{self.multiple_of} or more"
+                f"{most}{self.max_size} is less than the first size, {first} ({name}{self.start or self.multiple_of}). "
+                f"Use {most}{first} or more, or a smaller {name.strip(' =')}"
             )
 
     def next_size(self, trials: Sequence[Trial], limit: int | None) -> int | None:
@@ -229,7 +230,7 @@ class Search:
         step = self.multiple_of
         ceiling = (self.max_size or sys.maxsize) // step * step
         if not trials:
-            return min(-(-self.start // step) * step, ceiling)
+            return min(-(-(self.start or 8) // step) * step, ceiling)
         low = max((trial.size for trial in trials if trial.fits), default=0)
         high = min((trial.size for trial in trials if not trial.fits), default=None)
         if high is not None:
@@ -266,7 +267,7 @@ def flat_since(trials: Sequence[Trial]) -> int | None:
 @checks_keywords
 def find_batch_size(
     step: Callable[[int], object],
-    start: int = 8,
+    start: int | None = None,
     *,
     limit: int | str | None = None,
     device: torch.device | str | None = None,
@@ -289,7 +290,7 @@ def find_batch_size(
 
     Args:
         step: runs one whole training step with a batch of exactly this many samples.
-        start: the first size. Sizes grow from it, and shrink if it doesn't fit.
+        start: the first size (default 8, or what `max_size` allows). Sizes grow from it, and shrink if it doesn't fit.
         limit: bytes, or text such as ``"4 GiB"``. Default on a CPU: what the machine or the container has left, less
             10 % or 512 MiB, plus what tensors hold already. Default on a GPU: none.
         device: a CPU or a CUDA device whose memory is measured. Default: the model's; without a model, CUDA if
@@ -328,9 +329,7 @@ def find_batch_size(
     if place.type not in ("cpu", "cuda"):
         raise UsageError(f"device {str(place)!r}: memory can be measured on cpu and cuda devices only")
     if rounds < 0:
-        raise UsageError(
-            f"rounds={rounds} is less than 0. It is the number of timed steps of each size, such as 3"
-        )
+        raise UsageError(f"rounds={rounds} is less than 0: it is the number of timed steps. Example: 3")
     search = Search(start, multiple_of, max_size)
     if distributed.is_distributed():
         raise UsageError(

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import itertools
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.core import records
+from mezzo.core.commands import say
 from mezzo.core.errors import UsageError
 from mezzo.core.ranges import Merged, merge
 
@@ -120,11 +120,7 @@ class Journal:
                 self.findings.append(record)
                 if self.tells and record.finding.alarms:
                     self.tells = False
-                    print(
-                        f"mezzo: update {record.update} skipped: {record.finding}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    say(f"mezzo: update {record.update} skipped: {record.finding}")
             elif isinstance(record, records.RangesRecord):
                 merge(self.ranges, record.rows)
             self._put(record)

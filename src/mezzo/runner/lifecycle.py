@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
-from mezzo.core.commands import run_command
+from mezzo.core.commands import run_command, say
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.records import RunStarted
 from mezzo.runner import children, script
@@ -154,7 +154,7 @@ def run(
             if text := "\n".join(filter(None, (summary(failed), _hint(request, error)))):
                 named = failed and request.report is not None
                 sys.stdout.flush()
-                print(text + (f"\nmezzo: report: {request.report}" if named else ""), file=sys.stderr)
+                say(text + (f"\nmezzo: report: {request.report}" if named else ""))
         return error is not session.fatal
 
     with script.surroundings(target, request.argv) as namespace:
@@ -222,7 +222,7 @@ def attend(
             text = summary(status != 0) if session.request.summary else ""
             if text and session.fatal is None:
                 sys.stdout.flush()
-                print(text, file=sys.stderr)
+                say(text)
         if session.fatal is not None:
             parent.mark(error=str(session.fatal))
         parent.leave()

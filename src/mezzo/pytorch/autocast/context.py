@@ -21,6 +21,7 @@ from mezzo.core import errors
 from mezzo.core.errors import UnknownDeviceError, UnknownNameError, UsageError, did_you_mean
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
+from mezzo.core.policy_text import is_toml
 from mezzo.pytorch.autocast import active_policy, compiling, patches
 from mezzo.pytorch.autocast.plan import AUTOCAST_KEYS
 from mezzo.pytorch.dtypes import dtype_of
@@ -137,7 +138,7 @@ def context_of(
         if first is not policy:
             return context_of(first, second, enabled, cache_enabled)
         found = Context(first, second, enabled, cache_enabled)
-        is_file = not isinstance(policy, (Policy, str, torch.dtype)) or str(policy).endswith(".toml")
+        is_file = not isinstance(policy, (Policy, str, torch.dtype)) or is_toml(str(policy))
         if not is_file and found.is_as_asked:  # a file, or which devices there are, may change
             _contexts[key] = found
     return found

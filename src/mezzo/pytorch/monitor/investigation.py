@@ -69,7 +69,7 @@ def investigate(
     if candidates:
         found, place = next((pair for pair in candidates if pair[0].alarms), candidates[0])
         return _noted(found, notes), place
-    note = "; ".join(notes) or "all model calls of the step were finite when run again"
+    note = "; ".join(notes) or "all model calls of the step were finite when run again" * bool(calls)
     return OverflowReport("unknown", note=note), None
 
 

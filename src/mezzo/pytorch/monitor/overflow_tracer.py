@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -59,7 +60,7 @@ def _never_raises(method: Callable[..., None]) -> Callable[..., None]:
         try:
             method(self, *args)
         except Exception as error:
-            self._trouble.append(f"tracing failed: {in_one_line(error)}")
+            self._trouble.setdefault(f"tracing failed: {in_one_line(error)}")
 
     return guarded
 
@@ -99,7 +100,7 @@ class OverflowTracer(StepObserver):
         self._live: ForwardTrace | None = None
         self._watching = False
         self._to_watch = 0
-        self._trouble: list[str] = []
+        self._trouble: dict[str, None] = {}
         self._group_of, self._alone = group_of, alone
         parallel = isinstance(model, nn.parallel.DistributedDataParallel)
         # Weak: a group that outlives its end keeps gloo's threads into the end of Python, which they abort at times.
@@ -130,6 +131,9 @@ class OverflowTracer(StepObserver):
             self._effects[inner] = SideEffects(inner)
             if self._model is not None and path_of(inner, self._model):  # a part of it, called by itself
                 self._effects[inner].root = weakref.ref(unwrapped(self._model))
+        if torch._C._functorch.get_interpreter_stack() is not None:
+            self._trouble.setdefault("model calls inside torch.func (vmap, jvp, grad) can't be run again")
+            return
         self._open = SavedCall(model, args, kwargs, self._effects[inner], self._enter, users_line())
 
     @_never_raises
@@ -263,7 +267,7 @@ class OverflowTracer(StepObserver):
                 self._live.paused = False
             except Exception as error:
                 self._to_watch, self._live = 0, None
-                self._trouble.append(f"tracing failed: {in_one_line(error)}")
+                self._trouble.setdefault(f"tracing failed: {in_one_line(error)}")
             self._watching = True
             stack.callback(setattr, self, "_watching", False)
             yield
@@ -290,12 +294,12 @@ class OverflowTracer(StepObserver):
         except Exception as error:
             finding = OverflowReport("unknown", note=f"the search for the cause failed: {in_one_line(error)}")
         if finding.cause == "unknown" and self._group is None and is_distributed():
-            self._trouble.append("the cause may be on another rank")
+            self._trouble.setdefault("the cause may be on another rank")
         elif finding.cause == "unknown" and not self._scales:
-            self._trouble.append("no backward pass was seen for this step")
+            self._trouble.setdefault("no backward pass was seen for this step")
         failed = [one.trouble for one in (self._live, *self._outside.values()) if one is not None]
-        self._trouble += [f"tracing failed: {trouble}" for trouble in failed if trouble]
-        note = "; ".join(filter(None, (finding.note, *dict.fromkeys(self._trouble))))
+        self._trouble |= {f"tracing failed: {trouble}": None for trouble in failed if trouble}
+        note = "; ".join(filter(None, (finding.note, *self._trouble)))
         return replace(finding, note=note, seconds=time.perf_counter() - began, kept_bytes=kept)
 
     def _agreed(self, finding: OverflowReport) -> OverflowReport:

@@ -280,7 +280,7 @@ class Session:
         if status == 0 and self.left_alone is None and isinstance(self.scale, NoLossScale):
             self._check_finite()
         if not self.journal.losses and self.left_alone is None and status == 0:
-            self.journal.note("the script never called backward()")
+            self.journal.note("the script never called backward() (autograd.grad and torch.func don't count)")
 
     def _check_finite(self) -> None:
         """Note a last loss, or weights, that are not finite, and the command that finds the operation."""

@@ -152,9 +152,7 @@ def for_keras(session: Session) -> list[str]:
 def _left_alone(session: Session) -> str:
     if before := session.lowered_calls:
         calls = _count(before, "call")
-        return (
-            f"the script ran unchanged from there on; {calls} before that began in {session.policy.compute}"
-        )
+        return f"the script ran unchanged from there on; {calls} before began in {session.policy.compute}"
     if session.request.apex:
         return "the script's own amp.initialize set the precision; Mezzo provided apex"
     asked = session.request.policy
@@ -181,9 +179,7 @@ def _fallbacks() -> list[str]:
     ops = ", ".join(f"{op} ({_count(calls, 'call')})" for op, calls in CALLS.most_common())
     why = "PyTorch has no 16-bit kernel for these inputs"
     if "masked_fill" in ops:
-        why += (
-            " or, in masked_fill, the format lacks the number (-1e9 in fp16; write torch.finfo(x.dtype).min)"
-        )
+        why += " or, in masked_fill, the format lacks the number (-1e9 in fp16; use torch.finfo(x.dtype).min)"
     return [f"ran in FP32, because {why}: {ops}"] if ops else []
 
 
