@@ -309,7 +309,8 @@ def _total_norm(grads: list[Tensor]) -> Tensor:
     """`torch.nn.utils.get_total_norm(grads)`, without its 12 us of looking where gradients are if that is one place."""
     if len({grad.device for grad in grads}) != 1:
         return torch.nn.utils.get_total_norm(grads)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    return norm
 
 
 def _inverse(scale: Tensor, rescale: float) -> Tensor:
