@@ -265,7 +265,8 @@ def _torch_off(session: Session, patches: Patches, torch: Any) -> None:
     @functools.wraps(default)
     def set_default_dtype(d: Any) -> None:
         if _is_half(d):
-            package = sys._getframe(1).f_globals.get("__name__", "__main__").partition(".")[0]
+            caller = next(itertools.islice(traceback.walk_stack(inspect.currentframe()), 1, None))[0]
+            package = caller.f_globals.get("__name__", "__main__").partition(".")[0]
             by = "" if package == "__main__" else f" by {package}"
             switched_off(session, f"torch.set_default_dtype({d}){by}")
         else:
