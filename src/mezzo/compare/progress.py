@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 class Watcher:
     """Shows each run as it begins, advances and ends; without a console, or if `quiet` in a pipe, it prints nothing."""
 
+    _console: Console | None = None
     _bar: Progress | None = None
     _task: TaskID | None = None
 
