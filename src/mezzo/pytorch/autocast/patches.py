@@ -27,29 +27,38 @@ _DEVICE = active_policy.LABEL_DEVICE
 _CORE, _CHECKPOINT = vars(torch._C), vars(torch_checkpoint)
 
 
-def _swap(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
-    """Replace all of `old`, unless something else has replaced one of them."""
-    core, names = _CORE, _CHECKPOINT
-    switches = core["_set_grad_enabled"], core["_InferenceMode"]
-    if (*switches, names["_CheckpointFrame"], names["CheckpointFunction"]) != old:
-        return False
-    core["_set_grad_enabled"], core["_InferenceMode"], frame, function = new
-    names["_CheckpointFrame"], names["CheckpointFunction"] = frame, function
-    return True
-
-
 def hold() -> None:
     """An outermost context begins in some thread."""
     _open.append(None)
-    if not _swap(_theirs, _ours) and _CHECKPOINT["CheckpointFunction"] is not _ours[-1]:
-        _replace()  # else another thread or `mezzo run` has replaced them
+    core, names = _CORE, _CHECKPOINT
+    switch, mode, frame, function = _theirs
+    if (
+        core["_set_grad_enabled"] is switch
+        and core["_InferenceMode"] is mode
+        and names["_CheckpointFrame"] is frame
+        and names["CheckpointFunction"] is function
+    ):
+        core["_set_grad_enabled"], core["_InferenceMode"], frame, function = _ours
+        names["_CheckpointFrame"], names["CheckpointFunction"] = frame, function
+    elif names["CheckpointFunction"] is not _ours[-1]:  # else another thread or `mezzo run` has replaced them
+        _replace()
 
 
 def release() -> None:
     """End what one `hold` began. What another library has replaced since stays."""
     _open.pop()
     if not _open:
-        if not _swap(_ours, _theirs):
+        core, names = _CORE, _CHECKPOINT
+        switch, mode, frame, function = _ours
+        if (
+            core["_set_grad_enabled"] is switch
+            and core["_InferenceMode"] is mode
+            and names["_CheckpointFrame"] is frame
+            and names["CheckpointFunction"] is function
+        ):
+            core["_set_grad_enabled"], core["_InferenceMode"], frame, function = _theirs
+            names["_CheckpointFrame"], names["CheckpointFunction"] = frame, function
+        else:
             for (name, where), theirs, ours in zip(_WHERE.items(), _theirs, _ours):
                 if where[name] is ours:
                     where[name] = theirs
