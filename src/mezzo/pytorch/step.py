@@ -306,7 +306,7 @@ def clip_(
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:
-    """`torch.nn.utils.get_total_norm(grads)`, without its 12 us of looking where gradients are if that is one place."""
+    """`torch.nn.utils.get_total_norm(grads)`, but for its slow look at where they are."""
     if len({grad.device for grad in grads}) != 1:
         return torch.nn.utils.get_total_norm(grads)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))

@@ -151,8 +151,8 @@ def for_keras(session: Session) -> list[str]:
 
 def _left_alone(session: Session) -> str:
     if before := session.lowered_calls:
-        calls = _count(before, "call")
-        return f"the script ran unchanged from there on; {calls} before began in {session.policy.compute}"
+        calls = _count(before, "earlier call")
+        return f"the script ran unchanged from there on; {calls} began in {session.policy.compute}"
     if session.request.apex:
         return "the script's own amp.initialize set the precision; Mezzo provided apex"
     asked = session.request.policy
