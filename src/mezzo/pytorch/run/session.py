@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import os
-import shlex
 import sys
 import weakref
 from dataclasses import dataclass, field, replace
@@ -303,7 +302,7 @@ class Session:
     def command(self, policy: str, *options: str) -> str:
         """The command that runs this script under another policy, or with other options only."""
         precision = ("--precision", policy) if policy else ()
-        return shlex.join(run_command(vars(self.request), *options, *precision))
+        return run_command(vars(self.request), *options, *precision)
 
     @property
     def without_own(self) -> str:
