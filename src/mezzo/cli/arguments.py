@@ -7,13 +7,12 @@ import difflib
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from mezzo.core.commands import folded
+from mezzo.core.commands import folded, say
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.demos import Demo
 
@@ -47,7 +46,7 @@ class Parser(argparse.ArgumentParser):
             before, _, after = shlex.join(self.words).partition(f"{option} ")
             if after and after.split()[0] not in self._option_string_actions:
                 fix = f". A value that begins with a dash is joined with =: {self.prog} {before}{option}={after}"
-        self.print_usage(sys.stderr)
+        say(self.format_usage().rstrip())
         raise UsageError(message + fix)
 
     def parse_with_script(self, words: Sequence[str], *, owns_rest: bool) -> argparse.Namespace:
