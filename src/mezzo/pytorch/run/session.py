@@ -114,7 +114,7 @@ def check(policy: Policy) -> None:
     """Raise UsageError unless an unmodified script can be run with weights stored as this policy says."""
     if policy.params == "fp16":
         raise UsageError(
-            f"policy '{policy}': mezzo run can't train fp16 weights, because unscaled fp16 gradients lose small "
+            f"policy '{policy}': `mezzo run` can't train fp16 weights, because unscaled fp16 gradients lose small "
             "values. Remove params and masters, use bf16 instead of fp16, or call mezzo.MixedPrecision(model, "
             "optimizer, 'fp16', masters='fp32') in the script."
         )
