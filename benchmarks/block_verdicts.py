@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +95,7 @@ def compared(row: Row, folder: Path) -> dict[str, Any]:
     found = compare(request, folder)["candidates"]
     asked = request.asked() if row.demo else {**request.asked(), "target": f"benchmarks/{row.target.name}"}
     return {
-        "command": shlex.join(compare_command(asked)),
+        "command": compare_command(asked),
         "minutes": minutes(folder / "runs"),
         "candidates": {name: {key: one[key] for key in KEPT} for name, one in found.items()},
         "differences": {

@@ -14,7 +14,7 @@ def options(verb: str) -> Callable[[], str]:
     """A function that returns one command's table, with the texts of its ``--help``."""
 
     def table() -> str:
-        parser = Parser(f"mezzo {verb}", None)
+        parser = Parser(f"mezzo {verb}", "")
         importlib.import_module(f"mezzo.cli.{verb.replace('-', '_')}").configure(parser)
         lines = ["| option | what it does |", "|---|---|"]
         for action in parser._actions:

@@ -23,7 +23,7 @@ FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_calibrati
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory in which runs are pretended."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it, and lines are folded to it
+    monkeypatch.setenv("COLUMNS", "40")  # in a pipe nothing is folded
     monkeypatch.setattr(verb, "LAUNCH", FAKE)
     return tmp_path
 

@@ -56,7 +56,7 @@ def test_a_command_on_a_page_asks_for_a_comparison(here: Path, line: str) -> Non
     (here / "mezzo-calibrate-train").mkdir()
     (here / "mezzo-calibrate-train" / "policy.toml").write_text(policy("nvfp4,module.head=bf16").to_toml())
     _, _, *words = shlex.split(line, comments=True)
-    parser = Parser("mezzo compare", None)
+    parser = Parser("mezzo compare", "")
     verb.configure(parser)
     request, remarks = verb.request_of(parser.parse_with_script(words, owns_rest=False))
     assert remarks == []

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import io
 import os
+import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +20,7 @@ import pytest
 import mezzo
 from mezzo.cli.arguments import Parser
 from mezzo.cli.main import RUN_A_SCRIPT, VERBS, main
+from mezzo.core.commands import columns, folded
 from mezzo.core.errors import MezzoError, UsageError
 
 
@@ -132,8 +137,23 @@ WRONG: list[tuple[str, str]] = [
     ("run --seeds 3 train.py", "an option of mezzo compare"),
     ("run --epochs 3 train.py", "mezzo run train.py -- --epochs 3"),
     ("run --precision bf16 --precision fp16 train.py", "given twice (bf16, fp16)"),
+    (
+        "run --precision bf16 --quiet --policy=fp16 train.py --x",
+        ": mezzo run --quiet --policy=fp16 train.py --x\n",
+    ),
+    ("run --masters split --own off train.py", ": mezzo run --masters split train.py\n"),
+    (
+        "run --masters split --precision fp16 train.py",
+        ": mezzo run --own off --precision fp16,masters=split train.py\n",
+    ),
+    ("run --masters split --watch train.py", ": mezzo run --masters split train.py\n"),
+    ("--precision bf16 train.py", "mezzo run --precision bf16 train.py\n"),
     ("train.py --epochs 3", "mezzo run train.py --epochs 3"),
     *((f"{verb} train.py --epochs 3", AFTER.format(verb)) for verb in ("calibrate", "compare")),
+    (
+        "compare --seeds 3 --precision bf16 train.py --precision=bf16 --seeds 5 --epochs 3",
+        ": mezzo compare train.py --precision=bf16 --seeds 5 -- --epochs 3\n",
+    ),
     ("compare train.py --presicion=bf16", "Did you mean --precision?"),
     ("compare", "SCRIPT, --demo NAME and -m MODULE; received none"),
     ("compare train.py --demo digits", "received train.py, digits"),
@@ -171,6 +191,78 @@ def test_wrong_usage_says_what_to_write(
     assert mend in captured.err
     assert captured.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+FOLDED = [
+    "doctor --gpu H100",
+    "doctor --gpu T5",
+    "doctor train.py",
+    "formats nvfp4-plain",
+    "formats show 1/3",
+    "compair",
+    "compare train.py --epochs 3",
+    "run --masters split --precision bf16 train.py",
+    "report missing",
+    "migrate missing.py",
+]
+
+
+@pytest.mark.parametrize("words", FOLDED)
+def test_text_is_folded_to_a_terminal_except_for_commands_and_not_folded_in_a_pipe(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("from torch import autocast\nwith autocast('cuda'):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    status, piped = main(words.split()), "".join(capsys.readouterr())
+    monkeypatch.setenv("COLUMNS", "70")
+    assert (main(words.split()), "".join(capsys.readouterr())) == (status, piped)
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert main(words.split()) == status
+    shown = "".join(capsys.readouterr())
+    assert shown.split() == piped.split()
+    wide = [line.strip() for line in shown.splitlines() if len(line) > 70]
+    assert all(line.startswith("mezzo ") and f": {line}" in piped for line in wide)
+
+
+def test_the_width_is_that_of_the_terminal_although_stdout_is_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(sys, "__stdout__", None)
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 53, 0, 0))
+    with open(ours, "rb"), open(theirs, "w") as terminal:
+        assert columns(terminal) == 53
+        monkeypatch.setenv("COLUMNS", "90")
+        assert columns(terminal) == 90
+    assert columns(io.StringIO()) is columns(None) is None
+
+
+# What is folded, to 30 columns; the lines.
+LINES = {
+    "One sentence. To run it: mezzo run --precision bf16 train.py. The rest is folded, too.": [
+        "One sentence. To run it:", "  mezzo run --precision bf16 train.py.", "  The rest is folded, too.",
+    ],
+    "unknown: --steps. Every option: mezzo formats --help": [
+        "unknown: --steps. Every", "  option: mezzo formats --help",
+    ],
+    "In a call, mezzo.policy(one, two, three), and `some code of many words` alike": [
+        "In a call,", "  mezzo.policy(one, two, three),", "  and", "  `some code of many words`", "  alike",
+    ],
+    "first       a cell of a table, which is folded": ["first       a cell of a table,", "            which is folded"],
+    "Next:\n  mezzo compare --precision bf16 train.py -- --epochs 3\nEnd": [
+        "Next:", "  mezzo compare --precision bf16 train.py -- --epochs 3", "End",
+    ],
+    "A command in code of two lines: mezzo run -c 'import os\nif True:\n    print(os.environ)' -x": [
+        "A command in code of two", "  lines:", "  mezzo run -c 'import os", "if True:", "    print(os.environ)' -x",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LINES)
+def test_lines_are_folded_around_commands_and_below_the_second_column(text: str) -> None:
+    assert folded(text, 30).splitlines() == LINES[text]
+    assert folded(text, None) == text
 
 
 # Whether all words after the script are its own; the words; Mezzo's, the script, and its own.
@@ -214,9 +306,9 @@ def test_options_may_stand_on_either_side_of_the_script(
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_words_that_could_be_anybodys_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(UsageError, match=f": {re.escape(REFUSED[words])}$"):
         parser_of_a_script().parse_with_script(words.split(), owns_rest=False)
-    assert f": {REFUSED[words]}\n" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("usage: ")
 
 
 LOCKED: list[tuple[str, str]] = [

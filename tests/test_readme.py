@@ -102,7 +102,7 @@ def test_commands_on_a_page_have_options_that_exist(page: Path) -> None:
     for line in re.findall(r"^mezzo [a-z].*$", "".join(BASH.findall(text)), re.MULTILINE):
         _, verb, *words = shlex.split(line, comments=True)
         assert verb in VERBS, line
-        module, parser = importlib.import_module(f"mezzo.cli.{verb.replace('-', '_')}"), Parser(verb, None)
+        module, parser = importlib.import_module(f"mezzo.cli.{verb.replace('-', '_')}"), Parser(verb, "")
         module.configure(parser)
         known = {option for action in parser._actions for option in action.option_strings}
         ours = list(itertools.takewhile(lambda word: not word.endswith((".py", ".train", ".run")), words))

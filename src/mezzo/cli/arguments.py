@@ -7,11 +7,12 @@ import difflib
 import re
 import shlex
 import shutil
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from mezzo.core.commands import folded, say
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.demos import Demo
 
@@ -21,27 +22,22 @@ _UNKNOWN = "unrecognized arguments: "
 OF_COMPARE = ("--seeds", "--metric", "--metric-better", "--metric-margin", "--margin", "--framework")
 
 
-def folded(text: str) -> str:
-    """A text with its paragraphs folded to the terminal's width; indented lines, such as commands, stay whole."""
-    columns = min(shutil.get_terminal_size().columns, 100)
-    wrap = textwrap.TextWrapper(columns, break_on_hyphens=False, break_long_words=False)
-    return re.sub(r"(?m)(^\S.*\n?)+", lambda found: wrap.fill(found[0]) + "\n", text.strip()).rstrip()
+def help_text(text: str) -> str:
+    """A docstring, its paragraphs folded to the terminal's width, or in a pipe as argparse folds its options."""
+    paragraphs = re.sub(r"(?m)^(\S.*)\n(?=\S)", r"\1 ", text.strip())
+    return folded(paragraphs, min(shutil.get_terminal_size().columns, 100), indent=0)
 
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser, which folds the text of docstrings, accepts no abbreviated option, and suggests fixes."""
 
-    def __init__(self, prog: str, description: str | None) -> None:
-        super().__init__(
-            prog=prog,
-            description=folded(description or ""),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+    def __init__(self, prog: str, description: str) -> None:
+        text, raw = help_text(description), argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=text, formatter_class=raw, allow_abbrev=False)
         self.words: Sequence[str] = ()  # as they were given
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2; the message has the fix if one is known."""
+        """Raise UsageError; the message has the fix if one is known."""
         fix = ""
         if message.startswith(_UNKNOWN):
             fix = f".{self._near(message.removeprefix(_UNKNOWN).split())} Every option: {self.prog} --help"
@@ -50,7 +46,8 @@ class Parser(argparse.ArgumentParser):
             before, _, after = shlex.join(self.words).partition(f"{option} ")
             if after and after.split()[0] not in self._option_string_actions:
                 fix = f". A value that begins with a dash is joined with =: {self.prog} {before}{option}={after}"
-        super().error(message + fix)
+        say(self.format_usage().rstrip())
+        raise UsageError(message + fix)
 
     def parse_with_script(self, words: Sequence[str], *, owns_rest: bool) -> argparse.Namespace:
         """Parse ``[options] SCRIPT args`` or ``SCRIPT [options] -- args`` into `options`, `script` and `argv`.
@@ -58,10 +55,8 @@ class Parser(argparse.ArgumentParser):
         With `owns_rest` all words after SCRIPT are the script's, unless only Mezzo's options stand between it and a
         ``--``. Without it, other words than Mezzo's options are the script's only if no such option follows.
         """
-        at = 0
-        while at < len(words) and (taken := self._taken(words[at])):
-            at += taken
-        ours, rest = list(words[:at]), list(words[at:])
+        ours = [word for _, item in takewhile(lambda one: one[0], self.items(words)) for word in item]
+        rest = list(words[len(ours) :])
         named = not owns_rest and any(word.startswith(("--demo", "-m")) for word in ours)
         cut = rest.index("--") if "--" in rest else None
         if cut == 0:
@@ -92,19 +87,32 @@ class Parser(argparse.ArgumentParser):
 
     def split(self, words: Sequence[str], but_for: str = "") -> tuple[list[str], list[str]]:
         """This parser's options with their values, without those in the text `but_for`; and all other words."""
-        mine, others, at = list[str](), list[str](), 0
-        while at < len(words):
-            taken = self._taken(words[at])
-            is_mine = taken and words[at].partition("=")[0] not in but_for
-            (mine if is_mine else others).extend(words[at : at + max(taken, 1)])
-            at += max(taken, 1)
+        mine, others = list[str](), list[str]()
+        for action, item in self.items(words):
+            option, _, value = item[0].partition("=")
+            lacks = action and action.nargs is None and not value and item[-1].startswith("-")
+            is_mine = action and not (but_for and (lacks or option in but_for))
+            (mine if is_mine else others).extend(item)
         return mine, others
 
-    def _taken(self, word: str) -> int:
-        """How many words this option takes up, with its value; 0 if it is not an option of this parser."""
-        option, _, value = word.partition("=")
-        action = self._option_string_actions.get(option)
-        return 0 if action is None else 1 + (action.nargs is None and not value)
+    def items(self, words: Sequence[str]) -> Iterator[tuple[argparse.Action | None, list[str]]]:
+        """Each option of this parser, with its value; and each other word, with None."""
+        at = 0
+        while at < len(words):
+            option, _, value = words[at].partition("=")
+            action: argparse.Action | None = self._option_string_actions.get(option)
+            taken = 2 if action and action.nargs is None and not value else 1
+            yield action, list(words[at : at + taken])
+            at += taken
+
+    def once(self, words: Sequence[str], exclude: Sequence[set[str]] = ()) -> list[str]:
+        """The words with each option once: its last value, and the last of options that exclude each other."""
+        kept = dict[str, list[str]]()
+        for action, item in self.items(words):
+            name = "=".join(item) if isinstance(action, (argparse._AppendAction, type(None))) else action.dest
+            against = {name}.union(*(group for group in exclude if name in group))
+            kept = {other: one for other, one in kept.items() if other not in against} | {name: item}
+        return [word for item in kept.values() for word in item]
 
     def _near(self, words: Sequence[str]) -> str:
         """The option that was probably meant, as a question; empty if there is none."""
@@ -116,21 +124,20 @@ class Parser(argparse.ArgumentParser):
         if not {"-h", "--help"}.isdisjoint(ours):
             self.parse_args(["--help"])
         if unknown[0] in OF_COMPARE and not self.prog.endswith("compare"):
-            super().error(f"{_UNKNOWN}{unknown[0]} is an option of mezzo compare: mezzo compare --help")
-        command = f"{self.prog} {shlex.join([*ours, '--', *unknown, *more])}"
+            self.error(f"{unknown[0]} is an option of mezzo compare: mezzo compare --help")
+        ours = self.once(ours)
         if "--vary" in self._option_string_actions and not any(word.startswith("--vary") for word in ours):
             varied = shlex.join([*ours, f"--vary={unknown[0]}"])
-            super().error(f"--vary is missing. To try several values of {unknown[0]}: {self.prog} {varied}")
-        super().error(
-            f"{_UNKNOWN}{shlex.join(unknown)}.{self._near(unknown)} Arguments of your script go after --: {command}"
-        )
+            self.error(f"--vary is missing. To try several values of {unknown[0]}: {self.prog} {varied}")
+        command = f"{self.prog} {shlex.join([*ours, '--', *unknown, *more])}"
+        given = f"not options of Mezzo: {shlex.join(unknown)}.{self._near(unknown)}"
+        self.error(f"{given} Arguments of your script go after --: {command}")
 
 
-def add_target(parser: argparse.ArgumentParser, demos: Mapping[str, Demo]) -> None:
-    """The words SCRIPT, --demo and -m."""
-    parser.usage = (
-        parser.usage or f"{parser.prog} [options] (SCRIPT | --demo NAME | -m MODULE) [-- SCRIPT'S ARGUMENTS]"
-    )
+def add_target(parser: argparse.ArgumentParser, demos: Mapping[str, Demo], needed: str = "") -> None:
+    """The words SCRIPT, --demo and -m, and the usage, with the option that is `needed`."""
+    target = "(SCRIPT | --demo NAME | -m MODULE) [-- SCRIPT'S ARGUMENTS]"
+    parser.usage = f"{parser.prog} {needed}[options] {target}"
     script = "the training script: a path, or a directory with a __main__.py"
     parser.add_argument("script", nargs="?", help=script)
     demo = f"a demo that comes with Mezzo, instead of a script: {', '.join(sorted(demos))}"
@@ -143,8 +150,8 @@ def target_of(arguments: argparse.Namespace, demos: Mapping[str, Demo], example:
     """The script's path, or the module's name; `demos` are the verb's, `example` is a right command, for the error."""
     given = [word for word in (arguments.script, arguments.demo, arguments.module) if word]
     if len(given) != 1:
-        received = f"received {', '.join(given)}" if given else "received none"
-        raise UsageError(f"give one of SCRIPT, --demo NAME and -m MODULE; {received}. Example: {example}")
+        got = ", ".join(given) or "none"
+        raise UsageError(f"give one of SCRIPT, --demo NAME and -m MODULE; received {got}. Example: {example}")
     if not arguments.demo:
         return str(given[0])
     if arguments.demo not in demos:
@@ -164,9 +171,7 @@ def whole(what: str, example: int, least: int | None = None) -> Callable[[str], 
     def read(text: str) -> int:
         found = _read(int, text, f"an integer{what and f' (the number of {what})'}. Example: {example}")
         if least is not None and found < least:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is too small. The minimum is {least}. Example: {example}"
-            )
+            raise argparse.ArgumentTypeError(f"{text!r}. The minimum is {least}. Example: {example}")
         return found
 
     return read
@@ -179,11 +184,8 @@ def number(text: str) -> float:
 
 def share(text: str) -> float:
     """A share, for `add_argument(type=...)`: 0.005, or 0.5%."""
-
-    def read(text: str) -> float:
-        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
-
-    return _read(read, text, "a number. Examples: 0.005 or 0.5%")
+    size = 0.01 if text.endswith("%") else 1.0
+    return _read(lambda one: float(one.removesuffix("%")) * size, text, "a number. Examples: 0.005 or 0.5%")
 
 
 def _read(reader: Callable[[str], _Number], text: str, expected: str) -> _Number:

@@ -45,6 +45,7 @@ from mezzo.compare.progress import Watcher
 from mezzo.compare.request import ScriptRequest, split_precisions
 from mezzo.compare.runs import LAUNCH, FinishedRun, run_to_end, terminated_like_an_interrupt
 from mezzo.core.byte_counts import parse_bytes
+from mezzo.core.commands import say
 from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.policy import policy
 from mezzo.core.records import file_name
@@ -66,17 +67,14 @@ MEASURED = 3
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.usage = (
-        "mezzo batch-size (SCRIPT | --demo NAME | -m MODULE) --vary=OPTION [options] [-- SCRIPT'S ARGUMENTS]"
-    )
-    add_target(parser, DEMOS)
+    add_target(parser, DEMOS, "--vary=OPTION ")
     add, size = parser.add_argument, whole("", 8, least=1)
     add("--vary", metavar="OPTION", help="the script's batch size option, as the script spells it")
     precision = "presets, policy strings or .toml files, with commas or given again (default fp32,bf16)"
     add("--precision", action="append", metavar="P", help=precision)
     limit = (
-        "the bytes that a step may take, such as 4GiB (default on a CPU: the available memory less 10 %% or 512 MiB; "
-        "on a GPU: none, sizes grow until an allocation fails)"
+        "the bytes that a step may take, such as 4GiB (default on a CPU: the available memory, less 10 %% of it or "
+        "512 MiB, the larger; on a GPU: none, sizes grow until an allocation fails)"
     )
     add("--limit", metavar="BYTES", help=limit)
     add("--start", type=size, metavar="N", help="the first size (default 8, or less where --max is)")
@@ -126,7 +124,10 @@ def run(arguments: argparse.Namespace) -> int:
                 }
                 text = json.dumps(data, indent=2, allow_nan=False)
                 write_whole(folder / FILE, text + "\n")
-    print(text if arguments.json else _report(found, _prefix(arguments.vary) or "batch size "))
+    if arguments.json:
+        print(text)
+    else:
+        say(_report(found, _prefix(arguments.vary) or "batch size "), out=True)
     if shown.interrupted:
         raise KeyboardInterrupt
     return int(not all(result.fits for result in found.values()))

@@ -26,9 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import shutil
-import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,7 +40,7 @@ from mezzo.compare.request import ScriptRequest
 from mezzo.compare.runs import LAUNCH, run_to_end, terminated_like_an_interrupt
 from mezzo.core import records
 from mezzo.core.calibration import FORMATS, RANKED, Recommendation, check_format, ranked_for, recommend
-from mezzo.core.commands import DEFAULT_MARGIN, command
+from mezzo.core.commands import DEFAULT_MARGIN, command, say
 from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
@@ -80,14 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print((folder / RESULT).read_text(encoding="utf-8"), end="")
         return 0
-    width = shutil.get_terminal_size((10_000, 24)).columns
-    for line in found.lines(arguments.verbose):  # indented lines, of the table, stay whole
-        print(line if line.startswith(" ") else textwrap.fill(line, width))
     advice, use = next_step(found, request, folder)
     made = [f"Report: {report}"] * (report is not None)
-    print("", *made, f"Next: {advice}:", f"  {use}", sep="\n")
+    lines = [*found.lines(arguments.verbose), "", *made, f"Next: {advice}:", f"  {use}"]
     if found.format == "bf16" and found.kept:  # which only fp16 needs
-        print(f"For the fp16 policy, with its FP32 modules:\n  {request.in_fp16}")
+        lines += ["For the fp16 policy, with its FP32 modules:", f"  {request.in_fp16}"]
+    say("\n".join(lines), out=True)
     return 0
 
 
@@ -111,7 +106,7 @@ class CalibrationRequest(ScriptRequest):
         """The command of the same calibration for fp16."""
         words = [f"--steps={self.steps}"] * (self.steps != type(self).steps)
         words += [f"--margin={self.margin}"] * (self.margin != DEFAULT_MARGIN)
-        return shlex.join(command("calibrate", vars(self), *words, "--precision", "fp16"))
+        return command("calibrate", vars(self), *words, "--precision", "fp16")
 
 
 def next_step(found: Recommendation, request: CalibrationRequest, folder: Path) -> tuple[str, str]:
@@ -122,7 +117,7 @@ def next_step(found: Recommendation, request: CalibrationRequest, folder: Path) 
     advice = "test it against FP32"
     if precision != found.format and ranked_for(found.format):
         precision, advice = f"{found.format},{precision}", f"{advice}, with {found.format} as it is"
-    return advice, shlex.join(command("compare", vars(request), "--precision", precision))
+    return advice, command("compare", vars(request), "--precision", precision)
 
 
 def calibrate_script(request: CalibrationRequest, folder: Path, shown: Watcher) -> Recommendation:

@@ -31,9 +31,7 @@ Exit status: 0 no candidate is divergent; 1 one is; 2 wrong usage, or a script t
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,10 +44,10 @@ from mezzo.cli.arguments import add_target, folder_of, number, share, target_of,
 from mezzo.cli.report import page
 from mezzo.compare.answer import metric_name, next_steps, unclear_speed, written
 from mezzo.compare.comparison import compare
-from mezzo.compare.progress import Watcher
+from mezzo.compare.progress import Watcher, tell
 from mezzo.compare.request import FRAMEWORKS, Request, candidates
 from mezzo.core.byte_counts import written_bytes
-from mezzo.core.commands import DEFAULT_MARGIN
+from mezzo.core.commands import DEFAULT_MARGIN, say
 from mezzo.core.errors import UsageError
 from mezzo.core.records import OWN
 from mezzo.demos import DEMOS
@@ -84,16 +82,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print, and return the exit status."""
-    errors = Console(stderr=True)
     request, remarks = request_of(arguments)
     for remark in remarks:
-        errors.print(f"note: {remark}", markup=False, highlight=False)
+        say(f"note: {remark}")
     folder = folder_of(arguments, "compare")
-    told = Watcher(errors, quiet=arguments.json)
+    told = Watcher(Console(stderr=True), quiet=arguments.json)
     try:
         verdict = compare(request, folder, fresh=arguments.fresh, watcher=told)
     except KeyboardInterrupt:
-        print(f"Finished runs are kept in {folder}. To continue, give the same command.", file=sys.stderr)
+        say(f"Finished runs are kept in {folder}. To continue, give the same command.")
         raise
     report = page(build, folder)
     if arguments.json:
@@ -128,13 +125,10 @@ def show(console: Console, verdict: Mapping[str, Any], report: Path | None, verb
     """Print a plain line for each candidate, the numbers (a table on a terminal where it fits), and what to do next."""
     candidates: Mapping[str, Mapping[str, Any]] = verdict["candidates"]
     metric = metric_name(verdict["request"]["metric"])
-    piped = not console.is_terminal  # where one thing has one line
-    told = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     console.print()
     for name, one in candidates.items():
-        style = STYLES.get(one["parity"], "")
         named = f"{name} ({verdict['own']})" if name == OWN and verdict["own"] else name
-        console.print(Text.assemble((f"{named}: ", "bold"), (one["plain"], style)), soft_wrap=piped)
+        tell(console, f"{named}: {one['plain']}", STYLES.get(one["parity"], ""))
     console.print()
     table = _table(str(verdict["baseline"]), candidates, metric)
     wide = console.options.update(max_width=10_000)
@@ -145,13 +139,13 @@ def show(console: Console, verdict: Mapping[str, Any], report: Path | None, verb
             console.print(Text(name, style="bold"))
             rows = [row for row in _rows(one, metric) if row[2] != MISSING]
             for label, fp32, value in rows:
-                told(f"  {label:<{max(15, len(metric) + 2)}}{value}{f'   (FP32 {fp32})' if fp32 else ''}")
+                tell(console, f"  {label:<{max(15, len(metric) + 2)}}{value}{fp32 and f'   (FP32 {fp32})'}")
     for name, one in candidates.items():
         for note in [one["reason"]] * verbose + one["notes"]:
-            console.print(Text(f"{name}: {note}", style="dim"), soft_wrap=piped)
+            tell(console, f"{name}: {note}", "dim")
     console.print()
     for line in verdict["notes"] + [f"Report: {report}"] * (report is not None) + next_steps(candidates):
-        told(line)
+        tell(console, line)
 
 
 def _table(baseline: str, candidates: Mapping[str, Mapping[str, Any]], metric: str) -> Table:

@@ -14,13 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mezzo.core.commands import say
 from mezzo.core.errors import UsageError
 from mezzo.doctor.gpus import GpuModel, Recommendation, architecture, find, formats_at, from_capability
 from mezzo.runner.script import locate
@@ -29,11 +27,9 @@ from mezzo.runner.script_text import NEXT, WEIGHTS, findings
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this verb's arguments."""
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("script", nargs="?", metavar="SCRIPT", help="a script to read, instead of the machine")
-    which.add_argument(
-        "--gpu", metavar="NAME", help="a GPU by name or compute capability: A100, 'RTX 3060', 8.6"
-    )
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("script", nargs="?", metavar="SCRIPT", help="a script to read, instead of the machine")
+    add("--gpu", metavar="NAME", help="a GPU by name or compute capability: A100, 'RTX 3060', 8.6")
     parser.add_argument("--capability", dest="gpu", help=argparse.SUPPRESS)  # of 0.1.0
     parser.add_argument("--quick", action="store_true", help="smaller matrices and fewer repeats")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -55,31 +51,29 @@ def run(arguments: argparse.Namespace) -> int:
         advice = {"precision": found.precision, "reasons": list(found.reasons)}
         print(json.dumps({"schema": 1, **data, "recommendation": advice}, indent=2, allow_nan=False))
         return 0
-    width = min(100, shutil.get_terminal_size((100, 24)).columns)
     lines += ["", f"Use {found.precision}", *(f"  {one}" for one in found.reasons)]
-    print(*(textwrap.fill(line, width, subsequent_indent="  ") for line in lines), sep="\n")
     if found.precision != "fp32" or arguments.gpu is None:
         candidates = "bf16,fp16" if found.precision == "fp32" else found.precision
-        print(f"\nTry it: mezzo compare --precision {candidates} train.py")
+        lines += ["", f"Try it: mezzo compare --precision {candidates} train.py"]
+    say("\n".join(lines), out=True)
     return 0
 
 
 def _read(script: str, as_json: bool) -> int:
     """What the script makes by its text, and the commands that measure or change it."""
+    quoted = shlex.quote(script)
     if not Path(script).exists() and not script.endswith(".py"):
-        gpu = f"mezzo doctor --gpu {shlex.quote(script)}"
-        raise UsageError(f"no script {script!r}. For a GPU of this name: {gpu}")
+        raise UsageError(f"no script {script!r}. For a GPU of this name: mezzo doctor --gpu {quoted}")
     found = findings(Path(locate(script, is_module=False).file).read_text(errors="replace"), script)
     kinds = dict.fromkeys(kind for _, kind, _ in found)
-    advice = [pair for kind in kinds for pair in NEXT[kind].items()]
-    commands = {f"mezzo {words} {shlex.quote(script)}": why for words, why in advice}
+    commands = {f"mezzo {words} {quoted}": why for kind in kinds for words, why in NEXT[kind].items()}
     if as_json:
         rows = [dict(zip(("line", "kind", "code"), one)) for one in found]
         print(json.dumps({"schema": 1, "findings": rows, "commands": [*commands]}, indent=2))
     else:
         lines = [f"{script}:{line}: {kind}: {code}" for line, kind, code in found]
         lines += [f"{why}: {one}" for one, why in commands.items()]
-        print(*lines or [f"{script}: no 16-bit weights, and no mixed precision of its own"], sep="\n")
+        say("\n".join(lines or [f"{script}: no 16-bit weights, and no mixed precision of its own"]), out=True)
     return int(WEIGHTS in kinds)
 
 
@@ -94,7 +88,7 @@ def _measured(quick: bool) -> tuple[dict[str, Any], Recommendation]:
     sizes, budget = None, measure.BUDGET
     if quick:
         sizes, budget = measure.QUICK_CPU_SIZES if device == "cpu" else measure.QUICK_GPU_SIZES, 0.5
-    print(f"Measuring, for at most about {measure.LIMIT * budget:.0f} s ...", file=sys.stderr, flush=True)
+    say(f"Measuring, for at most about {measure.LIMIT * budget:.0f} s ...")
     rows = measure.measure(device, sizes=sizes, budget=budget)
     named = "this CPU" if device == "cpu" else described["gpu"]["name"]
     data = {
@@ -120,8 +114,7 @@ def _machine_lines(data: dict[str, Any]) -> Iterable[str]:
     if gpu:
         capability = f", compute capability {gpu['capability']}" if gpu["capability"] else ""
         lines["GPU"] = f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.0f} GB{capability}"
-    for name, line in lines.items():
-        yield f"{name:<14}{line}"
+    yield from (f"{name:<14}{line}" for name, line in lines.items())
     yield ""
     device = "CPU" if data["device"] == "cpu" else "GPU"
     yield f"Measured on the {device}, in GFLOP/s: median (and the middle half of the repeats)"

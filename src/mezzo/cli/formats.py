@@ -17,14 +17,12 @@ import argparse
 import json
 import math
 import re
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
 from mezzo.core import formats
+from mezzo.core.commands import say
 from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UsageError, did_you_mean, unknown_name
 from mezzo.core.formats import ALIASES, FORMATS, Format, magnitude, named
@@ -67,16 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         shown = {"formats": [{name: getattr(form, name) for name in _IN_JSON.split()} for form in forms]}
         lines += _format_lines(asked[0]) if len(asked) == 1 else _table_lines(forms)
-        lines += [
-            line for word in dict.fromkeys(words[:at]) if _is_recipe(word) for line in _recipe_lines(word)
-        ]
+        recipes = filter(_is_recipe, dict.fromkeys(words[:at]))
+        lines += [line for name in recipes for line in _recipe_lines(name)]
     if arguments.json:
         print(json.dumps(strict({"schema": 1, **shown}), indent=2, allow_nan=False))
         return 0
-    width = max(30, shutil.get_terminal_size().columns) if sys.stdout.isatty() else sys.maxsize
-    for line in lines:
-        indent = " " * (12 if line[:1] == " " else 2)
-        print("\n".join(textwrap.wrap(line, width, subsequent_indent=indent)))
+    say("\n".join(lines), out=True)
     return 0
 
 

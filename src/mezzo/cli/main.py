@@ -10,14 +10,13 @@ import contextlib
 import importlib
 import os
 import shlex
-import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from types import ModuleType
 
 from mezzo import __version__
-from mezzo.cli.arguments import Parser, folded
+from mezzo.cli.arguments import Parser, help_text
+from mezzo.core.commands import say
 from mezzo.core.errors import MezzoError, UsageError, unknown_name
 
 VERBS = {
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if verb in REMOVED:
             raise UsageError(f"`mezzo {verb}` was removed. {REMOVED[verb]}.")
-        if verb.endswith(".py"):
+        if verb.endswith(".py") or (verb.startswith("-") and len(words) > 1):
             raise UsageError(f"the command is missing. Example: mezzo run {shlex.join(words)}")
         if verb not in VERBS:
             raise unknown_name("command", verb, VERBS)
@@ -63,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here, where a reader that has left is not an error
         return status
     except MezzoError as error:
-        print(f"mezzo {verb}: {error}" if verb in VERBS else f"mezzo: {error}", file=sys.stderr)
+        say(f"mezzo {verb}: {error}" if verb in VERBS else f"mezzo: {error}")
         return 2
     except KeyboardInterrupt:
-        print(f"mezzo {verb}: interrupted", file=sys.stderr)
+        say(f"mezzo {verb}: interrupted")
         return 130
     except BrokenPipeError:
         if sys.stdout is sys.__stdout__ and sys.stdout is not None:  # discard what is still buffered
@@ -76,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(verb: str, words: list[str]) -> int:
     module: ModuleType = importlib.import_module(f"mezzo.cli.{verb.replace('-', '_')}")
-    parser = Parser(f"mezzo {verb}", module.__doc__)
+    parser = Parser(f"mezzo {verb}", module.__doc__ or "")
     module.configure(parser)
     parser.words = words
     try:
@@ -84,17 +83,14 @@ def _run(verb: str, words: list[str]) -> int:
             arguments = parser.parse_with_script(words, owns_rest=verb == "run")
         else:
             arguments = parser.parse_args(words)
-    except SystemExit as stop:  # argparse has printed its usage or its help
-        return int(stop.code or 0)
-    status: int = module.run(arguments)
-    return status
+    except SystemExit:  # argparse has printed its help
+        return 0
+    return int(module.run(arguments))
 
 
 def _help() -> str:
-    width, indent = shutil.get_terminal_size().columns, " " * 14
-    rows = (f"  {name:<12}{summary}" for name, summary in VERBS.items())
-    verbs = "\n".join(textwrap.fill(row, width, subsequent_indent=indent) for row in rows)
-    return folded(
+    verbs = "\n".join(f"  {name:<12}{summary}" for name, summary in VERBS.items())
+    return help_text(
         "mezzo: train in bf16 or fp16 instead of FP32, and check that it did no harm\n\n"
         f"usage: mezzo COMMAND [...]\n\n{verbs}\n\n"
         "Start here:\n"

@@ -24,6 +24,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from mezzo.core.commands import say
 from mezzo.core.errors import UsageError
 
 
@@ -64,9 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.buffer.write("".join(diffs.values()).encode("utf-8", "surrogateescape"))
     for name, one in done.items():
         for left in one.left:
-            print(f"{name}:{left.line}: left alone: {left.code}: {left.reason}; {left.fix}", file=sys.stderr)
+            say(f"{name}:{left.line}: left alone: {left.code}: {left.reason}; {left.fix}")
     of = f"{len(changed)} of {len(done)} files" if len(done) > 1 else "1 file"
     command = shlex.join(["mezzo", "migrate", "--write", *changed])
     says = f"{of} {'changed' if arguments.write else f'would change. To change: {command}'}"
-    print(f"mezzo: {says if changed else 'nothing to change'}", file=sys.stderr)
+    say(f"mezzo: {says if changed else 'nothing to change'}")
     return status

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import webbrowser
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         page = build_any(arguments.place)
         for file in sorted([*place.glob("*.jsonl"), *place.glob("runs/*.jsonl")]) or [place]:
             if fault := read_run(file).fault:
-                print(f"mezzo report: {file.stem}: {fault}", file=sys.stderr)
+                say(f"mezzo report: {file.stem}: {fault}")
     except OSError as error:
         fix = ". Check its permissions" if isinstance(error, PermissionError) else ""
         raise UsageError(f"{error.filename or arguments.place}: {error.strerror or error}{fix}") from error

@@ -42,16 +42,16 @@ from mezzo.runner.script import locate
 _FOLDER = Path("mezzo-run")
 _RECORDS = Path("runs") / "run.jsonl"
 _OURS = ("runs", "report.html")
+_EXCLUDE = {"masters", "precision"}, {"masters", "own"}, {"masters", "watch"}, {"out", "records"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options. All that follows the script is its own."""
     parser.usage = "mezzo run [OPTIONS] (SCRIPT | -m MODULE | -c CODE | -) [ARGS...]"
-    which = parser.add_mutually_exclusive_group()
-    precision = "auto (default), bf16, fp16, fp8, tf32, fp32, or a policy: bf16,masters=split or policy.toml"
-    which.add_argument("--precision", metavar="P", action="append", help=precision)
-    which.add_argument("--policy", dest="precision", action="append", help=argparse.SUPPRESS)  # of 0.1.0
     add = parser.add_argument
+    precision = "auto (default), bf16, fp16, fp8, tf32, fp32, or a policy: bf16,masters=split or policy.toml"
+    add("--precision", metavar="P", help=precision)
+    add("--policy", dest="precision", help=argparse.SUPPRESS)  # of 0.1.0
     watch = (
         "--watch, or --watch=N: record the exponents of weights, activations, gradients and updates, by module, "
         "at the first update and every Nth after it (default 100)"
@@ -94,18 +94,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script; its exit status is ours."""
-    target, argv, source = arguments.script, arguments.argv, None
+    target, argv, source, parser = arguments.script, arguments.argv, None, arguments.parser
     if not target:
         raise UsageError("no script was given. Example: mezzo run train.py, or mezzo run -m package.train")
     if arguments.watch == -1 and target.isdigit() and not (arguments.module or Path(target).exists()):
         raise UsageError(
-            f"no script {target!r} in {os.getcwd()}. To watch every {target}th update, write --watch={target} as one "
-            "word."
+            f"no script {target!r} in {os.getcwd()}. To watch every {target}th update: --watch={target}"
         )
-    precision, *others = arguments.precision or [None]
-    if others:
-        raise UsageError(f"--precision was given twice ({precision}, {others[0]}). Leave one out.")
-    arguments.precision = precision
+    every = (parser.parse_args(item).precision for _, item in parser.items(arguments.options))
+    if len(given := list(dict.fromkeys(filter(None, every)))) > 1:
+        last = _with(arguments, argv)
+        raise UsageError(f"--precision was given twice ({', '.join(given)}). To use the last one{last}")
     if arguments.masters:
         _check_masters(arguments)
     if arguments.code:
@@ -161,14 +160,24 @@ def _run(request: RunRequest, arguments: argparse.Namespace, rank: int) -> int:
 
 def _check_masters(arguments: argparse.Namespace) -> None:
     kept = f"--masters {arguments.masters} keeps the script's own precision"
+    keep = _with(arguments, arguments.argv, "--masters", arguments.masters)
     if arguments.precision or arguments.own == "off":
-        precision = arguments.precision or "bf16"
-        raise UsageError(
-            f"{kept}, but --precision and --own off replace it. Leave one of them out, or have Mezzo make the 16-bit "
-            f"weights: --own off --precision {precision.partition(',')[0]},masters={arguments.masters}"
-        )
+        precision = f"{(arguments.precision or 'bf16').partition(',')[0]},masters={arguments.masters}"
+        other = _with(arguments, arguments.argv, "--own", "off", "--precision", precision)
+        raise UsageError(f"{kept}; --precision and --own off replace it. To keep it{keep}\nInstead{other}")
     if arguments.watch:
-        raise UsageError(f"{kept}, and --watch needs a precision of Mezzo's. Leave --watch out.")
+        raise UsageError(f"{kept}; --watch needs a precision of Mezzo's. To keep it{keep}")
+
+
+def _with(arguments: argparse.Namespace, argv: list[str], *more: str) -> str:
+    """The end of a sentence: the command with more options, after those that they replace."""
+    words = [*arguments.options, *more]
+    ours = arguments.parser.once(words, _EXCLUDE)
+    items = [item for _, item in arguments.parser.items(words) if not {*item} <= {*ours}]
+    left = " and ".join(dict.fromkeys(f"`{shlex.join(item)}`" for item in items))
+    ours.sort(key=lambda word: word in ("-m", "-c"))
+    script = shlex.join([*ours, arguments.script, *["--"] * ("--" in argv), *argv])
+    return f"{left and f', without {left}'}: mezzo run {script}"
 
 
 def _tell_misplaced(arguments: argparse.Namespace, source: str | None) -> None:
@@ -177,15 +186,13 @@ def _tell_misplaced(arguments: argparse.Namespace, source: str | None) -> None:
     text = source
     if text is None:
         text = Path(locate(target, is_module=arguments.module).file).read_text(errors="replace")
-    # Any script may have a --help or an -m.
-    mine, others = arguments.parser.split(arguments.argv, but_for=f"{text} --help -m")
+    # Any script may have a --help, an -m or a -c.
+    mine, others = arguments.parser.split(arguments.argv, but_for=f"{text} --help -m -c")
     if mine:
-        last = [arguments.options.pop()] if arguments.options[-1:] in (["-m"], ["-c"]) else []
-        words = shlex.join([*arguments.options, *mine, *last, target, *others])
-        named = "the code" if last == ["-c"] else target
+        named = "the code" if arguments.code else target
         say(
             f"mezzo: `{shlex.join(mine)}` was passed to {named}, which does not mention it: words after the script's "
-            f"name belong to the script. To give it to Mezzo: mezzo run {words}"
+            f"name belong to the script. To give it to Mezzo{_with(arguments, others, *mine)}"
         )
 
 

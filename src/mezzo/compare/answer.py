@@ -26,17 +26,17 @@ Candidate = Mapping[str, Any]
 
 def answer(name: str, one: Candidate, request: Request, folder: Path) -> dict[str, str]:
     """The keys of `verdict.json` that answer in plain words: `plain`, what to do next, and the command of a proof."""
-    advice, words = _next_step(name, one, request, folder)
+    advice, use = _next_step(name, one, request, folder)
     plain = f"{_judged(one, request)}."
     if one.get("overflow"):
         plain += f" First overflow: {one['overflow']}."
     if one["pairs"]:
         saved = f"{_memory(one['peak_memory_ratio'])}, {_speed(one, request)}."
         plain += f" {saved[0].upper()}{saved[1:]}"
-    use, proof = shlex.join(words), shlex.join(_proof(name, one, request, folder))
     words_of = {what: one[f"{what}_parity"] for what in ("metric", "loss") if one[f"{what}_gap_interval"]}
     wide = [what for what, word in words_of.items() if word != "equivalent"]
     unproven = f"the interval of the {' and of the '.join(wide)} exceeds the margin" if wide else ""
+    proof = _proof(name, one, request, folder)
     return {"plain": plain, "advice": advice, "command": use, "proof": proof, "unproven": unproven}
 
 
@@ -48,7 +48,7 @@ def tf32_off(notes: Iterable[str], request: Request, folder: Path) -> list[str]:
     if "tf32" in request.precisions:
         return [f"{why} There compare with the speed of tf32."]
     more = {**request.asked(), "precisions": ["tf32", *request.precisions]}
-    return [f"{why} To compare with TF32: {shlex.join(compare_command(more, f'{folder}-tf32'))}"]
+    return [f"{why} To compare with TF32: {compare_command(more, f'{folder}-tf32')}"]
 
 
 def next_steps(candidates: Mapping[str, Candidate]) -> list[str]:
@@ -140,18 +140,18 @@ def unclear_speed(one: Candidate) -> str:
     return "unclear" + " (1 pair)" * (len(one["pairs"]) == 1) if high > WIDE * low else ""
 
 
-def _proof(name: str, one: Candidate, request: Request, folder: Path) -> list[str]:
-    """The words of the command that could prove the candidate equal; none if it would take too many runs."""
+def _proof(name: str, one: Candidate, request: Request, folder: Path) -> str:
+    """The command that could prove the candidate equal; empty if it would take too many runs."""
     needed = [one[key] for key in ("pairs_needed", "metric_pairs_needed") if one[key]]
     if one["parity"] != "consistent" or request.demo or not needed or max(needed) > MOST_RUNS:
-        return []
+        return ""
     seeds = max(request.seeds + 1, *needed)
     more = {**request.asked(), "precisions": [name], "seeds": seeds}
     return compare_command(more, f"{folder}-{seeds}-seeds")
 
 
-def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tuple[str, list[str]]:
-    """What to do next, and the words of its command (none if there is no command)."""
+def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tuple[str, str]:
+    """What to do next, and its command; empty if there is none."""
     asked, word, keras = request.asked(), one["parity"], request.framework == "keras"
     masters = own_masters(name) if not keras else None
     if masters is None:
@@ -160,15 +160,15 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         use = ["--masters", masters] if masters else []
     if word == "divergent":
         if keras:
-            return "train in FP32, or compare another precision", []
+            return "train in FP32, or compare another precision", ""
         if masters is not None:
-            return f"use FP32, or another candidate than {name}", []
+            return f"use FP32, or another candidate than {name}", ""
         if one["failed"]:
             return f"see the whole error of {name}", run_command(asked, *use)
         if one["loss_gap"] is None and policy(name).compute == "fp16":
             return f"find the overflow in {name}, and its fix", run_command(asked, *use)
         if request.own:
-            return "use FP32, or another candidate", []  # calibrate needs a script in FP32
+            return "use FP32, or another candidate", ""  # calibrate needs a script in FP32
         return "find the modules that need FP32", command("calibrate", asked)
     if request.seeds < FEWEST_FOR_TOST:
         more = {**asked, "seeds": FEWEST_FOR_TOST}
@@ -177,26 +177,26 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         return "make 3 pairs of runs (finished runs are kept)", compare_command(more, out)
     if word == "inconclusive":
         if one["cause"]:
-            return "let the script train for a fixed number of steps", []
+            return "let the script train for a fixed number of steps", ""
         found = [needed for key in ("pairs_needed", "metric_pairs_needed") if (needed := one[key])]
         seeds = max([request.seeds + 1, *(found or [2 * request.seeds])])
         if seeds > MOST_RUNS:
             other = "test on more data" if request.metric else "judge by a metric (--metric)"
             why = f"With this script only about {seeds} pairs of runs could tell"
-            return f"train longer, or {other}. {why}", []
+            return f"train longer, or {other}. {why}", ""
         longer = compare_command({**asked, "precisions": [name], "seeds": seeds}, f"{folder}-{seeds}-seeds")
         return f"make {seeds} pairs of runs with {name}, in a new folder", longer
     memory = one["peak_memory_ratio"]
     saves = memory is not None and memory < 0.995
     if one["speed_word"] == "slower" and not (memory is not None and memory < LITTLE):
         why = "'16 bits is not faster, or slower' in docs/troubleshooting.md says why"
-        return f"{name} does no harm, but gains nothing here: stay with FP32. {why}", ["mezzo", "doctor"]
+        return f"{name} does no harm, but gains nothing here: stay with FP32. {why}", "mezzo doctor"
     if one["speed_word"] != "faster" and not saves:
-        return "see which precision is fast here, since nothing was saved", ["mezzo", "doctor"]
+        return "see which precision is fast here, since nothing was saved", "mezzo doctor"
     if request.demo:
-        return "compare your own script", ["mezzo", "compare", "--precision", name, "train.py"]
+        return "compare your own script", f"mezzo compare --precision {shlex.quote(name)} train.py"
     if keras:
-        return f"call mezzo.keras.set_policy({name!r}) before the model is built", []
+        return f"call mezzo.keras.set_policy({name!r}) before the model is built", ""
     if masters == "":
-        return "keep the script as it is", []
+        return "keep the script as it is", ""
     return f"use {name}", run_command(asked, *use)

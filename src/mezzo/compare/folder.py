@@ -54,8 +54,8 @@ def _refusal(folder: Path, request: Request, changed: Mapping[str, str]) -> str:
         name = f"{folder}-{request.seeds}-seeds"
     return (
         f"{folder}: holds a comparison with other settings: {said}.\n"
-        f"In a new folder:  {shlex.join(compare_command(request.asked(), name))}\n"
-        f"Or start over:    {shlex.join(compare_command(request.asked(), str(folder), '--fresh'))}"
+        f"In a new folder: {compare_command(request.asked(), name)}\n"
+        f"Or start over: {compare_command(request.asked(), str(folder), '--fresh')}"
     )
 
 

@@ -7,6 +7,15 @@ import time
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from mezzo.core.commands import folded
+
+
+def tell(console: Console, text: str, style: str = "") -> None:
+    """Print a text on a console as `mezzo.core.commands.say` does."""
+    text = folded(text, console.width if console.is_terminal else None)
+    console.print(Text(text, style), soft_wrap=True)
 
 
 class Watcher:
@@ -54,9 +63,8 @@ class Watcher:
         seconds = time.monotonic() - self._since
         self._seconds.append(seconds)
         if self._bar is None:
-            self.say(
-                f"{self._name}: {outcome}, {seconds:.1f} s{self._left(self._to_come) if goes_on else ''}"
-            )
+            left = self._left(self._to_come if goes_on else 0)
+            self.say(f"{self._name}: {outcome}, {seconds:.1f} s{left}")
         elif self._task is not None:
             done = self._bar.tasks[self._task].completed
             self._bar.update(self._task, description=f"{self._name}: {outcome}", total=max(done, 1))
@@ -72,4 +80,4 @@ class Watcher:
 
     def say(self, text: str) -> None:
         if self._console is not None:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
+            tell(self._console, text)

@@ -268,14 +268,9 @@ def differences(declared: dict[str, Any], before: dict[str, Any]) -> dict[str, s
         edited = [name for name, policy in ours.items() if theirs.get(name, policy) != policy]
         since["policies"] = f"policy {', '.join(edited)}"
         changed = [key for key in changed if edited or key != "policies"]
-    options = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(Request)}
-    names = {
-        **options,
-        "argv": "the script's argument list",
-        "target": "the script",
-        "precisions": "--precision",
-        "own": "the script's own mixed precision",
-    }
+    names = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(Request)}
+    names |= {"argv": "the script's argument list", "target": "the script", "precisions": "--precision"}
+    names["own"] = "the script's own mixed precision"
     return {
         key: f"{since[key]} has changed since"
         if key in since

@@ -440,8 +440,8 @@ def _notes(tensors: Sequence[RangeRow], kept: Sequence[Kept]) -> list[str]:
     unnamed = ", ".join(repr(one.module) for one in kept if not is_pattern(one.module) and not one.by_op)
     if unnamed:
         notes.append(f"No policy can name {unnamed}: change the model, or train in bf16 or fp32.")
-    tried = "Not tried yet: mezzo compare tests whether it trains as well as FP32, and whether it is faster."
-    return [*notes, tried]
+    test = "Not tried yet: `mezzo compare` tests whether it trains as well as FP32, and whether it is faster."
+    return [*notes, test]
 
 
 def _policy(format: str, start: float, kept: Sequence[Kept]) -> str:

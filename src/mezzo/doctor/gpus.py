@@ -5,7 +5,6 @@ twice that, "with sparsity"; fp16 on GeForce and RTX with FP32 accumulation); an
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -134,9 +133,8 @@ def find(name: str) -> tuple[GpuModel, ...]:
         raise UnknownNameError(f"unknown GPU {name!r}: only NVIDIA's are known. Run there: mezzo doctor")
     known = sorted(word for word in " ".join(BY_CAPABILITY.values()).upper().split() if not word.isdigit())
     raise UnknownNameError(
-        f"unknown GPU {name!r}. Use one of\n"
-        + textwrap.fill(f"GTX 10, GTX 16, RTX 20, RTX 30, RTX 40, RTX 50, {', '.join(known)}", 60)
-        + f"\nor the compute capability: mezzo doctor --gpu {f'{bare[0]}.0' if bare else 8.6}\n"
+        f"unknown GPU {name!r}. Use one of GTX 10, GTX 16, RTX 20, RTX 30, RTX 40, RTX 50, {', '.join(known)},\n"
+        f"or the compute capability: mezzo doctor --gpu {f'{bare[0]}.0' if bare else 8.6}\n"
         "On the machine that has the GPU, leave --gpu out: mezzo doctor\ndeveloper.nvidia.com/cuda-gpus has a table."
     )
 
@@ -175,7 +173,7 @@ def from_capability(capability: Capability, tensor_cores: bool = True) -> Recomm
     }
     has = formats_at(capability) if tensor_cores else ()
     chosen = next(form for form in reasons if form == "fp32" or form in has)
-    fp8 = ["fp8: its peak is twice that of bf16, in linear layers. Compare: --precision bf16,fp8"] * (
+    fp8 = ["fp8: in linear layers at most twice as fast as bf16. Compare: --precision bf16,fp8"] * (
         "fp8" in has
     )
     return Recommendation(chosen, (*reasons[chosen], *fp8))

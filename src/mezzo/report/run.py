@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -241,4 +240,4 @@ def command_line(comparison: Comparison) -> str:
         **{key: value for key, value in comparison.request.items() if value},
     }
     # Without --fresh the finished runs would be kept.
-    return shlex.join(compare_command(request, comparison.directory.resolve().name, "--fresh"))
+    return compare_command(request, comparison.directory.resolve().name, "--fresh")

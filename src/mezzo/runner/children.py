@@ -141,7 +141,7 @@ class Children:
         else:
             return
         request = {"target": script[-1], "is_module": script[0] == "-m"}
-        launch = shlex.join(run_command(request, "--precision", self._request.policy))
+        launch = run_command(request, "--precision", self._request.policy)
         error = UsageError(
             f"the script starts `{shlex.join(map(str, words))}` {why}, or start that process by "
             f"`{launch}`: the policy can't reach it otherwise, and it would train in FP32"

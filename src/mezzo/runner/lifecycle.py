@@ -6,7 +6,6 @@ import atexit
 import json
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -191,7 +190,7 @@ def attend(
 
     def excepthook(kind: Any, error: BaseException, trace: Any) -> None:
         if error is session.fatal:
-            print(f"mezzo run: {error}", file=sys.stderr)
+            say(f"mezzo run: {error}")
         else:
             show(kind, error, trace)
 
@@ -247,7 +246,7 @@ def _hint(request: RunRequest, error: BaseException | None) -> str:
     lacks = isinstance(error, ImportError) and re.search(r"\bapex\b", f"{error.name} {error.msg}")
     if not lacks or request.apex:
         return ""
-    return f"mezzo: to run it with Mezzo's apex.amp: {shlex.join(run_command(vars(request), '--apex'))}"
+    return f"mezzo: to run it with Mezzo's apex.amp: {run_command(vars(request), '--apex')}"
 
 
 def started(request: RunRequest, policy: str, machine: dict[str, Any]) -> RunStarted:

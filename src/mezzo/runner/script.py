@@ -56,9 +56,7 @@ def locate(target: str, *, is_module: bool, source: str | None = None) -> Target
             )
         if os.path.exists(file):
             raise UsageError(f"the script {str(file)!r} can't be read. Check its permissions.")
-        raise UsageError(
-            f"no script {str(file)!r} in {os.getcwd()}.{there} Give the path of a Python script."
-        )
+        raise UsageError(f"no script {str(file)!r} in {os.getcwd()}.{there} Give the path of a script.")
     if path.suffix == ".ipynb":
         raise UsageError(
             f"{target!r} is a notebook. Convert it and run the script: jupyter nbconvert --to script {target}. In the "

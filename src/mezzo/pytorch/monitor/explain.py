@@ -6,9 +6,7 @@ import difflib
 import inspect
 import json
 import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mezzo.core.commands import columns, folded
 from mezzo.core.errors import UnknownArgumentError, UnsupportedPrecisionError, UsageError
 from mezzo.core.notebook import html_table
 from mezzo.core.policy import Policy
@@ -62,8 +61,7 @@ class Explanation:
         return json.dumps(found, indent=2)
 
     def __str__(self) -> str:
-        terminal = sys.stdout is not None and sys.stdout.isatty()
-        return self.as_text(shutil.get_terminal_size().columns if terminal else _WIDTH)
+        return self.as_text(columns(sys.stdout) or _WIDTH)
 
     def __repr__(self) -> str:
         return f"<Explanation: {self.as_text(1000).splitlines()[0]} print() shows them.>"
@@ -82,24 +80,19 @@ class Explanation:
         count = len({row.op for row in self.ops})
         kinds = "1 kind of op" if count == 1 else f"{count} kinds of ops"
         verdict = f"{len(self.departed)} NOT AS PLANNED" if self.departed else "all as planned"
-        headline = f"{self.precision} on {self.device_type}: {kinds} ran in the forward pass, {verdict}."
-        lines = textwrap.wrap(headline, width)
+        lines = [f"{self.precision} on {self.device_type}: {kinds} ran in the forward pass, {verdict}."]
         for row in self.departed:
             place = f" in {row.module}" if row.module else ""
-            text = f"! {row.op}{place}: planned {row.planned}, observed {row.observed}. {row.reason}."
-            lines += textwrap.wrap(text, width, subsequent_indent="  ")
-        for note in self.notes:
-            lines += textwrap.wrap(f"* {note}", width, subsequent_indent="  ")
+            lines.append(f"! {row.op}{place}: planned {row.planned}, observed {row.observed}. {row.reason}.")
+        lines += [f"* {note}" for note in self.notes]
         reasons: dict[str, list[str]] = {}
         for row in self.ops:
             one = all(other.reason == row.reason for other in self.ops if other.op == row.op)
             named = row.op if one else f"{row.op} in {row.module or 'the model'}"
             reasons.setdefault(row.reason, []).append(named)
         lines += ["", *_table(self.ops, width), ""]
-        for reason, ops in reasons.items():
-            text = f"{', '.join(dict.fromkeys(ops))}: {reason}"
-            lines += textwrap.wrap(text, width, subsequent_indent="    ")
-        return "\n".join(lines)
+        lines += [f"{', '.join(dict.fromkeys(ops))}: {reason}" for reason, ops in reasons.items()]
+        return folded("\n".join(lines), width)
 
 
 def explain(

@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import os
-import shlex
 import sys
 import weakref
 from dataclasses import dataclass, field, replace
@@ -115,7 +114,7 @@ def check(policy: Policy) -> None:
     """Raise UsageError unless an unmodified script can be run with weights stored as this policy says."""
     if policy.params == "fp16":
         raise UsageError(
-            f"policy '{policy}': mezzo run can't train fp16 weights, because unscaled fp16 gradients lose small "
+            f"policy '{policy}': `mezzo run` can't train fp16 weights, because unscaled fp16 gradients lose small "
             "values. Remove params and masters, use bf16 instead of fp16, or call mezzo.MixedPrecision(model, "
             "optimizer, 'fp16', masters='fp32') in the script."
         )
@@ -303,7 +302,7 @@ class Session:
     def command(self, policy: str, *options: str) -> str:
         """The command that runs this script under another policy, or with other options only."""
         precision = ("--precision", policy) if policy else ()
-        return shlex.join(run_command(vars(self.request), *options, *precision))
+        return run_command(vars(self.request), *options, *precision)
 
     @property
     def without_own(self) -> str:
