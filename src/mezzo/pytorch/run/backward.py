@@ -40,9 +40,9 @@ _TRACERS = {"FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode"}
 _CHECKED = (torch.float32, torch.float64)
 
 _NOT_AGAIN = (
-    "a backward pass reached a tensor that no optimizer owns. With one process, Mezzo would run a pass that overflows "
-    "again at a smaller loss scale. With several it does not, since a rank that does so alone waits for the others "
-    "forever. Gradients of that tensor may be NaN or infinite: check them before use, or use --precision bf16"
+    "a backward pass reached a tensor that no optimizer owns. With one process, Mezzo runs a pass that overflows again "
+    "at a smaller loss scale; with several it does not, because the other ranks would not. Gradients of that tensor "
+    "may be NaN or infinite: check them before use, or use --precision bf16"
 )
 Backward = Callable[..., Any]
 _Run = Callable[[float, bool | None], Any]
@@ -181,7 +181,7 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
             return observed(roots, 1.0, unscaled) if session.observes and observers.listening else unscaled()
 
         def run(scale: float, retain: bool | None) -> None:
-            scaled = _scaled(roots, seeds, scale)
+            scaled = tuple(_scaled(root, seed, scale) for root, seed in zip(roots, seeds))
             if is_plain and scaled[0] is not None:
                 observed(
                     roots, scale, lambda: walks.run_simple(tensors, scaled[0], retain_graph=bool(retain))
@@ -253,7 +253,8 @@ def make_grad(session: Session, original: Backward) -> Backward:
             inside.now = True  # PyTorch shows this function to a function mode, and calls it once more
             try:
                 with unscaling(hooked, scale):
-                    found = original(roots, wanted, _scaled(roots, seeds, scale), retain, *args, **kwargs)
+                    scaled = tuple(_scaled(root, seed, scale) for root, seed in zip(roots, seeds))
+                    found = original(roots, wanted, scaled, retain, *args, **kwargs)
             finally:
                 inside.now = False
             results = tuple(
@@ -388,12 +389,8 @@ def _register_first(leaf: Tensor, key: object, hook: Callable[..., Any]) -> None
     hooks.update(others)
 
 
-def _scaled(roots: tuple[Any, ...], seeds: tuple[Any, ...], scale: float) -> tuple[Any, ...]:
-    """The gradients to start from, times S; None where there is none to start from, and PyTorch raises its error."""
-    return tuple(_scaled_seed(root, seed, scale) for root, seed in zip(roots, seeds))
-
-
-def _scaled_seed(root: Any, seed: Any, scale: float) -> Any:
+def _scaled(root: Any, seed: Any, scale: float) -> Any:
+    """The gradient to start from, times S; None where there is none to start from, and PyTorch raises its error."""
     if isinstance(seed, Tensor):
         return seed * scale
     if isinstance(root, GradientEdge):

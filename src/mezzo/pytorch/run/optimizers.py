@@ -137,7 +137,6 @@ class Steps:
         self.loss_scale = 1.0  # of the script's own GradScaler, during its step
         self._known: dict[int, Known] = {}  # by id: a WeakKeyDictionary is slow
         self._next = itertools.count()
-        self._wrapped: list[tuple[Any, Any]] = []
         # Modules that a compiled function calls: their running statistics are saved at the end of the step before.
         self.traced: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -154,10 +153,8 @@ class Steps:
 
         @functools.wraps(original)
         def _patch_step_function(optimizer: Any) -> None:
-            bases = [
-                base for base in type(optimizer).__mro__ if "step" in vars(base) and base is not Optimizer
-            ]
-            for base in bases[1:]:
+            kinds = [one for one in type(optimizer).__mro__ if "step" in vars(one) and one is not Optimizer]
+            for base in kinds[1:]:
                 self._check_within(base)
             original(optimizer)
             self._session.networks.optimizer_made(self.overflows.owned())
@@ -165,20 +162,12 @@ class Steps:
             self._session.optimizers_made += 1
             kind: Any = type(optimizer)
             if not hasattr(kind.step, "_mezzo_steps"):
-                before = kind.__dict__.get("step")
-                self._wrapped.append((kind, before))
+                own = kind.__dict__.get("step")
+                put_back = functools.partial(setattr, kind, "step", own)
+                self._session.undo.append(put_back if own else functools.partial(delattr, kind, "step"))
                 kind.step = self._wrap(kind.step)
 
         return _patch_step_function
-
-    def undo(self) -> None:
-        """Restore every optimizer class's own `step`."""
-        for kind, before in reversed(self._wrapped):
-            if before is None:
-                del kind.step
-            else:
-                kind.step = before
-        self._wrapped.clear()
 
     def _wrap(self, step: Step) -> Step:
         session, known_of = self._session, self._known.get
@@ -239,7 +228,7 @@ class Steps:
             return step(optimizer, *args, **kwargs)
 
         within._mezzo_within = within._torchdynamo_disable = True  # type: ignore[attr-defined]
-        self._wrapped.append((kind, step))
+        self._session.undo.append(functools.partial(setattr, kind, "step", step))
         kind.step = within
 
     @not_traced

@@ -166,7 +166,7 @@ class Session:
     networks: Networks = field(init=False)  # running statistics of the models; from `import torch` on
     ranks: RunRanks = field(init=False)  # from `import torch` on
     _patches: Patches = field(default_factory=Patches)
-    _undo: list[Any] = field(default_factory=list)  # also called at the end, the latest first
+    undo: list[Any] = field(default_factory=list)  # also called at the end, the latest first
     _endings: list[Any] = field(default_factory=list)  # called with the exit status when the script is over
     _counting: int | None = None  # the optimizer whose steps the scale counts in a row now
     _counted: dict[int | None, dict[str, int]] = field(default_factory=dict)  # of the others
@@ -217,8 +217,8 @@ class Session:
 
     def remove(self) -> None:
         """Undo all patches."""
-        while self._undo:
-            self._undo.pop()()
+        while self.undo:
+            self.undo.pop()()
         self._patches.undo()
 
     def _torch_imported(self, torch: ModuleType | Any) -> None:
@@ -256,16 +256,15 @@ class Session:
         patches.set(autograd, "backward", backward.make_backward(self, steps.overflows, autograd.backward))
         patch_step = steps.make_patch_step_function(optimizer._patch_step_function)
         patches.set(optimizer, "_patch_step_function", patch_step)
-        self._undo.append(steps.undo)
         if scales:
-            patches.set(autograd, "grad", backward.make_grad(self, autograd.grad))
+            patches.set(autograd, "grad", backward.make_grad(self, steps.overflows, autograd.grad))
         if self.policy.compute != "fp32":
             for name in ("softmax", "log_softmax"):
                 function = direct(getattr(torch.nn.functional, name), f"{name}.int", getattr(torch, name))
                 patches.set(torch.nn.functional, name, function)
-            self._undo.append(fallback.lend_kernels())
+            self.undo.append(fallback.lend_kernels())
             autocast_patches.hold()  # once, not at each call of a model
-            self._undo.append(autocast_patches.release)
+            self.undo.append(autocast_patches.release)
         # A context of native TF32 switches it on again.
         if self.policy.compute in ("fp32", "tf32") and not self.records_own:
             switch_off_tf32()
