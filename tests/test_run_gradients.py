@@ -237,13 +237,28 @@ def test_only_backward_counts_as_a_backward_pass(launch: Any, row: str) -> None:
     assert told == [row != "p.data"] * 3
 
 
-# how the model is called -> what of the report names the cause
+# how the model is called -> cause in the first report, and in that of the next step, which is watched
 TRANSFORMED = {
-    "jvp": ("torch.func.jvp(model, (x,), (torch.ones_like(x),))[0].square().mean().backward()", "loss"),
-    "vmap": ("torch.func.vmap(model)(x).square().mean().backward()", "loss"),
+    "jvp": (
+        "torch.func.jvp(model, (x,), (torch.ones_like(x),))[0].square().mean().backward()",
+        "loss",
+        "overflow",
+    ),
+    "vmap": ("torch.func.vmap(model)(x).square().mean().backward()", "loss", "overflow"),
+    "vmap over matrices": (
+        "torch.func.vmap(model)(x.view(2, 4, 6)).square().mean().backward()",
+        "loss",
+        "overflow",
+    ),
+    "vmap, an operation without a result": (
+        "torch.func.vmap(lambda row: (model(row / x.max()) * 0 - 1).sqrt())(x).mean().backward()",
+        "loss",
+        "invalid",
+    ),
     "grad": (
         "grads = torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).square().mean())(dict(weights))\n"
         "for name, weight in weights:\n    weight.grad = grads[name]",
+        "unknown",
         "unknown",
     ),
 }
@@ -251,16 +266,22 @@ TRANSFORMED = {
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch.func.jvp calls it
 @pytest.mark.parametrize("row", TRANSFORMED)
-def test_an_overflow_inside_a_transform_says_why_it_has_no_place(launch: Any, row: str) -> None:
-    step, cause = TRANSFORMED[row]
+def test_an_overflow_inside_a_transform_is_explained_in_the_next_step(launch: Any, row: str) -> None:
+    """The next step is watched, and names the operation and the format in which it was computed."""
+    step, cause, next_cause = TRANSFORMED[row]
     source = HEAD + (
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nx = x * 1e30\n"
-        f"weights = list(model.named_parameters())\n{step}\noptimizer.step()\n"
+        "weights = list(model.named_parameters())\n" + 2 * f"{step}\noptimizer.step()\n"
     )
-    [found] = launch(source, policy="fp16").of("overflow")
+    found, later = launch(source, policy="fp16").of("overflow")
     assert found.finding.cause == cause
     assert "inside torch.func (vmap, jvp, grad)" in found.finding.note
     assert all(word not in found.finding.note for word in ("tracing failed", "were finite"))
+    assert later.finding.cause == next_cause
+    if next_cause == "overflow":
+        assert (later.finding.module, later.finding.op) == ("0", "linear")
+        assert {facts.format for facts in later.finding.outputs} == {"fp16"}
+        assert not any("FP32's largest" in remedy for remedy in later.finding.remedies)
 
 
 @pytest.mark.parametrize(("kind", "evaluation"), [("SGD", 1), ("LBFGS", 1), ("LBFGS", 3)])
