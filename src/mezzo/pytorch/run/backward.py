@@ -27,6 +27,7 @@ from mezzo.pytorch.step import numbers_of
 from mezzo.pytorch.training import backward as walks
 
 if TYPE_CHECKING:
+    from mezzo.core.loss_scale import LossScale
     from mezzo.pytorch.run.optimizers import Overflows
     from mezzo.pytorch.run.session import Session
 
@@ -53,7 +54,8 @@ class FoundInf:
     """For each leaf of one backward pass, its flag (a view of its device's): whether its gradient was not finite."""
 
     def __init__(self, devices: Sequence[torch.device], inv_scale: float) -> None:
-        self.spent: set[int] = set()  # ids of the optimizers that have read the flags at a step
+        # Ids of the optimizers that have read flags of this pass, or of those inside it, and the loss scale before.
+        self.spent: dict[int, LossScale] = {}
         self._devices = devices
         counts = Counter(devices)
         self._flags = {
@@ -216,7 +218,7 @@ def _asks_no_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return is_once and (not kwargs or (kwargs.keys() == {"inputs"} and kwargs["inputs"] is None))
 
 
-def make_grad(session: Session, original: Backward) -> Backward:
+def make_grad(session: Session, overflows: Overflows, original: Backward) -> Backward:
     """The `torch.autograd.grad` of a run that scales."""
 
     observers = session.observers
@@ -238,6 +240,7 @@ def make_grad(session: Session, original: Backward) -> Backward:
         if _graph_task() != -1:  # in a custom function's backward, whose results the outer pass divides
             with _suspended(wanted):
                 return original(outputs, inputs, grad_outputs, retain_graph, *args, **kwargs)
+        overflows.latest = {}
         roots = _as_tuple(outputs)
         seeds = _as_tuple(grad_outputs, len(roots))
         hooked = [t for t in wanted if isinstance(t, Tensor) and t.is_leaf and t._backward_hooks]

@@ -375,17 +375,25 @@ class Session:
                     apply_module_overrides(model, fits, self.device_type)
         self.journal.stop_after(self.request.stop_after)
 
-    def observe(self, *, found_inf: bool, optimizer: int | None = None) -> None:
-        """One step of this optimizer (None: of the last one) is over: the scale for the next, its counts for each."""
+    def observe(self, *, found_inf: bool, optimizer: int | None = None, before: Any = None) -> None:
+        """One step of this optimizer (None: of the last one) is over: the scale for the next, its counts for each.
+
+        A backward pass changes the scale once. `before` is the scale before an earlier step used the same pass.
+        """
+        now: Any = self.scale
+        counts = {name: getattr(now, name) for name in _COUNTS if hasattr(now, name)}
         if optimizer is not None and optimizer != self._counting:
-            counts = {name: getattr(self.scale, name) for name in _COUNTS if hasattr(self.scale, name)}
-            mine = (
-                counts if self._counting is None else self._counted.get(optimizer, dict.fromkeys(counts, 0))
-            )
             self._counted[self._counting] = counts
-            self.scale = replace(self.scale, **mine)
+            counts = self._counted.get(optimizer, dict.fromkeys(counts, 0))
+            self.scale = now = replace(now, **counts)
             self._counting = optimizer
-        self.scale = self.scale.next(Observation(found_inf))
+        if before is None:
+            self.scale = now.next(Observation(found_inf))
+        elif found_inf:
+            after: Any = replace(before, **counts).next(Observation(found_inf))
+            self.scale = replace(after, scale=min(after.scale, now.scale))
+        else:
+            self.scale = replace(now, **dict.fromkeys(counts, 0))
 
     def overflowed(self, scale: float) -> float:
         """A backward at `scale` overflowed before the script saw its gradients: the scale at which to run it again.
