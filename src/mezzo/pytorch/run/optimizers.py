@@ -327,6 +327,7 @@ class Steps:
 
         def evaluate(*inner_args: Any, **inner_kwargs: Any) -> tuple[Any, bool]:
             session.observers.tell("step_dropped")
+            session.ranks.of_closure = {}
             loss = closure(*inner_args, **inner_kwargs)
             finite = not self.overflows.found_inf(optimizer)
             if not finite:  # explained before the step is undone, with the weights that this evaluation had
