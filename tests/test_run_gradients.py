@@ -237,13 +237,28 @@ def test_only_backward_counts_as_a_backward_pass(launch: Any, row: str) -> None:
     assert told == [row != "p.data"] * 3
 
 
-# how the model is called -> what of the report names the cause
+# how the model is called -> cause in the first report, and in that of the next step, which is watched
 TRANSFORMED = {
-    "jvp": ("torch.func.jvp(model, (x,), (torch.ones_like(x),))[0].square().mean().backward()", "loss"),
-    "vmap": ("torch.func.vmap(model)(x).square().mean().backward()", "loss"),
+    "jvp": (
+        "torch.func.jvp(model, (x,), (torch.ones_like(x),))[0].square().mean().backward()",
+        "loss",
+        "overflow",
+    ),
+    "vmap": ("torch.func.vmap(model)(x).square().mean().backward()", "loss", "overflow"),
+    "vmap over matrices": (
+        "torch.func.vmap(model)(x.view(2, 4, 6)).square().mean().backward()",
+        "loss",
+        "overflow",
+    ),
+    "vmap, an operation without a result": (
+        "torch.func.vmap(lambda row: (model(row / x.max()) * 0 - 1).sqrt())(x).mean().backward()",
+        "loss",
+        "invalid",
+    ),
     "grad": (
         "grads = torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).square().mean())(dict(weights))\n"
         "for name, weight in weights:\n    weight.grad = grads[name]",
+        "unknown",
         "unknown",
     ),
 }
@@ -251,16 +266,22 @@ TRANSFORMED = {
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch.func.jvp calls it
 @pytest.mark.parametrize("row", TRANSFORMED)
-def test_an_overflow_inside_a_transform_says_why_it_has_no_place(launch: Any, row: str) -> None:
-    step, cause = TRANSFORMED[row]
+def test_an_overflow_inside_a_transform_is_explained_in_the_next_step(launch: Any, row: str) -> None:
+    """The next step is watched, and names the operation and the format in which it was computed."""
+    step, cause, next_cause = TRANSFORMED[row]
     source = HEAD + (
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nx = x * 1e30\n"
-        f"weights = list(model.named_parameters())\n{step}\noptimizer.step()\n"
+        "weights = list(model.named_parameters())\n" + 2 * f"{step}\noptimizer.step()\n"
     )
-    [found] = launch(source, policy="fp16").of("overflow")
+    found, later = launch(source, policy="fp16").of("overflow")
     assert found.finding.cause == cause
     assert "inside torch.func (vmap, jvp, grad)" in found.finding.note
     assert all(word not in found.finding.note for word in ("tracing failed", "were finite"))
+    assert later.finding.cause == next_cause
+    if next_cause == "overflow":
+        assert (later.finding.module, later.finding.op) == ("0", "linear")
+        assert {facts.format for facts in later.finding.outputs} == {"fp16"}
+        assert not any("FP32's largest" in remedy for remedy in later.finding.remedies)
 
 
 @pytest.mark.parametrize(("kind", "evaluation"), [("SGD", 1), ("LBFGS", 1), ("LBFGS", 3)])
@@ -327,6 +348,124 @@ def test_an_optimizer_that_never_moves_is_not_hidden_by_another_one_that_does(na
     patience = 50 if name == "static" else 6
     assert len(mine) == patience + (2 if name == "dynamic" else 0)
     assert not any(update.skipped for update in ran.of("update") if update.optimizer == 0)
+
+
+# Two parts of a model, each with an optimizer. `scales` gets the loss scale of each iteration's first backward pass.
+PARTS = """
+import json, math, sys, torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+torch.manual_seed(0)
+parts = entry, end = nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False)
+weights = [entry.weight, end.weight]
+a, b = (torch.optim.SGD([weight], lr=1e-3) for weight in weights)
+x, scales, cleared = torch.randn(8, 4), [], weights
+def loss(out):
+    value = out.square().mean()
+    value.register_hook(lambda grad: seen.append(grad.item()))
+    return value
+def both():
+    return loss(end(entry(x)))
+def alone(part):
+    return loss(part(x))
+def spoil(*which):
+    for weight, event in zip(weights, events):
+        if event == "b" and (not which or any(weight is part.weight for part in which)):
+            weight.grad = weight.grad * math.inf
+{before}
+for events in sys.argv[1].split(","):
+    seen = []
+{step}
+    scales.append(seen[0])
+    for weight in cleared:
+        weight.grad = None
+print(json.dumps(scales))
+"""
+# Whether the gradients of `entry`, and of `end`, are finite in an iteration: g for good, b for bad.
+EVENTS = "gg,gg,gb,gg,gg,bg,gg,gg,gg,bb,gg,gb,bg,gg,gg,gg,gg"
+
+# name -> what comes before the loop, an iteration, whether each optimizer has a loss of its own
+SHARED = {
+    "one loss": ("", "both().backward(); spoil(); a.step(); b.step()", False),
+    "one loss, the other order": ("", "both().backward(); spoil(); b.step(); a.step()", False),
+    "two losses added up": ("", "both().backward(); both().backward(); spoil(); a.step(); b.step()", False),
+    "one of two losses is for one part": (
+        "",
+        "alone(end).backward(); both().backward(); spoil(); b.step(); a.step()",
+        False,
+    ),
+    "three losses, each step uses two": (
+        "",
+        "alone(entry).backward(); alone(end).backward(); both().backward(); spoil(); a.step(); b.step()",
+        False,
+    ),
+    "one part in a reentrant checkpoint": (
+        "",
+        "loss(checkpoint(end, entry(x), use_reentrant=True)).backward(); spoil(); a.step(); b.step()",
+        False,
+    ),
+    "gradients that autograd.grad returned": (
+        "",
+        "entry.weight.grad, end.weight.grad = torch.autograd.grad(both(), weights); spoil(); a.step(); b.step()",
+        False,
+    ),
+    "gradients set to zero and kept": (
+        "cleared = []",
+        "[one.zero_grad(set_to_none=False) for one in (a, b)]; both().backward(); spoil(); a.step(); b.step()",
+        False,
+    ),
+    "one optimizer steps twice": ("", "both().backward(); spoil(); a.step(); a.step(); b.step()", False),
+    "each steps when its gradient is there": (
+        "def now(weight):\n    spoil(*(part for part in parts if part.weight is weight))\n"
+        "    (a if weight is weights[0] else b).step()\n"
+        "for weight in weights: weight.register_post_accumulate_grad_hook(now)",
+        "both().backward()",
+        False,
+    ),
+    "a loss for each": (
+        "",
+        "alone(entry).backward(); spoil(entry); a.step(); alone(end).backward(); spoil(end); b.step()",
+        True,
+    ),
+    "a loss for each, the steps after both": (
+        "",
+        "alone(entry).backward(); alone(end).backward(); spoil(); a.step(); b.step()",
+        True,
+    ),
+    "the second loss goes through both": (
+        "",
+        "alone(entry).backward(); spoil(entry); a.step(); both().backward(); spoil(end); b.step()",
+        True,
+    ),
+}
+
+
+def scales_of_torch(*, updates: int) -> list[float]:
+    """The scale of each iteration with torch.amp's scaler and so many calls of `update` after two steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+    scaler.scale(torch.ones(()))
+    weights, scales = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)], []
+    optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
+    for events in EVENTS.split(","):
+        scales.append(scaler.get_scale())
+        for number, event in enumerate(events, start=1):
+            weights[number - 1].grad = torch.full((1,), 0.0 if event == "g" else torch.inf)
+            scaler.step(optimizers[number - 1])
+            if number == 2 or updates == 2:
+                scaler.update()
+    return scales
+
+
+@pytest.mark.parametrize("row", SHARED)
+def test_one_backward_pass_changes_the_scale_once_for_all_optimizers(launch: Any, row: str) -> None:
+    """As GradScaler's one `update` does; each step is skipped by itself."""
+    before, step, has_own = SHARED[row]
+    source = PARTS.format(before=before, step=indent(step, "    "))
+    ran = launch(source, EVENTS, policy="fp16,loss_scale=dynamic(init=2**8,growth_interval=3)")
+    assert ran.status == 0, ran.err
+    assert json.loads(ran.lines[-1]) == scales_of_torch(updates=1 + has_own)
+    skipped = sorted(sum(u.skipped for u in ran.of("update") if u.optimizer == n) for n in range(2))
+    assert skipped == ([3, 6] if row == "one optimizer steps twice" else [3, 3])
 
 
 def test_an_optimizer_that_is_gone_gives_its_number_to_nobody(launch: Any) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import mezzo
 from mezzo.core.errors import UsageError
@@ -355,3 +357,49 @@ def test_a_checkpoint_creates_the_states_of_a_new_optimizer_and_leaves_no_trace(
         optimizer.step(closure)
     for p, q in zip(*(net.parameters() for net in nets)):
         assert torch.equal(one.master(p), other.master(q))
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+# what the checkpoint lacks -> the optimizer that is saved, and the one that is loaded
+LACKS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]]] = {
+    "states of a parameter that had no gradient": (
+        lambda net: with_masters(adamw(net)),
+        lambda net: with_masters(adamw(net)),
+    ),
+    "separate masters": (adamw, lambda net: with_masters(adamw(net))),
+    "masters in extra bits": (
+        adamw,
+        lambda net: mezzo.optim.AdamW(net.parameters(), lr=1e-2, masters="split"),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # in one process
+@pytest.mark.parametrize("row", LACKS)
+def test_a_checkpoint_that_lacks_entries_is_loaded_in_part(row: str, tmp_path: Path) -> None:
+    """As docs/distributed.md says: states are those of the checkpoint, masters without one are the loaded weights."""
+    saved, loaded = model_of(0).bfloat16(), model_of(1).bfloat16()
+    saves, loads = LACKS[row]
+    optimizer, other = saves(saved), loads(loaded)
+    for seed in range(2):
+        give_gradients(saved, seed=seed)
+        saved[2].bias.grad = None
+        optimizer.step()
+    optimizer.zero_grad()
+    weights, state = get_state_dict(saved, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
+    weights, state = get_state_dict(loaded, other)
+    held = {"model": weights, "optimizer": state}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(held, checkpoint_id=tmp_path, planner=planner)
+    set_state_dict(loaded, other, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+    for p, q in zip(saved.parameters(), loaded.parameters()):
+        assert torch.equal(p, q)
+        master = optimizer.master(p) if isinstance(optimizer, WithMasters) else p.float()
+        assert torch.equal(other.master(q), master)
+        for name, value in optimizer.state[p].items():
+            assert torch.equal(other.state[q][name].float(), value.float()), name
+    assert float(other.state[loaded[2].bias]["step"]) == 0

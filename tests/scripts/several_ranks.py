@@ -131,6 +131,23 @@ def ddp_joined() -> Any:
     return weights(net.parameters())  # which the rank that ends last has sent
 
 
+def ddp_joined_closure() -> Any:
+    """Steps that compute their gradients themselves, of which rank 1 takes fewer."""
+    net = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+
+    def closure(step: int) -> Tensor:
+        optimizer.zero_grad()
+        loss = net(batch(step)).square().mean()
+        loss.backward()
+        return loss
+
+    with net.join():
+        for step in range(2 if RANK else 4):
+            optimizer.step(partial(closure, step))
+    return weights(net.parameters())
+
+
 def hand_cleaned() -> Any:
     """Gradients that the script reduces itself, after it has hidden the overflow."""
     net = network()
@@ -216,18 +233,59 @@ def ddp_compressed() -> Any:
     return train(net, squared(net), steps=5)
 
 
+def reduce_flat(net: nn.Module) -> None:
+    grads = [p.grad for p in net.parameters() if p.grad is not None]
+    flat = torch._utils._flatten_dense_tensors(grads)
+    dist.all_reduce(flat)
+    for grad, total in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads)):
+        grad.copy_(total / dist.get_world_size())
+
+
 def hand_flat() -> Any:
     """Gradients that the script copies into a flat buffer, reduces, and copies back."""
     net = network()
+    return train(net, squared(net), partial(reduce_flat, net))
 
-    def reduce() -> None:
-        grads = [p.grad for p in net.parameters() if p.grad is not None]
-        flat = torch._utils._flatten_dense_tensors(grads)
-        dist.all_reduce(flat)
-        for grad, total in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads)):
-            grad.copy_(total / dist.get_world_size())
 
-    return train(net, squared(net), reduce)
+def hand_flat_closure() -> Any:
+    """The same in a closure, whose loss is not finite on one rank, at any scale."""
+    net = network()
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=1e-2, max_iter=2, tolerance_change=0.0)
+    losses = squared(net)
+
+    def closure(step: int) -> Tensor:
+        optimizer.zero_grad()
+        (loss,) = losses(step)
+        loss.backward()
+        reduce_flat(net)
+        return loss
+
+    for step in range(4):
+        optimizer.step(partial(closure, step))
+    return weights(net.parameters())
+
+
+class Branches(nn.Module):
+    """The sum of two networks' losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = network(), network()
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.one(x).square().mean() + self.two(z).square().mean()
+
+
+def shared() -> Any:
+    """Two optimizers after one backward pass. The gradients of the second one overflow, after the first has stepped."""
+    net = DistributedDataParallel(Branches())
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1e-2) for part in net.module.children()]
+    for step in range(4):
+        net.zero_grad()
+        net(batch(step), batch(step, bad=(step, RANK) == (2, 1))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return weights(net.parameters())
 
 
 def slow() -> Any:

@@ -130,9 +130,7 @@ def explain(
     policy = with_heads(context.policy or policy_of("fp32"), model, allow_experts=True)
     notes = list(policy.notes)
     if isinstance(precision, (str, Policy)) and policy_of(precision).compute == "auto":
-        notes.append(
-            f"auto selects {policy.compute} here. mezzo.MixedPrecision also times it against fp32 first."
-        )
+        notes.append(f"auto selects {policy.compute} here. mezzo.MixedPrecision also times it against fp32.")
     compiled = opaque_part(model)
     if compiled:
         notes.append(f"{compiled} is compiled: these are the formats without compilation.")

@@ -87,9 +87,7 @@ class OpObserver:
         """What ran, a row for each op, formats and module, in the order of the first call."""
         every = list(_seen(self._recorded.calls, "", {}))
         # Where nothing at all was lowered, the context did not work, and no op can be excused.
-        excuse = not self._whole and any(
-            _SIXTEEN & {*seen.inside} for seen in every if seen.kind == "forward"
-        )
+        excuse = not self._whole and any(_SIXTEEN & {*one.inside} for one in every if one.kind == "forward")
         return summed(self._row(seen, excuse=excuse) for seen in every)
 
     def _row(self, seen: _Seen, *, excuse: bool) -> OpFormats:

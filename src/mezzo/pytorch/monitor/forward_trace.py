@@ -13,8 +13,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache
 from types import CodeType
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.core.overflow import OUTSIDE, OverflowReport, TensorFacts
+from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.monitor import operations as ops
 from mezzo.pytorch.monitor.module_paths import walk
 from mezzo.pytorch.nested import mapped, tensors
@@ -259,8 +260,14 @@ class ForwardTrace(TorchFunctionMode):
                 for some in (ins, bad)
             )
         if bad:
-            again = None if written or transformed else partial(_in_fp64, func, args, kwargs)
+            again = cache(lambda: None if written else _in_fp64(func, args, kwargs))
             self._explain(operation, ins, written, bad, again, (args, kwargs))
+            device = bad[0].device.type
+            lowered = transformed and operation.kind == "overflow" and torch.is_autocast_enabled(device)
+            if lowered and (wide := again()) and all(ops.finite(one.float()) for one in wide):
+                # Under `vmap` a product of vectors in 16 bits and the sum with an FP32 bias are one operation.
+                low = name_of(torch.get_autocast_dtype(device))
+                operation.outputs = [replace(one, format=low) for one in operation.outputs]
         for tensor in outs:
             self._bad.pop(tensor, None)
             self.claim(tensor, operation)
@@ -301,7 +308,7 @@ class ForwardTrace(TorchFunctionMode):
         keeps = bool(parents) and operation.op in _KEEPS_MASKS
         if keeps or (masks and (parents or _writes_infinity(*given))):
             return "mask"
-        wide = None if again is None else again()
+        wide = again()
         if wide is not None and all(bool(torch.isfinite(t).all()) for t in wide):
             return "overflow"
         no_number = any(bool(torch.isnan(t).any()) for t in (bad if wide is None else wide))
@@ -373,14 +380,11 @@ def _in_fp64(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
         return tensor.detach().double() if tensor.is_floating_point() else tensor
 
     device = next((t.device.type for t in tensors((args, kwargs))), "cpu")
-    random = torch.get_rng_state()
     try:
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with torch.no_grad(), torch.autocast(device, enabled=False), torch.random.fork_rng([]):
             kept = {name: value for name, value in kwargs.items() if name not in ("dtype", "out")}
             args, kept = mapped((args, kept), wide)
-            outs = [t for t in tensors(func(*args, **kept)) if t.is_floating_point()]
+            outs = [ops.bare(t) for t in tensors(func(*args, **kept)) if t.is_floating_point()]
     except (RuntimeError, TypeError, ValueError):
         return None  # without an FP64 form, or not to be repeated: the operation's name decides
-    finally:
-        torch.set_rng_state(random)
     return outs if outs and all(t.dtype is torch.float64 for t in outs) else None

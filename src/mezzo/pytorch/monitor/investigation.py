@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -25,7 +24,6 @@ from mezzo.pytorch.monitor.operations import facts, finite, in_one_line, over
 from mezzo.pytorch.monitor.replay import SavedCall
 from mezzo.pytorch.nested import tensors
 
-_log = logging.getLogger(__name__)
 _PASSED = 8  # propagators that are reported
 _CHAIN = 3  # remedies that are combined at most, where each alone only moves the overflow
 _TRIALS = 6  # combinations of each length that are tried
@@ -217,8 +215,7 @@ def _left_under(text: str, call: SavedCall, scales: Mapping[int, float]) -> Over
                     came, scale = call.gradients(number, outputs), scales.get(number, 1.0)
                     found = replay_backward(trace, [(out, _unscaled(grad, out, scale)) for out, grad in came])
             return found
-    except Exception as error:  # of the user's code, or of a policy that this model can't have
-        _log.debug("policy %s could not be tried: %s", text, error)
+    except Exception:  # of the user's code, or of a policy that this model can't have
         return OverflowReport("unknown")
 
 

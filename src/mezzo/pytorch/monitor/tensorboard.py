@@ -104,9 +104,8 @@ class TensorBoardWriter(RecordWriter):
         elif isinstance(record, records.OverflowRecord):
             found = record.finding
             lines = [f"{found.cause}: {found.sentence}"]
-            lines += [f"in: {tensor}" for tensor in found.inputs] + [
-                f"out: {tensor}" for tensor in found.outputs
-            ]
+            lines += [f"in: {tensor}" for tensor in found.inputs]
+            lines += [f"out: {tensor}" for tensor in found.outputs]
             lines += [f"passed on by: {text}" for text in found.propagators]
             lines += [f"try: {text}" for text in found.remedies]
             self._text("findings", lines, record.update, record.at)

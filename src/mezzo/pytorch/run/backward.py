@@ -27,6 +27,7 @@ from mezzo.pytorch.step import numbers_of
 from mezzo.pytorch.training import backward as walks
 
 if TYPE_CHECKING:
+    from mezzo.core.loss_scale import LossScale
     from mezzo.pytorch.run.optimizers import Overflows
     from mezzo.pytorch.run.session import Session
 
@@ -40,9 +41,9 @@ _TRACERS = {"FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode"}
 _CHECKED = (torch.float32, torch.float64)
 
 _NOT_AGAIN = (
-    "a backward pass reached a tensor that no optimizer owns. With one process, Mezzo would run a pass that overflows "
-    "again at a smaller loss scale. With several it does not, since a rank that does so alone waits for the others "
-    "forever. Gradients of that tensor may be NaN or infinite: check them before use, or use --precision bf16"
+    "a backward pass reached a tensor that no optimizer owns. With one process, Mezzo runs a pass that overflows again "
+    "at a smaller loss scale; with several it does not, because the other ranks would not. Gradients of that tensor "
+    "may be NaN or infinite: check them before use, or use --precision bf16"
 )
 Backward = Callable[..., Any]
 _Run = Callable[[float, bool | None], Any]
@@ -53,7 +54,8 @@ class FoundInf:
     """For each leaf of one backward pass, its flag (a view of its device's): whether its gradient was not finite."""
 
     def __init__(self, devices: Sequence[torch.device], inv_scale: float) -> None:
-        self.spent: set[int] = set()  # ids of the optimizers that have read the flags at a step
+        # Ids of the optimizers that have read flags of this pass, or of those inside it, and the loss scale before.
+        self.spent: dict[int, LossScale] = {}
         self._devices = devices
         counts = Counter(devices)
         self._flags = {
@@ -181,7 +183,7 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
             return observed(roots, 1.0, unscaled) if session.observes and observers.listening else unscaled()
 
         def run(scale: float, retain: bool | None) -> None:
-            scaled = _scaled(roots, seeds, scale)
+            scaled = tuple(_scaled(root, seed, scale) for root, seed in zip(roots, seeds))
             if is_plain and scaled[0] is not None:
                 observed(
                     roots, scale, lambda: walks.run_simple(tensors, scaled[0], retain_graph=bool(retain))
@@ -216,7 +218,7 @@ def _asks_no_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return is_once and (not kwargs or (kwargs.keys() == {"inputs"} and kwargs["inputs"] is None))
 
 
-def make_grad(session: Session, original: Backward) -> Backward:
+def make_grad(session: Session, overflows: Overflows, original: Backward) -> Backward:
     """The `torch.autograd.grad` of a run that scales."""
 
     observers = session.observers
@@ -238,6 +240,7 @@ def make_grad(session: Session, original: Backward) -> Backward:
         if _graph_task() != -1:  # in a custom function's backward, whose results the outer pass divides
             with _suspended(wanted):
                 return original(outputs, inputs, grad_outputs, retain_graph, *args, **kwargs)
+        overflows.latest = {}
         roots = _as_tuple(outputs)
         seeds = _as_tuple(grad_outputs, len(roots))
         hooked = [t for t in wanted if isinstance(t, Tensor) and t.is_leaf and t._backward_hooks]
@@ -253,7 +256,8 @@ def make_grad(session: Session, original: Backward) -> Backward:
             inside.now = True  # PyTorch shows this function to a function mode, and calls it once more
             try:
                 with unscaling(hooked, scale):
-                    found = original(roots, wanted, _scaled(roots, seeds, scale), retain, *args, **kwargs)
+                    scaled = tuple(_scaled(root, seed, scale) for root, seed in zip(roots, seeds))
+                    found = original(roots, wanted, scaled, retain, *args, **kwargs)
             finally:
                 inside.now = False
             results = tuple(
@@ -388,12 +392,8 @@ def _register_first(leaf: Tensor, key: object, hook: Callable[..., Any]) -> None
     hooks.update(others)
 
 
-def _scaled(roots: tuple[Any, ...], seeds: tuple[Any, ...], scale: float) -> tuple[Any, ...]:
-    """The gradients to start from, times S; None where there is none to start from, and PyTorch raises its error."""
-    return tuple(_scaled_seed(root, seed, scale) for root, seed in zip(roots, seeds))
-
-
-def _scaled_seed(root: Any, seed: Any, scale: float) -> Any:
+def _scaled(root: Any, seed: Any, scale: float) -> Any:
+    """The gradient to start from, times S; None where there is none to start from, and PyTorch raises its error."""
     if isinstance(seed, Tensor):
         return seed * scale
     if isinstance(root, GradientEdge):

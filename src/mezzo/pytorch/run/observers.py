@@ -193,6 +193,7 @@ class Observers:
         finally:
             self.tell("step_dropped")
             self._closures -= 1
+            session.ranks.of_closure = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from mezzo.core.errors import LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import DynamicLossScale
+from mezzo.core.loss_scale import DynamicLossScale, LossScale
 from mezzo.pytorch.distributed import ALONE, is_distributed
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.optim.adopt import Adopted
@@ -47,6 +48,8 @@ class Overflows:
         self._session = session
         self.flags: defaultdict[int, Flags] = defaultdict(list)  # of each leaf's gradient, by the leaf's id
         self.attempts: Attempts | None = None  # of the current backward
+        self.latest: dict[int, LossScale] = {}  # `spent` of the latest pass, or call of `autograd.grad`
+        self.before: LossScale | None = None  # when another step had used the gradients of the present one
         self.where = ""  # where the last gradient that was not finite was found, if several ranks were asked
 
     @not_traced
@@ -59,6 +62,9 @@ class Overflows:
         """These leaves are about to receive gradients, with flags in `found`."""
         if self.attempts is not None:
             self.attempts.found.append(found)
+        if torch._C._current_graph_task_id() == -1:
+            self.latest = found.spent
+        found.spent = self.latest
         for index, (leaf, owner) in enumerate(zip(leaves, self._session.ranks.owners(leaves))):
             key = id(owner)
             # A gathered parameter's gradients may be kept unsharded, where only `fully_shard` sees them.
@@ -82,6 +88,7 @@ class Overflows:
     @not_traced
     def found_inf(self, optimizer: Any) -> bool:
         """Whether the optimizer must skip its step; waits for the device. All ranks get the same answer."""
+        self.before = None
         if self.lacks_gradients(optimizer):
             # No rank is asked: this one's next backward and step meet those that the others run now.
             return False
@@ -106,12 +113,17 @@ class Overflows:
 
     def _flagged(self, optimizer: Any, params: list[Tensor]) -> bool:
         """Whether a flag says that a gradient was not finite; each is read once per optimizer."""
+        key = id(optimizer)
         flags = [flag for p in params if p.grad is not None for flag in self.flags.get(id(p), ())]
-        founds = {id(found): found for found, _ in flags if id(optimizer) not in found.spent}
-        read = {key: found.read() for key, found in founds.items()}
-        for found in founds.values():
-            found.spent.add(id(optimizer))
-        return any(id(found) in read and read[id(found)][index] for found, index in flags)
+        read = {found: found.read() for found in dict(flags) if key not in found.spent}
+        passes = [found.spent for found in read]
+        # Without new flags the gradients are those of its last step, or the script has put them there.
+        if not read and (key not in self.latest or any(found.spent is self.latest for found, _ in flags)):
+            passes = [self.latest]
+        self.before = next((scale for one in passes for scale in one.values()), None)
+        for one in passes:
+            one.setdefault(key, self._session.scale)
+        return any(found in read and read[found][index] for found, index in flags)
 
 
 @dataclass(slots=True)
@@ -137,7 +149,6 @@ class Steps:
         self.loss_scale = 1.0  # of the script's own GradScaler, during its step
         self._known: dict[int, Known] = {}  # by id: a WeakKeyDictionary is slow
         self._next = itertools.count()
-        self._wrapped: list[tuple[Any, Any]] = []
         # Modules that a compiled function calls: their running statistics are saved at the end of the step before.
         self.traced: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -154,10 +165,8 @@ class Steps:
 
         @functools.wraps(original)
         def _patch_step_function(optimizer: Any) -> None:
-            bases = [
-                base for base in type(optimizer).__mro__ if "step" in vars(base) and base is not Optimizer
-            ]
-            for base in bases[1:]:
+            kinds = [one for one in type(optimizer).__mro__ if "step" in vars(one) and one is not Optimizer]
+            for base in kinds[1:]:
                 self._check_within(base)
             original(optimizer)
             self._session.networks.optimizer_made(self.overflows.owned())
@@ -165,20 +174,12 @@ class Steps:
             self._session.optimizers_made += 1
             kind: Any = type(optimizer)
             if not hasattr(kind.step, "_mezzo_steps"):
-                before = kind.__dict__.get("step")
-                self._wrapped.append((kind, before))
+                own = kind.__dict__.get("step")
+                put_back = functools.partial(setattr, kind, "step", own)
+                self._session.undo.append(put_back if own else functools.partial(delattr, kind, "step"))
                 kind.step = self._wrap(kind.step)
 
         return _patch_step_function
-
-    def undo(self) -> None:
-        """Restore every optimizer class's own `step`."""
-        for kind, before in reversed(self._wrapped):
-            if before is None:
-                del kind.step
-            else:
-                kind.step = before
-        self._wrapped.clear()
 
     def _wrap(self, step: Step) -> Step:
         session, known_of = self._session, self._known.get
@@ -239,7 +240,7 @@ class Steps:
             return step(optimizer, *args, **kwargs)
 
         within._mezzo_within = within._torchdynamo_disable = True  # type: ignore[attr-defined]
-        self._wrapped.append((kind, step))
+        self._session.undo.append(functools.partial(setattr, kind, "step", step))
         kind.step = within
 
     @not_traced
@@ -326,6 +327,7 @@ class Steps:
 
         def evaluate(*inner_args: Any, **inner_kwargs: Any) -> tuple[Any, bool]:
             session.observers.tell("step_dropped")
+            session.ranks.of_closure = {}
             loss = closure(*inner_args, **inner_kwargs)
             finite = not self.overflows.found_inf(optimizer)
             if not finite:  # explained before the step is undone, with the weights that this evaluation had
@@ -370,11 +372,9 @@ class Steps:
     def _observe(self, optimizer: Any, *, found_inf: bool) -> None:
         number = self._number(optimizer)
         try:
-            self._session.observe(found_inf=found_inf, optimizer=number)
+            self._session.observe(found_inf=found_inf, optimizer=number, before=self.overflows.before)
         except LossScaleCollapseError as collapse:
-            reports = [
-                record.finding for record in self._session.journal.findings if record.optimizer == number
-            ]
+            reports = [one.finding for one in self._session.journal.findings if one.optimizer == number]
             culprit = next((one for one in reversed(reports) if one.alarms), reports[-1] if reports else None)
             error = collapse if culprit is None else collapse.named(culprit)
             if sum(known.number is not None for known in self._known.values()) > 1:

@@ -2,7 +2,8 @@
 
 `DistributedDataParallel` and `fully_shard` are found when a model is first called. A gradient that the script reduces
 by hand is recognized by its storage, which it gave to `all_reduce`. A copy (a flat buffer of all gradients, say) is
-not recognized: then NaN or infinity reaches every rank through the reduction.
+not recognized: then NaN or infinity reaches every rank through the reduction. Whatever a closure reduces, its ranks
+decide together about the step: each evaluation needs all of them anyway.
 
 All ranks of a process group must run under one policy: rank 0 compares the options of all when the group is made. A
 small message per rank goes through the group's store, because the group itself may not be usable yet.
@@ -44,6 +45,7 @@ class RunRanks:
         # Id of a parameter -> the data parallelism that averages its gradients.
         self._wrappers: dict[int, weakref.ref[Any]] = {}
         self._reduced: dict[StorageWeakRef, Any] = {}  # storage of a gradient -> process group
+        self.of_closure: dict[Any, None] | None = None  # groups over which a closure that runs has reduced
         self.without_gradients = Counter[str]()  # steps without gradients, by the ranks that take them
         self.any = False  # whether ranks decide together about any optimizer
 
@@ -69,7 +71,8 @@ class RunRanks:
         groups = [module.process_group for module in self._wrapped(params) if not distributed.joins(module)]
         # The script has reduced some gradients by hand since their last step.
         by_hand = [self._reduced[one] for one in _storages(params) if one in self._reduced]
-        ranks = distributed.ranks_of(params, dict.fromkeys([*groups, *by_hand]))
+        in_closure = () if self.averages_only(params) else self.of_closure or ()  # `join` reduces by itself
+        ranks = distributed.ranks_of(params, dict.fromkeys([*groups, *by_hand, *in_closure]))
         self.any |= bool(ranks)
         return ranks
 
@@ -122,6 +125,8 @@ class RunRanks:
                 group = kwargs.get("group", args[1] if len(args) > 1 else None)
                 if dist.get_rank(group) >= 0:  # else this rank is not in the group
                     self._reduced[StorageWeakRef(tensor.untyped_storage())] = group
+                    if self.of_closure is not None:
+                        self.of_closure[group] = None
             return original(tensor, *args, **kwargs)
 
         return all_reduce

@@ -165,7 +165,7 @@ class Session:
     networks: Networks = field(init=False)  # running statistics of the models; from `import torch` on
     ranks: RunRanks = field(init=False)  # from `import torch` on
     _patches: Patches = field(default_factory=Patches)
-    _undo: list[Any] = field(default_factory=list)  # also called at the end, the latest first
+    undo: list[Any] = field(default_factory=list)  # also called at the end, the latest first
     _endings: list[Any] = field(default_factory=list)  # called with the exit status when the script is over
     _counting: int | None = None  # the optimizer whose steps the scale counts in a row now
     _counted: dict[int | None, dict[str, int]] = field(default_factory=dict)  # of the others
@@ -216,8 +216,8 @@ class Session:
 
     def remove(self) -> None:
         """Undo all patches."""
-        while self._undo:
-            self._undo.pop()()
+        while self.undo:
+            self.undo.pop()()
         self._patches.undo()
 
     def _torch_imported(self, torch: ModuleType | Any) -> None:
@@ -255,16 +255,15 @@ class Session:
         patches.set(autograd, "backward", backward.make_backward(self, steps.overflows, autograd.backward))
         patch_step = steps.make_patch_step_function(optimizer._patch_step_function)
         patches.set(optimizer, "_patch_step_function", patch_step)
-        self._undo.append(steps.undo)
         if scales:
-            patches.set(autograd, "grad", backward.make_grad(self, autograd.grad))
+            patches.set(autograd, "grad", backward.make_grad(self, steps.overflows, autograd.grad))
         if self.policy.compute != "fp32":
             for name in ("softmax", "log_softmax"):
                 function = direct(getattr(torch.nn.functional, name), f"{name}.int", getattr(torch, name))
                 patches.set(torch.nn.functional, name, function)
-            self._undo.append(fallback.lend_kernels())
+            self.undo.append(fallback.lend_kernels())
             autocast_patches.hold()  # once, not at each call of a model
-            self._undo.append(autocast_patches.release)
+            self.undo.append(autocast_patches.release)
         # A context of native TF32 switches it on again.
         if self.policy.compute in ("fp32", "tf32") and not self.records_own:
             switch_off_tf32()
@@ -375,17 +374,25 @@ class Session:
                     apply_module_overrides(model, fits, self.device_type)
         self.journal.stop_after(self.request.stop_after)
 
-    def observe(self, *, found_inf: bool, optimizer: int | None = None) -> None:
-        """One step of this optimizer (None: of the last one) is over: the scale for the next, its counts for each."""
+    def observe(self, *, found_inf: bool, optimizer: int | None = None, before: Any = None) -> None:
+        """One step of this optimizer (None: of the last one) is over: the scale for the next, its counts for each.
+
+        A backward pass changes the scale once. `before` is the scale before an earlier step used the same pass.
+        """
+        now: Any = self.scale
+        counts = {name: getattr(now, name) for name in _COUNTS if hasattr(now, name)}
         if optimizer is not None and optimizer != self._counting:
-            counts = {name: getattr(self.scale, name) for name in _COUNTS if hasattr(self.scale, name)}
-            mine = (
-                counts if self._counting is None else self._counted.get(optimizer, dict.fromkeys(counts, 0))
-            )
             self._counted[self._counting] = counts
-            self.scale = replace(self.scale, **mine)
+            counts = self._counted.get(optimizer, dict.fromkeys(counts, 0))
+            self.scale = now = replace(now, **counts)
             self._counting = optimizer
-        self.scale = self.scale.next(Observation(found_inf))
+        if before is None:
+            self.scale = now.next(Observation(found_inf))
+        elif found_inf:
+            after: Any = replace(before, **counts).next(Observation(found_inf))
+            self.scale = replace(after, scale=min(after.scale, now.scale))
+        else:
+            self.scale = replace(now, **dict.fromkeys(counts, 0))
 
     def overflowed(self, scale: float) -> float:
         """A backward at `scale` overflowed before the script saw its gradients: the scale at which to run it again.

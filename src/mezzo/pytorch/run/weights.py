@@ -89,10 +89,8 @@ class Storage:
             return
         weights = "weights fp32"
         if policy.params != "fp32":
-            lowered, all_of_them = self._counts
-            weights = (
-                f"weights {policy.params} ({lowered} of {all_of_them} parameters), masters {policy.masters}"
-            )
+            lowered, total = self._counts
+            weights = f"weights {policy.params} ({lowered} of {total} parameters), masters {policy.masters}"
         passes, steps = session.journal.losses, session.journal.updates
         if session.lowered_weights and steps and passes >= 2 * steps:
             session.journal.note(

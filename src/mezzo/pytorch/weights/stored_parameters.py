@@ -197,15 +197,6 @@ def overflows(master: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def is_normalisation(module: nn.Module) -> bool:
-    """Whether a module is a normalization: PyTorch's, or a class whose name ends in ``Norm``, ``Norm1d``, ..."""
-    return _is_torchs_norm(module) or _NORM_NAME.search(type(module).__name__) is not None
-
-
-def _is_torchs_norm(module: nn.Module) -> bool:
-    return isinstance(module, _TORCH_NORMS) or has_running_statistics(module)
-
-
 def _format_of(policy: Policy) -> str:
     fmt = policy.activations if policy.params == "fp32" else policy.params
     if fmt in ("bf16", "fp16"):
@@ -231,8 +222,9 @@ def _staying(owned: list[_Owned], policy: Policy, fmt: str, keep: list[str]) -> 
         override = next((f for each in above if (f := policy.format_for_module(each)) is not None), fmt)
         is_kept = any(matches(pattern, each) for pattern in keep for each in (full, *above))
         is_vector = is_lazy(param) or sum(size > 1 for size in param.shape) <= 1
-        is_of_norm = _is_torchs_norm(module) or (is_vector and is_normalisation(module))
-        if override != fmt or is_kept or is_of_norm:
+        is_torchs = isinstance(module, _TORCH_NORMS) or has_running_statistics(module)
+        is_named_norm = is_vector and _NORM_NAME.search(type(module).__name__) is not None
+        if override != fmt or is_kept or is_torchs or is_named_norm:
             stays.add(id(param))
     return stays
 
