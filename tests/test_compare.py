@@ -25,7 +25,7 @@ from mezzo.compare.runs import read_run, run_child
 from mezzo.core import records
 from mezzo.core.errors import MezzoError, ScriptError, UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.core.overflow import OverflowReport
-from mezzo.core.records import HAD_TF32
+from mezzo.core.records import HAD_TF32, IN_NO_LAYER
 from mezzo.report import build
 from mezzo.runner.lifecycle import RunRequest
 
@@ -215,6 +215,9 @@ def test_what_is_slower_and_saves_nothing_is_not_recommended(case: Case) -> None
 def test_a_speed_whose_interval_is_wide_is_unclear(case: Case) -> None:
     one = case.compare()["candidates"]["bf16"]
     assert unclear_speed({**one, "speedup_interval": (0.5, 4.9)}) == ""
+    unclear = {**one, "speedup_interval": (0.38, 7.42), "speed_word": "not told apart"}
+    told = answer("bf16", unclear, case.request(), case.out)["plain"]
+    assert "0.38x to 7.42x" in told
     assert unclear_speed({**one, "speedup_interval": (0.0, 8e9)}) == "unclear (1 pair)"
 
 
@@ -286,6 +289,26 @@ def test_a_script_that_switches_tf32_on_is_told_how_to_compare_with_it(
     assert note in html.unescape(build(case.out).read_text(encoding="utf-8"))
     case.write({})
     assert case.compare(fresh=True)["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("note", "is_judged"),
+    [
+        (f"nvfp4{IN_NO_LAYER}. Linear layers of fitting sizes multiply in nvfp4", False),
+        (f"mxfp8 and nvfp4{IN_NO_LAYER}.", False),
+        ("nvfp4 in 2 linear layers: 0, 2.", True),
+        ("Products are emulated on this cpu", True),
+    ],
+)
+def test_a_format_that_no_layer_ran_in_has_no_verdict(case: Case, note: str, is_judged: bool) -> None:
+    case.write({"nvfp4": {"notes": [note]}})
+    one = case.compare(precisions=("nvfp4",))["candidates"]["nvfp4"]
+    assert (one["parity"] == "consistent") is is_judged
+    assert bool(one["cause"]) is not is_judged
+    assert (" --precision bf16 " in one["command"]) is not is_judged
+    # A second, small model of the script has none: the first has some.
+    case.write({"nvfp4": {"notes": [note, "nvfp4 in 4 linear layers: 0, 2, 4, 6."]}})
+    assert case.compare(precisions=("nvfp4",), fresh=True)["candidates"]["nvfp4"]["parity"] == "consistent"
 
 
 def test_a_speed_that_needs_more_steps_says_how_many(case: Case) -> None:

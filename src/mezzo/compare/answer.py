@@ -40,6 +40,11 @@ def answer(name: str, one: Candidate, request: Request, folder: Path) -> dict[st
     return {"plain": plain, "advice": advice, "command": use, "proof": proof, "unproven": unproven}
 
 
+def in_no_layer(name: str) -> str:
+    """Why runs tell nothing about a quantized format that no layer has."""
+    return f"No layer of this model ran in {name}, so its runs are those of bf16"
+
+
 def tf32_off(notes: Iterable[str], request: Request, folder: Path) -> list[str]:
     """What the notes of FP32's runs mean for the speeds if the script switches TF32 on; empty if it does not."""
     if not any(note.startswith(HAD_TF32) for note in notes):
@@ -127,7 +132,7 @@ def _speed(one: Candidate, request: Request) -> str:
     if interval[0] > 1 / SAME and interval[1] < SAME:
         return "same speed"
     if one["speed_word"] not in ("faster", "slower"):
-        return "speed unclear" + " (1 pair)" * (len(one["pairs"]) == 1)
+        return f"speed {unclear_speed(one) or f'unclear ({interval[0]:.2f}x to {interval[1]:.2f}x)'}"
     factor = max(speed, 1 / speed)
     if request.seeds < FEWEST_FOR_TOST:
         return f"about {factor:.2g}x {one['speed_word']}"
@@ -170,6 +175,9 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         if request.own:
             return "use FP32, or another candidate", ""  # calibrate needs a script in FP32
         return "find the modules that need FP32", command("calibrate", asked)
+    if one["cause"] == in_no_layer(name):
+        why = "'Block formats' in docs/formats.md says which layers can be quantized"
+        return f"compare bf16. {why}", compare_command({**asked, "precisions": ["bf16"]}, f"{folder}-bf16")
     if request.seeds < FEWEST_FOR_TOST:
         more = {**asked, "seeds": FEWEST_FOR_TOST}
         its = request.demo or (request.target if request.is_module else Path(request.target).resolve().stem)

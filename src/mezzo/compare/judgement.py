@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+from mezzo.compare.answer import in_no_layer
 from mezzo.compare.folder import strict
 from mezzo.compare.measure import speed
 from mezzo.compare.request import BASELINE, FRAMEWORKS, PERTURBED, Request
@@ -15,7 +16,7 @@ from mezzo.compare.runs import TRACEBACK, FinishedRun
 from mezzo.core.comparison import WIDE, Comparison, Parity
 from mezzo.core.compute import QUANTIZED
 from mezzo.core.policy import policy
-from mezzo.core.records import HAD_TF32, OWN, OWN_PRECISION, SWITCHED_OFF
+from mezzo.core.records import HAD_TF32, IN_NO_LAYER, OWN, OWN_PRECISION, SWITCHED_OFF
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
 
 SCHEMA = 1
@@ -68,6 +69,12 @@ def _candidate(
         judged = Verdict(Parity.DIVERGENT, f"Failed: {why}", len(finished), cause=why)
     else:
         judged = judge(results[BASELINE], results.get(name, {}), results.get(PERTURBED, {}), margins)
+    others = (SWITCHED_OFF, OWN_PRECISION, HAD_TF32)
+    noted = dict.fromkeys(note for run in runs.values() for note in run.notes if not note.startswith(others))
+    lacks = any(IN_NO_LAYER in note for note in noted)
+    if failed is None and lacks and not any(re.match(r"\S+ in \d+ linear", note) for note in noted):
+        why = in_no_layer(name)
+        judged = replace(judged, parity=Parity.INCONCLUSIVE, reason=f"{why}. {judged.reason}", cause=why)
     pairs = [(baseline[k], finished[k]) for k in sorted(set(baseline) & set(finished))]
     perturbed = [run.times() for run in all_runs.get(PERTURBED, {}).values() if run.succeeded]
     fast = speed([(fp32.times(), ours.times()) for fp32, ours in pairs], perturbed)
@@ -77,8 +84,6 @@ def _candidate(
         reason += f" Speed: {fast.speedup:.2f}x that of FP32 ({between}): {fast.word}."
     loss = judged.loss
     printed = [one for run in [*baseline.values(), *runs.values()] if (one := run.metric(request.how_metric))]
-    others = (SWITCHED_OFF, OWN_PRECISION, HAD_TF32)
-    noted = dict.fromkeys(note for run in runs.values() for note in run.notes if not note.startswith(others))
     status = 0 if failed is None else failed.ended.status if failed.ended is not None else None
     found: dict[str, Any] = strict(
         {

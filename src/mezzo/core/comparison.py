@@ -11,7 +11,7 @@ import numpy as np
 from mezzo.core.equivalence import Floats, far_outside, paired_interval, planned
 
 FEWEST_FOR_TOST = 3
-WIDE = 10.0  # a speed's interval whose ends differ by more than this factor is not printed
+WIDE = 100.0  # a speed's interval whose ends differ by more than this factor is not printed
 NOISE_WIDTH = 2.0
 """A run's noise floor is this many times the root mean square of what FP32 does to itself: about 95 %."""
 SINGLE_PAIR_FACTOR = 10.0

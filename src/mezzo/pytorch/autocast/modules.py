@@ -24,6 +24,7 @@ from mezzo.core.errors import UnknownNameError, UsageError, did_you_mean
 from mezzo.core.policy import Policy
 from mezzo.core.policy_text import is_pattern, matches
 from mezzo.core.recipes import recipe_of
+from mezzo.core.records import IN_NO_LAYER
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import applied, context_of, default_device_type
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
@@ -262,7 +263,7 @@ def _runs(numbers: list[int]) -> str:
 
 _BLOCK = re.compile(r"([^\d.][^.]*)\.(\d+)(?=\.)")
 _NOTHING = (
-    "{0} in no layer of this model. Linear layers of fitting sizes multiply in {0}, but not the head (the last one). "
+    f"{{0}}{IN_NO_LAYER}. Linear layers of fitting sizes multiply in {0}, but not the head (the last one). "
     "Convolutions, recurrent layers and attention products are as under bf16."
 )
 
