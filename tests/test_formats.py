@@ -289,6 +289,8 @@ MISUSED = [
     ("show 0.1 bf16", "mezzo formats bf16 show"),
     ("shaw 1", "Did you mean 'show'?"),
     ("3.5 1/3", "mezzo formats show 3.5 1/3"),
+    ("fp16 0.1", "mezzo formats fp16 show 0.1"),
+    ("0.1 inf nvfp4 fp16", "mezzo formats nvfp4 fp16 show 0.1 inf"),
     ("0x1.8p3", "mezzo formats show 0x1.8p3"),
     ("fp61", "Did you mean 'fp64'?"),
     ("fp17", "mxfp8, mxfp8-floor, nvfp4, nvfp4-nearest, nvfp4-plain, tf32. Did you mean 'fp16'?"),

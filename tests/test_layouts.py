@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import autocast_samples as samples
@@ -214,7 +214,7 @@ def nightly(*row: str) -> Any:
 
 
 ROWS = [(kind, "bf16") for kind in CONVERSIONS] + [
-    nightly(kind, "fp16") for kind in ("coo", "jagged", "mkldnn")
+    nightly(kind, "fp16") for kind in ("coo", "nested", "jagged", "mkldnn")
 ]
 
 
@@ -245,6 +245,20 @@ def test_a_write_keeps_its_tensor_under_each_rule(rule: str) -> None:
         with mezzo.autocast(f"bf16,op.index_add_={rule}", "cpu"):
             assert out.index_add_(0, torch.tensor([0, 2]), x) is out
         assert (out.dtype, out.sum().item()) == (destination, 8)
+
+
+@pytest.mark.parametrize("spec", FORMATS)
+def test_an_adaptive_softmax_on_a_layer_s_output_trains_as_in_fp32(spec: str) -> None:
+    """Its buffer has its input's 16 bits, and its log-probabilities, which index_copy_ writes there, are FP32."""
+    body, head = nn.Linear(8, 8), nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5, 10])
+    x, y = torch.randn(6, 8), torch.randint(0, 20, (6,))
+    grads = []
+    for context in (nullcontext(), mezzo.autocast(spec, "cpu")):
+        with context:
+            loss = head(body(x), y).loss
+        grads.append(torch.autograd.grad(loss, [*body.parameters(), *head.parameters()]))
+    for exact, ours in zip(*grads, strict=True):
+        assert (ours - exact).norm() <= 0.03 * exact.norm() + 1e-3
 
 
 # Format, number, what masked_fill gives, and masked_fill_ in place.

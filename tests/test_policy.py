@@ -374,6 +374,13 @@ def test_built_in_python() -> None:
         Policy("bf16,module.head=fp32")
 
 
+def mixed_precision(precision: Any) -> str:
+    model = torch.nn.Linear(4, 4)
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), precision)
+    mp.close()
+    return mp.precision
+
+
 # Where a precision is given -> what it does there, as a text to compare.
 
 TAKES: dict[str, Callable[[Any], str]] = {
@@ -381,6 +388,7 @@ TAKES: dict[str, Callable[[Any], str]] = {
     "Policy(params=)": lambda p: str(Policy("fp32" if "32" in str(p) else p, params=p)),
     "Policy(modules=)": lambda p: str(Policy(modules=(("head", p),))),
     "autocast": lambda p: str(mezzo.autocast(p, "cpu").policy),
+    "MixedPrecision": mixed_precision,
     "explain": lambda p: str(mezzo.explain(torch.nn.Linear(4, 4), torch.ones(2, 4), precision=p)),
 }
 

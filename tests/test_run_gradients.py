@@ -605,6 +605,18 @@ WAYS: dict[str, tuple[str, str]] = {
         "for p in params: p.register_post_accumulate_grad_hook(now)",
         "loss_of(x, y).backward()",
     ),
+    "four gradients summed by hand": (
+        "",
+        "total = [torch.zeros_like(p) for p in params]\nfor k in range(4):\n"
+        "    optimizer.zero_grad(set_to_none=False); loss_of(x[2 * k : 2 * k + 2], y[2 * k : 2 * k + 2]).backward()\n"
+        "    total = [a + p.grad / 4 for a, p in zip(total, params)]\n"
+        "optimizer.zero_grad(set_to_none=False)\nfor p, g in zip(params, total): p.grad.copy_(g)\noptimizer.step()",
+    ),
+    "gradients of another model": (
+        "other = net()",
+        "other.load_state_dict(model.state_dict()); other.zero_grad(); loss_of(x, y, other).backward()\n"
+        "put([p.grad.clone() for p in other.parameters()]); optimizer.step()",
+    ),
     "sparse": (
         "table = nn.Embedding(16, 4, sparse=True); params = [table.weight]\n"
         "optimizer = torch.optim.SparseAdam(params, lr=0.01)",

@@ -40,8 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this verb's arguments."""
     # argparse takes -4.2 for a number, but -4.2e9, -1/3, -0x1p3 and -inf for options.
     parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
-    words = "formats, and numbers to show in them"
-    parser.add_argument("words", nargs="*", metavar="[FORMAT ...] [show NUMBER ...]", help=words)
+    parser.add_argument("words", nargs="*", metavar="[FORMAT ...] [show NUMBER ...]", help="what to show")
     overflow = "result of a number beyond a format"
     parser.add_argument("--overflow", default="infinity", metavar="{infinity,saturate}", help=overflow)
     parser.add_argument("--json", action="store_true", help="print JSON (infinities and NaN as strings)")
@@ -51,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print formats, or numbers in formats."""
     words: list[str] = arguments.words
     at = words.index("show") if "show" in words else len(words)
-    asked = list(dict.fromkeys(form for word in words[:at] for form in _formats(word, words)))
+    asked = list(dict.fromkeys(form for word in words[:at] for form in _formats(word, words[:at])))
     forms, lines = asked or list(FORMATS.values()), list[str]()
     if at < len(words):
         numbers: list[dict[str, Any]] = []
@@ -158,11 +157,13 @@ def _formats(word: str, words: list[str]) -> list[Format]:
         return [named(COMPUTE[word].forward), named(COMPUTE[word].backward)]
     if _is_recipe(word):
         return [named(factor.element) for factor in recipe_of(word, recipe=word).factors]
+    known = {*FORMATS, *ALIASES, *COMPUTE, *RECIPES}
     if word[-1:].isdigit() and not word[:1].isalpha():
-        raise UsageError(f"{word!r} is not a format. To show a number: mezzo formats show {' '.join(words)}")
+        order = sorted([*words, "show"], key=lambda one: 2 * (one.lower() not in known) - (one == "show"))
+        raise UsageError(f"{word!r} is not a format. To show a number: mezzo formats {' '.join(order)}")
     if show := did_you_mean(word, ["show"], 0.7):
         raise UsageError(f"{word!r} is not a format.{show}")
-    raise unknown_name("format", word, {*FORMATS, *ALIASES, *COMPUTE, *RECIPES})
+    raise unknown_name("format", word, known)
 
 
 def _is_recipe(word: str) -> bool:

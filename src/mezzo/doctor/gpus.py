@@ -173,7 +173,7 @@ def from_capability(capability: Capability, tensor_cores: bool = True) -> Recomm
     }
     has = formats_at(capability) if tensor_cores else ()
     chosen = next(form for form in reasons if form == "fp32" or form in has)
-    fp8 = ["fp8: in linear layers at most twice as fast as bf16. Compare: --precision bf16,fp8"] * (
-        "fp8" in has
-    )
-    return Recommendation(chosen, (*reasons[chosen], *fp8))
+    narrow = {"fp8": "twice", "nvfp4": "four times"}  # the last is that of the newest tensor cores
+    form = next((form for form in reversed(narrow) if form in has), "")
+    gain = f"{form}: in linear layers at most {narrow.get(form)} as fast as bf16. Compare: --precision bf16,{form}"
+    return Recommendation(chosen, (*reasons[chosen], *[gain] * bool(form)))

@@ -99,10 +99,10 @@ def for_other_layouts(op_plan: OpPlan, name: str, device_type: str) -> Action | 
 
     def widened(*args: Any, **kwargs: Any) -> Any:
         given = list(tensors((args, kwargs)))
-        if lowers and any(t.is_nested for t in given) and not any(t.dtype is _FP32 for t in given):
-            return overload(*args, **kwargs)  # nested tensors have 16-bit kernels
-        wide_args, wide_kwargs = mapped((args, kwargs), widen)
-        return overload(*wide_args, **wide_kwargs)
+        low = next((t.dtype for t in given if t.dtype in SIXTEEN_BITS), _FP32)
+        narrows = lowers and any(t.is_nested for t in given)  # these have 16-bit kernels
+        args, kwargs = mapped((args, kwargs), (lambda t: _cast(t, low, device_type)) if narrows else widen)
+        return overload(*args, **kwargs)
 
     return noted(op_plan.op, widened) if lowers else widened
 
