@@ -173,7 +173,7 @@ def from_capability(capability: Capability, tensor_cores: bool = True) -> Recomm
     }
     has = formats_at(capability) if tensor_cores else ()
     chosen = next(form for form in reasons if form == "fp32" or form in has)
-    narrow = {"fp8": "twice", "nvfp4": "four times"}  # the last is that of the newest tensor cores
-    form = next((form for form in reversed(narrow) if form in has), "")
-    gain = f"{form}: in linear layers at most {narrow.get(form)} as fast as bf16. Compare: --precision bf16,{form}"
-    return Recommendation(chosen, (*reasons[chosen], *[gain] * bool(form)))
+    narrow = [form for form in ("fp8", "nvfp4") if form in has]
+    gain = f"{' and '.join(narrow)}: faster still in linear layers, at most by the ratio of peaks, but less precise."
+    compare = f"Compare: --precision {','.join(['bf16', *narrow])}"
+    return Recommendation(chosen, (*reasons[chosen], *[f"{gain} {compare}"] * bool(narrow)))
