@@ -71,6 +71,23 @@ def test_what_overflows_is_kept_and_then_trains() -> None:
     assert moved == {"fp16": False, found.policy: True}
 
 
+class Normed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 3000
+        return x / ((x * x).mean(1, keepdim=True) + 1e-8).sqrt()
+
+
+def test_a_module_in_which_a_division_turns_an_infinity_into_0_is_kept() -> None:
+    def planted() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), Normed(), nn.Linear(8, 2))
+
+    found = mezzo.calibrate(planted(), loss_of, batches(), format="fp16")
+    assert [one.module for one in found.kept] == ["1"]
+    assert found.sensitivity is not None
+    assert [one.module for one in found.sensitivity.modules if one.refuses("fp16")] == ["1"]
+
+
 class Offset(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x + 4096.0) - 4096.0
