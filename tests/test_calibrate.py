@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
+from mezzo.core.calibration import conclusions
 from mezzo.core.errors import UsageError
 from training_steps import batch, network, nobody_owns_anything  # noqa: F401
 
@@ -77,7 +78,7 @@ class Normed(nn.Module):
         return x / ((x * x).mean(1, keepdim=True) + 1e-8).sqrt()
 
 
-def test_a_module_in_which_a_division_turns_an_infinity_into_0_is_kept() -> None:
+def test_a_module_in_which_a_division_turns_an_infinity_into_0_is_kept_and_then_has_gradients() -> None:
     def planted() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 8), Normed(), nn.Linear(8, 2))
@@ -86,6 +87,16 @@ def test_a_module_in_which_a_division_turns_an_infinity_into_0_is_kept() -> None
     assert [one.module for one in found.kept] == ["1"]
     assert found.sensitivity is not None
     assert [one.module for one in found.sensitivity.modules if one.refuses("fp16")] == ["1"]
+    zeros = {}
+    for policy in ("fp16", found.policy):
+        net = planted()
+        mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), policy, watch=1)
+        with mp.autocast():
+            loss = loss_of(net, batch(0))
+        assert mp.step(loss).stepped
+        zeros[policy] = ["exactly 0" in line for line in conclusions(mp.ranges)]
+        mp.close()
+    assert zeros == {"fp16": [True], found.policy: [False]}
 
 
 class Offset(nn.Module):

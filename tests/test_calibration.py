@@ -181,6 +181,12 @@ def test_a_module_with_a_finite_change_over_the_limit_is_kept_in_fp16_and_noted_
     assert "=fp32" not in alone.notes[0]
 
 
+# An embedding has gradients for the rows that occurred, and the bias behind an input of zeros has some.
+IN_FP16 = [RangeRow("a", "activation", "fp16", of(1.0))]
+SPARSE = [*IN_FP16, weight_gradient("embedding", 0.1, *[0.0] * 999), weight_gradient("a", 0.25)]
+SILENT = [weight_gradient("b", *[0.0] * 99), tensor("weight gradient", "bias")("b", 0.1)]
+HALF = [weight_gradient("b", *[0.0] * 50), tensor("weight gradient", "bias")("b", *[0.1] * 50)]
+
 WATCHED: list[tuple[list[RangeRow], float | None, list[str]]] = [
     (FINE, None, ["fp16 holds all watched tensors at loss scale 2^16; it rounds none of the gradients"]),
     ([*FINE, weight_gradient("b", 1e-12)], 8.0, ["at loss scale 2^3; it rounds 25% of the gradients to zero"]),
@@ -188,6 +194,11 @@ WATCHED: list[tuple[list[RangeRow], float | None, list[str]]] = [
     ([replace(one, format="fp16") for one in FINE] + [activation("e", 1e6)], None, ["outside of the modules in FP32"]),
     ([RangeRow("a", "update ratio", "bf16", of(*[1e-5] * 9, 1.0))], None, ["lose 90% of the updates of a"]),
     (CHAIN, None, []),
+    (SPARSE, None, ["fp16 holds all watched tensors"]),
+    ([*SPARSE, *HALF], None, ["fp16 holds all watched tensors"]),
+    ([*SPARSE, *SILENT], None, ["weight gradients of b are exactly 0"]),
+    ([*IN_FP16, weight_gradient("b", 0.0)], None, ["weight gradients of b are exactly 0"]),
+    ([*SPARSE[1:], *SILENT], None, ["fp16 holds all watched tensors"]),  # a run in FP32
 ]  # fmt: skip
 
 

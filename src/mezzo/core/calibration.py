@@ -34,6 +34,8 @@ SHOWN = 8
 """Modules that are printed; JSON has all of them."""
 WORST = 3
 """Modules that a sentence names."""
+MOST_ZERO = 0.95
+"""A module of an fp16 run is named if more of its weight gradients are exactly zero, and all those of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -345,6 +347,10 @@ def conclusions(tensors: Sequence[RangeRow], scale: float | None = None) -> list
         wide = {one.module for one in tensors if one.what == "activation" and one.format == "fp32"}
         tensors = [one for one in tensors if one.module not in wide]
         where = " outside of the modules in FP32" if wide else ""
+        if zero := _zero(tensors):
+            why = "an infinity that a division turned into 0, numbers too small for fp16, dead units, or (in the first "
+            why += "update) weights that begin at 0. mezzo calibrate finds the modules that need FP32"
+            found = [f"nearly all weight gradients of {_names(zero)} are exactly 0, because of {why}"]
     gradients = [one.histogram for one in tensors if one.what in GRADIENTS and one.histogram.largest > 0]
     if gradients:
         start = scale or _scales(max(one.largest for one in gradients))[1]
@@ -353,7 +359,7 @@ def conclusions(tensors: Sequence[RangeRow], scale: float | None = None) -> list
         if kept:
             more = f"; {len(kept) - WORST} more modules are in the report (--out DIR)" if kept[WORST:] else ""
             found += [f"bf16 has FP32's range and holds them{more}. mezzo calibrate writes a policy for fp16"]
-        else:
+        elif not found:
             shares = reduce(Histogram.plus, gradients).shares("fp16", shift_of(start))
             lost = percent(shares.underflow) if shares and shares.underflow else "none"
             holds = f"fp16 holds all watched tensors{where} at loss scale {power_text(start)}"
@@ -369,6 +375,14 @@ def conclusions(tensors: Sequence[RangeRow], scale: float | None = None) -> list
 def _names(modules: Sequence[str], between: str = ", ") -> str:
     more = [f"{len(modules) - WORST} more modules"] * (len(modules) > WORST)
     return between.join([*(name or "the model" for name in modules[:WORST]), *more])
+
+
+def _zero(tensors: Iterable[RangeRow]) -> list[str]:
+    """Modules without weight gradients other than 0. An embedding has some: for the rows that occurred."""
+    rows = [(one.module, one.histogram) for one in tensors if one.what == "weight gradient"]
+    zero = dict.fromkeys(module for module, one in rows if 0 < one.elements == one.zeros)
+    sums = [(name, reduce(Histogram.plus, (one for module, one in rows if module == name))) for name in zero]
+    return [name for name, one in sums if one.zeros > MOST_ZERO * one.elements]
 
 
 def _kept(
