@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
+from mezzo.core.calibration import conclusions
 from mezzo.core.errors import UsageError
 from training_steps import batch, network, nobody_owns_anything  # noqa: F401
 
@@ -69,6 +70,33 @@ def test_what_overflows_is_kept_and_then_trains() -> None:
         moved[policy] = mp.step(loss).stepped
         mp.close()
     assert moved == {"fp16": False, found.policy: True}
+
+
+class Normed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 3000
+        return x / ((x * x).mean(1, keepdim=True) + 1e-8).sqrt()
+
+
+def test_a_module_in_which_a_division_turns_an_infinity_into_0_is_kept_and_then_has_gradients() -> None:
+    def planted() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), Normed(), nn.Linear(8, 2))
+
+    found = mezzo.calibrate(planted(), loss_of, batches(), format="fp16")
+    assert [one.module for one in found.kept] == ["1"]
+    assert found.sensitivity is not None
+    assert [one.module for one in found.sensitivity.modules if one.refuses("fp16")] == ["1"]
+    zeros = {}
+    for policy in ("fp16", found.policy):
+        net = planted()
+        mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), policy, watch=1)
+        with mp.autocast():
+            loss = loss_of(net, batch(0))
+        assert mp.step(loss).stepped
+        zeros[policy] = ["exactly 0" in line for line in conclusions(mp.ranges)]
+        mp.close()
+    assert zeros == {"fp16": [True], found.policy: [False]}
 
 
 class Offset(nn.Module):

@@ -145,6 +145,7 @@ def test_a_module_in_which_fp16_overflows_is_kept() -> None:
     found = recommend([*steps(FINE), SensitivityRecord(0, 2.0, sensitive)], native={"fp16"})
     assert [(one.module, one.evidence) for one in found.kept] == [("block", None)]
     assert "mul overflows" in found.kept[0].why
+    assert "limit" not in found.kept[0].why
     assert policy(found.policy).modules == (("block", "fp32"),)
     bf16 = recommend([*steps(FINE), SensitivityRecord(0, 2.0, [row("a", "bf16", 0.5)])], native={"bf16"})
     assert (
@@ -155,6 +156,37 @@ def test_a_module_in_which_fp16_overflows_is_kept() -> None:
     assert recommend([*steps(FINE), outside], native={"fp16"}).policy == "fp16,op.mul=fp32"
 
 
+def test_a_module_with_a_finite_change_over_the_limit_is_kept_in_fp16_and_noted_in_bf16() -> None:
+    """An infinity that a division turns into 0 leaves a finite change. Rounding to bf16 may average out."""
+    absorbed = [
+        row("a", "fp16", 0.5, "mul"),
+        row("a", "bf16"),
+        row("b", "fp16", 0.4),
+        row("c", "fp16", 1e-4, "mul"),
+    ]
+    made = [*steps(FINE), SensitivityRecord(0, 2.0, absorbed)]
+    for native in ("fp16", "bf16"):
+        found = recommend(made, native={native})
+        assert [one.module for one in found.kept] == ["a", "b"]
+        assert all("the limit" in one.why and one.why in " ".join(found.plain) for one in found.kept)
+        assert ["mul overflows" in one.why for one in found.kept] == [True, False]
+        assert policy(found.policy).modules == ((("a", "fp32"), ("b", "fp32")) if native == "fp16" else ())
+    rounded = [row("", "bf16", 0.5), row("a", "bf16", 0.5), row("b", "bf16")]
+    found = recommend([*steps(FINE), SensitivityRecord(0, 2.0, rounded)], native={"bf16"})
+    assert (found.policy, found.kept) == ("bf16", [])
+    assert "in the model, a." in found.notes[0]
+    assert "module.a=fp32 " in found.notes[0]
+    alone = recommend([*steps(FINE), SensitivityRecord(0, 2.0, rounded[:1])], native={"bf16"})
+    assert "FP32 " not in alone.why.partition("loss scale")[2]  # not that none has to stay in FP32
+    assert "=fp32" not in alone.notes[0]
+
+
+# An embedding has gradients for the rows that occurred, and the bias behind an input of zeros has some.
+IN_FP16 = [RangeRow("a", "activation", "fp16", of(1.0))]
+SPARSE = [*IN_FP16, weight_gradient("embedding", 0.1, *[0.0] * 999), weight_gradient("a", 0.25)]
+SILENT = [weight_gradient("b", *[0.0] * 99), tensor("weight gradient", "bias")("b", 0.1)]
+HALF = [weight_gradient("b", *[0.0] * 50), tensor("weight gradient", "bias")("b", *[0.1] * 50)]
+
 WATCHED: list[tuple[list[RangeRow], float | None, list[str]]] = [
     (FINE, None, ["fp16 holds all watched tensors at loss scale 2^16; it rounds none of the gradients"]),
     ([*FINE, weight_gradient("b", 1e-12)], 8.0, ["at loss scale 2^3; it rounds 25% of the gradients to zero"]),
@@ -162,6 +194,11 @@ WATCHED: list[tuple[list[RangeRow], float | None, list[str]]] = [
     ([replace(one, format="fp16") for one in FINE] + [activation("e", 1e6)], None, ["outside of the modules in FP32"]),
     ([RangeRow("a", "update ratio", "bf16", of(*[1e-5] * 9, 1.0))], None, ["lose 90% of the updates of a"]),
     (CHAIN, None, []),
+    (SPARSE, None, ["fp16 holds all watched tensors"]),
+    ([*SPARSE, *HALF], None, ["fp16 holds all watched tensors"]),
+    ([*SPARSE, *SILENT], None, ["weight gradients of b are exactly 0"]),
+    ([*IN_FP16, weight_gradient("b", 0.0)], None, ["weight gradients of b are exactly 0"]),
+    ([*SPARSE[1:], *SILENT], None, ["fp16 holds all watched tensors"]),  # a run in FP32
 ]  # fmt: skip
 
 

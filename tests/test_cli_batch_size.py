@@ -114,6 +114,7 @@ ENDS: list[tuple[dict[str, Any], list[str], list[int], int, str]] = [
     ({"ends": {20: OOM}, "device": "cuda"}, ["--multiple-of=8"], [8, 16, 32, 24], 16, "no: out of memory"),
     ({"device": "cuda"}, ["--max=40"], [8, 16, 32, 40], 40, "the largest that was tried and fits (40 kB)"),
     ({"device": "cuda"}, ["--limit=20kB"], [8, 16, 20, 21], 20, "no: over the limit"),
+    ({"steps": 6}, ["--max=8"], [8], 8, "note: no speed: the script took too few steps to time. Let it train longer"),
     ({}, [], [8, 10, 11], 10, "is the largest that fits (10 kB of 10 kB)"),  # what the machine has left
     ({"ends": {12: {"signal": 9}}}, ["--limit=1GB"], [8, 16, 12, 10, 11], 11, "by the system, probably out of memory"),
     ({"overhead": 0}, ["--limit=1GB"], [8, 16, 32], 32, "have not risen since 8. For larger sizes: --max 512"),
@@ -265,5 +266,15 @@ def test_the_real_thing(
 
 def test_a_run_is_ended_after_its_steps(here: Path) -> None:
     words = ["batch-size", script(here, steps=10**6), "--vary=--batch", "--limit=1MB", "--max=8"]
-    assert main([*words, "--precision=bf16", "--out=found", "--steps=5"]) == 0
-    assert (here / "found" / "runs" / "bf16-8.jsonl").read_text().count('"update"') == 5
+    assert main([*words, "--precision=bf16", "--out=found", "--steps=9"]) == 0
+    assert (here / "found" / "runs" / "bf16-8.jsonl").read_text().count('"update"') == 9
+    (trial,) = json.loads((here / "found" / "batch-size.json").read_text())["precisions"]["bf16"]["trials"]
+    assert trial["samples_per_second"] > 0
+
+
+def test_fewer_steps_than_can_be_timed_are_refused_before_a_run(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["batch-size", script(here), "--vary=--batch", "--limit=1MB", "--max=8", "--steps=8"]) == 2
+    assert "minimum is 9" in capsys.readouterr().err
+    assert not (here / "calls").exists()

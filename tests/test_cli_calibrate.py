@@ -102,6 +102,25 @@ def test_the_modules_are_ranked(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert ranking["modules"][0]["changes"] == {"bf16": pytest.approx(0.5), "fp16": "inf"}
 
 
+def test_the_policy_keeps_what_the_table_marks_over_in_fp16(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"a": {"bf16": 1e-3, "fp16": 0.5}, "b": {"bf16": 0.5, "fp16": 1e-3}}
+    for precision, kept in (("fp16", "fp16,module.a=fp32"), ("bf16", "bf16")):
+        options = ["--steps", "2", "--precision", precision]
+        assert main(["calibrate", script(here, changes=changes), *options]) == 0
+        out = capsys.readouterr().out
+        assert ["a", "0.001", "0.5", "over"] in [line.split() for line in out.splitlines()]
+        assert "a (alone changes the loss by more than the limit)" in out
+        assert str(policy(here / "mezzo-calibrate-train" / "policy.toml")) == kept
+        assert (
+            f"--precision {'mezzo-calibrate-train/policy.toml' if precision == 'fp16' else 'bf16'}\n"
+        ) in out
+        assert ("mezzo calibrate train.py --steps=2 --precision fp16\n" in out) is (precision == "bf16")
+        assert ("module.b=fp32" in out) is (precision == "bf16")
+        assert "No module has to stay" not in out
+
+
 def test_over_is_explained_where_a_change_is_over(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["calibrate", script(here, changes={"a": {"bf16": 1e-3, "e4m3fn": 0.5}}), "--steps", "2"]) == 0

@@ -41,6 +41,7 @@ from rich.console import Console
 
 from mezzo.cli.arguments import KERAS, add_target, target_of, whole
 from mezzo.compare.folder import check_ours, locked, writing
+from mezzo.compare.measure import WARM_UP
 from mezzo.compare.progress import Watcher
 from mezzo.compare.request import ScriptRequest, split_precisions
 from mezzo.compare.runs import LAUNCH, FinishedRun, run_to_end, terminated_like_an_interrupt
@@ -63,6 +64,7 @@ _SPELL = (
 )
 MEASURED = 3
 """The step whose memory is measured."""
+FEWEST_STEPS = WARM_UP + 1 + batch_size.BLOCKS  # a time, between two steps, for each block
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +85,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=whole("minutes", 10, least=1), default=10, metavar="N", help=minutes)
     add("--multiple-of", type=size, default=1, metavar="N", help="try only multiples of it (default 1)")
     steps = "end each run after this many optimizer steps (default 24)"
-    add("--steps", type=whole("steps", 24, least=MEASURED + 1), default=24, metavar="N", help=steps)
+    add("--steps", type=whole("steps", 24, least=FEWEST_STEPS), default=24, metavar="N", help=steps)
     add("--out", metavar="DIR", help=f"keep every run's records and output there, and {FILE}")
     add("--json", action="store_true", help="print JSON instead of the table")
 
@@ -259,7 +261,7 @@ def _search(
         complete, (what, *output) = True, str(failure).splitlines()
         notes.append(f"no further size was tried: {' '.join([what, *output[-1:]])}")
     if any(trial.fits for trial in trials) and not any(trial.seconds for trial in trials):
-        notes.append(f"no speed: too few steps to time. Use --steps {max(24, 2 * arguments.steps)}")
+        notes.append("no speed: the script took too few steps to time. Let it train longer: more epochs")
     return BatchSizeResult(tuple(trials), limit, device, tuple(notes), complete)
 
 

@@ -34,6 +34,8 @@ SHOWN = 8
 """Modules that are printed; JSON has all of them."""
 WORST = 3
 """Modules that a sentence names."""
+MOST_ZERO = 0.95
+"""A module of an fp16 run is named if more of its weight gradients are exactly zero, and all those of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class ModuleSensitivity:
         kind: its class.
         changes: format -> expected change of the loss if the module alone runs in that format; infinite if a result is
             not finite. Only modules with a product have formats of fewer than 16 bits.
-        causes: format -> the operation that made the first number too large for the format.
+        causes: format -> the operation that made the first number too large for the format, of changes over the limit.
         bears: the formats whose change is within the ranking's `limit`, the one with the fewest bits first.
         lowest: the first of `bears`; ``fp32`` if there is none.
     """
@@ -123,7 +125,7 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Kept:
-    """A module that fp16 can't hold, and why: by a tensor, or, without evidence, by an operation inside it."""
+    """A module that fp16 can't hold, and why: by a tensor, or, without evidence, by what it does to the loss."""
 
     module: str
     why: str
@@ -176,18 +178,17 @@ class Recommendation:
     def plain(self) -> list[str]:
         """The recommendation in a few sentences."""
         scale = f"loss scale (dynamic from {power_text(self.start)}, or constant {power_text(self.constant)})"
-        some = [f"{one.name} ({one.why})" for one in self.kept[:WORST]]
-        some += [f"{len(self.kept) - WORST} more modules"] * (len(self.kept) > WORST)
+        some = _names([f"{one.name} ({one.why})" for one in self.kept], "; ")
         found = [f"Use {self.format}: {self.why}."]
         if self.format in QUANTIZED:
-            found += [f"Keep in bf16: {'; '.join(some)}." if some else "No linear layer has to stay in bf16."]
+            found += [f"Keep in bf16: {some}." if some else "No linear layer has to stay in bf16."]
             return [*found, f"Policy: {self.policy}", *self.notes]
         if self.format == "fp16":
             found += [f"It needs a {scale}: the largest gradient is the {self.gradient}."]
-            found += [f"Keep in FP32: {'; '.join(some)}." if some else "No module has to stay in FP32."]
+            found += [f"Keep in FP32: {some}." if some else "No module has to stay in FP32."]
             found += [f"Policy: {self.policy}"]
         else:
-            keep = f"these in FP32: {'; '.join(some)}" if some else "no module in FP32"
+            keep = f"these in FP32: {some}" if some else "no module in FP32"
             found += [f"fp16 would need a {scale}, and {keep}."]
         return [*found, *self.notes]
 
@@ -279,15 +280,13 @@ def recommend(
     notes, policy = _notes(tensors, kept), _policy(chosen, start, kept)
     if chosen in QUANTIZED:
         policy, kept, notes = _quantized(chosen, sensitivity, sensitivities)
-    held = [one.module for one in kept] if chosen not in ("bf16", "fp32") else []
-    refusing = [one.module for one in (sensitivity.modules if sensitivity else ()) if one.refuses(chosen)]
-    over = [path for path in refusing if path not in held and is_pattern(path)][:WORST]
-    if chosen == "bf16" and sensitivity and not over:
-        why += ". No module has to stay in FP32"
-    if over:
-        add, names = ",".join(f"module.{path}=fp32" for path in over), ", ".join(over)
-        change = f"{chosen} changes the loss by more than the limit in {names}"
-        notes = [f"{change}. If mezzo compare finds harm, add {add} to the policy.", *notes]
+    if chosen == "bf16" and sensitivity:
+        # Only a note: near a loss of 0 rounding to bf16 is over in ordinary modules, and FP32 costs time.
+        over = [one.module for one in sensitivity.modules if one.refuses(chosen)]
+        add = ",".join(f"module.{path}=fp32" for path in over[:WORST] if is_pattern(path))
+        fix = f" If mezzo compare finds harm, add {add} to the policy." if add else ""
+        why += "" if over else ". No module has to stay in FP32"
+        notes = [f"bf16 changes the loss by more than the limit in {_names(over)}.{fix}"] * bool(over) + notes
     if chosen not in QUANTIZED and source.histogram.overflows("fp16", shift_of(start)):
         every = f"{source}: this overflows fp16 under every dynamic loss scale"
         notes = [f"{every}. Train in bf16 or fp32.", *notes]
@@ -343,35 +342,47 @@ def conclusions(tensors: Sequence[RangeRow], scale: float | None = None) -> list
     >>> conclusions([RangeRow("a", "weight gradient", "fp32", Histogram(-3, [4], largest=0.2), "weight")])
     ['fp16 holds all watched tensors at loss scale 2^17; it rounds none of the gradients to zero']
     """
-    where = ""
+    where, found = "", list[str]()
     if any(one.format == "fp16" for one in tensors):  # a run in fp16, which keeps these modules in FP32
         wide = {one.module for one in tensors if one.what == "activation" and one.format == "fp32"}
         tensors = [one for one in tensors if one.module not in wide]
         where = " outside of the modules in FP32" if wide else ""
+        if zero := _zero(tensors):
+            why = "an infinity that a division turned into 0, numbers too small for fp16, dead units, or (in the first "
+            why += "update) weights that begin at 0. mezzo calibrate finds the modules that need FP32"
+            found = [f"nearly all weight gradients of {_names(zero)} are exactly 0, because of {why}"]
     gradients = [one.histogram for one in tensors if one.what in GRADIENTS and one.histogram.largest > 0]
-    found = []
     if gradients:
         start = scale or _scales(max(one.largest for one in gradients))[1]
         kept = [one for one in _kept(tensors, start) if one.evidence and one.evidence.module == one.module]
-        found = [f"for fp16 keep {one.name} in FP32: it {one.why}" for one in kept[:WORST]]
+        found += [f"for fp16 keep {one.name} in FP32: it {one.why}" for one in kept[:WORST]]
         if kept:
             more = f"; {len(kept) - WORST} more modules are in the report (--out DIR)" if kept[WORST:] else ""
-            found.append(
-                f"bf16 has FP32's range and holds them{more}. mezzo calibrate writes a policy for fp16"
-            )
-        else:
+            found += [f"bf16 has FP32's range and holds them{more}. mezzo calibrate writes a policy for fp16"]
+        elif not found:
             shares = reduce(Histogram.plus, gradients).shares("fp16", shift_of(start))
             lost = percent(shares.underflow) if shares and shares.underflow else "none"
-            at = f"loss scale {power_text(start)}"
-            found.append(
-                f"fp16 holds all watched tensors{where} at {at}; it rounds {lost} of the gradients to zero"
-            )
+            holds = f"fp16 holds all watched tensors{where} at loss scale {power_text(start)}"
+            found.append(f"{holds}; it rounds {lost} of the gradients to zero")
     ratios = [one for one in tensors if one.what == "update ratio" and one.format in ("bf16", "fp16")]
     worst = max(ratios, key=lambda one: one.histogram.lost(one.format) or 0.0, default=None)
     if worst is not None and (share := worst.histogram.lost(worst.format) or 0.0) > MOST_LOST:
         weights = f"{worst.format} weights without masters lose {percent(share)} of the updates"
         found.append(f"{weights} of {worst.module or 'the model'}; masters=split keeps them")
     return found
+
+
+def _names(modules: Sequence[str], between: str = ", ") -> str:
+    more = [f"{len(modules) - WORST} more modules"] * (len(modules) > WORST)
+    return between.join([*(name or "the model" for name in modules[:WORST]), *more])
+
+
+def _zero(tensors: Iterable[RangeRow]) -> list[str]:
+    """Modules without weight gradients other than 0. An embedding has some: for the rows that occurred."""
+    rows = [(one.module, one.histogram) for one in tensors if one.what == "weight gradient"]
+    zero = dict.fromkeys(module for module, one in rows if 0 < one.elements == one.zeros)
+    sums = [(name, reduce(Histogram.plus, (one for module, one in rows if module == name))) for name in zero]
+    return [name for name, one in sums if one.zeros > MOST_ZERO * one.elements]
 
 
 def _kept(
@@ -410,9 +421,11 @@ def _kept(
                 why = f"has an output gradient of which fp16 rounds {part} to zero even at loss scale {scale}"
                 keep(one, why, f"computes the output gradient of {name}")
     for inside in sensitivity.modules if sensitivity else ():
-        path, op = inside.module, inside.causes.get("fp16")
-        if op:
-            found.setdefault(path, Kept(path, f"its operation {op} overflows in fp16", op=op))
+        if inside.refuses("fp16"):
+            path, op, change = inside.module, inside.causes.get("fp16", ""), inside.changes["fp16"]
+            whys = ["alone changes the loss by more than the limit"] * (math.isfinite(change) or not op)
+            whys += [f"its operation {op} overflows in fp16"] * bool(op)
+            found.setdefault(path, Kept(path, ", and ".join(whys), op=op))
     return list(found.values())
 
 
@@ -437,7 +450,7 @@ def _notes(tensors: Sequence[RangeRow], kept: Sequence[Kept]) -> list[str]:
         if bad and one.what != "update ratio":
             where = f"the {one.what} of {one.module or 'the model'}"
             notes.append(f"In FP32 itself {bad} numbers of {where} were NaN or infinite.")
-    unnamed = ", ".join(repr(one.module) for one in kept if not is_pattern(one.module) and not one.by_op)
+    unnamed = ", ".join(one.name for one in kept if not is_pattern(one.module) and not one.by_op)
     if unnamed:
         notes.append(f"No policy can name {unnamed}: change the model, or train in bf16 or fp32.")
     test = "Not tried yet: `mezzo compare` tests whether it trains as well as FP32, and whether it is faster."
@@ -500,22 +513,15 @@ def rank(
     modules = []
     for module, by_format in found.items():
         changes = {name: math.sqrt(expected_square(rows)) for name, rows in by_format.items()}
-        causes = {
-            name: next((row.cause for row in by_format[name] if row.cause), "")
-            for name, change in changes.items()
-            if not math.isfinite(change)
-        }
         bears = [name for name, change in changes.items() if change <= limits.get(name, limit)]
+        over = [name for name in changes if name not in bears]
+        causes = {name: next((row.cause for row in by_format[name] if row.cause), "") for name in over}
         bears.sort(key=lambda name: (bits[name], changes[name]))
         kind = next(iter(by_format.values()))[0].kind
         modules.append(ModuleSensitivity(module, kind, changes, causes, bears, [*bears, "fp32"][0]))
 
     shown = [name for name, width in bits.items() if width >= 16] or list(bits)
-
-    def sensitive(one: ModuleSensitivity) -> tuple[int, float]:
-        """How many formats are refused, then the change in the first."""
-        return sum(map(one.refuses, shown)), one.changes.get(shown[0], 0.0)
-
-    modules.sort(key=sensitive, reverse=True)
+    # By how many formats are refused, then by the change in the first.
+    modules.sort(key=lambda one: (sum(map(one.refuses, shown)), one.changes.get(shown[0], 0.0)), reverse=True)
     notes = list(dict.fromkeys(note for record in records for note in record.notes))
     return Sensitivity(list(bits), shown, modules, loss, margin, limit, len(records), notes)

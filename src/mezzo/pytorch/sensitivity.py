@@ -351,4 +351,4 @@ def _row(call: _Call, format: str, found: Tensor, cause: str = "") -> ModuleRoun
     is_finite = bool(torch.isfinite(found).all())
     signed, squares = found.tolist() if is_finite else (math.inf, math.inf)
     kind = type(call.module).__name__
-    return ModuleRounding(call.path, kind, format, signed, squares, "" if is_finite else cause)
+    return ModuleRounding(call.path, kind, format, signed, squares, cause)
