@@ -226,6 +226,23 @@ def test_a_step_that_runs_out_of_memory_is_a_size_that_does_not_fit(error: Excep
     assert bytes_alive() - before <= mine  # the failed step keeps nothing alive
 
 
+def test_a_step_that_fails_between_two_accumulated_losses_does_not_end_the_search() -> None:
+    model, optimizer, _ = small()
+    mp = mezzo.MixedPrecision(model, optimizer, "fp32", accumulate=2)
+
+    def step(size: int) -> None:
+        for part in range(2):
+            if part and size > 5:
+                raise MemoryError
+            with mp.autocast():
+                loss = F.cross_entropy(model(torch.randn(size, 32)), torch.randint(0, 4, (size,)))
+            mp.step(loss)
+
+    found = mezzo.find_batch_size(step, 4, limit="10 GB", rounds=0, model=model, optimizer=optimizer)
+    assert found.largest == 5
+    mp.close()
+
+
 @pytest.mark.parametrize(
     ("error", "answer"),
     [

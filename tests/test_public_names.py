@@ -119,6 +119,12 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     ("function", "wrong", "right"),
     [
         (mezzo.MixedPrecision, "clip_nrom", "clip_norm"),
+        (mezzo.MixedPrecision, "max_grad_norm", "clip_norm"),
+        (mezzo.MixedPrecision, "gradient_clipping", "clip_norm"),
+        (mezzo.MixedPrecision, "gradient_clip_val", "clip_norm"),
+        (mezzo.MixedPrecision, "gradient_accumulation_steps", "accumulate"),
+        (mezzo.MixedPrecision, "mixed_precision", "precision"),
+        (mezzo.MixedPrecision, "autocast_dtype", "precision"),
         (mezzo.autocast, "enable", "enabled"),
         (mezzo.Policy, "op", "ops"),
         (mezzo.DynamicLossScale, "initial", "init"),

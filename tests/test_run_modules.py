@@ -64,6 +64,21 @@ def test_modules_inside_an_overridden_one_follow_it(policy: str, launch: Any) ->
     assert any(update.skipped for update in ran.of("update")) == (policy == "fp16")  # what overflows inside
 
 
+# Patterns of the policy -> what the summary says of the modules that they match.
+IN_THE_SUMMARY = {
+    "module.2=fp32": ", 2 in fp32;",
+    "module.1.deep.*=fp32": ", 1.deep.0 in fp32, 1.deep.1 in fp32;",
+    "module.**=fp32": ", 0 in fp32, 1 in fp32, 1.deep in fp32 and 3 more;",
+    "module.0=fp32,module.2=fp16": ", 0 in fp32, 2 in fp16;",
+}
+
+
+@pytest.mark.parametrize("patterns", IN_THE_SUMMARY)
+def test_the_summary_names_the_modules_in_another_format(patterns: str, launch: Any) -> None:
+    says = f"3 calls of Sequential in bf16 on cpu{IN_THE_SUMMARY[patterns]}"
+    assert says in launch(SCRIPT, policy=f"bf16,{patterns}").err
+
+
 @pytest.mark.heavy
 def test_compiled_is_as_eager(launch: Any) -> None:
     losses = [

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from alive import bytes_alive
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.pytorch.optim.optimizers import SGD, AdamW
 from mezzo.pytorch.weights.stored_parameters import lower_weights
 from training_steps import (  # noqa: F401
@@ -242,6 +242,64 @@ def test_flush_moves_by_the_mean_of_the_losses_that_were_seen(precision: str, se
         weights.append(weight.detach())
     assert torch.allclose(*weights, rtol=1e-6)
     assert torch.allclose(weights[0], torch.full((1, 2), -float(seen - 1)), rtol=1e-6)
+
+
+def _forget_one(mp: Any) -> None:
+    mp.model[0].weight.grad = None
+
+
+def _halve(mp: Any) -> None:
+    for param in mp.model.parameters():
+        param.grad.mul_(0.5)
+
+
+def _resume(mp: Any) -> None:
+    saved = mp.state_dict()
+    mp.optimizer.zero_grad()
+    mp.load_state_dict(saved)
+
+
+# What a loop does between two losses of a window, and whether their sums are lost by it.
+BETWEEN_LOSSES: dict[str, tuple[Any, bool]] = {
+    "optimizer.zero_grad": (lambda mp: mp.optimizer.zero_grad(), True),
+    "model.zero_grad": (lambda mp: mp.model.zero_grad(), True),
+    "gradients set to 0": (lambda mp: mp.optimizer.zero_grad(set_to_none=False), True),
+    "nothing": (lambda mp: None, False),
+    "one gradient dropped": (_forget_one, False),
+    "gradients halved": (_halve, False),
+    "window saved and loaded": (_resume, False),
+}
+
+
+@pytest.mark.parametrize("ending", ["step", "flush"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16,masters=split"])
+@pytest.mark.parametrize("row", BETWEEN_LOSSES)
+def test_gradients_that_the_loop_clears_inside_a_window_are_an_error(
+    row: str, precision: str, ending: str
+) -> None:
+    between, is_lost = BETWEEN_LOSSES[row]
+    mp = training("adamw", precision, accumulate=3)
+    run(mp, 0)
+    between(mp)
+
+    def go_on() -> None:
+        mp.flush() if ending == "flush" else run(mp, 1)
+
+    if not is_lost:
+        go_on()
+        return
+    before = everything(mp)
+    with pytest.raises(CallOrderError, match=r"Remove optimizer\.zero_grad\(\)"):
+        go_on()
+    assert same([p.detach() for p in mp.model.parameters()], before[: len(list(mp.model.parameters()))])
+    assert [run(mp, index).stepped for index in range(3)] == [False, False, True]  # in a new window
+
+
+def test_losses_that_reach_different_layers_share_a_window() -> None:
+    layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    mp = training("sgd", "fp32", layers, accumulate=4)
+    results = [mp.step(layers[index](torch.ones(1, 2)).sum()) for index in (1, 0, 1, 0)]
+    assert results[-1].stepped
 
 
 @pytest.mark.parametrize("how", ["plain", "reentrant", "released"])

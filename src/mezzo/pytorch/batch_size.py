@@ -28,6 +28,7 @@ from mezzo.core.notebook import html_table
 from mezzo.pytorch import distributed
 from mezzo.pytorch.memory import PeakTensorBytes
 from mezzo.pytorch.snapshot import Snapshot
+from mezzo.pytorch.training.mixed_precision import drop_windows
 
 UNCHANGING = 64
 """If sizes this factor apart take the same bytes, the batch does not grow with the size."""
@@ -343,8 +344,9 @@ def find_batch_size(
     tried: list[Trial] = []
     try:
         while (size := search.next_size(tried, most)) is not None:
+            drop_windows(models)  # of a step that failed half-way
             for parameter in parameters:
-                parameter.grad = None  # of a step that failed half-way
+                parameter.grad = None
             try:
                 tried.append(_try_size(step, size, place, most, rounds))
             except Exception as error:
@@ -354,6 +356,7 @@ def find_batch_size(
                 raise NothingFitsError(f"{sentence} Size {size} fails for another reason: {error}") from error
             on_trial(tried[-1])
     finally:
+        drop_windows(models)
         snapshot.restore()
     result = BatchSizeResult(tuple(tried), most, str(place))
     _ = result.largest  # raises if nothing fits

@@ -348,8 +348,9 @@ class FusedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class with the same modes, to the bit, or of torch's optimizer of the same name.
 
-        The state of a torch optimizer is rounded to the formats of the modes; masters start from the model's weights.
-        After a UsageError (another optimizer, other modes, shapes or groups) the optimizer is unchanged.
+        The state of a torch optimizer is rounded to the formats of the modes. It has no masters: these start from the
+        model's weights, so call `mezzo.load_master_state_dict` afterwards. After a UsageError (another optimizer, other
+        modes, shapes or groups) the optimizer is unchanged.
         """
         state_dicts.load(self, state_dict)
 

@@ -179,6 +179,7 @@ class Preparation:
             return
         self._session.overridden.add(model)
         formats = apply_module_overrides(model, fits, self._session.device_type).formats
+        self._session.formats |= formats
         for path, fmt in formats.items():
             if fmt in _AUTOCAST_OFF:
                 for name, inner in model.get_submodule(path).named_modules(prefix=path):

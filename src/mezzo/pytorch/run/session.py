@@ -154,6 +154,7 @@ class Session:
     lowered_weights: int = 0  # weights stored in 16 bits; with any, the script can't be left alone any more
     applied: Policy = field(init=False)  # the policy of the next update; plain, as `lowers`
     overridden: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # models with module overrides
+    formats: dict[str, str] = field(default_factory=dict)  # of the modules with overrides, by path
     trial: TimedTrial | None = None
     precision_reason: str = ""
     rank: int | None = field(default_factory=lifecycle.rank_here)  # in the process group, or a launcher's

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _PLACES = 5  # origins of values that are not finite, listed one by one
 _REMEDIES = 3
+_NAMED = 3  # modules in a format of their own
 _BY_RANK = re.compile(r"found by rank (\d+)")  # in a note of mezzo.pytorch.monitor.overflow_tracer
 PATIENCE = 5.0
 _KEY = "mezzo/said/{}"
@@ -170,7 +171,10 @@ def _calls(session: Session) -> str:
     if session.policy.is_fp32:
         return f"{calls} {of}, all in FP32"
     stored = "; weights stay FP32" if session.policy.params == "fp32" else ""  # else a note says how
-    return f"{calls} {of} in {session.policy.compute} on {session.device_type}{stored}"
+    apart = [f", {path} in {fmt}" for path, fmt in session.formats.items()]
+    more = f" and {len(apart) - _NAMED} more" * (len(apart) > _NAMED)
+    formats = f"{session.policy.compute} on {session.device_type}{''.join(apart[:_NAMED])}{more}"
+    return f"{calls} {of} in {formats}{stored}"
 
 
 def _fallbacks() -> list[str]:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
-from mezzo.core.errors import UsageError
-from mezzo.pytorch.distributed import averages_others, is_spread, wrappers
+from mezzo.core.errors import CallOrderError, UsageError
+from mezzo.pytorch.distributed import averages_others, is_spread, local, wrappers
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.step import parameters
 
@@ -156,6 +156,23 @@ class Accumulation:
     seen: int = 0
     scale: Tensor | None = None
     loss: Tensor | None = None
+    noted: tuple[Tensor, Tensor, int] | None = None  # a parameter, its `.grad`, and the version of that
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Note what the window has in `.grad`, for `check`."""
+        found = ((p, p.grad, p.grad._version) for p in parameters(optimizer) if p.grad is not None)
+        self.noted = next(found, None)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise CallOrderError if every `.grad` was dropped or set to 0 since `note`; reads only what was changed."""
+        noted, self.noted = self.noted, None
+        if noted is None or (noted[0].grad is noted[1] and noted[1]._version == noted[2]):
+            return
+        if not any(p.grad is not None and bool(local(p.grad).any()) for p in parameters(optimizer)):
+            raise CallOrderError(
+                "step(): the gradients of this window's earlier losses were cleared. Remove optimizer.zero_grad() or "
+                "model.zero_grad() from the loop: MixedPrecision clears gradients itself, after each update."
+            )
 
     def begin(self, loss: Tensor, scale: Tensor) -> None:
         """Take the scale of this window's losses, if the loss is its first."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -342,7 +342,7 @@ class MixedPrecision:
 
         Raises:
             UsageError: a loss that is not a scalar, needs no gradient, or depends on no parameter of this optimizer.
-            CallOrderError: a loss that was given to a step before; after `close`.
+            CallOrderError: a loss that was given to a step before; cleared gradients of an open window; after `close`.
             LossScaleCollapseError: `patience` steps in a row were skipped at the smallest loss scale. Raised at once on
                 a CPU and where the host sees the skip, else within `patience` more steps.
         """
@@ -376,6 +376,7 @@ class MixedPrecision:
             bad = ~loss.detach().isfinite().all()
             self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
         try:
+            window.check(self.optimizer)
             if self._release is not None:
                 if retain_graph:
                     raise UsageError(
@@ -400,7 +401,6 @@ class MixedPrecision:
                     self._gradients.take(self.optimizer)
         except BaseException as error:
             # Out of memory halfway: what was accumulated must not reach the next step.
-            self._window = Accumulation(self.accumulate)
             self._drop_step()
             if "backward through the graph a second time" in str(error):
                 raise CallOrderError(
@@ -413,6 +413,7 @@ class MixedPrecision:
         value = window.loss = loss.detach()
         self._journal.loss(value)
         if window.seen < self.accumulate:
+            window.note(self.optimizer)
             if self._resolved.trial is not None:
                 self._resolved.trial.pause()
             note = f"{window.seen} of {self.accumulate} losses accumulated"
@@ -430,7 +431,7 @@ class MixedPrecision:
             The outcome, as from `step`; its `loss` is the last of the window, None if there was none.
 
         Raises:
-            CallOrderError: `step` was never called.
+            CallOrderError: `step` was never called, or the window's gradients were cleared.
         """
         if self._window.seen == 0:
             if self._journal.losses == 0:
@@ -449,6 +450,7 @@ class MixedPrecision:
         )
         if outcome is None:
             try:
+                window.check(self.optimizer)  # of `flush`
                 distributed.check_averaged(self._backward.wrappers)
                 self._gradients.give()
                 ranks = self._ranks()
@@ -541,6 +543,7 @@ class MixedPrecision:
         return distributed.ranks_of(parameters(self.optimizer), distributed.replica_groups(self.model))
 
     def _drop_step(self) -> None:
+        self._window = Accumulation(self.accumulate)
         self._journal.flush()
         self._clear_gradients()
         self._loss_is_bad = None
@@ -609,3 +612,10 @@ class MixedPrecision:
         self._stop_observing()
         self._resolved.end()
         self._let_go()
+
+
+def drop_windows(models: Collection[nn.Module]) -> None:
+    """Drop the losses that are accumulated for any of these models, as an error in `step` does."""
+    for mp in _ALIVE:
+        if mp.model in models and mp._window.seen:
+            mp._drop_step()

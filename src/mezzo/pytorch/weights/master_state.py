@@ -62,9 +62,11 @@ def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimize
 def load_master_state_dict(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: Mapping[str, Any]
 ) -> None:
-    """Set weights and masters from a state in FP32: the inverse of `master_state_dict`, to the bit.
+    """Set weights and masters from a state in FP32: the inverse of `master_state_dict`.
 
-    The `state_dict` of an FP32 or a 16-bit model works too. The optimizer's moments do not change, and it may be new.
+    Exact to the bit where masters are FP32: `"split"` and `"fp32"`. The `state_dict` of an FP32 or a 16-bit model works
+    too. The optimizer's moments do not change, and it may be new. Load a state of torch's optimizer before, not after:
+    it has no masters, so `optimizer.load_state_dict` sets them to the rounded weights.
 
     Args:
         model, optimizer: as for `master_state_dict`. For a 16-bit weight that is in none of these optimizers, the FP32
