@@ -6,7 +6,6 @@ function, so this file must stay traceable; preparation happens while Dynamo tra
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 import weakref
@@ -38,7 +37,7 @@ from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.reduction import average_in, to_average
 from mezzo.pytorch.run.foreign import SWITCH_OFF
-from mezzo.pytorch.run.weights import nudge, trains, widen
+from mezzo.pytorch.run.weights import nudge, others, trains, widen
 
 if TYPE_CHECKING:
     from mezzo.core.policy import Policy
@@ -187,21 +186,13 @@ class Preparation:
 
     def _wait_for(self, pattern: str, model: nn.Module) -> None:
         """A pattern may be for another model than the first that is called: raise if no module alive matches it."""
-        if not any(matches(pattern, path) for other in _others(model) for path, _ in other.named_modules()):
+        if not any(matches(pattern, path) for other in others(model) for path, _ in other.named_modules()):
             self._session.fatal = error = no_such_module(pattern, self._paths)
             raise error
         first = f"{type(model).__name__}, the first model that is called"
         self._session.journal.note(
             f"module pattern {pattern!r} matches nothing in {first}; it was kept for later models"
         )
-
-
-def _others(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules alive that are not part of this one."""
-    inside = {id(part) for part in model.modules()}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), nn.Module) and id(thing) not in inside and "_modules" in thing.__dict__:
-            yield thing
 
 
 class _Thread(threading.local):

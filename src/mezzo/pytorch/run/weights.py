@@ -11,6 +11,7 @@ each step, however many there are.
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections import Counter
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
 
 SHARDED = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+_BEFORE_WRAPPING = (
+    "it is wrapped for data parallelism. To store them in 16 bits, edit the script: first mezzo.lower_weights(model), "
+    "then the wrapper, then mezzo.MixedPrecision with an optimizer of mezzo.optim (docs/distributed.md)"
+)
 STEPS = 5  # of each optimizer are measured
 _SAMPLE = 65_536  # elements of each weight
 
@@ -52,8 +57,9 @@ class Storage:
         self.wanted = (policy.params, policy.state) != ("fp32", "fp32")
         self._settled: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._lowered: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # of each parameter seen
-        self._counts = (0, 0)  # parameters stored in 16 bits, and all
+        # Why a parameter stays FP32: its kind of layer, and the reason; None: a note says why; "": it has 16 bits.
+        self._why: MutableMapping[Tensor, str | None] = WeakIdKeyDictionary()
+        self._counts = Counter[str | None]()  # of the parameters, by that
         self._any_adopted = False
 
     @not_traced
@@ -87,9 +93,10 @@ class Storage:
                 "that Mezzo can replace (torch.optim.AdamW, Adam or SGD)"
             )
             return
-        weights = "weights fp32"
-        if policy.params != "fp32":
-            lowered, total = self._counts
+        weights, lowered = "weights fp32", self._counts[""]
+        stay = ", ".join(f"{count} of {why}" for why, count in self._counts.items() if why and count)
+        if lowered:
+            total = sum(self._counts.values())
             weights = f"weights {policy.params} ({lowered} of {total} parameters), masters {policy.masters}"
         passes, steps = session.journal.losses, session.journal.updates
         if session.lowered_weights and steps and passes >= 2 * steps:
@@ -97,7 +104,8 @@ class Storage:
                 f"{passes} backward passes for {steps} optimizer steps: accumulated gradients of {policy.params} "
                 f"weights were added in {policy.params}; mezzo.MixedPrecision(..., accumulate=N) adds them in FP32"
             )
-        session.journal.note(f"{weights}, state {policy.state}")
+        if lowered or stay or policy.state != "fp32":
+            session.journal.note(f"{weights}, state {policy.state}{stay and f'; FP32: {stay}'}")
 
     def adopt(self, optimizer: Any) -> None:
         """Make the optimizer Mezzo's, if states or masters of the policy need that and it isn't."""
@@ -118,25 +126,51 @@ class Storage:
         self._adopted.add(optimizer)
 
     def _lower(self, module: nn.Module) -> None:
-        model = unwrapped(module)
-        stay = f"the weights of {type(model).__name__} stay FP32"
-        if any(kind.__name__ in SHARDED for part in module.modules() for kind in type(part).__mro__):
-            self._session.journal.note(f"{stay}: it is wrapped for data parallelism")
-            return
+        model, policy = unwrapped(module), self._session.policy
         trained = {id(p) for optimizer in self._adopted for p in parameters(optimizer)}
         keep = [name for name, p in model.named_parameters() if id(p) not in trained]
-        names: set[str] = set()
+        names: set[str] | None = None
         try:
-            names = set(lower_weights(model, fitting(self._session.policy, model), keep=keep))
+            if _is_wrapped(module):
+                raise UsageError(_BEFORE_WRAPPING)
+            names = set(lower_weights(model, fitting(policy, model), keep=keep))
         except UsageError as error:
-            self._session.journal.note(f"{stay}: {error}")
-        lowered, all_of_them = self._counts
+            self._session.journal.note(f"the weights of {type(model).__name__} stay FP32: {error}")
         for name, parameter in model.named_parameters():
-            before = self._lowered.get(parameter)
-            self._lowered[parameter] = now = name in names or bool(before)
-            lowered, all_of_them = lowered + (now and not before), all_of_them + (before is None)
-        self._counts = lowered, all_of_them
-        self._session.lowered_weights = lowered
+            why: str | None = None
+            if name in (names or ()) or self._why.get(parameter) == "":
+                why = ""
+            elif names is not None and parameter.dtype is torch.float32:
+                path = name.rpartition(".")[0]
+                by_policy = policy.format_inside(path) not in (None, policy.params)
+                reason = "the policy's format" if by_policy else "normalization"
+                reason = "no optimizer that Mezzo replaces" if name in keep else reason
+                why = f"{type(model.get_submodule(path)).__name__} ({reason})"
+            if parameter in self._why:
+                self._counts[self._why[parameter]] -= 1
+            self._why[parameter] = why
+            self._counts[why] += 1
+        self._session.lowered_weights = self._counts[""]
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    """Whether a module is, contains or is inside one that is wrapped for data parallelism."""
+    around: list[nn.Module] = []
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        around = [each for each in others(module) if isinstance(each, nn.parallel.DistributedDataParallel)]
+    mine = {id(p) for p in module.parameters()}
+    around = [each for each in around if not mine.isdisjoint(map(id, each.parameters()))]
+    return any(
+        kind.__name__ in SHARDED for part in (*module.modules(), *around) for kind in type(part).__mro__
+    )
+
+
+def others(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules alive that are not part of this one."""
+    inside = {id(part) for part in model.modules()}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), nn.Module) and id(thing) not in inside and "_modules" in thing.__dict__:
+            yield thing
 
 
 def lowered(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -156,7 +190,7 @@ def trains(module: nn.Module) -> bool:
 def widen(session: Session, module: nn.Module, name: str) -> None:
     """Make 16-bit parameters and buffers FP32, in place, where `--own off` found no setting to switch off."""
     low = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.dtype in SIXTEEN_BITS]
-    if low and any(kind.__name__ in SHARDED for part in module.modules() for kind in type(part).__mro__):
+    if low and _is_wrapped(module):
         session.fatal = error = UsageError(
             f"--own off: {name} has 16-bit parameters and is wrapped for data parallelism. Make its parameters FP32 "
             "before it is wrapped."
