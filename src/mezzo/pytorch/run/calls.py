@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +36,6 @@ from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.reduction import average_in, to_average
-from mezzo.pytorch.run.foreign import SWITCH_OFF
 from mezzo.pytorch.run.weights import nudge, others, trains, widen
 
 if TYPE_CHECKING:
@@ -112,8 +111,9 @@ class Preparation:
             )
             return False
         if gathered := sharded_format(module):
-            given = f"fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype={gathered}))"
-            session.stand_back(f"{name} has {given}: the script chooses its formats itself", SWITCH_OFF)
+            given = f"fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype={gathered})){session.mp_policy}"
+            fix = "to use Mezzo instead, leave out mp_policy="
+            session.stand_back(f"{name} has {given}: the script chooses its formats itself", fix)
             return False
         first = not session.device_type
         session.resolve(params[0].device.type)

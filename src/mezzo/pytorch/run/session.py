@@ -142,6 +142,7 @@ class Session:
     scaling: bool = False  # whether backward passes are scaled
     observes: bool = False  # whether there may be observers
     only_counts: bool = False  # whether passes and steps only have to be counted; found after a step
+    mp_policy: str = ""  # the line of the script's first `MixedPrecisionPolicy` with 16 bits, in parentheses
     fatal: MezzoError | None = None  # the user's mistake that only a model call could show
     model_calls: int = 0  # outermost calls of modules with parameters
     lowered_calls: int = 0  # those of them in 16 bits
