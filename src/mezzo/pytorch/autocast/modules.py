@@ -210,14 +210,12 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
             layers.setdefault(why, []).append(_joined(path, name))
     lower = {fmt: names for fmt in quantized if (names := _together(fmt, layers))}
     apart = [f"{', '.join(_together(why, layers))} ({why})" for why in layers if why not in quantized]
-    labels = {
-        fmt: fmt if policy.recipe == "default" else f"recipe {Path(policy.recipe).name}" for fmt in quantized
-    }
-    every = " and ".join(labels.values())
+    named = "" if policy.recipe == "default" else f"recipe {Path(policy.recipe).name}"
+    every = named or " and ".join(quantized)
     notes = [] if lower else [_NOTHING.format(every)]
     for fmt, names in lower.items():
         noun = "layers" if len(layers[fmt]) > 1 else "layer"
-        notes.append(f"{labels[fmt]} in {len(layers[fmt])} linear {noun}: {', '.join(names)}.")
+        notes.append(f"{named or fmt} in {len(layers[fmt])} linear {noun}: {', '.join(names)}.")
     notes += [f"Not in {every}: {'; '.join(apart)}."] if apart else []
     device = next((parameter.device for parameter in model.parameters()), None)
     return [*notes, *dict.fromkeys(_computed(recipes[fmt].hardware, device) for fmt in lower if device)]

@@ -89,15 +89,14 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
             patches.set(keras.Model, "fit", _noticed(session, keras.Model.fit, "fit", fit))
 
     def fsdp_imported(fsdp: Any) -> None:
-        if hasattr(fsdp, "MixedPrecisionPolicy"):  # else another version's
-            init = fsdp.MixedPrecisionPolicy.__init__
+        init = fsdp.MixedPrecisionPolicy.__init__
 
-            def made(self: Any, *args: Any, **kwargs: Any) -> None:
-                init(self, *args, **kwargs)
-                if not session.mp_policy and _is_half(self.param_dtype) and (where := user_line(2)):
-                    session.mp_policy = f" ({where})"
+        def made(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            if not session.mp_policy and _is_half(self.param_dtype) and (where := user_line(2)):
+                session.mp_policy = f" ({where})"
 
-            patches.set(fsdp.MixedPrecisionPolicy, "__init__", made)
+        patches.set(fsdp.MixedPrecisionPolicy, "__init__", made)
 
     for name, path, what in _USES:
         imports.when(name, functools.partial(noticed, path, what))

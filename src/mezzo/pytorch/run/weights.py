@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.core.errors import UsageError
@@ -132,37 +133,32 @@ class Storage:
         names: set[str] | None = None
         try:
             if _is_wrapped(module):
+                if any(self._why.get(p) == "" for p in model.parameters()):
+                    return  # they had 16 bits before it was wrapped
                 raise UsageError(_BEFORE_WRAPPING)
             names = set(lower_weights(model, fitting(policy, model), keep=keep))
         except UsageError as error:
             self._session.journal.note(f"the weights of {type(model).__name__} stay FP32: {error}")
         for name, parameter in model.named_parameters():
-            why: str | None = None
-            if name in (names or ()) or self._why.get(parameter) == "":
-                why = ""
-            elif names is not None and parameter.dtype is torch.float32:
+            before, why = self._why.get(parameter, "new"), "" if name in (names or ()) else None
+            if why is None and names is not None and parameter.dtype is torch.float32:
                 path = name.rpartition(".")[0]
                 by_policy = policy.format_inside(path) not in (None, policy.params)
                 reason = "the policy's format" if by_policy else "normalization"
                 reason = "no optimizer that Mezzo replaces" if name in keep else reason
                 why = f"{type(model.get_submodule(path)).__name__} ({reason})"
-            if parameter in self._why:
-                self._counts[self._why[parameter]] -= 1
-            self._why[parameter] = why
-            self._counts[why] += 1
+            if before not in ("", why):
+                self._counts.update({before: -(before != "new"), why: 1})
+                self._why[parameter] = why
         self._session.lowered_weights = self._counts[""]
 
 
 def _is_wrapped(module: nn.Module) -> bool:
     """Whether a module is, contains or is inside one that is wrapped for data parallelism."""
-    around: list[nn.Module] = []
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        around = [each for each in others(module) if isinstance(each, nn.parallel.DistributedDataParallel)]
-    mine = {id(p) for p in module.parameters()}
-    around = [each for each in around if not mine.isdisjoint(map(id, each.parameters()))]
-    return any(
-        kind.__name__ in SHARDED for part in (*module.modules(), *around) for kind in type(part).__mro__
-    )
+    made = torch.distributed.is_available() and torch.distributed.is_initialized()
+    around = [each for each in others(module) if isinstance(each, DistributedDataParallel)] if made else []
+    parts = [*module.modules(), *(each for each in around if unwrapped(module) in each.modules())]
+    return any(kind.__name__ in SHARDED for part in parts for kind in type(part).__mro__)
 
 
 def others(model: nn.Module) -> Iterator[nn.Module]:
