@@ -58,9 +58,10 @@ class Storage:
         self.wanted = (policy.params, policy.state) != ("fp32", "fp32")
         self._settled: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Why a parameter stays FP32: its kind of layer, and the reason; None: a note says why; "": it has 16 bits.
-        self._why: MutableMapping[Tensor, str | None] = WeakIdKeyDictionary()
-        self._counts = Counter[str | None]()  # of the parameters, by that
+        self._why: MutableMapping[Tensor, str] = (
+            WeakIdKeyDictionary()
+        )  # why a parameter stays FP32; "": it does not
+        self._counts = Counter[str]()  # of the parameters, by that
         self._any_adopted = False
 
     @not_traced
@@ -130,7 +131,6 @@ class Storage:
         model, policy = unwrapped(module), self._session.policy
         trained = {id(p) for optimizer in self._adopted for p in parameters(optimizer)}
         keep = [name for name, p in model.named_parameters() if id(p) not in trained]
-        names: set[str] | None = None
         try:
             if _is_wrapped(module):
                 if any(self._why.get(p) == "" for p in model.parameters()):
@@ -139,17 +139,20 @@ class Storage:
             names = set(lower_weights(model, fitting(policy, model), keep=keep))
         except UsageError as error:
             self._session.journal.note(f"the weights of {type(model).__name__} stay FP32: {error}")
+            return
         for name, parameter in model.named_parameters():
-            before, why = self._why.get(parameter, "new"), "" if name in (names or ()) else None
-            if why is None and names is not None and parameter.dtype is torch.float32:
-                path = name.rpartition(".")[0]
-                by_policy = policy.format_inside(path) not in (None, policy.params)
-                reason = "the policy's format" if by_policy else "normalization"
-                reason = "no optimizer that Mezzo replaces" if name in keep else reason
-                why = f"{type(model.get_submodule(path)).__name__} ({reason})"
-            if before not in ("", why):
-                self._counts.update({before: -(before != "new"), why: 1})
-                self._why[parameter] = why
+            path, reason = name.rpartition(".")[0], "normalization"
+            if name not in names and parameter.dtype is not torch.float32:
+                continue  # lowered before
+            if name in keep:
+                reason = "no optimizer that Mezzo replaces"
+            elif policy.format_inside(path) not in (None, policy.params):
+                reason = "the policy's format"
+            why = "" if name in names else f"{type(model.get_submodule(path)).__name__} ({reason})"
+            if parameter in self._why:
+                self._counts[self._why[parameter]] -= 1
+            self._why[parameter] = why
+            self._counts[why] += 1
         self._session.lowered_weights = self._counts[""]
 
 
