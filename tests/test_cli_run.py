@@ -208,6 +208,21 @@ def test_code_has_records_and_its_command_can_be_pasted(
     assert command == "mezzo run --precision fp16 -c '1 + 1' x"
 
 
+def test_commands_offered_under_torchrun_begin_with_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """Without it a script that calls `init_process_group()` lacks its rank."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    torchrun = "torchrun --standalone --nproc-per-node 2 --no-python mezzo run"
+    Path("t.py").write_text("import torch\nwith torch.autocast('cpu', torch.bfloat16): pass")
+    assert main(["run", "--precision", "fp16", "t.py"]) == 0
+    assert f": {torchrun} --own off --precision fp16 t.py\n" in capsys.readouterr().err
+    assert main(["run", "--quiet", "t.py", "--no-trace"]) == 0
+    assert f": {torchrun} --quiet --no-trace t.py\n" in capsys.readouterr().err
+
+
 def test_a_keras_script_gets_the_way_for_keras(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:

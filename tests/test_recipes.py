@@ -309,7 +309,8 @@ def test_each_layer_is_listed_once_in_its_format(
     assert [(note.split()[0], note.partition(": ")[2].rstrip(".")) for note in found] == list(lower.items())
     assert [note.split()[3] for note in notes if note.startswith("Emulated")] == [*lower]
     others = next((note for note in notes if note.startswith("Not in")), "").partition(": ")[2]
-    assert sorted(part.split(" (")[0] for part in others.split("; ") if part) == sorted(apart)
+    names = [name for part in others.split("; ") if part for name in part.split(" (")[0].split(", ")]
+    assert sorted(names) == sorted(apart)
 
 
 SCRIPT = """
@@ -520,6 +521,19 @@ def test_a_recipe_from_a_file(file: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert mezzo.policy(f"mxfp8,recipe={file}").fingerprint() != before
 
 
+@pytest.mark.parametrize("preset", ["fp8", "mxfp8", "nvfp4"])
+def test_layers_are_listed_by_the_file_of_the_recipe_and_each_reason_once(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(f"last_blocks = 0.1\n{MINE}")
+    policy, model = mezzo.policy(f"{preset},recipe=mine.toml"), blocks(3)
+    lower, others, *_ = described(with_heads(policy, model), model)
+    assert lower == "recipe mine.toml in 4 linear layers: blocks.0-1.up, blocks.0-1.down."
+    assert others.startswith("Not in recipe mine.toml: ")
+    assert "blocks.2.up, blocks.2.down (" in others
+
+
 WRONG_FILES = [
     ("output = 3", ("output", "element")),
     (MINE.replace("block = [1, 16], ", ""), ("weight_gradient", "g", "block")),
@@ -571,7 +585,7 @@ def test_a_recipe_by_name_where_another_layer_stays_in_bf16(text: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = model[1](hidden)
     why = "bf16 by default: the head" if text.startswith("mxfp8") else "the policy says bf16"
-    assert f"Not in mxfp8: 1 ({why})" in str(mezzo.explain(model, x, precision=text))
+    assert f"Not in recipe mxfp8-floor: 1 ({why})" in str(mezzo.explain(model, x, precision=text))
     mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
     with mp.autocast():
         assert torch.equal(model(x), expected)

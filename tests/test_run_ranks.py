@@ -117,3 +117,6 @@ def test_parameters_that_are_gathered_in_16_bits_are_the_scripts_own_precision(
     assert ran.status == 0
     assert "left alone: Linear has fully_shard(mp_policy=" in ran.notes.replace("FSDPLinear", "Linear")
     assert "float16" in ran.notes
+    assert "(script.py line 8)" in ran.notes
+    assert "leave out mp_policy=" in ran.notes
+    assert "enabled=" not in ran.notes

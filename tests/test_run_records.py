@@ -229,6 +229,10 @@ def test_what_is_told_of_findings() -> None:
         return OverflowReport("overflow", "2", "linear", inputs=[went_in], outputs=[came_out])
 
     (told,) = findings(overflows(too_large(1e6), too_large(2e6), too_large(3e6)))
+    found_by = [OverflowReport("loss", note=f"traced{note}") for note in ("; found by rank 1", "")]
+    told_by = [findings(overflows(one), ranks=2, rank=rank) for rank, one in enumerate(found_by)]
+    assert told_by[0] == told_by[1]  # so rank 0 prints it once
+    assert told_by[0][0].count("rank 1") == 1
     for words in ("update 0 skipped, and 2 later ones", "linear in 2", "1e+06", "65504"):
         assert words in told
 

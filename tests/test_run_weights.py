@@ -53,13 +53,14 @@ bits(*model.parameters())
 STORED = [
     # policy, dtypes of the weights, of Adam's first moment, what the summary says
     ("bf16", FP32, "float32", None),
-    ("bf16,masters=split", LOWERED, "float32", "weights bf16 (4 of 6 parameters), masters split, state fp32"),
+    ("bf16,masters=split", LOWERED, "float32",
+     "weights bf16 (4 of 6 parameters), masters split, state fp32; FP32: 2 of LayerNorm (normalization)"),
     ("bf16,masters=split8,state=int8", LOWERED, "uint8",
      "weights bf16 (4 of 6 parameters), masters split8, state int8"),
     ("bf16,masters=none,state=bf16", LOWERED, "bfloat16", "masters none, state bf16"),
     ("fp16,state=int8", FP32, "uint8", "weights fp32, state int8"),
     ("bf16,params=bf16,module.3=fp32", "bfloat16 bfloat16 float32 float32 float32 float32", "float32",
-     "weights bf16 (2 of 6 parameters), masters split"),
+     "; FP32: 2 of LayerNorm (normalization), 2 of Linear (the policy's format)"),
 ]  # fmt: skip
 
 
@@ -125,6 +126,7 @@ distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, wo
 wrapped = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters())
 train(optimizer, forward=wrapped)
+model(x)  # an evaluation, without the wrapper
 show(*model.parameters())
 distributed.destroy_process_group()
 """
@@ -177,9 +179,12 @@ SHAPES = {
     "an optimizer after the first call": (LATE_OPTIMIZER, [FP32, FP32, LOWERED, "3"], "4 of 6 parameters"),
     "two optimizers": (TWO_OPTIMIZERS, [f"{LOWERED} bfloat16 bfloat16"], "6 of 8 parameters"),
     "two optimizers, one with a closure": (CLOSURE, "halves", "8 of 12 parameters"),
-    "one part is trained": (plain("torch.optim.AdamW(model[3].parameters())"), [LAST], "2 of 6 parameters"),
+    "one part is trained": (plain("torch.optim.AdamW(model[3].parameters())"), [LAST],
+                          "2 of Linear (no optimizer that Mezzo replaces)"),
     "an autocast of its own": (OWN_AUTOCAST, ["bfloat16", LOWERED], "it uses torch.autocast itself"),
-    "data parallelism": (DATA_PARALLEL, [FP32], "the weights of Sequential stay FP32"),
+    "data parallelism": (DATA_PARALLEL, [FP32], "first mezzo.lower_weights(model)"),
+    "data parallelism after a test of the model": (
+        DATA_PARALLEL.replace("train(", "model(x)\ntrain(", 1), [FP32], "first mezzo.lower_weights(model)"),
     "a saved state goes back": (SAVED, "halves", "4 of 6 parameters"),
     "a foreign optimizer": (plain("torch.optim.RMSprop(model.parameters())"), [FP32], "states of RMSprop stay FP32"),
     "Mezzo's optimizer": (
@@ -202,6 +207,9 @@ def test_scripts_of_all_shapes(launch: Any, row: str) -> None:
     else:
         assert ran.lines == printed
     assert noted in ran.notes
+    assert ("weights bf16 (" in ran.notes) == any(
+        "bfloat16" in line for line in ran.lines
+    ) or printed == "halves"
     assert {u.optimizer for u in ran.of("update")} == ({0, 1} if row.startswith("two optimizers") else {0})
     assert "mezzo: this script ran as it is" not in ran.err
 

@@ -31,12 +31,12 @@ from pathlib import Path
 
 from mezzo.apex.imports import provided
 from mezzo.cli.arguments import whole
-from mezzo.core.commands import say
+from mezzo.core.commands import run_words, say
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.run.session import checked
 from mezzo.pytorch.run.session import run as run_request
 from mezzo.runner.journal import of_rank
-from mezzo.runner.lifecycle import RunRequest, rank_here, ranks_here
+from mezzo.runner.lifecycle import RunRequest, of_torchrun, rank_here, ranks_here
 from mezzo.runner.script import locate
 
 _FOLDER = Path("mezzo-run")
@@ -122,6 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         argv=tuple(argv),
         is_module=arguments.module,
         source=source,
+        nproc=of_torchrun(),
         policy="fp32" if arguments.masters else arguments.precision or "auto",
         own="record" if arguments.masters else arguments.own,
         records=records,
@@ -176,8 +177,8 @@ def _with(arguments: argparse.Namespace, argv: list[str], *more: str) -> str:
     items = [item for _, item in arguments.parser.items(words) if not {*item} <= {*ours}]
     left = " and ".join(dict.fromkeys(f"`{shlex.join(item)}`" for item in items))
     ours.sort(key=lambda word: word in ("-m", "-c"))
-    script = shlex.join([*ours, arguments.script, *["--"] * ("--" in argv), *argv])
-    return f"{left and f', without {left}'}: mezzo run {script}"
+    script = [*ours, arguments.script, *["--"] * ("--" in argv), *argv]
+    return f"{left and f', without {left}'}: {run_words(of_torchrun(), *script)}"
 
 
 def _tell_misplaced(arguments: argparse.Namespace, source: str | None) -> None:

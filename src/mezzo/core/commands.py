@@ -63,10 +63,14 @@ def command(verb: str, request: Mapping[str, Any], *options: str) -> str:
 def run_command(request: Mapping[str, Any], *options: str) -> str:
     """``mezzo run options TARGET args`` for the target and the arguments of a request."""
     apex = ["--apex"] * bool(request.get("apex"))
-    ranks = request.get("nproc")
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "--no-python"] if ranks else []
     script = [*_target(request), *map(str, request.get("argv") or ())]
-    return shlex.join([*torchrun, "mezzo", "run", *apex, *options, *script])
+    return run_words(request.get("nproc"), *apex, *options, *script)
+
+
+def run_words(ranks: int | None, *words: str) -> str:
+    """``mezzo run words``, on so many ranks of torchrun if there are any."""
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "--no-python"] if ranks else []
+    return shlex.join([*torchrun, "mezzo", "run", *words])
 
 
 def _target(request: Mapping[str, Any]) -> list[str]:

@@ -50,6 +50,7 @@ class RunRequest:
     masters: str = ""  # the masters that 16-bit weights of the script's get, under its own optimizers
     # Module patterns of other runs' policies; the first model call checks them.
     patterns: tuple[str, ...] = ()
+    nproc: int = 0  # the ranks of the torchrun that started this run; 0 without one
     source: str | None = None  # the code, where `target` is -c, or - for standard input
 
     def to_json(self) -> str:
@@ -259,6 +260,11 @@ def rank_here() -> int | None:
     """The rank that torchrun, or a launcher like it, gave this process; None if it gave none."""
     text = os.environ.get("RANK", "")
     return int(text) if text.isdigit() else None
+
+
+def of_torchrun() -> int:
+    """How many ranks torchrun started on this computer; 0 if it did not start this process."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def ranks_here() -> int:

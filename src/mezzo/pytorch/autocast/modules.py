@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -209,12 +210,14 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
             why = f"bf16: {count} matrices in one product, as of experts, not a linear layer"
             layers.setdefault(why, []).append(_joined(path, name))
     lower = {fmt: names for fmt in quantized if (names := _together(fmt, layers))}
-    apart = [f"{name} ({why})" for why in layers if why not in quantized for name in _together(why, layers)]
-    notes = [] if lower else [_NOTHING.format(" and ".join(quantized))]
+    apart = [f"{', '.join(_together(why, layers))} ({why})" for why in layers if why not in quantized]
+    named = "" if policy.recipe == "default" else f"recipe {Path(policy.recipe).name}"
+    every = named or " and ".join(quantized)
+    notes = [] if lower else [_NOTHING.format(every)]
     for fmt, names in lower.items():
         noun = "layers" if len(layers[fmt]) > 1 else "layer"
-        notes.append(f"{fmt} in {len(layers[fmt])} linear {noun}: {', '.join(names)}.")
-    notes += [f"Not in {' and '.join(quantized)}: {'; '.join(apart)}."] if apart else []
+        notes.append(f"{named or fmt} in {len(layers[fmt])} linear {noun}: {', '.join(names)}.")
+    notes += [f"Not in {every}: {'; '.join(apart)}."] if apart else []
     device = next((parameter.device for parameter in model.parameters()), None)
     return [*notes, *dict.fromkeys(_computed(recipes[fmt].hardware, device) for fmt in lower if device)]
 

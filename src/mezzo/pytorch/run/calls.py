@@ -6,11 +6,10 @@ function, so this file must stay traceable; preparation happens while Dynamo tra
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +36,7 @@ from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.reduction import average_in, to_average
-from mezzo.pytorch.run.foreign import SWITCH_OFF
-from mezzo.pytorch.run.weights import nudge, trains, widen
+from mezzo.pytorch.run.weights import nudge, others, trains, widen
 
 if TYPE_CHECKING:
     from mezzo.core.policy import Policy
@@ -113,8 +111,9 @@ class Preparation:
             )
             return False
         if gathered := sharded_format(module):
-            given = f"fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype={gathered}))"
-            session.stand_back(f"{name} has {given}: the script chooses its formats itself", SWITCH_OFF)
+            given = f"fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype={gathered})){session.mp_policy}"
+            fix = "to use Mezzo instead, leave out mp_policy="
+            session.stand_back(f"{name} has {given}: the script chooses its formats itself", fix)
             return False
         first = not session.device_type
         session.resolve(params[0].device.type)
@@ -188,21 +187,13 @@ class Preparation:
 
     def _wait_for(self, pattern: str, model: nn.Module) -> None:
         """A pattern may be for another model than the first that is called: raise if no module alive matches it."""
-        if not any(matches(pattern, path) for other in _others(model) for path, _ in other.named_modules()):
+        if not any(matches(pattern, path) for other in others(model) for path, _ in other.named_modules()):
             self._session.fatal = error = no_such_module(pattern, self._paths)
             raise error
         first = f"{type(model).__name__}, the first model that is called"
         self._session.journal.note(
             f"module pattern {pattern!r} matches nothing in {first}; it was kept for later models"
         )
-
-
-def _others(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules alive that are not part of this one."""
-    inside = {id(part) for part in model.modules()}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), nn.Module) and id(thing) not in inside and "_modules" in thing.__dict__:
-            yield thing
 
 
 class _Thread(threading.local):

@@ -88,9 +88,20 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
         if hasattr(keras, "Model"):
             patches.set(keras.Model, "fit", _noticed(session, keras.Model.fit, "fit", fit))
 
+    def fsdp_imported(fsdp: Any) -> None:
+        init = fsdp.MixedPrecisionPolicy.__init__
+
+        def made(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            if not session.mp_policy and _is_half(self.param_dtype) and (where := user_line(2)):
+                session.mp_policy = f" ({where})"
+
+        patches.set(fsdp.MixedPrecisionPolicy, "__init__", made)
+
     for name, path, what in _USES:
         imports.when(name, functools.partial(noticed, path, what))
     imports.when("torch", torch_imported)
+    imports.when("torch.distributed.fsdp", fsdp_imported)
     imports.when("mezzo.amp", lambda amp: patches.set(amp, "autocast", _autocast(session, amp.autocast)))
     imports.when("keras", keras_imported)
     imports.when("mezzo.pytorch.training.mixed_precision", lambda module: _mixed(session, patches, module))

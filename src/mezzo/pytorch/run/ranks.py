@@ -51,9 +51,8 @@ class RunRanks:
 
     def register(self, model: nn.Module) -> None:
         """A model is called for the first time."""
-        for part in model.modules():
-            if isinstance(part, nn.parallel.DistributedDataParallel):
-                self._wrappers.update(dict.fromkeys(map(id, part.parameters()), weakref.ref(part)))
+        for part in distributed.wrappers(model):
+            self._wrappers.update(dict.fromkeys(map(id, part.parameters()), weakref.ref(part)))
         if distributed.is_sharded(model):
             self._sharded.add(model)
 

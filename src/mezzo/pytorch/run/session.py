@@ -21,7 +21,7 @@ from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.loss_scale import LossScale, NoLossScale, Observation, StaticLossScale
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
-from mezzo.core.records import OWN, OWN_PRECISION, RecordWriter, RunStarted
+from mezzo.core.records import LEFT_ALONE, OWN, OWN_PRECISION, RecordWriter, RunStarted
 from mezzo.pytorch.run import foreign
 from mezzo.pytorch.run.summary import summary
 from mezzo.runner import lifecycle, script
@@ -142,6 +142,7 @@ class Session:
     scaling: bool = False  # whether backward passes are scaled
     observes: bool = False  # whether there may be observers
     only_counts: bool = False  # whether passes and steps only have to be counted; found after a step
+    mp_policy: str = ""  # the line of the script's first `MixedPrecisionPolicy` with 16 bits, in parentheses
     fatal: MezzoError | None = None  # the user's mistake that only a model call could show
     model_calls: int = 0  # outermost calls of modules with parameters
     lowered_calls: int = 0  # those of them in 16 bits
@@ -328,7 +329,7 @@ class Session:
             self.left_alone = why
             self.scaling = self.only_counts = False
             self.observers.tell("step_dropped")
-            self.journal.note(f"left alone: {why}")
+            self.journal.note(f"{LEFT_ALONE}{why}")
             self.journal.note(fix)
             if self.request.own in ("off", "refuse"):
                 off = "--own off does not switch this off: " if self.request.own == "off" else ""

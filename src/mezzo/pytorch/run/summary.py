@@ -15,10 +15,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.calibration import conclusions
 from mezzo.core.loss_scale import NoLossScale, StaticLossScale, power_text
+from mezzo.core.records import LEFT_ALONE
 from mezzo.core.remedies import of_constant_scale, training_code, with_fix
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 _PLACES = 5  # origins of values that are not finite, listed one by one
 _REMEDIES = 3
 _NAMED = 3  # modules in a format of their own
-_BY_RANK = re.compile(r"found by rank (\d+)")  # in a note of mezzo.pytorch.monitor.overflow_tracer
+_BY_RANK = re.compile(r"(?:; )?found by rank (\d+)$")  # in a note of mezzo.pytorch.monitor.overflow_tracer
 PATIENCE = 5.0
 _KEY = "mezzo/said/{}"
 _TRACED = 20  # after so many findings that alarm the tracer looks into no more skipped steps of a run
@@ -48,7 +50,7 @@ def summary(session: Session, failed: bool) -> str:
     if "keras" in sys.modules and not trains:
         return "\n".join(f"mezzo: {line}" for line in for_keras(session))
     if session.left_alone is not None:
-        lines = [_left_alone(session)]
+        lines = [f"{LEFT_ALONE}{session.left_alone}", _left_alone(session)]
     elif session.records_own:
         lines = ["the script ran in its own precision"]
     elif not session.device_type:
@@ -85,7 +87,7 @@ def summary(session: Session, failed: bool) -> str:
         if journal.updates and session.applied is not policy.at(sys.maxsize):
             updates = _count(journal.first_updates, "update")
             lines.append(f"bf16_from={policy.bf16_from} was not reached: {updates}")
-    lines += journal.notes
+    lines += [note for note in journal.notes if note not in lines]
     if session.store is not None and session.world_size > 1:
         wait = 0.0 if failed else PATIENCE
         lines += _collected(session.store, session.world_size, "\n".join(lines), wait)
@@ -151,13 +153,13 @@ def for_keras(session: Session) -> list[str]:
 
 
 def _left_alone(session: Session) -> str:
-    if before := session.lowered_calls:
-        calls = _count(before, "earlier call")
-        return f"the script ran unchanged from there on; {calls} began in {session.policy.compute}"
-    if session.request.apex:
-        return "the script's own amp.initialize set the precision; Mezzo provided apex"
     asked = session.request.policy
     ignored = "" if asked == "auto" else f": {asked} was not applied"
+    if before := session.lowered_calls:
+        calls = f"Before, {_count(before, 'call')} began in {session.policy.compute}"
+        return f"from then on the script ran unchanged{ignored}. {calls}"
+    if session.request.apex:
+        return "the script's own amp.initialize set the precision; Mezzo provided apex"
     return f"the script ran unchanged; Mezzo changed nothing{ignored}"
 
 
@@ -213,10 +215,12 @@ def findings(
     places = _by_place(alarms)
     for first, *later in places[:_PLACES]:
         times = f", and {_count(len(later), 'later one')}" if later else ""
-        if ranks > 1 and first.finding.cause != "unknown":  # this rank's own, or one with a note
-            by = _BY_RANK.search(first.finding.note)
+        finding = first.finding
+        if ranks > 1 and finding.cause != "unknown":  # this rank's own, or one with a note
+            by = _BY_RANK.search(finding.note)
+            finding = replace(finding, note=_BY_RANK.sub("", finding.note))
             times += f", because of rank {by[1] if by else rank}"
-        lines.append(f"update {first.update} skipped{times}: {first.finding.sentence}")
+        lines.append(f"update {first.update} skipped{times}: {finding.sentence}")
         lines += _tries(first.finding.remedies)
     if len(places) > _PLACES:
         lines.append(f"{_count(len(places) - _PLACES, 'more place')} in the records (--out DIR)")

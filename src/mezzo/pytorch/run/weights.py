@@ -11,6 +11,7 @@ each step, however many there are.
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections import Counter
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.core.errors import UsageError
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
 
 SHARDED = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+_BEFORE_WRAPPING = (
+    "it is wrapped for data parallelism. To store them in 16 bits, edit the script: first mezzo.lower_weights(model), "
+    "then the wrapper, then mezzo.MixedPrecision with an optimizer of mezzo.optim (docs/distributed.md)"
+)
 STEPS = 5  # of each optimizer are measured
 _SAMPLE = 65_536  # elements of each weight
 
@@ -52,8 +58,10 @@ class Storage:
         self.wanted = (policy.params, policy.state) != ("fp32", "fp32")
         self._settled: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._lowered: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # of each parameter seen
-        self._counts = (0, 0)  # parameters stored in 16 bits, and all
+        self._why: MutableMapping[Tensor, str] = (
+            WeakIdKeyDictionary()
+        )  # why a parameter stays FP32; "": it does not
+        self._counts = Counter[str]()  # of the parameters, by that
         self._any_adopted = False
 
     @not_traced
@@ -87,9 +95,10 @@ class Storage:
                 "that Mezzo can replace (torch.optim.AdamW, Adam or SGD)"
             )
             return
-        weights = "weights fp32"
-        if policy.params != "fp32":
-            lowered, total = self._counts
+        weights, lowered = "weights fp32", self._counts[""]
+        stay = ", ".join(f"{count} of {why}" for why, count in self._counts.items() if why and count)
+        if lowered:
+            total = sum(self._counts.values())
             weights = f"weights {policy.params} ({lowered} of {total} parameters), masters {policy.masters}"
         passes, steps = session.journal.losses, session.journal.updates
         if session.lowered_weights and steps and passes >= 2 * steps:
@@ -97,7 +106,8 @@ class Storage:
                 f"{passes} backward passes for {steps} optimizer steps: accumulated gradients of {policy.params} "
                 f"weights were added in {policy.params}; mezzo.MixedPrecision(..., accumulate=N) adds them in FP32"
             )
-        session.journal.note(f"{weights}, state {policy.state}")
+        if lowered or stay or policy.state != "fp32":
+            session.journal.note(f"{weights}, state {policy.state}{stay and f'; FP32: {stay}'}")
 
     def adopt(self, optimizer: Any) -> None:
         """Make the optimizer Mezzo's, if states or masters of the policy need that and it isn't."""
@@ -118,25 +128,48 @@ class Storage:
         self._adopted.add(optimizer)
 
     def _lower(self, module: nn.Module) -> None:
-        model = unwrapped(module)
-        stay = f"the weights of {type(model).__name__} stay FP32"
-        if any(kind.__name__ in SHARDED for part in module.modules() for kind in type(part).__mro__):
-            self._session.journal.note(f"{stay}: it is wrapped for data parallelism")
-            return
+        model, policy = unwrapped(module), self._session.policy
         trained = {id(p) for optimizer in self._adopted for p in parameters(optimizer)}
         keep = [name for name, p in model.named_parameters() if id(p) not in trained]
-        names: set[str] = set()
         try:
-            names = set(lower_weights(model, fitting(self._session.policy, model), keep=keep))
+            if _is_wrapped(module):
+                if any(self._why.get(p) == "" for p in model.parameters()):
+                    return  # they had 16 bits before it was wrapped
+                raise UsageError(_BEFORE_WRAPPING)
+            names = set(lower_weights(model, fitting(policy, model), keep=keep))
         except UsageError as error:
-            self._session.journal.note(f"{stay}: {error}")
-        lowered, all_of_them = self._counts
+            self._session.journal.note(f"the weights of {type(model).__name__} stay FP32: {error}")
+            return
         for name, parameter in model.named_parameters():
-            before = self._lowered.get(parameter)
-            self._lowered[parameter] = now = name in names or bool(before)
-            lowered, all_of_them = lowered + (now and not before), all_of_them + (before is None)
-        self._counts = lowered, all_of_them
-        self._session.lowered_weights = lowered
+            path, reason = name.rpartition(".")[0], "normalization"
+            if name not in names and parameter.dtype is not torch.float32:
+                continue  # lowered before
+            if name in keep:
+                reason = "no optimizer that Mezzo replaces"
+            elif policy.format_inside(path) not in (None, policy.params):
+                reason = "the policy's format"
+            why = "" if name in names else f"{type(model.get_submodule(path)).__name__} ({reason})"
+            if parameter in self._why:
+                self._counts[self._why[parameter]] -= 1
+            self._why[parameter] = why
+            self._counts[why] += 1
+        self._session.lowered_weights = self._counts[""]
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    """Whether a module is, contains or is inside one that is wrapped for data parallelism."""
+    made = torch.distributed.is_available() and torch.distributed.is_initialized()
+    around = [each for each in others(module) if isinstance(each, DistributedDataParallel)] if made else []
+    parts = [*module.modules(), *(each for each in around if unwrapped(module) in each.modules())]
+    return any(kind.__name__ in SHARDED for part in parts for kind in type(part).__mro__)
+
+
+def others(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules alive that are not part of this one."""
+    inside = {id(part) for part in model.modules()}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), nn.Module) and id(thing) not in inside and "_modules" in thing.__dict__:
+            yield thing
 
 
 def lowered(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -156,7 +189,7 @@ def trains(module: nn.Module) -> bool:
 def widen(session: Session, module: nn.Module, name: str) -> None:
     """Make 16-bit parameters and buffers FP32, in place, where `--own off` found no setting to switch off."""
     low = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.dtype in SIXTEEN_BITS]
-    if low and any(kind.__name__ in SHARDED for part in module.modules() for kind in type(part).__mro__):
+    if low and _is_wrapped(module):
         session.fatal = error = UsageError(
             f"--own off: {name} has 16-bit parameters and is wrapped for data parallelism. Make its parameters FP32 "
             "before it is wrapped."
