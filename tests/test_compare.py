@@ -297,6 +297,7 @@ def test_a_script_that_switches_tf32_on_is_told_how_to_compare_with_it(
         (f"nvfp4{IN_NO_LAYER}. Linear layers of fitting sizes multiply in nvfp4", False),
         (f"mxfp8 and nvfp4{IN_NO_LAYER}.", False),
         ("nvfp4 in 2 linear layers: 0, 2.", True),
+        ("recipe mine.toml in 1 linear layer: 0.", True),
         ("Products are emulated on this cpu", True),
     ],
 )

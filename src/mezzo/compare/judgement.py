@@ -72,7 +72,7 @@ def _candidate(
     others = (SWITCHED_OFF, OWN_PRECISION, HAD_TF32)
     noted = dict.fromkeys(note for run in runs.values() for note in run.notes if not note.startswith(others))
     lacks = any(IN_NO_LAYER in note for note in noted)
-    if failed is None and lacks and not any(re.match(r"\S+ in \d+ linear", note) for note in noted):
+    if failed is None and lacks and not any(re.search(r" in \d+ linear layers?: ", note) for note in noted):
         why = in_no_layer(name)
         judged = replace(judged, parity=Parity.INCONCLUSIVE, reason=f"{why}. {judged.reason}", cause=why)
     pairs = [(baseline[k], finished[k]) for k in sorted(set(baseline) & set(finished))]
