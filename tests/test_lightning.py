@@ -196,6 +196,25 @@ def test_an_overflow_is_a_warning() -> None:
         fit(net(), loader(plant=3), mezzo.lightning.precision("fp16", loss_scale=256))
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_overflow_in_training_step_itself_is_traced_when_it_comes_again(accumulate: int) -> None:
+    """Lightning divides the loss after `training_step`, which is what the tracer watches."""
+    model = net()
+
+    def training_step(batch: Any, batch_idx: int) -> Tensor:
+        out = model(batch[0])
+        if batch_idx in (1, 5):
+            out = out * 1e6
+        return nn.functional.mse_loss(out, batch[1])
+
+    model.training_step = training_step
+    plugin = mezzo.lightning.precision("fp16", loss_scale=64)
+    fit(model, loader(), plugin, accumulate_grad_batches=accumulate)
+    first, second = plugin.findings
+    assert (first.cause, first.op) == ("loss", "")
+    assert (second.cause, second.op, second.line.partition(": ")[2]) == ("overflow", "mul", "out = out * 1e6")
+
+
 def test_a_training_step_without_a_loss_leaves_the_batch_out() -> None:
     def make() -> tuple[Any, Any]:
         model = net()

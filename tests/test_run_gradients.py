@@ -310,6 +310,34 @@ print(optimizer.step(closure).isfinite().item(), calls)
     assert (found.update, found.finding.module, found.finding.op) == (0, "0", "linear")
 
 
+@pytest.mark.parametrize(("factor", "evaluations"), [("math.inf", 3), ("1e12", 26 + 25 + 24)])
+def test_each_step_of_a_closure_that_returns_nothing_is_explained_once(
+    launch: Any, factor: str, evaluations: int
+) -> None:
+    """No scale helps an infinite loss: one evaluation. A finite one's gradients are tried down to the floor, 2^-14."""
+    ran = launch(
+        HEAD
+        + f"""
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+calls = 0
+def closure():
+    global calls
+    calls += 1
+    optimizer.zero_grad()
+    (model(x) * {factor}).square().mean().backward()
+for step in range(3):
+    optimizer.step(closure)
+print(calls)
+""",
+        policy="fp16,loss_scale=dynamic(init=2048)",
+    )
+    assert ran.status == 0, ran.err
+    assert ran.lines == [str(evaluations)]
+    found = ran.of("overflow")
+    assert [one.update for one in found] == [0, 1, 2]
+    assert {one.finding.cause for one in found} <= {"loss", "overflow"}
+
+
 TWO = """
 import torch
 from torch import nn

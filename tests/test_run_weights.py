@@ -228,22 +228,66 @@ def test_auto_with_a_state_times_its_steps_and_keeps_the_state(
         assert "weights fp32, state int8" in ran.notes
 
 
-def test_an_overflow_vetoes_the_adopted_step(launch: Any) -> None:
+VETOED = [
+    ("AdamW", "fp16,state=int8,loss_scale=dynamic(init=2**14)"),
+    ("Adagrad", "bf16,masters=fp32,loss_scale=1024"),  # separate masters under the optimizer's own step
+]
+
+
+@pytest.mark.parametrize(("optimizer", "text"), VETOED)
+def test_an_overflow_vetoes_the_adopted_step(launch: Any, optimizer: str, text: str) -> None:
     ran = launch(
-        """
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        f"""
+optimizer = torch.optim.{optimizer}(model.parameters(), lr=1e-2)
 for step in range(6):
     optimizer.zero_grad()
-    (loss_of(model(x)) * (1e3 if step == 2 else 1.0)).backward()
+    (loss_of(model(x)) * ({"1e3" if "fp16" in text else "1e38"} if step == 2 else 1.0)).backward()
     optimizer.step()
 print(int(optimizer.state[model[0].weight]["step"]))
 """,
-        policy="fp16,state=int8,loss_scale=dynamic(init=2**14)",
+        policy=text,
     )
     assert ran.status == 0, ran.err
     assert [u.moved for u in ran.of("update")] == [True, True, False, True, True, True]
     assert {u.optimizer for u in ran.of("update")} == {0}
     assert ran.lines == ["5"]
+
+
+BY_HAND = """
+twin = copy.deepcopy(model)
+optimizer = torch.optim.{made}(model.parameters())
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+{closure}for _ in range(4):
+    {step}
+    scheduler.step()
+show(*model.parameters())
+bits(*model.parameters())
+from mezzo.optim import lower_weights, with_masters
+model = twin
+lower_weights(model)
+optimizer = with_masters(torch.optim.{made}(model.parameters()))
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+for _ in range(4):
+    {step}
+    scheduler.step()
+show(*model.parameters())
+bits(*model.parameters())
+"""
+
+
+@pytest.mark.parametrize("made", ["RMSprop", "Adagrad", "LBFGS"])
+def test_fp32_masters_go_under_any_optimizer(launch: Any, made: str) -> None:
+    closure = (
+        "def closure():\n    optimizer.zero_grad(); loss = loss_of(model(x)); loss.backward(); return loss\n"
+    )
+    step = "optimizer.step(closure)" if made == "LBFGS" else "train(optimizer, 1)"
+    ran = launch(BY_HAND.format(made=made, step=step, closure=closure), policy="bf16,masters=fp32")
+    assert ran.status == 0, ran.err
+    half = len(ran.lines) // 2
+    assert ran.lines[0] == LOWERED
+    assert ran.lines[:half] == ran.lines[half:]
+    assert "weights bf16 (4 of 12 parameters), masters fp32, state fp32" in ran.notes
+    assert len(ran.of("update")) == 8
 
 
 REFUSED = [

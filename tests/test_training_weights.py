@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -347,9 +348,9 @@ def test_16_bit_parameters_without_masters_or_of_another_format_are_refused(fmt:
     model = nn.Linear(2, 2).to(torch.float16 if fmt == "fp16" else torch.bfloat16)
     with pytest.raises(UsageError, match="masters='fp32'"):
         mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), fmt)
-    for other in {"fp32", "fp16", "bf16"} - {fmt}:
-        with pytest.raises(UsageError, match=f"precision='{fmt}'"):
-            mezzo.MixedPrecision(model, AdamW(model.parameters()), other)
+    for other, kind in itertools.product({"fp32", "fp16", "bf16"} - {fmt}, (AdamW, torch.optim.AdamW)):
+        with pytest.raises(UsageError, match=f"'{fmt},masters="):  # at once, not after advice to take masters
+            mezzo.MixedPrecision(model, kind(model.parameters()), other)
     mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), fmt, masters="fp32")
     with mp.autocast():
         loss = model(torch.ones(1, 2)).mean()

@@ -215,6 +215,10 @@ def late(trainer: Any) -> None:
     mezzo.transformers.use(trainer, "fp16")
 
 
+def unlike(trainer: Any) -> None:
+    mezzo.transformers.use(trainer, "fp16")  # refused here, and not within `train`
+
+
 @pytest.mark.parametrize(
     ("options", "use", "error", "parts"),
     [
@@ -225,7 +229,8 @@ def late(trainer: Any) -> None:
         ({"model": llama(dtype=torch.float16)}, "fp16", UsageError, ["fp16", "clips", "dtype=torch.float32"]),
         ({}, "fp16,params=fp16", UsageError, ["fp16,masters=fp32", "clips", "masters='split'"]),
         ({"model": llama(dtype=BF16)}, "bf16", UsageError, ["bf16", "'split'"]),
-        ({"optim": "adafactor"}, "bf16,masters=split", UsageError, ["Adafactor", "masters='fp32'"]),
+        ({"model": llama(dtype=BF16)}, unlike, UsageError, ["fp16", "'bf16,masters=split'", "model.float()"]),
+        ({"optim": "adafactor"}, "bf16,masters=split", UsageError, ["Adafactor", "masters=fp32"]),
         ({}, "bf61", UsageError, ["bf61", "'bf16'"]),
         ({}, lambda _: mezzo.transformers.use(llama(), "bf16"), UsageError, ["Llama", "transformers.Trainer"]),
     ],

@@ -290,8 +290,7 @@ class _Plugin(TrainerStep):
     def _explain(self, optimizer: Optimizer, skipped: bool) -> None:
         finding = self.explain(optimizer, skipped)
         if finding is not None and finding.alarms:
-            told = f"{finding.sentence}.{finding.advice}"
-            warnings.warn(f"overflow in optimizer step {self.steps}: {told}", stacklevel=3)
+            warnings.warn(f"overflow in optimizer step {self.steps}: {finding}", stacklevel=3)
 
     def _ended(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped, or its step was skipped."""

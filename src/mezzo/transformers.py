@@ -20,6 +20,7 @@ from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy import Policy
 from mezzo.core.version import library
 from mezzo.pytorch.optim.adopt import extend
+from mezzo.pytorch.training import cast_parameters
 
 # Not under its own name, which `mezzo.transformers` would then return.
 _library = library("transformers", "5.0")
@@ -87,14 +88,14 @@ def use(
         raise CallOrderError(f"{_WHERE}: training has begun. Call it before trainer.train().")
     make: Any = partial(Precision, written=f"{_WHERE}(trainer, {{!r}})", **given)
     precision: Precision = make(trainer.accelerator)
-    if precision.policy.params == "fp16" or any(
-        param.dtype is torch.float16 and param.requires_grad for param in trainer.model.parameters()
-    ):
+    weights = [param for param in trainer.model.parameters() if param.requires_grad]
+    if precision.policy.params == "fp16" or any(param.dtype is torch.float16 for param in weights):
         raise UsageError(
             f"{_WHERE}: trained weights in fp16, under '{precision.policy}': the Trainer clips gradients, and those of "
             "fp16 weights cannot be unscaled without losing small values. Load the model with dtype=torch.float32, "
             "and use 'fp16' without params and masters; or use 'bf16' with masters='split'."
         )
+    cast_parameters.check_format(precision.policy, weights, _WHERE)
     attached(trainer.accelerator, precision, late=True)
     trainer._mezzo_make = make
     extend(trainer, _InUse)

@@ -172,8 +172,7 @@ def _memory(pairs: list[tuple[FinishedRun, FinishedRun]]) -> dict[str, Any]:
         return dict.fromkeys(keys)
     theirs = int(statistics.median(fp32.peak_bytes for fp32, _ in found))
     peak = int(statistics.median(ours.peak_bytes for _, ours in found))
-    ratio = peak / theirs if peak and theirs else None
-    return dict(zip(keys, (ratio, peak, theirs, found[0][1].how)))
+    return dict(zip(keys, (peak / theirs if peak and theirs else None, peak, theirs, found[0][1].how)))
 
 
 # How formats that no device here has are emulated.

@@ -373,8 +373,8 @@ class GradScaler(torch.amp.GradScaler):
             self._evaluated(optimizer, finite)
             return loss, finite
 
-        def back_off(finite: bool) -> bool:
-            if self.get_scale() <= self._pure.floor or not (finite or before):
+        def back_off(loss: Any) -> bool:
+            if self.get_scale() <= self._pure.floor or not (before or engine.is_finite(loss)):
                 return False
             self._advance(self._found(state))
             return True

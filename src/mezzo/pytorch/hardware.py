@@ -136,8 +136,7 @@ def _parse(assumed: str) -> frozenset[str]:
 @functools.lru_cache(maxsize=1)
 def capabilities() -> Mapping[str, Any]:
     """PyTorch's table of this CPU's capabilities; empty in a release that has none."""
-    ask = getattr(torch.cpu, "get_capabilities", dict)
-    return dict(ask())
+    return dict(getattr(torch.cpu, "get_capabilities", dict)())
 
 
 def gpu() -> Gpu | None:

@@ -341,15 +341,15 @@ def step_with_closure(
     optimizer: Optimizer,
     step: Callable[[Callable[..., Any]], Any],
     evaluate: Callable[..., tuple[Any, bool]],
-    back_off: Callable[[bool], bool],
+    back_off: Callable[[Any], bool],
     *,
     copies: bool = True,
 ) -> tuple[Any, bool]:
     """A step whose closure runs again at a smaller scale until its gradients are finite; else the step is undone.
 
     Returns what `step` returned and False, or the last loss and True if it was skipped. `evaluate` runs the user's
-    closure and tells whether all gradients are finite; `back_off` gets whether the loss is, and is False where no
-    smaller scale helps. Both give the same answer on all ranks.
+    closure and tells whether all gradients are finite; `back_off` gets the loss, and is False where no smaller scale
+    helps. Both give the same answer on all ranks.
     """
     before = OptimizerSnapshot(optimizer) if copies else None  # weights may move before the closure is called
     loss: Any = None
@@ -360,7 +360,7 @@ def step_with_closure(
             loss, finite = evaluate(*args, **kwargs)
             if finite:
                 return loss
-            if not back_off(_is_finite(loss)):
+            if not back_off(loss):
                 raise AbandonedStepError
 
     try:
@@ -372,8 +372,9 @@ def step_with_closure(
         return loss, True
 
 
-def _is_finite(loss: Any) -> bool:
+def is_finite(loss: Any) -> bool:
+    """Whether a loss is; True of what is no number."""
     try:
         return bool(torch.as_tensor(loss).isfinite().all())
-    except (TypeError, ValueError, RuntimeError):  # no number
+    except (TypeError, ValueError, RuntimeError):
         return True

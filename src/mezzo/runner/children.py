@@ -197,8 +197,7 @@ class Parent:
             return  # a process that outlives the run
         with contextlib.suppress(OSError):
             self._home.mkdir(mode=0o700, exist_ok=True)
-            mark = {"process": os.getpid(), "error": "", **facts}
-            write_whole(self._mark, json.dumps(mark))
+            write_whole(self._mark, json.dumps({"process": os.getpid(), "error": "", **facts}))
 
     def end_with(self) -> None:
         """End this process soon after the first one is killed, also where it waits for another rank."""

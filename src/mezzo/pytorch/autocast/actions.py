@@ -56,8 +56,7 @@ def action(op_plan: OpPlan, name: str, device_type: str, policy: Policy) -> Acti
     if op_plan.kernel is not None:
         return _custom_kernel(op_plan, overload, device_type, policy)
     if op_plan.how == "emulated":
-        kernel = emulated(overload, compute, KEEP_RANK.get(op_plan.op))
-        return _if_floats(kernel, overload, device_type)
+        return _if_floats(emulated(overload, compute, KEEP_RANK.get(op_plan.op)), overload, device_type)
     if op_plan.how == "promote":
         return _promoted(overload, device_type)
     builders = {"banned": _banned, "fp32": _in_fp32, "rounded": _rounded}

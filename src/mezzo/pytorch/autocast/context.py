@@ -194,8 +194,7 @@ def _unknown_device(device_type: Any) -> UnknownDeviceError:
     if isinstance(device_type, torch.device):
         what = f"device_type is {device_type!r}. Use its type: {device_type.type!r}."
     else:
-        name = _DEVICES.get(device_type, device_type)
-        fix = did_you_mean(str(name), AUTOCAST_KEYS)
+        fix = did_you_mean(str(_DEVICES.get(device_type, device_type)), AUTOCAST_KEYS)
         what = f"unknown device type {device_type!r}. Use one of {', '.join(AUTOCAST_KEYS)}.{fix}"
     return UnknownDeviceError(f"mezzo.autocast: {what}{_torch_says(lambda: torch.autocast(device_type))}")
 

@@ -111,11 +111,7 @@ _is_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def to_fp32(value: Any) -> Any:
     """`value` with each bf16 or fp16 tensor in it replaced by `tensor.float()`; the value itself if there is none."""
-    return changed(value, _widened)
-
-
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in SIXTEEN_BITS else value
+    return changed(value, lambda t: t.float() if isinstance(t, Tensor) and t.dtype in SIXTEEN_BITS else t)
 
 
 def fitting(policy: Policy, model: torch.nn.Module) -> Policy:

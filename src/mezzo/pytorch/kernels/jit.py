@@ -222,8 +222,7 @@ ALONE = 1 << 15  # elements up to which one thread is done before a second has b
 
 def run(address: int, job: ctypes.Array[ctypes.c_int64], elements: int) -> None:
     """Call a kernel on a job over so many elements, on this thread or on all."""
-    call = alone if elements <= ALONE else parallel
-    call(address, ctypes.addressof(job))
+    (alone if elements <= ALONE else parallel)(address, ctypes.addressof(job))
 
 
 def shared(count: int) -> int:

@@ -92,8 +92,7 @@ def _read(path: Path) -> tuple[list[Call], str]:
     if size > _LARGEST:
         return [], f"{unknown} of {size >> 20} MiB is too large to read"
     try:
-        trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
-        return _roots(trace), ""
+        return _roots(json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)), ""
     except (ValueError, KeyError, TypeError, IndexError) as error:
         return [], f"{unknown} can't be read ({error})"
 

@@ -57,8 +57,7 @@ class Explanation:
     def to_json(self) -> str:
         """The explanation as one JSON object: ``precision``, ``device_type``, ``departed``, ``notes``, ``ops``."""
         rows = [{**asdict(row), "as_planned": row.as_planned} for row in self.ops]
-        found = {**asdict(self), "departed": len(self.departed), "ops": rows}
-        return json.dumps(found, indent=2)
+        return json.dumps({**asdict(self), "departed": len(self.departed), "ops": rows}, indent=2)
 
     def __str__(self) -> str:
         return self.as_text(columns(sys.stdout) or _WIDTH)

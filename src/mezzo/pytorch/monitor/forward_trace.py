@@ -48,7 +48,7 @@ class Operation:
     parents: list[Operation] = field(default_factory=list)  # sources of the inputs that were not finite
     inputs: list[TensorFacts] = field(default_factory=list)  # of an operation that produced the value
     outputs: list[TensorFacts] = field(default_factory=list)
-    unseen: bool = False  # a tensor that was put on the graph before the trace began
+    unseen: bool = False  # on the graph, and not made while the trace watched
 
     def __str__(self) -> str:
         return f"{self.module or 'the model'}: {self.op}"
@@ -316,6 +316,13 @@ class ForwardTrace(TorchFunctionMode):
 
     def _origin(self, tensor: Tensor) -> Operation:
         """The source of a tensor that is not finite though no operation was seen to make it so."""
+        behind: list[Any] = [tensor.grad_fn]  # through what was not seen, such as a loss divided afterwards
+        for node in behind:
+            made = self.operations.get(node)
+            if made is not None and made.unseen:
+                behind += {following for following, _ in node.next_functions}.difference(behind)
+            elif made is not None and made.kind not in ("", "mask"):
+                return made
         if tensor.layout is torch.strided:  # as a view of one that is known
             memory = tensor.untyped_storage().data_ptr()
             for other, operation in reversed(list(self._bad.items())):
@@ -357,7 +364,7 @@ class ForwardTrace(TorchFunctionMode):
                 self.leaves[node] = node.variable
                 continue
             self.operations[node] = operation or Operation(
-                self._stack[-1], ops.op_of_node(node), self._called
+                self._stack[-1], ops.op_of_node(node), self._called, unseen=True
             )
             stack.extend(following for following, _ in node.next_functions)
 

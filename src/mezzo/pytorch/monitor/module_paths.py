@@ -73,8 +73,7 @@ def walk(
         return
     for name, child in module.named_children():
         wraps = name in _WRAPPED or (name == "module" and isinstance(module, _PARALLEL))
-        below = path if wraps else joined(path, name)
-        yield from walk(child, below, visited, inside=inside)
+        yield from walk(child, path if wraps else joined(path, name), visited, inside=inside)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

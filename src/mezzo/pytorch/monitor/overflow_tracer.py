@@ -156,18 +156,17 @@ class OverflowTracer(StepObserver):
         if not self._waits and loss.device.type != "cpu":
             return
         live, starts = self._live, [loss.grad_fn]
-        if live is not None:
-            live.paused = True
-            live.claim(loss, None)
-        else:
+        if live is None:
             sources = [source() for tracer in _ALL for call in tracer.calls for source in call.sources]
             starts += [tensor.grad_fn for tensor in sources if tensor is not None]
-        if live is None:
             self._losses.append(loss.detach())
-        elif self._in_loss is None and not finite(loss):
-            reached = live.reached(loss)
-            first, report = (None, None) if reached is None else reached.root()
-            self._in_loss = _in_loss(loss) if first is None or first.unseen else report
+        else:
+            live.paused = True
+            live.claim(loss, None)
+            if self._in_loss is None and not finite(loss):
+                reached = live.reached(loss)
+                first, report = (None, None) if reached is None else reached.root()
+                self._in_loss = _in_loss(loss) if first is None or first.unseen else report
         self._outside[SavedCall.backward] = watch_loss(
             starts, scale, None if live is None else live.operations
         )
@@ -216,7 +215,7 @@ class OverflowTracer(StepObserver):
 
     def _prune(self) -> None:
         """Let go of calls whose outputs are gone without a backward (an evaluation in training mode, say)."""
-        self.calls = [call for call in self.calls if call.grads or call.graph_alive]
+        self.calls = [call for call in self.calls if not call.done and (call.grads or call.graph_alive)]
         self._pruned = len(self.calls)
 
     def _let_go(self) -> None:
@@ -236,7 +235,6 @@ class OverflowTracer(StepObserver):
                 came = call.grads.keys() & mine
                 call.grads = {number: grads for number, grads in call.grads.items() if number in awaited}
                 call.done = bool(came) and not call.grads and not call.retained
-            tracer.calls = [call for call in tracer.calls if not call.done]
             tracer._prune()
 
     @property

@@ -87,7 +87,7 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
 
 def _refuse_unfit(optimizer: Optimizer) -> None:
     kind = type(optimizer)
-    instead = "For any optimizer: masters='fp32' in a policy, or mezzo.optim.with_masters(optimizer)."
+    instead = "For any: masters=fp32 in a policy, without state, or mezzo.optim.with_masters(optimizer)."
     if kind not in _FUSED:
         allowed = ", ".join(sorted(f"torch.optim.{each.__name__}" for each in _FUSED))
         raise UsageError(

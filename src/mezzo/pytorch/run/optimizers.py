@@ -30,7 +30,7 @@ from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.run.backward import Attempts, Flags, FoundInf
 from mezzo.pytorch.run.ranks import all_without_gradients
 from mezzo.pytorch.run.weights import STEPS, LostUpdates, Masters, Storage, lowered
-from mezzo.pytorch.step import AbandonedStepError, check_finite, parameters, step_with_closure
+from mezzo.pytorch.step import AbandonedStepError, check_finite, is_finite, parameters, step_with_closure
 
 if TYPE_CHECKING:
     from mezzo.core.records import Record
@@ -323,21 +323,24 @@ class Steps:
             self._done(optimizer, moved=True, scale=1.0)
             return result
         again = 0
-        seen: list[Record] = []
+        seen: list[Any] = []  # found before the step is undone, with the weights of its last evaluation
 
         def evaluate(*inner_args: Any, **inner_kwargs: Any) -> tuple[Any, bool]:
             session.observers.tell("step_dropped")
-            session.ranks.of_closure = {}
+            session.ranks.of_closure, session.journal.last_loss = {}, None
             loss = closure(*inner_args, **inner_kwargs)
             finite = not self.overflows.found_inf(optimizer)
-            if not finite:  # explained before the step is undone, with the weights that this evaluation had
+            if finite:
+                seen.clear()
+            elif not any(one.finding.alarms for one in seen):  # else that of a larger scale explains this one
                 seen[:] = self._explained(optimizer, skipped=True, scale=session.scale.scale)
             return loss, finite
 
-        def back_off(finite: bool) -> bool:
+        def back_off(loss: Any) -> bool:
             nonlocal again
             at_floor = session.scale.scale <= getattr(session.scale, "floor", session.scale.scale)
-            if at_floor or self.overflows.agreed(not finite, list(parameters(optimizer)), began=not finite):
+            bad = not (is_finite(loss) and is_finite(session.journal.last_loss))  # perhaps it returns no loss
+            if at_floor or self.overflows.agreed(bad, list(parameters(optimizer)), began=bad):
                 return False
             again += 1
             session.reruns += 1
@@ -345,7 +348,6 @@ class Steps:
             return True
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
-
         scale = session.scale.scale
         # Torch's optimizers do not call a closure once more after they have moved weights, but for LBFGS.
         copies = isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith(

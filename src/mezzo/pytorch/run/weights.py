@@ -30,7 +30,6 @@ from mezzo.pytorch.autocast.modules import fitting
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
-from mezzo.pytorch.optim.adopt import adopt
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters, put_masters
 from mezzo.pytorch.step import parameters
@@ -92,7 +91,7 @@ class Storage:
         if not self._any_adopted:
             session.journal.note(
                 "weights and optimizer states stay FP32: before its first model call, the script made no optimizer "
-                "that Mezzo can replace (torch.optim.AdamW, Adam or SGD)"
+                "whose weights Mezzo can store so (torch.optim.AdamW, Adam, SGD or Muon; any with masters=fp32)"
             )
             return
         weights, lowered = "weights fp32", self._counts[""]
@@ -113,17 +112,18 @@ class Storage:
         """Make the optimizer Mezzo's, if states or masters of the policy need that and it isn't."""
         if not self.wanted or optimizer in self._adopted:
             return
-        policy, name = self._session.policy, type(optimizer).__name__
-        if isinstance(optimizer, FusedOptimizer):
-            self._session.journal.note(
-                f"{name} is one of Mezzo's optimizers: the script's arguments decide how it stores states"
-            )
+        policy, note, name = self._session.policy, self._session.journal.note, type(optimizer).__name__
+        if isinstance(optimizer, (FusedOptimizer, WithMasters)):
+            note(f"{name} is one of Mezzo's optimizers: the script's arguments decide how it stores states")
             return
+        separate = policy.masters == policy.state == "fp32"
         try:
-            adopt(optimizer, masters=policy.masters, state=policy.state)
+            put_masters(optimizer, policy.masters, policy.state, separate=separate)
         except UsageError as error:
-            self._session.journal.note(f"the weights and states of {name} stay FP32: {error}")
+            note(f"the weights and states of {name} stay FP32: {str(error).partition(': ')[2]}")
             return
+        if isinstance(optimizer, WithMasters):
+            optimizer._patch_step_function()  # of its new class, whose step is asked before the masters are in it
         self._any_adopted = True
         self._adopted.add(optimizer)
 

@@ -107,23 +107,29 @@ def with_stored_format(
     policy: Policy, why: str, optimizer: Optimizer, where: str = _HERE
 ) -> tuple[Policy, str]:
     """Check the policy against parameters that are 16-bit already; they settle `auto`."""
-    has_masters = isinstance(optimizer, (FusedOptimizer, WithMasters)) or policy.params != "fp32"
-    for fmt in dict.fromkeys(name_of(p.dtype) for p in parameters(optimizer) if p.dtype in SIXTEEN_BITS):
-        if policy.compute == "auto":
-            policy, why = policy.resolved(fmt), f"{fmt}: weights are stored in it, so nothing was timed"
-        if not has_masters:
-            raise refused(
-                f"a parameter is {fmt}, which loses updates smaller than half a unit in the last place. Use masters="
-                "'fp32' (or 'split', 'split8' for bf16), or a mezzo.optim optimizer, or keep the model in FP32.",
-                where,
-            )
+    low = [param for param in parameters(optimizer) if param.dtype in SIXTEEN_BITS]
+    if low and policy.compute == "auto":
+        fmt = name_of(low[0].dtype)
+        policy, why = policy.resolved(fmt), f"{fmt}: weights are stored in it, so nothing was timed"
+    check_format(policy, low, where)
+    if low and policy.params == "fp32" and not isinstance(optimizer, (FusedOptimizer, WithMasters)):
+        raise refused(
+            f"a parameter is {policy.activations}, which loses updates smaller than half a unit in the last place. Use "
+            "masters='fp32' (or 'split', 'split8' for bf16), or a mezzo.optim optimizer, or keep the model in FP32.",
+            where,
+        )
+    return policy, why
+
+
+def check_format(policy: Policy, params: Iterable[Tensor], where: str = _HERE) -> None:
+    """Raise UsageError unless the policy computes in the format of those parameters that are stored in 16 bits."""
+    for fmt in (name_of(param.dtype) for param in params if param.dtype in SIXTEEN_BITS):
         if policy.activations != fmt:
             raise refused(
-                f"a parameter is {fmt}, but policy '{policy}' computes in {policy.compute}. Use precision={fmt!r}, or "
-                "keep the model in FP32: model.float().",
+                f"a parameter is {fmt}, but policy '{policy}' computes in {policy.compute}. Use '{fmt},masters="
+                f"{'split' if fmt == 'bf16' else 'fp32'}' ('{fmt}' if the optimizer has masters), or model.float().",
                 where,
             )
-    return policy, why
 
 
 def apply(

@@ -47,8 +47,7 @@ def _sums(dtype: torch.dtype, grads: list[Tensor]) -> npt.NDArray[np.float64]:
     job[BLOCK_LIST] = blocks.ctypes.data
     job[TENSORS] = tensors.ctypes.data
     job[SUMS] = sums.ctypes.data
-    call = jit.alone if len(blocks) < 2 else jit.parallel
-    call(_kernel(dtype), job.ctypes.data)
+    (jit.alone if len(blocks) < 2 else jit.parallel)(_kernel(dtype), job.ctypes.data)
     return sums
 
 
