@@ -527,6 +527,7 @@ def test_layers_are_listed_by_the_file_of_the_recipe_and_each_reason_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text(f"last_blocks = 0.1\n{MINE}")
+    read_recipe.cache_clear()
     policy, model = mezzo.policy(f"{preset},recipe=mine.toml"), blocks(3)
     lower, others, *_ = described(with_heads(policy, model), model)
     assert lower == "recipe mine.toml in 4 linear layers: blocks.0-1.up, blocks.0-1.down."
