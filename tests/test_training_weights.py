@@ -398,3 +398,29 @@ def test_close_and_deletion_put_the_gradients_format_back() -> None:
     del second
     assert model[0].weight.grad_dtype is torch.bfloat16
     assert model[0].weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("masters", ["split", "fp32"])
+def test_ddp_of_one_rank_trains_as_the_model_alone(masters: str, accumulate: int) -> None:
+    def trained(wrapped: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+        mezzo.lower_weights(net, "bf16")
+        model = nn.parallel.DistributedDataParallel(net) if wrapped else net
+        optimizer = mezzo.optim.SGD(net.parameters(), lr=0.1, masters=masters)
+        mp = mezzo.MixedPrecision(model, optimizer, f"bf16,masters={masters}", accumulate=accumulate)
+        for x in torch.randn(6, 4, 8):
+            with mp.autocast():
+                loss = model(x).float().square().mean()
+            mp.step(loss)
+        mp.close()
+        return list(net.parameters())
+
+    alone = trained(wrapped=False)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = trained(wrapped=True)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(map(torch.equal, alone, wrapped))

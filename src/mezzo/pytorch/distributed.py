@@ -153,8 +153,8 @@ def replica_groups(model: nn.Module) -> list[Any]:
 
 
 def wrappers(model: nn.Module) -> list[Any]:
-    """Every `DistributedDataParallel` of a model."""
-    if not is_distributed():
+    """Every `DistributedDataParallel` of a model, also of one rank: it holds gradients in the parameters' format."""
+    if not (_AVAILABLE and dist.is_initialized()):
         return []
     return [part for part in model.modules() if isinstance(part, nn.parallel.DistributedDataParallel)]
 
