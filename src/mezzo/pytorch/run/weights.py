@@ -57,9 +57,8 @@ class Storage:
         self.wanted = (policy.params, policy.state) != ("fp32", "fp32")
         self._settled: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._why: MutableMapping[Tensor, str] = (
-            WeakIdKeyDictionary()
-        )  # why a parameter stays FP32; "": it does not
+        # Why a parameter stays FP32; "": it does not.
+        self._why: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
         self._counts = Counter[str]()  # of the parameters, by that
         self._any_adopted = False
 
