@@ -172,7 +172,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{SIZES} --precision bf61", "Did you mean 'bf16'?"),
     (f"{SIZES} --precision auto", "Name one, such as bf16"),
     (f"{SIZES} --limit 4giga", "--limit '4giga' is not a number of bytes"),
-    (f"{SIZES} --steps 3", "The minimum is 4"),
+    (f"{SIZES} --steps 3", "The minimum is 9"),
     (f"{SIZES} --max 4 --multiple-of 8", "--max 4 is less than the first size, 8 (--multiple-of 8)"),
     (f"{SIZES} --out train.py", "--out train.py: is a file"),
     (f"{SIZES} --out .", "holds other files (train.py)"),
