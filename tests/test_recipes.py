@@ -526,12 +526,11 @@ def test_layers_are_listed_by_the_file_of_the_recipe_and_each_reason_once(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("mine.toml").write_text(f"last_blocks = 0.1\n{MINE}")
-    read_recipe.cache_clear()
-    policy, model = mezzo.policy(f"{preset},recipe=mine.toml"), blocks(3)
+    Path("apart.toml").write_text(f"last_blocks = 0.1\n{MINE}")
+    policy, model = mezzo.policy(f"{preset},recipe=apart.toml"), blocks(3)
     lower, others, *_ = described(with_heads(policy, model), model)
-    assert lower == "recipe mine.toml in 4 linear layers: blocks.0-1.up, blocks.0-1.down."
-    assert others.startswith("Not in recipe mine.toml: ")
+    assert lower == "recipe apart.toml in 4 linear layers: blocks.0-1.up, blocks.0-1.down."
+    assert others.startswith("Not in recipe apart.toml: ")
     assert "blocks.2.up, blocks.2.down (" in others
 
 

@@ -286,7 +286,7 @@ def test_fp32_masters_go_under_any_optimizer(launch: Any, made: str) -> None:
     half = len(ran.lines) // 2
     assert ran.lines[0] == LOWERED
     assert ran.lines[:half] == ran.lines[half:]
-    assert "weights bf16 (4 of 12 parameters), masters fp32, state fp32" in ran.notes
+    assert "weights bf16 (4 of 8 parameters), masters fp32, state fp32" in ran.notes
     assert len(ran.of("update")) == 8
 
 

@@ -373,7 +373,7 @@ def step_with_closure(
 
 
 def is_finite(loss: Any) -> bool:
-    """Whether a loss is; True of what is no number."""
+    """Whether a loss is finite; True where it has no value, as None."""
     try:
         return bool(torch.as_tensor(loss).isfinite().all())
     except (TypeError, ValueError, RuntimeError):
