@@ -262,7 +262,7 @@ def _runs(numbers: list[int]) -> str:
 
 _BLOCK = re.compile(r"([^\d.][^.]*)\.(\d+)(?=\.)")
 _NOTHING = (
-    f"{{0}}{IN_NO_LAYER}. Linear layers of fitting sizes multiply in {0}, but not the head (the last one). "
+    f"{{0}}{IN_NO_LAYER}. Linear layers of fitting sizes multiply in {{0}}, but not the head (the last one). "
     "Convolutions, recurrent layers and attention products are as under bf16."
 )
 
