@@ -272,7 +272,7 @@ ORDERS: list[tuple[bool, str, str, str | None, str]] = [
     *((rest, "--watch -- t.py --seeds 1", "--watch", "t.py", "--seeds 1") for rest in (False, True)),
     *((rest, "t.py -- --seeds 1 -- x", "", "t.py", "--seeds 1 -- x") for rest in (False, True)),
     (False, "t.py --seeds 1", "--seeds 1", "t.py", ""),
-    (False, "--watch t.py --seeds=1 --watch", "--watch --seeds=1 --watch", "t.py", ""),
+    (False, "--watch t.py --seeds=1", "--watch --seeds=1", "t.py", ""),
     (False, "--demo digits -- --epochs 3", "--demo digits", None, "--epochs 3"),
     (False, "-m p.train --seeds 1 -- x", "-m p.train --seeds 1", None, "x"),
     (True, "--watch t.py --seeds 1", "--watch", "t.py", "--seeds 1"),
@@ -284,6 +284,7 @@ REFUSED = {
     "--watch t.py --epochs 3 --seeds 1 a -- b": "mezzo it --watch t.py --seeds 1 -- --epochs 3 a b",
     "-m p.train --epochs 3": "mezzo it -m p.train -- --epochs 3",
     "--epochs 3 t.py": "mezzo it t.py -- --epochs 3",
+    "--seeds 3 t.py --seeds 8": "mezzo it --seeds 3 t.py -- --seeds 8. For Mezzo: mezzo it --seeds 8 t.py",
 }
 
 
@@ -309,6 +310,17 @@ def test_words_that_could_be_anybodys_are_refused(words: str, capsys: pytest.Cap
     with pytest.raises(UsageError, match=f": {re.escape(REFUSED[words])}$"):
         parser_of_a_script().parse_with_script(words.split(), owns_rest=False)
     assert capsys.readouterr().err.startswith("usage: ")
+
+
+@pytest.mark.parametrize("defined", ['"--seeds"', "'--seeds/--no-seeds'"])
+def test_an_option_that_the_script_has_too_is_nobodys_until_it_is_said(defined: str, tmp_path: Path) -> None:
+    script = tmp_path / "t.py"
+    script.write_text(f"parser.add_argument({defined})\nparser.add_argument('--watches')\n")
+    for words in (f"{script} --seeds 1", f"--watch {script} --seeds=1"):
+        with pytest.raises(UsageError, match="--seeds may be Mezzo's or that of "):
+            parser_of_a_script().parse_with_script(words.split(), owns_rest=False)
+    for words in (f"{script} --seeds 1 --", f"--seeds 1 {script}", f"{script} --watch"):
+        assert not parser_of_a_script().parse_with_script(words.split(), owns_rest=False).argv
 
 
 LOCKED: list[tuple[str, str]] = [

@@ -160,7 +160,7 @@ QUICK, MORE, RUN = "quick look, ", "mezzo compare ", "mezzo run --precision bf16
 @pytest.mark.parametrize(
     ("behaviour", "parity", "says", "plain", "command"),
     [
-        ({"bf16": {"shift": 0.2}}, "divergent", "harm is established", "worse (1 pair), loss ", "mezzo calibrate "),
+        ({"bf16": {"shift": 0.2}}, "divergent", "pairs need to show it", "worse (1 pair), loss ", "mezzo calibrate "),
         ({"bf16": {"shift": 0.02}}, "inconclusive", "harm is not established", f"{QUICK}too few runs", MORE),
         ({}, "consistent", "within the margin", f"{QUICK}no harm found (1 pair, not proof), loss ", MORE),
         ({"bf16": {"losses": 25}}, "divergent", "25 losses and 25 updates with seed 0; FP32 recorded 40 losses",

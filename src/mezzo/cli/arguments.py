@@ -77,6 +77,8 @@ class Parser(argparse.ArgumentParser):
                 mine = mine if cut is not None and not others else []
             elif others and (cut is not None or mine or not ours):
                 self._refuse(others, [*ours, rest[0], *mine], [] if cut is None else rest[cut + 1 :])
+            elif cut is None:
+                self._refuse_both(ours, rest[0], mine)
             if mine or cut == 1:
                 del rest[1 : 1 + len(mine) + (cut is not None)]
             ours += mine
@@ -113,6 +115,19 @@ class Parser(argparse.ArgumentParser):
             against = {name}.union(*(group for group in exclude if name in group))
             kept = {other: one for other, one in kept.items() if other not in against} | {name: item}
         return [word for item in kept.values() for word in item]
+
+    def _refuse_both(self, ours: Sequence[str], script: str, after: Sequence[str]) -> None:
+        """Refuse options after the script that it may have, too: its text has them, or Mezzo's came before it."""
+        text = Path(script).read_text(errors="replace") if Path(script).is_file() else ""
+        for action, item in self.items(after):
+            option = item[0].partition("=")[0]
+            if action in [one for one, _ in self.items(ours)] or re.search(rf"[\"']{option}[\"'/]", text):
+                to_script = shlex.join([*ours, script, "--", *after])
+                to_mezzo = shlex.join([*self.once([*ours, *after]), script])
+                self.error(
+                    f"{option} may be Mezzo's or that of {script}. For the script: {self.prog} {to_script}. "
+                    f"For Mezzo: {self.prog} {to_mezzo}"
+                )
 
     def _near(self, words: Sequence[str]) -> str:
         """The option that was probably meant, as a question; empty if there is none."""

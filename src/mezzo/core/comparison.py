@@ -19,7 +19,7 @@ SINGLE_PAIR_FACTOR = 10.0
 COARSE = 25.0
 """A harm of this many margins that can't be excluded is too coarse to call anything consistent."""
 COARSE_SHARE = 0.05
-"""... unless, for the loss, it is under this share of what FP32 learned."""
+"""... unless, for the loss, it is under this share of what FP32 learned. One or two pairs never call such a harm worse."""
 WINDOWS = 10
 LEAST = 5
 
@@ -98,12 +98,13 @@ def compare(
     margin: float,
     ulp_gaps: list[float],
     coarse: float,
+    least: float = 0.0,
 ) -> Comparison:
     """Judge one quantity, of which `worse` is +1 if a higher value is worse, else -1.
 
     With three or more pairs harm is established if the whole 90 % interval is worse than the margin; the spread between
     seeds does not excuse it: pairing has removed it. A mean harm within what one ulp does to FP32 (`ulp_gaps`) is
-    inconclusive, and so is a harm of `coarse` that can't be excluded.
+    inconclusive, and so is a harm of `coarse` that can't be excluded. With fewer pairs only a harm over `least` counts.
     """
     d = candidate - baseline
     n = len(d)
@@ -124,7 +125,8 @@ def compare(
         harmful = beyond and not excused
         resolution: float | None = max(0.0, high)
     elif noise is not None:
-        harmful = bool((worse * d > 0).all()) and harm > SINGLE_PAIR_FACTOR * max(margin, noise / NOISE_WIDTH)
+        least = max(least, SINGLE_PAIR_FACTOR * max(margin, noise / NOISE_WIDTH))
+        harmful = bool((worse * d > 0).all()) and harm > least
         resolution = max(0.0, harm) + noise / shrink
     else:
         harmful, resolution = False, None
@@ -137,7 +139,8 @@ def compare(
     ]
     named = next((text for holds, text in within if holds), "")
     if harmful:
-        parity, why = Parity.DIVERGENT, "harm is established"
+        shown = f"harm is larger than the {least:.3g} that one or two pairs need to show it"
+        parity, why = Parity.DIVERGENT, "harm is established" if enough else shown
     elif enough and -margin < low and high < margin:
         parity, why = Parity.EQUIVALENT, "the interval lies within the margin"
         if far_outside(worse * d, margin):

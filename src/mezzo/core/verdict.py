@@ -100,8 +100,10 @@ def judge(
     learned = float(np.mean([comparison.start_loss(baseline[k].losses) for k in firsts]) - base_end.mean())
     margin = margins.loss * abs(float(base_end.mean()))
     ulp_gaps = [gap for k, one in perturbed.items() for gap in _late_gaps(baseline[k], one)]
-    coarse = max(comparison.COARSE * margin, comparison.COARSE_SHARE * learned)
-    loss = compare("final loss", base_end, ends, 1.0, margin, ulp_gaps, coarse)
+    share = comparison.COARSE_SHARE * learned
+    loss = compare(
+        "final loss", base_end, ends, 1.0, margin, ulp_gaps, max(comparison.COARSE * margin, share), share
+    )
     base_metrics, our_metrics = _metrics(baseline, numbers), _metrics(candidate, numbers)
     metric = None
     if len(base_metrics) == len(our_metrics) == len(numbers):
