@@ -183,7 +183,7 @@ def _rows(one: Mapping[str, Any], metric: str) -> list[tuple[str, str, str]]:
         ("metric gap", "", shown("metric_gap", "{:+.2g}")),
         ("90 % interval", "", shown("metric_gap_interval", "{0[0]:+.2g} to {0[1]:+.2g}")),
         ("metric margin", "", shown("metric_margin", "±{:.3g}")),
-        ("final loss", fp32_loss, our_loss),
+        ("training loss", fp32_loss, our_loss),
         ("loss gap", "", shown("loss_gap", "{:+.2g}")),
         ("90 % interval", "", shown("loss_gap_interval", "{0[0]:+.2g} to {0[1]:+.2g}")),
         ("loss margin", "", shown("margin", "±{:.3g}")),

@@ -64,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         shown = {"formats": [{name: getattr(form, name) for name in _IN_JSON.split()} for form in forms]}
         lines += _format_lines(asked[0]) if len(asked) == 1 else _table_lines(forms)
+        lines += ["One format: mezzo formats fp16. A number in each: mezzo formats show 0.1"] * (not words)
         recipes = filter(_is_recipe, dict.fromkeys(words[:at]))
         lines += [line for name in recipes for line in _recipe_lines(name)]
     if arguments.json:
@@ -209,7 +210,6 @@ def _table_lines(forms: Sequence[Format]) -> Iterator[str]:
         yield row(form.name, f"{int(form.signed)}/{form.nexp}/{form.nmant}", *numbers)
     yield ""
     yield "bits: sign/exponent/mantissa; normal, subnormal: the smallest; eps: from 1 to the next number."
-    yield "One format: mezzo formats fp16. A number in each: mezzo formats show 0.1"
 
 
 def _number_lines(number: str, formats: list[dict[str, Any]]) -> Iterator[str]:

@@ -326,7 +326,7 @@ def _banned(op_plan: OpPlan, overload: Overload, device_type: str) -> Action:
                 reason = op_plan.reason.partition(";")[0]
                 raise BannedOpError(
                     f"{op_plan.op} is banned with {name_of(tensor.dtype)} inputs: {reason}. {op_plan.remedy} "
-                    f"To run it in FP32 anyway, add it to the policy: 'bf16,op.{op_plan.op}=fp32'."
+                    f"To run it in FP32 anyway, add it to the policy: '{name_of(tensor.dtype)},op.{op_plan.op}=fp32'."
                 )
         return in_fp32(*args, **kwargs)
 
