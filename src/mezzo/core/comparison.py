@@ -19,7 +19,7 @@ SINGLE_PAIR_FACTOR = 10.0
 COARSE = 25.0
 """A harm of this many margins that can't be excluded is too coarse to call anything consistent."""
 COARSE_SHARE = 0.05
-"""... unless, for the loss, it is under this share of what FP32 learned. One or two pairs never call such a harm worse."""
+"""... unless, for the loss, it is under this share of what FP32 learned, which one or two pairs never call worse."""
 WINDOWS = 10
 LEAST = 5
 
