@@ -16,6 +16,8 @@ from run_scripts import Ran
 
 EVERYWHERE = {  # optimizers that both ranks have, in the order of their first steps -> the step that they skip
     "hand_cleaned": 2,  # before the first sharded model, from which on no step is traced
+    "hand_twice": 2,
+    "hand_twice, the second one": 2,
     "hand_flat": 2,
     "hand_flat_closure": 2,
     "shared": None,

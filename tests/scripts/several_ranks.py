@@ -162,6 +162,23 @@ def hand_cleaned() -> Any:
     return train(net, squared(net), reduce)
 
 
+def hand_twice() -> Any:
+    """Two optimizers of the same gradients, whose overflow the script hides after the first one has stepped."""
+    net = network()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1e-2) for _ in range(2)]
+    for step in range(4):
+        net.zero_grad()
+        next(iter(squared(net)(step))).backward()
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        for grad in grads:
+            dist.all_reduce(grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            for grad in grads:
+                grad.nan_to_num_()
+    return weights(net.parameters())
+
+
 class TwoOutputs(nn.Module):
     """A loss, an output that the loss does not use, and a parameter without a gradient."""
 

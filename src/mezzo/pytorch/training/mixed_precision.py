@@ -50,7 +50,6 @@ from mezzo.pytorch.weights.master_state import showing_masters
 _ALIVE: WeakSet[Any] = WeakSet()
 _NETWORKS = Networks()
 
-
 _UNSCALED = (
     "MixedPrecision: torch.func computes gradients without the loss scale, which only step(loss) applies. Small fp16 "
     "gradients become 0. Use precision='bf16', or compute the loss with torch.func.functional_call and call step(loss)."
