@@ -187,6 +187,15 @@ def test_shards_train_as_one_process_does(case: str, ranks: list[dict[str, Any]]
         assert after == scale / 2
 
 
+def test_a_loss_whose_logits_are_on_several_ranks_trains_as_in_one_process(
+    ranks: list[dict[str, Any]],
+) -> None:
+    first, second = (rank["loss of parts"] for rank in ranks)
+    assert first == second
+    assert first["told"] == [True, False, True] * 2
+    assert first["weights"] == pytest.approx(first["expected"], rel=0, abs=1e-3)
+
+
 @pytest.mark.parametrize("case", ["dropped", "dropped, of two formats"])
 def test_a_window_that_raises_takes_its_unreduced_gradients_with_it(
     case: str, ranks: list[dict[str, Any]]

@@ -362,6 +362,26 @@ def test_ranks_with_different_policies_end_with_one_sentence_each(tmp_path: Path
         assert "Traceback" not in told
 
 
+GATHERED = """
+from train import dist, leave, torch, train
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+dist.init_process_group("gloo")
+low = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+train(dist.get_rank(), wrap=lambda net: fully_shard(net, mp_policy=low))
+leave()
+"""
+
+
+def test_a_mistake_of_every_rank_is_told_once(tmp_path: Path) -> None:
+    """Previously once for each rank."""
+    script(tmp_path, "rank.py", GATHERED)
+    command = "mezzo", "run", "--precision", "bf16", "--own", "off", "rank.py"
+    ran = process(*TORCHRUN, "--no-python", sys.executable, "-m", *command, at=tmp_path)
+    assert ran.returncode == 1
+    (said,) = [line for line in ran.stderr.splitlines() if line.startswith("mezzo run: ")]
+    assert "mp_policy" in said
+
+
 WITHOUT = """
 import sys
 from train import dist, leave, nn, torch

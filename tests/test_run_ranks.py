@@ -16,6 +16,9 @@ from run_scripts import Ran
 
 EVERYWHERE = {  # optimizers that both ranks have, in the order of their first steps -> the step that they skip
     "hand_cleaned": 2,  # before the first sharded model, from which on no step is traced
+    "hand_hooked": 2,
+    "hand_twice": 2,
+    "hand_twice, the second one": 2,
     "hand_flat": 2,
     "hand_flat_closure": 2,
     "shared": None,
@@ -29,6 +32,7 @@ EVERYWHERE = {  # optimizers that both ranks have, in the order of their first s
     "ddp_closure": 2,
     "ddp_sharpness": 1,
     "ddp_compressed": 2,
+    "zero": 2,
     "slow": 2,
     "only_here": None,
 }

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
@@ -202,6 +204,25 @@ def scaled_closure(rank: int) -> dict[str, Any]:
     return {"told": told, "scales": scales, "weights": whole(net)}
 
 
+def loss_of_parts(rank: int) -> dict[str, Any]:
+    """Each rank has the logits of two classes, and the loss is a `DTensor`; one process is the reference."""
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(5, 4)) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    cut = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(nets[0], init_device_mesh("cpu", (2,)), {"0": cut})
+    told = []
+    for net in nets:
+        mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp16")
+        for step in range(3):
+            with loss_parallel() if net is nets[0] else nullcontext():
+                with mp.autocast():
+                    x = data(step) * (1e30 if step == 1 else 1.0)
+                    loss = nn.functional.cross_entropy(net(x), torch.arange(4))
+                told.append(mp.step(loss).stepped)
+    return {"told": told, "weights": whole(nets[0]), "expected": whole(nets[1])}
+
+
 def decided(rank: int) -> dict[str, Any]:
     """`auto` on ranks whose own times disagree: the first rank's decide, at one step."""
     from mezzo.pytorch.auto import TimedTrial
@@ -318,6 +339,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "scaled before": lambda rank: scaled(rank, reduced="before"),
     "scaled closure": scaled_closure,
     "scaled after": lambda rank: scaled(rank, reduced="after"),
+    "loss of parts": loss_of_parts,
     "decided": decided,
     "without gradients": without_gradients,
     "reduced bf16": lambda rank: averaged_in(rank, "bf16", accumulate=1, by_policy=True),

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
@@ -162,6 +163,41 @@ def hand_cleaned() -> Any:
     return train(net, squared(net), reduce)
 
 
+def hand_hooked() -> Any:
+    """Gradients that a hook of the optimizer reduces, which runs in its step."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+
+    def reduce(*_: Any) -> None:
+        for p in net.parameters():
+            assert p.grad is not None
+            dist.all_reduce(p.grad)
+
+    optimizer.register_step_pre_hook(reduce)
+    for step in range(4):
+        optimizer.zero_grad()
+        next(iter(squared(net)(step))).backward()
+        optimizer.step()
+    return weights(net.parameters())
+
+
+def hand_twice() -> Any:
+    """Two optimizers of the same gradients, whose overflow the script hides after the first one has stepped."""
+    net = network()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1e-2) for _ in range(2)]
+    for step in range(4):
+        net.zero_grad()
+        next(iter(squared(net)(step))).backward()
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        for grad in grads:
+            dist.all_reduce(grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            for grad in grads:
+                grad.nan_to_num_()
+    return weights(net.parameters())
+
+
 class TwoOutputs(nn.Module):
     """A loss, an output that the loss does not use, and a parameter without a gradient."""
 
@@ -263,6 +299,19 @@ def hand_flat_closure() -> Any:
     for step in range(4):
         optimizer.step(partial(closure, step))
     return weights(net.parameters())
+
+
+def zero() -> Any:
+    """`ZeroRedundancyOptimizer` gives the parameters with gradients to one rank, and the unused one to the other."""
+    net = DistributedDataParallel(TwoOutputs(), find_unused_parameters=True)
+    net.module.net[0].requires_grad_(False)
+    params = [net.module.net[2].weight, nn.Parameter(torch.ones(99))]
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=1e-2)
+    for step in range(4):
+        optimizer.zero_grad()
+        net(batch(step, bad=(step, RANK) == (2, 1)))["loss"].backward()
+        optimizer.step()
+    return weights(params)
 
 
 class Branches(nn.Module):

@@ -298,10 +298,7 @@ class FusedOptimizer(Optimizer):
         """0-dim FP32 on the first parameter's device: 1.0 after a step wrote an infinite 16-bit weight there (bf16 from
         3.39e38 up, fp16 from 65520 up).
         """
-        for group in self.param_groups:
-            for param in group["params"]:
-                return self._overflow_on(param.device)
-        raise UsageError(f"{type(self).__name__} has no parameters.")
+        return self._overflow_on(next(p.device for group in self.param_groups for p in group["params"]))
 
     def _held(self, param: Tensor) -> ParameterState:
         group = self.param_groups[self._place(param)[0]]

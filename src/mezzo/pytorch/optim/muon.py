@@ -28,7 +28,6 @@ from mezzo.pytorch.optim.optimizers import BUFFER, adam_hyper
 ADJUSTMENTS = ("original", "match_rms_adamw")
 """How the learning rate follows a matrix's shape; see `MuonHyper.rate`."""
 
-
 _MOST_STEPS = 99  # as torch.optim.Muon
 
 # Defaults of a group with use_muon=False: those of AdamW.

@@ -250,9 +250,7 @@ class WithMasters(Optimizer):
 
     def _check_own(self, param: Tensor) -> None:
         if not any(param is one for one in parameters(self)):
-            raise UsageError(
-                f"a parameter of shape {list(param.shape)} is in none of the optimizer's groups."
-            )
+            raise UsageError(f"a parameter of shape {list(param.shape)} is in no group of the optimizer.")
 
     def _ensure_master(self, param: Tensor) -> Tensor:
         """A weight's master; created if it is missing."""

@@ -36,7 +36,6 @@ _LOW = ("params", "masters", "state", "weights", "loss_scale", "release_gradient
 # Functions of PyTorch's that act for their caller.
 _TRANSPARENT = frozenset({"decorate_autocast", "watched", "scale", "<genexpr>", "apply_scale"})
 
-
 # Module, what is called in it, and its name for the user (default: the module's).
 _USES = (
     ("torch", "amp.autocast.__enter__", "torch.autocast"),

@@ -216,6 +216,10 @@ class Steps:
                 return optimizer.step(*args, **kwargs)
             if session.request.masters and self.masters.supply(optimizer):
                 return optimizer.step(*args, **kwargs)
+            # Part of a step that its ranks have decided: ZeroRedundancyOptimizer has an inner optimizer on each rank.
+            outers = [one.optimizer() for one in self._known.values() if one.inside]
+            if any(set(parameters(optimizer)).issubset(parameters(outer)) for outer in outers if outer):
+                return self._taken(known, step, optimizer, args, kwargs)
             known.inside = True
             try:
                 return self._step(known, step, optimizer, closure, args, kwargs)
@@ -244,11 +248,11 @@ class Steps:
         kind.step = within
 
     @not_traced
-    def _abandon_unless_finite(self, optimizer: Any, *_: Any) -> None:
+    def _abandon_unless_finite(self, optimizer: Any, *_: Any, bad: bool = False) -> None:
         """Look again after hooks, or a subclass, that may have changed the gradients."""
         if not self._session.scaling:
             return
-        if self.overflows.agreed(not check_finite(optimizer), list(parameters(optimizer))):
+        if self.overflows.agreed(bad or not check_finite(optimizer), list(parameters(optimizer)), began=bad):
             raise AbandonedStepError
 
     def _taken(self, known: Known, step: Step, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -274,15 +278,20 @@ class Steps:
         if session.observes and observers.listening:
             observers.tell("update_begins", optimizer, 1.0)  # `.grad` is unscaled
         scale = session.scale.scale
+        hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
         last: Any = None
         try:
             if not session.scaling:
                 self.overflows.lacks_gradients(optimizer)
-            elif self.overflows.found_inf(optimizer):
-                raise AbandonedStepError
-            elif getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks:
-                # They may change gradients: check after them.
-                last = optimizer.register_step_pre_hook(self._abandon_unless_finite)
+            else:
+                bad = self.overflows.found_inf(optimizer)
+                # A rank that decides alone runs the hooks, which may reduce gradients by hand.
+                in_hooks = hooks and is_distributed() and not session.ranks.of(list(parameters(optimizer)))
+                if bad and not in_hooks:
+                    raise AbandonedStepError
+                if hooks:  # they may change gradients: check after them
+                    again = functools.partial(self._abandon_unless_finite, bad=bad)
+                    last = optimizer.register_step_pre_hook(again)
             result = self._taken(known, step, optimizer, args, kwargs)
         except AbandonedStepError:
             why = f"a gradient was not finite{self.overflows.where}"

@@ -68,7 +68,7 @@ class RunRanks:
         if not distributed.is_distributed():
             return distributed.ALONE
         groups = [module.process_group for module in self._wrapped(params) if not distributed.joins(module)]
-        # The script has reduced some gradients by hand since their last step.
+        # The script has reduced some gradients by hand.
         by_hand = [self._reduced[one] for one in _storages(params) if one in self._reduced]
         in_closure = () if self.averages_only(params) else self.of_closure or ()  # `join` reduces by itself
         ranks = distributed.ranks_of(params, dict.fromkeys([*groups, *by_hand, *in_closure]))
@@ -89,8 +89,6 @@ class RunRanks:
         return found[0].process_group if found and not distributed.joins(found[0]) else None
 
     def _wrapped(self, params: Iterable[Tensor]) -> list[Any]:
-        if not self._wrappers:
-            return []
         refs = dict.fromkeys(self._wrappers[id(p)] for p in params if id(p) in self._wrappers)
         return [module for ref in refs if (module := ref()) is not None]
 
@@ -98,10 +96,8 @@ class RunRanks:
         """A step of these parameters is over."""
         if skipped:
             distributed.forget_errors(distributed.hook_memories(self._wrapped(params)))
-        if self._reduced:
-            over = set(_storages(params))
-            kept = (item for item in self._reduced.items() if not (item[0] in over or item[0].expired()))
-            self._reduced = dict(kept)
+        # A gradient that lives on stays reduced: another optimizer may step by it, too.
+        self._reduced = {one: group for one, group in self._reduced.items() if not one.expired()}
 
     def patch(self, session: Session, patches: Patches, *, scales: bool) -> None:
         """Replace what a run needs of `torch.distributed`; `scales`: it may have a loss scale."""

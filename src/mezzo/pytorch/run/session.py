@@ -23,7 +23,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import LEFT_ALONE, OWN, OWN_PRECISION, RecordWriter, RunStarted
 from mezzo.pytorch.run import foreign
-from mezzo.pytorch.run.summary import summary
+from mezzo.pytorch.run.summary import is_told, summary
 from mezzo.runner import lifecycle, script
 from mezzo.runner.children import VARIABLE, Children, Parent
 from mezzo.runner.journal import Journal, check_events, number, of_rank
@@ -60,6 +60,10 @@ def run(request: RunRequest) -> int:
             in_child=lambda: UsageError(error) if (error := session.children.error) else None,
         )
         return status
+    except MezzoError as error:
+        if is_told(session, error):
+            return 2
+        raise
     finally:
         session.children.dismiss(interrupted=status == 130)
 

@@ -102,8 +102,15 @@ def _leave(session: Session) -> None:
     entries = ["\n".join(findings(some, ranks=session.world_size, rank=rank)) for some in places]
     store, session.store = session.store, None
     with suppress(RuntimeError):
-        if store is not None and _answers(store):
+        if _answers(store):
             store.set(_KEY.format(rank), json.dumps([*entries, *session.journal.notes]))
+
+
+def is_told(session: Session, error: Exception) -> bool:
+    """Whether another rank has ended by the same mistake of the user's, and tells of it."""
+    with suppress(RuntimeError):
+        return _answers(session.store) and session.store.add(_KEY.format(error), 1) > 1
+    return False
 
 
 def _collected(store: Any, ranks: int, own: str, patience: float) -> list[str]:
@@ -139,7 +146,7 @@ def _answers(store: Any) -> bool:
             socket.create_connection((store.host, store.port), PATIENCE).close()
             return True
         return False
-    return True
+    return store is not None
 
 
 def for_keras(session: Session) -> list[str]:

@@ -183,7 +183,8 @@ class Accumulation:
     def seed(self, loss: Tensor) -> Tensor | None:
         """The seed of a loss's backward, `scale / accumulate` in its dtype and shape; None for 1."""
         if self.scale is not None:
-            return (self.scale.to(loss.device) / self.accumulate).to(loss.dtype).expand_as(loss)
+            seed = (self.scale.to(loss.device) / self.accumulate).to(loss.dtype)
+            return torch.ones_like(loss) * seed if is_spread(loss) else seed.expand_as(loss)
         return torch.full_like(loss, 1.0 / self.accumulate) if self.accumulate > 1 else None
 
     @property

@@ -50,7 +50,6 @@ from mezzo.pytorch.weights.master_state import showing_masters
 _ALIVE: WeakSet[Any] = WeakSet()
 _NETWORKS = Networks()
 
-
 _UNSCALED = (
     "MixedPrecision: torch.func computes gradients without the loss scale, which only step(loss) applies. Small fp16 "
     "gradients become 0. Use precision='bf16', or compute the loss with torch.func.functional_call and call step(loss)."
@@ -373,7 +372,7 @@ class MixedPrecision:
         if observing.listening:
             observing.backward_begins(loss, window.seed_factor)
         if scaler is not None and distributed.is_distributed():
-            bad = ~loss.detach().isfinite().all()
+            bad = ~distributed.local(loss.detach()).isfinite().all()
             self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
         try:
             window.check(self.optimizer)
@@ -410,7 +409,7 @@ class MixedPrecision:
                 ) from error
             raise
         window.seen += 1
-        value = window.loss = loss.detach()
+        value = window.loss = distributed.local(loss.detach())
         self._journal.loss(value)
         if window.seen < self.accumulate:
             window.note(self.optimizer)
@@ -538,8 +537,6 @@ class MixedPrecision:
 
     def _ranks(self) -> distributed.Ranks:
         """The ranks that decide with this one about the optimizer's step."""
-        if not distributed.is_distributed():
-            return distributed.ALONE
         return distributed.ranks_of(parameters(self.optimizer), distributed.replica_groups(self.model))
 
     def _drop_step(self) -> None:

@@ -6,14 +6,12 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, from_state_dict
 from mezzo.core.version import VERSION
 from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.distributed import holds_unreduced
-from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.loss_scaler import from_scaler_state, is_scaler_state
 from mezzo.pytorch.step import parameters
 from mezzo.pytorch.training.backward import Accumulation
@@ -39,8 +37,9 @@ def save(mp: MixedPrecision, *, fixed_keys: bool = False) -> dict[str, Any]:
         params_of = list(parameters(mp.optimizer))
         gradients = [mp._gradients.of(p) for p in params_of]
         given = [grad is not None for grad in gradients]
-        if fixed_keys:
-            gradients = [_zeros(p) if grad is None else grad for p, grad in zip(params_of, gradients)]
+        for index, p in enumerate(params_of) if fixed_keys else ():
+            if not given[index]:  # zeros, in the format of a window's sums
+                gradients[index] = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
         saved_window = {
             "seen": window.seen,
             "scale": None if window.scale is None else float(window.scale),
@@ -111,12 +110,6 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
         grad = grad if is_given else None
         mp._gradients.put(param, None if grad is None else grad.to(param.device, copy=True))
     mp._buffers.load(window["statistics"])
-
-
-def _zeros(param: Tensor) -> Tensor:
-    """A gradient of zeros, in the format of a window's sums."""
-    dtype = torch.float32 if param.dtype in SIXTEEN_BITS else param.dtype
-    return torch.zeros_like(param, dtype=dtype, requires_grad=False)
 
 
 def _check(mp: MixedPrecision, state: dict[str, Any], params: int) -> None:
