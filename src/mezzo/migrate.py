@@ -53,6 +53,9 @@ class Migration(NamedTuple):
     before: bytes
     after: bytes
     left: tuple[LeftAlone, ...]
+    on_cpu: tuple[
+        int, ...
+    ]  # lines of an autocast that was off on a computer without CUDA, and is on there now
 
     def diff(self, name: str) -> str:
         """A unified diff, which `patch -p0` applies; empty where nothing changes."""
@@ -74,7 +77,9 @@ def migrate(source: bytes, name: str) -> Migration:
         raise UsageError(f"{name}{where}: not readable as Python. {fix}") from error
     plan = _Plan(metadata.MetadataWrapper(module, unsafe_skip_copy=True))
     after = plan.after().encode(module.encoding) if plan.edits else source
-    return Migration(source, after, tuple(sorted(plan.left, key=lambda one: one.line)))
+    left = sorted(plan.left, key=lambda one: one.line)
+    on_cpu = plan.on_cpu.difference(one.line for one in left)
+    return Migration(source, after, tuple(left), tuple(sorted(on_cpu)))
 
 
 class _Ours(NamedTuple):
@@ -101,6 +106,7 @@ class _Plan:
 
     def __init__(self, wrapper: metadata.MetadataWrapper) -> None:
         self.left: list[LeftAlone] = []
+        self.on_cpu: set[int] = set()
         self.edits: list[tuple[int, int, str]] = []  # the text for a span of the script's UTF-8 bytes
         self._module, self._code = wrapper.module, wrapper.module.code.encode()
         self._spans = wrapper.resolve(metadata.ByteSpanPositionProvider)
@@ -156,7 +162,10 @@ class _Plan:
         if why := self._other_meaning(scope, word) or _absent(ours) or self._unfit(use, names):
             self._leave(use, *why)
             self._stay = {**dict.fromkeys(imported, self._line(use)), **self._stay}
-        elif any(map(_ours, imported)):
+            return
+        if any("cuda" in name and name.endswith("autocast") for name in names):
+            self.on_cpu.add(self._line(use))
+        if any(map(_ours, imported)):
             self._changed.append((use, imported, self._device_type(use, names)))
         else:  # through torch
             self.edits += [(*self._span(use), str(ours[0])), *self._device_type(use, names)]
