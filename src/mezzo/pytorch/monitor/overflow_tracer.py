@@ -190,8 +190,9 @@ class OverflowTracer(StepObserver):
                 finding = known or self._agreed(self._looked_into())
                 if known is None:
                     self._left[self._group] = left - finding.alarms
-                    unclear = finding.cause == "unknown" or (finding.module == OUTSIDE and finding.alarms)
-                    self._to_watch = WATCHED if unclear and not finding.line and self._scales else 0
+                    if finding.alarms:  # an earlier one may still be unclear
+                        unclear = finding.cause == "unknown" or finding.module == OUTSIDE
+                        self._to_watch = WATCHED if unclear and not finding.line and self._scales else 0
                     self._last = finding
                 if not skipped:
                     return
