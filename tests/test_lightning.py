@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import logging
@@ -647,3 +648,21 @@ def test_a_skipped_step_under_mezzo_run_does_not_repeat_training_step(launch: An
         updates = [(one.skipped, one.loss_scale) for one in ran.of("update")]
         assert updates == [(index in (2, 5), 2.0 ** (6 - (index > 2) - (index > 5))) for index in range(8)]
         assert [record.update for record in ran.of("overflow")] == [2, 5]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_overflow_outside_of_fabrics_model_is_traced_inside_autocast(inside: bool) -> None:
+    plugin = mezzo.lightning.precision("fp16", loss_scale=64)
+    fabric = L.Fabric(accelerator="cpu", plugins=[plugin])
+    model = network()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    for index, (x, _) in enumerate(loader()):
+        with fabric.autocast() if inside else contextlib.nullcontext():
+            out = model(x).float()
+            loss = torch.log(out.sum() * 0) if index in (1, 3) else out.square().mean()
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+    first, second = plugin.findings
+    assert (first.cause, "`with fabric.autocast():`" in first.note) == ("loss", True)
+    assert (second.cause, second.op) == (("invalid", "log") if inside else ("loss", ""))
