@@ -304,7 +304,7 @@ def test_an_autocast_that_is_off_without_cuda_until_it_is_mezzos_is_noted(
     assert one["on_cpu"] == lines
     main(["migrate", str(script)])
     noted = [told for told in capsys.readouterr().err.splitlines() if "torch.cuda.is_available()" in told]
-    assert [told.rpartition(": torch.")[0] for told in noted] == [f"{script}:{line}" for line in lines]
+    assert [told.partition(": torch.")[0] for told in noted] == [f"{script}:{line}" for line in lines]
 
 
 def test_json_and_what_is_left_alone_on_stderr(tmp_path: Path, capsys: Output) -> None:

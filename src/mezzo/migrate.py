@@ -77,9 +77,8 @@ def migrate(source: bytes, name: str) -> Migration:
         raise UsageError(f"{name}{where}: not readable as Python. {fix}") from error
     plan = _Plan(metadata.MetadataWrapper(module, unsafe_skip_copy=True))
     after = plan.after().encode(module.encoding) if plan.edits else source
-    left = sorted(plan.left, key=lambda one: one.line)
-    on_cpu = plan.on_cpu.difference(one.line for one in left)
-    return Migration(source, after, tuple(left), tuple(sorted(on_cpu)))
+    left = tuple(sorted(plan.left, key=lambda one: one.line))
+    return Migration(source, after, left, tuple(sorted(plan.on_cpu.difference(one.line for one in left))))
 
 
 class _Ours(NamedTuple):
@@ -162,10 +161,7 @@ class _Plan:
         if why := self._other_meaning(scope, word) or _absent(ours) or self._unfit(use, names):
             self._leave(use, *why)
             self._stay = {**dict.fromkeys(imported, self._line(use)), **self._stay}
-            return
-        if any("cuda" in name and name.endswith("autocast") for name in names):
-            self.on_cpu.add(self._line(use))
-        if any(map(_ours, imported)):
+        elif any(map(_ours, imported)):
             self._changed.append((use, imported, self._device_type(use, names)))
         else:  # through torch
             self.edits += [(*self._span(use), str(ours[0])), *self._device_type(use, names)]
@@ -246,6 +242,8 @@ class _Plan:
         args, text = call.args if call else (), 'device_type="cuda"'
         if "cuda" not in "".join(names):
             return []
+        if name == "autocast":
+            self.on_cpu.add(self._line(use))
         is_scale = bool(args) and args[0].keyword is None and args[0].star != "**"
         if name == "GradScaler" and is_scale and not isinstance(args[0].value, cst.SimpleString):
             at, text = self._span(args[0])[0], '"cuda", '

@@ -379,9 +379,8 @@ class Steps:
             culprit = next((one for one in reversed(reports) if one.alarms), reports[-1] if reports else None)
             error = collapse if culprit is None else collapse.named(culprit)
             if sum(known.number is not None for known in self._known.values()) > 1:
-                kind = type(optimizer).__name__
-                which = f"optimizer {number} ({kind}; counted from 0, in the order of their first steps)"
-                error = LossScaleCollapseError(f"{which} does not move: {error}")
+                which = f"{type(optimizer).__name__}; counted from 0, in the order of their first steps"
+                error = LossScaleCollapseError(f"optimizer {number} ({which}) does not move: {error}")
             raise error from None
 
     def _number(self, optimizer: Any) -> int:
