@@ -57,9 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
     status = int(bool(changed) and not arguments.write)
     diffs = {name: one.diff(name) for name, one in done.items()}
     if arguments.json:
-        left = {name: [use._asdict() for use in one.left] for name, one in done.items()}
-        files = [{"file": it, "changed": it in changed, "diff": diffs[it], "left": left[it]} for it in done]
-        files = [one | {"on_cpu": done[one["file"]].on_cpu} for one in files]
+        files = []
+        for it, one in done.items():
+            rest = {"left": [use._asdict() for use in one.left], "on_cpu": one.on_cpu}
+            files.append({"file": it, "changed": it in changed, "diff": diffs[it], **rest})
         print(json.dumps({"schema": 1, "written": bool(arguments.write), "files": files}, indent=2))
         return status
     if not arguments.write:

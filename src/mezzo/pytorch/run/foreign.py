@@ -246,8 +246,7 @@ def stand_back(session: Session, name: str, where: str) -> None:
 def switch_off(session: Session, patches: Patches, imports: ImportWatch) -> None:
     """Switch off what sets a precision, as PyTorch and Lightning are imported."""
 
-    def keep_inputs(plugin: str, module: Any) -> None:
-        # Lightning's plugins round a model's inputs, too.
+    def keep_inputs(plugin: str, module: Any) -> None:  # Lightning's plugins round a model's inputs, too
         patches.set(getattr(module, plugin), "convert_input", lambda self, data: data)
 
     imports.when("torch", functools.partial(_torch_off, session, patches))
