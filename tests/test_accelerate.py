@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import io
@@ -127,6 +128,23 @@ def test_the_fix_of_an_overflow_is_the_call_with_the_users_arguments(call: str, 
     assert dict(fixed.policy.modules) == {"0": "fp32"}
     assert (fixed.loss_scale, fixed.policy.state, fixed._trace) == (scale, given.policy.state, given._trace)
     assert fixed._accelerator.project_dir == given._accelerator.project_dir
+
+
+@pytest.mark.parametrize("accumulated", [True, False])
+def test_an_overflow_outside_the_model_is_traced_when_it_comes_again(accumulated: bool) -> None:
+    """Inside `accelerator.accumulate`; elsewhere the operations after the model's call are not seen."""
+    run = Run(attached("fp16"), [])
+    for index in range(6):
+        with run.accelerator.accumulate(run.model) if accumulated else contextlib.nullcontext():
+            out = run.model(X[index])
+            if index in (1, 4):
+                out = torch.log(out.sum() * 0)
+            run.accelerator.backward(out.square().mean())
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    first, second = run.accelerator.mezzo.findings
+    assert (first.cause, first.op, "accelerator.accumulate(model)" in first.note) == ("loss", "", True)
+    assert (second.cause, second.op) == (("invalid", "log") if accumulated else ("loss", ""))
 
 
 def test_a_report_has_the_scale_of_an_accumulated_loss() -> None:

@@ -464,7 +464,7 @@ def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None
             r"it uses deepspeed.initialize itself \(t.py\), which mezzo compare can't switch off.*; fix it",
         ),
         ({"refuse": OWN, "off": OWN}, {}, ScriptError, "itself .*can't switch off"),
-        ({}, {"precisions": ("own", "bf16")}, UsageError, "uses no mixed precision of its own.* Leave own out"),
+        ({}, {"precisions": ("own", "bf16")}, UsageError, "no mixed precision of its own.*='fp16'.* Leave own out"),
         ({"fp32": {"losses": 0}}, {}, ScriptError, r"never called backward\(\)"),
         ({"bf16": {"signal": 9}}, {}, MezzoError, "killed by signal 9"),
         ({"bf16": {"refuse": "no kernel here"}}, {}, UnsupportedPrecisionError, "bf16 cannot run here: no kernel"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import logging
@@ -606,3 +607,62 @@ def test_ddp_with_one_package_imported(tmp_path: Path) -> None:
 def test_mezzo_run_leaves_a_script_with_the_plugin_alone(launch: Any) -> None:
     ran = launch("import mezzo\nmezzo.lightning.precision('bf16')", policy="fp16")
     assert "mezzo.lightning.precision" in ran.notes
+
+
+UNDER_RUN = """
+import lightning, torch
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Linear(8, 1)
+        self.automatic_optimization = {automatic}
+        self.seen = []
+    def training_step(self, batch, index):
+        self.seen.append(index)
+        loss = self.body(batch[0]).square().mean() * (1e12 if index in (2, 5) else 1.0)
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad(); self.manual_backward(loss); self.optimizers().step()
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+torch.manual_seed(0)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, **quiet)
+model = Net()
+trainer.fit(model, DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=4))
+print(model.seen, trainer.global_step, [p.tolist() for p in model.parameters()])
+"""
+
+
+def test_a_skipped_step_under_mezzo_run_does_not_repeat_training_step(launch: Any) -> None:
+    """The gradients of two batches overflow at every scale; Lightning hands each optimizer a closure."""
+    policy = "fp16,loss_scale=dynamic(init=64)"
+    closure, manual = (launch(UNDER_RUN.format(automatic=how), policy=policy) for how in (True, False))
+    assert closure.status == manual.status == 0, closure.err
+    assert closure.lines == manual.lines
+    assert closure.lines[-1].startswith(f"{[*range(8)]} 8 ")
+    for ran in (closure, manual):
+        updates = [(one.skipped, one.loss_scale) for one in ran.of("update")]
+        assert updates == [(index in (2, 5), 2.0 ** (6 - (index > 2) - (index > 5))) for index in range(8)]
+        assert [record.update for record in ran.of("overflow")] == [2, 5]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_overflow_outside_of_fabrics_model_is_traced_inside_autocast(inside: bool) -> None:
+    plugin = mezzo.lightning.precision("fp16", loss_scale=64)
+    fabric = L.Fabric(accelerator="cpu", plugins=[plugin])
+    model = network()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    for index, (x, _) in enumerate(loader()):
+        with fabric.autocast() if inside else contextlib.nullcontext():
+            out = model(x).float()
+            loss = torch.log(out.sum() * 0) if index in (1, 3) else out.square().mean()
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+    first, second = plugin.findings
+    assert (first.cause, "`with fabric.autocast():`" in first.note) == ("loss", True)
+    assert (second.cause, second.op) == (("invalid", "log") if inside else ("loss", ""))

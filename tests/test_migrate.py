@@ -282,6 +282,31 @@ def test_the_diff_is_what_write_does(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "nothing to change" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        (
+            "from torch.cuda.amp import autocast\nwith autocast(): pass\nwith autocast(dtype=d): pass\n",
+            [2, 3],
+        ),
+        ("import torch\nwith torch.cuda.amp.autocast(): pass\nwith torch.autocast('cuda'): pass\n", [2]),
+        ("from torch.amp import autocast\nwith autocast('cpu'): pass\n", []),
+        ("from torch.cuda.amp import autocast\nx = autocast\nwith autocast(): pass\n", []),  # left alone
+    ],
+)
+def test_an_autocast_that_is_off_without_cuda_until_it_is_mezzos_is_noted(
+    source: str, lines: list[int], tmp_path: Path, capsys: Output
+) -> None:
+    script = tmp_path / "t.py"
+    script.write_text(source)
+    main(["migrate", "--json", str(script)])
+    (one,) = json.loads(capsys.readouterr().out)["files"]
+    assert one["on_cpu"] == lines
+    main(["migrate", str(script)])
+    noted = [told for told in capsys.readouterr().err.splitlines() if "torch.cuda.is_available()" in told]
+    assert [told.partition(": torch.")[0] for told in noted] == [f"{script}:{line}" for line in lines]
+
+
 def test_json_and_what_is_left_alone_on_stderr(tmp_path: Path, capsys: Output) -> None:
     script = tmp_path / "t.py"
     script.write_text("from torch.amp import autocast\nfrom torch.cuda.amp import *\n")

@@ -310,15 +310,25 @@ print(optimizer.step(closure).isfinite().item(), calls)
     assert (found.update, found.finding.module, found.finding.op) == (0, "0", "linear")
 
 
-@pytest.mark.parametrize(("factor", "evaluations"), [("math.inf", 3), ("1e12", 26 + 25 + 24)])
+@pytest.mark.parametrize(
+    ("needed", "factor", "evaluations"),
+    [("", "math.inf", 3), ("", "1e12", 26 + 25 + 24), ("=None", "math.inf", 3), ("=None", "1e12", 3)],
+)
 def test_each_step_of_a_closure_that_returns_nothing_is_explained_once(
-    launch: Any, factor: str, evaluations: int
+    launch: Any, needed: str, factor: str, evaluations: int
 ) -> None:
-    """No scale helps an infinite loss: one evaluation. A finite one's gradients are tried down to the floor, 2^-14."""
+    """No scale helps an infinite loss: one evaluation. A finite one's gradients are tried down to the floor, 2^-14.
+
+    An optimizer that also steps without its closure evaluates it once, and skips.
+    """
     ran = launch(
         HEAD
         + f"""
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+class Own(torch.optim.SGD):
+    def step(self, closure{needed}):
+        closure()
+        return super().step()
+optimizer = Own(model.parameters(), lr=0.1)
 calls = 0
 def closure():
     global calls

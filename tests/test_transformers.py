@@ -112,6 +112,23 @@ def test_an_overflow_is_skipped_and_is_in_the_log_and_in_tensorboard(
     assert [event.step for event in events.Tensors("train/overflow/text_summary")] == [3]
 
 
+def test_an_overflow_in_compute_loss_is_traced_when_it_comes_again(tmp_path: Path) -> None:
+    class Own(Trainer):
+        losses = 0
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            self.losses += 1
+            return torch.log(loss * 0) if self.losses in (2, 4) else loss
+
+    trainer = made(tmp_path)
+    trainer.__class__ = Own
+    mezzo.transformers.use(trainer, "fp16").train()
+    first, second = trainer.accelerator.mezzo.findings
+    assert (first.cause, "the next steps are traced to" in first.note) == ("loss", True)
+    assert (second.cause, second.op) == ("invalid", "log")
+
+
 class Large(nn.Module):
     """SiLU with a factor of one in two parts, the first of which overflows in fp16."""
 

@@ -7,7 +7,8 @@ optimizer step use `mezzo.autocast`, `mezzo.GradScaler` and the optimizers of `m
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
 
@@ -115,7 +116,8 @@ class Precision(TrainerStep):
         self._gradients = Gradients(fp32=True)
         finalize(self, self._gradients.clear).atexit = False
         self._paths: set[str] = set()  # of the modules of all models
-        self.observe([], self.context, self.device_type)
+        inside = " inside `with accelerator.accumulate(model):`" * ("transformers" not in self.where)
+        self.observe([], self.context, self.device_type, inside=inside)
 
     def __repr__(self) -> str:
         scaled = f", loss_scale={self.loss_scale:g}, {self.skipped_steps} skipped"
@@ -264,6 +266,12 @@ class _Attached(_library.Accelerator):  # type: ignore[misc, name-defined]
             if not mine.isdisjoint(map(id, parameters(optimizer))):
                 self.mezzo.unscale(optimizer)
         return several
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """As Accelerate's; after a skipped step that was not explained, the operations inside are traced."""
+        with super().accumulate(*models), self.mezzo.observing.live():
+            yield
 
     def autocast(self, autocast_handler: Any = None) -> Context:
         """The policy's context, for code outside of prepared models."""

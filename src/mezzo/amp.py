@@ -19,13 +19,6 @@ __all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd", "is_autocast_av
 def autocast(*args: Any, **kwargs: Any) -> context.Context:
     """`mezzo.autocast` with the arguments of `torch.amp.autocast`, or of `torch.cuda.amp.autocast` (no device type).
 
-    Example::
-
-        with autocast("cuda", dtype=torch.bfloat16):  # torch.amp
-            loss = loss_fn(model(x), y)
-        with autocast(enabled=use_amp):               # torch.cuda.amp
-            ...
-
     Args:
         device_type: ``"cuda"``, ``"cpu"``, ... Without it: the accelerator of this computer, or ``"cpu"``.
         dtype: a torch dtype, its name, or a policy. Default: `torch.get_autocast_dtype` of the device type.

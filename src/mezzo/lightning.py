@@ -183,7 +183,8 @@ class _Plugin(TrainerStep):
         # In DDP the root's call is the whole `training_step`, which can't be called again by itself.
         outermost = [root, *called] if wrapped is root else called
         first = self._resolved[0]
-        self.observe(outermost, first.context, first.device.type, wrapped or root)
+        inside = "" if self._trainer is not None else " inside `with fabric.autocast():`"
+        self.observe(outermost, first.context, first.device.type, wrapped or root, inside)
 
     def _release(self) -> None:
         for resolved in self._resolved:

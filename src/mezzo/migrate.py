@@ -53,6 +53,9 @@ class Migration(NamedTuple):
     before: bytes
     after: bytes
     left: tuple[LeftAlone, ...]
+    on_cpu: tuple[
+        int, ...
+    ]  # lines of an autocast that was off on a computer without CUDA, and is on there now
 
     def diff(self, name: str) -> str:
         """A unified diff, which `patch -p0` applies; empty where nothing changes."""
@@ -74,7 +77,8 @@ def migrate(source: bytes, name: str) -> Migration:
         raise UsageError(f"{name}{where}: not readable as Python. {fix}") from error
     plan = _Plan(metadata.MetadataWrapper(module, unsafe_skip_copy=True))
     after = plan.after().encode(module.encoding) if plan.edits else source
-    return Migration(source, after, tuple(sorted(plan.left, key=lambda one: one.line)))
+    left = tuple(sorted(plan.left, key=lambda one: one.line))
+    return Migration(source, after, left, tuple(sorted(plan.on_cpu.difference(one.line for one in left))))
 
 
 class _Ours(NamedTuple):
@@ -101,6 +105,7 @@ class _Plan:
 
     def __init__(self, wrapper: metadata.MetadataWrapper) -> None:
         self.left: list[LeftAlone] = []
+        self.on_cpu: set[int] = set()
         self.edits: list[tuple[int, int, str]] = []  # the text for a span of the script's UTF-8 bytes
         self._module, self._code = wrapper.module, wrapper.module.code.encode()
         self._spans = wrapper.resolve(metadata.ByteSpanPositionProvider)
@@ -237,6 +242,8 @@ class _Plan:
         args, text = call.args if call else (), 'device_type="cuda"'
         if "cuda" not in "".join(names):
             return []
+        if name == "autocast":
+            self.on_cpu.add(self._line(use))
         is_scale = bool(args) and args[0].keyword is None and args[0].star != "**"
         if name == "GradScaler" and is_scale and not isinstance(args[0].value, cst.SimpleString):
             at, text = self._span(args[0])[0], '"cuda", '

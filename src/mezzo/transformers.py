@@ -2,7 +2,6 @@
 
 The Trainer trains through Accelerate: each accelerator that it makes is attached (`mezzo.accelerate`), also those of a
 hyper-parameter search. The Trainer's class becomes a subclass that adds the loss scale and skipped steps to its log.
-Subclasses of Trainer, such as TRL's SFTTrainer, work the same way.
 """
 
 from __future__ import annotations
@@ -117,7 +116,8 @@ class _InUse(_library.Trainer):  # type: ignore[misc, name-defined]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; counts losses that are not finite."""
-        loss = super().training_step(*args, **kwargs)
+        with self.accelerator.mezzo.observing.live():
+            loss = super().training_step(*args, **kwargs)
         self._mezzo_nonfinite = self._mezzo_nonfinite + (~loss.isfinite()).sum()
         return loss
 

@@ -1,15 +1,5 @@
 """`amp`, as in Apex: `initialize`, `scale_loss`, `master_params`, `state_dict`, and the functions of O1 (`casts`).
 
-Example::
-
-    from mezzo.apex import amp
-
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-    optimizer.step()
-
 docs/torch-amp.md lists what differs from Apex.
 """
 

@@ -52,9 +52,8 @@ def resolved(opt_level: str, given: dict[str, Any]) -> SimpleNamespace:
         except ValueError:
             what = f"amp.initialize: loss_scale is {given['loss_scale']!r}"
             raise UsageError(f"{what}. Use 'dynamic' or a number such as 128.0.") from None
-    return SimpleNamespace(
-        enabled=True, opt_level=opt_level, **dict(zip(_OPTIONS, LEVELS[opt_level])) | given
-    )
+    options = dict(zip(_OPTIONS, LEVELS[opt_level])) | given
+    return SimpleNamespace(enabled=True, opt_level=opt_level, **options)
 
 
 class LossScaler:

@@ -57,13 +57,18 @@ def run(arguments: argparse.Namespace) -> int:
     status = int(bool(changed) and not arguments.write)
     diffs = {name: one.diff(name) for name, one in done.items()}
     if arguments.json:
-        kept = {name: [use._asdict() for use in one.left] for name, one in done.items()}
-        files = [{"file": it, "changed": it in changed, "diff": diffs[it], "left": kept[it]} for it in done]
+        files = []
+        for it, one in done.items():
+            rest = {"left": [use._asdict() for use in one.left], "on_cpu": one.on_cpu}
+            files.append({"file": it, "changed": it in changed, "diff": diffs[it], **rest})
         print(json.dumps({"schema": 1, "written": bool(arguments.write), "files": files}, indent=2))
         return status
     if not arguments.write:
         sys.stdout.buffer.write("".join(diffs.values()).encode("utf-8", "surrogateescape"))
     for name, one in done.items():
+        for line in one.on_cpu:
+            why = "torch.cuda.amp.autocast is off on a computer without CUDA, Mezzo's is bf16"
+            say(f"{name}:{line}: {why}. To keep it off there: autocast(enabled=torch.cuda.is_available())")
         for left in one.left:
             say(f"{name}:{left.line}: left alone: {left.code}: {left.reason}; {left.fix}")
     of = f"{len(changed)} of {len(done)} files" if len(done) > 1 else "1 file"

@@ -222,8 +222,8 @@ def _check_baseline(request: Request, run: FinishedRun) -> None:
         )
     if not request.own and any(own_masters(name) is not None for name in request.precisions):
         raise UsageError(
-            f"--precision own: {request.target} uses no mixed precision of its own, so it is the FP32 run. Leave own "
-            "out."
+            f"--precision own: {request.target} uses no mixed precision of its own, so it is the FP32 run (on a CPU, "
+            "Accelerate ignores mixed_precision='fp16'). Leave own out."
         )
     if request.how_metric is not None and run.metric(request.how_metric) is None:
         ending = _ending(run, 5) or " It printed nothing."

@@ -100,11 +100,13 @@ class TrainerStep:
         enter: Callable[[], AbstractContextManager[Any]],
         device_type: str,
         model: nn.Module | None = None,
+        inside: str = "",
     ) -> None:
         """Explain skipped steps by the calls of models, if that was asked for, or on a CPU, where it need not wait."""
         tracers: list[OverflowTracer] = []
         if self.scaler is not None and (device_type == "cpu" if self._trace is None else self._trace):
-            tracers = [OverflowTracer(enter=enter, waits=bool(self._trace), model=model, written=self._call)]
+            how: Any = {"waits": bool(self._trace), "written": self._call, "inside": inside}
+            tracers = [OverflowTracer(enter=enter, model=model, **how)]
         self.observing = Observers(models, tracers)
 
     def backward_begins(self, loss: Any, divisor: int = 1) -> None:

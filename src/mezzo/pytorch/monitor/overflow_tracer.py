@@ -48,8 +48,7 @@ _ALL: weakref.WeakSet[OverflowTracer] = weakref.WeakSet()
 
 def _in_loss(loss: Tensor) -> OverflowReport:
     """The report on a loss that is not finite, where no operation was seen to make it so."""
-    note = "the next steps are traced to find the operation that made it so"
-    return OverflowReport("loss", OUTSIDE, outputs=[facts(loss, "output")], note=note)
+    return OverflowReport("loss", OUTSIDE, outputs=[facts(loss, "output")])
 
 
 def _never_raises(method: Callable[..., None]) -> Callable[..., None]:
@@ -71,6 +70,7 @@ class OverflowTracer(StepObserver):
     There are at most `ALARMS`; remedies have policies as `written`: as code, or as a command. `group_of` gives
     the process group of an optimizer whose gradients are averaged (by default that of the last model called): its ranks
     tell each other what they found. A sharded model is not traced. `alone` says that there is no other optimizer.
+    `inside`: where in the user's loop `live` is entered, if not around all of a step.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class OverflowTracer(StepObserver):
         written: Callable[[str], str] = training_code,
         group_of: Callable[[Optimizer], Any] | None = None,
         alone: Callable[[], bool] = bool,
+        inside: str = "",
     ) -> None:
         super().__init__()
         self._enter, self._model, self._written = enter, model, written
@@ -101,7 +102,7 @@ class OverflowTracer(StepObserver):
         self._watching = False
         self._to_watch = 0
         self._trouble: dict[str, None] = {}
-        self._group_of, self._alone = group_of, alone
+        self._group_of, self._alone, self._inside = group_of, alone, inside
         parallel = isinstance(model, nn.parallel.DistributedDataParallel)
         # Weak: a group that outlives its end keeps gloo's threads into the end of Python, which they abort at times.
         self._group = _weak(model.process_group if parallel else None)  # type: ignore[union-attr]
@@ -190,8 +191,9 @@ class OverflowTracer(StepObserver):
                 finding = known or self._agreed(self._looked_into())
                 if known is None:
                     self._left[self._group] = left - finding.alarms
-                    unclear = finding.cause == "unknown" or (finding.module == OUTSIDE and finding.alarms)
-                    self._to_watch = WATCHED if unclear and not finding.line and self._scales else 0
+                    if finding.alarms:  # an earlier one may still be unclear
+                        unclear = finding.cause == "unknown" or finding.module == OUTSIDE
+                        self._to_watch = WATCHED if unclear and not finding.line and self._scales else 0
                     self._last = finding
                 if not skipped:
                     return
@@ -297,7 +299,8 @@ class OverflowTracer(StepObserver):
             self._trouble.setdefault("no backward pass was seen for this step")
         failed = [one.trouble for one in (self._live, *self._outside.values()) if one is not None]
         self._trouble |= {f"tracing failed: {trouble}": None for trouble in failed if trouble}
-        note = "; ".join(filter(None, (finding.note, *self._trouble)))
+        traced = f"the next steps are traced{self._inside} to find the operation that made it so"
+        note = "; ".join(filter(None, (finding.note, traced * (finding.cause == "loss"), *self._trouble)))
         return replace(finding, note=note, seconds=time.perf_counter() - began, kept_bytes=kept)
 
     def _agreed(self, finding: OverflowReport) -> OverflowReport:

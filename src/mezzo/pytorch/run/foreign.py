@@ -97,35 +97,32 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
 
         patches.set(fsdp.MixedPrecisionPolicy, "__init__", made)
 
+    def mixed_imported(module: Any) -> None:  # one that asks for 16 bits is noticed, or made to train in FP32
+        init = module.MixedPrecision.__init__
+
+        def made(self: Any, model: Any, optimizer: Any, precision: Any = "auto", **given: Any) -> None:
+            if any(given.get(name) for name in _LOW) or not policy(precision).is_fp32:
+                if session.request.own == "off":
+                    low = [f"{name}={given.pop(name)}" for name in _LOW if given.get(name)]
+                    switched_off(session, f"mezzo.MixedPrecision({', '.join([str(precision), *low])})")
+                    precision = "fp32"
+                elif session.left_alone is None and (where := user_line(2)) is not None:
+                    stand_back(session, "mezzo.MixedPrecision", where)
+            init(self, model, optimizer, precision, **given)
+
+        patches.set(module.MixedPrecision, "__init__", made)
+
     for name, path, what in _USES:
         imports.when(name, functools.partial(noticed, path, what))
     imports.when("torch", torch_imported)
     imports.when("torch.distributed.fsdp", fsdp_imported)
     imports.when("mezzo.amp", lambda amp: patches.set(amp, "autocast", _autocast(session, amp.autocast)))
     imports.when("keras", keras_imported)
-    imports.when("mezzo.pytorch.training.mixed_precision", lambda module: _mixed(session, patches, module))
-
-
-def _mixed(session: Session, patches: Patches, module: Any) -> None:
-    """Notice a `MixedPrecision` that asks for 16 bits, or make it train in FP32."""
-    init = module.MixedPrecision.__init__
-
-    def made(self: Any, model: Any, optimizer: Any, precision: Any = "auto", **given: Any) -> None:
-        if any(given.get(name) for name in _LOW) or not policy(precision).is_fp32:
-            if session.request.own == "off":
-                low = [f"{name}={given.pop(name)}" for name in _LOW if given.get(name)]
-                switched_off(session, f"mezzo.MixedPrecision({', '.join([str(precision), *low])})")
-                precision = "fp32"
-            elif session.left_alone is None and (where := user_line(2)) is not None:
-                stand_back(session, "mezzo.MixedPrecision", where)
-        init(self, model, optimizer, precision, **given)
-
-    patches.set(module.MixedPrecision, "__init__", made)
+    imports.when("mezzo.pytorch.training.mixed_precision", mixed_imported)
 
 
 def _noticed(session: Session, original: Any, name: str, is_used: Callable[..., bool] = _is_on) -> Any:
     """This function, after whose first call with an object that `is_used` the script is left alone."""
-
     seen = False
 
     @functools.wraps(original)
@@ -248,12 +245,15 @@ def stand_back(session: Session, name: str, where: str) -> None:
 
 def switch_off(session: Session, patches: Patches, imports: ImportWatch) -> None:
     """Switch off what sets a precision, as PyTorch and Lightning are imported."""
+
+    def keep_inputs(plugin: str, module: Any) -> None:  # Lightning's plugins round a model's inputs, too
+        patches.set(getattr(module, plugin), "convert_input", lambda self, data: data)
+
     imports.when("torch", functools.partial(_torch_off, session, patches))
     imports.when("mezzo.pytorch.grad_scaler", functools.partial(_mezzo_scaler_off, session, patches))
     for package in ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning"):
         for file, plugin in (("amp", "MixedPrecision"), ("half", "HalfPrecision")):
-            convert = functools.partial(_keep_inputs, patches, plugin)
-            imports.when(f"{package}.plugins.precision.{file}", convert)
+            imports.when(f"{package}.plugins.precision.{file}", functools.partial(keep_inputs, plugin))
 
 
 def _mezzo_scaler_off(session: Session, patches: Patches, module: Any) -> None:
@@ -275,8 +275,7 @@ def _torch_off(session: Session, patches: Patches, torch: Any) -> None:
     @functools.wraps(default)
     def set_default_dtype(d: Any) -> None:
         if _is_half(d):
-            caller = next(itertools.islice(traceback.walk_stack(inspect.currentframe()), 1, None))[0]
-            package = caller.f_globals.get("__name__", "__main__").partition(".")[0]
+            package = sys._getframe(1).f_globals.get("__name__", "__main__").partition(".")[0]
             by = "" if package == "__main__" else f" by {package}"
             switched_off(session, f"torch.set_default_dtype({d}){by}")
         else:
@@ -361,8 +360,3 @@ def _conversion_off(session: Session, apply: Any) -> Any:
         return result
 
     return applied
-
-
-def _keep_inputs(patches: Patches, plugin: str, module: Any) -> None:
-    """Lightning's plugins round a model's inputs, too."""
-    patches.set(getattr(module, plugin), "convert_input", lambda self, data: data)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from mezzo.core.errors import LossScaleCollapseError, UsageError
@@ -31,6 +31,7 @@ from mezzo.pytorch.run.backward import Attempts, Flags, FoundInf
 from mezzo.pytorch.run.ranks import all_without_gradients
 from mezzo.pytorch.run.weights import STEPS, LostUpdates, Masters, Storage, lowered
 from mezzo.pytorch.step import AbandonedStepError, check_finite, is_finite, parameters, step_with_closure
+from mezzo.pytorch.training.checks import needs_closure
 
 if TYPE_CHECKING:
     from mezzo.core.records import Record
@@ -325,13 +326,13 @@ class Steps:
     def _step_with_closure(
         self, step: Step, optimizer: Any, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the closure again at S/2 until its gradients are finite; if no scale helps, undo the step."""
+        """Run a closure that the step needs again at S/2 until its gradients are finite, or undo the step."""
         session = self._session
         if not session.scaling:
             result = step(optimizer, *args, **kwargs)
             self._done(optimizer, moved=True, scale=1.0)
             return result
-        again = 0
+        again, repeats = 0, needs_closure(optimizer)  # else, as under Lightning, an overflow skips the step
         seen: list[Any] = []  # found before the step is undone, with the weights of its last evaluation
 
         def evaluate(*inner_args: Any, **inner_kwargs: Any) -> tuple[Any, bool]:
@@ -349,7 +350,7 @@ class Steps:
             nonlocal again
             at_floor = session.scale.scale <= getattr(session.scale, "floor", session.scale.scale)
             bad = not (is_finite(loss) and is_finite(session.journal.last_loss))  # perhaps it returns no loss
-            if at_floor or self.overflows.agreed(bad, list(parameters(optimizer)), began=bad):
+            if not repeats or at_floor or self.overflows.agreed(bad, list(parameters(optimizer)), began=bad):
                 return False
             again += 1
             session.reruns += 1
@@ -359,9 +360,7 @@ class Steps:
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         scale = session.scale.scale
         # Torch's optimizers do not call a closure once more after they have moved weights, but for LBFGS.
-        copies = isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith(
-            ("torch.", "mezzo.")
-        )
+        copies = repeats or not type(optimizer).__module__.startswith(("torch.", "mezzo."))
         result, skipped = step_with_closure(
             optimizer,
             lambda runner: step(optimizer, runner, *args[1:], **rest),
@@ -389,9 +388,8 @@ class Steps:
             culprit = next((one for one in reversed(reports) if one.alarms), reports[-1] if reports else None)
             error = collapse if culprit is None else collapse.named(culprit)
             if sum(known.number is not None for known in self._known.values()) > 1:
-                kind = type(optimizer).__name__
-                which = f"optimizer {number} ({kind}; counted from 0, in the order of their first steps)"
-                error = LossScaleCollapseError(f"{which} does not move: {error}")
+                which = f"{type(optimizer).__name__}; counted from 0, in the order of their first steps"
+                error = LossScaleCollapseError(f"optimizer {number} ({which}) does not move: {error}")
             raise error from None
 
     def _number(self, optimizer: Any) -> int:
