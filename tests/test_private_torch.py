@@ -45,7 +45,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
             value = value.value
         base = aliases.get(value.id) if isinstance(value, ast.Name) else None
         if base is not None:
-            yield ".".join([base, *reversed(parts)])
+            yield re.sub(r"\.__\w+__$", "", ".".join([base, *reversed(parts)]))
         elif not (isinstance(value, ast.Name) and value.id in ("self", "cls")):
             yield f"?.{node.attr}"
 

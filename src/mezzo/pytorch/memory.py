@@ -105,11 +105,10 @@ class _StorageCounter(TorchDispatchMode):
         stack = _get_current_dispatch_mode_stack()
         place = next((n for n, mode in enumerate(stack) if mode is self), None)
         if place is not None:  # at any place: the user's code may have entered a mode since
-            for _ in stack[place + 1 :]:
-                torch._C._pop_torch_dispatch_stack(None)
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            for above in stack[place + 1 :]:
-                torch._C._push_on_torch_dispatch_stack(above)
+            for mode in reversed(stack[place:]):  # without what a subclass does besides
+                TorchDispatchMode.__exit__(mode, None, None, None)
+            for mode in stack[place + 1 :]:
+                TorchDispatchMode.__enter__(mode)
         self._alive.clear()
         return self._peak
 

@@ -28,10 +28,9 @@ _registrations = Kernels()
 
 _get_dtype = torch.get_autocast_dtype
 _label = active_policy.label
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+_set_autocast = torch.set_autocast_enabled  # of a dispatch key: its bit in this thread's excluded set
 _is_compiling, _is_overridden = torch.compiler.is_compiling, torch.overrides.has_torch_function_unary
 _strided, _FP32, _TO_FP32 = torch.strided, torch.float32, (*SIXTEEN_BITS, torch.float32)
-_KEYS: dict[str, Any] = {}  # the dispatch key of autocast, by device type
 
 
 # Of one overload: by label, autocast's dtype, the actions for dense tensors and for those of another layout, and
@@ -67,7 +66,7 @@ def install(code: int, device_type: str, policy: Policy) -> None:
 def _register(name: str, device_type: str) -> None:
     overload = overload_named(name)
     key_name = AUTOCAST_KEYS[device_type]
-    key = _KEYS[device_type] = torch._C._dispatch_key_parse(key_name)
+    key = torch._C._dispatch_key_parse(key_name)
     below = torch._C._dispatch_keyset_full_after(key)  # without the Python dispatcher's, which is above
     own_table(device_type)  # read PyTorch's own table before its first entry is replaced
     original = (
@@ -83,22 +82,22 @@ def _register(name: str, device_type: str) -> None:
     def run(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
         found = find(_label())
         if found is not None and _get_dtype(device_type) is found[0]:
-            _exclude(key, True)  # as a guard object does, at a quarter of its cost
+            _set_autocast(device_type, False)
             try:
                 if keyset.raw_repr() & OTHER_LAYOUTS:
                     return found[2](*args, **kwargs)
                 return found[1](*args, **kwargs)
             finally:
-                _exclude(key, False)
+                _set_autocast(device_type, True)
         for place in number_places:
             if place < len(args) and not isinstance(args[place], torch.Tensor):
                 # Calling the op wraps a number again, redispatching does not. (An element-wise op has no parts that
                 # could have met autocast's table.)
-                _exclude(key, True)
+                _set_autocast(device_type, False)
                 try:
                     return overload(*args, **kwargs)
                 finally:
-                    _exclude(key, False)
+                    _set_autocast(device_type, True)
         if original is not None:
             return original.call_boxed(keyset, *args, **kwargs)
         return overload.redispatch(keyset & below, *args, **kwargs)
@@ -127,12 +126,11 @@ def direct(original: Callable[..., Any], name: str, op: Callable[..., Any]) -> C
             found = _actions.get((name, device_type), _NO_ACTIONS).get(_label())
             is_action = found is not None and found[3] and _get_dtype(device_type) is found[0]
             if is_action and input.layout is _strided and input.dtype in _TO_FP32:
-                key = _KEYS[device_type]
-                _exclude(key, True)
+                _set_autocast(device_type, False)
                 try:
                     return op(input, dim, dtype=_FP32)
                 finally:
-                    _exclude(key, False)
+                    _set_autocast(device_type, True)
         return original(input, dim, _stacklevel + 1, dtype)
 
     function.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # for torch.jit.script

@@ -51,8 +51,7 @@ class Kernels:
 
     def remove(self) -> None:
         """Remove them all: the kernels beneath are used again."""
-        while self._libraries:
-            self._libraries.popitem()[1]._destroy()  # now: a reference cycle may hold it
+        self._libraries.clear()  # a library that nothing refers to takes its kernels away
 
 
 class _Widened(torch.autograd.Function):

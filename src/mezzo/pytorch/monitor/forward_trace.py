@@ -20,9 +20,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_function_stack
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.core.overflow import OUTSIDE, OverflowReport, TensorFacts
@@ -153,21 +152,28 @@ class ForwardTrace(TorchFunctionMode):
     @contextmanager
     def _beneath(self) -> Iterator[None]:
         """Enter this mode beneath all others, so that leaving another one does not pop it by mistake."""
-        above = [_pop_mode() for _ in range(_len_torch_function_stack())]
+        above = self._all_left()
         # `with torch.device(...)` pushes one as well, without entering it, and takes the uppermost off.
-        if above and hasattr(above[-1], "old_device"):
-            _push_mode(above.pop())
-        for mode in (self, *reversed(above)):
-            _push_mode(mode)
+        if above and hasattr(above[0], "old_device"):
+            TorchFunctionMode.__enter__(above.pop(0))
+        for mode in (self, *above):
+            TorchFunctionMode.__enter__(mode)
         try:
             yield
         finally:
-            above = [_pop_mode() for _ in range(_len_torch_function_stack())]
+            above = self._all_left()
             if self not in above:  # another thread's
                 self.paused = True
-            for mode in reversed(above):
+            for mode in above:
                 if mode is not self:
-                    _push_mode(mode)
+                    TorchFunctionMode.__enter__(mode)
+
+    def _all_left(self) -> list[TorchFunctionMode]:
+        """Leave all modes, without what a subclass does besides; the innermost is the last."""
+        modes: list[TorchFunctionMode] = _get_current_function_mode_stack()
+        for mode in reversed(modes):
+            TorchFunctionMode.__exit__(mode, None, None, None)
+        return modes
 
     def _guarded(self, look: Callable[..., Any], *args: Any) -> Any:
         """An error of the trace ends the trace, and not the operation; `trouble` keeps it."""

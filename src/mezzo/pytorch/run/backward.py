@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 _IN_VMAP = (
     "gradients inside torch.func.vmap are scaled and unscaled, but can't be checked there: one that overflows reaches "
     "the script as NaN or infinity. Check them before the update, or use --precision bf16"
@@ -146,7 +145,7 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
         if session.only_counts and grad_tensors is None and type(tensors) is Tensor and _graph_task() == -1:
             is_loss = tensors.numel() == 1
-            if not _dispatch_modes():
+            if not _get_current_dispatch_mode_stack():
                 session.journal.losses += 1
                 session.journal.last_loss = tensors.detach() if is_loss else None
             if (
