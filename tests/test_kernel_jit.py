@@ -125,7 +125,6 @@ from mezzo.pytorch.kernels import jit
 from mezzo.pytorch.kernels.optimizer_step import cpu
 kernel = jit.kernel(cpu, {}, "count_moves")
 assert jit.kernel(cpu, {}, "count_moves") is kernel
-assert kernel.seconds > 0
 print(kernel.from_cache)
 """
 

@@ -40,11 +40,6 @@ _actions: dict[tuple[str, str], _Actions] = {}  # by overload and device type
 _NO_ACTIONS: _Actions = {}
 
 
-def registered(device_type: str | None = None) -> tuple[str, ...]:
-    """The overloads for which this process has registered kernels so far, on one device type or on all."""
-    return tuple(sorted({op for op, device in _actions if device_type in (None, device)}))
-
-
 def install(code: int, device_type: str, policy: Policy) -> None:
     """Register every kernel of the policy's plan, with its actions under the label `code`."""
     if leaves_autocast_off(policy, device_type):

@@ -30,17 +30,8 @@ _CORE, _CHECKPOINT = vars(torch._C), vars(torch_checkpoint)
 def hold() -> None:
     """An outermost context begins in some thread."""
     _open.append(None)
-    core, names = _CORE, _CHECKPOINT
-    switch, mode, frame, function = _theirs
-    if (
-        core["_set_grad_enabled"] is switch
-        and core["_InferenceMode"] is mode
-        and names["_CheckpointFrame"] is frame
-        and names["CheckpointFunction"] is function
-    ):
-        core["_set_grad_enabled"], core["_InferenceMode"], frame, function = _ours
-        names["_CheckpointFrame"], names["CheckpointFunction"] = frame, function
-    elif names["CheckpointFunction"] is not _ours[-1]:  # else another thread or `mezzo run` has replaced them
+    # Else another thread or `mezzo run` has replaced them.
+    if not _swapped(_theirs, _ours) and _CHECKPOINT["CheckpointFunction"] is not _ours[-1]:
         _replace()
 
 
@@ -48,23 +39,29 @@ def release() -> None:
     """End what one `hold` began. What another library has replaced since stays."""
     _open.pop()
     if not _open:
-        core, names = _CORE, _CHECKPOINT
-        switch, mode, frame, function = _ours
-        if (
-            core["_set_grad_enabled"] is switch
-            and core["_InferenceMode"] is mode
-            and names["_CheckpointFrame"] is frame
-            and names["CheckpointFunction"] is function
-        ):
-            core["_set_grad_enabled"], core["_InferenceMode"], frame, function = _theirs
-            names["_CheckpointFrame"], names["CheckpointFunction"] = frame, function
-        else:
+        if not _swapped(_ours, _theirs):
             for (name, where), theirs, ours in zip(_WHERE.items(), _theirs, _ours):
                 if where[name] is ours:
                     where[name] = theirs
         if _open:  # another thread has begun a context meanwhile
             hold()
             release()
+
+
+def _swapped(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    """Put these four functions in the place of those; False, and nothing is done, if one of those is not there."""
+    core, names = _CORE, _CHECKPOINT
+    switch, mode, frame, function = before
+    if (
+        core["_set_grad_enabled"] is not switch
+        or core["_InferenceMode"] is not mode
+        or names["_CheckpointFrame"] is not frame
+        or names["CheckpointFunction"] is not function
+    ):
+        return False
+    core["_set_grad_enabled"], core["_InferenceMode"], frame, function = after
+    names["_CheckpointFrame"], names["CheckpointFunction"] = frame, function
+    return True
 
 
 def suspend() -> None:

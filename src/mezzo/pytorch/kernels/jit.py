@@ -19,7 +19,6 @@ import shutil
 import stat
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -46,10 +45,9 @@ class KernelError(MezzoError, RuntimeError):
 
 
 class Kernel(NamedTuple):
-    """A C function ``void main(int64_t *job)``, the seconds to compile or load it, and whether it was loaded."""
+    """A C function ``void main(int64_t *job)``, and whether it was loaded from the cache, not compiled."""
 
     address: int
-    seconds: float
     from_cache: bool
 
 
@@ -106,7 +104,6 @@ def _written(template: ModuleType, bindings: Mapping[str, str]) -> tuple[str, Pa
 
 
 def _compiled(name: str, file: Path, main: str) -> Kernel:
-    start = time.perf_counter()
     module_name = f"mezzo_kernels.{name}.{main}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     assert spec is not None
@@ -123,7 +120,7 @@ def _compiled(name: str, file: Path, main: str) -> Kernel:
             "continue without it, set MEZZO_KERNELS=reference: the same results, many times slower."
         ) from error
     _keep_alive.append(compiled)
-    return Kernel(compiled.address, time.perf_counter() - start, compiled.cache_hits > 0)
+    return Kernel(compiled.address, compiled.cache_hits > 0)
 
 
 def entry(main: Callable[[Any], None]) -> Any:

@@ -334,17 +334,12 @@ state_formats = {
 codecs = {"fp32": "float32", "bf16": "int16", "e4m3": "int8", "e5m3": "uint8"}  # -> a code's type in memory
 
 
-value_fp32 = decode_own
+value_fp32, value_bf16 = decode_own, decode_none
 
 
 def code_fp32(value: Value, inverse: Value, noise: Pattern) -> Value:
     """FP32 as it is."""
     return value
-
-
-def value_bf16(code: Pattern, scale: Value) -> Value:
-    """A bf16 pattern."""
-    return decode_none(code, 0)
 
 
 def code_bf16(value: Value, inverse: Value, noise: Pattern) -> Pattern:

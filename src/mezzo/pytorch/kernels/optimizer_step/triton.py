@@ -116,11 +116,7 @@ def _shifted(x: tl.tensor, count: tl.constexpr) -> tl.tensor:
     return x >> count
 
 
-def _multiply_add(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
-    return a * b + c
-
-
-_OWN_PRIMITIVES = (_bits, _float_of, _half_bits, _float_of_half, _i32, _u32, _shifted, _multiply_add)
+_OWN_PRIMITIVES = (_bits, _float_of, _half_bits, _float_of_half, _i32, _u32, _shifted)
 _BUILTINS = {"where": "where", "least": "minimum", "most": "maximum", "sqrt": "sqrt_rn", "divide": "div_rn"}
 f = formulas.over(
     {
