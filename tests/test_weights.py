@@ -315,6 +315,20 @@ def test_a_model_that_is_brought_back_to_fp32_goes_on_from_its_masters(owner: st
     assert (model.body.weight == 1 / 3).all()
 
 
+@pytest.mark.parametrize("given", ["another model's", "the first of two"])
+def test_masters_are_not_loaded_without_the_optimizer_that_has_them(given: str) -> None:
+    model, both = made("several")
+    train(model, both, "bf16")
+    unrelated = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    before = copy.deepcopy(mezzo.master_state_dict(model, both))
+    target = {name: (value * 1.001234).to(value.dtype) for name, value in before.items()}
+    with pytest.raises(UsageError, match=r"in another optimizer.*load_master_state_dict\(model, \["):
+        mezzo.load_master_state_dict(model, both[0] if given == "the first of two" else unrelated, target)
+    assert equal(mezzo.master_state_dict(model, both), before), "nothing was written"
+    mezzo.load_master_state_dict(model, both, target)
+    assert equal(mezzo.master_state_dict(model, both), target)
+
+
 def test_a_path_is_no_state() -> None:
     model, optimizer = made("split")
     with pytest.raises(UsageError, match=r"type str.*torch\.load"):
