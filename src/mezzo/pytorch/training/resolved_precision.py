@@ -57,14 +57,18 @@ class ResolvedPrecision:
             name: context_of(chosen, self._device_type)
             for name, chosen in (("fp32", PRESETS["fp32"]), (policy.compute, policy))
         }
-        self.end()
-        if policy.modules:
-            self._overrides = apply_module_overrides(self._model, policy, self._device_type)
+        self.begin()
 
     def counted(self, updates: int) -> None:
         """So many updates are over: the next one may be the first in bf16."""
         if (policy := self._planned.at(updates)) is not self.policy:
             self._enter(policy)
+
+    def begin(self) -> None:
+        """Put the policy's overrides on the model."""
+        self.end()
+        if self.policy.modules:
+            self._overrides = apply_module_overrides(self._model, self.policy, self._device_type)
 
     def end(self) -> None:
         """Take the policy's overrides off the model."""
