@@ -168,6 +168,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, list[str]]] = {
     "fp16's range": (lambda: filled(-7e4), "fp16", ["70000", "65504", "keep=['second.weight']"]),
     "bf16's range": (lambda: filled(3.4e38), "bf16", ["'second.weight'", "3.4e+38", "bf16"]),
     "no 16 bits": (lambda: nn.Linear(2, 2), "fp32", ["'fp32'", "bf16, fp16"]),
+    "8 bits": (lambda: nn.Linear(2, 2), "fp8", ["'fp8'", "bf16, fp16"]),
     "auto": (lambda: nn.Linear(2, 2), "auto", ["auto", "resolved"]),
     "module": (lambda: nn.Linear(2, 2), "bf16,module.haed=fp32", ["'haed'"]),
 }
