@@ -137,8 +137,9 @@ def test_an_error_does_not_replace_the_training(row: str) -> None:
     first, fresh = (training("adagrad-fused", "fp16,module.0=fp32", accumulate=2) for _ in range(2))
     run(first)
     run(fresh)
-    with pytest.raises(UsageError, match=named):
+    with pytest.raises(UsageError, match=named) as told:
         mezzo.MixedPrecision(first.model, first.optimizer, precision, **arguments)
+    assert "adopt" not in str(told.value), "a function that the loop did not call"
     assert [run(first, seed).stepped for seed in range(3)] == [run(fresh, seed).stepped for seed in range(3)]
     assert same(everything(first), everything(fresh)), "gradients, overrides and masters are those of before"
     first.close()

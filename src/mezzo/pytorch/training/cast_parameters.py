@@ -162,9 +162,12 @@ def apply(
         put_masters(optimizer, policy.masters, policy.state, separate=exact and not fused)
     except BaseException as error:
         _raise_weights(lowered)
-        if fused and isinstance(error, UsageError):
-            raise _not_fused(f"{type(optimizer).__name__}: {error}") from None
-        raise
+        if not isinstance(error, UsageError):
+            raise
+        problem = str(error).removeprefix("adopt: ")
+        raise (
+            _not_fused(f"{type(optimizer).__name__}: {problem}") if fused else refused(problem, where)
+        ) from None
     return optimizer
 
 
@@ -192,13 +195,12 @@ def _raise_weights(lowered: Mapping[Tensor, Tensor | None]) -> None:
         param.grad = grad
 
 
-def _lower(
-    model: nn.Module, policy: Policy, others: set[int], where: str
-) -> Mapping[Tensor, Tensor | None]:
+def _lower(model: nn.Module, policy: Policy, others: set[int], where: str) -> Mapping[Tensor, Tensor | None]:
     """The parameters that are 16-bit now, each with its FP32 gradient."""
     keep = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in others]
     grads = {name: None if p.grad is None else p.grad.detach() for name, p in model.named_parameters()}
-    lowered = {model.get_parameter(name): grads[name] for name in lower_weights(model, policy, keep=keep)}
+    names = lower_weights(model, policy, keep=keep)
+    lowered: dict[Tensor, Tensor | None] = {model.get_parameter(name): grads[name] for name in names}
     if lowered and isinstance(model, nn.parallel.DistributedDataParallel):
         _raise_weights(lowered)
         raise refused(

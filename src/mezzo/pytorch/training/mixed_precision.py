@@ -182,7 +182,9 @@ class MixedPrecision:
             undo.callback(self._resolved.end)
             self._journal = Journal(writer_of(records, "MixedPrecision: records"))
             self._findings: deque[OverflowReport] = deque(maxlen=100)
-            self._warned = False  # of a skipped step that a smaller loss scale does not fix
+            self._warned: bool | None = (
+                None  # whether the last warning of a skipped step was of a known place
+            )
             self._window = Accumulation(accumulate)
             self._buffers = _NETWORKS.of(model)
             self._compared = False  # with the arguments of other ranks
@@ -529,11 +531,19 @@ class MixedPrecision:
                 self._journal.flush()
                 explained = collapse.named(self._findings[-1]) if self._findings else collapse
                 raise explained.going_on(scaler.how_to_go_on) from collapse
-        if finding is not None and finding.alarms and finding.cause != "unknown" and not self._warned:
-            self._warned = True
+        if finding is None or not finding.alarms or finding.cause == "unknown":
+            return result
+        if self._warned is None or finding.is_located > self._warned:
+            self._warned = finding.is_located
+            more = (
+                "This is the last warning"
+                if self._warned
+                else "One more warning follows if its line is found"
+            )
             warnings.warn(
-                f"MixedPrecision: update {self._journal.updates - 1} was skipped: {finding.sentence}.{finding.advice} "
-                "This is the only warning; mp.findings has later skips.",
+                f"MixedPrecision: update {self._journal.updates - 1} "
+                f"{'was skipped' if skipped is True else 'stepped from a loss that is NaN or infinite'}: "
+                f"{finding.sentence}.{finding.advice} {more}; mp.findings has later skips.",
                 stacklevel=5,  # through `_disable_dynamo`
             )
         return result
@@ -607,7 +617,7 @@ class MixedPrecision:
 
     def _go_on(self) -> None:
         """Be open as before: the one that would have replaced this one could not be made."""
-        self._resolved.begin()
+        self._resolved.enter(self.policy)
         _ALIVE.add(self)
 
     def close(self) -> None:

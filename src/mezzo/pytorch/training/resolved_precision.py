@@ -48,27 +48,23 @@ class ResolvedPrecision:
         self._planned = with_heads(policy, self._model)
         scale = policy.make_loss_scale() if self._asked_scale is None else self._asked_scale
         self.scaler = LossScaler.of(scale, self.device)
-        self._enter(self._planned.at(0))
+        self.enter(self._planned.at(0))
 
-    def _enter(self, policy: Policy) -> None:
+    def enter(self, policy: Policy) -> None:
         """Compute by this policy from now on."""
         self.policy = policy
         self._regions = {
             name: context_of(chosen, self._device_type)
             for name, chosen in (("fp32", PRESETS["fp32"]), (policy.compute, policy))
         }
-        self.begin()
+        self.end()
+        if policy.modules:
+            self._overrides = apply_module_overrides(self._model, policy, self._device_type)
 
     def counted(self, updates: int) -> None:
         """So many updates are over: the next one may be the first in bf16."""
         if (policy := self._planned.at(updates)) is not self.policy:
-            self._enter(policy)
-
-    def begin(self) -> None:
-        """Put the policy's overrides on the model."""
-        self.end()
-        if self.policy.modules:
-            self._overrides = apply_module_overrides(self._model, self.policy, self._device_type)
+            self.enter(policy)
 
     def end(self) -> None:
         """Take the policy's overrides off the model."""
