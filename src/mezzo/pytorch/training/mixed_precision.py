@@ -535,11 +535,7 @@ class MixedPrecision:
             return result
         if self._warned is None or finding.is_located > self._warned:
             self._warned = finding.is_located
-            more = (
-                "This is the last warning"
-                if self._warned
-                else "One more warning follows if its line is found"
-            )
+            more = "This is the last warning" if self._warned else "One more follows if its line is found"
             warnings.warn(
                 f"MixedPrecision: update {self._journal.updates - 1} "
                 f"{'was skipped' if skipped is True else 'stepped from a loss that is NaN or infinite'}: "
