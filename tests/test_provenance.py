@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -168,6 +169,53 @@ def test_a_loss_is_watched_live_after_its_first_finding_for_fifty_steps() -> Non
         assert not step(mp).skipped
         seen += 1
     assert seen == 50
+
+
+def _square_beyond_fp16(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y) + ((out * 9000) * (out * 9000)).mean() * 1e-9
+
+
+def _root_of_zero(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y) + (out - out.detach()).square().sum().sqrt()
+
+
+def _multiplied(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y) * 1e9
+
+
+# A loss function on a clean batch, the operation at fault, and whether the second step is skipped as the first is.
+LOSSES: list[tuple[Callable[..., Tensor], str, bool]] = [
+    (log_of_nothing, "log", True),
+    (_root_of_zero, "sqrt", True),
+    (_multiplied, "cross_entropy_loss", True),
+    (
+        _square_beyond_fp16,
+        "mul",
+        False,
+    ),  # the loss is infinite, and its gradients are finite at a smaller scale
+]
+
+
+@pytest.mark.parametrize(("loss", "op", "skips"), LOSSES, ids=lambda one: getattr(one, "__name__", None))
+def test_a_second_warning_names_the_line_that_the_first_could_not(
+    loss: Callable[..., Tensor], op: str, skips: bool, recwarn: Any
+) -> None:
+    warnings.simplefilter("always")
+    mp = trainer(Net(), 2.0**16)
+    results = [step(mp, number, loss) for number in range(6)]
+    first, second = (one.finding for one in results[:2])
+    assert results[0].skipped
+    assert results[1].skipped is skips
+    assert not first.line
+    assert second.op == op
+    assert second.line.startswith("test_provenance.py:")
+    assert second.remedies
+    assert not any("conversion" in remedy for remedy in first.remedies), "the loss has none"
+    told = [str(one.message) for one in recwarn if "MixedPrecision" in str(one.message)]
+    assert len(told) == 2
+    assert first.sentence in told[0]
+    assert second.line in told[1]
+    assert mp.findings[:2] == [first, second]
 
 
 def test_arithmetic_between_two_models_is_outside_of_both() -> None:

@@ -105,6 +105,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     for wrong, right in (("MixedPrecison", "MixedPrecision"), ("gradscaler", "GradScaler")):
         with pytest.raises(AttributeError, match=f"'mezzo' has no attribute {wrong!r}.*{right!r}"):
             getattr(mezzo, wrong)
+    with pytest.raises(AttributeError, match=r"'rond'.*'round'"):
+        mezzo.formats.rond
     assert not hasattr(mezzo, "_no_such_thing")
     with pytest.warns(DeprecationWarning, match=r"NoLossScale .*loss_scale='none'") as warned:
         mezzo.NoLossScale

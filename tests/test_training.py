@@ -295,6 +295,59 @@ def test_gradients_that_the_loop_clears_inside_a_window_are_an_error(
     assert [run(mp, index).stepped for index in range(3)] == [False, False, True]  # in a new window
 
 
+def _with_scheduler(mp: Any) -> None:
+    torch.optim.lr_scheduler.StepLR(mp.optimizer, 100)
+
+
+# How an optimizer is stepped by the loop itself.
+OWN_STEPS: dict[str, Any] = {
+    "step": lambda mp: mp.optimizer.step(),
+    "step with a closure": lambda mp: mp.optimizer.step(lambda: torch.zeros(())),
+    "step that a scheduler wraps": lambda mp: (_with_scheduler(mp), mp.optimizer.step()),
+}
+
+
+@pytest.mark.parametrize("own", OWN_STEPS)
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [
+        ("sgd", "fp32"),
+        ("adamw-foreach", "fp16"),
+        ("adamw", "bf16,masters=split"),
+        ("adagrad-fused", "fp16,masters=fp32"),
+    ],
+)
+def test_an_optimizer_step_of_the_loop_inside_a_window_is_an_error(
+    optimizer: str, precision: str, own: str
+) -> None:
+    mp, fresh = (training(optimizer, precision, accumulate=2) for _ in range(2))
+    mp.optimizer.step()  # no window is open
+    assert [run(each, seed).stepped for each in (mp, fresh) for seed in (0, 1)] == [False, True] * 2
+    mp.optimizer.step()  # after a window: there are no gradients
+    run(mp, 2)
+    run(fresh, 2)
+    before = everything(mp)
+    with pytest.raises(CallOrderError, match=r"Remove optimizer\.step\(\)"):
+        OWN_STEPS[own](mp)
+    assert same(everything(mp), before), "nothing was changed"
+    assert mp.flush().stepped
+    assert fresh.flush().stepped
+    assert same([*mp.model.parameters()], [*fresh.model.parameters()])
+    run(mp, 3)
+    mp.close()
+    mp.optimizer.step()  # the loop's own again
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_without_accumulation_an_optimizer_step_of_the_loop_changes_nothing(optimizer: str) -> None:
+    mp, fresh = (training(optimizer, "fp16") for _ in range(2))
+    for seed in range(3):
+        assert run(mp, seed).stepped
+        mp.optimizer.step()
+        assert run(fresh, seed).stepped
+    assert same(everything(mp), everything(fresh))
+
+
 def test_losses_that_reach_different_layers_share_a_window() -> None:
     layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     mp = training("sgd", "fp32", layers, accumulate=4)

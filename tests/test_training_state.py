@@ -17,6 +17,7 @@ from training_steps import (  # noqa: F401
     OPTIMIZERS,
     Broken,
     batch,
+    everything,
     network,
     nobody_owns_anything,
     run,
@@ -120,11 +121,29 @@ def test_a_cell_that_is_run_again_replaces_the_training(same_optimizer: bool, po
     assert same([*model.parameters()], [*fresh.model.parameters()])
 
 
-def test_an_error_does_not_replace_the_training() -> None:
-    first = training("sgd", "fp16")
-    with pytest.raises(UsageError, match="clip_norm"):
-        mezzo.MixedPrecision(first.model, first.optimizer, "fp16", clip_norm=-1.0)
-    assert run(first).stepped
+# What the new MixedPrecision is given, and what its error names.
+NOT_MADE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "argument out of range": ("fp16", {"clip_norm": -1.0}, "clip_norm"),
+    "pattern of no module": ("fp16,module.foo=fp32", {}, "foo"),
+    "optimizer without a kernel": ("bf16,masters=split", {}, "Adagrad"),
+    "records that cannot be written": ("fp16", {"records": "no/such/folder/run.jsonl"}, "records"),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("row", NOT_MADE)
+def test_an_error_does_not_replace_the_training(row: str) -> None:
+    precision, arguments, named = NOT_MADE[row]
+    first, fresh = (training("adagrad-fused", "fp16,module.0=fp32", accumulate=2) for _ in range(2))
+    run(first)
+    run(fresh)
+    with pytest.raises(UsageError, match=named) as told:
+        mezzo.MixedPrecision(first.model, first.optimizer, precision, **arguments)
+    assert "adopt" not in str(told.value), "a function that the loop did not call"
+    assert [run(first, seed).stepped for seed in range(3)] == [run(fresh, seed).stepped for seed in range(3)]
+    assert same(everything(first), everything(fresh)), "gradients, overrides and masters are those of before"
+    first.close()
+    assert "forward" not in vars(first.model[0])
 
 
 def test_gradients_of_torch_func_are_not_scaled_and_a_warning_says_so() -> None:

@@ -168,6 +168,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, list[str]]] = {
     "fp16's range": (lambda: filled(-7e4), "fp16", ["70000", "65504", "keep=['second.weight']"]),
     "bf16's range": (lambda: filled(3.4e38), "bf16", ["'second.weight'", "3.4e+38", "bf16"]),
     "no 16 bits": (lambda: nn.Linear(2, 2), "fp32", ["'fp32'", "bf16, fp16"]),
+    "8 bits": (lambda: nn.Linear(2, 2), "fp8", ["'fp8'", "bf16, fp16"]),
     "auto": (lambda: nn.Linear(2, 2), "auto", ["auto", "resolved"]),
     "module": (lambda: nn.Linear(2, 2), "bf16,module.haed=fp32", ["'haed'"]),
 }
@@ -313,6 +314,20 @@ def test_a_model_that_is_brought_back_to_fp32_goes_on_from_its_masters(owner: st
         model.body.weight.fill_(1 / 3)  # an edit stays
     train(model, optimizer, "bf16", steps=1)
     assert (model.body.weight == 1 / 3).all()
+
+
+@pytest.mark.parametrize("given", ["another model's", "the first of two"])
+def test_masters_are_not_loaded_without_the_optimizer_that_has_them(given: str) -> None:
+    model, both = made("several")
+    train(model, both, "bf16")
+    unrelated = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    before = copy.deepcopy(mezzo.master_state_dict(model, both))
+    target = {name: (value * 1.001234).to(value.dtype) for name, value in before.items()}
+    with pytest.raises(UsageError, match=r"in another optimizer.*load_master_state_dict\(model, \["):
+        mezzo.load_master_state_dict(model, both[0] if given == "the first of two" else unrelated, target)
+    assert equal(mezzo.master_state_dict(model, both), before), "nothing was written"
+    mezzo.load_master_state_dict(model, both, target)
+    assert equal(mezzo.master_state_dict(model, both), target)
 
 
 def test_a_path_is_no_state() -> None:

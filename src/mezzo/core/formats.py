@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.lazy import lazy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +26,7 @@ __all__ = [
     *("ALIASES", "FORMATS", "OVERFLOW", "Bits", "Format"),
     *("bits", "decode", "dtype_name", "format_name", "named", "quantize", "round", "ulp"),
 ]
-__dir__ = __all__.copy  # for completion
+__getattr__, __dir__ = lazy(__name__, dict.fromkeys(__all__, ""))  # for errors, with the name meant
 
 Number = int | float | Fraction
 

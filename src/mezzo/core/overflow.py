@@ -22,8 +22,9 @@ CAUSES = {
     "invalid": "the operation has no finite result for its inputs, such as log(0), 0 / 0, or the root of 0 in backward",
     "input": "the model's input contains NaN or infinity",
     "state": "a parameter or a buffer contained NaN or infinity before the step",
-    "loss": "the loss itself is NaN or infinite. No loss scale helps; the cause is the batch or the model",
-    "unknown": "the cause is unknown: the step could not be run again, and no later one has shown it",
+    "loss": "the loss itself is NaN or infinite. No loss scale helps; the cause is the batch, the model or the "
+    "loss function",
+    "unknown": "the cause is unknown",
 }
 """What can be behind a step whose gradients are not finite."""
 
@@ -155,6 +156,11 @@ class OverflowReport:
     def alarms(self) -> bool:
         """Whether it is a fault, and not the normal search of a dynamic loss scale."""
         return self.cause != "loss scale"
+
+    @property
+    def is_located(self) -> bool:
+        """Whether watching a later step would not tell more: it has a line, or was inside of a model call."""
+        return bool(self.line) or self.module != OUTSIDE
 
     @property
     def place(self) -> tuple[str, ...]:

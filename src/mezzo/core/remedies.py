@@ -18,6 +18,7 @@ _GROWN = 1e3  # a weight of this size was not made by an initialisation
 _LESS = 4  # a constant loss scale that is too large is made smaller by so many powers of two
 _READERS = 3  # modules after, or before, the one that is named, which are kept in FP32 with it
 MODULES = "module "  # sentences that begin so keep more and more modules in FP32
+_WIDE = 'compute the loss on `.float()` inputs inside `with mezzo.autocast("fp32"):`'
 _CLIPPING = "clipping the norm of the gradients helps if the gradients, not the weights, are large"
 
 
@@ -53,7 +54,10 @@ def remedies(report: OverflowReport, used: Policy | None = None, *, has_bf16: bo
             "`fp16,loss_scale=dynamic(growth_interval=10000)`",
         ]
     elif report.cause == "loss":
-        found = ["check the batch of this update: NaN or infinity in it gives such a loss in FP32 too"]
+        found = [
+            "check the batch of this update: NaN or infinity in it gives such a loss in FP32 too",
+            f"if the batch is finite, {_WIDE}",
+        ]
     return list(dict.fromkeys(found))
 
 
@@ -143,7 +147,7 @@ def _in_fp32(report: OverflowReport, low: str, used: Policy | None) -> list[str]
     if report.module == OUTSIDE and report.op == SUM:
         return []  # the model's output has its format under any policy
     if report.module == OUTSIDE:
-        return ['compute it on `.float()` inputs inside `with mezzo.autocast("fp32"):`']
+        return [_WIDE.replace("the loss", "it")]
     base = used or policy(low)
     found = []
     if report.module:

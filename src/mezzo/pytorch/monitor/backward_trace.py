@@ -78,15 +78,25 @@ class BackwardTrace:
         if all_finite:
             return
         if self.found is not None:
-            self.found.propagators.append(str(self._place(node)))
+            self.found.propagators.append(str(self._named(node)))
         elif all(grad is None or ops.finite(grad) for grad in coming):
             self.found = self._slope(node, going, coming)
         elif node not in self._sent_bad:
             self.found = self._arrived(node, coming)
 
+    def _named(self, node: Any) -> Operation:
+        """The operation of a node; a cast, which autocast may have made, has the name of what reads its result."""
+        place = self._place(node)
+        if place.op != "to_copy":
+            return place
+        readers = (
+            one for one in self._senders if any(following is node for following, _ in one.next_functions)
+        )
+        return next(map(self._place, readers), place)
+
     def _slope(self, node: Any, going: Gradients, coming: Gradients) -> OverflowReport:
         """The node made gradients that are not finite, `going`, of ones that are, `coming`."""
-        place, scale = self._place(node), float(self._scale)
+        place, scale = self._named(node), float(self._scale)
         by_scale = scale > 1.0 and _is_finite_without(scale, node, coming)
         before = None if by_scale else place.absorbed()
         if before is not None:
@@ -95,13 +105,13 @@ class BackwardTrace:
         outputs = [
             ops.facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None
         ]
-        cause = "loss scale" if by_scale else _cause(place.op, kept, outputs)
+        cause = "loss scale" if by_scale else _cause(self._place(node).op, kept, outputs)
         inputs = [ops.facts(grad, "gradient of output") for grad in coming if grad is not None][:3] + kept
         return report_at(place, cause, inputs, outputs[:3])
 
     def _arrived(self, node: Any, coming: Gradients) -> OverflowReport | None:
         """The gradient that came to the node is not finite, and those sent to it are: a sum, or a hook's effect."""
-        place, several = self._place(node), self._senders.get(node, 0) > 1
+        place, several = self._named(node), self._senders.get(node, 0) > 1
         if not several and not self._whole:  # it came from within a call
             return None
         cause = "overflow" if several else "invalid"

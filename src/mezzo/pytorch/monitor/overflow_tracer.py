@@ -175,7 +175,7 @@ class OverflowTracer(StepObserver):
     def update_ended(
         self, optimizer: Optimizer, *, index: int, number: int, skipped: Tensor | bool, loss_scale: Scale
     ) -> None:
-        """Look into it if it was skipped; let go of everything."""
+        """Look into it if it was skipped, or if an operation is known that made its loss not finite; let go of all."""
         self.finding = None
         if isinstance(skipped, Tensor):
             skipped = bool(skipped) if self._waits or skipped.device.type == "cpu" else False
@@ -199,6 +199,11 @@ class OverflowTracer(StepObserver):
                     return
                 self.finding = finding
                 self._records.append(OverflowRecord(index, number, self._clock(), float(loss_scale), finding))
+            elif left > 0 and self._in_loss is not None and self._in_loss.line:
+                # Traced because of an earlier step; the gradients of this one are finite.
+                self._left[self._group], self._to_watch = left - 1, 0
+                offered = remedies_for(self._in_loss, None, {}, self._model, self._written)
+                self.finding = replace(self._in_loss, how="live", remedies=offered)
         finally:
             self._let_go()
 

@@ -168,10 +168,20 @@ class Accumulation:
         noted, self.noted = self.noted, None
         if noted is None or (noted[0].grad is noted[1] and noted[1]._version == noted[2]):
             return
-        if not any(p.grad is not None and bool(local(p.grad).any()) for p in parameters(optimizer)):
+        if not _has_gradient(optimizer):
             raise CallOrderError(
                 "step(): the gradients of this window's earlier losses were cleared. Remove optimizer.zero_grad() or "
                 "model.zero_grad() from the loop: MixedPrecision clears gradients itself, after each update."
+            )
+
+    def refuse_step(self, optimizer: Optimizer) -> None:
+        """Raise CallOrderError for a step of the optimizer before the window's end, unless all gradients are 0."""
+        if _has_gradient(optimizer):  # a checkpoint has states created by a step of zeros
+            scaled = "" if self.scale is None else ", multiplied by the loss scale"
+            raise CallOrderError(
+                f"optimizer.step(): {self.seen} of {self.accumulate} losses are accumulated, and this would apply "
+                f"their gradients{scaled}. Remove optimizer.step() from the loop: mp.step(loss) steps the optimizer "
+                f"after {self.accumulate} losses, and mp.flush() after fewer. Nothing was changed."
             )
 
     def begin(self, loss: Tensor, scale: Tensor) -> None:
@@ -203,6 +213,11 @@ class Accumulation:
         """How many times the window's summed gradients are too large."""
         scale = 1.0 if self.scale is None else self.scale
         return scale if self.rescale == 1.0 else scale / self.rescale
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    """Whether a gradient is not 0; waits for the device."""
+    return any(p.grad is not None and bool(local(p.grad).any()) for p in parameters(optimizer))
 
 
 class Gradients:

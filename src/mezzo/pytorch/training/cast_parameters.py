@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -153,7 +153,7 @@ def apply(
         )
     elif separate and fused:
         raise _not_fused("with_masters(...)")
-    lowered = _lower(model, policy, {id(p) for p in others}, where) if policy.params != "fp32" else []
+    lowered = _lower(model, policy, {id(p) for p in others}, where) if policy.params != "fp32" else {}
     plain = policy.params == "fp32" and policy.state == "fp32"
     if isinstance(optimizer, FusedOptimizer) or separate or (plain and not fused):
         return optimizer
@@ -162,9 +162,12 @@ def apply(
         put_masters(optimizer, policy.masters, policy.state, separate=exact and not fused)
     except BaseException as error:
         _raise_weights(lowered)
-        if fused and isinstance(error, UsageError):
-            raise _not_fused(f"{type(optimizer).__name__}: {error}") from None
-        raise
+        if not isinstance(error, UsageError):
+            raise
+        problem = str(error).removeprefix("adopt: ")
+        raise (
+            _not_fused(f"{type(optimizer).__name__}: {problem}") if fused else refused(problem, where)
+        ) from None
     return optimizer
 
 
@@ -184,19 +187,20 @@ def stored_as(optimizer: Optimizer) -> tuple[str, str]:
     return "fp32", "fp32"
 
 
-def _raise_weights(lowered: Iterable[Tensor]) -> None:
-    """Make parameters FP32 again, to the last bit, whose masters no optimizer has taken yet."""
-    for param in lowered:
-        master = take_master(param)
-        grad, param.grad = param.grad, None
+def _raise_weights(lowered: Mapping[Tensor, Tensor | None]) -> None:
+    """Make parameters FP32 again, to the last bit, whose masters no optimizer has taken yet; and their gradients."""
+    for param, grad in lowered.items():
+        master, param.grad = take_master(param), None
         param.data = param.detach().float() if master is None else master  # 16 bits held it exactly
-        if grad is not None:
-            param.grad = grad.float()
+        param.grad = grad
 
 
-def _lower(model: nn.Module, policy: Policy, others: set[int], where: str) -> list[Tensor]:
+def _lower(model: nn.Module, policy: Policy, others: set[int], where: str) -> Mapping[Tensor, Tensor | None]:
+    """The parameters that are 16-bit now, each with its FP32 gradient."""
     keep = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in others]
-    lowered: list[Tensor] = [model.get_parameter(name) for name in lower_weights(model, policy, keep=keep)]
+    grads = {name: None if p.grad is None else p.grad.detach() for name, p in model.named_parameters()}
+    names = lower_weights(model, policy, keep=keep)
+    lowered: dict[Tensor, Tensor | None] = {model.get_parameter(name): grads[name] for name in names}
     if lowered and isinstance(model, nn.parallel.DistributedDataParallel):
         _raise_weights(lowered)
         raise refused(

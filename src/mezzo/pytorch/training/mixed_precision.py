@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -171,22 +171,28 @@ class MixedPrecision:
         low = asked.params != "fp32" or cast_parameters.stored_as(optimizer)[0] != "fp32"
         self._average = checks.averager(ema, low=low)
         wrappers = to_average(model, asked)
-        for other in replaced:
-            other._make_way()
-        self._journal = Journal(writer_of(records, "MixedPrecision: records"))
-        self._findings: deque[OverflowReport] = deque(maxlen=100)
-        self._warned = False  # of a skipped step that a smaller loss scale does not fix
-        self._window = Accumulation(accumulate)
-        self._buffers = _NETWORKS.of(model)
-        self._compared = False  # with the arguments of other ranks
-        self._given_scale = scale
-        self._losses: list[Tensor] = []  # of the window, where other networks are trained as well
-        self._resolved = ResolvedPrecision(model, asked, device_type, scale, why)
-        try:
+        with ExitStack() as undo:
+            for other in replaced:
+                other._journal.flush()
+                other._resolved.end()  # it would take off overrides of this one
+                undo.callback(other._go_on)
+            _ALIVE.difference_update(replaced)
+            self._resolved = ResolvedPrecision(model, asked, device_type, scale, why)
+            undo.callback(self._resolved.end)
+            self._journal = Journal(writer_of(records, "MixedPrecision: records"))
+            self._findings: deque[OverflowReport] = deque(maxlen=100)
+            self._warned: bool | None = (
+                None  # whether the last warning of a skipped step was of a known place
+            )
+            self._window = Accumulation(accumulate)
+            self._buffers = _NETWORKS.of(model)
+            self._compared = False  # with the arguments of other ranks
+            self._given_scale = scale
+            self._losses: list[Tensor] = []  # of the window, where other networks are trained as well
             self._train(optimizer, self._resolved.policy, release_gradients)
-        except BaseException:
-            self._resolved.end()
-            raise
+            for other in replaced:
+                other._make_way()
+            undo.pop_all()
         for wrapper in wrappers:
             average_in(wrapper, asked.reduce)
         loss_scaler.follow_joins(model, self._resolved)
@@ -224,6 +230,8 @@ class MixedPrecision:
         self._gradients = Gradients(fp32=self.accumulate > 1 or rewrites, reduced=reduced)
         undo = ExitStack()
         undo.callback(self._gradients.clear)
+        if self.accumulate > 1:
+            undo.callback(optimizer.register_step_pre_hook(partial(_step_begins, ref(self))).remove)
         if not isinstance(stepping, (FusedOptimizer, WithMasters)):  # these do it themselves
             for hook in FirstStates(stepping).hooks:
                 undo.callback(hook.remove)
@@ -342,6 +350,7 @@ class MixedPrecision:
         Raises:
             UsageError: a loss that is not a scalar, needs no gradient, or depends on no parameter of this optimizer.
             CallOrderError: a loss that was given to a step before; cleared gradients of an open window; after `close`.
+                In an open window `optimizer.step()` raises it, too.
             LossScaleCollapseError: `patience` steps in a row were skipped at the smallest loss scale. Raised at once on
                 a CPU and where the host sees the skip, else within `patience` more steps.
         """
@@ -521,11 +530,15 @@ class MixedPrecision:
                 self._journal.flush()
                 explained = collapse.named(self._findings[-1]) if self._findings else collapse
                 raise explained.going_on(scaler.how_to_go_on) from collapse
-        if finding is not None and finding.alarms and finding.cause != "unknown" and not self._warned:
-            self._warned = True
+        if finding is None or not finding.alarms or finding.cause == "unknown":
+            return result
+        if self._warned is None or finding.is_located > self._warned:
+            self._warned = finding.is_located
+            more = "This is the last warning" if self._warned else "One more follows if its line is found"
             warnings.warn(
-                f"MixedPrecision: update {self._journal.updates - 1} was skipped: {finding.sentence}.{finding.advice} "
-                "This is the only warning; mp.findings has later skips.",
+                f"MixedPrecision: update {self._journal.updates - 1} "
+                f"{'was skipped' if skipped is True else 'stepped from a loss that is NaN or infinite'}: "
+                f"{finding.sentence}.{finding.advice} {more}; mp.findings has later skips.",
                 stacklevel=5,  # through `_disable_dynamo`
             )
         return result
@@ -585,16 +598,20 @@ class MixedPrecision:
     def _make_way(self) -> None:
         """Close this one for a new one of the same model: in a notebook, a cell that is run again."""
         name, seen = type(self.model).__name__, self._window.seen
-        lost = ""
-        if seen:
-            self._drop_step()
-            lost = f" The gradients of its {seen} accumulated losses were dropped."
-        self.close()
+        lost = f" The gradients of its {seen} accumulated losses were dropped." if seen else ""
         warnings.warn(
             f"MixedPrecision: this replaces the MixedPrecision that was made for this {name} before, which is closed "
             f"now.{lost} To avoid this warning, call close() on it first.",
             stacklevel=4,
         )
+        if seen:
+            self._drop_step()
+        self.close()
+
+    def _go_on(self) -> None:
+        """Be open as before: the one that would have replaced this one could not be made."""
+        self._resolved.enter(self.policy)
+        _ALIVE.add(self)
 
     def close(self) -> None:
         """Release the parameters and the model's overrides, so that another MixedPrecision may have them.
@@ -609,6 +626,13 @@ class MixedPrecision:
         self._stop_observing()
         self._resolved.end()
         self._let_go()
+
+
+def _step_begins(owner: ref[MixedPrecision], optimizer: Any, args: Any, kwargs: Any) -> None:
+    """The hook of an optimizer; no method, because the optimizer must not keep its MixedPrecision alive."""
+    mp = owner()
+    if mp is not None and mp._window.seen:  # it is 0 in the step of MixedPrecision
+        mp._window.refuse_step(optimizer)
 
 
 def drop_windows(models: Collection[nn.Module]) -> None:

@@ -48,9 +48,9 @@ class ResolvedPrecision:
         self._planned = with_heads(policy, self._model)
         scale = policy.make_loss_scale() if self._asked_scale is None else self._asked_scale
         self.scaler = LossScaler.of(scale, self.device)
-        self._enter(self._planned.at(0))
+        self.enter(self._planned.at(0))
 
-    def _enter(self, policy: Policy) -> None:
+    def enter(self, policy: Policy) -> None:
         """Compute by this policy from now on."""
         self.policy = policy
         self._regions = {
@@ -64,7 +64,7 @@ class ResolvedPrecision:
     def counted(self, updates: int) -> None:
         """So many updates are over: the next one may be the first in bf16."""
         if (policy := self._planned.at(updates)) is not self.policy:
-            self._enter(policy)
+            self.enter(policy)
 
     def end(self) -> None:
         """Take the policy's overrides off the model."""

@@ -48,12 +48,7 @@ def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimize
             state[name] = value.detach()
             continue
         if id(value) not in copies:
-            owner = owners.get(id(value))
-            if owner is None and (holder := master_holder(value)) is not None:
-                raise UsageError(
-                    f"master_state_dict: the master of {name!r} is in another optimizer, of type "
-                    f"{type(holder).__name__}. Give every optimizer: master_state_dict(model, [first, second])."
-                )
+            owner = _owner("master_state_dict(model, [first, second])", name, value, owners)
             copies[id(value)] = wide_value(value) if owner is None else owner.master(value)
         state[name] = copies[id(value)]
     return state
@@ -74,8 +69,8 @@ def load_master_state_dict(
         state: name -> tensor, with the model's names and shapes. A whole tensor is cut for a parameter in shards.
 
     Raises:
-        UsageError: missing or unknown names, another shape, or a finite value beyond the range of the weight's format.
-            Nothing was changed.
+        UsageError: the master of a weight is in an optimizer that was not given; missing or unknown names, another
+            shape, or a finite value beyond the range of the weight's format. Nothing was changed.
     """
     owners = _owners(optimizer)
     own: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -89,14 +84,15 @@ def load_master_state_dict(
                 f"{str(own[name].dtype).removeprefix('torch.')} weight. Store it in FP32: "
                 f"mezzo.lower_weights(model, keep=[{name!r}]). Nothing was changed."
             )
+    call = "load_master_state_dict(model, [first, second], state)"
+    holders = {name: _owner(call, name, param, owners) for name, param in masters.items()}
     # Buffers, FP32 weights and extra state; also 16-bit weights, rounded as by `copy_`, which are then set again.
     is_cut = any(isinstance(value, Tensor) and is_spread(value) for value in own.values())
     model.load_state_dict(
         {name: shards.placed(state[name], value) for name, value in own.items()} if is_cut else state
     )
     for name, param in masters.items():
-        owner = owners.get(id(param))
-        if owner is None:
+        if (owner := holders[name]) is None:
             keep_master(param, wide[name])
         else:
             owner.set_master(param, wide[name])
@@ -137,6 +133,17 @@ def _owners(optimizer: Optimizer | Sequence[Optimizer]) -> dict[int, Any]:
         if hasattr(one, "master"):
             owners.update({id(p): one for group in one.param_groups for p in group["params"]})
     return owners
+
+
+def _owner(call: str, name: str, param: Tensor, owners: Mapping[int, Any]) -> Any:
+    """The given optimizer with a 16-bit weight's master; None if no optimizer has one, UsageError if another does."""
+    owner = owners.get(id(param))
+    if owner is None and (holder := master_holder(param)) is not None:
+        raise UsageError(
+            f"{call.partition('(')[0]}: the master of {name!r} is in another optimizer, of type "
+            f"{type(holder).__name__}. Give every optimizer: {call}."
+        )
+    return owner
 
 
 def _is_low(value: Tensor) -> bool:

@@ -198,7 +198,7 @@ def overflows(master: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _format_of(policy: Policy) -> str:
-    fmt = policy.activations if policy.params == "fp32" else policy.params
+    fmt = policy.compute if policy.params == "fp32" else policy.params
     if fmt in ("bf16", "fp16"):
         return fmt
     if fmt == "auto":
