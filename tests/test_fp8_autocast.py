@@ -49,6 +49,51 @@ def test_all_else_is_as_under_bf16() -> None:
     assert {op for op in fp8 if fp8[op] != bf16[op]} == {"linear"}
 
 
+def encoder() -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)
+
+
+@pytest.mark.parametrize("text", ["fp8", "mxfp8", "nvfp4", "bf16,module.layers.0.linear1=mxfp8"])
+def test_transformers_are_evaluated_as_they_are_trained(text: str) -> None:
+    """Without gradients PyTorch would compute a whole layer by one op, with bf16 factors."""
+    model, x = encoder(), values(2, 9, 64)
+    padded = torch.arange(9) >= torch.tensor([[9], [6]])
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
+
+    def attended(x: Tensor) -> Tensor:
+        out: Tensor = model.layers[0].self_attn(x, x, x)[0]
+        return out
+
+    calls = (model, lambda x: model(x, src_key_padding_mask=padded)[~padded], attended)
+    with mp.autocast():
+        trained = [call(x).detach() for call in calls]
+    model.eval()
+    for switched_off in (torch.no_grad, torch.inference_mode):
+        with switched_off(), mp.autocast(), mp.autocast():
+            assert all(torch.equal(call(x), out) for call, out in zip(calls, trained))
+            assert not torch.backends.mha.get_fastpath_enabled()
+        assert torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad(), mezzo.autocast("bf16", "cpu"):
+        assert torch.backends.mha.get_fastpath_enabled()
+        assert not torch.equal(model(x), trained[0])
+
+
+def test_a_compiled_transformer_is_evaluated_as_it_is_trained() -> None:
+    model, x = encoder(), values(2, 9, 64)
+
+    def run(x: Tensor) -> Tensor:
+        with mezzo.autocast("mxfp8", "cpu"):
+            out: Tensor = model(x)
+            return out
+
+    trained = run(x).detach()
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(x), trained)
+
+
 # Model, its heads.
 HEADS: list[tuple[nn.Module, tuple[str, ...]]] = [
     (Tied(), ("head", "last")),
