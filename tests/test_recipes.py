@@ -602,7 +602,8 @@ def test_recipes_are_plain_data() -> None:
 @pytest.mark.parametrize("role", ["input", "weight", "gradient"])
 def test_quantize_for_study(name: str, role: str) -> None:
     x = matrix(24, 50).reshape(2, 12, 50)
-    for bad in (math.nan, -math.inf, None):  # the last is examined further
+    signed = torch.tensor(-1, dtype=torch.int16).view(torch.bfloat16)  # NaN with a sign
+    for bad in (math.nan, signed, -math.inf, None):  # the last is examined further
         given = x.clone()
         if bad is not None:
             given[1, 3, 20] = bad
