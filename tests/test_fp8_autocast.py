@@ -117,6 +117,34 @@ def test_a_head_stays_bf16_unless_the_policy_has_a_word_for_it() -> None:
     assert with_heads(policy("bf16,module.up=fp8"), model) == policy("bf16,module.up=fp8")
 
 
+class Shared(nn.Module):
+    """A language model whose head is no layer: a product with the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.last = nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.last(self.up(self.embed(tokens)))
+        return x, F.linear(x, self.embed.weight)
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_weight_of_an_embedding_stays_in_bf16_as_the_head(name: str, compiled: bool) -> None:
+    model, tokens = Shared(), torch.arange(64)
+    called = torch.compile(model, backend="aot_eager") if compiled else model
+    with mezzo.autocast(name, "cpu"):
+        x, logits = called(tokens)
+    with mezzo.autocast("bf16", "cpu"):
+        assert torch.equal(F.linear(x, model.embed.weight), logits)
+    if not compiled:
+        text = mezzo.explain(model, tokens, precision=name).as_text(300)
+        listed = next(line for line in text.splitlines() if f"Not in {name}" in line)
+        assert "embed (bf16" in listed
+        assert "last (bf16" in listed
+
+
 def test_training_knows_the_head() -> None:
     torch.manual_seed(0)
     model = Tied()
