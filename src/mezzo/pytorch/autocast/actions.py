@@ -49,7 +49,9 @@ _GIVES_STATISTICS = frozenset({"native_layer_norm", "native_group_norm"})
 _WORTH_PACKING = 1 << 16
 
 _FP32, _FP64 = torch.float32, torch.float64
-_tables: Any = WeakIdKeyDictionary()  # weights that an embedding has looked up, also of graphs that are being traced
+_tables: Any = (
+    WeakIdKeyDictionary()
+)  # weights that an embedding has looked up, also of graphs that are being traced
 
 
 def action(op_plan: OpPlan, name: str, device_type: str, policy: Policy) -> Action:
@@ -94,7 +96,7 @@ def _custom_kernel(op_plan: OpPlan, overload: Overload, device_type: str, policy
 
 
 def noting_table(found: Action) -> Action:
-    """The embedding, after which its weight is not quantized where a linear product has it: as a rule it is the head."""
+    """The embedding, after which its weight is not quantized where a linear product has it (mostly the head)."""
 
     def looked_up(weight: Tensor, /, *rest: Any, **kwargs: Any) -> Any:
         _tables[weight] = None
