@@ -49,6 +49,51 @@ def test_all_else_is_as_under_bf16() -> None:
     assert {op for op in fp8 if fp8[op] != bf16[op]} == {"linear"}
 
 
+def encoder() -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)
+
+
+@pytest.mark.parametrize("text", ["fp8", "mxfp8", "nvfp4", "bf16,module.layers.0.linear1=mxfp8"])
+def test_transformers_are_evaluated_as_they_are_trained(text: str) -> None:
+    """Without gradients PyTorch would compute a whole layer by one op, with bf16 factors."""
+    model, x = encoder(), values(2, 9, 64)
+    padded = torch.arange(9) >= torch.tensor([[9], [6]])
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
+
+    def attended(x: Tensor) -> Tensor:
+        out: Tensor = model.layers[0].self_attn(x, x, x)[0]
+        return out
+
+    calls = (model, lambda x: model(x, src_key_padding_mask=padded)[~padded], attended)
+    with mp.autocast():
+        trained = [call(x).detach() for call in calls]
+    model.eval()
+    for switched_off in (torch.no_grad, torch.inference_mode):
+        with switched_off(), mp.autocast(), mp.autocast():
+            assert all(torch.equal(call(x), out) for call, out in zip(calls, trained))
+            assert not torch.backends.mha.get_fastpath_enabled()
+        assert torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad(), mezzo.autocast("bf16", "cpu"):
+        assert torch.backends.mha.get_fastpath_enabled()
+        assert not torch.equal(model(x), trained[0])
+
+
+def test_a_compiled_transformer_is_evaluated_as_it_is_trained() -> None:
+    model, x = encoder(), values(2, 9, 64)
+
+    def run(x: Tensor) -> Tensor:
+        with mezzo.autocast("mxfp8", "cpu"):
+            out: Tensor = model(x)
+            return out
+
+    trained = run(x).detach()
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(x), trained)
+
+
 # Model, its heads.
 HEADS: list[tuple[nn.Module, tuple[str, ...]]] = [
     (Tied(), ("head", "last")),
@@ -70,6 +115,34 @@ def test_a_head_stays_bf16_unless_the_policy_has_a_word_for_it() -> None:
     assert str(with_heads(policy("fp8,module.last=fp8"), model)) == "fp8,module.head=bf16,module.last=fp8"
     assert str(with_heads(policy("fp8,module.**=fp8"), model)) == "fp8,module.**=fp8"
     assert with_heads(policy("bf16,module.up=fp8"), model) == policy("bf16,module.up=fp8")
+
+
+class Shared(nn.Module):
+    """A language model whose head is no layer: a product with the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.last = nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.last(self.up(self.embed(tokens)))
+        return x, F.linear(x, self.embed.weight)
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_weight_of_an_embedding_stays_in_bf16_as_the_head(name: str, compiled: bool) -> None:
+    model, tokens = Shared(), torch.arange(64)
+    called = torch.compile(model, backend="aot_eager") if compiled else model
+    with mezzo.autocast(name, "cpu"):
+        x, logits = called(tokens)
+    with mezzo.autocast("bf16", "cpu"):
+        assert torch.equal(F.linear(x, model.embed.weight), logits)
+    if not compiled:
+        text = mezzo.explain(model, tokens, precision=name).as_text(300)
+        listed = next(line for line in text.splitlines() if f"Not in {name}" in line)
+        assert "embed (bf16" in listed
+        assert "last (bf16" in listed
 
 
 def test_training_knows_the_head() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import types
 from dataclasses import replace
@@ -111,7 +112,21 @@ def test_native_products_are_those_of_the_emulation(recipe: Recipe, monkeypatch:
             assert torch.equal(found.isnan(), expected.isnan())
 
 
-@pytest.mark.parametrize("rows", [128, 21])
+def on_meta(recipe: Recipe, rows: int) -> list[Tensor | None]:
+    """Output and gradients of tensors without storage, for which PyTorch checks what `scaled_mm` is given."""
+    with torch.no_grad():
+        x, w, b, g = (t.to("meta") for t in given(recipe, rows))
+        y, codes, inv_scale, tensor = quantized_linear._QuantizedLinear.forward(x, w, b, recipe, True)
+        assert codes is not None
+        assert inv_scale is not None
+        ctx = types.SimpleNamespace(
+            recipe=recipe, dtypes=(x.dtype, w.dtype, b.dtype), needs_input_grad=[True] * 3
+        )
+        grads = quantized_linear._gradients(ctx, g, w, Quantized(codes, inv_scale, tensor))
+    return [y, *grads]
+
+
+@pytest.mark.parametrize("rows", [128, 21, 1])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_scaled_mm_takes_the_layouts(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's meta kernel checks shapes, strides, dtypes and swizzles as its CUDA kernel does, which tensors without
@@ -122,24 +137,18 @@ def test_scaled_mm_takes_the_layouts(name: str, rows: int, monkeypatch: pytest.M
     real = F.scaled_mm
 
     def noted(a: Tensor, b: Tensor, **settings: Any) -> Tensor:
+        if name == "fp8-block":  # as the CUDA kernel checks them
+            for scales in (settings["scale_a"], settings["scale_b"]):
+                assert scales.stride() == (1, scales.shape[0]) or scales.shape[1] == 1 == scales.stride(1)
         made.append((settings["scale_recipe_a"], settings["scale_recipe_b"], a.dtype))
         return real(a, b, **settings)
 
     monkeypatch.setattr(F, "scaled_mm", noted)
     recipe = RECIPES[name]
-    with torch.no_grad():
-        x, w, b, g = (t.to("meta") for t in given(recipe, rows))
-        y, codes, inv_scale, tensor = quantized_linear._QuantizedLinear.forward(x, w, b, recipe, True)
-        assert codes is not None
-        assert inv_scale is not None
-        ctx = types.SimpleNamespace(
-            recipe=recipe, dtypes=(x.dtype, w.dtype, b.dtype), needs_input_grad=[True] * 3
-        )
-        grads = quantized_linear._gradients(ctx, g, w, Quantized(codes, inv_scale, tensor))
-    assert y is not None
-    for found, like in zip((y, *grads), (g, x, w, b)):
+    x, w, b, g = given(recipe, rows)
+    for found, like in zip(on_meta(recipe, rows), (g, x, w, b)):
         assert found is not None
-        assert (found.shape, found.dtype, found.device) == (like.shape, like.dtype, like.device)
+        assert (found.shape, found.dtype, found.device.type) == (like.shape, like.dtype, "meta")
     kinds = F.ScalingType
     if name == "fp8-block":
         wide = (kinds.BlockWise1x128, kinds.BlockWise128x128, torch.float8_e4m3fn)
@@ -148,6 +157,20 @@ def test_scaled_mm_takes_the_layouts(name: str, rows: int, monkeypatch: pytest.M
         levels = [kinds.BlockWise1x32] if name == "mxfp8" else [kinds.BlockWise1x16, kinds.TensorWise]
         dtype = torch.float8_e4m3fn if name == "mxfp8" else torch.float4_e2m1fn_x2
         assert made == [(levels, levels, dtype)] * 3
+
+
+@pytest.mark.parametrize("scale", ["power-of-two", "fp32"])
+@pytest.mark.parametrize("squares", [*itertools.product((1, 128), repeat=4)])
+def test_what_is_called_native_has_a_layout(
+    scale: str, squares: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized_linear, "is_native", lambda device, kind: True)
+    row, *others = (Factor("e4m3fn", (height, 128), scale) for height in (1, *squares))
+    recipe = Recipe("r", (row, others[0]), (row, others[1]), (others[2], others[3]), 128)
+    assert recipe.hardware == ("fp8-block" if squares[2] == 1 else "")
+    for rows in (1, 21):
+        if recipe.hardware:
+            on_meta(recipe, rows)
 
 
 def test_which_recipes_gpus_multiply() -> None:
@@ -203,13 +226,14 @@ def test_what_cannot_be_native_is_refused_with_the_reason(monkeypatch: pytest.Mo
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [4099, 1])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_on_a_gpu_native_products_are_those_of_the_emulation(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if why := quantized_linear.why_emulated(CUDA, RECIPES[name].hardware):
         pytest.skip(why)
-    x, w, b, g = given(RECIPES[name], 4099)
+    x, w, b, g = given(RECIPES[name], rows)
     there = [t.cuda() for t in (x, w, b, g)]
     found = {}
     for path in ("native", "emulated"):

@@ -408,6 +408,27 @@ def test_the_last_blocks_stay_in_bf16_under_nvfp4() -> None:
     assert last_blocks_of(nn.Linear(2, 2), 0.15) == []
 
 
+def test_which_blocks_are_the_last() -> None:
+    both = nn.Transformer(32, 2, 6, 6, 32, batch_first=True)
+    assert last_blocks_of(both, 0.15) == ["decoder.layers.5"]
+    flat = nn.Sequential(
+        nn.Linear(32, 32), *[nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)], nn.Linear(32, 8)
+    )
+    assert last_blocks_of(flat, 0.5) == ["3", "4"]
+    again = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(32, 32)] * 8), "head": nn.Linear(32, 8)})
+    assert last_blocks_of(again, 0.15) == []  # one block, eight times
+    notes = described(with_heads(mezzo.policy("nvfp4"), again), again)
+    assert notes[0] == "nvfp4 in 1 linear layer: blocks.0."
+    assert any("blocks" in note and note.startswith("No ") for note in notes)
+
+
+def test_explain_knows_the_sizes_of_lazy_layers() -> None:
+    model = nn.Sequential(nn.LazyLinear(64), nn.LazyLinear(60), nn.Linear(60, 16))
+    text = str(mezzo.explain(model, torch.randn(4, 32), precision="mxfp8"))
+    assert "mxfp8 in 1 linear layer: 0." in text
+    assert "1 (bf16: 60 outputs" in text
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_training_follows_bf16(name: str) -> None:
     losses = {}
@@ -602,7 +623,8 @@ def test_recipes_are_plain_data() -> None:
 @pytest.mark.parametrize("role", ["input", "weight", "gradient"])
 def test_quantize_for_study(name: str, role: str) -> None:
     x = matrix(24, 50).reshape(2, 12, 50)
-    for bad in (math.nan, -math.inf, None):  # the last is examined further
+    signed = torch.tensor(-1, dtype=torch.int16).view(torch.bfloat16)  # NaN with a sign
+    for bad in (math.nan, signed, -math.inf, None):  # the last is examined further
         given = x.clone()
         if bad is not None:
             given[1, 3, 20] = bad

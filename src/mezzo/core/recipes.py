@@ -165,6 +165,8 @@ class Recipe:
         if kinds in ({((0, 0), "power-of-two", 8)}, {((1, 0), "power-of-two", 8)}):  # all, or a line
             return "fp8"
         for name, (bits, scales, blocks) in HARDWARE.items():
+            if name == "fp8-block" and self.weight_gradient[0].block[0] > 1:
+                continue  # only a second factor has squares
             if all(kind in scales and block in blocks and size == bits for block, kind, size in kinds):
                 return name
         return ""

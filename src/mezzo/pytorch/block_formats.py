@@ -20,7 +20,7 @@ class QuantizedTensor:
     """A quantized tensor: ``values`` is ``codes * scales * tensor_scale``, each scale for a block of elements.
 
     Args:
-        codes: the bit patterns, uint8, of the tensor's shape.
+        codes: the bit patterns, uint8, of the tensor's shape. NaN is 0 in 4 and 6 bits: its block's scale is NaN.
         scales: FP32, one for each block: the shape of the tensor as a matrix, divided by the block.
         tensor_scale: FP32 and 0-dim; 1 where the format has no scale of the whole tensor.
         values: FP32, what the codes and scales stand for.
@@ -74,12 +74,12 @@ def quantize_tensor(x: Tensor, recipe: str, role: str) -> QuantizedTensor:
 
 
 def _patterns(elements: Tensor, name: str) -> Tensor:
-    """The codes of elements that are stored as e4m3fn or e5m2."""
+    """The codes of elements that are stored as e4m3fn or e5m2; 0 for a NaN that the format has no code for."""
     if name in ("e4m3fn", "e5m2"):
         return elements.contiguous().view(torch.uint8)
     form = formats.named(name)
     last = 1 << (form.bits - 1)
     grid = torch.tensor([formats.decode(code, form) for code in range(last)], device=elements.device)
-    wide = elements.float()
+    wide = elements.float().nan_to_num(0.0)
     found = torch.searchsorted(grid, wide.abs().contiguous())
     return (found + wide.signbit() * last).to(torch.uint8)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.core.errors import BannedOpError
 from mezzo.core.policy import Policy
@@ -48,6 +49,9 @@ _GIVES_STATISTICS = frozenset({"native_layer_norm", "native_group_norm"})
 _WORTH_PACKING = 1 << 16
 
 _FP32, _FP64 = torch.float32, torch.float64
+_tables: Any = (
+    WeakIdKeyDictionary()
+)  # weights that an embedding has looked up, also of graphs that are being traced
 
 
 def action(op_plan: OpPlan, name: str, device_type: str, policy: Policy) -> Action:
@@ -77,12 +81,28 @@ def _custom_kernel(op_plan: OpPlan, overload: Overload, device_type: str, policy
         made: Action = function(op_plan.op, _fastest(overload))
         return made
     if kind == "quantized":
-        return _if_floats(functools.partial(function, recipe=policy.quantization), overload, device_type, 2)
+        quantized = functools.partial(function, recipe=policy.quantization)
+        low = backend.kernel("quantized_linear:in_bf16")
+
+        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+            return (low if weight in _tables else quantized)(input, weight, bias)
+
+        return _if_floats(linear, overload, device_type, 2)
     if kind == "tf32":
         return _if_floats(function(overload), overload, device_type)
     if kind in ("layer", "cell"):
         return _if_floats(function(overload, compute), overload, device_type)
     return _sixteen_bits(op_plan, function, overload, device_type, compute)
+
+
+def noting_table(found: Action) -> Action:
+    """The embedding, after which its weight is not quantized where a linear product has it (mostly the head)."""
+
+    def looked_up(weight: Tensor, /, *rest: Any, **kwargs: Any) -> Any:
+        _tables[weight] = None
+        return found(weight, *rest, **kwargs)
+
+    return looked_up
 
 
 def for_other_layouts(op_plan: OpPlan, name: str, device_type: str) -> Action | None:

@@ -410,8 +410,16 @@ def _traced(
     policy: Any, device_type: str | None, enabled: bool, cache_enabled: bool | None
 ) -> Iterator[None]:
     """The context as Dynamo traces it: nested `torch.autocast` objects."""
+    mha = torch.backends.mha
     with _nested(_settings(policy, device_type, enabled, cache_enabled, _label_now())):
-        yield
+        by_parts = mha._is_fastpath_enabled and _label_by_parts()
+        if by_parts:
+            mha._is_fastpath_enabled = False
+        try:
+            yield
+        finally:
+            if by_parts:
+                mha._is_fastpath_enabled = True
 
 
 @contextmanager
@@ -426,6 +434,10 @@ def _nested(settings: tuple[tuple[str, torch.dtype, bool, bool | None], ...]) ->
 
 def _label_now() -> int:
     return active_policy.label()
+
+
+def _label_by_parts() -> bool:
+    return active_policy.is_by_parts(active_policy.label())
 
 
 def _is_eager_only(policy: Any, device_type: str | None, enabled: bool) -> bool:
@@ -455,6 +467,6 @@ def _settings(
 
 # Constants while tracing, as by `torch.compiler.assume_constant_result`, without importing the compiler. Dynamo guards
 # their arguments, and the autocast state from which the label is read.
-_constants: tuple[Any, ...] = (_label_now, _is_eager_only, _settings)
+_constants: tuple[Any, ...] = (_label_now, _label_by_parts, _is_eager_only, _settings)
 for _constant in _constants:
     _constant._dynamo_marked_constant = True

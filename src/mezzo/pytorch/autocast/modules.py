@@ -7,6 +7,7 @@ module, so `copy.deepcopy` and `pickle` copy it too, and Dynamo traces through i
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -132,10 +133,16 @@ def no_such_module(pattern: str, paths: Iterable[str], of: str = "the model") ->
 
 def heads_of(model: nn.Module) -> tuple[str, ...]:
     """The paths of a model's last `nn.Linear` in the order of definition, and of those with tied embeddings."""
-    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embedded = _tables(model)
     layers = [(name, each) for name, path, each, _ in _linear_layers(model) if path and name == path]
     tied = [path for path, layer in layers if id(layer.weight) in embedded]
     return tuple(dict.fromkeys([*tied, *(path for path, _ in layers[-1:])]))
+
+
+def _tables(model: nn.Module) -> dict[int, str]:
+    """The path of each embedding, by its weight."""
+    named = model.named_modules()
+    return {id(module.weight): path for path, module in named if isinstance(module, nn.Embedding)}
 
 
 def with_heads(policy: Policy, model: nn.Module, *, allow_experts: bool = False) -> Policy:
@@ -167,19 +174,17 @@ def with_heads(policy: Policy, model: nn.Module, *, allow_experts: bool = False)
 
 
 def last_blocks_of(model: nn.Module, share: float) -> list[str]:
-    """The paths of the last blocks of a model, at least one: `share` of its longest list of modules of one class."""
-    lists = [
-        (path, list(module.named_children()))
-        for path, module in model.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential))
-        and len(module) > 1
-        and len({type(child) for child in module}) == 1
-        and next(_linear_layers(module), None)
-    ]
-    if not share or not lists:
-        return []
-    path, blocks = max(lists, key=lambda one: len(one[1]))
-    return [_joined(path, name) for name, _ in blocks[-math.ceil(share * len(blocks)) :]]
+    """The paths of the last blocks of a model, at least one: `share` of the longest run of modules of one class in a
+    list, of equally long runs the last. A module that is there several times is one.
+    """
+    found: list[str] = []
+    for path, module in model.named_modules() if share else ():
+        children = module.named_children() if isinstance(module, (nn.ModuleList, nn.Sequential)) else ()
+        for _, run in itertools.groupby(children, lambda child: type(child[1])):
+            blocks = list(run)
+            if len(blocks) > 1 and len(blocks) >= len(found) and next(_linear_layers(blocks[0][1]), None):
+                found = [_joined(path, name) for name, _ in blocks]
+    return found[-math.ceil(share * len(found)) :]
 
 
 def described(policy: Policy, model: nn.Module) -> list[str]:
@@ -191,16 +196,23 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
 
     recipes = {each: recipe_of(each, policy.scaling, policy.recipe) for each in quantized}
     layers: dict[str, list[str]] = {each: [] for each in quantized}  # also by why they are in none of these
-    wide = dict.fromkeys(heads_of(model), "the head") if policy.compute in QUANTIZED else {}
-    for block in last_blocks_of(model, policy.quantization.last_blocks) if wide else ():
+    wide, tables, share = {}, {}, 0.0
+    if policy.compute in QUANTIZED:
+        tables, share = _tables(model), policy.quantization.last_blocks
+        wide = dict.fromkeys(heads_of(model), "the head")
+    last = last_blocks_of(model, share)
+    for block in last:
         inner = (name for name, _ in model.get_submodule(block).named_modules(prefix=block))
         wide.update(dict.fromkeys(inner, "one of the last blocks"))
-    for name, path, _, sizes in _linear_layers(model):
+    for name, path, layer, sizes in _linear_layers(model):
+        tied = tables.pop(id(getattr(layer, "weight", None)), None) is not None
         fmt = policy.format_inside(path) or policy.compute
         why = f"bf16 by default: {wide[path]}" if path in wide and fmt == "bf16" else f"the policy says {fmt}"
         if fmt in QUANTIZED:
-            why = misfit(recipes[fmt], *sizes)
+            why = _TIED if tied else misfit(recipes[fmt], *sizes)
         layers.setdefault(why or fmt, []).append(name)
+    if tables:
+        layers[_TIED] = [*layers.get(_TIED, []), *tables.values()]
     for path, name, (count, *_) in _batched(model):
         if (policy.format_inside(path) or policy.compute) in QUANTIZED:
             why = f"bf16: {count} matrices in one product, as of experts, not a linear layer"
@@ -214,6 +226,7 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
         noun = "layers" if len(layers[fmt]) > 1 else "layer"
         notes.append(f"{named or fmt} in {len(layers[fmt])} linear {noun}: {', '.join(names)}.")
     notes += [f"Not in {every}: {'; '.join(apart)}."] if apart else []
+    notes += [_NO_BLOCKS.format(every)] if share and not last else []
     device = next((parameter.device for parameter in model.parameters()), None)
     return [*notes, *dict.fromkeys(_computed(recipes[fmt].hardware, device) for fmt in lower if device)]
 
@@ -261,6 +274,8 @@ def _runs(numbers: list[int]) -> str:
 
 
 _BLOCK = re.compile(r"([^\d.][^.]*)\.(\d+)(?=\.)")
+_TIED = "bf16: the weight of an embedding, also in linear products"
+_NO_BLOCKS = "No list of equal blocks was found, so {0} leaves no last blocks in bf16."
 _NOTHING = (
     f"{{0}}{IN_NO_LAYER}. Linear layers of fitting sizes multiply in {{0}}, but not the head (the last one). "
     "Convolutions, recurrent layers and attention products are as under bf16."

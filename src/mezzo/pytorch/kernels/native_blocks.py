@@ -76,13 +76,19 @@ def _tiles(left: Tensor, codes: Tensor, scales: Tensor) -> dict[str, Any]:
     if is_square:
         scales = F.pad(scales, (0, -scales.shape[1] % 4)).contiguous().t()
     else:
-        scales = scales.t().contiguous().t()
+        scales = _by_column(scales)
     return {
-        "scale_a": left.t().contiguous().t(),
+        "scale_a": _by_column(left),
         "scale_recipe_a": F.ScalingType.BlockWise1x128,
         "scale_b": scales,
         "scale_recipe_b": F.ScalingType.BlockWise128x128 if is_square else F.ScalingType.BlockWise1x128,
     }
+
+
+def _by_column(scales: Tensor) -> Tensor:
+    return (
+        scales.t().clone(memory_format=torch.contiguous_format).t()
+    )  # `contiguous` keeps the strides of one row
 
 
 def _e8m0(codes: Tensor, scales: Tensor) -> Tensor:

@@ -206,14 +206,15 @@ def quantized_linear(
     """
     is_matrix = weight.dim() == 2 and input.dim() > 0 and input.shape[-1] == weight.shape[1]
     if not is_matrix or not input.numel() or misfit(recipe, *weight.shape[::-1]):
-        return _in_bf16(input, weight, bias)
+        return in_bf16(input, weight, bias)
     # A tensor of torch.func does not show whether it needs a gradient.
     for_weight = (weight.requires_grad and torch.is_grad_enabled()) or not is_plain(input, weight, bias)
     result: Tensor = _QuantizedLinear.apply(input, weight, bias, recipe, for_weight)[0]  # type: ignore[no-untyped-call]
     return result
 
 
-def _in_bf16(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def in_bf16(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` of bf16 values."""
     if gemm_dtype(input.device.type) is not torch.bfloat16:
         result: Tensor = emulated(torch.ops.aten.linear.default, torch.bfloat16)(input, weight, bias)
         return result

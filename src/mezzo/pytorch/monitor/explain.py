@@ -133,7 +133,6 @@ def explain(
     compiled = opaque_part(model)
     if compiled:
         notes.append(f"{compiled} is compiled: these are the formats without compilation.")
-    notes += described(policy, model)
     observer = OpObserver(policy, device_type, whole=True)
     with ExitStack() as stack:
         stack.enter_context(nothing_left(model))
@@ -144,6 +143,7 @@ def explain(
         stack.enter_context(context)
         stack.enter_context(observer)
         model(*inputs, **kwargs)
+        notes += described(policy, model)  # a lazy layer has its sizes now
     if observer.note:
         raise UnsupportedPrecisionError(f"mezzo.explain: {observer.note}. Stop it before the call.")
     rows = observer.table()
