@@ -46,7 +46,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
         base = aliases.get(value.id) if isinstance(value, ast.Name) else None
         if base is not None:
             yield re.sub(r"\.__\w+__$", "", ".".join([base, *reversed(parts)]))
-        elif not (isinstance(value, ast.Name) and value.id in ("self", "cls")):
+        elif not (isinstance(value, ast.Name) and value.id in ("self", "cls", "sys")):
             yield f"?.{node.attr}"
 
 
