@@ -7,7 +7,8 @@ them, so there FP32 sums are kept apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,14 +136,21 @@ class OptimizerBackward:
             return
         mine = set(map(id, params))
         shared = self._model.parameters() if self._shares else ()
-        before = [(p, p.grad) for p in (*others, *shared) if id(p) not in mine]
-        for other, _ in before:
-            other.grad = None
-        try:
+        with set_aside(p for p in (*others, *shared) if id(p) not in mine):
             torch.autograd.backward(loss, seed, retain_graph=retain_graph)
-        finally:
-            for other, grad in before:
-                other.grad = grad
+
+
+@contextmanager
+def set_aside(others: Iterable[Tensor]) -> Iterator[None]:
+    """Let these parameters keep their gradients, whatever a backward through the whole graph adds to them."""
+    before = [(p, p.grad) for p in others]
+    for other, _ in before:
+        other.grad = None
+    try:
+        yield
+    finally:
+        for other, grad in before:
+            other.grad = grad
 
 
 @dataclass

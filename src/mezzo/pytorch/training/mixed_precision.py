@@ -383,14 +383,15 @@ class MixedPrecision:
                         "step(retain_graph=True): release_gradients=True changes the weights during backward, so the "
                         "graph cannot run again. Step the other MixedPrecision first, with retain_graph=True there."
                     )
-                outcome = self._release.backward(
-                    loss,
-                    window.seed(loss),
-                    self._backward.params(),
-                    scale=window.scale,
-                    clip_norm=self.clip_norm,
-                    began=self._loss_is_bad,
-                )
+                with backward.set_aside(self._others()):
+                    outcome = self._release.backward(
+                        loss,
+                        window.seed(loss),
+                        self._backward.params(),
+                        scale=window.scale,
+                        clip_norm=self.clip_norm,
+                        began=self._loss_is_bad,
+                    )
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
             else:
                 if window.seen == 0:
