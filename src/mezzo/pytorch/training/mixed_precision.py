@@ -396,10 +396,10 @@ class MixedPrecision:
             else:
                 if window.seen == 0:
                     self._gradients.cover(self.optimizer)
+                elif self._backward.reduces:
+                    self._gradients.hand_over()
                 self._backward(loss, window.seed(loss), self._others(), retain_graph=retain_graph)
-                # After a call in `no_sync()`, gradients stay in `.grad`, where the next reduction takes them.
-                if all(part.require_forward_param_sync for part in self._backward.wrappers):
-                    self._gradients.take(self.optimizer)
+                self._gradients.take(self.optimizer, reduced=self._backward.reduces)
         except BaseException as error:
             # Out of memory halfway: what was accumulated must not reach the next step.
             self._drop_step()
