@@ -135,10 +135,15 @@ def dropped(rank: int, **how: Any) -> dict[str, Any]:
     return {"said": said, "same": whole(net) == whole(again)}
 
 
-def adversaries(rank: int) -> dict[str, Any]:
+def adversaries(rank: int, *, release: bool = False) -> dict[str, Any]:
     """The discriminator's loss runs through the generator, whose next step must not see it."""
     nets = sharded(), sharded(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
-    mps = [mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "bf16") for net in nets]
+    kind = mezzo.optim.SGD if release else torch.optim.SGD
+    optimizers = [kind(net.parameters(), lr=0.1) for net in nets]
+    mps = [
+        mezzo.MixedPrecision(net, optimizer, "bf16", release_gradients=release)
+        for net, optimizer in zip(nets, optimizers)
+    ]
     before = whole(nets[0])
     mps[1].step(nets[1](nets[0](data(rank))).float().square().mean())
     return {"kept": whole(nets[0]) == before, "clean": all(p.grad is None for p in nets[0].parameters())}
@@ -334,6 +339,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
         rank, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     ),
     "adversaries": adversaries,
+    "adversaries, released": lambda rank: adversaries(rank, release=True),
     "scaled shards": lambda rank: scaled(rank, reduced="shards"),
     "scaled meshes": lambda rank: scaled(rank, reduced="meshes"),
     "scaled before": lambda rank: scaled(rank, reduced="before"),

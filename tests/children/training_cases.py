@@ -147,8 +147,10 @@ def differ(rank: int, arguments: tuple[dict[str, Any], dict[str, Any]]) -> str:
     raise AssertionError("no error")
 
 
-def made_before() -> str:
-    net = nn.Linear(4, 4)
+def made_before(*, between: bool = False) -> str:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if between:
+        fully_shard(net[0])
     optimizer = torch.optim.AdamW(net.parameters())
     fully_shard(net)
     try:

@@ -196,10 +196,27 @@ def averaged(rank: int, *, accumulate: int, every: bool = True, nested: bool = F
         expected = whole.step(both(torch.cat([data(step), data(10 + step)])).square().mean())
         if not result.updated:
             dtypes.add(str(mp._gradients.of(net[0].weight).dtype))
-            assert (net[0].weight.grad is None) == every
+            assert net[0].weight.grad is None
     assert net[0].weight.grad_dtype is torch.bfloat16
     assert math.isclose(result.grad_norm or 0.0, expected.grad_norm or 1.0, rel_tol=0.02)
     return {"weights": hexed(net), "norm": str(result.grad_norm), "dtypes": sorted(dtypes)}
+
+
+def accumulated(rank: int, *, every: bool, low: bool = False, reduce: str = "fp32") -> dict[str, Any]:
+    """One large loss and 63 small ones: how far a weight moves, which is stored in bf16 if `low`."""
+    net = nn.Linear(16, 16, bias=False)
+    if low:
+        mezzo.lower_weights(net)
+    wrapped = DistributedDataParallel(net)
+    optimizer = mezzo.optim.SGD(net.parameters(), 1.0)
+    mp = mezzo.MixedPrecision(wrapped, optimizer, f"bf16,reduce={reduce}", accumulate=64)
+    before = optimizer.master(net.weight)
+    for step in range(64):
+        with nullcontext() if every or step == 63 else wrapped.no_sync():
+            with mp.autocast():
+                loss = wrapped(torch.ones(1, 16)).sum() * (1.0 if step else 1024.0)
+            mp.step(loss)
+    return {"moved": (before - optimizer.master(net.weight)).mean().item()}
 
 
 def joined(rank: int) -> dict[str, Any]:
@@ -380,6 +397,10 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "averaged, accumulated": lambda rank: averaged(rank, accumulate=3),
     "averaged, nested": lambda rank: averaged(rank, accumulate=3, nested=True),
     "averaged, no_sync": lambda rank: averaged(rank, accumulate=3, every=False),
+    "accumulated": lambda rank: accumulated(rank, every=True, low=True),
+    "accumulated, no_sync": lambda rank: accumulated(rank, every=False, low=True),
+    "accumulated, reduced in bf16": lambda rank: accumulated(rank, every=True, reduce="bf16"),
+    "accumulated, reduced in bf16 once": lambda rank: accumulated(rank, every=False, reduce="bf16"),
     "joined": joined,
     "joined, skips": joined_skips,
     "joined, refused": joined_refused,

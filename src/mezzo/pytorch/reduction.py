@@ -1,18 +1,19 @@
 """Gradient averages of `DistributedDataParallel` with 16 bits per element on the wire.
 
-`fully_shard` has this in its `MixedPrecisionPolicy(reduce_dtype=...)`. Gradients that are accumulated under `no_sync()`
-are added in the parameters' format before, so in FP32 for FP32 parameters.
+`fully_shard` has this in its `MixedPrecisionPolicy(reduce_dtype=...)`. Gradients of several losses are added in FP32.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.policy import Policy
@@ -32,6 +33,8 @@ def average_in(model: Any, format: str) -> None:
         dist.all_reduce(sent)                           # adds in the format
         grad.copy_(sent.float() * (power / N))
 
+    where `grad` is what one backward pass adds to `.grad`. It is added to earlier averages in FP32.
+
     All ranks get the same bits. The error of an element is at most N times u times the mean of the ranks' magnitudes,
     where u is the format's largest relative rounding error: 2**-8 in bf16, 2**-11 in fp16. Subnormal numbers of fp16
     add up to 2**-25 times `power`. NaN and infinity reach all ranks, and so does a gradient above fp16's largest number
@@ -46,14 +49,33 @@ def average_in(model: Any, format: str) -> None:
     size = dist.get_world_size(group)
     power = 2.0 ** math.ceil(math.log2(size))
 
+    averaged: set[Tensor] = set()  # the parameters whose `.grad` is an average
+    before: dict[Tensor, Tensor] = {}  # averages to which backward is adding
+
+    def keep(param: Tensor, _: Any) -> None:
+        before.pop(param, None)
+        if param in averaged and param.grad is not None:
+            before[param] = param.grad.clone()
+        averaged.discard(param)
+
     def average(state: Any, bucket: Any) -> Any:
         grads: Tensor = bucket.buffer()
+        of_parts = zip(bucket.parameters(), bucket.gradients())
+        earlier = [(part, before.pop(param)) for param, part in of_parts if param in before]
+        averaged.update(bucket.parameters())
+        for part, kept in earlier:
+            part.sub_(kept)
         sent = (grads.float() / power).to(dtype)
+        grads.zero_()
+        for part, kept in earlier:
+            part.copy_(kept)
         reduced = dist.all_reduce(sent, group=group, async_op=True).get_future()
-        return reduced.then(lambda done: grads.copy_(done.value()[0].float() * (power / size)))
+        return reduced.then(lambda done: grads.add_(done.value()[0].float() * (power / size)))
 
     average.__annotations__ = {}  # DDP compares them with its own types, which must not be strings
     model.register_comm_hook(None, average)
+    for param in filter(lambda one: one.requires_grad, model.parameters()):
+        get_gradient_edge(param).node.register_prehook(partial(keep, param))
     _sends[model] = format
 
 

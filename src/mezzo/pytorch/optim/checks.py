@@ -106,13 +106,12 @@ def claim(optimizer: Optimizer, param: Tensor) -> None:
 
 
 def refuse_replaced(optimizer: Optimizer) -> None:
-    """Raise a UsageError for an optimizer whose parameters `fully_shard` has replaced by others in their model."""
+    """Raise a UsageError for an optimizer with parameters that `fully_shard` has replaced by others in their model."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not is_spread(param) and hasattr(param, "_fsdp_orig_uid"):
                 raise UsageError(
                     f"{type(optimizer).__name__}: this optimizer was created before fully_shard, which replaced a "
-                    f"parameter of shape {list(param.shape)} by a DTensor: it would update none of the model's "
-                    "parameters. Create the optimizer afterwards: fully_shard(model); optimizer = "
-                    f"{type(optimizer).__name__}(model.parameters(), ...)."
+                    f"parameter of shape {list(param.shape)} by a DTensor, which would not be trained. Create it "
+                    f"afterwards: fully_shard(model); optimizer = {type(optimizer).__name__}(model.parameters(), ...)."
                 )

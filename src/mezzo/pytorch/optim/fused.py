@@ -158,10 +158,10 @@ class FusedOptimizer(Optimizer):
         if found is not None:
             found = torch.as_tensor(found, dtype=torch.float32)
             found_inf = found if found_inf is None else found + found_inf.to(found.device)
+        if not self._states:
+            checks.refuse_replaced(self)
         with torch.no_grad():
             work, weights = self._work(groups)
-            if not weights:
-                checks.refuse_replaced(self)
             try:
                 for device, batches in work.items():
                     self._stepper(device, partial)(

@@ -272,8 +272,7 @@ class WithMasters(Optimizer):
     @torch.no_grad()
     def _begin(self, scale: Tensor | None) -> None:
         """Put the masters in the groups, updated from edited weights, and give them gradients."""
-        if all(param.grad is None for param in parameters(self)):
-            checks.refuse_replaced(self)
+        checks.refuse_replaced(self)
         for param in parameters(self):
             grad = param.grad
             if param.dtype not in SIXTEEN_BITS:

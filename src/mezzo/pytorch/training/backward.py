@@ -7,7 +7,8 @@ them, so there FP32 sums are kept apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +102,11 @@ class OptimizerBackward:
         self._shares = False  # whether one of them averages gradients of others, too
         self._whole: bool | None = None  # whether backward must run through the whole graph
 
+    @property
+    def reduces(self) -> bool:
+        """Whether ranks reduce the gradients of the last call of the model, which was not in `no_sync()`."""
+        return all(part.require_forward_param_sync for part in self.wrappers)
+
     def params(self) -> list[Tensor]:
         """The parameters that get gradients; UsageError if there are none."""
         params = [p for p in parameters(self._optimizer) if p.requires_grad]
@@ -135,14 +141,21 @@ class OptimizerBackward:
             return
         mine = set(map(id, params))
         shared = self._model.parameters() if self._shares else ()
-        before = [(p, p.grad) for p in (*others, *shared) if id(p) not in mine]
-        for other, _ in before:
-            other.grad = None
-        try:
+        with set_aside(p for p in (*others, *shared) if id(p) not in mine):
             torch.autograd.backward(loss, seed, retain_graph=retain_graph)
-        finally:
-            for other, grad in before:
-                other.grad = grad
+
+
+@contextmanager
+def set_aside(others: Iterable[Tensor]) -> Iterator[None]:
+    """Let these parameters keep their gradients, whatever a backward through the whole graph adds to them."""
+    before = [(p, p.grad) for p in others]
+    for other, _ in before:
+        other.grad = None
+    try:
+        yield
+    finally:
+        for other, grad in before:
+            other.grad = grad
 
 
 @dataclass
@@ -227,6 +240,7 @@ class Gradients:
         self._in_engine, self._apart = fp32 and not reduced, fp32 and reduced
         self._changed: dict[int, tuple[Tensor, torch.dtype | None]] = {}
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+        self._own = False  # whether sums have gradients of this rank alone, of DDP's `no_sync()`
 
     def cover(self, optimizer: Optimizer) -> None:
         """Prepare for a window's first backward: the engine's gradients become FP32, also those that are there."""
@@ -238,8 +252,16 @@ class Gradients:
             self._changed[id(param)] = (param, param.grad_dtype)
             _set_dtype(param, torch.float32)
 
-    def take(self, optimizer: Optimizer) -> None:
+    def hand_over(self) -> None:
+        """Before ranks reduce a loss's gradients: have them reduce this rank's own sums too, rounded once."""
+        if self._own:
+            for param, total in self._sums.values():
+                param.grad = total.to(param.dtype)
+            self._sums.clear()
+
+    def take(self, optimizer: Optimizer, *, reduced: bool) -> None:
         """Add the 16-bit gradients of one loss to sums that are kept apart, and drop them."""
+        self._own = not reduced
         for param in parameters(optimizer) if self._apart else ():
             if param.grad is not None and param.dtype in SIXTEEN_BITS:
                 grad, param.grad = param.grad.detach(), None

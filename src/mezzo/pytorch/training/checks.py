@@ -58,9 +58,9 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
                 f"MixedPrecision(model, optimizer, masters={masters!r}), then load model and optimizer. To train in "
                 "FP32, save mezzo.master_state_dict(model, optimizer) and optimizer.torch_state_dict() instead."
             )
+    refuse_replaced(optimizer)
     mine = {id(p) for p in parameters(optimizer)}
     if in_model.isdisjoint(mine):
-        refuse_replaced(optimizer)
         raise refused(
             f"none of the optimizer's parameters belongs to this {type(model).__name__}. Create the optimizer from "
             "model.parameters(), after model.to(device)."

@@ -391,22 +391,23 @@ class MixedPrecision:
                         "step(retain_graph=True): release_gradients=True changes the weights during backward, so the "
                         "graph cannot run again. Step the other MixedPrecision first, with retain_graph=True there."
                     )
-                outcome = self._release.backward(
-                    loss,
-                    window.seed(loss),
-                    self._backward.params(),
-                    scale=window.scale,
-                    clip_norm=self.clip_norm,
-                    began=self._loss_is_bad,
-                )
+                with backward.set_aside(self._others()):
+                    outcome = self._release.backward(
+                        loss,
+                        window.seed(loss),
+                        self._backward.params(),
+                        scale=window.scale,
+                        clip_norm=self.clip_norm,
+                        began=self._loss_is_bad,
+                    )
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
             else:
                 if window.seen == 0:
                     self._gradients.cover(self.optimizer)
+                elif self._backward.reduces:
+                    self._gradients.hand_over()
                 self._backward(loss, window.seed(loss), self._others(), retain_graph=retain_graph)
-                # After a call in `no_sync()`, gradients stay in `.grad`, where the next reduction takes them.
-                if all(part.require_forward_param_sync for part in self._backward.wrappers):
-                    self._gradients.take(self.optimizer)
+                self._gradients.take(self.optimizer, reduced=self._backward.reduces)
         except BaseException as error:
             # Out of memory halfway: what was accumulated must not reach the next step.
             self._drop_step()

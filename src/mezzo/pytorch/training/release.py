@@ -20,7 +20,7 @@ from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.step import StepOutcome, decide, no_gradient
-from mezzo.pytorch.training.backward import backward_into, has_reentrant_checkpoint
+from mezzo.pytorch.training.backward import backward_into, has_reentrant_checkpoint, set_aside
 
 
 class GradientRelease:
@@ -100,14 +100,8 @@ class GradientRelease:
                 grad = accumulated + grad
             sums[param] = sum_of_squares([distributed.local(grad.detach())])
 
-        for param in leaves:
-            param.grad = None
-        try:
-            with _hooked(leaves, add):
-                _backward(loss, seed, leaves, first=True)
-        finally:
-            for param, grad in before.items():
-                param.grad = grad
+        with set_aside(leaves), _hooked(leaves, add):
+            _backward(loss, seed, leaves, first=True)
         for param, grad in before.items():
             if grad is not None and param not in sums:
                 sums[param] = sum_of_squares([distributed.local(grad)])

@@ -83,18 +83,13 @@ def joined(own: Tensor, like: Tensor, shape: torch.Size | None = None) -> Tensor
 
 
 def has_whole_groups(param: Tensor) -> bool:
-    """Whether no group of elements with one scale crosses a row, on any number of ranks: 8-bit states need this.
+    """Whether ranks hold whole rows, of whole groups of elements with one scale: 8-bit states need this.
 
-    Then the groups are those of the whole parameter. A row is what follows the first dimension.
+    A row is what follows the first dimension. The number of ranks must not count: a checkpoint loads on any number.
     """
     cut: Any = param
-    needed = GROUP
-    for size, placement in zip(cut.device_mesh.shape, cut.placements):
-        dim = getattr(placement, "dim", 0)
-        if dim and param.dim() != 2:
-            return False
-        needed *= size if dim else 1
-    return param.dim() > 1 and param.shape[1:].numel() % needed == 0
+    has_rows = param.dim() > 1 and not any(getattr(placement, "dim", 0) for placement in cut.placements)
+    return has_rows and param.shape[1:].numel() % GROUP == 0
 
 
 def scale_shape(param: Tensor) -> torch.Size:
