@@ -123,7 +123,15 @@ def by(rank: int) -> dict[str, Any]:
     """Who found something, in words."""
     ranks = ranks_of([nn.Parameter(torch.zeros(1))], [None])
     said = []
-    for found, began in (([0, 1], None), ([1, 1], [0, 1]), ([1, 1], None), ([1, 1], [0, 0])):
+    cases = (
+        ([0, 1], None),
+        ([1, 1], [0, 1]),
+        ([1, 1], None),
+        ([0, 1], [1, 0]),
+        ([1, 1], [0, 0]),
+        ([0, 1], [0, 0]),
+    )
+    for found, began in cases:
         source = None if began is None else torch.tensor(bool(began[rank]))
         agreement = ranks.agreed(torch.tensor(float(found[rank])), began=source)
         assert agreement.by is not None

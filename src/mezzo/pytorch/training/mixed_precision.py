@@ -524,11 +524,12 @@ class MixedPrecision:
                 raise explained.going_on(scaler.how_to_go_on) from collapse
         if finding is not None and finding.alarms and finding.cause != "unknown" and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"MixedPrecision: update {self._journal.updates - 1} was skipped: {finding.sentence}.{finding.advice} "
-                "This is the only warning; mp.findings has later skips.",
-                stacklevel=5,  # through `_disable_dynamo`
-            )
+            if self._ranks().is_first:  # the others have found the same
+                text = f"update {self._journal.updates - 1} was skipped: {finding.sentence}.{finding.advice}"
+                warnings.warn(
+                    f"MixedPrecision: {text} This is the only warning; mp.findings has later skips.",
+                    stacklevel=5,  # through `_disable_dynamo`
+                )
         return result
 
     def _reached(self, loss: Tensor) -> frozenset[int]:
