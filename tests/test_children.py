@@ -40,6 +40,7 @@ WORKER = Path(dist.__file__).parents[1] / "_inductor" / "compile_worker" / "__ma
         (b"python", None),
         (["/opt/bin/torchrun", "--standalone", "train.py"], ("", ["-m", "torch.distributed.run"])),
         (["bash", "-c", f"cd there && OMP_NUM_THREADS=1 '{PYTHON}' -S train.py; ls"], ("S", ["train.py"])),
+        (["torchrun", "--no-python", "mezzo", "run", "train.py"], None),
         (["nice", "-n", "5", "python", "train.py"], ("", ["train.py"])),
         (["env", "PYTHONPATH=src", "python", "train.py"], ("PYTHONPATH=src", ["train.py"])),
         (["bash", "-c", "PYTHONPATH=src:$PYTHONPATH python train.py"], ("", ["train.py"])),
@@ -114,7 +115,7 @@ SPAWNED = "p = mp.get_context('spawn').Process(target=child.look); p.start(); p.
         ("subprocess.run(['bash', '-c', f'{PYTHON} child.py'], env={})", "env={**os.environ"),
         ("subprocess.run(f'{PYTHON} child.py', shell=True, env={})", "env={**os.environ"),
         ("subprocess.run(['torchrun', 'child.py'], env={})", "bf16 -m torch.distributed.run"),
-        ("subprocess.run(f'PYTHONPATH=src {PYTHON} child.py', shell=True)", "PYTHONPATH=src:$PYTHONPATH"),
+        ("subprocess.run(f'PYTHONPATH=Src {PYTHON} child.py', shell=True)", "PYTHONPATH=Src:$PYTHONPATH"),
         ("os.execve(PYTHON, [PYTHON, 'child.py'], {})", "env={**os.environ"),
         (
             "mp.util.spawnv_passfds(PYTHON, [PYTHON, '-E', '-c', f'from {mp.spawn.__name__} import x'], ())",

@@ -47,7 +47,10 @@ LIBRARIES = tuple(
 )
 _TOOLS = {"mezzo", "pip", *sys.stdlib_module_names}
 _LAUNCHERS = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.launch"}
-_BEFORE = re.compile(r"(ba|da|k|z)?sh|env|export|exec|nohup|nice|time(out)?|srun|mpirun")
+# Words of a command that may stand before its program.
+_BEFORE = re.compile(
+    r"\w+=.*|-.*|\d+|(.*/)?((ba|da|k|z)?sh|env|export|exec|nohup|nice|time(out)?|srun|mpirun)", re.DOTALL
+)
 _REPLACED = re.compile(r"PYTHONPATH=(?!.*\$\{?PYTHONPATH)")
 _WORKERS = ("from multiprocessing.spawn", "from multiprocessing.forkserver")
 
@@ -153,10 +156,10 @@ class Children:
     def _check(self, command: Any, flags: str, script: Sequence[str], environment: Any) -> None:
         """Raise UsageError for a process that would not apply the policy."""
         ignoring = "".join(sorted(set(flags) & set("EIS")))
-        if ignoring:
-            why = f"with -{ignoring}, which ignores PYTHONPATH or sitecustomize. Leave -{ignoring} out"
-        elif "=" in flags:
+        if "=" in flags:
             why = f"with {flags}, which replaces the run's. Write {flags}:$PYTHONPATH"
+        elif ignoring:
+            why = f"with -{ignoring}, which ignores PYTHONPATH or sitecustomize. Leave -{ignoring} out"
         elif VARIABLE not in environment:
             why = f"without the environment variable {VARIABLE}. Pass env={{**os.environ, ...}}"
         else:
@@ -180,35 +183,22 @@ def _words(command: Any) -> list[str]:
 def scripts_of(command: Any, *, is_shell: bool = False) -> list[tuple[str, list[str]]]:
     """What `script_of` finds in a command, and in the text of a shell; `flags` may be a `PYTHONPATH=...` of the text.
 
-    >>> scripts_of("cd x && python -I train.py; ls", is_shell=True), scripts_of(["bash", "-c", "torchrun train.py"])
-    ([('I', ['train.py'])], [('', ['-m', 'torch.distributed.run'])])
-    >>> scripts_of(["env", "PYTHONPATH=src", "python", "train.py"]), scripts_of(["echo", "python", "train.py"])
-    ([('PYTHONPATH=src', ['train.py'])], [])
+    >>> scripts_of("export PYTHONPATH=src; python -I train.py", is_shell=True)
+    [('PYTHONPATH=src', ['train.py'])]
     """
     words = _words(command)
     commands = [words]
-    if is_shell or (words and _BEFORE.fullmatch(os.path.basename(words[0]))):
-        commands += [_split(text) for word in words for text in re.split(r"[;|&()\n]+", word)]
+    if is_shell or (words and _BEFORE.fullmatch(words[0])):
+        texts = re.split(r"[;|&()\n]+", re.sub("['\"]", "", "\n".join(words)))
+        commands += [text.split() for text in texts]
     found, path = [], ""
     for simple in commands:
-        at = next((at for at, word in enumerate(simple) if not _is_before(word)), len(simple))
+        at = next((at for at, word in enumerate(simple) if not _BEFORE.fullmatch(word)), len(simple))
         path = next((word for word in simple[:at] if _REPLACED.match(word)), path)
         script = script_of(simple[at:])
         if script is not None:
             found.append((path or script[0], script[1]))
     return found
-
-
-def _split(text: str) -> list[str]:
-    with contextlib.suppress(ValueError):  # a quotation mark that is left open
-        return shlex.split(text)
-    return text.split()
-
-
-def _is_before(word: str) -> bool:
-    """Whether a word of a command may stand before the program: `env`, an assignment, an option or its number."""
-    is_option = "=" in word or word.startswith("-") or word.isdigit()
-    return is_option or _BEFORE.fullmatch(os.path.basename(word)) is not None
 
 
 def script_of(words: Sequence[str]) -> tuple[str, list[str]] | None:
@@ -223,7 +213,7 @@ def script_of(words: Sequence[str]) -> tuple[str, list[str]] | None:
     """
     program, *others = words or [""]
     if launcher := _LAUNCHERS.get(os.path.basename(program)):
-        return "", ["-m", launcher]
+        return None if "mezzo" in others else ("", ["-m", launcher])
     if program != sys.executable and not _PYTHON.fullmatch(os.path.basename(program)):
         return None
     flags, rest = "", iter(others)
