@@ -265,3 +265,7 @@ def test_accelerates_ranks_skip_together(ranks: list[dict[str, Any]]) -> None:
     assert one == other
     assert (one["skips"], one["loss_scale"]) == ([False, True, False], 2.0**15)
     assert one["kind"] == "DistributedDataParallel"
+
+
+def test_each_rank_writes_its_records_to_a_file_of_its_own(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["recorded"] for rank in ranks] == 2 * [{"run-rank1.jsonl": 40, "run.jsonl": 40}]

@@ -14,9 +14,11 @@ The ranks add a few FP64 numbers in one reduction per step, whose result has the
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -264,6 +266,16 @@ def summed(spread: Any) -> Any:
 def is_distributed(group: Any = None) -> bool:
     """Whether there is a process group with more than one rank."""
     return _AVAILABLE and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def own_path(given: Any) -> Any:
+    """A path with `-rankN` on the ranks above 0, as `mezzo run` names their files; anything else as it is."""
+    from mezzo.runner.journal import of_rank
+    from mezzo.runner.lifecycle import rank_here
+
+    rank = dist.get_rank() if is_distributed() else rank_here() or 0
+    is_named = not isinstance(given, (str, os.PathLike)) or Path(given).stem.endswith(f"rank{rank}")
+    return of_rank(Path(given), rank) if rank and not is_named else given
 
 
 def is_spread(tensor: Tensor) -> bool:

@@ -117,7 +117,7 @@ class MixedPrecision:
             `result.finding`, `findings`; the first one that a smaller loss scale does not fix is a warning, too. None:
             only where the host learns of the skip without waiting for it.
         records: a file (``"run.jsonl"``) for `mezzo report`, written anew, or a `mezzo.TensorBoardWriter`. It gets
-            losses and updates, every 16 updates, at `close()` and on an exception.
+            losses and updates, every 16 updates, at `close()` and on an exception. Rank 1 writes `run-rank1.jsonl`.
         weights: deprecated; use `params` and `masters`.
 
     A second one for the same model, such as a notebook's cell that is run again, closes the first with a warning.
@@ -174,7 +174,7 @@ class MixedPrecision:
         wrappers = to_average(model, asked)
         for other in replaced:
             other._make_way()
-        self._journal = Journal(writer_of(records, "MixedPrecision: records"))
+        self._journal = Journal(writer_of(distributed.own_path(records), "MixedPrecision: records"))
         self._findings: deque[OverflowReport] = deque(maxlen=100)
         self._warned = False  # of a skipped step that a smaller loss scale does not fix
         self._window = Accumulation(accumulate)
