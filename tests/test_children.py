@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -37,10 +38,21 @@ WORKER = Path(dist.__file__).parents[1] / "_inductor" / "compile_worker" / "__ma
         (["git", "status"], None),
         ("python train.py", None),
         (b"python", None),
+        (["/opt/bin/torchrun", "--standalone", "train.py"], ("", ["-m", "torch.distributed.run"])),
+        (["bash", "-c", f"cd there && OMP_NUM_THREADS=1 '{PYTHON}' -S train.py; ls"], ("S", ["train.py"])),
+        (["torchrun", "--no-python", "mezzo", "run", "train.py"], None),
+        (["nice", "-n", "5", "python", "train.py"], ("", ["train.py"])),
+        (["env", "PYTHONPATH=src", "python", "train.py"], ("PYTHONPATH=src", ["train.py"])),
+        (["bash", "-c", "PYTHONPATH=src:$PYTHONPATH python train.py"], ("", ["train.py"])),
+        (["bash", "-c", "export PYTHONPATH=src\npython train.py"], ("PYTHONPATH=src", ["train.py"])),
+        (["python", "train.py", "PYTHONPATH=src"], ("", ["train.py"])),
+        (["bash", "-c", "apt install python3 git; echo python train.py 'open"], None),
+        ([PYTHON, "-E", "-c", "from multiprocessing.spawn import spawn_main; spawn_main()"], ("E", [])),
+        ([PYTHON, "-E", "-c", "from multiprocessing.resource_tracker import main;main(3)"], None),
     ],
 )
 def test_commands_that_run_a_script(command: Any, found: Any) -> None:
-    assert children.script_of(command) == found
+    assert children.scripts_of(command) == ([] if found is None else [found])
 
 
 START = """
@@ -85,6 +97,50 @@ def test_a_process_that_the_policy_cannot_reach_ends_the_run(
     else:
         assert told.out in ("utility\n", f"ran False {tmp_path / 'src'}\n")
     assert dict(os.environ) == variables
+
+
+ELSEWHERE = "os.environ['PYTHONPATH'] = 'src'; "
+SPAWNED = "p = mp.get_context('spawn').Process(target=child.look); p.start(); p.join()"
+
+
+@pytest.mark.parametrize(
+    ("start", "fix"),
+    [
+        (ELSEWHERE + "subprocess.run([PYTHON, 'child.py'])", ""),
+        (ELSEWHERE + "os.system(f'{PYTHON} child.py')", ""),
+        (ELSEWHERE + "os.waitpid(os.fork() or os.execv(PYTHON, [PYTHON, 'child.py']), 0)", ""),
+        (ELSEWHERE + SPAWNED, ""),
+        ("subprocess.run(['bash', '-c', f'{PYTHON} child.py'], env={**os.environ, 'PYTHONPATH': 'src'})", ""),
+        ("subprocess.run(['bash', 'child.sh'], env={'PYTHON': PYTHON, 'PATH': os.environ['PATH']})", ""),
+        ("subprocess.run(['bash', '-c', f'{PYTHON} child.py'], env={})", "env={**os.environ"),
+        ("subprocess.run(f'{PYTHON} child.py', shell=True, env={})", "env={**os.environ"),
+        ("subprocess.run(['torchrun', 'child.py'], env={})", "bf16 -m torch.distributed.run"),
+        ("subprocess.run(f'PYTHONPATH=Src {PYTHON} child.py', shell=True)", "PYTHONPATH=Src:$PYTHONPATH"),
+        ("os.execve(PYTHON, [PYTHON, 'child.py'], {})", "env={**os.environ"),
+        (
+            "mp.util.spawnv_passfds(PYTHON, [PYTHON, '-E', '-c', f'from {mp.spawn.__name__} import x'], ())",
+            "-E out",
+        ),
+        ("os.environ.clear(); subprocess.run([PYTHON, 'child.py'])", "env={**os.environ"),
+    ],
+)
+def test_a_process_in_another_environment_is_reached_or_ends_the_run(
+    start: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    look = (
+        "def look():\n    print('reached', any('Waits' in str(hook) for hook in sys.meta_path), flush=True)\n"
+    )
+    Path("child.py").write_text(f"import sys\n{look}if __name__ == '__main__':\n    look()\n")
+    Path("child.sh").write_text('"$PYTHON" child.py\n')
+    code = "import child, multiprocessing as mp, multiprocessing.spawn, os, subprocess, sys\nPYTHON = sys.executable\n"
+    Path("start.py").write_text(f"{code}if __name__ == '__main__':\n    {start}\n")
+    with mock.patch.dict(os.environ):
+        status = main(["run", "--precision", "bf16", "start.py"])
+    told = capfd.readouterr()
+    assert (status, fix in told.err) == (2 if fix else 0, True)
+    assert told.out == ("" if fix else "reached True\n")
 
 
 def test_an_existing_sitecustomize_runs_and_nothing_of_mezzo_does(tmp_path: Path) -> None:

@@ -80,9 +80,10 @@ def test_parts_of_a_mesh_have_their_own_norms_and_one_flag(ranks: list[dict[str,
 
 def test_the_report_says_which_rank(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["by"] == ranks[1]["by"]
-    *alone, together = ranks[0]["by"]["said"]
-    assert alone == ["rank 1", "rank 1", "2 ranks"]
+    *known, together, shard = ranks[0]["by"]["said"]
+    assert known == ["rank 1", "rank 1", "2 ranks", "rank 0"]
     assert "2 ranks after the reduction" in together
+    assert "rank 1 after the reduction" in shard
     assert (ranks[0]["by"]["first"], ranks[0]["by"]["largest"]) == ([5.0], [1.0, 0.0])
 
 
@@ -283,6 +284,7 @@ def test_both_ranks_tell_what_one_of_them_found(case: str, ranks: list[dict[str,
     for told in (one, other):
         assert (told["module"], told["op"], told["skips"]) == (module, op, [False, True, False])
     assert ["found by rank 1" in told["note"] for told in (one, other)] == [True, False]
+    assert [len(told["warned"]) for told in (one, other)] == [1, 0]
     assert one["weights"] == other["weights"] == one["untraced"]
 
 
@@ -291,3 +293,7 @@ def test_accelerates_ranks_skip_together(ranks: list[dict[str, Any]]) -> None:
     assert one == other
     assert (one["skips"], one["loss_scale"]) == ([False, True, False], 2.0**15)
     assert one["kind"] == "DistributedDataParallel"
+
+
+def test_each_rank_writes_its_records_to_a_file_of_its_own(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["recorded"] for rank in ranks] == 2 * [{"run-rank1.jsonl": 40, "run.jsonl": 40}]

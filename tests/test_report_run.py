@@ -152,3 +152,10 @@ def test_a_run_that_was_left_alone_is_not_headed_by_a_policy(tmp_path: Path) -> 
     records[-1] = RunEnded(0, 1.0, ["not left alone, though it uses torch.autocast"])
     made(tmp_path / "s", records)
     assert "<h3>fp16</h3>" in build_run(tmp_path / "s").read_text(encoding="utf-8")
+
+
+def test_the_page_of_a_file_has_the_records_of_the_other_ranks(tmp_path: Path) -> None:
+    for name in ("run", "run-rank1", "runner"):
+        run_records.write(tmp_path / f"{name}.jsonl", run_records.records())
+    page = build_run(tmp_path / "run.jsonl").read_text(encoding="utf-8")
+    assert ("run-rank1" in page, "runner" in page) == (True, False)

@@ -82,11 +82,14 @@ def test_a_trace_of_a_sharded_model_says_what_to_do_instead(two: Results) -> Non
     assert all("on one process without fully_shard" in rank["traced"] for rank in two)
 
 
-@pytest.mark.parametrize("case", ["precision", "accumulate", "clip_norm", "trace"])
+@pytest.mark.parametrize(
+    "case",
+    ["precision", "accumulate", "clip_norm", "trace", "release_gradients", "optimizer's state", "init=1024"],
+)
 def test_ranks_with_different_arguments_end_with_the_same_sentence(two: Results, case: str) -> None:
     first, second = (rank[f"differ: {case}"] for rank in two)
     assert first == second
-    assert first.startswith("MixedPrecision: ")
+    assert first.startswith("GradScaler: " if case.startswith("init") else "MixedPrecision: ")
     for part in ("rank 0 has", "rank 1 has", case, "the same arguments on every rank"):
         assert part in first
 

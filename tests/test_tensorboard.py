@@ -150,3 +150,19 @@ def test_tensorflow_is_not_imported_and_torch_can_compile_afterwards(tmp_path: P
         [sys.executable, "-c", source, str(tmp_path)], capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "written"),
+    [
+        ("0", "a", {"a", "a.jsonl"}),
+        ("1", "a", {"a-rank1", "a-rank1.jsonl"}),
+        ("1", "rank1", {"rank1", "rank1.jsonl"}),
+    ],
+)
+def test_each_rank_has_events_and_records_of_its_own(
+    rank: str, name: str, written: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    TensorBoardWriter(tmp_path / name, also=tmp_path / f"{name}.jsonl").close()
+    assert {each.name for each in tmp_path.iterdir()} == written

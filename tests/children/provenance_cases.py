@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,14 +31,17 @@ def case(rank: int, fault: str, trace: bool) -> dict[str, Any]:
     wrapped = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     mp = mezzo.MixedPrecision(wrapped, optimizer, "fp16", loss_scale=64, trace=trace)
-    told: dict[str, Any] = {"skips": []}
+    told: dict[str, Any] = {"skips": [], "warned": []}
     for step in range(3):
         net[1].fault = now = fault if (rank, step) == (1, 1) else ""
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * rank + step))
         with mp.autocast():
             out = wrapped(x).float()
             loss = out.square().mean() + (torch.log(out * 0).mean() if now == "loss" else 0.0)
-        told["skips"].append(mp.step(loss).skipped)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            told["skips"].append(mp.step(loss).skipped)
+        told["warned"] += [str(one.message) for one in warned if "was skipped" in str(one.message)]
     for finding in mp.findings:
         told |= {"module": finding.module, "op": finding.op, "note": finding.note}
     mp.close()

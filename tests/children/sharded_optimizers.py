@@ -515,10 +515,13 @@ if WORLD == 2:
         ("accumulate", 1, 2),
         ("clip_norm", None, 1.0),
         ("trace", False, None),  # None: traced, on a CPU
+        ("release_gradients", False, True),
+        ("optimizer's state", "fp32", "bf16"),
     ):
         CASES[f"differ: {what}"] = lambda what=what, one=one, other=other: training_cases.differ(
             RANK, ({what: one}, {what: other})
         )
+    CASES["differ: init=1024"] = lambda: training_cases.scalers_differ(RANK)
     CASES |= {
         f"save: window {each}": lambda each=each: training_cases.save(FOLDER, *each) for each in WINDOWS
     }

@@ -137,11 +137,23 @@ def traced() -> str:
 
 def differ(rank: int, arguments: tuple[dict[str, Any], dict[str, Any]]) -> str:
     """Ranks with different arguments end with one sentence, before a collective that one of them lacks."""
-    net = DistributedDataParallel(nn.Linear(6, 3))
     how = {"precision": "fp16" if "trace" in arguments[rank] else "bf16", **arguments[rank]}
-    mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), **how)
+    net = (fully_shard if "release_gradients" in how else DistributedDataParallel)(nn.Linear(6, 3))
+    optimizer = mezzo.optim.AdamW(net.parameters(), lr=0.1, state=how.pop("optimizer's state", "fp32"))
+    mp = mezzo.MixedPrecision(net, optimizer, **how)
     try:
         train(net, mp, range(4))
+    except UsageError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def scalers_differ(rank: int) -> str:
+    net = fully_shard(nn.Linear(6, 3))
+    scaler = mezzo.GradScaler(init_scale=1024.0 * (rank + 1))
+    scaler.scale(net(data(rank)).square().mean()).backward()
+    try:
+        scaler.step(torch.optim.SGD(net.parameters(), lr=0.1))
     except UsageError as error:
         return str(error)
     raise AssertionError("no error")

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import fsdp_cases
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
+from mezzo.core import records
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.distributed import Ranks, local, named, own_squares, ranks_of, replica_groups
 
@@ -123,7 +125,15 @@ def by(rank: int) -> dict[str, Any]:
     """Who found something, in words."""
     ranks = ranks_of([nn.Parameter(torch.zeros(1))], [None])
     said = []
-    for found, began in (([0, 1], None), ([1, 1], [0, 1]), ([1, 1], None), ([1, 1], [0, 0])):
+    cases = (
+        ([0, 1], None),
+        ([1, 1], [0, 1]),
+        ([1, 1], None),
+        ([0, 1], [1, 0]),
+        ([1, 1], [0, 0]),
+        ([0, 1], [0, 0]),
+    )
+    for found, began in cases:
         source = None if began is None else torch.tensor(bool(began[rank]))
         agreement = ranks.agreed(torch.tensor(float(found[rank])), began=source)
         assert agreement.by is not None
@@ -376,6 +386,20 @@ def accelerated(rank: int) -> dict[str, Any]:
     return {"skips": skips, "weights": hexed(model), "loss_scale": scale, "kind": kind}
 
 
+def recorded(rank: int) -> dict[str, Any]:
+    """Both ranks are given the same file."""
+    net = DistributedDataParallel(nn.Linear(4, 2))
+    file = Path(sys.argv[2]).with_name("run.jsonl")
+    mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "bf16", records=file)
+    for _ in range(20):
+        with mp.autocast():
+            loss = net(torch.ones(2, 4)).square().mean()
+        mp.step(loss)
+    mp.close()
+    dist.barrier()
+    return {one.name: len(list(records.read(one))) for one in sorted(file.parent.glob("*.jsonl"))}
+
+
 CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     **fsdp_cases.CASES,
     **provenance_cases.CASES,
@@ -409,6 +433,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "compressed": compressed,
     "refused": refused,
     "accelerated": accelerated,
+    "recorded": recorded,
 }
 
 

@@ -14,9 +14,11 @@ The ranks add a few FP64 numbers in one reduction per step, whose result has the
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -69,12 +71,17 @@ class Ranks:
         """The ranks that have parts of the parameters, in order."""
         return [] if self._holders is None else sorted(self._holders.ranks)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the ranks, which speaks for all."""
+        return self._everyone is None or dist.get_rank() == min(self._everyone.ranks)
+
     def agreed(
         self, found: Tensor | None, squares: Tensor | None = None, began: Tensor | None = None
     ) -> Agreement:
         """From this rank's `found` (0-dim) and sums of squares (n,) to those of all ranks, in one reduction.
 
-        `began`: whether what was found came from this rank, where it is known.
+        `began` (0-dim): whether what any rank found came from this rank, where it is known.
         """
         if squares is None:
             squares = torch.zeros(0, dtype=torch.float64)
@@ -82,7 +89,7 @@ class Ranks:
             return Agreement(found, squares)
         at, rank = squares.device if found is None else found.device, dist.get_rank()
         flag = torch.zeros((), dtype=torch.float64, device=at) if found is None else (found != 0).double()
-        source = flag if began is None else flag * began
+        source = flag if began is None else began.to(flag)  # a sharded gradient may be found by other ranks
         flags = torch.stack([flag, flag * rank, source, source * rank]).to(self._device)
         numbers = torch.cat([flags, squares.double().to(self._device)])
         _add(numbers, self._holders.groups)
@@ -104,8 +111,7 @@ class Ranks:
         """The numbers of the first rank; waits for the device."""
         if self._everyone is None:
             return list(numbers)
-        is_first = dist.get_rank() == min(self._everyone.ranks)
-        return self.largest(*(number if is_first else -math.inf for number in numbers))
+        return self.largest(*(number if self.is_first else -math.inf for number in numbers))
 
     def counts(self, param: Tensor) -> bool:
         """Whether this rank adds its part of this parameter's gradient to the sums: of equal copies, one rank does."""
@@ -227,9 +233,8 @@ def named(by: Tensor) -> str:
     count, ranks, began, first = by.tolist()
     if began:
         count, ranks = began, first
-    if count == 1:
-        return f"rank {ranks:.0f}"
-    return f"{count:.0f} ranks" if began else f"{count:.0f} ranks after the reduction, which spreads it"
+    who = f"rank {ranks:.0f}" if count == 1 else f"{count:.0f} ranks"
+    return who if began else f"{who} after the reduction, which spreads it"
 
 
 def own_squares(params: Sequence[Tensor], ranks: Ranks) -> tuple[Tensor, Tensor]:
@@ -261,6 +266,16 @@ def summed(spread: Any) -> Any:
 def is_distributed(group: Any = None) -> bool:
     """Whether there is a process group with more than one rank."""
     return _AVAILABLE and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def own_path(given: Any) -> Any:
+    """A path with `-rankN` on the ranks above 0, as `mezzo run` names their files; anything else as it is."""
+    from mezzo.runner.journal import of_rank
+    from mezzo.runner.lifecycle import rank_here
+
+    rank = dist.get_rank() if is_distributed() else rank_here() or 0
+    is_named = not isinstance(given, (str, os.PathLike)) or Path(given).stem.endswith(f"rank{rank}")
+    return of_rank(Path(given), rank) if rank and not is_named else given
 
 
 def is_spread(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError, checks_keywords
 from mezzo.core.loss_scale import LARGEST, DynamicLossScale, ScaleArrays, StaticLossScale, check, on_host
-from mezzo.pytorch import distributed, loss_scaler
+from mezzo.pytorch import distributed, loss_scaler, same_options
 from mezzo.pytorch import step as engine
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.loss_scaler import from_scaler_state, moved, to_scaler_state
@@ -138,6 +138,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def _begin(self, device: str | None, enabled: bool, pure: DynamicLossScale) -> None:
         self._pure = pure
+        self._compared = False  # with the arguments of other ranks
+        self._given = {
+            name: value for name, value in vars(pure).items() if name not in ScaleArrays.__annotations__
+        }
         super().__init__("cpu")  # enabled: a disabled one of torch's has no numbers
         self._device, self._enabled = device or "", enabled
         self._forget()
@@ -250,6 +254,9 @@ class GradScaler(torch.amp.GradScaler):
         ranks = distributed.ranks_of(engine.parameters(optimizer))
         if not ranks:
             return found
+        if not self._compared:
+            self._compared = True
+            same_options.compare_arguments("GradScaler", "step(optimizer)", self._given, ranks.holders)
         own = engine.combined([found_inf, *found.values()], found_inf.device)
         state = self._per_optimizer_states[id(optimizer)]
         agreed, state["norm"], _ = engine.clip_(params, grads, own, None, state.get("max_norm"), ranks)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _SIMULATED = ("fake", "threaded")  # backends of one process
 _SAME = "the same"
 _SECONDS_TO_READ = timedelta(seconds=60)
-_compared = Counter[int]()  # MixedPrecisions of this process, by their ranks
+_compared = Counter[str]()  # MixedPrecisions and GradScalers of this process, by their ranks
 
 
 def store_of_ranks() -> Any:
@@ -59,25 +59,34 @@ def difference(store: Any, rank: int, ranks: Sequence[int], mine: str, patience:
 
 def compare(mp: MixedPrecision, ranks: Sequence[int]) -> None:
     """Before the first backward of a MixedPrecision: raise a UsageError on all its ranks if their arguments differ."""
-    store = store_of_ranks() if len(ranks) > 1 else None
-    if store is None:
-        return
     parts = {"precision": mp._resolved.asked, "accumulate": mp.accumulate}
     # As given, not the present scale: the store may have the messages of ranks that were restarted since.
     parts |= {"clip_norm": mp.clip_norm, "clip_value": mp.clip_value, "loss_scale": mp._given_scale}
     parts["trace"] = mp._observing.tracer is not None or None  # ranks that trace exchange what they found
+    parts["release_gradients"] = mp._release is not None or None
+    for name in ("masters", "state"):
+        kinds = dict.fromkeys(group.get(name) for group in mp.optimizer.param_groups)
+        parts[f"optimizer's {name}"] = "/".join(filter(None, kinds)) or None
+    compare_arguments("MixedPrecision", "step(loss)", parts, ranks)
+
+
+def compare_arguments(who: str, step: str, parts: dict[str, Any], ranks: Sequence[int]) -> None:
+    """Raise a UsageError on all these ranks if their arguments of a `MixedPrecision` or `GradScaler` differ."""
+    store = store_of_ranks() if len(ranks) > 1 else None
+    if store is None:
+        return
     mine = ", ".join(f"{name}={value}" for name, value in parts.items() if value is not None)
-    group = zlib.crc32(str(ranks).encode())
+    group = f"{who}/{zlib.crc32(str(ranks).encode())}"
     own = distributed_c10d.PrefixStore(f"mezzo/training/{group}/{_compared[group]}", store)
     _compared[group] += 1
     wrong = difference(own, dist.get_rank(), ranks, mine, store.timeout)
     if wrong:
         raise UsageError(
-            f"MixedPrecision: the ranks have different arguments: {wrong}. They would wait for each other forever. "
-            "Pass the same arguments on every rank."
+            f"{who}: the ranks have different arguments: {wrong}. They would wait for each other forever, or train "
+            "different weights. Pass the same arguments on every rank."
         )
     if wrong is None:
         raise UsageError(
-            f"MixedPrecision: one of the {len(ranks)} ranks did not reach its first step(loss) in "
-            f"{store.timeout.total_seconds():.0f} seconds. Create the MixedPrecision on every rank, and call step."
+            f"{who}: one of the {len(ranks)} ranks did not reach its first {step} in "
+            f"{store.timeout.total_seconds():.0f} seconds. Create the {who} on every rank, and call step."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from glob import escape
 from pathlib import Path
 
 from mezzo.core.errors import UsageError
@@ -18,14 +19,18 @@ def build(directory: str | os.PathLike[str]) -> Path:
 
 
 def build_run(records: str | os.PathLike[str]) -> Path:
-    """Write a page about the runs in a folder (``DIR/report.html``) or a file (``NAME.html``), and return its path."""
+    """Write a page about the runs in a folder (``DIR/report.html``) or a file (``NAME.html``), and return its path.
+
+    The page of a file has those of the other ranks as well (``NAME-rank1.jsonl``).
+    """
     place = Path(records)
     if place.is_dir():
         target, name = place / "report.html", place.resolve().name
         files = sorted((place / "runs").glob("*.jsonl")) or sorted(place.glob("*.jsonl"))
     else:
         target, name = place.with_suffix(".html"), place.stem
-        files = [place] if place.is_file() else []
+        of_ranks = place.parent.glob(f"{escape(place.stem)}-rank*{place.suffix}")
+        files = [place, *sorted(of_ranks)] if place.is_file() else []
     runs = [read_run(file) for file in files]
     if not any(run.records for run in runs):
         for file in files:  # a file that cannot be read may hold records

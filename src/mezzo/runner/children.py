@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.commands import run_command
@@ -47,6 +46,13 @@ LIBRARIES = tuple(
     for folder in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 _TOOLS = {"mezzo", "pip", *sys.stdlib_module_names}
+_LAUNCHERS = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.launch"}
+# Words of a command that may stand before its program.
+_BEFORE = re.compile(
+    r"\w+=.*|-.*|\d+|(.*/)?((ba|da|k|z)?sh|env|export|exec|nohup|nice|time(out)?|srun|mpirun)", re.DOTALL
+)
+_REPLACED = re.compile(r"PYTHONPATH=(?!.*\$\{?PYTHONPATH)")
+_WORKERS = ("from multiprocessing.spawn", "from multiprocessing.forkserver")
 
 
 class Children:
@@ -63,6 +69,7 @@ class Children:
         self._before: dict[str, str | None] = {}
         self._home = Path(tempfile.gettempdir(), f"mezzo-run-{uuid.uuid4().hex}")  # made by the first mark
         self._module = module
+        self._applies = False  # also where another library keeps a patch
 
     def install(self) -> None:
         """Export the run, unless this process is a child itself and has it from its parent."""
@@ -82,10 +89,15 @@ class Children:
             for name, value in ((VARIABLE, json.dumps(run)), ("PYTHONPATH", os.pathsep.join(paths))):
                 self._before[name] = os.environ.get(name)
                 os.environ[name] = value
-        self._imports.when("subprocess", self._watch_starts)
+        self._applies = True
+        for name in ("execv", "execve", "system"):
+            self._watch(os, name)
+        self._imports.when("subprocess", lambda module: self._watch(module.Popen, "__init__"))
+        self._imports.when("multiprocessing.util", lambda module: self._watch(module, "spawnv_passfds"))
 
     def remove(self) -> None:
         """Take the variables back. Children that still run go on by themselves."""
+        self._applies = False
         self._patches.undo()
         for name, value in self._before.items():
             if value is None:
@@ -114,65 +126,105 @@ class Children:
         if self._before:
             shutil.rmtree(self._home, ignore_errors=True)
 
-    def _watch_starts(self, subprocess: ModuleType | Any) -> None:
-        original = subprocess.Popen.__init__
+    def _watch(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
         parameters = signature(original)
 
-        def init(*args: Any, **kwargs: Any) -> None:
+        def start(*args: Any, **kwargs: Any) -> Any:
             given = parameters.bind(*args, **kwargs)
-            environment = given.arguments.get("env")
-            command = script_of(given.arguments.get("args"))
-            if command is not None and not given.arguments.get("shell"):
-                self._check(given.arguments["args"], *command, environment)
-                if environment is not None and STARTUP not in str(environment.get("PYTHONPATH", "")):
-                    paths = filter(None, (STARTUP, environment.get("PYTHONPATH")))
-                    given.arguments["env"] = {**environment, "PYTHONPATH": os.pathsep.join(paths)}
-            original(*given.args, **given.kwargs)
+            if self._applies:
+                self._reach(given.arguments)
+            return original(*given.args, **given.kwargs)
 
-        self._patches.set(subprocess.Popen, "__init__", init)
+        self._patches.set(owner, name, start)
 
-    def _check(self, words: Sequence[Any], flags: str, script: Sequence[str], environment: Any) -> None:
+    def _reach(self, given: dict[str, Any]) -> None:
+        """Put the startup folder first in a new process's PYTHONPATH; UsageError if it would not apply the policy."""
+        command = given.get("args", given.get("argv", given.get("command")))
+        environment = os.environ if given.get("env") is None else given["env"]
+        is_shell = bool(given.get("shell", "command" in given))
+        for flags, script in scripts_of(command, is_shell=is_shell):
+            self._check(command, flags, script, environment)
+        run, paths = os.environ.get(VARIABLE), environment.get("PYTHONPATH")
+        if run is not None and (VARIABLE not in environment or STARTUP not in str(paths)):
+            paths = os.pathsep.join(filter(None, (STARTUP, paths)))
+            if environment is os.environ:
+                os.environ["PYTHONPATH"] = paths  # multiprocessing and exec take it from there
+            else:
+                given["env"] = {VARIABLE: run, **environment, "PYTHONPATH": paths}
+
+    def _check(self, command: Any, flags: str, script: Sequence[str], environment: Any) -> None:
         """Raise UsageError for a process that would not apply the policy."""
         ignoring = "".join(sorted(set(flags) & set("EIS")))
-        if ignoring:
+        if "=" in flags:
+            why = f"with {flags}, which replaces the run's. Write {flags}:$PYTHONPATH"
+        elif ignoring:
             why = f"with -{ignoring}, which ignores PYTHONPATH or sitecustomize. Leave -{ignoring} out"
-        elif environment is not None and VARIABLE not in environment:
+        elif VARIABLE not in environment:
             why = f"without the environment variable {VARIABLE}. Pass env={{**os.environ, ...}}"
         else:
             return
-        request = {"target": script[-1], "is_module": script[0] == "-m"}
+        request = {"target": script[-1], "is_module": script[0] == "-m"} if script else vars(self._request)
         launch = run_command(request, "--precision", self._request.policy)
+        text = command if isinstance(command, str) else shlex.join(_words(command))
         error = UsageError(
-            f"the script starts `{shlex.join(map(str, words))}` {why}, or start that process by "
+            f"the script starts `{text}` {why}, or start that process by "
             f"`{launch}`: the policy can't reach it otherwise, and it would train in FP32"
         )
         self._fail(error)
         raise error
 
 
-def script_of(command: Any) -> tuple[str, list[str]] | None:
+def _words(command: Any) -> list[str]:
+    words = command if isinstance(command, (list, tuple)) else [command]
+    return [os.fsdecode(word) for word in words if isinstance(word, (str, bytes, os.PathLike))]
+
+
+def scripts_of(command: Any, *, is_shell: bool = False) -> list[tuple[str, list[str]]]:
+    """What `script_of` finds in a command, and in the text of a shell; `flags` may be a `PYTHONPATH=...` of the text.
+
+    >>> scripts_of("export PYTHONPATH=src; python -I train.py", is_shell=True)
+    [('PYTHONPATH=src', ['train.py'])]
+    """
+    words = _words(command)
+    commands = [words]
+    if is_shell or (words and _BEFORE.fullmatch(words[0])):
+        texts = re.split(r"[;|&()\n]+", re.sub("['\"]", "", "\n".join(words)))
+        commands += [text.split() for text in texts]
+    found, path = [], ""
+    for simple in commands:
+        at = next((at for at, word in enumerate(simple) if not _BEFORE.fullmatch(word)), len(simple))
+        path = next((word for word in simple[:at] if _REPLACED.match(word)), path)
+        script = script_of(simple[at:])
+        if script is not None:
+            found.append((path or script[0], script[1]))
+    return found
+
+
+def script_of(words: Sequence[str]) -> tuple[str, list[str]] | None:
     """The flags and the script (or `-m`, MODULE) of a command that runs a user's Python script; None for any other.
+
+    A process of `multiprocessing` has no script of its own.
 
     >>> script_of(["python3", "-u", "train.py", "-S"]), script_of(["python", "-IWerror", "-m", "train"])
     (('u', ['train.py']), ('I', ['-m', 'train']))
-    >>> script_of(["python", "-I", "-c", "print()"]), script_of(["python", "-m", "pip", "list"]), script_of("ls")
+    >>> script_of(["python", "-I", "-c", "print()"]), script_of(["python", "-m", "pip", "list"]), script_of(["ls"])
     (None, None, None)
     """
-    if not isinstance(command, (list, tuple)) or not all(isinstance(w, (str, os.PathLike)) for w in command):
-        return None
-    words = iter([str(word) for word in command])
-    program = next(words, "")
+    program, *others = words or [""]
+    if launcher := _LAUNCHERS.get(os.path.basename(program)):
+        return None if "mezzo" in others else ("", ["-m", launcher])
     if program != sys.executable and not _PYTHON.fullmatch(os.path.basename(program)):
         return None
-    flags = ""
-    for word in words:
+    flags, rest = "", iter(others)
+    for word in rest:
         if not word.startswith("-") or word == "-":
             path = os.path.realpath(word)
             return None if path.startswith(LIBRARIES) else (flags, [word])
         for at, letter in enumerate(word[1:], start=2):
-            value = letter in "cmWX" and (word[at:] or next(words, ""))
+            value = letter in "cmWX" and (word[at:] or next(rest, ""))
             if letter == "c":
-                return None
+                return (flags, []) if str(value).startswith(_WORKERS) else None
             if letter == "m":
                 return None if str(value).partition(".")[0] in _TOOLS else (flags, ["-m", str(value)])
             if value is not False:

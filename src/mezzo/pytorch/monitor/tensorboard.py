@@ -14,6 +14,7 @@ from mezzo.core import records
 from mezzo.core.errors import UsageError, checks_keywords
 from mezzo.core.ranges import Histogram, label_of
 from mezzo.core.records import Record, RecordWriter, writer_of
+from mezzo.pytorch.distributed import own_path
 
 
 class TensorBoardWriter(RecordWriter):
@@ -37,7 +38,7 @@ class TensorBoardWriter(RecordWriter):
     Times are the records' own. A child made by ``fork`` writes nothing.
 
     Args:
-        logdir: the folder for the events; made if it is not there.
+        logdir: the folder for the events; made if it is not there. Rank 1 of several has `runs/a-rank1`.
         also: a file, or another writer, that gets every record too: ``also="run.jsonl"``.
 
     Raises:
@@ -52,13 +53,13 @@ class TensorBoardWriter(RecordWriter):
             with _without_tensorflow():
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._events: Any = SummaryWriter(os.fspath(logdir))
+                self._events: Any = SummaryWriter(os.fspath(own_path(logdir)))
         except ImportError as error:
             raise UsageError(
                 f"TensorBoardWriter needs the package tensorboard, which can't be imported ({error}). Install it: "
                 "pip install tensorboard"
             ) from error
-        self._also = writer_of(also, "TensorBoardWriter: also")
+        self._also = writer_of(own_path(also), "TensorBoardWriter: also")
         self._pid = os.getpid()
         self._zero = time.time()
         self._closed = False

@@ -116,7 +116,7 @@ class MixedPrecision:
             `result.finding`, `findings`; the first one that a smaller loss scale does not fix is a warning, too. None:
             only where the host learns of the skip without waiting for it.
         records: a file (``"run.jsonl"``) for `mezzo report`, written anew, or a `mezzo.TensorBoardWriter`. It gets
-            losses and updates, every 16 updates, at `close()` and on an exception.
+            losses and updates, every 16 updates, at `close()` and on an exception. Rank 1 writes `run-rank1.jsonl`.
         weights: deprecated; use `params` and `masters`.
 
     A second one for the same model, such as a notebook's cell that is run again, closes the first with a warning.
@@ -179,7 +179,7 @@ class MixedPrecision:
             _ALIVE.difference_update(replaced)
             self._resolved = ResolvedPrecision(model, asked, device_type, scale, why)
             undo.callback(self._resolved.end)
-            self._journal = Journal(writer_of(records, "MixedPrecision: records"))
+            self._journal = Journal(writer_of(distributed.own_path(records), "MixedPrecision: records"))
             self._findings: deque[OverflowReport] = deque(maxlen=100)
             self._warned: bool | None = (
                 None  # whether the last warning of a skipped step was of a known place
@@ -536,12 +536,13 @@ class MixedPrecision:
         if self._warned is None or finding.is_located > self._warned:
             self._warned = finding.is_located
             more = "This is the last warning" if self._warned else "One more follows if its line is found"
-            warnings.warn(
-                f"MixedPrecision: update {self._journal.updates - 1} "
-                f"{'was skipped' if skipped is True else 'stepped from a loss that is NaN or infinite'}: "
-                f"{finding.sentence}.{finding.advice} {more}; mp.findings has later skips.",
-                stacklevel=5,  # through `_disable_dynamo`
-            )
+            if self._ranks().is_first:  # the others have found the same
+                warnings.warn(
+                    f"MixedPrecision: update {self._journal.updates - 1} "
+                    f"{'was skipped' if skipped is True else 'stepped from a loss that is NaN or infinite'}: "
+                    f"{finding.sentence}.{finding.advice} {more}; mp.findings has later skips.",
+                    stacklevel=5,  # through `_disable_dynamo`
+                )
         return result
 
     def _reached(self, loss: Tensor) -> frozenset[int]:
