@@ -442,6 +442,24 @@ def test_two_networks_train_as_in_fp32(clip: float) -> None:
     scaled_as_unscaled(make)
 
 
+def test_a_backward_pass_after_clipping_adds_gradients_as_in_fp32() -> None:
+    def make() -> tuple[Any, Any]:
+        model = net(manual=True)
+
+        def training_step(batch: Any, batch_idx: int) -> None:
+            optimizer = model.optimizers()
+            model.manual_backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
+            model.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            if batch_idx % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        model.training_step = training_step
+        return model, {}
+
+    scaled_as_unscaled(make)
+
+
 @pytest.mark.parametrize("plant", [None, 3])
 def test_lbfgs(plant: int | None) -> None:
     def close(model: Any) -> float:
