@@ -68,6 +68,16 @@ OFF: dict[str, tuple[str, str, list[str]]] = {  # the script, the same one in FP
         script(),
         ["torch.autocast bfloat16"],
     ),
+    "set_autocast_enabled": (
+        script("torch.set_autocast_dtype('cpu', torch.bfloat16); torch.set_autocast_enabled('cpu', True)"),
+        script(),
+        ["torch.set_autocast_enabled"],
+    ),
+    "set_autocast_enabled in forward": (
+        script("model.register_forward_pre_hook(lambda *_: torch.set_autocast_enabled('cpu', True))"),
+        script(),
+        ["torch.set_autocast_enabled"],
+    ),
     "a decorated forward": (
         script("model.forward = torch.autocast('cpu', torch.bfloat16)(model.forward)"),
         script(),
