@@ -224,6 +224,48 @@ def test_gradients_are_unscaled_once_and_only_where_they_are_clipped() -> None:
     assert second.weight.grad.abs().max() == pytest.approx(0.05)
 
 
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize(
+    ("make", "times"), [(torch.optim.SGD, 2), (torch.optim.AdamW, 3), (torch.optim.LBFGS, 1)]
+)
+def test_a_backward_pass_after_clipping_adds_gradients_as_in_fp32(clip: str, make: Any, times: int) -> None:
+    def trained(accelerator: Any) -> Any:
+        model = network()
+        model, optimizer = accelerator.prepare(model, make(model.parameters(), lr=0.01))
+        for x, y in zip(X[:6], Y[:6]):
+
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                loss: Tensor = F.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                getattr(accelerator, clip)(model.parameters(), 0.01)
+                return loss
+
+            with accelerator.accumulate(model):
+                if make is torch.optim.LBFGS:  # calls it several times
+                    optimizer.step(closure)
+                else:
+                    closure()
+                    optimizer.step()
+                optimizer.zero_grad()
+        return list(model.parameters())
+
+    scaled, unscaled = plain(gradient_accumulation_steps=times), plain(gradient_accumulation_steps=times)
+    mezzo.accelerate.attach(scaled, "fp32", loss_scale=1024.0)
+    same(trained(scaled), trained(unscaled))
+
+
+def test_an_overflow_that_was_clipped_away_skips_the_step_of_later_backward_passes() -> None:
+    accelerator = attached("fp32", loss_scale="dynamic(init=1024)")
+    model = nn.Linear(8, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for factor in (1e37, 1.0):
+        accelerator.backward(model(X[0]).sum() * factor)
+        accelerator.clip_grad_value_(model.parameters(), 0.1)
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert accelerator.mezzo.loss_scale == 512
+
+
 @pytest.mark.parametrize(
     ("overflowing", "scale", "good"), [([], 1024, 1), ([0], 512, 0), ([1], 512, 0), ([0, 1], 512, 0)]
 )

@@ -236,6 +236,7 @@ class Lines(Watcher):
     ("note", "candidates"),
     [
         (AUTOCAST[0], ["own", "bf16"]),
+        (AUTOCAST[0].replace("autocast", "set_autocast_enabled"), ["own", "bf16"]),
         ("left alone: Net has bfloat16 parameters: the script chooses", ["own", "own,masters=split", "bf16"]),
     ],
 )
@@ -464,6 +465,13 @@ def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None
             r"it uses deepspeed.initialize itself \(t.py\), which mezzo compare can't switch off.*; fix it",
         ),
         ({"refuse": OWN, "off": OWN}, {}, ScriptError, "itself .*can't switch off"),
+        (
+            {"refuse": OWN, "off": {"crash": "RuntimeError: dtypes.", "notes": ["switched off: Net in bfloat16"]}},
+            {},
+            ScriptError,
+            r"own mixed precision \(Net in bfloat16\) switched off: RuntimeError: dtypes\. .*\.dtype\)",
+        ),
+        ({"fp32": {"crash": "EOFError: EOF when reading a line"}}, {}, ScriptError, "standard input"),
         ({}, {"precisions": ("own", "bf16")}, UsageError, "no mixed precision of its own.*='fp16'.* Leave own out"),
         ({"fp32": {"losses": 0}}, {}, ScriptError, r"never called backward\(\)"),
         ({"bf16": {"signal": 9}}, {}, MezzoError, "killed by signal 9"),

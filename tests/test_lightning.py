@@ -226,6 +226,38 @@ def test_a_training_step_without_a_loss_leaves_the_batch_out() -> None:
     scaled_as_unscaled(make, gradient_clip_val=0.1)
 
 
+def test_an_optimizer_step_of_the_users_may_run_the_closure_itself() -> None:
+    def make() -> tuple[Any, Any]:
+        model = net()
+
+        def optimizer_step(epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+            closure()
+            optimizer.step()
+
+        model.optimizer_step = optimizer_step
+        return model, {}
+
+    scaled_as_unscaled(make, gradient_clip_val=0.1)
+
+
+@pytest.mark.parametrize(("policy", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_model_without_parameters_computes_in_the_format(policy: str, dtype: torch.dtype) -> None:
+    class Products(L.LightningModule):  # type: ignore[misc, name-defined]
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ x.T
+
+        def test_step(self, batch: Any, index: int) -> None:
+            self.kind = self(batch[0]).dtype
+
+    model = Products()
+    settings: Any = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    plugin = mezzo.lightning.precision(policy)
+    L.Trainer(plugins=[plugin], accelerator="cpu", **settings).test(model, loader(), verbose=False)
+    assert model.kind is dtype
+    fabric = L.Fabric(plugins=[mezzo.lightning.precision(policy)], accelerator="cpu")
+    assert fabric.setup(nn.Identity())(torch.ones(2, 3)).dtype is torch.float32
+
+
 @pytest.mark.parametrize(
     ("policy", "settings"),
     [
@@ -439,6 +471,24 @@ def test_two_networks_train_as_in_fp32(clip: float) -> None:
     def make() -> tuple[Any, Any]:
         model = gan(steps=2, clip=clip)
         return model, {"norms": model.norms}
+
+    scaled_as_unscaled(make)
+
+
+def test_a_backward_pass_after_clipping_adds_gradients_as_in_fp32() -> None:
+    def make() -> tuple[Any, Any]:
+        model = net(manual=True)
+
+        def training_step(batch: Any, batch_idx: int) -> None:
+            optimizer = model.optimizers()
+            model.manual_backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
+            model.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            if batch_idx % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        model.training_step = training_step
+        return model, {}
 
     scaled_as_unscaled(make)
 

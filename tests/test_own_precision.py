@@ -68,6 +68,16 @@ OFF: dict[str, tuple[str, str, list[str]]] = {  # the script, the same one in FP
         script(),
         ["torch.autocast bfloat16"],
     ),
+    "set_autocast_enabled": (
+        script("torch.set_autocast_dtype('cpu', torch.bfloat16); torch.set_autocast_enabled('cpu', True)"),
+        script(),
+        ["torch.set_autocast_enabled"],
+    ),
+    "set_autocast_enabled in forward": (
+        script("model.register_forward_pre_hook(lambda *_: torch.set_autocast_enabled('cpu', True))"),
+        script(),
+        ["torch.set_autocast_enabled"],
+    ),
     "a decorated forward": (
         script("model.forward = torch.autocast('cpu', torch.bfloat16)(model.forward)"),
         script(),
@@ -83,6 +93,15 @@ OFF: dict[str, tuple[str, str, list[str]]] = {  # the script, the same one in FP
     "to(tensor)": (
         script("model = model.to(torch.ones(1).bfloat16())", LOW),
         script("", WIDE),
+        ["Sequential in bfloat16"],
+    ),
+    "an input of an inner module": (
+        script(
+            "model.bfloat16(); model[1] = torch.nn.Identity()\n"
+            "model[1].forward = lambda h: h.to(torch.bfloat16)",
+            LOW,
+        ),
+        script("model[1] = torch.nn.Identity()\nmodel[1].forward = lambda h: h.bfloat16().float()", WIDE),
         ["Sequential in bfloat16"],
     ),
     "set_default_dtype": (
@@ -186,12 +205,22 @@ def test_a_frozen_model_keeps_its_format(launch: Any) -> None:
     assert SWITCHED_OFF not in ran.notes
 
 
-def test_what_is_not_switched_off_ends_the_run(launch: Any) -> None:
-    made = "import mezzo; mezzo.calibrate(model, None, [])"
-    with pytest.raises(
-        UsageError, match=r"--own off does not switch this off: it uses mezzo\.calibrate itself"
-    ):
-        launch(script(made), policy="fp32", own="off")
+@pytest.mark.parametrize(
+    ("source", "use"),
+    [
+        (script("import mezzo; mezzo.calibrate(model, None, [])"), r"it uses mezzo\.calibrate itself"),
+        (
+            script(
+                call="loss = (x.bfloat16() @ w).float().square().mean()",
+                optimizer="torch.optim.SGD([w := torch.nn.Parameter(torch.ones(64, 1).bfloat16())])",
+            ),
+            r"SGD trains bf16 parameters; .*\.float\(\)",
+        ),
+    ],
+)
+def test_what_is_not_switched_off_ends_the_run(launch: Any, source: str, use: str) -> None:
+    with pytest.raises(UsageError, match=f"--own off does not switch this off: {use}"):
+        launch(source, policy="fp32", own="off")
 
 
 def test_every_patch_is_put_back(launch: Any) -> None:

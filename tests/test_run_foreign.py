@@ -76,12 +76,19 @@ print(found.policy)
     "torch.autocast": ("with torch.autocast('cpu', torch.bfloat16):\n    loss_of(x)", SWITCH_OFF),
     "torch.autocast, a decorator": ("torch.autocast('cpu', torch.bfloat16)(loss_of)(x)", SWITCH_OFF),
     "GradScaler": ("torch.amp.GradScaler('cpu', init_scale=2.0).scale(torch.zeros(1))", SWITCH_OFF),
+    "torch.set_autocast_enabled": (
+        "torch.set_autocast_enabled('cpu', True); loss_of(x); torch.set_autocast_enabled('cpu', False)",
+        SWITCH_OFF,
+    ),
     "bfloat16 parameters": (
         "model.bfloat16(); loss_of(x.bfloat16()); model.float()",
         SWITCH_OFF,
     ),
 }
 NOT_OWN = {
+    "autocast switched on again": "switch = torch.set_autocast_enabled\n"
+    "model.register_forward_hook(lambda *_: switch('cpu', False) or switch('cpu', True))\nloss_of(x)",
+    "autocast switched off": "torch.set_autocast_enabled('cpu', False)\nloss_of(x)",
     "a context that is off": "with mezzo.autocast('bf16', enabled=False):\n    loss_of(x)",
     "a context in FP32": "with mezzo.autocast('fp32'):\n    loss_of(x)",
     "a scaler that is off": "mezzo.GradScaler(enabled=False).scale(loss_of(x))",

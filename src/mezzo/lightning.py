@@ -94,8 +94,8 @@ class _Plugin(TrainerStep):
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         accelerator = torch.accelerator.current_accelerator()
-        device_type = "cpu" if accelerator is None else accelerator.type
-        super().__init__("mezzo.lightning.precision({!r})", device_type, **arguments)
+        self._device = torch.device("cpu") if accelerator is None else accelerator
+        super().__init__("mezzo.lightning.precision({!r})", self._device.type, **arguments)
         self._arguments = arguments
         if self.scaler is not None:
             self.scaler._evaluated = self._closure_ran  # type: ignore[method-assign]
@@ -172,7 +172,8 @@ class _Plugin(TrainerStep):
         single = len(self._models) == 1
         for model in self._models:
             policy = self.policy if single else fitting(self.policy, model)
-            device_type = next(model.parameters()).device.type
+            device = getattr(model, "device", self._device)  # a LightningModule's, perhaps without parameters
+            device_type = next((param.device for param in model.parameters()), device).type
             self._resolved.append(ResolvedPrecision(model, policy, device_type, None, ""))
         if self.scaler is None:
             return
@@ -267,9 +268,9 @@ class _Plugin(TrainerStep):
             self.observing.step_dropped()
             self._ended(optimizer)
             return results[0]
-        calls = scaler._scale_calls
         result = None if closure is None else closure()
-        if model is not None and model.automatic_optimization and calls == scaler._scale_calls:
+        stepped, _ = scaler._last.get(optimizer, (0, None))
+        if model is not None and model.automatic_optimization and stepped == scaler._scale_calls:
             return result  # `training_step` returned None, or weight averaging only updates BatchNorm
         self.unscale(optimizer)
         if model is not None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from mezzo.compare.answer import answer, tf32_off
 from mezzo.compare.folder import check_ours, forget_run, full, locked, prepare, writing
-from mezzo.compare.judgement import Runs, verdict
+from mezzo.compare.judgement import Runs, last_error, verdict
 from mezzo.compare.progress import Watcher
 from mezzo.compare.request import BASELINE, FILE, FRAMEWORKS, PERTURBED, Request, own_masters, read_request
 from mezzo.compare.runs import FinishedRun, read_run, run_to_end, terminated_like_an_interrupt
@@ -29,7 +29,8 @@ from mezzo.core.whole_file import write_whole
 
 KILLED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 LEAST_SPACE = 1 << 20
-_CAN_BE_OFF = re.compile("(autocast|GradScaler|MixedPrecision) itself|16 parameters")  # by --own off
+_CAN_BE_OFF = re.compile(r"(autocast\w*|GradScaler|MixedPrecision) itself|16 parameters")  # by --own off
+_READS_INPUT = re.compile(r"EOF when reading a line|\bstdin\b|\binput\(")
 _USAGE = 40  # lines: a script that was asked for its --help trains nothing
 
 
@@ -190,10 +191,20 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
         if plan.precision == BASELINE:
             # A script of another framework may have failed because of that.
             why = FRAMEWORKS[request.framework].mistaken(run) if "keras" in run.machine else None
+            ending = f"Its output ended:\n{run.failure()}"
             if why is None:
                 how = f"exit status {status}" if status else "it ended before its records were complete"
                 why = f"fails without mixed precision, too (FP32 run, {how})"
-            raise ScriptError(f"{request.target} {why}. Its output ended:\n{run.failure()}")
+                if off := ", ".join(run.switched_off):
+                    why = f"fails with its own mixed precision ({off}) switched off: {last_error(run).rstrip('.')}"
+                    ending = (
+                        f"Convert to the weights' dtype, as in x.to(layer.weight.dtype) (output: {run.log})"
+                    )
+                if _READS_INPUT.search(run.failure()):
+                    why += (
+                        ". It reads standard input, which is empty here: give it a file or an option instead"
+                    )
+            raise ScriptError(f"{request.target} {why}. {ending}")
     except (MezzoError, _OwnPrecisionError):
         # A later call must not read this as a candidate's result; the log stays for the user.
         (folder / "runs" / f"{plan.name}.jsonl").unlink(missing_ok=True)

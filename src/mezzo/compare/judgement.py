@@ -147,7 +147,8 @@ def _overflow(runs: Iterable[FinishedRun]) -> str:
 _ERROR = re.compile(r"(?P<rank>\[rank\d+\]: )?(?P<error>[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*)")
 
 
-def _failure(run: FinishedRun) -> str:
+def last_error(run: FinishedRun) -> str:
+    """The line of the exception that ended a run, or its last line."""
     lines = run.failure().rstrip().splitlines()
     # On several ranks, what the others print may come between the lines of the traceback, or after it.
     errors = (
@@ -155,9 +156,12 @@ def _failure(run: FinishedRun) -> str:
         for line in lines
         if (found := _ERROR.match(line)) and (found["rank"] or lines[0].startswith(TRACEBACK))
     )
-    last = next(errors, lines[-1]).strip()
+    return next(errors, lines[-1]).strip()
+
+
+def _failure(run: FinishedRun) -> str:
     how = "was killed or crashed" if run.ended is None else f"ended with exit status {run.ended.status}"
-    return f"run {run.name} {how}, FP32's did not (output: runs/{run.log.name}): {last}"
+    return f"run {run.name} {how}, FP32's did not (output: runs/{run.log.name}): {last_error(run)}"
 
 
 def _memory(pairs: list[tuple[FinishedRun, FinishedRun]]) -> dict[str, Any]:

@@ -237,7 +237,19 @@ class GradScaler(torch.amp.GradScaler):
         state["found_inf_per_device"] = self._unscale_grads_(
             optimizer, loss_scaler.inverse(scale), found_inf, False
         )
-        state["stage"] = OptState.UNSCALED
+        state["stage"], state["optimizer"] = OptState.UNSCALED, optimizer
+
+    def _scale_again(self) -> None:
+        """Undo `unscale_` where no step has followed, since the next backward pass adds scaled gradients."""
+        for state in self._per_optimizer_states.values():
+            if state["stage"] is OptState.UNSCALED and self._scale is not None:
+                if state["found_inf_per_device"]:
+                    # NaN keeps what was found, which clipping by value takes out of the gradients.
+                    factor = self._scale.masked_fill(self._found(state) > 0, math.nan)
+                    params = engine.parameters(state["optimizer"])
+                    engine.unscale_(engine.gradients_of(params, allow_fp16=True), factor)
+                state.clear()
+                state |= {"stage": OptState.READY, "found_inf_per_device": {}}
 
     def _scale_in_use(self) -> Tensor:
         # What the losses were multiplied with; `update` may have changed the scale since.
@@ -368,15 +380,18 @@ class GradScaler(torch.amp.GradScaler):
 
         def evaluate() -> tuple[Any, bool]:
             calls = self._scale_calls
+            self._scale_again()
             loss = closure()
             if self._scale_calls == calls:
                 raise CallOrderError(
                     "step(optimizer, closure): the closure did not call scale(). It must call "
                     "scaler.scale(loss).backward(), and return the unscaled loss."
                 )
-            state["stage"] = OptState.READY
-            self.unscale_(optimizer)
+            if state["stage"] is OptState.READY:  # else the closure has clipped
+                self.unscale_(optimizer)
             finite = not bool(self._found(state))
+            if not finite:
+                state["stage"] = OptState.READY
             self._evaluated(optimizer, finite)
             return loss, finite
 

@@ -116,6 +116,7 @@ class TrainerStep:
             return
         if scaler._scale is None:
             scaler._lazy_init_scale_growth_tracker(loss.device)
+        scaler._scale_again()
         if self.observing.listening and scaler._scale is not None:
             self.observing.backward_begins(loss, scaler._scale / divisor)
         if len(self.networks) > 1:
@@ -168,7 +169,9 @@ class TrainerStep:
             return False
         # Gradients of other optimizers that are unscaled and wait for their step must not be unscaled again.
         states = scaler._per_optimizer_states
-        waiting = {key: states.pop(key) for key in list(states) if states[key]["stage"] is OptState.UNSCALED}
+        waiting = {
+            key: states.pop(key) for key in list(states) if states[key]["stage"] is not OptState.STEPPED
+        }
         stepped = bool(states)
         try:
             if stepped:

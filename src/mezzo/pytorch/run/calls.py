@@ -314,6 +314,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
                 return self._call_impl(*args, **kwargs)  # what `original` does, without another stack frame
             return original(self, *args, **kwargs)
         if not _dynamo_compiling() and thread.in_fp32:
+            if widens:
+                args, kwargs = to_fp32(args), to_fp32(kwargs)
             return original(self, *args, **kwargs)
         if _is_compiling():
             return traced(self, args, kwargs)

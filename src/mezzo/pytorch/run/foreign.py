@@ -75,11 +75,13 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
                 session.journal.note(line)
         return False
 
-    def torch_imported(_: Any) -> None:
+    def torch_imported(torch: Any) -> None:
         import mezzo
 
         autocast = importlib.import_module("mezzo.pytorch.autocast.context").autocast
         patches.set(mezzo, "autocast", _autocast(session, autocast))
+        for name in ("set_autocast_enabled", "set_autocast_cpu_enabled"):
+            patches.set(torch, name, _switch(session, getattr(torch, name), f"torch.{name}"))
         for name in ("calibrate", "find_batch_size"):  # which choose formats themselves
             patches.set(mezzo, name, _noticed(session, _imported(mezzo._PUBLIC[name], name), f"mezzo.{name}"))
 
@@ -135,6 +137,23 @@ def _noticed(session: Session, original: Any, name: str, is_used: Callable[..., 
 
     watched._torchdynamo_disable = True  # type: ignore[attr-defined]
     return watched
+
+
+def _switch(session: Session, original: Any, name: str) -> Any:
+    """A function that sets autocast's switch: to switch it on is noticed, or not done. Mezzo's contexts may do it."""
+    from mezzo.pytorch.autocast import active_policy
+
+    @functools.wraps(original)
+    def switched(*args: Any, **kwargs: Any) -> Any:
+        is_on = True in (*args, kwargs.get("enabled")) and not active_policy.label()
+        if is_on and (where := user_line(2)) is not None:
+            if session.request.own == "off":
+                return switched_off(session, name)
+            if session.left_alone is None:
+                stand_back(session, name, where)
+        return original(*args, **kwargs)
+
+    return switched
 
 
 def _imported(home: str, name: str) -> Callable[..., Any]:
@@ -228,7 +247,7 @@ def _set_in(script: str) -> str:
 
 def stand_back(session: Session, name: str, where: str) -> None:
     """Leave the script alone, with what to do about this use at this line."""
-    fix = session.without_own if name in ("torch.autocast", "GradScaler") else SWITCH_OFF
+    fix = session.without_own if name.startswith(("torch.", "GradScaler")) else SWITCH_OFF
     if name == "mezzo.apex.amp" and session.request.apex:
         if session.request.policy == "auto":  # else every call of amp does nothing
             session.stand_back(f"it uses apex.amp itself ({where})", f"another: {session.command('bf16')}")

@@ -23,6 +23,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale
 from mezzo.pytorch.distributed import ALONE, is_distributed
+from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.optim.checks import refuse_replaced
@@ -268,6 +269,11 @@ class Steps:
     def _step(self, known: Known, step: Step, optimizer: Any, closure: Any, args: Any, kwargs: Any) -> Any:
         session, observers = self._session, self._session.observers
         if known.number is None:
+            low = next((name_of(param.dtype) for _, param in lowered(optimizer)), None)
+            ends = session.request.own in ("off", "refuse") and not self.storage.wanted
+            if low and ends and not session.lowered_weights:  # no call of a module with them was seen
+                why = f"{type(optimizer).__name__} trains {low} parameters"
+                session.stand_back(why, "make them FP32, for example torch.nn.Parameter(tensor.float())")
             try:
                 refuse_replaced(optimizer)
             except UsageError as error:

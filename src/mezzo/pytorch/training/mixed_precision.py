@@ -181,9 +181,7 @@ class MixedPrecision:
             undo.callback(self._resolved.end)
             self._journal = Journal(writer_of(distributed.own_path(records), "MixedPrecision: records"))
             self._findings: deque[OverflowReport] = deque(maxlen=100)
-            self._warned: bool | None = (
-                None  # whether the last warning of a skipped step was of a known place
-            )
+            self._warned: bool | None = None  # whether the last warning named the place
             self._window = Accumulation(accumulate)
             self._buffers = _NETWORKS.of(model)
             self._compared = False  # with the arguments of other ranks

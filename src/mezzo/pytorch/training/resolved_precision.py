@@ -30,7 +30,7 @@ class ResolvedPrecision:
     ) -> None:
         self.asked = asked
         self._model = model
-        self.device = next(model.parameters()).device
+        self.device = next((param.device for param in model.parameters()), torch.device(device_type))
         self._device_type = device_type
         self._asked_scale = loss_scale
         self._overrides: ModuleOverrides | None = None
