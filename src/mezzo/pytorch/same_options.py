@@ -10,15 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from mezzo.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from mezzo.pytorch.training.mixed_precision import MixedPrecision
 
 _SIMULATED = ("fake", "threaded")  # backends of one process
 _SAME = "the same"
@@ -55,19 +52,6 @@ def difference(store: Any, rank: int, ranks: Sequence[int], mine: str, patience:
     except RuntimeError:
         return None
     return "" if answer == _SAME else answer
-
-
-def compare(mp: MixedPrecision, ranks: Sequence[int]) -> None:
-    """Before the first backward of a MixedPrecision: raise a UsageError on all its ranks if their arguments differ."""
-    parts = {"precision": mp._resolved.asked, "accumulate": mp.accumulate}
-    # As given, not the present scale: the store may have the messages of ranks that were restarted since.
-    parts |= {"clip_norm": mp.clip_norm, "clip_value": mp.clip_value, "loss_scale": mp._given_scale}
-    parts["trace"] = mp._observing.tracer is not None or None  # ranks that trace exchange what they found
-    parts["release_gradients"] = mp._release is not None or None
-    for name in ("masters", "state"):
-        kinds = dict.fromkeys(group.get(name) for group in mp.optimizer.param_groups)
-        parts[f"optimizer's {name}"] = "/".join(filter(None, kinds)) or None
-    compare_arguments("MixedPrecision", "step(loss)", parts, ranks)
 
 
 def compare_arguments(who: str, step: str, parts: dict[str, Any], ranks: Sequence[int]) -> None:

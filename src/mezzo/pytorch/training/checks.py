@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -33,6 +33,23 @@ _KERAS = "For Keras call mezzo.keras.set_policy('bf16') before the model is buil
 def refused(problem: str, where: str = "MixedPrecision") -> UsageError:
     """The error for an argument or model that `MixedPrecision`, or the integration `where`, can't take."""
     return UsageError(f"{where}: {problem}")
+
+
+def same_arguments(mp: Any, loss_scale: object, ranks: Sequence[int]) -> None:
+    """Before a MixedPrecision's first backward: raise a UsageError on all its ranks if their arguments differ.
+
+    `loss_scale`: as given, not at present: the store may have messages of ranks that were restarted since.
+    """
+    from mezzo.pytorch.same_options import compare_arguments
+
+    parts = {"precision": mp._resolved.asked, "accumulate": mp.accumulate}
+    parts |= {"clip_norm": mp.clip_norm, "clip_value": mp.clip_value, "loss_scale": loss_scale}
+    parts["trace"] = mp._observing.tracer is not None or None  # ranks that trace exchange what they found
+    parts["release_gradients"] = mp._release is not None or None
+    for name in ("masters", "state"):
+        kinds = dict.fromkeys(group.get(name) for group in mp.optimizer.param_groups)
+        parts[f"optimizer's {name}"] = "/".join(filter(None, kinds)) or None
+    compare_arguments("MixedPrecision", "step(loss)", parts, ranks)
 
 
 def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable[Any]) -> list[Any]:

@@ -359,9 +359,7 @@ class MixedPrecision:
         if not self._compared:
             self._compared = True
             if distributed.is_distributed():
-                from mezzo.pytorch.same_options import compare
-
-                compare(self, self._ranks().holders)
+                checks.same_arguments(self, self._given_scale, self._ranks().holders)
         if (setting := self._resolved.to_change) and distributed.is_distributed():
             checks.not_joined(self.model, setting)
         if self._looks:
