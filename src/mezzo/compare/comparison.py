@@ -232,9 +232,12 @@ def _check_baseline(request: Request, run: FinishedRun) -> None:
             f"{run.name}), so nothing can be compared with it. Lower the learning rate, or fix the script."
         )
     if not request.own and any(own_masters(name) is not None for name in request.precisions):
+        source = Path(request.target)
+        by_accelerate = source.is_file() and "accelerate" in source.read_text(errors="replace")
+        why = " (on a CPU, Accelerate ignores mixed_precision='fp16')" * by_accelerate
         raise UsageError(
-            f"--precision own: {request.target} uses no mixed precision of its own, so it is the FP32 run (on a CPU, "
-            "Accelerate ignores mixed_precision='fp16'). Leave own out."
+            f"--precision own: {request.target} uses no mixed precision of its own{why}, so it is the FP32 run. Leave "
+            "own out."
         )
     if request.how_metric is not None and run.metric(request.how_metric) is None:
         ending = _ending(run, 5) or " It printed nothing."

@@ -165,7 +165,10 @@ def with_heads(policy: Policy, model: nn.Module, *, allow_experts: bool = False)
         if all(size % recipe_of(fmt, policy.scaling, policy.recipe).multiple == 0 for size in shape[1:]):
             fix = f"Compute in bf16 and name the layers to quantize: bf16,module.PATH={fmt}."
             if path:
-                fix = f"Add {where}bf16 to the policy, or {where}{fmt} if it calls torch.nn.functional.linear for each."
+                fix = (
+                    f"Add {where}bf16 to the policy. If no such product has it (it is added, or "
+                    f"torch.nn.functional.linear gets one matrix at a time), add {where}{fmt}."
+                )
             raise UsageError(
                 f"{_joined(path, name)} has {shape[0]} matrices of {shape[1]} x {shape[2]}, as of experts. {fmt} "
                 f"quantizes linear layers, not batched or grouped products. {fix}"
