@@ -29,10 +29,10 @@ from typing import Any
 from rich.console import Console
 
 from mezzo.core import records
-from mezzo.demos import DEMOS
 from mezzo.runner.lifecycle import RunRequest
 from pairs import ratio_over_processes
 
+SCRIPT, METRIC = Path(__file__).parent / "keras_transfer.py", r"accuracy: ([0-9.]+) %"
 BACKENDS = ("tensorflow", "torch", "jax")
 PRECISIONS = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 STAGES = ("pretraining", "head", "fine-tuning")
@@ -71,7 +71,7 @@ def read(path: Path, output: str) -> Run:
     """A run from its records, and from what the script printed."""
     found = list(records.read(path))
     updates = [one for one in found if isinstance(one, records.UpdateRecord)]
-    metric = re.findall(DEMOS["transfer"].metric, output)
+    metric = re.findall(METRIC, output)
     return Run(
         times=step_times(updates),
         accuracy=float(metric[-1]) if metric else None,
@@ -93,7 +93,7 @@ def start(backend: str, precision: str, seed: int, argv: Sequence[str], limit: f
     with tempfile.TemporaryDirectory() as folder:
         path, text = Path(folder, "run.jsonl"), Path(folder, "request.json")
         request = RunRequest(
-            target=str(DEMOS["transfer"].path),
+            target=str(SCRIPT),
             argv=tuple(argv),
             policy=precision,
             records=path,

@@ -157,7 +157,7 @@ WRONG: list[tuple[str, str]] = [
     ("compare train.py --presicion=bf16", "Did you mean --precision?"),
     ("compare", "SCRIPT, --demo NAME and -m MODULE; received none"),
     ("compare train.py --demo digits", "received train.py, digits"),
-    ("compare --demo digit", "Use one of digits, text-gpt, transfer. Did you mean 'digits'?"),
+    ("compare --demo digit", "Use one of digits, text-gpt. Did you mean 'digits'?"),
     ("compare missing.py", "no script 'missing.py'"),
     ("tune train.py", "mezzo calibrate train.py"),  # a command of 0.1.0
     ("reproduce", "make reproduce"),

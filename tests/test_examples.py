@@ -67,11 +67,11 @@ def test_every_example_is_run_and_has_a_page() -> None:
 SMALL = {
     "digits": "--epochs 1 --width 8",
     "text-gpt": "--steps 3 --width 16 --characters 20000 --context 16 --layers 1",
-}  # on_keras/test_keras_docs.py runs Keras's demo
+}
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", sorted(name for name in DEMOS if DEMOS[name].framework == "pytorch"))
+@pytest.mark.parametrize("name", sorted(DEMOS))
 def test_a_demo_is_a_plain_script_and_prints_its_metric(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,9 +14,8 @@ from mezzo.cli.main import main
 from mezzo.compare.request import FRAMEWORKS, Request, candidates
 from mezzo.compare.runs import FinishedRun
 from mezzo.core import records
-from mezzo.core.commands import compare_command
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.demos import DEMOS, Demo
+from mezzo.demos import DEMOS
 
 
 def a_run(machine: dict[str, Any], losses: int = 0, updates: int = 0) -> FinishedRun:
@@ -97,18 +96,9 @@ def _asked(*words: str) -> tuple[Request, list[str]]:
     return verb.request_of(arguments)
 
 
-def test_a_demo_brings_its_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "pretended.py"
-    script.write_text("")
-    monkeypatch.setitem(DEMOS, "pretended", Demo(script, "a: (.)", framework="keras"))
-    request, _ = _asked("--demo", "pretended")
-    assert request.framework == "keras"
-    assert "--framework" not in compare_command(request.asked(), "out", "--fresh")
-    with pytest.raises(
-        UsageError, match=r"--demo pretended trains with keras. Leave --framework pytorch out"
-    ):
-        _asked("--demo", "pretended", "--framework", "pytorch")
-    assert {demo.framework for demo in DEMOS.values()} <= FRAMEWORKS.keys()
+def test_a_demo_trains_with_pytorch_and_has_its_metric() -> None:
+    with pytest.raises(UsageError, match=r"--demo digits trains with pytorch. Leave --framework keras out"):
+        _asked("--demo", "digits", "--framework", "keras")
     request, _ = _asked("--demo", "text-gpt")
     assert request.metric == DEMOS["text-gpt"].metric
     assert request.how_metric is not None

@@ -1,4 +1,4 @@
-"""The Python of the pages runs on this backend and prints what they show; the transfer-learning demo and example."""
+"""The Python of the pages runs on this backend and prints what they show; the transfer-learning script and example."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from conftest import BACKEND
-from mezzo.demos import DEMOS, transfer
 from page_blocks import blocks, run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,12 +29,12 @@ def test_the_script_prints_each_stage_and_ends_with_its_metric(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "--width 2 --image-size 8 --pretrain-epochs 1 --epochs 1 --batch-size 90"
-    monkeypatch.setattr(sys, "argv", ["transfer.py", *words.split()])
-    transfer.main()
+    monkeypatch.setattr(sys, "argv", ["keras_transfer.py", *words.split()])
+    runpy.run_path(str(ROOT / "benchmarks" / "keras_transfer.py"), run_name="__main__")
     lines = capsys.readouterr().out.strip().splitlines()
     stages = [line.partition(",")[0] for line in lines if ", epoch " in line]
     assert stages == ["pretraining", "head", "fine-tuning"]
-    assert [line for line in lines if re.search(DEMOS["transfer"].metric, line)] == lines[-1:]
+    assert [line for line in lines if re.search("accuracy: ([0-9.]+) %", line)] == lines[-1:]
 
 
 def test_the_example_runs(

@@ -51,7 +51,7 @@ from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.policy import policy
 from mezzo.core.records import file_name
 from mezzo.core.whole_file import write_whole
-from mezzo.demos import PYTORCH as DEMOS
+from mezzo.demos import DEMOS
 from mezzo.pytorch import batch_size
 from mezzo.pytorch.batch_size import BatchSizeResult, Search, Trial, flat_since, spendable_bytes
 from mezzo.pytorch.run.session import check

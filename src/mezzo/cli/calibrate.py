@@ -43,7 +43,7 @@ from mezzo.core.calibration import FORMATS, RANKED, Recommendation, check_format
 from mezzo.core.commands import DEFAULT_MARGIN, command, say
 from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.whole_file import write_whole
-from mezzo.demos import PYTORCH as DEMOS
+from mezzo.demos import DEMOS
 from mezzo.report import build_run
 
 POLICY, RESULT = "policy.toml", "calibration.json"

@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_target(parser, DEMOS)
     add = parser.add_argument
-    framework = "the framework of the script (default: pytorch, or that of the demo)"
+    framework = "the framework of the script (default: pytorch)"
     add("--framework", choices=tuple(FRAMEWORKS), help=framework)
     precision = "the candidates, separated by commas: bf16, fp16, policies, .toml files (default bf16,fp16)"
     add("--precision", action="append", metavar="P", help=precision)
@@ -105,12 +105,11 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
     target = target_of(arguments, DEMOS, "mezzo compare --demo digits")
     metric, trains_with = arguments.metric, arguments.framework or "pytorch"
     if arguments.demo:
-        demo = DEMOS[arguments.demo]
-        if arguments.framework not in (None, demo.framework):
+        if trains_with != "pytorch":
             raise UsageError(
-                f"--demo {arguments.demo} trains with {demo.framework}. Leave --framework {arguments.framework} out."
+                f"--demo {arguments.demo} trains with pytorch. Leave --framework {trains_with} out."
             )
-        metric, trains_with = metric or demo.metric, demo.framework
+        metric = metric or DEMOS[arguments.demo].metric
     names, remarks = candidates(arguments.precision or ["bf16,fp16"], trains_with)
     as_given = ("seeds", "margin", "metric_better", "metric_margin", "demo", "nproc")
     given = {key: getattr(arguments, key) for key in as_given} | {"metric": metric, "framework": trains_with}
