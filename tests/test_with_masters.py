@@ -264,7 +264,7 @@ def test_what_is_refused() -> None:
             with_masters(wrong)
     stranger = nn.Parameter(torch.zeros(3))
     for call in (optimizer.master, lambda param: optimizer.set_master(param, torch.zeros(3))):
-        with pytest.raises(UsageError, match=r"shape \[3\] is in none"):
+        with pytest.raises(UsageError, match=r"shape \[3\] is in no group"):
             call(stranger)
     with pytest.raises(UsageError, match=r"\[3\].*\[16, 8\]"):
         optimizer.set_master(model[0].weight, torch.zeros(3))

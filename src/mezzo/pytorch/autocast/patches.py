@@ -49,7 +49,7 @@ def release() -> None:
 
 
 def _swapped(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    """Put these four functions in the place of those; False, and nothing is done, if one of those is not there."""
+    """Exchange four functions for others; return False, and do nothing, if one of them is not the one that is expected."""
     core, names = _CORE, _CHECKPOINT
     switch, mode, frame, function = before
     if (
