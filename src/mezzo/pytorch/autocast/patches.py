@@ -49,7 +49,7 @@ def release() -> None:
 
 
 def _swapped(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    """Exchange four functions for others; return False, and do nothing, if one of them is not the one that is expected."""
+    """Exchange the four functions; return False, and do nothing, if one of them is not what it was before."""
     core, names = _CORE, _CHECKPOINT
     switch, mode, frame, function = before
     if (
