@@ -199,6 +199,8 @@ LEFT = [  # a script, the line, what the reason and the fix mention
     ("import apex\napex.amp.frobnicate()\n", 2, ["mezzo.apex.amp", "scale_loss"]),
     ("try: from torch.amp import GradScaler\nexcept E: from torch.cuda.amp import GradScaler\nGradScaler(1.)\n", 3,
      ['torch.amp.GradScaler("cuda")']),
+    ("import torch\ntorch.set_autocast_enabled('cpu', True)\n", 2, ["torch.amp.autocast(device_type)"]),
+    ("from torch.cpu.amp import autocast\nautocast()\n", 2, ["torch.amp.autocast(device_type)"]),
 ]  # fmt: skip
 
 

@@ -37,6 +37,8 @@ _THEIRS = re.compile(
     r"(?:\.(?:autocast_mode|grad_scaler|fused_\w+)(?=\.))?(?:\.(\w+)(.*))?"
 )
 
+_SWITCHES = re.compile(r"torch\.(cpu\.amp\.\w+|set_autocast_(\w*enabled|\w*dtype))")
+
 
 class LeftAlone(NamedTuple):
     """A use that was not changed: where, why, and what to do by hand."""
@@ -156,6 +158,9 @@ class _Plan:
             for text in (_text(use), word)
         )
         ours = [_ours(name) for name in names]
+        if any(map(_SWITCHES.fullmatch, names)):
+            fix = "use a torch.amp.autocast(device_type) context with it first"
+            self._leave(use, "Mezzo has no such function", fix)
         if not any(ours):
             return
         if why := self._other_meaning(scope, word) or _absent(ours) or self._unfit(use, names):
