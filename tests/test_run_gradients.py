@@ -108,7 +108,7 @@ TRUE = {
     """,
     "a traced module": """
         import warnings
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # torch.jit.trace is deprecated
         traced = torch.jit.trace(model, x, check_trace=False)
         traced(x).square().mean().backward()
         show(*[p.grad for p in traced.parameters()])

@@ -93,7 +93,7 @@ class _Plugin(TrainerStep):
     """What the plugin does, without Lightning's base classes."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         self._device = torch.device("cpu") if accelerator is None else accelerator
         super().__init__("mezzo.lightning.precision({!r})", self._device.type, **arguments)
         self._arguments = arguments
