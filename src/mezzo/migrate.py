@@ -55,9 +55,8 @@ class Migration(NamedTuple):
     before: bytes
     after: bytes
     left: tuple[LeftAlone, ...]
-    on_cpu: tuple[
-        int, ...
-    ]  # lines of an autocast that was off on a computer without CUDA, and is on there now
+    # Lines of an autocast that was off on a computer without CUDA, and is on there now.
+    on_cpu: tuple[int, ...]
 
     def diff(self, name: str) -> str:
         """A unified diff, which `patch -p0` applies; empty where nothing changes."""

@@ -49,9 +49,8 @@ _GIVES_STATISTICS = frozenset({"native_layer_norm", "native_group_norm"})
 _WORTH_PACKING = 1 << 16
 
 _FP32, _FP64 = torch.float32, torch.float64
-_tables: Any = (
-    WeakIdKeyDictionary()
-)  # weights that an embedding has looked up, also of graphs that are being traced
+# Weights that an embedding has looked up, also of graphs that are being traced.
+_tables: Any = WeakIdKeyDictionary()
 
 
 def action(op_plan: OpPlan, name: str, device_type: str, policy: Policy) -> Action:

@@ -86,9 +86,8 @@ def _tiles(left: Tensor, codes: Tensor, scales: Tensor) -> dict[str, Any]:
 
 
 def _by_column(scales: Tensor) -> Tensor:
-    return (
-        scales.t().clone(memory_format=torch.contiguous_format).t()
-    )  # `contiguous` keeps the strides of one row
+    # `contiguous` would keep the strides of one row.
+    return scales.t().clone(memory_format=torch.contiguous_format).t()
 
 
 def _e8m0(codes: Tensor, scales: Tensor) -> Tensor:
