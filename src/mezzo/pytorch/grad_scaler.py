@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError, checks_keywords
 from mezzo.core.loss_scale import LARGEST, DynamicLossScale, ScaleArrays, StaticLossScale, check, on_host
-from mezzo.pytorch import distributed, loss_scaler, same_options
+from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch import step as engine
 from mezzo.pytorch.kernels.not_traced import not_traced
 from mezzo.pytorch.loss_scaler import from_scaler_state, moved, to_scaler_state
@@ -268,6 +268,8 @@ class GradScaler(torch.amp.GradScaler):
             return found
         if not self._compared:
             self._compared = True
+            from mezzo.pytorch import same_options  # a build of PyTorch may lack torch.distributed
+
             same_options.compare_arguments("GradScaler", "step(optimizer)", self._given, ranks.holders)
         own = engine.combined([found_inf, *found.values()], found_inf.device)
         state = self._per_optimizer_states[id(optimizer)]
