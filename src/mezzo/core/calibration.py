@@ -290,19 +290,9 @@ def recommend(
     if chosen not in QUANTIZED and source.histogram.overflows("fp16", shift_of(start)):
         every = f"{source}: this overflows fp16 under every dynamic loss scale"
         notes = [f"{every}. Train in bf16 or fp32.", *notes]
-    return Recommendation(
-        format=chosen,
-        why=why,
-        policy=policy,
-        steps=len(records),
-        constant=constant,
-        start=start,
-        gradient=source,
-        gradients=reduce(Histogram.plus, (one.histogram for one in gradients)),
-        kept=kept,
-        notes=notes,
-        sensitivity=sensitivity,
-    )
+    scales = constant, start
+    total = reduce(Histogram.plus, (one.histogram for one in gradients))
+    return Recommendation(chosen, why, policy, len(records), *scales, source, total, kept, notes, sensitivity)
 
 
 def _quantized(
@@ -504,12 +494,10 @@ def rank(
     loss = math.fsum(abs(record.loss) for record in records) / len(records)
     limit = margin * loss / math.sqrt(len(found))
     bits = {form.name: form.bits for form in formats}
-    limits = {
-        name: together(
-            [math.sqrt(expected_square(rows[name])) for rows in found.values() if name in rows], margin * loss
-        )
-        for name in QUANTIZED.intersection(bits)
-    }
+    limits: dict[str, float] = {}
+    for name in QUANTIZED.intersection(bits):
+        squares = (expected_square(rows[name]) for rows in found.values() if name in rows)
+        limits[name] = together(map(math.sqrt, squares), margin * loss)
     modules = []
     for module, by_format in found.items():
         changes = {name: math.sqrt(expected_square(rows)) for name, rows in by_format.items()}

@@ -159,11 +159,9 @@ def compare(
     else:
         parity = Parity.INCONCLUSIVE
         why = "the gap is larger than the margin and the noise, but harm is not established"
-    power, needed = planned(d, margin) if enough else (None, None)
+    plan: tuple[float | None, int | None] = planned(d, margin) if enough else (None, None)
     means = float(baseline.mean()), float(candidate.mean())
-    return Comparison(
-        quantity, *means, gap, interval, margin, ulp, seeds, power, needed, resolution, parity, why
-    )
+    return Comparison(quantity, *means, gap, interval, margin, ulp, seeds, *plan, resolution, parity, why)
 
 
 def sentence(part: Comparison, plan: bool = True) -> str:

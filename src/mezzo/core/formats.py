@@ -158,28 +158,16 @@ _TABLE = (
     Format("e3m2", 3, 2, "OCP FP6 E3M2: no infinities, no NaN", _MX, has_infinity=False, has_nan=False),
     Format("e2m3", 2, 3, "OCP FP6 E2M3: no infinities, no NaN", _MX, has_infinity=False, has_nan=False),
     Format("e2m1", 2, 1, "OCP FP4 E2M1: no infinities, no NaN", _MX, has_infinity=False, has_nan=False),
-    Format(
-        "e8m0", 8, 0, "OCP E8M0, for scales: powers of two, no zero", _MX, has_infinity=False, signed=False
-    ),
+    Format("e8m0", 8, 0, "OCP E8M0, for scales: powers of two, no 0", _MX, has_infinity=False, signed=False),
 )
 
 FORMATS: Mapping[str, Format] = MappingProxyType({form.name: form for form in _TABLE})
 """Every format Mezzo knows, by name; the order is that of `mezzo formats`."""
 
 ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        "float64": "fp64",
-        "float32": "fp32",
-        "float16": "fp16",
-        "half": "fp16",
-        "bfloat16": "bf16",
-        "float8_e4m3fn": "e4m3fn",
-        "e4m3": "e4m3fn",
-        "float8_e5m2": "e5m2",
-        "fp4": "e2m1",
-        "float4_e2m1fn_x2": "e2m1",
-        "float8_e8m0fnu": "e8m0",
-    }
+    dict(float64="fp64", float32="fp32", float16="fp16", half="fp16", bfloat16="bf16")
+    | dict(float8_e4m3fn="e4m3fn", e4m3="e4m3fn", float8_e5m2="e5m2")
+    | dict(fp4="e2m1", float4_e2m1fn_x2="e2m1", float8_e8m0fnu="e8m0")
 )
 """Other names of the formats, those of torch's dtypes among them."""
 

@@ -17,7 +17,7 @@ from mezzo.core.compute import COMPUTE, GRANULARITIES, QUANTIZED, activations_of
 from mezzo.core.errors import UnknownNameError, UsageError, checks_fields, did_you_mean, unknown_name
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.masters import MASTERS, STATE_FORMATS, storage_of, usual_masters
-from mezzo.core.policy_text import KEYS, Entry, loss_scale_of, matches, precision_name, print_loss_scale
+from mezzo.core.policy_text import KEYS, Entry, is_toml, loss_scale_of, matches, precision_name
 from mezzo.core.recipes import RECIPES, Recipe, read_recipe, recipe_of
 from mezzo.core.rules import RULES, TABLE_VERSION, Rule, bare
 
@@ -115,9 +115,7 @@ class Policy:
 
     def __post_init__(self, output: str) -> None:
         if output != "fp32":  # which the policy files of 0.1 have
-            warnings.warn(
-                f"policy: output={output} has no effect. Remove it.", DeprecationWarning, stacklevel=3
-            )
+            warnings.warn(f"policy: output={output} has no effect. Remove it.", DeprecationWarning, 3)
         given = [Entry(key, "", str(getattr(self, key)), "") for key in KEYS]
         given += [Entry("op", name, rule, "") for name, rule in _pairs(self.ops)]
         given += [Entry("module", name, fmt, "") for name, fmt in _pairs(self.modules)]
@@ -148,9 +146,8 @@ class Policy:
             raise UsageError(
                 f"policy 'recipe={self.recipe}': it would be that of {' and '.join(lower)}. Remove it, or one of these."
             )
-        if self.scaling != "tensorwise" and (
-            "fp8" not in self.computed or self.recipe not in ("default", "fp8")
-        ):
+        has_choice = "fp8" in self.computed and self.recipe in ("default", "fp8")
+        if self.scaling != "tensorwise" and not has_choice:
             raise UsageError(
                 f"policy 'compute={self.compute},scaling={self.scaling}': only fp8 without a recipe has this choice; "
                 "other formats and recipes say which elements share a scale. Remove scaling, or compute in fp8."
@@ -204,16 +201,13 @@ class Policy:
         """The rule for an op such as `softmax`, `aten::softmax.int` or `mylib::fused`; None for an unknown one, which
         runs in the format of its inputs.
         """
-        name = bare(op)
-        own = self._own_rules.get(name)
-        row = RULES.get(name)
+        op = bare(op)
+        own, row = self._own_rules.get(op), RULES.get(op)
         if own is not None:
-            return Decision(
-                name, own, f"the policy says op.{name}={own}", "policy", row.remedy if row else ""
-            )
+            return Decision(op, own, f"the policy says op.{op}={own}", "policy", row.remedy if row else "")
         if row is None:
             return None
-        return Decision(name, *row.in_format(self.activations), "table", row.remedy)
+        return Decision(op, *row.in_format(self.activations), "table", row.remedy)
 
     def format_for_module(self, path: str) -> str | None:
         """The format that the last matching pattern gives to the module at this dotted path, or None."""
@@ -227,7 +221,7 @@ class Policy:
 
     def fingerprint(self) -> str:
         """A content hash of the policy and the op table, the same in every process."""
-        written = repr(self.quantization) if policy_text.is_toml(self.recipe) else ""
+        written = repr(self.quantization) if is_toml(self.recipe) else ""
         return hashlib.sha256(f"{self.name}{written} {TABLE_VERSION}".encode()).hexdigest()[:16]
 
     @property
@@ -336,9 +330,7 @@ def policy(spec: object, **settings: object) -> Policy:
         raise UsageError(f"policy: write settings in the text: mezzo.policy({str(policy(text))!r}).")
     if isinstance(spec, Policy):
         return spec
-    if isinstance(spec, os.PathLike) or (
-        isinstance(spec, str) and policy_text.is_toml(spec) and "recipe=" not in spec
-    ):
+    if isinstance(spec, os.PathLike) or (isinstance(spec, str) and is_toml(spec) and "recipe=" not in spec):
         return Policy.from_toml(spec)
     if not isinstance(spec, str) and precision_name(spec) not in PRESETS:
         raise UsageError(
@@ -388,8 +380,9 @@ def _checked(entry: Entry) -> Entry:
             raise UnknownNameError(f"{unknown_name('rule', value, rules, where=where)}{lower}")
         return entry._replace(name=_op(name, where), value=Rule(value).value)
     if key == "loss_scale":
-        auto = value.strip() == "auto"
-        return entry._replace(value="auto" if auto else print_loss_scale(loss_scale_of(value, where)))
+        value = value.strip()
+        kept = value if value == "auto" else policy_text.print_loss_scale(loss_scale_of(value, where))
+        return entry._replace(value=kept)
     if key == "recompute":
         ops = sorted({op.strip() for op in value.split("+")})
         for op in ops:
@@ -401,7 +394,7 @@ def _checked(entry: Entry) -> Entry:
             f"{where}{name!r} is not a module pattern. Write a dotted path such as head, blocks.0.norm or "
             "blocks.*.norm. * matches one component or a part of one, ** any number of components."
         )
-    if key == "recipe" and policy_text.is_toml(value):
+    if key == "recipe" and is_toml(value):
         read_recipe(value)
         return entry._replace(value=os.path.abspath(value))
     if key == "bf16_from" and value != "none":

@@ -42,19 +42,8 @@ _WEIGHTS = {  # Lightning's
     "bf16-true": "bf16 weights without masters. Use 'bf16,masters=none', or with FP32 masters 'bf16,masters=split'",
     "16-true": "fp16 weights without masters, which lose small updates. Use 'fp16,masters=fp32'",
 }
-KEYS = (
-    "compute",
-    "params",
-    "masters",
-    "state",
-    "loss_scale",
-    "recompute",
-    "scaling",
-    "recipe",
-    "bf16_from",
-    "hidden",
-    "reduce",
-)
+_KEYS = "compute params masters state loss_scale recompute scaling recipe bf16_from hidden reduce"
+KEYS = tuple(_KEYS.split())
 
 # What a user may set in `dynamic(...)`, or in another kind that moves, with its default: all but the state.
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -144,7 +133,7 @@ def loss_scale_of(text: str, where: str = "") -> LossScale:
         return NoLossScale()
     try:
         if text.startswith("statistical"):
-            raise UsageError(loss_scale.STATISTICAL_REMOVED)
+            raise UsageError(loss_scale.NO_STATISTICAL)
         called = re.fullmatch(r"(\w+)(?:\((.*)\))?", text, re.DOTALL)
         if called is None or called[1] not in _SETTINGS:
             return StaticLossScale(_number(text))
@@ -202,9 +191,7 @@ def print_loss_scale(scale: LossScale) -> str:
     if isinstance(scale, StaticLossScale):
         return _print_number(scale.scale)
     own = ((name, getattr(scale, name), default) for name, default in _SETTINGS[scale.kind].items())
-    changed = ",".join(
-        f"{name}={_print_number(value)}" for name, value, default in own if value != fl32(default)
-    )
+    changed = ",".join(f"{name}={_print_number(value)}" for name, value, usual in own if value != fl32(usual))
     return f"{scale.kind}({changed})" if changed else scale.kind
 
 
@@ -291,8 +278,5 @@ def matches(pattern: str, path: str) -> bool:
 @lru_cache(maxsize=1024)
 def _regex(pattern: str) -> re.Pattern[str]:
     parts = {"*": r"\.[^.]+", "**": r"(?:\.[^.]+)*"}
-    return re.compile(
-        "".join(
-            parts.get(part) or r"\." + re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split(".")
-        )
-    )
+    found = (parts.get(one) or r"\." + re.escape(one).replace(r"\*", "[^.]*") for one in pattern.split("."))
+    return re.compile("".join(found))

@@ -220,12 +220,10 @@ def _field(kind: str, value: Any) -> Any:
             raise TypeError(f"expected {kind}, received {str(value)[:80]!r}")
         return value
     if kind.startswith("list["):
-        inner = kind[5:-1]
+        kind = kind[5:-1]
         if type(value) is not list:
             raise TypeError(f"expected a list, received {str(value)[:80]!r}")
-        return (
-            value if set(map(type, value)) <= {_PLAIN.get(inner)} else [_field(inner, item) for item in value]
-        )
+        return value if set(map(type, value)) <= {_PLAIN.get(kind)} else [_field(kind, one) for one in value]
     if value is None and kind.endswith(" | None"):
         return None
     return _made(_CLASSES[kind.removesuffix(" | None")], value)

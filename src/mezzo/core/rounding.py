@@ -90,13 +90,11 @@ class RoundingPlan:
         else:
             exponent = xp.clip(magnitude >> self.nmant, 1, None)
             significand = magnitude - (exponent - 1 << self.nmant)
-            below = self.shift + xp.clip(
-                (self.smallest_normal >> self.nmant) - exponent, 0, None
-            )  # bits to drop
+            dropped = self.shift + xp.clip((self.smallest_normal >> self.nmant) - exponent, 0, None)
             if self.smallest:  # the smallest value of e8m0 is half of FP32's smallest normal number
-                below = below - xp.clip(1 - (magnitude >> self.nmant), 0, 1)
-            kept = xp.clip(below, None, self.random_bits)
-            significand = significand >> xp.clip(below - kept, None, self.random_bits)
+                dropped = dropped - xp.clip(1 - (magnitude >> self.nmant), 0, 1)
+            kept = xp.clip(dropped, None, self.random_bits)
+            significand = significand >> xp.clip(dropped - kept, None, self.random_bits)
             count = (significand + (random >> self.random_bits - kept)) >> kept
             rounded, least = (exponent - 1 << self.nmant) + (count << kept), self.smallest
             sums = (self.anchor_pattern + count).view(values.dtype)

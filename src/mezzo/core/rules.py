@@ -115,19 +115,11 @@ def _rows(
     """
     family, _, names = ops.partition(": ")
     known = {"cpu": (tested.split(), TESTED), "cuda": (read.split(), READ)}
-    return [
-        OpRule(
-            op,
-            rule,
-            reason,
-            family,
-            remedy,
-            by_format,
-            tuple((device, why) for device, (having, why) in known.items() if op in having),
-            kernels.get(op),
-        )
-        for op in names.split()
-    ]
+    rows = []
+    for op in names.split():
+        native = tuple((device, why) for device, (having, why) in known.items() if op in having)
+        rows.append(OpRule(op, rule, reason, family, remedy, by_format, native, kernels.get(op)))
+    return rows
 
 
 _PRODUCTS = "products of 16-bit values are exact in FP32 and summed there: what matrix units speed up"
@@ -408,9 +400,7 @@ assert len(RULES) == len(_ROWS), "an op has two rows"
 
 
 # Ops that write into their first tensor, whose format therefore stays; the table's only ones.
-IN_PLACE: frozenset[str] = frozenset(
-    op for op, row in RULES.items() if op.endswith("_") and not op.startswith("_")
-)
+IN_PLACE: frozenset[str] = frozenset(op for op in RULES if op.endswith("_") and not op.startswith("_"))
 
 
 def _version() -> str:

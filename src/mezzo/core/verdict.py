@@ -101,20 +101,16 @@ def judge(
     margin = margins.loss * abs(float(base_end.mean()))
     ulp_gaps = [gap for k, one in perturbed.items() for gap in _late_gaps(baseline[k], one)]
     share = comparison.COARSE_SHARE * learned
-    loss = compare(
-        "final loss", base_end, ends, 1.0, margin, ulp_gaps, max(comparison.COARSE * margin, share), share
-    )
+    coarse = max(comparison.COARSE * margin, share)
+    loss = compare("final loss", base_end, ends, 1.0, margin, ulp_gaps, coarse, share)
     base_metrics, our_metrics = _metrics(baseline, numbers), _metrics(candidate, numbers)
     metric = None
     if len(base_metrics) == len(our_metrics) == len(numbers):
         base_metric = np.array([base_metrics[k] for k in firsts])
         our_metric = np.array([np.mean([our_metrics[k] for k in group]) for group in groups])
         size = margins.metric * (abs(float(base_metric.mean())) if margins.metric_relative else 1.0)
-        gaps = [
-            one.metric - other
-            for k, one in perturbed.items()
-            if one.metric is not None and (other := baseline[k].metric) is not None
-        ]
+        moved = [(one.metric, baseline[k].metric) for k, one in perturbed.items()]
+        gaps = [one - other for one, other in moved if one is not None and other is not None]
         worse = -1.0 if margins.metric_higher else 1.0
         metric = compare("metric", base_metric, our_metric, worse, size, gaps, comparison.COARSE * size)
     differences = tuple(
@@ -181,9 +177,7 @@ def _length(fp32: Sequence[RunResult], baseline: Runs, candidate: Runs) -> tuple
         more = each * one.skipped + one.reruns
         rows = [(len(one.losses), [len(run.losses) for run in fp32], (each - 1) * one.skipped, more)]
         if one.updates is not None and pair.updates is not None:
-            rows.append(
-                (one.updates, [run.updates for run in fp32 if run.updates is not None], 0, one.skipped)
-            )
+            rows += [(one.updates, [run.updates for run in fp32 if run.updates is not None], 0, one.skipped)]
         for count, its, less, more in rows:
             spread = max(its) - min(its)
             low, high = max(min(its) - spread, min(its) // 2) - less, max(its) + spread + more

@@ -35,7 +35,5 @@ def library(name: str, oldest: str, mine: str = "") -> Any:
         raise UsageError(f"{mine} needs {package} >= {oldest}, which is not installed. {fix}") from error
     found, needed = (list(map(int, re.findall(r"\d+", v)[:3])) for v in (str(module.__version__), oldest))
     if found < needed:
-        raise UsageError(
-            f"{mine} needs {package} >= {oldest}, and version {module.__version__} is installed. {fix}"
-        )
+        raise UsageError(f"{mine} needs {package} >= {oldest}, and {module.__version__} is installed. {fix}")
     return module
