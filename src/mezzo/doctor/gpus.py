@@ -13,22 +13,25 @@ from mezzo.core.hardware import TENSOR_CORES_FROM
 
 Capability = tuple[int, int]
 
-# The first compute capability of each architecture.
+# Compute capability -> the architecture, and names of GPUs, without GeForce, GTX and RTX (`30` is the RTX 30 series).
 ARCHITECTURES = {
-    (5, 0): "Maxwell",
-    (6, 0): "Pascal",
-    (7, 0): "Volta",
-    (7, 5): "Turing",
-    (8, 0): "Ampere",
-    (8, 9): "Ada Lovelace",
-    (9, 0): "Hopper",
-    (10, 0): "Blackwell",
+    (5, 0): ("Maxwell", ""),
+    (6, 0): ("Pascal", "p100"),
+    (6, 1): ("Pascal", "10 1050 1060 1070 1080 p4 p40"),
+    (7, 0): ("Volta", "v100"),
+    (7, 5): ("Turing", "20 2060 2070 2080 t4"),
+    (8, 0): ("Ampere", "a30 a100"),
+    (8, 6): ("Ampere", "30 3050 3060 3070 3080 3090 a2 a10 a16 a40"),
+    (8, 9): ("Ada Lovelace", "40 4050 4060 4070 4080 4090 l4 l40 l40s"),
+    (9, 0): ("Hopper", "h100 h200 gh200"),
+    (10, 0): ("Blackwell", "b200 gb200"),
+    (12, 0): ("Blackwell", "50 5050 5060 5070 5080 5090"),
 }
 
 
 def architecture(capability: Capability) -> str:
     """The name of the architecture with a compute capability."""
-    return [name for first, name in ARCHITECTURES.items() if capability >= first][-1]
+    return [name for first, (name, _) in ARCHITECTURES.items() if capability >= first][-1]
 
 
 @dataclass(frozen=True)
@@ -91,20 +94,6 @@ def formats_at(capability: Capability) -> tuple[str, ...]:
 ALSO = {"h100 sxm": "H100 80GB HBM3", "h100 sxm5": "H100 80GB HBM3", "a100 sxm": "A100-SXM4-80GB"}
 """Names that people use -> the names that the driver reports."""
 
-BY_CAPABILITY = {
-    (6, 0): "p100",
-    (6, 1): "10 1050 1060 1070 1080 p4 p40",
-    (7, 0): "v100",
-    (7, 5): "20 2060 2070 2080 t4",
-    (8, 0): "a30 a100",
-    (8, 6): "30 3050 3060 3070 3080 3090 a2 a10 a16 a40",
-    (8, 9): "40 4050 4060 4070 4080 4090 l4 l40 l40s",
-    (9, 0): "h100 h200 gh200",
-    (10, 0): "b200 gb200",
-    (12, 0): "50 5050 5060 5070 5080 5090",
-}
-"""Compute capability -> names of GPUs, without GeForce, GTX and RTX (``30`` is the RTX 30 series)."""
-
 VARIANTS = r"ti|super|laptop|mobile|maxq|d|pcie|sxm\d?|nvl\d*|hbm\d|\d+gb?"
 """What may follow a name: it changes speed and memory, not the compute capability."""
 
@@ -124,14 +113,15 @@ def find(name: str) -> tuple[GpuModel, ...]:
     if same:
         return same
     bare = re.fullmatch(r"[5-9]|1[0-2]", name.strip())  # half a compute capability, and not GTX 10
-    for capability, names in BY_CAPABILITY.items():
-        if not bare and re.fullmatch(f"({names.replace(' ', '|')})({VARIANTS})*", joined):
+    for capability, (_, names) in ARCHITECTURES.items():
+        if names and not bare and re.fullmatch(f"({names.replace(' ', '|')})({VARIANTS})*", joined):
             return (GpuModel(name.strip(), capability),)
     if re.fullmatch(f"(16|1630|1650|1660)({VARIANTS})*", joined):
         return (GpuModel(name.strip(), (7, 5), tensor_cores=False),)
     if OTHER_MAKERS.match(joined):
         raise UnknownNameError(f"unknown GPU {name!r}: only NVIDIA's are known. Run there: mezzo doctor")
-    known = sorted(word for word in " ".join(BY_CAPABILITY.values()).upper().split() if not word.isdigit())
+    every = " ".join(names for _, names in ARCHITECTURES.values()).upper().split()
+    known = sorted(word for word in every if not word.isdigit())
     raise UnknownNameError(
         f"unknown GPU {name!r}. Use one of GTX 10, GTX 16, RTX 20, RTX 30, RTX 40, RTX 50, {', '.join(known)},\n"
         f"or the compute capability: mezzo doctor --gpu {f'{bare[0]}.0' if bare else 8.6}\n"
