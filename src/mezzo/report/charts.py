@@ -169,9 +169,7 @@ class Chart:
         if name:
             self.keys.append((series, "band", name))
 
-    def line(
-        self, y: Array, series: str, name: str = "", style: str = "line", x: Array | None = None
-    ) -> None:
+    def line(self, y: Array, series: str, key: str = "", style: str = "line", x: Array | None = None) -> None:
         """Draw a curve, thinned unless ``x`` is given; a gap stays a gap, a value between gaps is a dot."""
         if x is None:
             x, y = thin(y)
@@ -181,8 +179,8 @@ class Chart:
             paths.append(path if "L" in path else f"{path}L{path[1:]}")
         if paths:
             self.inner.append(shape("path", f"{style} {series}", d="".join(paths)))
-        if name:
-            self.keys.append((series, style, name))
+        if key:
+            self.keys.append((series, style, key))
 
     def span(self, low: float, high: float, start: float, stop: float, series: str, name: str) -> None:
         """Rule two heights from edge to edge, and shade what lies between them from ``start`` to ``stop``."""

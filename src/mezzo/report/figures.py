@@ -94,9 +94,8 @@ def _mixed(runs: Sequence[Run]) -> list[str]:
     """A note if a curve holds losses of several kinds: a record does not say which optimizer a loss was for."""
     counts = [(len(run.losses), Counter(update.optimizer for update in run.updates)) for run in runs]
     most = max((len(one) for losses, one in counts if len(one) > 1 and losses > max(one.values())), default=0)
-    return [f"{most} optimizers stepped: the curve holds the losses of all, in the order of backward."] * (
-        most > 0
-    )
+    note = f"{most} optimizers stepped: the curve holds the losses of all, in the order of backward."
+    return [note] * (most > 0)
 
 
 def _faults(chart: Chart, name: str, series: str, runs: Sequence[Run], alone: bool) -> list[str]:
@@ -253,12 +252,10 @@ def _tracks(run: Run, *, alone: bool) -> list[Track]:
 
 def _summary(tracks: Sequence[Track]) -> list[str]:
     """A sentence about each track; tracks with the same sentence share it."""
-    names: dict[str, list[str]] = {}
+    said: dict[str, list[str]] = {}
     for track in tracks:
-        names.setdefault(_told(track), []).append(track.who)
-    return [
-        f"{'; '.join(who)}: {what}" if any(who) else what[0].upper() + what[1:] for what, who in names.items()
-    ]
+        said.setdefault(_told(track), []).append(track.who)
+    return [f"{'; '.join(who)}: {one}" if any(who) else one[0].upper() + one[1:] for one, who in said.items()]
 
 
 def _told(track: Track) -> str:

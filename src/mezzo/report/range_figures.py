@@ -54,9 +54,7 @@ def range_figures(run: Run) -> dict[str, Any]:
         "seen": seen,
         "shift": shift,
         "slider": (min(SLIDER[0], *used) if min(used) < 0 else 0, max(SLIDER[1], *used)),
-        "exponents": [
-            exponents(what, some, _format(seen, what), shift) for what, some in tracks.items() if some
-        ],
+        "exponents": [exponents(one, of, _format(seen, one), shift) for one, of in tracks.items() if of],
         "maps": list(filter(None, (heat(what, seen, _format(seen, what)) for what in MAPS))),
     }
 
@@ -100,7 +98,7 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
         "total": total,
         "broken": broken(total),
         "grid": _grid(axis),
-        "bins": bar_path(_bins(total, axis, shift)),
+        "bins": _bar_path(total, axis, shift),
         "strips": _strips(axis),
         "strips_height": _STRIP * len(LIMITS),
         "lost": {name: found for name, found in shares.items() if found},
@@ -122,14 +120,6 @@ def _cells(shares: Shares | None) -> list[str]:
     if shares is None:
         return ["–"] * 4
     return [share_text(one) for one in (shares.underflow, shares.subnormal, shares.normal, shares.overflow)]
-
-
-def _bins(histogram: Histogram, axis: Axis, shift: int) -> list[int]:
-    """A count for each exponent of the axis, of numbers times ``2**shift``."""
-    found = [0] * int(axis.high - axis.low)
-    for exponent, number in enumerate(histogram.counts, histogram.lowest + shift - int(axis.low)):
-        found[min(len(found) - 1, max(0, exponent))] += number
-    return found
 
 
 def _grid(axis: Axis) -> list[Markup]:
@@ -158,10 +148,12 @@ def _strips(axis: Axis) -> list[Markup]:
     return parts
 
 
-def bar_path(bins: Sequence[int]) -> str:
-    """One path for all bars of a histogram, in `UNITS`: a bar's height is the logarithm of its share."""
-    total, width = sum(bins), UNITS / max(1, len(bins))
-    parts = []
+def _bar_path(histogram: Histogram, axis: Axis, shift: int) -> str:
+    """One path for all bars of numbers times ``2**shift``, in `UNITS`: a bar's height is the logarithm of its share."""
+    bins = [0] * int(axis.high - axis.low)
+    for exponent, number in enumerate(histogram.counts, histogram.lowest + shift - int(axis.low)):
+        bins[min(len(bins) - 1, max(0, exponent))] += number
+    total, width, parts = sum(bins), UNITS / max(1, len(bins)), []
     for place, number in enumerate(bins):
         if number:
             height = max(0.004, 1 + math.log10(number / total) / DECADES)
@@ -244,10 +236,9 @@ def _described(tracks: Sequence[Track], format: str, ranges: Ranges) -> str:
             f"{broken:,} of {elements} {'is' if broken == 1 else 'are'} {what}, "
             f"in {len(bad):,} of {counted(len(tracks), 'tensor')}, first at update {ranges.updates[column]:,}."
         )
-    share, column, label = max(
-        ((*track.worst_lost(format), track.label) for track in tracks), key=lambda one: one[0]
-    )
+    worst = max(tracks, key=lambda track: track.worst_lost(format)[0])
+    share, column = worst.worst_lost(format)
     if share <= 0:
         return told or f"Nothing is lost in {format}."
-    most = f"{share_text(share)} of {label}, at update {ranges.updates[column]:,}."
+    most = f"{share_text(share)} of {worst.label}, at update {ranges.updates[column]:,}."
     return f"{told} Of the finite ones the most is {most}" if told else f"The most is {most}"

@@ -27,11 +27,8 @@ class Limits(NamedTuple):
     overflow: int
 
 
-LIMITS = {
-    form.name: Limits(form.minexp - form.nmant - 1, form.minexp, form.maxexp)
-    for form in map(named, FORMATS)
-    if form.bits == 16
-}
+_SIXTEEN_BITS = [form for form in map(named, FORMATS) if form.bits == 16]
+LIMITS = {form.name: Limits(form.minexp - form.nmant - 1, form.minexp, form.maxexp) for form in _SIXTEEN_BITS}
 """Of the formats that have the run's loss scale. In the others each tensor has a scale of its own, as in fp8."""
 
 
