@@ -118,12 +118,9 @@ def run(arguments: argparse.Namespace) -> int:
                     limit = found[precision].limit  # one for all
                     if shown.interrupted:
                         break
-                data = {
-                    "schema": 1,
-                    "script": target,
-                    **{key: getattr(arguments, key) for key in ("argv", "vary", "steps")},
-                    "precisions": {precision: result.to_dict() for precision, result in found.items()},
-                }
+                given = {key: getattr(arguments, key) for key in ("argv", "vary", "steps")}
+                results = {precision: result.to_dict() for precision, result in found.items()}
+                data = {"schema": 1, "script": target, **given, "precisions": results}
                 text = json.dumps(data, indent=2, allow_nan=False)
                 write_whole(folder / FILE, text + "\n")
     if arguments.json:

@@ -103,16 +103,14 @@ def run(arguments: argparse.Namespace) -> int:
 def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
     """What the command line asks for, and remarks on what was left out of it; UsageError for what makes no sense."""
     target = target_of(arguments, DEMOS, "mezzo compare --demo digits")
-    metric, trains_with = arguments.metric, arguments.framework or "pytorch"
+    metric, library = arguments.metric, arguments.framework or "pytorch"
     if arguments.demo:
-        if trains_with != "pytorch":
-            raise UsageError(
-                f"--demo {arguments.demo} trains with pytorch. Leave --framework {trains_with} out."
-            )
+        if library != "pytorch":
+            raise UsageError(f"--demo {arguments.demo} trains with pytorch. Leave --framework {library} out.")
         metric = metric or DEMOS[arguments.demo].metric
-    names, remarks = candidates(arguments.precision or ["bf16,fp16"], trains_with)
+    names, remarks = candidates(arguments.precision or ["bf16,fp16"], library)
     as_given = ("seeds", "margin", "metric_better", "metric_margin", "demo", "nproc")
-    given = {key: getattr(arguments, key) for key in as_given} | {"metric": metric, "framework": trains_with}
+    given = {key: getattr(arguments, key) for key in as_given} | {"metric": metric, "framework": library}
     return Request(target, tuple(arguments.argv), bool(arguments.module), names, **given), remarks
 
 

@@ -56,9 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--watch, or --watch=N: record the exponents of weights, activations, gradients and updates, by module, "
         "at the first update and every Nth after it (default 100)"
     )
-    add(
-        "--watch", metavar="N", type=whole("updates", 50, least=1), nargs="?", const=-1, default=0, help=watch
-    )
+    add("--watch", metavar="N", type=whole("updates", 50, 1), nargs="?", const=-1, default=0, help=watch)
     no_trace = "do not search skipped steps for the origin of their NaN or infinity (fp16)"
     add("--no-trace", action="store_true", help=no_trace)
     where = parser.add_mutually_exclusive_group()

@@ -197,13 +197,9 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
                 why = f"fails without mixed precision, too (FP32 run, {how})"
                 if off := ", ".join(run.switched_off):
                     why = f"fails with its own mixed precision ({off}) switched off: {last_error(run).rstrip('.')}"
-                    ending = (
-                        f"Convert to the weights' dtype, as in x.to(layer.weight.dtype) (output: {run.log})"
-                    )
+                    ending = f"Convert to the weights' dtype: x.to(layer.weight.dtype) (output: {run.log})"
                 if _READS_INPUT.search(run.failure()):
-                    why += (
-                        ". It reads standard input, which is empty here: give it a file or an option instead"
-                    )
+                    why += ". It reads standard input, which is empty here: give it a file or an option"
             raise ScriptError(f"{request.target} {why}. {ending}")
     except (MezzoError, _OwnPrecisionError):
         # A later call must not read this as a candidate's result; the log stays for the user.

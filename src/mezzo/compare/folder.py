@@ -114,9 +114,8 @@ def writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise full(folder) from error
-        raise UsageError(
-            f"{folder}: {error.strerror or error}. Choose a writable folder with --out DIR."
-        ) from error
+        why = error.strerror or error
+        raise UsageError(f"{folder}: {why}. Choose a writable folder with --out DIR.") from error
 
 
 def full(folder: Path) -> UsageError:

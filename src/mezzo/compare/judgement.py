@@ -21,6 +21,7 @@ from mezzo.core.verdict import Margins, RunResult, Verdict, judge
 
 SCHEMA = 1
 
+Results = Mapping[str, Mapping[int, RunResult]]
 Runs = dict[str, dict[int, FinishedRun]]
 """Runs by precision (`fp32-ulp` for the perturbed baseline) and by the number of their seed."""
 
@@ -37,9 +38,7 @@ def verdict(request: Request, runs: Runs) -> dict[str, Any]:
         "schema": SCHEMA,
         "framework": request.framework,
         "baseline": BASELINE,
-        "candidates": {
-            name: _candidate(request, name, runs, results, margins) for name in request.precisions
-        },
+        "candidates": {one: _candidate(request, one, runs, results, margins) for one in request.precisions},
         "own": ", ".join(baseline[min(baseline)].switched_off) or None,
         "machine": strict(baseline[min(baseline)].machine),
         "request": strict(asdict(request)),
@@ -54,18 +53,15 @@ def _margins(request: Request, baseline: Mapping[int, FinishedRun]) -> Margins:
     return metric.margins(request.margin, any(one.percent or abs(one.value) > 1.5 for one in found))
 
 
-def _candidate(
-    request: Request,
-    name: str,
-    all_runs: Runs,
-    results: Mapping[str, Mapping[int, RunResult]],
-    margins: Margins,
-) -> dict[str, Any]:
-    runs, baseline = all_runs.get(name, {}), all_runs[BASELINE]
+def _candidate(request: Request, name: str, each: Runs, results: Results, margins: Margins) -> dict[str, Any]:
+    runs, baseline = each.get(name, {}), each[BASELINE]
     finished = {k: run for k, run in runs.items() if run.succeeded}
     failed = next((run for run in runs.values() if not run.succeeded), None)
     if failed is not None:
-        why = _failure(failed)
+        ended = failed.ended
+        how = "was killed or crashed" if ended is None else f"ended with exit status {ended.status}"
+        where = f"(output: runs/{failed.log.name})"
+        why = f"run {failed.name} {how}, FP32's did not {where}: {last_error(failed)}"
         judged = Verdict(Parity.DIVERGENT, f"Failed: {why}", len(finished), cause=why)
     else:
         judged = judge(results[BASELINE], results.get(name, {}), results.get(PERTURBED, {}), margins)
@@ -76,7 +72,7 @@ def _candidate(
         why = in_no_layer(name)
         judged = replace(judged, parity=Parity.INCONCLUSIVE, reason=f"{why}. {judged.reason}", cause=why)
     pairs = [(baseline[k], finished[k]) for k in sorted(set(baseline) & set(finished))]
-    perturbed = [run.times() for run in all_runs.get(PERTURBED, {}).values() if run.succeeded]
+    perturbed = [run.times() for run in each.get(PERTURBED, {}).values() if run.succeeded]
     fast = speed([(fp32.times(), ours.times()) for fp32, ours in pairs], perturbed)
     reason = judged.reason
     if fast is not None and fast.interval[1] <= WIDE * fast.interval[0]:
@@ -151,26 +147,15 @@ def last_error(run: FinishedRun) -> str:
     """The line of the exception that ended a run, or its last line."""
     lines = run.failure().rstrip().splitlines()
     # On several ranks, what the others print may come between the lines of the traceback, or after it.
-    errors = (
-        found["error"]
-        for line in lines
-        if (found := _ERROR.match(line)) and (found["rank"] or lines[0].startswith(TRACEBACK))
-    )
+    whole = lines[0].startswith(TRACEBACK)
+    errors = (found["error"] for line in lines if (found := _ERROR.match(line)) and (found["rank"] or whole))
     return next(errors, lines[-1]).strip()
-
-
-def _failure(run: FinishedRun) -> str:
-    how = "was killed or crashed" if run.ended is None else f"ended with exit status {run.ended.status}"
-    return f"run {run.name} {how}, FP32's did not (output: runs/{run.log.name}): {last_error(run)}"
 
 
 def _memory(pairs: list[tuple[FinishedRun, FinishedRun]]) -> dict[str, Any]:
     """Median peaks of FP32 and the candidate; None if they were not measured, or not in the same way."""
-    found = [
-        (fp32.memory, ours.memory)
-        for fp32, ours in pairs
-        if fp32.memory and ours.memory and fp32.memory.how == ours.memory.how
-    ]
+    both = [(fp32.memory, ours.memory) for fp32, ours in pairs]
+    found = [(fp32, ours) for fp32, ours in both if fp32 and ours and fp32.how == ours.how]
     keys = ("peak_memory_ratio", "peak_memory_bytes", "fp32_peak_memory_bytes", "memory_how")
     if not found:
         return dict.fromkeys(keys)
@@ -180,12 +165,8 @@ def _memory(pairs: list[tuple[FinishedRun, FinishedRun]]) -> dict[str, Any]:
 
 
 # How formats that no device here has are emulated.
-_HOW = {
-    name: f"inputs of a product are rounded to {name} and multiplied in a wider format" for name in QUANTIZED
-}
-_HOW["tf32"] = (
-    "inputs of a product are rounded and multiplied in FP32, which shows the numerical effect of TF32"
-)
+_HOW = {one: f"inputs of a product are rounded to {one} and multiplied in wider formats" for one in QUANTIZED}
+_HOW["tf32"] = "inputs of a product are rounded and multiplied in FP32, which shows TF32's numerical effect"
 
 
 def _lacking(request: Request, runs: Mapping[int, FinishedRun]) -> list[str]:

@@ -64,9 +64,7 @@ def step_times(updates: Sequence[UpdateRecord], losses: Sequence[LossRecord] = (
     return times
 
 
-def speed(
-    pairs: Sequence[tuple[Floats, Floats]], perturbed: Sequence[Floats] = (), seed: int = 0
-) -> Speed | None:
+def speed(pairs: Sequence[tuple[Floats, Floats]], perturbed: Sequence[Floats] = ()) -> Speed | None:
     """The geometric mean over pairs of ``median(FP32's times) / median(candidate's)``, with a bootstrap interval.
 
     Pairs are resampled, and within each run blocks of consecutive steps; deviations between pairs are widened by
@@ -76,7 +74,7 @@ def speed(
     usable = [(a, b) for a, b in pairs if min(len(a), len(b)) >= FEWEST_STEPS and min(a.min(), b.min()) > 0]
     if not usable:
         return None
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     n, level = len(usable), 0.5 + CONFIDENCE / 2
     ratios = np.array([np.log(np.median(a) / np.median(b)) for a, b in usable])
     # [draws, pairs]
@@ -89,9 +87,8 @@ def speed(
         within = np.take_along_axis(drawn - ratios, picks, axis=-1)
         means = ratios.mean() + (between + within).mean(axis=-1)
     else:
-        own = [
-            np.log(np.median(usable[0][0]) / np.median(one)) for one in perturbed if len(one) >= FEWEST_STEPS
-        ]
+        measured = (np.median(times) for times in perturbed if len(times) >= FEWEST_STEPS)
+        own = [np.log(np.median(usable[0][0]) / median) for median in measured]
         drift = SINGLE_PAIR_FACTOR * max(map(abs, own), default=0.0)
         means = np.concatenate([means - drift, means + drift])
     low, high = np.exp(np.quantile(means, [1 - level, level]))
@@ -145,9 +142,7 @@ class Metric:
                 "'accuracy: ([0-9.]+)'"
             )
         if self.margin is not None and not 0 < self.margin < math.inf:
-            raise UsageError(
-                f"--metric-margin {self.margin:g}: must be a number above 0, in the metric's units"
-            )
+            raise UsageError(f"--metric-margin {self.margin:g}: must be above 0, in the metric's units")
 
     @property
     def higher(self) -> bool:

@@ -21,7 +21,6 @@ def tell(console: Console, text: str, style: str = "") -> None:
 class Watcher:
     """Shows each run as it begins, advances and ends; without a console, or if `quiet` in a pipe, it prints nothing."""
 
-    _console: Console | None = None
     _bar: Progress | None = None
     _task: TaskID | None = None
 
@@ -31,9 +30,8 @@ class Watcher:
         # JPY_PARENT_PID: a command in a notebook cell, which would keep every frame of a bar.
         if console is not None and console.is_terminal and "JPY_PARENT_PID" not in os.environ:
             text = TextColumn("{task.description}", markup=False)
-            self._bar = Progress(
-                text, BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-            )
+            columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn()
+            self._bar = Progress(text, *columns, console=console)
 
     def __enter__(self) -> Watcher:
         if self._bar is not None:

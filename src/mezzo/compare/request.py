@@ -69,11 +69,6 @@ def _pytorch_precision(name: str) -> tuple[str, bool]:
     return value.fingerprint(), value.is_fp32
 
 
-def _keras_precision(name: str) -> tuple[str, bool]:
-    value = plan(name)
-    return value.precision, value.is_fp32
-
-
 def _trained_keras(run: FinishedRun) -> str | None:
     """Keras on its torch backend calls backward, and steps its own optimizer."""
     if run.updates or "keras" not in run.machine:
@@ -110,7 +105,7 @@ FRAMEWORKS = {
     ),
     "keras": Framework(
         (sys.executable, "-m", "mezzo.keras.run"),
-        _keras_precision,
+        lambda name: (plan(name).precision, plan(name).is_fp32),
         ("keras", "tensorflow", "jax", "torch"),
         False,
         "never called fit or train_on_batch, so there is no loss to compare. If it has its own training loop, put the "

@@ -14,10 +14,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT
 from types import FrameType
 from typing import Any
 
@@ -55,22 +57,12 @@ def run_child(
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
     steps = _steps_so_far(request.records)
     with request.records.with_suffix(".log").open("wb") as output:
-        child = subprocess.Popen(
-            [*command, str(asked)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+        words, streams = [*command, str(asked)], {"stdin": DEVNULL, "stderr": STDOUT}
+        child = subprocess.Popen(words, stdout=output, env=environment, start_new_session=True, **streams)
         guard = None
         try:
-            guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _GUARD, str(child.pid)],
-                stdin=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            words = [sys.executable, "-I", "-S", "-c", _GUARD, str(child.pid)]
+            guard = subprocess.Popen(words, stdin=PIPE, stderr=DEVNULL, start_new_session=True)
             status = None
             while status is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -226,17 +218,12 @@ class FinishedRun:
 def read_run(runs: Path, name: str) -> FinishedRun:
     """Read a run's records; a run that left none has neither a start nor an end."""
     path = runs / f"{name}.jsonl"
-    kept: dict[str, list[Any]] = {"loss": [], "update": [], "overflow": []}
-    once: dict[str, Any] = {}
+    kept: defaultdict[str, list[Any]] = defaultdict(list)
     for record in records.read(path) if path.exists() else ():
-        if record.kind in kept:
-            kept[record.kind].append(record)
-        else:
-            once[record.kind] = record
-    losses, updates, overflows = map(tuple, kept.values())
-    log = runs / f"{name}.log"
-    end = once.get("end")
-    return FinishedRun(name, once.get("run"), losses, updates, once.get("memory"), end, log, overflows)
+        kept[record.kind].append(record)
+    started, memory, end = ((kept[kind] or [None])[-1] for kind in ("run", "memory", "end"))
+    losses, updates, overflows = (tuple(kept[kind]) for kind in ("loss", "update", "overflow"))
+    return FinishedRun(name, started, losses, updates, memory, end, path.with_suffix(".log"), overflows)
 
 
 def _ended_by_a_rank(path: Path, status: int) -> int:
