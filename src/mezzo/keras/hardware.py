@@ -28,14 +28,9 @@ def describe(backend: str, *, used: bool = True) -> dict[str, Any]:
         native = frozenset(fmt for fmt, by in _CPU_FLAGS.items() if not cpu()[1].isdisjoint(by))
     else:
         native = cuda_formats(capability) if capability else frozenset(_CPU_FLAGS)
-    return {
-        **system(),
-        **versions,
-        "backend": backend,
-        "device_type": "cpu" if gpu is None else "gpu",
-        "gpu": gpu,
-        "native_formats": sorted(native),
-    }
+    kind = "cpu" if gpu is None else "gpu"
+    device = {"backend": backend, "device_type": kind, "gpu": gpu, "native_formats": sorted(native)}
+    return {**system(), **versions, **device}
 
 
 def _gpu(backend: str) -> tuple[str | None, tuple[int, int] | None]:
@@ -87,11 +82,9 @@ def peak_memory(backend: str, before: int | None) -> Callable[[], MemoryRecord |
         module.cuda.reset_peak_memory_stats()
         return lambda: MemoryRecord(int(module.cuda.max_memory_allocated()), "cuda allocator")
     if backend == "tensorflow" and (devices := module.config.list_logical_devices("GPU")):
-        stats = module.config.experimental
+        stats, how = module.config.experimental, "TensorFlow's GPU allocator"
         stats.reset_memory_stats(devices[0].name)
-        return lambda: MemoryRecord(
-            int(stats.get_memory_info(devices[0].name)["peak"]), "TensorFlow's GPU allocator"
-        )
+        return lambda: MemoryRecord(int(stats.get_memory_info(devices[0].name)["peak"]), how)
     if backend == "jax" and module.local_devices()[0].platform != "cpu":
         device, how = module.local_devices()[0], "JAX's device allocator, since the script began"
         if (device.memory_stats() or {}).get("peak_bytes_in_use"):

@@ -29,7 +29,7 @@ _Keras: Any = keras.optimizers.LossScaleOptimizer
 
 LOOK_EVERY = 50  # steps between checks of the patience on accelerators of PyTorch: each makes the host wait
 
-_ON_UNSCALED = ("raise", "warn", "ignore")
+_REPORTS = ("raise", "warn", "ignore")  # of gradients that were not scaled
 # Variables of Keras's wrapper, and the first of ours: iteration, learning_rate, step_counter, dynamic_scale.
 _KERAS_OWN = 4
 _UNBUILT_INNER = 2  # variables of an inner optimizer before its first step: iteration, learning_rate
@@ -94,13 +94,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 stacklevel=2,
             )
         first = _loss_scale_of(loss_scale, initial_scale, dynamic_growth_steps)
-        if on_unscaled not in _ON_UNSCALED:
-            raise UsageError(
-                f"on_unscaled is {on_unscaled!r}. Use one of {', '.join(map(repr, _ON_UNSCALED))}."
-            )
-        super().__init__(
-            inner_optimizer, initial_scale, getattr(first, "growth_interval", None), name=name, **kwargs
-        )
+        if on_unscaled not in _REPORTS:
+            raise UsageError(f"on_unscaled is {on_unscaled!r}. Use one of {', '.join(map(repr, _REPORTS))}.")
+        interval = getattr(first, "growth_interval", None)
+        super().__init__(inner_optimizer, initial_scale, interval, name=name, **kwargs)
         self._loss_scale = first
         self._patience: int | None = getattr(first, "patience", None)
         self._on_unscaled = on_unscaled
@@ -116,9 +113,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._until_check = 0
 
     def _scalar(self, name: str, value: float, dtype: str = "int") -> Any:
-        return self.add_variable(
-            (), keras.initializers.Constant(value), dtype, aggregation="only_first_replica", name=name
-        )
+        first = keras.initializers.Constant(value)
+        return self.add_variable((), first, dtype, aggregation="only_first_replica", name=name)
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Make the variables, the inner optimizer's too, for these trainable ones."""
@@ -139,7 +135,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         self._scale_was_read = True
         if not isinstance(self._loss_scale, (NoLossScale, StaticLossScale)):
-            _check_not_baked_in(self._scale, "optimizer.stateless_scale_loss(optimizer_variables, loss)")
+            self._check_not_baked_in("optimizer.stateless_scale_loss(optimizer_variables, loss)")
         return self._scale
 
     @property
@@ -204,9 +200,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "variable, None where there is none."
             )
         self._check_variables_are_known(variables)
-        _check_not_baked_in(
-            self._scale, "optimizer.stateless_apply(optimizer_variables, grads, trainable_variables)"
-        )
+        self._check_not_baked_in("optimizer.stateless_apply(optimizer_variables, grads, trainable_variables)")
         if not self._scale_was_read and not isinstance(self._loss_scale, NoLossScale):
             self._report_unscaled()
         if all(gradient is None for gradient in grads):
@@ -222,6 +216,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> Any:
         """`apply` on values: the trainable variables' and the optimizer's after the step. JAX and PyTorch."""
         return super(_Keras, self).stateless_apply(optimizer_variables, grads, trainable_variables)
+
+    def _check_not_baked_in(self, instead: str) -> None:
+        """Raise `CallOrderError` if JAX is compiling a function in which the scale is read as a constant."""
+        if keras.backend.backend() != "jax" or is_traced(self._scale.value):
+            return
+        import jax
+
+        # A product of two constants is a tracer only while a program is recorded: `jax.grad` alone computes it at once.
+        if is_traced(jax.numpy.multiply(jax.numpy.float32(1), 1)):
+            raise CallOrderError(
+                "inside a function that JAX compiles, the optimizer's variables are constants: the loss scale would "
+                f"never change. Pass the optimizer's variables to the function and use {instead}."
+            )
 
     def _report_unscaled(self) -> None:
         message = (
@@ -253,12 +260,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         one = keras.ops.cast(found_inf, self.skipped_steps.dtype)
         after = self._loss_scale.advance(self._arrays(), found_inf, keras.ops)
         bad_now = keras.ops.where(found_inf, keras.ops.minimum(bad, 1), self.bad_gradients.value)
-        for variable, value in (
-            *self._state(after),
-            (self.skipped_steps, self.skipped_steps.value + one),
-            (self.last_step_skipped, one),
-            (self.bad_gradients, bad_now),
-        ):
+        skipped = self.skipped_steps.value + one
+        ours = (self.skipped_steps, skipped), (self.last_step_skipped, one), (self.bad_gradients, bad_now)
+        for variable, value in (*self._state(after), *ours):
             self.assign(variable, value)
         if self._patience is not None:
             self._check_if_due(found_inf)
@@ -273,10 +277,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         flags = [] if self.bad_gradients is None else self.bad_gradients.numpy()
         bad = [_path(variable) for variable, flag in zip(self._trainable_variables, flags) if flag]
         whose = ", ".join(bad) or "unknown variables (the state was loaded)"
-        collapse = LossScaleCollapseError(
-            f"gradients of {whose} are NaN or infinite: {pure.collapsed(stuck)}"
-        )
-        raise collapse.going_on("optimizer.reset_loss_scale()")
+        error = LossScaleCollapseError(f"gradients of {whose} are NaN or infinite: {pure.collapsed(stuck)}")
+        raise error.going_on("optimizer.reset_loss_scale()")
 
     def _check_if_due(self, found_inf: Any) -> None:
         """Check the patience where the host has waited for this step anyway, else rarely; in a graph assert it."""
@@ -377,26 +379,10 @@ def _path(variable: Any) -> str:
     return str(getattr(variable, "path", None) or variable.name)  # a tf.Variable has no path
 
 
-def _check_not_baked_in(variable: Any, instead: str) -> None:
-    """Raise `CallOrderError` if JAX is compiling a function in which this variable is read as a constant."""
-    if keras.backend.backend() != "jax" or is_traced(variable.value):
-        return
-    import jax
-
-    # A product of two constants is a tracer only while a program is recorded: `jax.grad` alone computes it at once.
-    if is_traced(jax.numpy.multiply(jax.numpy.float32(1), 1)):
-        raise CallOrderError(
-            "inside a function that JAX compiles, the optimizer's variables are constants: the loss scale would never "
-            f"change. Pass the optimizer's variables to the function and use {instead}."
-        )
-
-
 def _loss_scale_of(
-    loss_scale: LossScale | float | str | dict[str, Any] | None,
-    initial_scale: float | None,
-    dynamic_growth_steps: int | None,
+    loss_scale: LossScale | float | str | dict[str, Any] | None, init: float | None, interval: int | None
 ) -> LossScale:
-    given: dict[str, Any] = {"init": initial_scale, "growth_interval": dynamic_growth_steps}
+    given: dict[str, Any] = {"init": init, "growth_interval": interval}
     given = {name: value for name, value in given.items() if value is not None}
     if loss_scale is None or (given and loss_scale != "dynamic"):
         raise UsageError(

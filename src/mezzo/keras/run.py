@@ -50,15 +50,7 @@ def run(request: RunRequest) -> int:
     parts: list[lifecycle.Part] = [session.imports]
     if request.seed_offset is not None:  # before the policy: Keras's own modules draw from the streams
         parts.append(FrameworkSeeds(request.seed_offset, session.imports))
-    return lifecycle.run(
-        session,
-        target,
-        [*parts, session],
-        finish=lambda status: session.finish(),
-        summary=lambda failed: "\n".join(
-            f"mezzo: {note}" for note in session.journal.notes if session.used or not failed
-        ),
-    )
+    return lifecycle.run(session, target, [*parts, session], finish=session.finish, summary=session.summary)
 
 
 class Session:
@@ -109,11 +101,9 @@ class Session:
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._next)
         number, moved = self._numbers[optimizer], not update.skipped
-        observed, self._model = self._watch.running, model
+        seen, self._model = self._watch.running, model
         self._watch.after_update(number, moved=moved)
-        self.journal.update(
-            number, moved=moved, loss_scale=update.scale, reason=update.reason, observed=observed
-        )
+        self.journal.update(number, moved=moved, loss_scale=update.scale, reason=update.reason, observed=seen)
         self.journal.stop_after(self.request.stop_after)
 
     def _observed_step(self) -> Callable[[bool], None]:
@@ -131,7 +121,11 @@ class Session:
 
         return end
 
-    def finish(self) -> None:
+    def summary(self, failed: bool) -> str:
+        """The notes, as lines; none for a script that failed before it made a layer."""
+        return "\n".join(f"mezzo: {note}" for note in self.journal.notes if self.used or not failed)
+
+    def finish(self, status: int) -> None:
         """The script is over."""
         self._watch.finish(self.journal, told=True)
         if not self.journal.losses and not self.journal.updates:

@@ -174,7 +174,7 @@ class StepRecorder:
             # Without an op: a finalizer may call this while TensorFlow traces a function, where an op would deadlock.
             numbers = iter([] if vector is None else _numbers(vector))
             logged, tracked, *rows = (list(itertools.islice(numbers, size)) for size in sizes)
-            self._write_call(at, logged, tracked, rows)
+            self._record(at, logged, tracked, rows)
 
     def epoch_begins(self) -> None:
         """Read the optimizers' state again before the next call: a callback may have changed it."""
@@ -206,9 +206,7 @@ class StepRecorder:
             raise
         return made
 
-    def _write_call(
-        self, at: float, logged: list[float], tracked: list[float], rows: list[list[float]]
-    ) -> None:
+    def _record(self, at: float, logged: list[float], tracked: list[float], rows: list[list[float]]) -> None:
         pairs = list(zip(self.optimizers, self._rows or rows, rows))
         self._rows = rows
         losses: list[float | None] = [*self._losses(tracked)]
@@ -285,11 +283,8 @@ def _pack(loss: Any, values: list[Any]) -> Any:
 
 def _optimizers_of(model: Any) -> list[StepOptimizer]:
     """The optimizer of `compile`, and the others that are attributes of the model."""
-    held = {
-        name: one
-        for name, one in vars(model).items()
-        if isinstance(one, keras.optimizers.Optimizer) and not name.startswith("_self_")
-    }
+    attributes = ((name, one) for name, one in vars(model).items() if not name.startswith("_self_"))
+    held = {name: one for name, one in attributes if isinstance(one, keras.optimizers.Optimizer)}
     known = {id(_innermost(one)) for one in held.values() if one is not _innermost(one)}
     known |= {id(model.optimizer), id(_innermost(model.optimizer))}
     others = {id(one): StepOptimizer(one, name) for name, one in held.items() if id(one) not in known}

@@ -6,6 +6,7 @@ them. The parent is constructed with a constant scale, which nothing reads: ever
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import tensorflow as tf
@@ -76,9 +77,7 @@ class LossScaleOptimizer(_Scaled, Parent):
         if pairs and aggregate and not (inner._run_with_dtensor or inner._mesh):
             # Before the check: a NaN of one replica is then all's.
             pairs = list(inner.aggregate_gradients(pairs))
-        self._scaled.step(
-            pairs, lambda pairs: inner.apply_gradients(pairs, skip_gradients_aggregation=True, **kwargs)
-        )
+        self._scaled.step(pairs, partial(inner.apply_gradients, skip_gradients_aggregation=True, **kwargs))
         return self.iterations
 
     def save_own_variables(self, store: Any) -> None:
@@ -112,7 +111,5 @@ class LegacyLossScaleOptimizer(_Scaled, LegacyParent):
         inner = self.inner_optimizer
         if pairs and experimental_aggregate_gradients:
             pairs = list(inner._aggregate_gradients(inner._transform_unaggregated_gradients(pairs)))
-        return self._scaled.step(
-            pairs,
-            lambda pairs: inner.apply_gradients(pairs, name=name, experimental_aggregate_gradients=False),
-        )
+        apply = partial(inner.apply_gradients, name=name, experimental_aggregate_gradients=False)
+        return self._scaled.step(pairs, apply)

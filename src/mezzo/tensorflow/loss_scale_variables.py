@@ -51,18 +51,12 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         return self._held[graph]
 
     def _make(self) -> SimpleNamespace:
-        values = vars(self._first) | _OWN
-        settings = {"trainable": False, "use_resource": True}
+        made: dict[str, Any] = vars(self._first) | _OWN
         with tf.name_scope("loss_scale/"):  # not aggregated: every replica comes to the same values
-            made = {
-                field: tf.compat.v1.Variable(
-                    value,
-                    name=_NAMES.get(field, field),
-                    dtype=_TYPES.get(field, tf.float32 if isinstance(value, float) else tf.int32),
-                    **settings,
-                )
-                for field, value in values.items()
-            }
+            for field, value in made.items():
+                dtype = _TYPES.get(field, tf.float32 if isinstance(value, float) else tf.int32)
+                kind: dict[str, Any] = {"name": _NAMES.get(field, field), "dtype": dtype, "trainable": False}
+                made[field] = tf.compat.v1.Variable(value, use_resource=True, **kind)
         return SimpleNamespace(**made)
 
     def _by_name(self) -> dict[str, Any]:
@@ -95,9 +89,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         """The state as numbers, for `what`; a UsageError outside of an eager program. Synchronizes with the device."""
         held = self.read(what)
         if not tf.executing_eagerly():
-            raise UsageError(
-                f"{what} works in eager programs only. In a graph of TF1 use session.run([{_READS}])."
-            )
+            raise UsageError(f"{what} needs an eager program. In a graph of TF1 use session.run([{_READS}]).")
         return self._state(lambda name: float(getattr(held, name).numpy()))
 
     def _state(self, of: Callable[[str], Any]) -> ScaleArrays:
@@ -136,13 +128,11 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         if not tf.distribute.has_strategy():
             return self._apply_or_skip(_bad(gradients), names, lambda: applied(gradients))
 
-        def agreed(strategy: Any, gradients: list[Any]) -> Any:
+        def agreed(strategy: Any, grads: list[Any]) -> Any:
             replicas = strategy.extended.call_for_each_replica
-            each = replicas(lambda gradients: tf.cast(_bad(gradients), tf.float32), args=(gradients,))
+            each = replicas(lambda grads: tf.cast(_bad(grads), tf.float32), args=(grads,))
             bad = strategy.reduce(tf.distribute.ReduceOp.SUM, each, axis=None) > 0
-            return self._apply_or_skip(
-                bad, names, lambda: strategy.group(replicas(applied, args=(gradients,)))
-            )
+            return self._apply_or_skip(bad, names, lambda: strategy.group(replicas(applied, args=(grads,))))
 
         return tf.distribute.get_replica_context().merge_call(agreed, args=(gradients,))
 
@@ -256,9 +246,7 @@ def _bad(gradients: Sequence[Any]) -> Any:
     """bool, shape [gradients that are not None]: which have a NaN or an infinity."""
     given = [gradient for gradient in gradients if gradient is not None]
     if not given:
-        raise UsageError(
-            "apply_gradients: no variable has a gradient. Is the loss computed from the variables?"
-        )
+        raise UsageError("apply_gradients: no variable has a gradient. Is the loss computed from them?")
     values = [tf.convert_to_tensor(one.values if isinstance(one, tf.IndexedSlices) else one) for one in given]
     real = [tf.abs(value) if value.dtype.is_complex else value for value in values]
     return tf.stack([tf.logical_not(tf.reduce_all(tf.math.is_finite(value))) for value in real])

@@ -44,11 +44,7 @@ class Rewrite:
 
 
 def enable_mixed_precision_graph_rewrite(
-    optimizer: Any,
-    loss_scale: LossScale | float | str | Any = "dynamic",
-    *,
-    precision: str = "auto",
-    op_lists: Any = None,
+    optimizer: Any, loss_scale: Any = "dynamic", *, precision: str = "auto", op_lists: Any = None
 ) -> Any:
     """Turn on TensorFlow's auto mixed precision, and return the optimizer wrapped in a loss scale.
 
