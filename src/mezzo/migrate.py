@@ -63,9 +63,8 @@ class Migration(NamedTuple):
         texts = (text.decode("utf-8", "surrogateescape") for text in (self.before, self.after))
         old, new = ([*io.StringIO(text, newline="\n")] for text in texts)
         end = "\n\\ No newline at end of file\n"
-        return "".join(
-            line if line[-1] == "\n" else line + end for line in difflib.unified_diff(old, new, name, name)
-        )
+        lines = difflib.unified_diff(old, new, name, name)
+        return "".join(line if line[-1] == "\n" else line + end for line in lines)
 
 
 def migrate(source: bytes, name: str) -> Migration:

@@ -17,9 +17,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self, module: nn.Module, message_size: int = 0, delay_allreduce: bool = False, **ignored: Any
     ) -> None:
         if not ignored.get("gradient_average", True):
-            raise UsageError(
-                "gradient_average is False. Multiply the loss by the number of processes instead."
-            )
+            raise UsageError("gradient_average is False. Multiply the loss by the number of processes.")
         super().__init__(module, find_unused_parameters=delay_allreduce)
 
 

@@ -46,9 +46,8 @@ def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images [997, 1, 16, 16] and labels [997], then the 800 test ones; standardised."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)
-    images = F.interpolate(
-        (images - images.mean()) / images.std(), size=16, mode="bilinear", align_corners=False
-    )
+    images = (images - images.mean()) / images.std()
+    images = F.interpolate(images, size=16, mode="bilinear", align_corners=False)
     labels = torch.tensor(digits.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[:-800], order[-800:]
@@ -63,9 +62,8 @@ def shifted(images: Tensor, pixels: int) -> Tensor:
 
 def main() -> None:
     """Train, print the loss as it goes, and end with the accuracy on images that were never trained on."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--epochs", type=int, default=8, help="passes over the training images")
     parser.add_argument("--batch", type=int, default=64, help="images a step")
     parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
@@ -78,9 +76,8 @@ def main() -> None:
     model = Network(arguments.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.05)
     batches = len(labels) // arguments.batch
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=arguments.lr, total_steps=arguments.epochs * batches
-    )
+    steps = arguments.epochs * batches
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=arguments.lr, total_steps=steps)
     for epoch in range(arguments.epochs):
         model.train()
         total = 0.0

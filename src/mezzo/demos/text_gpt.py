@@ -1,8 +1,7 @@
 """A character-level transformer that learns to write Python from the text of Python's own standard library.
 
-An ordinary FP32 training script: pre-norm blocks, causal attention, a GELU MLP, tied embeddings, AdamW with
-warm-up and cosine decay. The text is whatever standard library the interpreter has, so losses differ a little
-between Pythons.
+An ordinary FP32 training script: pre-norm blocks, causal attention, a GELU MLP, tied embeddings, AdamW with warm-up and
+cosine decay. The text is whatever standard library the interpreter has, so losses differ a little between Pythons.
 """
 
 from __future__ import annotations
@@ -85,9 +84,8 @@ def batch(
 
 def main() -> None:
     """Train, print the loss as it goes, and end with the loss on text that was never trained on."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--steps", type=int, default=120, help="training steps")
     parser.add_argument("--batch", type=int, default=16, help="windows a step")
     parser.add_argument("--context", type=int, default=128, help="characters a window")
@@ -105,12 +103,9 @@ def main() -> None:
     training, held_out = text[:cut], text[cut:]
     model = GPT(arguments.width, arguments.layers, arguments.heads, arguments.context)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.1, betas=(0.9, 0.95))
-    warm = max(1, arguments.steps // 10)
+    warm, end = max(1, arguments.steps // 10), max(1, arguments.steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min(
-            (step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / max(1, arguments.steps)))
-        ),
+        optimizer, lambda step: min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / end)))
     )
     for step in range(arguments.steps):
         inputs, targets = batch(training, arguments.batch, arguments.context)

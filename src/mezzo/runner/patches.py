@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -68,9 +68,7 @@ class ImportWatch(MetaPathFinder):
         else:
             self._waiting.setdefault(name, []).append(callback)
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The other finders' spec, with a loader that calls back after it has run the module."""
         if fullname not in self._waiting or fullname in self._finding:
             return None

@@ -28,9 +28,8 @@ def findings(text: str, name: str) -> list[tuple[int, str, str]]:
         nodes = list(ast.walk(ast.parse(text, name)))
     except SyntaxError as error:
         raise UsageError(f"{name} is not Python: {error.msg} in line {error.lineno}") from error
-    made = {
-        ast.unparse(one.value): ast.unparse(one.targets[0]) for one in nodes if isinstance(one, ast.Assign)
-    }
+    assigned = [one for one in nodes if isinstance(one, ast.Assign)]
+    made = {ast.unparse(one.value): ast.unparse(one.targets[0]) for one in assigned}
     halves = _HALVES | {target for value, target in made.items() if value in _HALVES}
     calls = [(one, *ast.unparse(one.func).rpartition(".")[::2]) for one in nodes if isinstance(one, ast.Call)]
     modules = {target for value, target in made.items() if _MADE.match(value)}
