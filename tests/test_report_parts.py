@@ -51,7 +51,7 @@ def test_no_template_and_no_filter_turns_escaping_off() -> None:
         (significant(0.0123456), "0.01235"), (significant(-2.5e-7), "−2.500e-07"), (significant(12345.678), "12,346"),
         (significant(999999.0), "999,999"), (significant(1e6), "1.000e+06"), (significant(-0.0), "0"),
         (significant("-inf"), "−infinity"), (significant(None), "not measured"), (significant(True), "not measured"),
-        (percent(0.005), "0.50\u00a0%"), (percent(-0.0131), "−1.3\u00a0%"), (percent(0.934), "93\u00a0%"),
+        (percent(0.005), "0.50\u00a0%"), (percent(-0.0131), "−1.3\u00a0%"), (percent(0.934, 0), "93\u00a0%"),
         (ratio(1.005), "1.00×"), (ratio("nan"), "not measured"), (size(421_700_000), "422 MB"),
         (scale_text(65536.0), "2¹⁶"), (scale_text(1.0), "1"), (scale_text(1000.0), "1,000"), (power_of_two(-3), "2⁻³"),
         (seconds(2e-5), "20.0 µs"), (seconds(0.1824), "182 ms"), (seconds(7.28), "7.28 s"), (seconds(125), "2 min 5 s"),

@@ -81,10 +81,12 @@ def ratio(value: object) -> str:
     return MISSING if found is None else f"{found:,.2f}×"
 
 
-def percent(value: object) -> str:
-    """A share as a percentage, to two significant digits."""
+def percent(value: object, digits: int = 2) -> str:
+    """A share as a percentage, to so many significant digits, or to whole percents with 0."""
     found = finite(value)
-    return MISSING if found is None else significant(100 * found, 2) + "\u00a0%"
+    if found is None:
+        return MISSING
+    return (significant(100 * found, digits) if digits else f"{100 * found:.0f}") + "\u00a0%"
 
 
 def share_text(share: float) -> str:
