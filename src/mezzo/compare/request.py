@@ -69,13 +69,7 @@ def _pytorch_precision(name: str) -> tuple[str, bool]:
     return value.fingerprint(), value.is_fp32
 
 
-def _trained_keras(run: FinishedRun) -> str | None:
-    """Keras on its torch backend calls backward, and steps its own optimizer."""
-    if run.updates or "keras" not in run.machine:
-        return None
-    return "trains with Keras. Add --framework keras"
-
-
+_KERAS = "trains with Keras. Add --framework keras"
 # A package that a run imported, if Keras was not -> the error.
 _NOT_KERAS = {
     "tf_keras": "trains with Keras 2 (tf_keras), which --framework keras does not support. Use Keras 3: import keras, "
@@ -101,7 +95,8 @@ FRAMEWORKS = {
         True,
         "never called backward(), so there is no loss to compare; torch.autograd.grad and torch.func are not recorded. "
         "Give a script that trains with backward(). One that expects torchrun needs --nproc.",
-        _trained_keras,
+        # Keras on its torch backend calls backward, and steps its own optimizer.
+        lambda run: None if run.updates or "keras" not in run.machine else _KERAS,
     ),
     "keras": Framework(
         (sys.executable, "-m", "mezzo.keras.run"),
