@@ -57,8 +57,10 @@ def run_child(
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
     steps = _steps_so_far(request.records)
     with request.records.with_suffix(".log").open("wb") as output:
-        words, streams = [*command, str(asked)], {"stdin": DEVNULL, "stderr": STDOUT}
-        child = subprocess.Popen(words, stdout=output, env=environment, start_new_session=True, **streams)
+        words = [*command, str(asked)]
+        child = subprocess.Popen(
+            words, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=environment, start_new_session=True
+        )
         guard = None
         try:
             words = [sys.executable, "-I", "-S", "-c", _GUARD, str(child.pid)]
