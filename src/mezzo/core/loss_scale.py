@@ -354,7 +354,7 @@ def checked_scale(name: str, value: object) -> float:
     except OverflowError:
         given = math.inf
     if not SMALLEST <= given <= LARGEST:
-        raise UsageError(f"{name} is {value!r}. A loss scale is from 2**-126 to 2**126, such as 1024.")
+        raise UsageError(f"{name} is {value!r}. A loss scale is between 2**-126 and 2**126, such as 1024.")
     return fl32(given)
 
 
