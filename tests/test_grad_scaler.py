@@ -257,15 +257,10 @@ def test_copies_and_pickles_go_on_alike(copied: Callable[[Any], Any]) -> None:
     assert state_after(twin, [1.0, INF]) == state_after(scaler, [1.0, INF])
 
 
-def test_a_device_gives_its_type() -> None:
-    scaler = mezzo.GradScaler(torch.device("cpu"))
-    assert scaler._device == "cpu"
-    assert scaler.is_enabled()
-
-
 def test_it_is_a_scaler_of_torch_with_its_private_names() -> None:
-    scaler = mezzo.GradScaler(init_scale=8.0, growth_interval=2)
+    scaler = mezzo.GradScaler(torch.device("cpu"), init_scale=8.0, growth_interval=2)
     assert isinstance(scaler, torch.amp.GradScaler)
+    assert (scaler._device, scaler.is_enabled()) == ("cpu", True)
     params = parameters()
     optimizer = OPTIMIZERS["sgd"](params)
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import stepper_cases as cases
 from mezzo.core.errors import MezzoError
+from mezzo.core.recipes import RECIPES
 from mezzo.pytorch.kernels.optimizer_step import Row
 
 pytest.importorskip("numba")
@@ -29,6 +30,7 @@ from mezzo.pytorch.kernels.cross_entropy import cross_entropy_loss
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.kernels.norms import layer_norm, rms_norm
 from mezzo.pytorch.kernels.optimizer_step import cpu
+from mezzo.pytorch.kernels.quantized import quantize
 
 ADAMW = cases.HYPERS["adamw"]
 
@@ -60,12 +62,20 @@ def loss_rows() -> list[Tensor]:
     return [out, *torch.autograd.grad(out, leaf, torch.ones(70))]
 
 
+def quantized(recipe: str) -> list[Tensor]:
+    x, factors = normal(512, 512).mul(64).round().div(64).bfloat16(), RECIPES[recipe].weight_gradient
+    found = [quantize(x, factor, 0, torch.bfloat16) for factor in factors]
+    return [part for each in found for part in (each.codes, each.inv_scale, each.values(torch.bfloat16))]
+
+
 ON_THREADS: dict[str, Callable[[], list[Tensor]]] = {
     "many rows of layer_norm": lambda: norm_of(layer_norm, 1000, 100),
     "long rows of layer_norm": lambda: norm_of(layer_norm, 70, 1024),
     "many rows of rms_norm": lambda: norm_of(rms_norm, 1000, 100),
     "long rows of rms_norm": lambda: norm_of(rms_norm, 70, 1024),
     "cross entropy": loss_rows,
+    "mxfp8": lambda: quantized("mxfp8"),
+    "nvfp4": lambda: quantized("nvfp4"),
     "sum of squares": lambda: [sum_of_squares([normal(count) for count in (1 << 18, 3, 70_000)])],
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,8 @@ from mezzo.core.loss_scale import (
     KINDS,
     DynamicLossScale,
     LossScale,
-    NoLossScale,
     Observation,
     StaticLossScale,
-    check,
     from_state_dict,
 )
 from mezzo.core.policy_text import as_loss_scale
@@ -168,24 +165,6 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 def test_wrong_arguments_say_what_is_allowed(make: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         make(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("pure", "skips"),
-    [(DynamicLossScale(init=4.0, floor=1.0, patience=3), 5), (StaticLossScale(8.0, patience=3), 3)],
-)
-def test_arrays_lose_patience_as_the_pure_machine_does(pure: Any, skips: int) -> None:
-    state, last = pure.arrays(), pure
-    for _ in range(skips - 1):
-        state, last = pure.advance(state, np.asarray(True), np), last.next(BAD)
-        check(pure, state)
-    with pytest.raises(LossScaleCollapseError) as expected:
-        last.next(BAD)
-    state = pure.advance(state, np.asarray(True), np)
-    with pytest.raises(LossScaleCollapseError) as raised:
-        check(pure, state)
-    assert str(raised.value) == str(expected.value)
-    check(NoLossScale(), replace(state, stuck=np.asarray(10**6)))
 
 
 FORMS = ("host", "device")

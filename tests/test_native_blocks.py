@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mezzo.core import formats
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.recipes import RECIPES, Factor, Recipe
 from mezzo.pytorch.kernels import native_blocks, quantized_linear
 from mezzo.pytorch.kernels.quantized import Quantized
@@ -193,6 +193,9 @@ def test_which_recipes_gpus_multiply() -> None:
 
 # product, compute capability, CUDA, what the reason names: nothing if it is native
 DEVICES = [
+    ("fp8", (8, 6), "13.0", ("8.9 or later", "8.6")),
+    ("fp8", (8, 9), "13.0", ()),
+    ("fp8", (10, 0), "13.0", ()),
     ("mxfp8", (9, 0), "13.0", ("10.0 or later", "9.0")),
     ("mxfp8", (10, 0), "12.8", ()),
     ("nvfp4", (12, 0), "13.0", ()),
@@ -215,6 +218,9 @@ def test_which_gpus_have_which_products(
     why = quantized_linear.why_emulated(CUDA, kind)
     assert all(part in why for part in parts)
     assert quantized_linear.is_native(CUDA, kind) is (why == "") is (not parts)
+    assert not quantized_linear.is_native(torch.device("cpu"), kind)
+    monkeypatch.setattr(torch.version, "hip", "6.0")  # whose codes are others
+    assert not quantized_linear.is_native(CUDA, kind)
 
 
 def test_what_cannot_be_native_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +229,10 @@ def test_what_cannot_be_native_is_refused_with_the_reason(monkeypatch: pytest.Mo
     for recipe, part in ((RECIPES["mxfp8"], "10.0"), (odd, "no GPU")):
         with pytest.raises(UsageError, match=f"MEZZO_FP8.*{part}.*emulated"):
             step(recipe, *given(recipe))
+    assert quantized_linear.is_native(torch.device("cpu"))
+    monkeypatch.setenv("MEZZO_FP8", "nativ")
+    with pytest.raises(UnknownNameError, match=r"MEZZO_FP8='nativ'.*emulated, native. Did you mean 'native'"):
+        quantized_linear.is_native(CUDA)
 
 
 @pytest.mark.gpu
