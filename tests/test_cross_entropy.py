@@ -50,12 +50,7 @@ def ours(
     logits: Tensor, target: Tensor, reduction: str = "mean", seed: Tensor | None = None, **options
 ) -> Result:
     leaf = logits.detach().requires_grad_()
-    weight, ignored, smoothing = (
-        options.get("weight"),
-        options.get("ignore_index", -100),
-        options.get("label_smoothing", 0.0),
-    )
-    out = cross_entropy_loss(leaf, target, weight, REDUCTIONS[reduction], ignored, smoothing)
+    out = cross_entropy_loss(leaf, target, reduction=REDUCTIONS[reduction], **options)
     out.backward(torch.ones_like(out) if seed is None else seed)
     assert out.dtype is torch.float32
     assert leaf.grad is not None

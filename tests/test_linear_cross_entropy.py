@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +30,10 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def cut(monkeypatch: pytest.MonkeyPatch, rows: int, classes: int) -> None:
+def cut(monkeypatch: pytest.MonkeyPatch, rows: int, classes: int, width: int = WIDTH) -> None:
     monkeypatch.setattr(module, "BUFFER", 0)
     monkeypatch.setattr(module, "FEWEST", rows)
-    monkeypatch.setattr(module, "_BLOCK", classes * WIDTH)
+    monkeypatch.setattr(module, "_BLOCK", classes * width)
 
 
 @dataclass(frozen=True)
@@ -188,9 +187,7 @@ class Watch(TorchDispatchMode):
 @pytest.fixture
 def of_64_rows(monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Tensor]:
     """512 rows of 16 and 2,000 classes, in chunks of 64 rows and blocks of 100 classes."""
-    monkeypatch.setattr(module, "BUFFER", 0)
-    monkeypatch.setattr(module, "FEWEST", 64)
-    monkeypatch.setattr(module, "_BLOCK", 100 * 16)
+    cut(monkeypatch, rows=64, classes=100, width=16)
     torch.manual_seed(0)
     return torch.randn(512, 16), torch.randn(2000, 16), torch.randint(2000, (512,))
 
@@ -335,48 +332,20 @@ def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
     return [((TOKENS + step) % CLASSES, (TOKENS + step + 3) % CLASSES) for step in range(steps)]
 
 
-Train = Callable[[Language], list[float]]
+def trained(model: Language, precision: str, **kwargs: Any) -> list[float]:
+    mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters(), lr=0.02), precision, **kwargs)
+    losses = []
+    for batch in batches(12):
+        with mp.autocast():
+            loss = model(*batch)
+        losses.append(float(mp.step(loss).loss))
+    return losses
 
 
-def short(precision: str, **kwargs: Any) -> Train:
-    def train(model: Language) -> list[float]:
-        mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters(), lr=0.02), precision, **kwargs)
-        losses = []
-        for batch in batches(12):
-            with mp.autocast():
-                loss = model(*batch)
-            losses.append(float(mp.step(loss).loss))
-        mp.close()
-        return losses
-
-    return train
-
-
-def loop(region: Callable[[], Any], scaler: Callable[[], Any] | None = None) -> Train:
-    def train(model: Language) -> list[float]:
-        optimizer, scaling = torch.optim.AdamW(model.parameters(), lr=0.02), scaler and scaler()
-        losses = []
-        for batch in batches(12):
-            with region():
-                loss = model(*batch)
-            (loss if scaling is None else scaling.scale(loss)).backward()
-            if scaling is None:
-                optimizer.step()
-            else:
-                scaling.step(optimizer)
-                scaling.update()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    return train
-
-
-TRAININGS: dict[str, Train] = {
-    "fp32": loop(lambda: torch.autocast("cpu", enabled=False)),
-    "torch.autocast bf16": loop(lambda: torch.autocast("cpu", torch.bfloat16)),
-    "mezzo.GradScaler fp16": loop(lambda: mezzo.autocast("fp16", "cpu"), lambda: mezzo.GradScaler("cpu")),
-    "split, accumulate": short("bf16", masters="split", accumulate=2),
+TRAININGS: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "fp32"},
+    "fp16": {"precision": "fp16"},
+    "split, accumulate": {"precision": "bf16", "masters": "split", "accumulate": 2},
 }
 
 
@@ -384,7 +353,7 @@ TRAININGS: dict[str, Train] = {
 @pytest.mark.parametrize("name", TRAININGS)
 def test_trains_as_the_layer_and_the_loss_do(name: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch, rows=7, classes=5)
-    fused, plain = (TRAININGS[name](Language(kind, tied)) for kind in (True, False))
+    fused, plain = (trained(Language(kind, tied), **TRAININGS[name]) for kind in (True, False))
     assert fused[-1] < fused[0] - 0.3
     assert fused == pytest.approx(plain, rel=1e-5 if name == "fp32" else 1e-2)
 

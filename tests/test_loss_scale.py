@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,16 @@ from mezzo.core.loss_scale import (
     KINDS,
     DynamicLossScale,
     LossScale,
+    NoLossScale,
     Observation,
     StaticLossScale,
+    check,
     from_state_dict,
 )
 from mezzo.core.policy_text import as_loss_scale
 from mezzo.pytorch import loss_scaler
 from mezzo.pytorch.loss_scaler import LossScaler, inverse
 from scale_cases import TABLE, Remembering
-from training_steps import Waits
 
 GOOD, BAD = Observation(found_inf=False), Observation(found_inf=True)
 
@@ -62,6 +64,7 @@ def test_a_static_scale_stays_and_loses_patience() -> None:
     assert (state.scale, state.skips) == (8.0, 2)
     with pytest.raises(LossScaleCollapseError, match=r"constant loss scale 2\^3.*from_largest"):
         state.next(BAD)
+    check(NoLossScale(), replace(state.arrays(), stuck=np.asarray(10**6)))  # which has no patience
 
 
 # The constant from the largest gradient.
@@ -206,18 +209,6 @@ def test_device_form_equals_pure_form(form: str, pure: LossScale, events: list[i
         device.check()
         assert device.on_host() == pure
         assert device.scale.item() == pure.scale
-
-
-def test_next_does_not_wait() -> None:
-    machine = on_device(DynamicLossScale(hysteresis=2), "device")
-    assert machine is not None
-    flag = torch.tensor(1.0)
-    with Waits() as waits:
-        machine.update(flag)
-    assert not waits.seen
-    with Waits() as waits:
-        machine.check()
-    assert waits.seen == {"_local_scalar_dense": 1}
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -70,27 +69,6 @@ def test_16_bit_weights_follow_fp32_ones(masters: str, state: str) -> None:
     assert {entry["momentum_buffer"].dtype for entry in lean.state.values()} == {
         {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[state]
     }
-
-
-@pytest.mark.parametrize("masters", ["fp32", "split"])
-@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, mezzo.GradScaler])
-def test_an_overflow_leaves_no_trace_and_scales_divide(scaler: Callable[..., Any], masters: str) -> None:
-    low, plain = matrices(), matrices()
-    optimizer, unscaled = Muon(low, 0.02, masters=masters), Muon(plain, 0.02, masters=masters)
-    driver = scaler("cpu", init_scale=8.0)
-    for step, factor in enumerate((8.0, math.inf, 4.0)):
-        before = everything(optimizer)
-        driver.scale(torch.zeros(()))  # as a loss
-        for param, other in zip(low, plain):
-            grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
-            param.grad, other.grad = grad * factor, grad
-        driver.step(optimizer)
-        driver.update()
-        if factor == math.inf:
-            assert_same(before, everything(optimizer))
-        else:
-            unscaled.step()
-    assert_same(everything(unscaled), everything(optimizer))
 
 
 class Net(nn.Module):

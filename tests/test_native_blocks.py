@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import types
@@ -12,28 +13,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mezzo.core import formats
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.recipes import RECIPES, Factor, Recipe
-from mezzo.pytorch.kernels import native_blocks, quantized_linear
+from mezzo.pytorch.kernels import quantized_linear
 from mezzo.pytorch.kernels.quantized import Quantized
 
 BLOCKS = ["mxfp8", "fp8-block", "nvfp4"]
 CUDA = torch.device("cuda")
-
-
-def test_the_swizzle_is_that_of_cublas() -> None:
-    for rows, columns in ((128, 4), (1, 1), (130, 9), (300, 3)):
-        scales = torch.arange(rows * columns).remainder(251).add(1).to(torch.uint8).view(rows, columns)
-        across = -(-columns // 4)
-        expected = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
-        for row in range(rows):
-            for column in range(columns):
-                tile = row // 128 * across + column // 4
-                place = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
-                expected[place] = scales[row, column]
-        assert torch.equal(native_blocks.swizzled(scales), expected)
+E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def unswizzled(flat: Tensor, rows: int, columns: int) -> Tensor:
@@ -112,10 +102,14 @@ def test_native_products_are_those_of_the_emulation(recipe: Recipe, monkeypatch:
             assert torch.equal(found.isnan(), expected.isnan())
 
 
-def on_meta(recipe: Recipe, rows: int) -> list[Tensor | None]:
+def check_on_meta(recipe: Recipe, rows: int, device: str = "meta") -> None:
     """Output and gradients of tensors without storage, for which PyTorch checks what `scaled_mm` is given."""
-    with torch.no_grad():
-        x, w, b, g = (t.to("meta") for t in given(recipe, rows))
+    real = given(recipe, rows)
+    with (
+        FakeTensorMode() if device == "cuda" else contextlib.nullcontext(),
+        torch.no_grad(),
+    ):  # autograd would ask CUDA itself
+        x, w, b, g = (torch.empty(t.shape, dtype=t.dtype, device=device) for t in real)
         y, codes, inv_scale, tensor = quantized_linear._QuantizedLinear.forward(x, w, b, recipe, True)
         assert codes is not None
         assert inv_scale is not None
@@ -123,7 +117,9 @@ def on_meta(recipe: Recipe, rows: int) -> list[Tensor | None]:
             recipe=recipe, dtypes=(x.dtype, w.dtype, b.dtype), needs_input_grad=[True] * 3
         )
         grads = quantized_linear._gradients(ctx, g, w, Quantized(codes, inv_scale, tensor))
-    return [y, *grads]
+    for found, like in zip([y, *grads], (g, x, w, b)):
+        assert found is not None
+        assert (found.shape, found.dtype, found.device.type) == (like.shape, like.dtype, device)
 
 
 @pytest.mark.parametrize("rows", [128, 21, 1])
@@ -144,19 +140,42 @@ def test_scaled_mm_takes_the_layouts(name: str, rows: int, monkeypatch: pytest.M
         return real(a, b, **settings)
 
     monkeypatch.setattr(F, "scaled_mm", noted)
-    recipe = RECIPES[name]
-    x, w, b, g = given(recipe, rows)
-    for found, like in zip(on_meta(recipe, rows), (g, x, w, b)):
-        assert found is not None
-        assert (found.shape, found.dtype, found.device.type) == (like.shape, like.dtype, "meta")
+    check_on_meta(RECIPES[name], rows)
     kinds = F.ScalingType
     if name == "fp8-block":
-        wide = (kinds.BlockWise1x128, kinds.BlockWise128x128, torch.float8_e4m3fn)
-        assert made == [wide, wide, (kinds.BlockWise1x128, kinds.BlockWise1x128, torch.float8_e4m3fn)]
+        wide = (kinds.BlockWise1x128, kinds.BlockWise128x128, E4)
+        assert made == [wide, wide, (kinds.BlockWise1x128, kinds.BlockWise1x128, E4)]
     else:
         levels = [kinds.BlockWise1x32] if name == "mxfp8" else [kinds.BlockWise1x16, kinds.TensorWise]
-        dtype = torch.float8_e4m3fn if name == "mxfp8" else torch.float4_e2m1fn_x2
-        assert made == [(levels, levels, dtype)] * 3
+        assert made == [(levels, levels, E4 if name == "mxfp8" else torch.float4_e2m1fn_x2)] * 3
+
+
+@pytest.mark.parametrize("rows", [32, 21])
+@pytest.mark.parametrize("name", ["fp8", "fp8-rowwise"])
+def test_fp8_products_have_the_layout_that_a_gpu_needs(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEZZO_FP8", "native")
+    made: list[tuple[Any, ...]] = []
+    real = torch._scaled_mm
+
+    def noted(a: Tensor, b: Tensor, *scales: Tensor, **kwargs: Any) -> Tensor:
+        assert a.stride()[1] == b.stride()[0] == 1
+        assert all(size % 16 == 0 for size in (a.shape[1], *b.shape))
+        assert kwargs["use_fast_accum"] is False
+        made.append(((a.dtype, b.dtype), [tuple(s.shape) for s in scales], kwargs["out_dtype"]))
+        return real(a, b, *scales, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    check_on_meta(RECIPES[name], rows, "cuda")
+    dtypes, scales, results = zip(*made)
+    assert dtypes == ((E4, E4), (E5, E4), (E5, E4))
+    if name == "fp8-rowwise":
+        assert scales == ([(rows, 1), (1, 80)], [(rows, 1), (1, 48)], [(80, 1), (1, 48)])
+        assert results == (torch.bfloat16,) * 3
+    else:
+        assert scales == ([(), ()],) * 3
+        assert results == (torch.bfloat16, torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("scale", ["power-of-two", "fp32"])
@@ -170,7 +189,7 @@ def test_what_is_called_native_has_a_layout(
     assert recipe.hardware == ("fp8-block" if squares[2] == 1 else "")
     for rows in (1, 21):
         if recipe.hardware:
-            on_meta(recipe, rows)
+            check_on_meta(recipe, rows)
 
 
 def test_which_recipes_gpus_multiply() -> None:

@@ -105,8 +105,7 @@ def test_forward_is_fp32s_within_an_ulp_and_backward_is_rounded_once(
         variance = rows.var(-1, correction=0) if op == "layer_norm" else rows.square().mean(-1)
         rstd = (variance + (1e-5 if op == "layer_norm" else 2**-23)).rsqrt()
         for own, grad, truth in zip((p for p in inputs if p is not None), got, truths):
-            assert grad.dtype is own.dtype
-            assert grad.shape == own.shape
+            assert (grad.dtype, grad.shape) == (own.dtype, own.shape)
             half = 0.5 * ulp(truth, grad.dtype) if grad.dtype is not FP32 else 0.0
             # Besides one rounding: FP32's own errors, of terms that are no larger than `most`.
             most = dy.abs().max() * w.max() * rstd.max() if own is x else dy.abs().float().sum()

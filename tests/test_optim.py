@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import mezzo
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.optim import SGD, Adam, AdamW, adopt
+from mezzo.optim import SGD, Adam, AdamW, Muon, adopt
 from optimizer_steps import (
     BY_NAME,
     MODES,
@@ -197,20 +197,21 @@ def test_split_masters_are_separate_ones_to_the_bit_and_as_near_to_torch_as_its_
 # Loss scales.
 
 
-@pytest.mark.parametrize("how", ["fused", "fused, unscaled", "adopted", "adopted, fused before"])
+@pytest.mark.parametrize("how", ["fused", "fused, unscaled", "adopted", "adopted, fused before", "Muon"])
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler, mezzo.GradScaler])
 def test_both_grad_scalers_drive_it(scaler: Callable[..., Any], how: str) -> None:
-    plain, scaled = parameters(shapes=[(65,), (3, 4)]), parameters(shapes=[(65,), (3, 4)])
-    left, right = (AdamW(params, lr=0.1, masters="split", state="int8") for params in (plain, scaled))
+    shapes = [(65, 3), (3, 4)] if how == "Muon" else [(65,), (3, 4)]
+    plain, scaled = parameters(shapes=shapes), parameters(shapes=shapes)
+    modes: dict[str, Any] = {"masters": "split", "state": "int8"}
+    left, right = ((Muon if how == "Muon" else AdamW)(params, lr=0.1, **modes) for params in (plain, scaled))
     if how.startswith("adopted"):
         right = torch.optim.AdamW(scaled, lr=0.1, fused="before" in how)
-        mezzo.optim.adopt(right, masters="split", state="int8")
+        adopt(right, **modes)
     scale = scaler("cpu", init_scale=256.0)
     for step in range(4):
-        grads = gradients(step, [(65,), (3, 4)])
         before = everything(right)
         scale.scale(torch.ones(()))
-        for param, other, grad in zip(plain, scaled, grads):
+        for param, other, grad in zip(plain, scaled, gradients(step, shapes)):
             param.grad = grad.clone()
             other.grad = grad * scale.get_scale()
         if step == 2:
@@ -225,8 +226,7 @@ def test_both_grad_scalers_drive_it(scaler: Callable[..., Any], how: str) -> Non
             left.step()
             assert_same(everything(left), everything(right))
     assert scale.get_scale() == 128
-    assert not hasattr(right, "grad_scale")
-    assert not hasattr(right, "found_inf")
+    assert not vars(right).keys() & {"grad_scale", "found_inf"}
 
 
 # What is refused: each with its reason and the fix, and nothing moved.
@@ -248,9 +248,8 @@ def test_two_optimizers_cannot_both_hold_a_master() -> None:
     AdamW([param], masters="split").step()
 
 
-Refused = tuple[Callable[[Any], Any], list[str]]
 # How an optimizer is made -> words of the error: what, the value received, what is allowed.
-REFUSED: dict[str, Refused] = {
+REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "masters": (lambda p: AdamW(p, masters="spilt"), ["AdamW", "'spilt'", "'split'"]),
     "state": (lambda p: AdamW(p, state="int4"), ["'int4'", "int8"]),
     "number": (lambda p: AdamW(p, lr=-1.0), ["lr=-1.0"]),

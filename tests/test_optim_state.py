@@ -66,10 +66,6 @@ def test_a_saved_state_goes_on_to_the_bit(masters: str, state: str) -> None:
     assert_same(everything(first), everything(second))
 
 
-def pickled(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
 MADE: dict[str, Callable[[Any], Any]] = {
     "fp32 masters": lambda p: AdamW(p, lr=0.1, masters="fp32", state="bf16"),
     "split8 masters": lambda p: AdamW(p, lr=0.1, masters="split8", state="int8"),
@@ -78,7 +74,7 @@ MADE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("made", MADE)
 def test_copies_and_pickles_go_on_to_the_bit(made: str, steps: int, copied: Callable[[Any], Any]) -> None:

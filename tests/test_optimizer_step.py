@@ -14,7 +14,6 @@ from torch import Tensor
 
 import patterns
 import stepper_cases as cases
-from mezzo.core.masters import STATE_FORMATS
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, formulas
 from mezzo.pytorch.kernels.optimizer_step.formulas import GROUP, STEP, WEIGHT, noise_key
 from mezzo.pytorch.kernels.optimizer_step.reference import (
@@ -334,19 +333,6 @@ def test_bf16_states_are_right_on_average_and_exact_where_bf16_is() -> None:
     assert float(stored(torch.full((1 << 16,), number), every).double().mean()) == number
     finite = torch.arange(0x7F81, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     assert torch.equal(stored(finite.float(), 0xFFFFF), finite)
-
-
-def test_the_table_of_formats_is_complete() -> None:
-    """Names are those of `core.masters`; a dtype names its format, and every codec can be called."""
-    formats = formulas.state_formats
-    assert tuple(formats) == STATE_FORMATS
-    assert len({how.dtype for how in formats.values()}) == len(formats)
-    assert {codec for how in formats.values() for codec in (how.signed, how.unsigned)} == {*formulas.codecs}
-    for codec, memory in formulas.codecs.items():
-        code, scale = torch.tensor([3], dtype=getattr(torch, memory)), torch.tensor([2.0])
-        value = getattr(formulas, f"value_{codec}")(code, scale)
-        again = getattr(formulas, f"code_{codec}")(value, 1 / scale, 0)
-        assert torch.equal(again.to(code.dtype), code), codec
 
 
 # Noise.

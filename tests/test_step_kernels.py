@@ -281,8 +281,7 @@ def test_the_host_never_waits_for_a_norm_and_a_step(device: str) -> None:
             cases.move(step, hyper, ours, **scalars)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert total.item() == 15_000
-    assert int(row[127]) == 9 * 5000
+    assert (total.item(), int(row[127])) == (15_000, 9 * 5000)
     assert [int(each.step) for each in ours] == [3, 3, 3]
 
 

@@ -119,8 +119,7 @@ def test_in_a_bf16_policy_one_module_can_be_tf32() -> None:
     with apply_module_overrides(model, spec, "cpu"), mezzo.autocast(spec, "cpu"):
         out = model(x)
         inner = model[0](x)
-    assert inner.dtype == torch.bfloat16
-    assert out.dtype == torch.float32
+    assert (inner.dtype, out.dtype) == (torch.bfloat16, torch.float32)
     expected = F.linear(tf32(inner.float()), tf32(model[1].weight), model[1].bias)
     assert torch.equal(out, expected)
 

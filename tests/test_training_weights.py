@@ -85,21 +85,17 @@ def test_every_mode_learns_and_stores_what_it_says(mode: str, accumulate: int) -
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"), [("split", "plain"), ("masters fp16", "foreach"), ("masters bf16 rmsprop", "function")]
+    ("mode", "arguments"),
+    [
+        ("split", {}),
+        ("masters fp16", {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}),
+        ("masters bf16 rmsprop", {"avg_fn": get_ema_avg_fn(0.5)}),
+    ],
 )
-def test_an_average_is_of_the_fp32_masters(mode: str, kind: str) -> None:
-    masters, precision, make, state = MODES[mode]
+def test_an_average_is_of_the_fp32_masters(mode: str, arguments: dict[str, Any]) -> None:
     model = network()
-    arguments: dict[str, Any] = {
-        "plain": {},
-        "foreach": {"multi_avg_fn": get_ema_multi_avg_fn(0.5)},
-        "function": {"avg_fn": get_ema_avg_fn(0.5)},
-    }[kind]
-    ema = AveragedModel(model, **arguments)
-    mp = mezzo.MixedPrecision(
-        model, make(model.parameters()), precision, masters=masters, state=state, ema=ema, loss_scale=256
-    )
-    own = list(model.parameters())
+    ema, own = AveragedModel(model, **arguments), list(model.parameters())
+    mp = made(mode, model, ema=ema, loss_scale=256)
     twin = AveragedModel(network(), **arguments)
     for index in range(3):
         run(mp, index)
@@ -204,15 +200,14 @@ def test_the_former_name_of_result_stepped_is_deprecated() -> None:
         assert result.moved
 
 
-@pytest.mark.parametrize("optimizer", ["fused", "with masters"])
-def test_a_model_that_is_in_16_bits_already_keeps_its_optimizer_s_masters(optimizer: str) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: SGD(p, lr=0.1, masters="split"), lambda p: with_masters(torch.optim.RMSprop(p, lr=0.01))],
+)
+def test_a_model_that_is_in_16_bits_already_keeps_its_optimizer_s_masters(make: Make) -> None:
     model = network()
     lower_weights(model, "bf16")
-    given = (
-        SGD(model.parameters(), lr=0.1, masters="split")
-        if optimizer == "fused"
-        else with_masters(torch.optim.RMSprop(model.parameters(), lr=0.01))
-    )
+    given = make(model.parameters())
     mp = mezzo.MixedPrecision(model, given)
     assert mp.precision == "bf16"
     assert mp.decision is not None

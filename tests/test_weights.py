@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import mezzo
 from alive import bytes_alive
+from bad_steps import same
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.optim import AdamW, adopt, with_masters
 from mezzo.pytorch.memory import PeakTensorBytes
@@ -240,10 +241,6 @@ def train(model: nn.Module, optimizer: Any, steps: int = 3) -> None:
             one.step()
 
 
-def equal(left: Any, right: Any) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
-
-
 def of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
@@ -257,12 +254,12 @@ def test_it_comes_back_to_the_bit(owner: str, steps: int) -> None:
     assert not torch.equal(state["body.weight"], model.body.weight.float()), "a master, not the weight"
     other, resumed = made(owner, seed=1)
     mezzo.load_master_state_dict(other, resumed, state)
-    assert equal(of(other), of(model))
-    assert equal(mezzo.master_state_dict(other, resumed), state)
+    assert same(of(other), of(model))
+    assert same(mezzo.master_state_dict(other, resumed), state)
     if steps == 0:  # moments are not a part of it
         for each, its in ((model, optimizer), (other, resumed)):
             train(each, its, 2)
-        assert equal(mezzo.master_state_dict(other, resumed), mezzo.master_state_dict(model, optimizer))
+        assert same(mezzo.master_state_dict(other, resumed), mezzo.master_state_dict(model, optimizer))
 
 
 @pytest.mark.parametrize("owner", sorted(OWNERS.keys() - {"none"}))
@@ -293,9 +290,9 @@ def test_masters_are_not_loaded_without_the_optimizer_that_has_them(given: str) 
     target = {name: (value * 1.001234).to(value.dtype) for name, value in before.items()}
     with pytest.raises(UsageError, match=r"in another optimizer.*load_master_state_dict\(model, \["):
         mezzo.load_master_state_dict(model, both[0] if given == "the first of two" else unrelated, target)
-    assert equal(mezzo.master_state_dict(model, both), before), "nothing was written"
+    assert same(mezzo.master_state_dict(model, both), before), "nothing was written"
     mezzo.load_master_state_dict(model, both, target)
-    assert equal(mezzo.master_state_dict(model, both), target)
+    assert same(mezzo.master_state_dict(model, both), target)
 
 
 def test_loading_without_an_optimizer_keeps_the_masters_for_the_next() -> None:
@@ -331,5 +328,5 @@ def test_a_state_that_does_not_fit_changes_nothing(row: str) -> None:
     changed = change(state)
     with pytest.raises(UsageError, match=message):
         mezzo.load_master_state_dict(model, optimizer, changed if isinstance(changed, str) else state)  # type: ignore[arg-type]
-    assert equal(of(model), weights)
-    assert equal(mezzo.master_state_dict(model, optimizer), before)
+    assert same(of(model), weights)
+    assert same(mezzo.master_state_dict(model, optimizer), before)

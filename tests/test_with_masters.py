@@ -14,6 +14,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import mezzo
+from bad_steps import same
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.optimizer_step.reference import encode_master
 from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
@@ -71,10 +72,6 @@ def give_gradients(low: nn.Module, wide: nn.Module | None = None, seed: int = 0,
 
 def masters(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return [optimizer.master(p) for p in model.parameters()]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(a, b.detach()) for a, b in zip(left, right, strict=True))
 
 
 def trained(name: str, steps: int = 3) -> tuple[nn.Sequential, WithMasters]:
@@ -358,13 +355,14 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 
-# what the checkpoint lacks -> the optimizer that is saved, and the one that is loaded
+def separate(net: nn.Module) -> WithMasters:
+    return with_masters(adamw(net))
+
+
+# What the checkpoint lacks -> the optimizer that is saved, and the one that is loaded.
 LACKS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]]] = {
-    "states of a parameter that had no gradient": (
-        lambda net: with_masters(adamw(net)),
-        lambda net: with_masters(adamw(net)),
-    ),
-    "separate masters": (adamw, lambda net: with_masters(adamw(net))),
+    "states of a parameter that had no gradient": (separate, separate),
+    "separate masters": (adamw, separate),
     "masters in extra bits": (
         adamw,
         lambda net: mezzo.optim.AdamW(net.parameters(), lr=1e-2, masters="split"),
