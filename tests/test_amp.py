@@ -187,9 +187,6 @@ def test_errors_are_those_that_torch_raises_and_say_its_words() -> None:
         assert isinstance(ours.value, UsageError)
 
 
-# --- Rules of custom operations.
-
-
 @pytest.fixture(scope="module")
 def custom() -> Iterator[Any]:
     """An op without a rule; in bf16; in FP32; and one of the older kind, in fp16."""

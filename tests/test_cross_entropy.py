@@ -131,8 +131,6 @@ def weights(count: int) -> Tensor:
     return torch.rand(count, generator=torch.Generator().manual_seed(5)) + 0.1
 
 
-# Every option with every other.
-
 # Around the lanes and blocks of the kernels: 64 and 1,024 classes; the interpreter's block is 4,096.
 SHAPES = [(5, 7), (2, 5000)] if IS_INTERPRETED else [(5, 7), (3, 64), (3, 2500)]
 OPTIONS = list(itertools.product(REDUCTIONS, (False, True), (-100, 1), (0.0, 0.1)))
@@ -154,8 +152,6 @@ def test_every_option_with_every_other(fmt: str, shape: tuple[int, ...]) -> None
         )
         assert not got.gradient[target == ignored].any()
 
-
-# Layouts.
 
 LAYOUTS = {
     "[C]": lambda: values(40),
@@ -182,8 +178,6 @@ def test_layouts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         check(logits, classes(logits), reduction, label_smoothing=0.1)
     assert torch.equal(logits, before)
 
-
-# What numbers there are.
 
 LARGEST = 65504.0
 SPECIAL = {
@@ -235,8 +229,6 @@ def test_ignored_rows_may_hold_anything() -> None:
         assert not got.gradient[:3].any()
 
 
-# The gradient's scale.
-
 SCALES = [2.0**k for k in (0, 15, 24, 39, 41, 60, 100, -10, -24, -59, -61, -100)]
 
 
@@ -264,9 +256,6 @@ def test_any_scale_of_the_gradient(fmt: str) -> None:
     assert torch.equal(gradient, torch.stack([-edges, edges], 1).to(DTYPES[fmt]))
 
 
-# What it keeps.
-
-
 def peak_of(logits: Tensor, target: Tensor, **options: float) -> int:
     peak = PeakTensorBytes()
     others = bytes_alive()
@@ -287,9 +276,6 @@ def test_the_peak_is_logits_gradient_and_a_few_numbers_a_row(
     scratch = 0 if implementation == "numba" else 5 * 4 * reference.CHUNK
     most = 4 * logits.numel() + 64 * target.numel() + scratch
     assert 4 * logits.numel() <= peak_of(logits, target) <= most
-
-
-# Formats, and wrong arguments.
 
 
 @COMPILED

@@ -153,11 +153,7 @@ def test_explain_says_which_layers_and_why() -> None:
     ).as_text(200)
 
 
-# `bf16_from`: linear layers multiply in bf16 from an update on.
-
-
 def switching(steps: int, text: str) -> tuple[list[Tensor], mezzo.MixedPrecision]:
-    """The weights after each step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)

@@ -138,8 +138,6 @@ def test_the_largest_is_of_what_is_finite(source: torch.dtype) -> None:
         assert np.array_equal(found if axis is not None else found[0, 0], largest_finite(x, axis))
 
 
-# The compiled loops of a CPU against their specification in PyTorch operations, bit for bit, in every recipe's formats.
-
 RECIPE_FACTORS = {
     factor
     for recipe in RECIPES.values()
@@ -167,7 +165,6 @@ def wide(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def awkward(factor: Factor) -> dict[str, Tensor]:
-    """Matrices by what is awkward about them."""
     make = exact if factor.hadamard else wide
     zeros = make(160, 256, 1)
     zeros[:128, :128] = 0

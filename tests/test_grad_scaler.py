@@ -50,7 +50,6 @@ def train(scaler: Any, optimizer: torch.optim.Optimizer, params: list[nn.Paramet
 
 
 def started(**arguments: Any) -> tuple[Any, torch.optim.Optimizer, list[nn.Parameter]]:
-    """A scaler, and an optimizer whose gradients are scaled."""
     params, scaler = parameters(), mezzo.GradScaler(**arguments)
     scaler.scale(loss_of(params, 1.0)).backward()
     return scaler, OPTIMIZERS["sgd"](params), params

@@ -117,7 +117,6 @@ def test_every_op_under_the_rule_has_a_row_and_gives_sixteen_bits(monkeypatch: p
 
 
 def made(shape: tuple[int, ...], row: Row, dtype: torch.dtype, parameters: torch.dtype) -> list[Tensor]:
-    """x and its parameters."""
     torch.manual_seed(0)
     *front, last = map(abs, shape)
     x = torch.randn(last, *front).movedim(0, -1) if shape[-1] < 0 else torch.randn(*front, last)

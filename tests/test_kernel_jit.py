@@ -42,9 +42,6 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# --- threads -------------------------------------------------------------------------------------------------------
-
-
 def normal(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
@@ -128,8 +125,6 @@ def test_a_forked_process_steps_on_threads_of_its_own() -> None:
     assert weight == of.weight.view(torch.int16).tolist()
 
 
-# --- the cache of compiled kernels ---------------------------------------------------------------------------------
-
 ONE_STEP = """
 from mezzo.pytorch.kernels import jit
 from mezzo.pytorch.kernels.optimizer_step import cpu
@@ -178,9 +173,6 @@ def test_a_compiler_that_fails_is_no_dead_end(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(jit, "_kernels", {})
     with pytest.raises(MezzoError, match=r"no such instruction.*MEZZO_KERNELS=reference"):
         jit.kernel(cpu, {}, "count_moves")
-
-
-# Whose cache.
 
 
 @pytest.fixture(autouse=True)

@@ -75,7 +75,6 @@ def leaves(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def naive(tensors: list[Tensor], target: Tensor, weight: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
-    """The definition, in the tensors' own format."""
     logits = F.linear(*tensors)
     wide = logits if logits.dtype is torch.float64 else logits.float()
     target = target.to(wide.dtype) if target.is_floating_point() else target
@@ -302,8 +301,6 @@ def test_what_raises(name: str) -> None:
         with pytest.raises(error, match=message):
             linear_cross_entropy(**{**wide, **kwargs})
 
-
-# As a model's head, next to the layer and the loss that it replaces.
 
 TOKENS = torch.arange(40).view(4, 10) * 7 % CLASSES
 

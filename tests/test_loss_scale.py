@@ -47,9 +47,6 @@ def test_event_by_event(
     assert (state.scale, state.good_steps, state.overflows, state.stuck) == (scale, good, overflows, stuck)
 
 
-# Patience.
-
-
 def test_patience_runs_out_at_the_floor_only() -> None:
     state = DynamicLossScale(init=4.0, floor=1.0, patience=3)
     assert after(state, "xxxx").stuck == 2
@@ -67,8 +64,6 @@ def test_a_static_scale_stays_and_loses_patience() -> None:
     check(NoLossScale(), replace(state.arrays(), stuck=np.asarray(10**6)))  # which has no patience
 
 
-# The constant from the largest gradient.
-
 FROM_LARGEST = [
     # largest, format, headroom, scale
     (1.0, "fp16", 1, 2.0**14),
@@ -84,8 +79,6 @@ FROM_LARGEST = [
 def test_from_largest(largest: float, form: str, headroom: int, scale: float) -> None:
     assert StaticLossScale.from_largest(largest, form, headroom).scale == scale
 
-
-# Bounds and identity for any history.
 
 events = st.text(alphabet=".x", max_size=300)
 
@@ -149,8 +142,6 @@ def test_a_constant_may_be_any_number_in_range(value: Any) -> None:
         as_loss_scale(value, "here")
 
 
-# Wrong arguments.
-
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (DynamicLossScale, {"init": 0.5, "floor": 1.0}, r"init is 2\^-1.*between floor=2\^0"),
     (DynamicLossScale, {"floor": 0.0}, "floor is 0.0"),
@@ -182,7 +173,6 @@ def on_device(pure: LossScale, form: str) -> LossScaler | None:
 
 
 def stepped_or_raised(pure: LossScale, event: int) -> tuple[LossScale, str]:
-    """The next state, or what was raised in its place."""
     try:
         return pure.next(Observation(found_inf=event != 0)), ""
     except LossScaleCollapseError as error:

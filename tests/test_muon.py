@@ -12,7 +12,7 @@ from torch import nn
 import mezzo
 from mezzo.core.errors import UsageError
 from mezzo.optim import AdamW, Muon, adopt, muon_groups, with_masters
-from optimizer_steps import MODES, assert_same, everything, one, parameters, run, saved_and_loaded, weights
+from optimizer_steps import MODES, assert_same, everything, parameters, run, saved_and_loaded, weights
 
 SHAPES = ((5, 13), (64, 64), (65, 3), (1, 1), (40, 90))
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -135,7 +135,6 @@ def test_one_optimizer_of_both_groups_is_two_optimizers_to_the_bit() -> None:
 
 
 def test_training_engines_take_it() -> None:
-    """Released gradients make the steps of the ordinary loop."""
     tokens = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(0))
     final = []
     for release in (False, True):
@@ -167,30 +166,3 @@ def test_torch_s_is_adopted_and_has_separate_masters_too() -> None:
     assert_same(everything(made), everything(own))
     assert {entry["momentum_buffer"].dtype for entry in separate.state.values()} == {torch.float32}
     assert_same(list(map(separate.master, wide)), list(map(own.master, low)))
-
-
-# How an optimizer is made -> words of the error: what, the value received, what is allowed.
-REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
-    "a vector": (lambda p: Muon([*p, one(3)]), ["parameter 1", "[3]", "use_muon=False", "muon_groups"]),
-    "momentum": (lambda p: Muon(p, momentum=1.0), ["momentum=1.0", "below 1"]),
-    "steps": (lambda p: Muon(p, ns_steps=100), ["ns_steps=100", "99"]),
-    "no coefficients": (lambda p: Muon(p, ns_coefficients=3.0), ["3.0", "three"]),  # type: ignore[arg-type]
-    "coefficients": (lambda p: Muon(p, ns_coefficients=(1.0, 2.0)), ["(1.0, 2.0)", "three"]),
-    "adjustment": (
-        lambda p: Muon(p, adjust_lr_fn="match_rms"),
-        ["'match_rms'", "original", "'match_rms_adamw'"],
-    ),
-    "rate": (lambda p: Muon(p, lr=-1.0), ["lr=-1.0"]),
-    "AdamW's": (lambda p: Muon([{"params": p, "use_muon": False, "betas": (0.9, 1.0)}]), ["betas[1]=1.0"]),
-    "pattern": (lambda p: muon_groups(Net(), exclude=["position"]), ["'position'", "'positions'"]),
-    "parameters": (lambda p: muon_groups(Net().named_parameters()), ["generator", "muon_groups(model)"]),  # type: ignore[arg-type]
-    "no matrix": (lambda p: muon_groups(nn.Sequential(nn.Linear(3, 3))), ["nothing is left", "AdamW"]),
-}
-
-
-@pytest.mark.parametrize("row", REFUSED)
-def test_what_makes_no_sense_is_refused(row: str) -> None:
-    make, words = REFUSED[row]
-    with pytest.raises(UsageError) as caught:
-        make([one(3, 4)])
-    assert all(word in str(caught.value) for word in words), caught.value

@@ -187,8 +187,6 @@ def test_a_window_of_which_the_last_loss_is_bad_is_skipped_whole(run: str) -> No
     holds(run, OPTIMIZERS["AdamW foreach"], "", follows=False, accumulate=3)
 
 
-# A script under `mezzo run`.
-
 SCRIPT = """
 import sys
 from torch import nn
@@ -279,7 +277,6 @@ def codebook(module: Any, x: Tensor) -> None:
 
 
 def queue(module: Any, x: Tensor) -> None:
-    """The memory bank of a contrastive loss, with its pointer."""
     at = int(module.pointer)
     module.bank[at] = x.mean(0)
     module.pointer[()] = (at + 1) % len(module.bank)
@@ -357,12 +354,7 @@ def test_every_kind_of_buffer(name: str, run: str, decides: str) -> None:
         assert same(ends[0][part], ends[1][part]), part
 
 
-# MovingBuffers by itself: what is copied, what that costs, and what is learned.
-
-
 class Ops(TorchDispatchMode):
-    """The ops that ran."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import mezzo
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.optim import SGD, Adam, AdamW, Muon, adopt
+from mezzo.optim import SGD, Adam, AdamW, Muon, adopt, muon_groups
 from optimizer_steps import (
     BY_NAME,
     MODES,
@@ -194,9 +194,6 @@ def test_split_masters_are_separate_ones_to_the_bit_and_as_near_to_torch_as_its_
     assert furthest([split.master(param) for param in weights(split)]) <= 3 * furthest(fused) + ulp
 
 
-# Loss scales.
-
-
 @pytest.mark.parametrize("how", ["fused", "fused, unscaled", "adopted", "adopted, fused before", "Muon"])
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler, mezzo.GradScaler])
 def test_both_grad_scalers_drive_it(scaler: Callable[..., Any], how: str) -> None:
@@ -229,9 +226,6 @@ def test_both_grad_scalers_drive_it(scaler: Callable[..., Any], how: str) -> Non
     assert not vars(right).keys() & {"grad_scale", "found_inf"}
 
 
-# What is refused: each with its reason and the fix, and nothing moved.
-
-
 def test_two_optimizers_cannot_both_hold_a_master() -> None:
     param = one(5)
     first, second = AdamW([param], masters="split"), AdamW([param], masters="fp32")
@@ -262,6 +256,26 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "gaps": (lambda p: AdamW([torch.zeros(3, 4)[:, ::2]]), ["[4, 2]", "contiguous()"]),
     "sparse": (lambda p: AdamW([torch.zeros(3, 3).to_sparse()]), ["torch.sparse_coo", "to_dense()"]),
     "subclass": (lambda p: AdamW([TwoTensor(torch.zeros(3), torch.zeros(3))]), ["TwoTensor", "with_masters"]),
+    "vector": (lambda p: Muon([*p, one(3)]), ["parameter 1", "[3]", "use_muon=False", "muon_groups"]),
+    "Muon's momentum": (lambda p: Muon(p, momentum=1.0), ["momentum=1.0", "below 1"]),
+    "steps": (lambda p: Muon(p, ns_steps=100), ["ns_steps=100", "99"]),
+    "no coefficients": (lambda p: Muon(p, ns_coefficients=3.0), ["3.0", "three"]),  # type: ignore[arg-type]
+    "coefficients": (lambda p: Muon(p, ns_coefficients=(1.0, 2.0)), ["(1.0, 2.0)", "three"]),
+    "adjustment": (
+        lambda p: Muon(p, adjust_lr_fn="match_rms"),
+        ["'match_rms'", "original", "'match_rms_adamw'"],
+    ),
+    "rate": (lambda p: Muon(p, lr=-1.0), ["lr=-1.0"]),
+    "Muon's AdamW": (
+        lambda p: Muon([{"params": p, "use_muon": False, "betas": (0.9, 1.0)}]),
+        ["betas[1]=1.0"],
+    ),
+    "pattern": (
+        lambda p: muon_groups(nn.ParameterDict({"positions": p[0]}), exclude=["position"]),
+        ["'position'", "'positions'"],
+    ),
+    "parameters": (lambda p: muon_groups(iter(p)), ["iterator", "muon_groups(model)"]),  # type: ignore[arg-type]
+    "no matrix": (lambda p: muon_groups(nn.Sequential(nn.Linear(3, 3))), ["nothing is left", "AdamW"]),
 }
 
 
@@ -269,7 +283,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
 def test_what_makes_no_sense_is_refused(row: str) -> None:
     make, words = REFUSED[row]
     with pytest.raises(UsageError) as caught:
-        make([one(3)])
+        make([one(3, 4)])
     assert all(word in str(caught.value) for word in words), caught.value
 
 

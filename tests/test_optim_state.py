@@ -209,8 +209,6 @@ def test_masters_that_lowering_kept_give_way_to_those_of_a_checkpoint() -> None:
     assert_same(everything(first), everything(second))
 
 
-# Weights: their layouts and formats, edits, masters, and bytes.
-
 EXACT = {"fp32": 0.0, "split": 0.0, "split8": 2.0**-15, "none": 2.0**-8}  # a master's relative error
 
 

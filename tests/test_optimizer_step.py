@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -25,19 +24,7 @@ from mezzo.pytorch.kernels.optimizer_step.reference import (
 )
 from mezzo.pytorch.optim.optimizers import adam_hyper, sgd_hyper
 
-MAKE: dict[str, Callable[..., Hyper]] = {"adam": adam_hyper, "sgd": sgd_hyper}
-ADAM = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "decoupled": True}
-SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
-SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("adam", ADAM),
-    "adam": ("adam", {**ADAM, "beta1": 0.8, "weight_decay": 0.1, "decoupled": False, "maximize": True}),
-    "adam without decay": ("adam", {**ADAM, "beta1": 0.0, "weight_decay": 0.0, "decoupled": False}),
-    "sgd": ("sgd", SGD),
-    "sgd with momentum": ("sgd", {**SGD, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
-    "nesterov": ("sgd", {**SGD, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True, "maximize": True}),
-}
-HYPERS = {name: MAKE[family](**settings) for name, (family, settings) in SETTINGS.items()}
-RULES = pytest.mark.parametrize("rule", sorted(HYPERS))
+RULES = pytest.mark.parametrize("rule", sorted(cases.SETTINGS))
 MASTERS = pytest.mark.parametrize("masters", sorted(cases.WEIGHTS))
 
 
@@ -95,14 +82,14 @@ def scalar_sgd(w: float, g: float, s: list[float], t: int, h: dict[str, Any]) ->
     return patterns.fma(-f(h["lr"]), g, w), s
 
 
-SCALAR = {"adam": scalar_adam, "sgd": scalar_sgd}
+SCALAR = {adam_hyper: scalar_adam, sgd_hyper: scalar_sgd}
 
 
 @RULES
 @pytest.mark.parametrize("scaled", [False, True])
 def test_every_bit_is_that_of_scalar_arithmetic(rule: str, scaled: bool) -> None:
-    hyper, count = HYPERS[rule], 40
-    family, settings = SETTINGS[rule]
+    hyper, count = cases.HYPERS[rule], 40
+    make, settings = cases.SETTINGS[rule]
     values = start(count)
     values[:3] = torch.tensor([0.0, 1e-40, 1e30])
     ours = row(values, hyper)
@@ -114,7 +101,7 @@ def test_every_bit_is_that_of_scalar_arithmetic(rule: str, scaled: bool) -> None
         for i, g in enumerate(grad.tolist()):
             g = f(g * f(0.37)) if scaled else g
             g = -g if hyper.maximize else g
-            ws[i], states[i] = SCALAR[family](ws[i], g, states[i], t, settings)
+            ws[i], states[i] = SCALAR[make](ws[i], g, states[i], t, settings)
         assert ours.weight.tolist() == ws
         assert [s.tolist() for s in ours.states] == [list(column) for column in zip(*states)]
     assert float(ours.step) == 4
@@ -134,15 +121,13 @@ def test_small_steps_are_not_lost(masters: str) -> None:
 @RULES
 def test_what_is_not_finite_reaches_its_own_element_alone(rule: str) -> None:
     for bad in (math.nan, math.inf):
-        ours = row(start(200), HYPERS[rule], "split")
+        ours = row(start(200), cases.HYPERS[rule], "split")
         grad = gradients(200, 1)[0]
         grad[70] = bad
-        step(HYPERS[rule], grad, ours)
+        step(cases.HYPERS[rule], grad, ours)
         assert ours.weight.isfinite().sum() >= 199
         assert math.isinf(bad) or bool(ours.weight[70].isnan())
 
-
-# Masters.
 
 NANS = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFF8000, 0xFFFFFFFF]
 REMAINDERS = {"split": (-32768, -32767, -1, 0, 1, 32767), "split8": (-128, -127, -1, 0, 1, 127)}
@@ -201,8 +186,6 @@ def test_any_weight_beside_any_remainder_is_within_an_ulp_of_its_master(masters:
     ulp = 2.0 ** (exact.abs().clamp(min=2.0**-126).log2().floor() - 7)
     assert (moved <= ulp).all()
 
-
-# Moments.
 
 SIGNED, UNSIGNED = True, False
 TABLES = pytest.mark.parametrize("signed", [SIGNED, UNSIGNED])
@@ -335,11 +318,7 @@ def test_bf16_states_are_right_on_average_and_exact_where_bf16_is() -> None:
     assert torch.equal(stored(finite.float(), 0xFFFFF), finite)
 
 
-# Noise.
-
-
 def words(key: int, count: int, start: int = 0) -> Tensor:
-    """The random bits of the elements from `start`."""
     made: Tensor = formulas.noise(key, formulas.place(torch.arange(start, start + count)))
     return made
 

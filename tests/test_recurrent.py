@@ -68,7 +68,6 @@ def floating(result: Any) -> list[Tensor]:
 
 
 def off(got: Tensor, truth: Tensor) -> float:
-    """The distance of two tensors over the truth's length."""
     return float((got.detach().double() - truth.detach().double()).norm() / truth.detach().double().norm())
 
 

@@ -344,8 +344,6 @@ def test_ulp_is_pythons_and_numpys(x: float) -> None:
     assert (formats.ulp(65504, "fp16"), formats.ulp(65520, "fp16")) == (32, math.inf)
 
 
-# Formats of blocks: 4- and 6-bit elements without NaN, and e8m0, whose values are powers of two.
-
 THEIRS = {
     "e2m1": ml_dtypes.float4_e2m1fn,
     "e3m2": ml_dtypes.float6_e3m2fn,

@@ -227,8 +227,6 @@ def test_edge_a_shard_moves_as_in_the_whole_parameter(
         assert shard.step == 3
 
 
-# Triton's tables of pointers, in its interpreter.
-
 OF_TRITON = pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
 
 
@@ -256,9 +254,6 @@ def test_edge_tables_of_replaced_rows_are_let_go_and_so_are_too_many(monkeypatch
     for of in ([cases.row(ADAMW, SPLIT, 10, 2 + i)] for i in range(3)):
         cases.move(step, ADAMW, of)
     assert len(step._tables) == 1
-
-
-# On a GPU alone.
 
 
 @ON_GPU

@@ -36,7 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was sk
 def from_zero(
     size: int, optimizer: Any, precision: str, dtype: torch.dtype | None = None, **arguments: Any
 ) -> tuple[Any, Tensor]:
-    """A training of a (1, size) weight of zeros, from which each step subtracts the gradient."""
     model = nn.Linear(size, 1, bias=False, dtype=dtype)
     nn.init.zeros_(model.weight)
     mp = mezzo.MixedPrecision(model, optimizer(model.parameters(), lr=1.0), precision, **arguments)
@@ -99,35 +98,31 @@ def test_without_a_loss_scale_nothing_is_looked_at(precision: str) -> None:
 
 @pytest.mark.parametrize("params", ["fp32", "fp16", "complex"])
 @pytest.mark.parametrize(
-    ("clip_value", "clip_norm", "expected"),
+    ("clips", "expected"),
     [
-        (None, None, [3.0, -4.0]),
-        (3.5, None, [3.0, -3.5]),
-        (None, 1.0, [0.6, -0.8]),
-        (None, 10.0, [3.0, -4.0]),
-        (3.5, math.inf, [3.0, -3.5]),
-        (1.0, 1.0, [0.5**0.5, -(0.5**0.5)]),
+        ({}, [3.0, -4.0]),
+        ({"clip_value": 3.5}, [3.0, -3.5]),
+        ({"clip_norm": 1.0}, [0.6, -0.8]),
+        ({"clip_norm": 10.0}, [3.0, -4.0]),
+        ({"clip_value": 3.5, "clip_norm": math.inf}, [3.0, -3.5]),
+        ({"clip_value": 1.0, "clip_norm": 1.0}, [0.5**0.5, -(0.5**0.5)]),
     ],
 )
 def test_value_is_clipped_before_norm_and_the_norm_told_is_the_gradients_own(
-    clip_value: float | None, clip_norm: float | None, expected: list[float], params: str
+    clips: dict[str, float], expected: list[float], params: str
 ) -> None:
     """In FP32 also for fp16 weights: unscaled in fp16, some gradients would be subnormal."""
-    clips: dict[str, Any] = {"clip_value": clip_value, "clip_norm": clip_norm}
-    if params == "complex":  # clipped as two numbers
-        mp, weight = from_zero(1, torch.optim.SGD, "fp16", torch.complex64, loss_scale=2.0**10, **clips)
-        numbers = torch.view_as_real(weight)
-    else:
-        mp, weight = from_zero(2, torch.optim.SGD, "fp16", params=params, loss_scale=2.0**10, **clips)
-        numbers = weight.float()
-    result = mp.step((numbers * torch.tensor([[3.0, -4.0]])).sum())
-    if clip_norm is not None:
+    is_complex = params == "complex"  # clipped as two numbers
+    how: dict[str, Any] = {"dtype": torch.complex64} if is_complex else {"params": params}
+    mp, weight = from_zero(2 - is_complex, torch.optim.SGD, "fp16", loss_scale=2.0**10, **how, **clips)
+    numbers = torch.view_as_real(weight) if is_complex else weight
+    result = mp.step((numbers.float() * torch.tensor([[3.0, -4.0]])).sum())
+    if "clip_norm" in clips:
         assert result.grad_norm == 5.0
     elif params != "fp16":
         assert result.grad_norm is None
     tolerance = 1e-3 if params == "fp16" else 1e-5
-    weight = torch.view_as_real(weight) if params == "complex" else weight
-    assert (-weight.detach()).flatten().tolist() == pytest.approx(expected, rel=tolerance)
+    assert (-numbers.detach()).flatten().tolist() == pytest.approx(expected, rel=tolerance)
 
 
 def test_a_sparse_gradient_s_norm_is_of_the_sums_by_index() -> None:

@@ -229,9 +229,6 @@ def test_a_weight_that_became_infinite_is_told() -> None:
     assert not result.weight_overflow  # what one step did is not changed by the next
 
 
-# What is refused, and that nothing has changed then.
-
-
 def test_an_average_in_16_bits_is_refused() -> None:
     model = network()
     lower_weights(model, "bf16")

@@ -194,9 +194,6 @@ def test_what_is_refused_leaves_the_model_alone(row: str) -> None:
         lower_weights(model, "bf16", keep=["frist"])
 
 
-# The model's state in FP32: out of every kind of optimizer and back to the bit.
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +209,6 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.body(self.norm(self.token(x)))))
 
 
-# How the optimizer is made.
 OWNERS: dict[str, Callable[[Any], Any]] = {
     "split": lambda p: AdamW(p, lr=1e-2, masters="split"),
     "separate": lambda p: AdamW(p, lr=1e-2, masters="fp32"),

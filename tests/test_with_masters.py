@@ -262,9 +262,6 @@ def test_what_is_refused() -> None:
         optimizer.set_master(model[0].weight, torch.zeros(3))
 
 
-# States.
-
-
 def test_a_state_of_the_plain_optimizer_is_taken() -> None:
     exact, model = model_of(), model_of()
     plain = OPTIMIZERS["adamw"](exact.parameters())
