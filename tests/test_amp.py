@@ -18,7 +18,6 @@ from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.hardware import native_formats
 from releases import before_torch
-from run_scripts import launcher
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = "fp16,op.softmax=lower"
@@ -252,10 +251,7 @@ print(model.seen["low"])
 """
 
 
-def test_a_run_honours_registered_rules_and_leaves_a_script_with_mezzo_amp_alone(
-    custom: Any, tmp_path: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    launch = launcher(tmp_path, capsys)
+def test_a_run_honours_registered_rules_but_not_beside_mezzo_amp(custom: Any, launch: Any) -> None:
     for precision in ("bf16", "fp16"):
         ran = launch(SCRIPT.format(own=False), policy=precision)
         assert (ran.status, ran.lines[0]) == (0, "torch.bfloat16")

@@ -36,9 +36,7 @@ def small() -> Tensor:
     """Results around and below the smallest normal number."""
     rows = torch.randn(20_000, 3, generator=torch.Generator().manual_seed(3))
     by = torch.arange(20_000) % 48
-    return torch.stack(
-        [rows[:, 0] * 2.0**-70, rows[:, 1] * torch.exp2(-40.0 - by), rows[:, 2] * 2.0**-127], 1
-    )
+    return torch.stack([rows[:, 0] * 2.0**-70, rows[:, 1] * torch.exp2(-40 - by), rows[:, 2] * 2.0**-127], 1)
 
 
 def beside_ties() -> Tensor:
@@ -84,7 +82,7 @@ def test_the_reference_rounds_once(case: str) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="needs numba")
 @pytest.mark.parametrize("processor", ["this one", "generic"])
-def test_the_compiled_one_rounds_once_with_the_instruction_and_without(
+def test_the_compiled_one_rounds_once_with_and_without_the_instruction(
     tmp_path: Path, processor: str
 ) -> None:
     rows = torch.cat([made() for made in CASES.values()])

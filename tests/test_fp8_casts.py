@@ -196,9 +196,8 @@ def pattern(x: Tensor) -> Tensor:
     """Bits; one pattern for NaN, except in codes."""
     if x.dtype.itemsize == 1:
         return x.view(torch.uint8)
-    return (
-        torch.where(x.isnan(), math.nan, x).contiguous().view(torch.int16 if x.dtype is BF16 else torch.int32)
-    )
+    x = torch.where(x.isnan(), math.nan, x).contiguous()
+    return x.view(torch.int16 if x.dtype is BF16 else torch.int32)
 
 
 def assert_same(found: Quantized, expected: Quantized, what: object) -> None:

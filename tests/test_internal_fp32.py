@@ -141,14 +141,12 @@ def distance(one: Tensor, two: Tensor) -> float:
     return float((one.double() - two.double()).norm())
 
 
-def gradients(
-    call: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor
-) -> tuple[Tensor, list[Tensor]]:
+def gradients(call: Callable[..., Tensor], inputs: list[Tensor], dy: Tensor) -> tuple[Tensor, list[Tensor]]:
     leaves = [t.detach().requires_grad_() for t in inputs]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         out = call(*leaves)
-    found = torch.autograd.grad(out, leaves, upstream.to(out.dtype), allow_unused=True)
+    found = torch.autograd.grad(out, leaves, dy.to(out.dtype), allow_unused=True)
     return out.detach(), [grad for grad in found if grad is not None]
 
 

@@ -118,9 +118,7 @@ KERNELS: dict[str, Kernel] = {
         policy="bf16",
     ),
     "max_pool2d": Kernel(pooled, in_fp32(pooled), (((2, 2, 8, 8), BF16),), policy="bf16"),
-    "tf32 linear": Kernel(
-        F.linear, F.linear, MATRICES, refuses=(None, "Batching rule not implemented"), policy="tf32"
-    ),
+    "tf32 linear": Kernel(F.linear, F.linear, MATRICES, refuses=(None, "Batching rule"), policy="tf32"),
     "emulated linear": Kernel(F.linear, in_fp32(F.linear), LOW_AND_FP32, policy="fp16"),
     "emulated conv2d": Kernel(F.conv2d, in_fp32(F.conv2d), IMAGES, policy="fp16"),
     "emulated attention": Kernel(
@@ -194,16 +192,12 @@ def test_function_transforms(name: str) -> None:
         assert_near(found, plain, kernel.eps)
     both = torch.stack([given[0], others[0].detach()])
     dims = (0, *[None] * (len(given) - 1))
-    outs, grads = (
-        torch.func.vmap(function, dims)(both, *given[1:]) for function in (kernel.call, torch.func.grad(loss))
-    )
+    outs, grads = (torch.func.vmap(f, dims)(both, *given[1:]) for f in (kernel.call, torch.func.grad(loss)))
     for index, leaf in enumerate((leaves[0], others[0])):
         assert_near(outs[index], kernel.call(leaf, *leaves[1:]), kernel.eps)
         assert_near(grads[index], torch.autograd.grad(loss(leaf, *leaves[1:]), leaf)[0], kernel.eps)
     if name in ("layer_norm", "rms_norm"):
-        ours, truth = (
-            torch.func.jvp(call, tuple(given), tuple(given)) for call in (kernel.call, kernel.naive)
-        )
+        ours, truth = (torch.func.jvp(f, tuple(given), tuple(given)) for f in (kernel.call, kernel.naive))
         for found, wide in zip(ours, truth):
             assert_near(found, wide, kernel.eps)
 

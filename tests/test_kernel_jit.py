@@ -79,15 +79,9 @@ ON_THREADS: dict[str, Callable[[], list[Tensor]]] = {
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [
-        *((name, "numba") for name in ON_THREADS),
-        ("cross entropy", "reference"),
-        ("sum of squares", "reference"),
-    ],
+    [*((n, "numba") for n in ON_THREADS), ("cross entropy", "reference"), ("sum of squares", "reference")],
 )
-def test_the_number_of_threads_changes_no_bit(
-    name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_change_no_bit(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEZZO_KERNELS", implementation)
     found = []
     for count in (1, 2, 3):
@@ -136,9 +130,7 @@ print(kernel.from_cache)
 
 def run(cache: Path, code: str = ONE_STEP, **more: str) -> str:
     environment = {**os.environ, "MEZZO_CACHE_DIR": str(cache), **more}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -211,9 +203,7 @@ REFUSED: dict[str, tuple[str, Change]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_cache_that_others_can_change_is_not_used(
-    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_of_others_is_not_used(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real, cache = tmp_path / "real", tmp_path / "link"
     folder = folder_of(real, monkeypatch)
     cache.symlink_to(real)

@@ -40,9 +40,7 @@ def after(state: LossScale, events: str) -> Any:
 
 
 @pytest.mark.parametrize(("settings", "events", "scale", "good", "overflows", "stuck"), TABLE)
-def test_event_by_event(
-    settings: dict[str, Any], events: str, scale: float, good: int, overflows: int, stuck: int
-) -> None:
+def test_events(settings: Any, events: str, scale: float, good: int, overflows: int, stuck: int) -> None:
     state = after(DynamicLossScale(**settings), events)
     assert (state.scale, state.good_steps, state.overflows, state.stuck) == (scale, good, overflows, stuck)
 

@@ -29,9 +29,7 @@ def matrices(dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("kernels", ["numba", "reference"])
 @pytest.mark.parametrize("row", SETTINGS)
-def test_every_bit_is_torch_s_also_where_states_change_sides(
-    row: str, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_bit_is_torch_s(row: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEZZO_KERNELS", kernels)
     made = [matrices(torch.float32) for _ in range(3)]
     theirs, ours = torch.optim.Muon(made[0], **SETTINGS[row]), Muon(made[1], **SETTINGS[row])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import types
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,9 +79,7 @@ TWO_ROWS = replace(
 )
 
 
-@pytest.mark.parametrize(
-    "recipe", [*(RECIPES[name] for name in BLOCKS), TWO_ROWS], ids=lambda recipe: recipe.name
-)
+@pytest.mark.parametrize("recipe", [*(RECIPES[name] for name in BLOCKS), TWO_ROWS], ids=lambda r: r.name)
 def test_native_products_are_those_of_the_emulation(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "")  # FP32 products: rounded once
     x, w, b, g = given(recipe)
@@ -113,9 +111,7 @@ def check_on_meta(recipe: Recipe, rows: int, device: str = "meta") -> None:
         y, codes, inv_scale, tensor = quantized_linear._QuantizedLinear.forward(x, w, b, recipe, True)
         assert codes is not None
         assert inv_scale is not None
-        ctx = types.SimpleNamespace(
-            recipe=recipe, dtypes=(x.dtype, w.dtype, b.dtype), needs_input_grad=[True] * 3
-        )
+        ctx = SimpleNamespace(recipe=recipe, dtypes=(x.dtype, w.dtype, b.dtype), needs_input_grad=[True] * 3)
         grads = quantized_linear._gradients(ctx, g, w, Quantized(codes, inv_scale, tensor))
     for found, like in zip([y, *grads], (g, x, w, b)):
         assert found is not None
@@ -152,9 +148,7 @@ def test_scaled_mm_takes_the_layouts(name: str, rows: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("rows", [32, 21])
 @pytest.mark.parametrize("name", ["fp8", "fp8-rowwise"])
-def test_fp8_products_have_the_layout_that_a_gpu_needs(
-    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_products_have_a_gpu_s_layout(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEZZO_FP8", "native")
     made: list[tuple[Any, ...]] = []
     real = torch._scaled_mm
@@ -180,9 +174,7 @@ def test_fp8_products_have_the_layout_that_a_gpu_needs(
 
 @pytest.mark.parametrize("scale", ["power-of-two", "fp32"])
 @pytest.mark.parametrize("squares", [*itertools.product((1, 128), repeat=4)])
-def test_what_is_called_native_has_a_layout(
-    scale: str, squares: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_native_has_a_layout(scale: str, squares: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_linear, "is_native", lambda device, kind: True)
     row, *others = (Factor("e4m3fn", (height, 128), scale) for height in (1, *squares))
     recipe = Recipe("r", (row, others[0]), (row, others[1]), (others[2], others[3]), 128)
@@ -194,13 +186,8 @@ def test_what_is_called_native_has_a_layout(
 
 def test_which_recipes_gpus_multiply() -> None:
     found = {name: recipe.hardware for name, recipe in RECIPES.items()}
-    variants = {
-        "fp8-rowwise": "fp8",
-        "mxfp8-floor": "mxfp8",
-        "nvfp4-nearest": "nvfp4",
-        "nvfp4-plain": "nvfp4",
-    }
-    assert found == {"fp8": "fp8", **{name: name for name in BLOCKS}, **variants}
+    others = {"fp8-rowwise": "fp8", "mxfp8-floor": "mxfp8", "nvfp4-nearest": "nvfp4", "nvfp4-plain": "nvfp4"}
+    assert found == {"fp8": "fp8", **{name: name for name in BLOCKS}, **others}
     mx, short = Factor("e4m3fn", (1, 32), "e8m0"), Factor("e2m3", (1, 32), "e8m0")
     wide = Factor("e5m2", (1, 32), "e8m0")
     for output in ((mx, short), (wide, wide), (mx, replace(mx, block=(1, 16)))):
@@ -257,9 +244,7 @@ def test_what_cannot_be_native_is_refused_with_the_reason(monkeypatch: pytest.Mo
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [4099, 1])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_on_a_gpu_native_products_are_those_of_the_emulation(
-    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_native_products_on_a_gpu(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if why := quantized_linear.why_emulated(CUDA, RECIPES[name].hardware):
         pytest.skip(why)
     x, w, b, g = given(RECIPES[name], rows)

@@ -173,9 +173,7 @@ def after_200_steps(make: Callable[..., Any], dtype: torch.dtype = torch.bfloat1
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_split_masters_are_separate_ones_to_the_bit_and_as_near_to_torch_as_its_fused(
-    rule: Rule,
-) -> None:
+def test_split_masters_are_separate_ones_to_the_bit_and_as_near_to_torch_as_its_fused(rule: Rule) -> None:
     split, separate = (after_200_steps(rule.make, masters=masters) for masters in ("split", "fp32"))
     for own, other in zip(weights(split), weights(separate)):
         assert torch.equal(bits(own), bits(other))
@@ -186,9 +184,7 @@ def test_split_masters_are_separate_ones_to_the_bit_and_as_near_to_torch_as_its_
     fused = weights(after_200_steps(rule.torch, torch.float32, fused=True))
 
     def furthest(found: Sequence[Tensor]) -> float:
-        return max(
-            float((one.double() - other.double()).detach().abs().max()) for one, other in zip(found, loop)
-        )
+        return max(float((a.double() - b.double()).detach().abs().max()) for a, b in zip(found, loop))
 
     ulp = torch.finfo(torch.float32).eps * max(float(weight.detach().abs().max()) for weight in loop)
     assert furthest([split.master(param) for param in weights(split)]) <= 3 * furthest(fused) + ulp
@@ -261,15 +257,9 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "steps": (lambda p: Muon(p, ns_steps=100), ["ns_steps=100", "99"]),
     "no coefficients": (lambda p: Muon(p, ns_coefficients=3.0), ["3.0", "three"]),  # type: ignore[arg-type]
     "coefficients": (lambda p: Muon(p, ns_coefficients=(1.0, 2.0)), ["(1.0, 2.0)", "three"]),
-    "adjustment": (
-        lambda p: Muon(p, adjust_lr_fn="match_rms"),
-        ["'match_rms'", "original", "'match_rms_adamw'"],
-    ),
+    "adjust": (lambda p: Muon(p, adjust_lr_fn="match_rms"), ["'match_rms'", "original", "'match_rms_adamw'"]),
     "rate": (lambda p: Muon(p, lr=-1.0), ["lr=-1.0"]),
-    "Muon's AdamW": (
-        lambda p: Muon([{"params": p, "use_muon": False, "betas": (0.9, 1.0)}]),
-        ["betas[1]=1.0"],
-    ),
+    "Muon beta": (lambda p: Muon([{"params": p, "use_muon": False, "betas": (0.9, 1.0)}]), ["betas[1]=1.0"]),
     "pattern": (
         lambda p: muon_groups(nn.ParameterDict({"positions": p[0]}), exclude=["position"]),
         ["'position'", "'positions'"],
@@ -327,9 +317,8 @@ def test_an_adopted_optimizer_moves_as_the_one_that_was_made_so(rule: Rule) -> N
 
 
 def test_groups_and_state_are_shared() -> None:
-    user = torch.optim.AdamW(
-        [{"params": parameters()[:2], "lr": 0.5}, {"params": parameters()[2:], "eps": 1e-3}]
-    )
+    made = parameters()
+    user = torch.optim.AdamW([{"params": made[:2], "lr": 0.5}, {"params": made[2:], "eps": 1e-3}])
     groups, dicts = user.param_groups, list(user.param_groups)
     fused = adopt(user, masters="split8", state="int8")
     assert fused.param_groups is groups is user.param_groups

@@ -28,10 +28,9 @@ GPU = (
     # PyTorch's own and Triton's, at their imports and first compilations.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 )
-ON_GPU = pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
-EACH = pytest.mark.parametrize(
-    "device", ["cpu"] if IS_INTERPRETED else ["cpu", pytest.param("cuda", marks=GPU)]
-)
+CUDA = pytest.param("cuda", marks=GPU)
+ON_GPU = pytest.mark.parametrize("device", [CUDA])
+EACH = pytest.mark.parametrize("device", ["cpu"] if IS_INTERPRETED else ["cpu", CUDA])
 
 if IS_INTERPRETED:
     np.seterr(all="ignore")  # the interpreter computes with NumPy, which warns of what the tests are about
@@ -68,7 +67,7 @@ def compare(hyper: cases.Hyper, got: list[Row], steps: int = 3, step: Stepper | 
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("device", ["cpu" if IS_INTERPRETED else pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("device", ["cpu" if IS_INTERPRETED else CUDA])
 @pytest.mark.parametrize("number", range(len(cases.HYPERS)))
 def test_a_step_equals_the_reference_in_every_mode(number: int, device: str) -> None:
     """Many modes in one call: for AdamW a fourth of all, for the others a ninth."""
@@ -98,9 +97,7 @@ CHOICES = [
         *(pytest.param(rule, mode, 3, marks=pytest.mark.heavy) for rule, mode in CHOICES),
     ],
 )
-def test_long_rows_of_one_mode_on_any_number_of_threads(
-    rule: str, mode: tuple[str, str, torch.dtype], threads: int
-) -> None:
+def test_long_rows_of_one_mode_on_any_number_of_threads(rule: str, mode: Any, threads: int) -> None:
     torch.set_num_threads(threads)
     sizes = (1, 63, 64, 65, 1000, *((65_537, 70_001) if threads < 3 else (33_000,)))
     hyper = cases.HYPERS[rule]
@@ -183,12 +180,7 @@ def test_edge_tensors_that_move_and_change_format_between_steps_however_many(dev
     (expected,) = cases.copied([of])
     step = stepper(device)
     bf16, fp32 = torch.bfloat16, torch.float32
-    for at, dtype, lr in (
-        (0, bf16, 1e-3),
-        (9, bf16, 2e-3),
-        (123_456, fp32, 2e-3),
-        ((1 << 24) - 2, bf16, 2e-3),
-    ):
+    for at, dtype, lr in ((0, bf16, 1e-3), (9, bf16, 2e-3), (123_456, fp32, 2e-3), (2**24 - 2, bf16, 2e-3)):
         of.step.fill_(at)
         expected.step.fill_(at)
         hyper = cases.adam_hyper(lr, 0.9, 0.999, 1e-8, 1e-2, decoupled=True)
@@ -203,9 +195,7 @@ def test_edge_tensors_that_move_and_change_format_between_steps_however_many(dev
 
 @EACH
 @pytest.mark.parametrize("mode", [("split8", "int8", torch.float32), ("none", "bf16", torch.bfloat16)])
-def test_edge_a_shard_moves_as_in_the_whole_parameter(
-    mode: tuple[str, str, torch.dtype], device: str
-) -> None:
+def test_edge_a_shard_moves_as_in_the_whole_parameter(mode: Any, device: str) -> None:
     whole = cases.row(ADAMW, mode, 1100, 3, special=False, device=device)
     shards = []
     for start, stop in ((0, 448), (448, 448), (448, 1100)):

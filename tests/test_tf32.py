@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,9 +66,7 @@ OPS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], tuple[int, ..
 
 
 @pytest.mark.parametrize(("op", "shapes", "added"), OPS.values(), ids=OPS)
-def test_factors_are_rounded_and_addends_are_not(
-    op: Callable[..., Tensor], shapes: list[tuple[int, ...]], added: tuple[int, ...] | None
-) -> None:
+def test_factors_are_rounded_and_addends_are_not(op: Any, shapes: Any, added: Any) -> None:
     factors = [values(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     addend = None if added is None else values(*added, seed=2)
     leaves = [x.clone().requires_grad_() for x in factors]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
@@ -33,9 +34,7 @@ from training_steps import (  # noqa: F401
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
 
-def from_zero(
-    size: int, optimizer: Any, precision: str, dtype: torch.dtype | None = None, **arguments: Any
-) -> tuple[Any, Tensor]:
+def from_zero(size: int, optimizer: Any, precision: str, dtype: Any = None, **arguments: Any) -> Any:
     model = nn.Linear(size, 1, bias=False, dtype=dtype)
     nn.init.zeros_(model.weight)
     mp = mezzo.MixedPrecision(model, optimizer(model.parameters(), lr=1.0), precision, **arguments)
@@ -223,9 +222,7 @@ BETWEEN_LOSSES: dict[str, tuple[Any, bool]] = {
 @pytest.mark.parametrize("ending", ["step", "flush"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16,masters=split"])
 @pytest.mark.parametrize("row", BETWEEN_LOSSES)
-def test_gradients_that_the_loop_clears_inside_a_window_are_an_error(
-    row: str, precision: str, ending: str
-) -> None:
+def test_gradients_cleared_inside_a_window_are_an_error(row: str, precision: str, ending: str) -> None:
     between, is_lost = BETWEEN_LOSSES[row]
     mp = training("adamw", precision, accumulate=3)
     run(mp, 0)
@@ -248,10 +245,7 @@ def test_gradients_that_the_loop_clears_inside_a_window_are_an_error(
 OWN_STEPS: dict[str, Any] = {
     "step": lambda mp: mp.optimizer.step(),
     "step with a closure": lambda mp: mp.optimizer.step(lambda: torch.zeros(())),
-    "step that a scheduler wraps": lambda mp: (
-        torch.optim.lr_scheduler.StepLR(mp.optimizer, 100),
-        mp.optimizer.step(),
-    ),
+    "step that a scheduler wraps": lambda mp: (StepLR(mp.optimizer, 100), mp.optimizer.step()),
 }
 
 
@@ -265,9 +259,7 @@ OWN_STEPS: dict[str, Any] = {
         ("adagrad-fused", "fp16,masters=fp32"),
     ],
 )
-def test_an_optimizer_step_of_the_loop_inside_a_window_is_an_error(
-    optimizer: str, precision: str, own: str
-) -> None:
+def test_an_optimizer_step_inside_a_window_is_an_error(optimizer: str, precision: str, own: str) -> None:
     mp, fresh = (training(optimizer, precision, accumulate=2) for _ in range(2))
     mp.optimizer.step()  # no window is open
     assert [run(each, seed).stepped for each in (mp, fresh) for seed in (0, 1)] == [False, True] * 2

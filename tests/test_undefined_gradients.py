@@ -50,7 +50,7 @@ class Net(nn.Module):
         h = self.a(x)
         if kind == "inside":
             h, _ = Sink.apply(h, self.b(h))
-        elif kind == "second input":
+        elif kind == "second":
             h = First.apply(h, self.b(h))
         elif kind == "weight":
             h = First.apply(h, self.unused)
@@ -91,9 +91,7 @@ MODES: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", ["output", "consumer", "inside", "second input", "weight", "input", "states"]
-)
+@pytest.mark.parametrize("kind", ["output", "consumer", "inside", "second", "weight", "input", "states"])
 def test_a_run_goes_on_past_undefined_gradients(
     kind: str, launch: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

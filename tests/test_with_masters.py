@@ -142,11 +142,9 @@ def test_a_closure_sees_the_weights_that_its_evaluation_is_of() -> None:
         return seen
 
     optimizer = with_masters(lbfgs(model.parameters()))
-    seen, wanted = trajectory(model, optimizer), trajectory(exact, lbfgs(exact.parameters()))
+    seen, truth = trajectory(model, optimizer), trajectory(exact, lbfgs(exact.parameters()))
     assert len({tuple(weight.flatten().tolist()) for weight in seen}) > 3
-    assert all(
-        torch.equal(encode_master("fp32", b, a.dtype)[0], a) for a, b in zip(seen, wanted, strict=True)
-    )
+    assert all(torch.equal(encode_master("fp32", b, a.dtype)[0], a) for a, b in zip(seen, truth, strict=True))
     assert same(masters(model, optimizer), list(exact.parameters()))
 
 
@@ -303,10 +301,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     cases: list[tuple[Callable[[Any], object], str]] = [
         (lambda s: s["state"][0].pop("master"), "none for parameter 0, .*bfloat16"),
         (lambda s: s["state"][2].update(master=torch.zeros(16)), "parameter 2, .*float32"),
-        (
-            lambda s: s["state"][0].update(master=torch.zeros(2, 2)),
-            r"'master' of parameter 0 has shape \[2, 2\]",
-        ),
+        (lambda s: s["state"][0].update(master=torch.zeros(2, 2)), r"'master' of parameter 0 .*\[2, 2\]"),
         (lambda s: s["state"][1].update(exp_avg=torch.zeros(2)), r"'exp_avg' of parameter 1 has shape \[2\]"),
         (lambda s: s["param_groups"][0]["params"].pop(), r"\[5\] .*\[6\]"),
         (lambda s: s["param_groups"].append({"params": []}), r"\[6, 0\]"),
@@ -360,10 +355,7 @@ def separate(net: nn.Module) -> WithMasters:
 LACKS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]]] = {
     "states of a parameter that had no gradient": (separate, separate),
     "separate masters": (adamw, separate),
-    "masters in extra bits": (
-        adamw,
-        lambda net: mezzo.optim.AdamW(net.parameters(), lr=1e-2, masters="split"),
-    ),
+    "masters in extra bits": (adamw, lambda net: mezzo.optim.AdamW(net.parameters(), masters="split")),
 }
 
 
