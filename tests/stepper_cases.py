@@ -18,6 +18,7 @@ from mezzo.pytorch.optim.optimizers import adam_hyper, sgd_hyper
 ADAM = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "decoupled": True}
 ADAM_L2 = {"lr": 1e-2, "beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "decoupled": False}
 SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+NESTEROV = SGD | {"momentum": 0.8, "weight_decay": 0.1, "nesterov": True}
 # How each rule's numbers are made, from which settings.
 SETTINGS: dict[str, tuple[Callable[..., Hyper], dict[str, Any]]] = {
     "adamw": (adam_hyper, ADAM),
@@ -25,10 +26,7 @@ SETTINGS: dict[str, tuple[Callable[..., Hyper], dict[str, Any]]] = {
     "adam": (adam_hyper, ADAM | {"beta1": 0.0, "weight_decay": 0.0, "decoupled": False}),
     "sgd": (sgd_hyper, SGD),
     "sgd-momentum": (sgd_hyper, SGD | {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
-    "sgd-nesterov-up": (
-        sgd_hyper,
-        SGD | {"momentum": 0.8, "weight_decay": 0.1, "nesterov": True, "maximize": True},
-    ),
+    "sgd-nesterov-up": (sgd_hyper, NESTEROV | {"maximize": True}),
 }
 HYPERS: dict[str, Hyper] = {
     **{name: make(**settings) for name, (make, settings) in SETTINGS.items()},

@@ -52,9 +52,7 @@ LOOKUPS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(
-    ("call", "kwargs"), LOOKUPS, ids=[f"{call.__name__} {','.join(kwargs)}" for call, kwargs in LOOKUPS]
-)
+@pytest.mark.parametrize(("call", "kwargs"), LOOKUPS)
 def test_a_gradient_is_rounded_once(call: Any, kwargs: dict[str, Any], fmt: str) -> None:
     shape = (2048,) if "offsets" in kwargs else (256, 8)
     tokens = torch.randint(0, ROWS, shape, generator=torch.Generator().manual_seed(1))

@@ -32,7 +32,7 @@ NAMES = {E4M3FN: "e4m3fn", E5M2: "e5m2"}
 OUTSIDE = {E4M3FN: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
 EIGHT_BITS = pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
 INPUTS = pytest.mark.parametrize("source", [FP32, BF16, FP16], ids=str)
-LINES = [("tensorwise", 1, None), ("rowwise", 1, 1), ("rowwise", 0, 0)]  # granularity, dim, NumPy's axis
+LINES = [("tensorwise", 1, None), ("rowwise", 1, 1), ("rowwise", 0, 0)]  # scaling, dim, NumPy's axis
 Array = npt.NDArray[Any]
 
 
@@ -107,14 +107,12 @@ def test_every_code_has_its_value(dtype: torch.dtype) -> None:
 
 @EIGHT_BITS
 @INPUTS
-@pytest.mark.parametrize(("granularity", "dim", "axis"), LINES)
-def test_codes_and_scales(
-    granularity: str, dim: int, axis: int | None, source: torch.dtype, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("scaling", "dim", "axis"), LINES)
+def test_codes_and_scales(scaling: str, dim: int, axis: Any, source: torch.dtype, dtype: torch.dtype) -> None:
     """Any shape and strides; each element within half an ulp of what its code and scale stand for."""
     base = matrix((70, 77), source)
     for x in (base, base.t(), base[:, ::3], base[1:, 1:], base[:1].expand(4, -1), base[:1], base[:, :1]):
-        found = quantize(x, dtype, granularity, dim)
+        found = quantize(x, dtype, scaling, dim)
         assert found.codes.shape == x.shape
         assert found.inv_scale.shape == ((1, 1) if axis is None else largest_finite(x, axis).shape)
         scale = found.inv_scale.double().numpy()
@@ -133,8 +131,8 @@ def test_codes_and_scales(
 def test_the_largest_is_of_what_is_finite(source: torch.dtype) -> None:
     x = matrix((6, 300), source)
     x[1, 5], x[2, 7], x[3], x[4, ::2] = math.nan, -math.inf, math.nan, math.inf
-    for granularity, dim, axis in LINES:
-        found = amax(x.float(), granularity, dim).double().numpy()
+    for scaling, dim, axis in LINES:
+        found = amax(x.float(), scaling, dim).double().numpy()
         assert np.array_equal(found if axis is not None else found[0, 0], largest_finite(x, axis))
 
 

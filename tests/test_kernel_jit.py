@@ -203,7 +203,9 @@ REFUSED: dict[str, tuple[str, Change]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_cache_of_others_is_not_used(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_others_can_change_is_not_used(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, cache = tmp_path / "real", tmp_path / "link"
     folder = folder_of(real, monkeypatch)
     cache.symlink_to(real)

@@ -103,10 +103,8 @@ def test_native_products_are_those_of_the_emulation(recipe: Recipe, monkeypatch:
 def check_on_meta(recipe: Recipe, rows: int, device: str = "meta") -> None:
     """Output and gradients of tensors without storage, for which PyTorch checks what `scaled_mm` is given."""
     real = given(recipe, rows)
-    with (
-        FakeTensorMode() if device == "cuda" else contextlib.nullcontext(),
-        torch.no_grad(),
-    ):  # autograd would ask CUDA itself
+    fake = FakeTensorMode() if device == "cuda" else contextlib.nullcontext()
+    with fake, torch.no_grad():  # autograd would ask CUDA itself
         x, w, b, g = (torch.empty(t.shape, dtype=t.dtype, device=device) for t in real)
         y, codes, inv_scale, tensor = quantized_linear._QuantizedLinear.forward(x, w, b, recipe, True)
         assert codes is not None

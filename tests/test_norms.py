@@ -45,9 +45,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def inputs_of(
-    op: str, leading: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype, kinds: tuple = (FP32, FP32)
-) -> list[Tensor]:
+def inputs_of(op: str, leading: Any, shape: Any, dtype: torch.dtype, kinds: Any = (FP32, FP32)) -> Any:
     x = (normal(*leading, *shape) * 3 + 1).to(dtype)
     made = zip((normal(*shape, seed=1) + 1, normal(*shape, seed=2)), kinds)
     parameters = [None if kind is None else value.to(kind) for value, kind in made]

@@ -90,11 +90,7 @@ def test_copies_and_pickles_go_on_to_the_bit(made: str, steps: int, copied: Call
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-@pytest.mark.parametrize(
-    ("how", "steps"),
-    [({"foreach": False}, 3), ({"fused": True}, 3), ({}, 0)],
-    ids=["loop", "fused", "before"],
-)
+@pytest.mark.parametrize(("how", "steps"), [({"foreach": False}, 3), ({"fused": True}, 3), ({}, 0)])
 def test_torch_s_state_is_loaded_and_given_back(rule: Rule, how: dict[str, bool], steps: int) -> None:
     params = parameters(torch.float32)
     theirs = rule.torch(params, **how)

@@ -177,9 +177,8 @@ def test_any_weight_beside_any_remainder_is_within_an_ulp_of_its_master(masters:
     if remainder >= 0:
         assert torch.equal(master[weight.isinf()], weight[weight.isinf()].float())
     else:
-        assert torch.equal(
-            master[weight == 0].view(torch.int32), weight[weight == 0].float().view(torch.int32)
-        )
+        zero = weight == 0
+        assert torch.equal(master[zero].view(torch.int32), weight[zero].float().view(torch.int32))
     far = 2.0**128  # where the next number after the largest would be
     exact = weight[~is_nan].double().clamp(-far, far)
     moved = (master[~is_nan].double().clamp(-far, far) - exact).abs()

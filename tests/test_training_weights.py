@@ -17,6 +17,7 @@ import bad_steps
 import mezzo
 from mezzo.core.errors import UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.pytorch import auto
+from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.optim.optimizers import SGD, AdamW
 from mezzo.pytorch.optim.with_masters import with_masters
 from mezzo.pytorch.weights.stored_parameters import lower_weights
@@ -65,9 +66,7 @@ def made(mode: str, model: nn.Module | None = None, **more: Any) -> Any:
 def test_every_mode_learns_and_stores_what_it_says(mode: str, accumulate: int) -> None:
     mp = made(mode, accumulate=accumulate, clip_norm=1.0)
     masters, precision, _, _ = MODES[mode]
-    stored = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
-        "fp32" if masters == "auto" else precision
-    ]
+    stored = torch.float32 if masters == "auto" else dtype_of(precision)
     assert {p.dtype for p in (*mp.model[0].parameters(), *mp.model[3].parameters())} == {stored}
     assert {p.dtype for p in mp.model[1].parameters()} == {torch.float32}
     losses = []
