@@ -106,10 +106,7 @@ def row(
 def rows(hyper: Hyper, modes: Iterable[tuple[str, str, torch.dtype]] = MODES, **how: object) -> list[Row]:
     """A row for each mode; the sizes take turns, and so does alignment."""
     made = zip(modes, cycle(SIZES), cycle((0, 0, 0, 1)))
-    return [
-        row(hyper, mode, count, i, **{"offset": offset, **how})  # type: ignore[arg-type]
-        for i, (mode, count, offset) in enumerate(made)
-    ]
+    return [row(hyper, mode, n, i, **{"offset": offset, **how}) for i, (mode, n, offset) in enumerate(made)]
 
 
 def new_gradients(step: int, *sets: Sequence[Row]) -> None:
@@ -118,7 +115,6 @@ def new_gradients(step: int, *sets: Sequence[Row]) -> None:
         generator = torch.Generator().manual_seed(step)
         value = numbers(same[0].weight.numel(), generator, special=step % 2 == 0)
         for each in same:
-            assert each.grad is not None
             each.grad = value.to(each.grad.dtype).to(each.weight.device)
 
 

@@ -35,10 +35,9 @@ if IS_INTERPRETED:
 
 @pytest.fixture(params=IMPLEMENTATIONS, autouse=True)
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    name: str = request.param
-    monkeypatch.setenv("MEZZO_KERNELS", name)
+    monkeypatch.setenv("MEZZO_KERNELS", request.param)
     monkeypatch.setattr(kernel, "SMALL", 0)  # or the shapes here would be PyTorch's
-    return name
+    return request.param
 
 
 class Result(NamedTuple):
@@ -51,7 +50,6 @@ def ours(logits: Tensor, target: Tensor, reduction: str = "mean", seed: Any = No
     out = cross_entropy_loss(leaf, target, reduction=REDUCTIONS[reduction], **options)
     out.backward(torch.ones_like(out) if seed is None else seed)
     assert out.dtype is torch.float32
-    assert leaf.grad is not None
     assert leaf.grad.dtype is logits.dtype
     return Result(out.detach(), leaf.grad)
 
@@ -65,7 +63,6 @@ def torchs(
     target = target.to(dtype) if target.is_floating_point() else target
     out = F.cross_entropy(leaf, target, reduction=reduction, **options)
     out.backward((torch.ones_like(out) if seed is None else seed).to(out.dtype))
-    assert leaf.grad is not None
     return Result(out.detach(), leaf.grad)
 
 

@@ -164,7 +164,7 @@ def test_double_backward(row: Row) -> None:
 
     for ours, true in zip(penalty(row(tensors, "bf16")), penalty(row.by_hand(tensors, "bf16"))):
         assert (ours is None) == (true is None)
-        if ours is not None and true is not None:
+        if ours is not None:
             assert torch.isfinite(true).all()
             tolerance = (0.02 if row.exact else 0.05) * float(true.abs().max()) + 1e-6
             assert torch.allclose(ours, true, rtol=0, atol=tolerance)

@@ -66,11 +66,11 @@ def test_transformers_are_evaluated_as_they_are_trained(text: str) -> None:
     padded = torch.arange(9) >= torch.tensor([[9], [6]])
     mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
 
-    def attended(x: Tensor) -> Tensor:
-        out: Tensor = model.layers[0].self_attn(x, x, x)[0]
-        return out
-
-    calls = (model, lambda x: model(x, src_key_padding_mask=padded)[~padded], attended)
+    calls = (
+        model,
+        lambda x: model(x, src_key_padding_mask=padded)[~padded],
+        lambda x: model.layers[0].self_attn(x, x, x)[0],
+    )
     with mp.autocast():
         trained = [call(x).detach() for call in calls]
     model.eval()

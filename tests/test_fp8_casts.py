@@ -204,7 +204,6 @@ def assert_same(found: Quantized, expected: Quantized, what: object) -> None:
     if expected.tensor_scale is None:
         assert found.tensor_scale is None
     else:
-        assert found.tensor_scale is not None
         assert torch.equal(pattern(found.tensor_scale), pattern(expected.tensor_scale)), what
 
 

@@ -124,7 +124,6 @@ def test_what_needs_no_gradient_costs_none(scaling: str) -> None:
     x, w, b, _ = given((17,), 64, 48)
     for for_x, for_w in itertools.product((True, False), repeat=2):
         y = fp8_linear(x.detach().requires_grad_(for_x), w.detach().requires_grad_(for_w), b, scaling=scaling)
-        assert y.grad_fn is not None
         weight, codes, *_ = y.grad_fn.saved_tensors  # type: ignore[attr-defined]
         assert (weight is not None, codes is not None) == (for_x, for_w)
 

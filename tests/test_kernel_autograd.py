@@ -218,7 +218,7 @@ def test_a_second_derivative(name: str) -> None:
         return
     for found, expected in zip(twice(kernel.call), twice(kernel.naive), strict=True):
         assert (found is None) == (expected is None)
-        if found is not None and expected is not None:
+        if found is not None:
             assert_near(found, expected, 4 * kernel.eps)
 
 
@@ -245,7 +245,6 @@ def test_a_tensor_that_changes_before_backward_is_noticed(name: str) -> None:
     kernel = KERNELS[name]
     tensors = [leaf * 1 for leaf in kernel.leaves()]
     out = kernel.call(*tensors)
-    assert kernel.saved is not None
     tensors[kernel.saved].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.float().sum().backward()

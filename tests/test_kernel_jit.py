@@ -192,10 +192,8 @@ def owned_by_another(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "lstat", pretended)
 
 
-Change = Callable[[Path, pytest.MonkeyPatch], object]
-
 # Name -> whether it is the cache or the folder in it, and what happens to that.
-REFUSED: dict[str, tuple[str, Change]] = {
+REFUSED: dict[str, tuple[str, Callable[[Path, pytest.MonkeyPatch], object]]] = {
     "cache writable by group": ("cache", lambda place, _: place.chmod(0o770)),
     "folder writable by all": ("folder", lambda place, _: place.chmod(0o707)),
     "folder of another user": ("folder", owned_by_another),

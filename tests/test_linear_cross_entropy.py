@@ -250,7 +250,6 @@ def test_inputs_of_any_rank_and_no_rows() -> None:
     loss = linear_cross_entropy(empty, table, torch.empty(0, dtype=torch.int64))
     assert bool(loss.isnan())
     loss.backward()
-    assert table.grad is not None
     assert not table.grad.any()
 
 
@@ -313,8 +312,7 @@ class Language(nn.Module):
     def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
         hidden = self.mix(self.token(tokens)).tanh()
         if isinstance(self.head, LinearCrossEntropy):
-            out: Tensor = self.head(hidden, following)
-            return out
+            return self.head(hidden, following)
         return F.cross_entropy(self.head(hidden).float().flatten(0, -2), following.flatten())
 
 

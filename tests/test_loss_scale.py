@@ -185,7 +185,6 @@ def stepped_or_raised(pure: LossScale, event: int) -> tuple[LossScale, str]:
 )
 def test_device_form_equals_pure_form(form: str, pure: LossScale, events: list[int]) -> None:
     device = on_device(pure, form)
-    assert device is not None
     for event in events:
         device.update(torch.tensor(float(event)))
         pure, expected = stepped_or_raised(pure, event)
@@ -202,7 +201,6 @@ def test_device_form_equals_pure_form(form: str, pure: LossScale, events: list[i
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_keeps_the_scale_that_it_was_scaled_with(form: str) -> None:
     machine = on_device(DynamicLossScale(growth_interval=1), form)
-    assert machine is not None
     before, value = machine.scale, float(machine.scale)
     machine.update(torch.tensor(1.0))
     assert float(machine.scale) == value / 2

@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "Adam": (ours("Adam"), ["by Adam,", "is AdamW"]),
     "shape": (lambda s: s["state"][5].update(exp_avg=torch.zeros(3)), ["'exp_avg'", "[3]", "[130, 257]"]),
     "format": (lambda s: s["state"][2].update(exp_avg=torch.zeros(5, 13).half()), ["float16", "float32"]),
-    "missing": (lambda s: s["state"].update({2: {"step": s["state"][2]["step"]}}), ["'exp_avg_sq'"]),
+    "missing": (lambda s: s["state"][2].__delitem__("exp_avg_sq"), ["'exp_avg_sq'"]),
     "groups": (lambda s: s["param_groups"].append(s["param_groups"][0]), ["[6, 6]"]),
     "setting": (lambda s: s["param_groups"][0].update(lr=-1.0), ["lr=-1.0"]),
     "no state": (lambda s: {"model": {}}, ["model", "param_groups"]),

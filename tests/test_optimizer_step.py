@@ -318,8 +318,7 @@ def test_bf16_states_are_right_on_average_and_exact_where_bf16_is() -> None:
 
 
 def words(key: int, count: int, start: int = 0) -> Tensor:
-    made: Tensor = formulas.noise(key, formulas.place(torch.arange(start, start + count)))
-    return made
+    return formulas.noise(key, formulas.place(torch.arange(start, start + count)))
 
 
 # From a C program of the same definition.

@@ -301,9 +301,7 @@ def test_a_gan_each_side_has_its_own_gradients_and_scale(how: str) -> None:
     noise = torch.randn(5, 3)
 
     def judged(fake: Tensor) -> Tensor:
-        out = checkpoint(judge, fake, use_reentrant=True) if how == "reentrant" else judge(fake)
-        assert isinstance(out, Tensor)
-        return out
+        return checkpoint(judge, fake, use_reentrant=True) if how == "reentrant" else judge(fake)
 
     kept = torch.randn(4, 3)
     generator.weight.grad = kept.clone()
@@ -344,7 +342,6 @@ def test_accumulated_gradients_are_fp32_and_lose_nothing(precision: str) -> None
     mp, weight = from_zero(1, torch.optim.SGD, precision, **arguments)
     for _ in range(299):
         mp.step((weight * torch.ones(1, 1, dtype=weight.dtype)).float().sum())
-    assert weight.grad is not None
     assert weight.grad.dtype is torch.float32
     result = mp.step(weight.float().sum())
     assert result.stepped

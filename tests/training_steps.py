@@ -49,8 +49,7 @@ def who_decides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Who knows of a skip first: "device" makes the CPU an accelerator, which must not be waited for."""
     if request.param == "device":
         as_on_an_accelerator(monkeypatch)
-    name: str = request.param
-    return name
+    return request.param
 
 
 def network() -> nn.Sequential:
