@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -169,21 +168,21 @@ def test_wrong_calls(call: Callable[[], Any], error: Any, words: str) -> None:
         call()
 
 
-def test_errors_are_those_that_torch_raises_and_say_its_words() -> None:
-    before_torch(2, 12, "its autocast wraps what cannot be called, without an error")
-    for call in (
+@pytest.mark.parametrize(
+    "call",
+    [
         lambda autocast: autocast(device_type="nodevice"),
         lambda autocast: autocast(torch.device("cpu")),
         lambda autocast: autocast(device_type="cpu")(3),
-    ):
-        words, error = "", UsageError
-        try:
-            call(torch.amp.autocast)  # older releases accept the last
-        except (RuntimeError, ValueError, TypeError) as theirs:
-            words, error = str(theirs).partition(". ")[0], type(theirs)
-        with pytest.raises(error, match=re.escape(words)) as ours:
-            call(amp)
-        assert isinstance(ours.value, UsageError)
+    ],
+)
+def test_errors_are_of_the_types_that_torch_raises(call: Callable[[Any], Any]) -> None:
+    before_torch(2, 12, "its autocast wraps what cannot be called, without an error")
+    with pytest.raises((RuntimeError, ValueError, TypeError)) as theirs:
+        call(torch.amp.autocast)
+    with pytest.raises(theirs.type) as ours:
+        call(amp)
+    assert isinstance(ours.value, UsageError)
 
 
 @pytest.fixture(scope="module")

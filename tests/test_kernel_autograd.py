@@ -94,6 +94,8 @@ PER_CHANNEL = (((6, 8), BF16), ((8,), FP32), ((8,), FP32))
 LOW_AND_FP32 = (((6, 4), FP16), ((5, 4), FP32))
 IMAGES = (((2, 2, 8, 8), FP16), ((4, 2, 3, 3), FP32))
 HEADS = (((2, 2, 5, 8), FP16),) * 3
+attention = F.scaled_dot_product_attention
+UNDONE = ("is not implemented", None)  # PyTorch has no second derivative of these either
 KERNELS: dict[str, Kernel] = {
     "layer_norm": Kernel(
         lambda x, w, b: layer_norm(x, (8,), w, b),
@@ -110,24 +112,13 @@ KERNELS: dict[str, Kernel] = {
     ),
     "embedding": Kernel(embedded, in_fp32(embedded), (((5, 8), BF16),), saved=None, policy="bf16"),
     "embedding_bag": Kernel(
-        bags,
-        in_fp32(bags),
-        (((5, 8), BF16),),
-        saved=None,
-        refuses=("is not implemented", None),
-        policy="bf16",
+        bags, in_fp32(bags), (((5, 8), BF16),), saved=None, refuses=UNDONE, policy="bf16"
     ),
     "max_pool2d": Kernel(pooled, in_fp32(pooled), (((2, 2, 8, 8), BF16),), policy="bf16"),
     "tf32 linear": Kernel(F.linear, F.linear, MATRICES, refuses=(None, "Batching rule"), policy="tf32"),
     "emulated linear": Kernel(F.linear, in_fp32(F.linear), LOW_AND_FP32, policy="fp16"),
     "emulated conv2d": Kernel(F.conv2d, in_fp32(F.conv2d), IMAGES, policy="fp16"),
-    "emulated attention": Kernel(
-        F.scaled_dot_product_attention,
-        in_fp32(F.scaled_dot_product_attention),
-        HEADS,
-        refuses=("is not implemented", None),
-        policy="fp16",
-    ),
+    "emulated attention": Kernel(attention, in_fp32(attention), HEADS, refuses=UNDONE, policy="fp16"),
     "fp8_linear": Kernel(
         lambda x, w, b: fp8_linear(x, w, b, scaling="rowwise"),
         F.linear,

@@ -38,7 +38,8 @@ else:
     pytest.importorskip("numba", reason="the CPU kernels are compiled by Numba")
 
 ADAMW = cases.HYPERS["adamw"]
-SPLIT = ("split", "fp32", torch.bfloat16)
+BF16, FP16 = torch.bfloat16, torch.float16
+SPLIT = ("split", "fp32", BF16)
 
 
 @pytest.fixture(autouse=True)
@@ -76,11 +77,7 @@ def test_a_step_equals_the_reference_in_every_mode(number: int, device: str) -> 
     compare(cases.HYPERS[name], cases.rows(cases.HYPERS[name], modes, device=device), 2)
 
 
-SAMPLE = [
-    ("adamw", SPLIT),
-    ("adamw", ("split8", "int8", torch.bfloat16)),
-    ("sgd-momentum", ("fp16", "bf16", torch.float16)),
-]
+SAMPLE = [("adamw", SPLIT), ("adamw", ("split8", "int8", BF16)), ("sgd-momentum", ("fp16", "bf16", FP16))]
 RULES = ("adamw", "adam-l2-up", "sgd", "sgd-momentum", "sgd-nesterov-up", "adam")
 # Weights and states share loops, so every two of them are together; each rule and each gradient's format is there too.
 CHOICES = [
