@@ -392,7 +392,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("name", "number", "value"), NUMBERS)
 def test_ties_and_what_a_format_has_no_value_for(name: str, number: float, value: float) -> None:
-    for form in (float, np.float64):
+    for form in (float, np.float64, *([np.float32] if number != 2.0**128 else [])):
         assert formats.round(form(number), name) == pytest.approx(value, rel=0, abs=0, nan_ok=True)
     if name == "e2m1":
         least = Fraction(1, 10**30)
