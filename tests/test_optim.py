@@ -1,4 +1,4 @@
-"""The optimizers in a training loop: exact masters, groups, schedulers, closures, loss scales, and what is refused."""
+"""The optimizers in a training loop: exact masters, groups, closures, loss scales, adoption, and what is refused."""
 
 from __future__ import annotations
 
