@@ -27,9 +27,12 @@ E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def unswizzled(flat: Tensor, rows: int, columns: int) -> Tensor:
+    """By cuBLAS's documentation: tiles of 128 x 4, filled up with zeros."""
     row, column = torch.arange(rows)[:, None], torch.arange(columns)[None]
     tile = row // 128 * -(-columns // 4) + column // 4
-    return flat.float()[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4]
+    place = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+    assert not flat.view(torch.uint8).index_fill(0, place.flatten(), 0).any()
+    return flat.float()[place]
 
 
 E2M1 = torch.tensor([formats.decode(code, "e2m1") for code in range(16)])
