@@ -49,14 +49,9 @@ def nvfp4_inputs(case: str) -> dict[str, Tensor]:
     """Matrices by what is awkward about them; with Hadamard those whose sums are exact in any order."""
     generator = torch.Generator().manual_seed(0)
     whole = (torch.randn(160, 128, generator=generator) * 64).round() / 64
-    found = {
-        "even": whole,
-        "padding": whole[:33, :77],
-        "one row": whole[:1, :16],
-        "zero": torch.zeros(16, 32),
-    }
+    made = {"even": whole, "padding": whole[:33, :77], "one row": whole[:1, :16], "zero": torch.zeros(16, 32)}
     if case.endswith("hadamard"):
-        return {name: x.bfloat16() for name, x in found.items()}
+        return {name: x.bfloat16() for name, x in made.items()}
     wide = whole * 2.0 ** torch.randint(-14, 10, whole.shape, generator=generator)
     blocks = wide.clone()
     blocks[:32, :64] = 0
@@ -67,9 +62,9 @@ def nvfp4_inputs(case: str) -> dict[str, Tensor]:
     bf16 = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     for first in range(0, 0x7F80, 16 << 7):
         parts = torch.linspace(-1, 1, 16) * bf16[first : first + (17 << 7)][:, None]
-        found[f"exponents from {first >> 7}"] = parts.bfloat16()
+        made[f"exponents from {first >> 7}"] = parts.bfloat16()
     return {
-        **found,
+        **made,
         "wide": wide.bfloat16(),
         "float32": torch.randn(64, 64, generator=generator),
         "ties of scales": scales.repeat_interleave(16, 0),

@@ -49,9 +49,7 @@ RULES = [
 BY_NAME = {rule.name: rule for rule in RULES}
 
 
-def parameters(
-    dtype: torch.dtype = torch.bfloat16, shapes: Sequence[tuple[int, ...]] = SHAPES, seed: int = 0
-) -> list[nn.Parameter]:
+def parameters(dtype: Any = torch.bfloat16, shapes: Any = SHAPES, seed: int = 0) -> list[nn.Parameter]:
     """Parameters whose values bf16 holds, so that every format starts from the same numbers."""
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]

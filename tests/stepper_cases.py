@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle, product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +15,21 @@ from mezzo.pytorch.kernels.optimizer_step.reference import groups
 from mezzo.pytorch.optim.muon import Muon
 from mezzo.pytorch.optim.optimizers import adam_hyper, sgd_hyper
 
+ADAM = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "decoupled": True}
+ADAM_L2 = {"lr": 1e-2, "beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "decoupled": False}
+SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+NESTEROV = SGD | {"momentum": 0.8, "weight_decay": 0.1, "nesterov": True}
+# How each rule's numbers are made, from which settings.
+SETTINGS: dict[str, tuple[Callable[..., Hyper], dict[str, Any]]] = {
+    "adamw": (adam_hyper, ADAM),
+    "adam-l2-up": (adam_hyper, ADAM_L2 | {"maximize": True}),
+    "adam": (adam_hyper, ADAM | {"beta1": 0.0, "weight_decay": 0.0, "decoupled": False}),
+    "sgd": (sgd_hyper, SGD),
+    "sgd-momentum": (sgd_hyper, SGD | {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
+    "sgd-nesterov-up": (sgd_hyper, NESTEROV | {"maximize": True}),
+}
 HYPERS: dict[str, Hyper] = {
-    "adamw": adam_hyper(3e-3, 0.9, 0.999, 1e-8, 1e-2, decoupled=True),
-    "adam-l2-up": adam_hyper(1e-2, 0.8, 0.99, 1e-6, 0.1, decoupled=False, maximize=True),
-    "adam": adam_hyper(1e-3, 0.0, 0.9, 1e-8, 0.0, decoupled=False),
-    "sgd": sgd_hyper(0.1),
-    "sgd-momentum": sgd_hyper(0.1, momentum=0.9, dampening=0.3, weight_decay=0.01),
-    "sgd-nesterov-up": sgd_hyper(0.05, momentum=0.8, weight_decay=0.1, nesterov=True, maximize=True),
+    **{name: make(**settings) for name, (make, settings) in SETTINGS.items()},
     "muon-average": (_muon := Muon([torch.zeros(1, 1)]))._hyper(_muon.param_groups[0]),
 }
 STATES = ("fp32", "bf16", "int8")
@@ -97,10 +106,7 @@ def row(
 def rows(hyper: Hyper, modes: Iterable[tuple[str, str, torch.dtype]] = MODES, **how: object) -> list[Row]:
     """A row for each mode; the sizes take turns, and so does alignment."""
     made = zip(modes, cycle(SIZES), cycle((0, 0, 0, 1)))
-    return [
-        row(hyper, mode, count, i, **{"offset": offset, **how})  # type: ignore[arg-type]
-        for i, (mode, count, offset) in enumerate(made)
-    ]
+    return [row(hyper, mode, n, i, **{"offset": offset, **how}) for i, (mode, n, offset) in enumerate(made)]
 
 
 def new_gradients(step: int, *sets: Sequence[Row]) -> None:
@@ -109,7 +115,6 @@ def new_gradients(step: int, *sets: Sequence[Row]) -> None:
         generator = torch.Generator().manual_seed(step)
         value = numbers(same[0].weight.numel(), generator, special=step % 2 == 0)
         for each in same:
-            assert each.grad is not None
             each.grad = value.to(each.grad.dtype).to(each.weight.device)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +17,6 @@ from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.hardware import native_formats
 from releases import before_torch
-from run_scripts import launcher
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = "fp16,op.softmax=lower"
@@ -170,24 +168,21 @@ def test_wrong_calls(call: Callable[[], Any], error: Any, words: str) -> None:
         call()
 
 
-def test_errors_are_those_that_torch_raises_and_say_its_words() -> None:
-    before_torch(2, 12, "its autocast wraps what cannot be called, without an error")
-    for call in (
+@pytest.mark.parametrize(
+    "call",
+    [
         lambda autocast: autocast(device_type="nodevice"),
         lambda autocast: autocast(torch.device("cpu")),
         lambda autocast: autocast(device_type="cpu")(3),
-    ):
-        words, error = "", UsageError
-        try:
-            call(torch.amp.autocast)  # older releases accept the last
-        except (RuntimeError, ValueError, TypeError) as theirs:
-            words, error = str(theirs).partition(". ")[0], type(theirs)
-        with pytest.raises(error, match=re.escape(words)) as ours:
-            call(amp)
-        assert isinstance(ours.value, UsageError)
-
-
-# --- Rules of custom operations.
+    ],
+)
+def test_errors_are_of_the_types_that_torch_raises(call: Callable[[Any], Any]) -> None:
+    before_torch(2, 12, "its autocast wraps what cannot be called, without an error")
+    with pytest.raises((RuntimeError, ValueError, TypeError)) as theirs:
+        call(torch.amp.autocast)
+    with pytest.raises(theirs.type) as ours:
+        call(amp)
+    assert isinstance(ours.value, UsageError)
 
 
 @pytest.fixture(scope="module")
@@ -255,10 +250,7 @@ print(model.seen["low"])
 """
 
 
-def test_a_run_honours_registered_rules_and_leaves_a_script_with_mezzo_amp_alone(
-    custom: Any, tmp_path: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    launch = launcher(tmp_path, capsys)
+def test_a_run_honours_registered_rules_but_not_beside_mezzo_amp(custom: Any, launch: Any) -> None:
     for precision in ("bf16", "fp16"):
         ran = launch(SCRIPT.format(own=False), policy=precision)
         assert (ran.status, ran.lines[0]) == (0, "torch.bfloat16")

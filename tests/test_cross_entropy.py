@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -35,10 +35,9 @@ if IS_INTERPRETED:
 
 @pytest.fixture(params=IMPLEMENTATIONS, autouse=True)
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    name: str = request.param
-    monkeypatch.setenv("MEZZO_KERNELS", name)
+    monkeypatch.setenv("MEZZO_KERNELS", request.param)
     monkeypatch.setattr(kernel, "SMALL", 0)  # or the shapes here would be PyTorch's
-    return name
+    return request.param
 
 
 class Result(NamedTuple):
@@ -46,30 +45,17 @@ class Result(NamedTuple):
     gradient: Tensor
 
 
-def ours(
-    logits: Tensor, target: Tensor, reduction: str = "mean", seed: Tensor | None = None, **options
-) -> Result:
+def ours(logits: Tensor, target: Tensor, reduction: str = "mean", seed: Any = None, **options) -> Result:
     leaf = logits.detach().requires_grad_()
-    weight, ignored, smoothing = (
-        options.get("weight"),
-        options.get("ignore_index", -100),
-        options.get("label_smoothing", 0.0),
-    )
-    out = cross_entropy_loss(leaf, target, weight, REDUCTIONS[reduction], ignored, smoothing)
+    out = cross_entropy_loss(leaf, target, reduction=REDUCTIONS[reduction], **options)
     out.backward(torch.ones_like(out) if seed is None else seed)
     assert out.dtype is torch.float32
-    assert leaf.grad is not None
     assert leaf.grad.dtype is logits.dtype
     return Result(out.detach(), leaf.grad)
 
 
 def torchs(
-    dtype: torch.dtype,
-    logits: Tensor,
-    target: Tensor,
-    reduction: str = "mean",
-    seed: Tensor | None = None,
-    **options,
+    dtype: torch.dtype, logits: Tensor, target: Tensor, reduction: str = "mean", seed: Any = None, **options
 ) -> Result:
     """PyTorch's own op on the same numbers in another format, and the gradient in that."""
     leaf = logits.detach().to(dtype).requires_grad_()
@@ -77,7 +63,6 @@ def torchs(
     target = target.to(dtype) if target.is_floating_point() else target
     out = F.cross_entropy(leaf, target, reduction=reduction, **options)
     out.backward((torch.ones_like(out) if seed is None else seed).to(out.dtype))
-    assert leaf.grad is not None
     return Result(out.detach(), leaf.grad)
 
 
@@ -136,8 +121,6 @@ def weights(count: int) -> Tensor:
     return torch.rand(count, generator=torch.Generator().manual_seed(5)) + 0.1
 
 
-# Every option with every other.
-
 # Around the lanes and blocks of the kernels: 64 and 1,024 classes; the interpreter's block is 4,096.
 SHAPES = [(5, 7), (2, 5000)] if IS_INTERPRETED else [(5, 7), (3, 64), (3, 2500)]
 OPTIONS = list(itertools.product(REDUCTIONS, (False, True), (-100, 1), (0.0, 0.1)))
@@ -150,17 +133,14 @@ if IS_INTERPRETED:
 def test_every_option_with_every_other(fmt: str, shape: tuple[int, ...]) -> None:
     logits = values(*shape, dtype=DTYPES[fmt])
     for reduction, has_weight, ignored, smoothing in OPTIONS:
-        options = {"weight": weights(shape[1])} if has_weight else {}
+        options = {"ignore_index": ignored, "label_smoothing": smoothing}
+        options |= {"weight": weights(shape[1])} if has_weight else {}
         target = classes(logits, ignored)
         rows = len(target) if reduction == "none" else 1
         seed = torch.linspace(-2, 3, rows) if reduction == "none" else torch.tensor(1.7)
-        got = check(
-            logits, target, reduction, seed=seed, ignore_index=ignored, label_smoothing=smoothing, **options
-        )
+        got = check(logits, target, reduction, seed=seed, **options)
         assert not got.gradient[target == ignored].any()
 
-
-# Layouts.
 
 LAYOUTS = {
     "[C]": lambda: values(40),
@@ -188,8 +168,6 @@ def test_layouts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(logits, before)
 
 
-# What numbers there are.
-
 LARGEST = 65504.0
 SPECIAL = {
     "a class at -inf": [[1.0, -INF, 2.0, 0.5]],
@@ -216,9 +194,7 @@ def test_special_numbers(name: str, smoothing: float, fmt: str) -> None:
     row = torch.tensor(SPECIAL[name])
     usual = torch.tensor([[0.5, -1.0, 2.0, 1.0]])
     logits = torch.cat([row, usual]).to(DTYPES[fmt])
-    wide = torch.cat(
-        [logits, logits.new_full((2, 1200), -3.0)], 1
-    )  # beyond a block, whose largest is another
+    wide = torch.cat([logits, logits.new_full((2, 1200), -3.0)], 1)  # beyond a block
     wider = torch.cat([logits.new_full((2, 1200), -INF), logits], 1)  # after a block of nothing
     for given, target in ((logits, 0), (wide, 0), (wider, 1200)):
         check(given, torch.tensor([target, 1]), "none", label_smoothing=smoothing)
@@ -240,8 +216,6 @@ def test_ignored_rows_may_hold_anything() -> None:
         assert not got.gradient[:3].any()
 
 
-# The gradient's scale.
-
 SCALES = [2.0**k for k in (0, 15, 24, 39, 41, 60, 100, -10, -24, -59, -61, -100)]
 
 
@@ -256,9 +230,7 @@ def test_any_scale_of_the_gradient(fmt: str) -> None:
         want = torchs(torch.float64, logits, target, "sum", seed=torch.tensor(scale)).gradient
         rounded = want.to(DTYPES[fmt]).double()
         near = half_ulp(want, DTYPES[fmt]) * 2.01  # FP32 may end on the other side of a tie
-        assert bool(
-            ((got.gradient.double() - rounded).abs() <= near).logical_or(got.gradient == rounded).all()
-        )
+        assert (((got.gradient.double() - rounded).abs() <= near) | (got.gradient == rounded)).all()
         assert not got.gradient[:, 7].any()
     assert fmt == "bf16" or ours(logits, target, "sum", seed=torch.tensor(1e9)).gradient.isinf().any()
     # Where the other class has it all, the gradient is the scale. Half an ulp above the largest is a tie with infinity.
@@ -267,9 +239,6 @@ def test_any_scale_of_the_gradient(fmt: str) -> None:
     logits = torch.tensor([[0.0, 256.0]]).repeat(5, 1).to(DTYPES[fmt])
     gradient = ours(logits, torch.zeros(5).long(), "none", seed=edges).gradient
     assert torch.equal(gradient, torch.stack([-edges, edges], 1).to(DTYPES[fmt]))
-
-
-# What it keeps.
 
 
 def peak_of(logits: Tensor, target: Tensor, **options: float) -> int:
@@ -281,20 +250,13 @@ def peak_of(logits: Tensor, target: Tensor, **options: float) -> int:
     return peak.stop().peak_bytes - others
 
 
-@pytest.mark.parametrize(
-    "shape", [(600, 4096), (12, 4096, 50)]
-)  # copied: the gradient takes the copy's place
-def test_the_peak_is_logits_gradient_and_a_few_numbers_a_row(
-    shape: tuple[int, ...], implementation: str
-) -> None:
+@pytest.mark.parametrize("shape", [(600, 4096), (12, 4096, 50)])  # copied: the gradient takes its place
+def test_the_peak_is_logits_gradient_and_little_more(shape: tuple[int, ...], implementation: str) -> None:
     logits = values(shape[0], 5000)[:, :4096] if len(shape) == 2 else values(*shape)
     target = classes(logits)
     scratch = 0 if implementation == "numba" else 5 * 4 * reference.CHUNK
     most = 4 * logits.numel() + 64 * target.numel() + scratch
     assert 4 * logits.numel() <= peak_of(logits, target) <= most
-
-
-# Formats, and wrong arguments.
 
 
 @COMPILED

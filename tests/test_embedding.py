@@ -30,25 +30,12 @@ def gradient_and_truth(fmt: str, call: Any, *args: Any, **kwargs: Any) -> list[T
     out.backward(seed)
     call(*args, plain, **kwargs).backward(seed)
     call(*args, wide, **kwargs).backward(seed.double())
-    assert low.grad is not None
     assert low.grad.dtype is FORMATS[fmt]
     return [t.grad for t in (low, plain, wide) if t.grad is not None]
 
 
 def off(grad: Tensor, truth: Tensor) -> float:
     return float((grad.double() - truth).norm() / truth.norm())
-
-
-def test_a_token_that_is_seen_a_thousand_times_still_learns() -> None:
-    table = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    tokens = torch.zeros(1000, dtype=torch.int64)
-    with mezzo.autocast("bf16", "cpu"):
-        F.embedding(tokens, table).float().sum().backward()
-    assert table.grad is not None
-    assert table.grad.tolist() == [[1000.0], [0.0]]
-    table.grad = None
-    F.embedding(tokens, table).float().sum().backward()
-    assert table.grad.tolist() == [[256.0], [0.0]]
 
 
 LOOKUPS: list[tuple[Any, dict[str, Any]]] = [
@@ -64,9 +51,7 @@ LOOKUPS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(
-    ("call", "kwargs"), LOOKUPS, ids=[f"{call.__name__} {','.join(kwargs)}" for call, kwargs in LOOKUPS]
-)
+@pytest.mark.parametrize(("call", "kwargs"), LOOKUPS)
 def test_a_gradient_is_rounded_once(call: Any, kwargs: dict[str, Any], fmt: str) -> None:
     shape = (2048,) if "offsets" in kwargs else (256, 8)
     tokens = torch.randint(0, ROWS, shape, generator=torch.Generator().manual_seed(1))

@@ -36,9 +36,7 @@ def small() -> Tensor:
     """Results around and below the smallest normal number."""
     rows = torch.randn(20_000, 3, generator=torch.Generator().manual_seed(3))
     by = torch.arange(20_000) % 48
-    return torch.stack(
-        [rows[:, 0] * 2.0**-70, rows[:, 1] * torch.exp2(-40.0 - by), rows[:, 2] * 2.0**-127], 1
-    )
+    return torch.stack([rows[:, 0] * 2.0**-70, rows[:, 1] * torch.exp2(-40 - by), rows[:, 2] * 2.0**-127], 1)
 
 
 def beside_ties() -> Tensor:
@@ -84,21 +82,13 @@ def test_the_reference_rounds_once(case: str) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="needs numba")
 @pytest.mark.parametrize("processor", ["this one", "generic"])
-def test_the_compiled_one_rounds_once_with_the_instruction_and_without(
-    tmp_path: Path, processor: str
-) -> None:
+def test_the_compiled_one_rounds_once_on_any_processor(tmp_path: Path, processor: str) -> None:
     rows = torch.cat([made() for made in CASES.values()])
     given, result = tmp_path / "in.npy", tmp_path / "out.npy"
     np.save(given, rows.numpy())
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    environment |= {} if processor == "this one" else {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
-    done = subprocess.run(
-        [sys.executable, str(CHILD), given, result],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    env |= {} if processor == "this one" else {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+    done = subprocess.run([sys.executable, CHILD, given, result], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     assert_exact(rows, torch.from_numpy(np.load(result)))
     if platform.machine() == "x86_64":

@@ -1,6 +1,8 @@
-"""The policy fp8: which layers it reaches, what is as under bf16, and how it is told."""
+"""Policies whose linear layers multiply in 8 or 4 bits: which layers, how that is told, until when."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,9 +11,11 @@ from torch import Tensor, nn
 
 import mezzo
 from eight_bits import fp8_linear
+from mezzo.core.errors import UsageError
 from mezzo.core.policy import policy
 from mezzo.pytorch.autocast.modules import heads_of, with_heads
 from mezzo.pytorch.autocast.plan import plan
+from run_scripts import Ran
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -62,11 +66,11 @@ def test_transformers_are_evaluated_as_they_are_trained(text: str) -> None:
     padded = torch.arange(9) >= torch.tensor([[9], [6]])
     mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
 
-    def attended(x: Tensor) -> Tensor:
-        out: Tensor = model.layers[0].self_attn(x, x, x)[0]
-        return out
-
-    calls = (model, lambda x: model(x, src_key_padding_mask=padded)[~padded], attended)
+    calls = (
+        model,
+        lambda x: model(x, src_key_padding_mask=padded)[~padded],
+        lambda x: model.layers[0].self_attn(x, x, x)[0],
+    )
     with mp.autocast():
         trained = [call(x).detach() for call in calls]
     model.eval()
@@ -78,20 +82,9 @@ def test_transformers_are_evaluated_as_they_are_trained(text: str) -> None:
     with torch.no_grad(), mezzo.autocast("bf16", "cpu"):
         assert torch.backends.mha.get_fastpath_enabled()
         assert not torch.equal(model(x), trained[0])
-
-
-def test_a_compiled_transformer_is_evaluated_as_it_is_trained() -> None:
-    model, x = encoder(), values(2, 9, 64)
-
-    def run(x: Tensor) -> Tensor:
-        with mezzo.autocast("mxfp8", "cpu"):
-            out: Tensor = model(x)
-            return out
-
-    trained = run(x).detach()
-    model.eval()
+    whole = torch.compile(mezzo.autocast("mxfp8", "cpu")(model.forward), backend="aot_eager", fullgraph=True)
     with torch.no_grad():
-        assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(x), trained)
+        assert text != "mxfp8" or torch.equal(whole(x), trained[0])
 
 
 # Model, its heads.
@@ -115,6 +108,8 @@ def test_a_head_stays_bf16_unless_the_policy_has_a_word_for_it() -> None:
     assert str(with_heads(policy("fp8,module.last=fp8"), model)) == "fp8,module.head=bf16,module.last=fp8"
     assert str(with_heads(policy("fp8,module.**=fp8"), model)) == "fp8,module.**=fp8"
     assert with_heads(policy("bf16,module.up=fp8"), model) == policy("bf16,module.up=fp8")
+    mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), "fp8")
+    assert str(mp.policy) == "fp8,module.head=bf16,module.last=bf16"
 
 
 class Shared(nn.Module):
@@ -145,23 +140,6 @@ def test_the_weight_of_an_embedding_stays_in_bf16_as_the_head(name: str, compile
         assert "last (bf16" in listed
 
 
-def test_training_knows_the_head() -> None:
-    torch.manual_seed(0)
-    model = Tied()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    mp = mezzo.MixedPrecision(model, optimizer, "fp8")
-    assert str(mp.policy) == "fp8,module.head=bf16,module.last=bf16"
-    tokens = torch.randint(0, 48, (4, 16))
-    losses = []
-    for _ in range(30):
-        with mp.autocast():
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten().roll(1))
-        mp.step(loss)
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 3
-    mp.close()
-
-
 def test_explain_says_which_layers_and_why() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 60), nn.Linear(60, 32), nn.Linear(32, 16))
     text = mezzo.explain(model, values(4, 32), precision="fp8").as_text(200)
@@ -171,3 +149,69 @@ def test_explain_says_which_layers_and_why() -> None:
     assert "fp8 in no layer of this model. Linear layers of fitting sizes multiply in fp8, " in mezzo.explain(
         nn.Conv2d(1, 1, 1), values(1, 1, 2, 2), precision="fp8"
     ).as_text(200)
+
+
+def switching(steps: int, text: str) -> tuple[list[Tensor], mezzo.MixedPrecision]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
+    weights = []
+    for _ in range(steps):
+        with mp.autocast():
+            loss = model(torch.randn(32, 64)).square().mean()
+        mp.step(loss)
+        weights.append(model[0].weight.detach().clone())
+    return weights, mp
+
+
+@pytest.mark.parametrize(
+    "text", ["mxfp8", "bf16,module.2=mxfp8", "nvfp4,recipe=nvfp4-plain", "fp8,scaling=rowwise"]
+)
+def test_linear_layers_multiply_in_bf16_from_an_update_on(text: str) -> None:
+    whole, plain = switching(4, text)
+    changed, mp = switching(4, f"{text},bf16_from=2")
+    assert torch.equal(whole[1], changed[1])
+    assert not torch.equal(whole[2], changed[2])
+    assert mp.policy.computed == {"bf16"}
+    # A checkpoint goes on where it was: before the switch, or after it.
+    mp.load_state_dict(plain.state_dict() | {"updates": 1})
+    assert mp.policy == plain.policy
+    mp.load_state_dict(plain.state_dict())
+    assert mp.policy.computed == {"bf16"}
+
+
+def test_a_run_switches_to_bf16_too(launch: Callable[..., Ran]) -> None:
+    script = """
+        import torch
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(32, 64)).square().mean().backward()
+            optimizer.step()
+            print(model[1].weight.sum().item())
+    """
+    for text in ("mxfp8", "bf16,module.1=mxfp8"):
+        whole, changed = (launch(script, policy=f"{text}{end}") for end in ("", ",bf16_from=2"))
+        assert whole.lines[:2] == changed.lines[:2]
+        assert whole.lines[2] != changed.lines[2]
+        assert "bf16 from update 2 on" in changed.err
+        assert "bf16_from" not in whole.err
+        late = launch(script, policy=f"{text},bf16_from=9")
+        assert late.lines == whole.lines
+        assert "bf16_from=9 was not reached: 4 updates" in late.err
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("bf16,bf16_from=9", "nvfp4"), ("nvfp4,bf16_from=10%", "bf16_from=900"), ("nvfp4,bf16_from=0", "'0'")],
+)
+def test_a_switch_that_cannot_be(text: str, part: str) -> None:
+    with pytest.raises(UsageError, match=part):
+        mezzo.policy(text)
+    with pytest.raises(UsageError, match="MixedPrecision or mezzo run"):
+        mezzo.autocast("nvfp4,bf16_from=9", "cpu")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    explained = str(mezzo.explain(model, torch.ones(2, 64), precision="mxfp8,bf16_from=9"))
+    assert "mxfp8 in 1 linear layer" in explained

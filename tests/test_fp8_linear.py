@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alive import bytes_alive
 from eight_bits import fp8_linear, quantize
-from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.core.recipes import recipe_of
+from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels import quantized_linear as fp8
-from mezzo.pytorch.kernels.quantized import Quantized
 from releases import before_torch
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -32,9 +29,7 @@ WAYS = {
 }
 GPU = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not fp8.is_native(torch.device("cuda")), reason="needs a CUDA device of compute capability 8.9"
-    ),
+    pytest.mark.skipif(not fp8.is_native(torch.device("cuda")), reason="needs a CUDA device with fp8"),
 ]
 both = pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 
@@ -98,8 +93,7 @@ def run(x: Tensor, w: Tensor, b: Tensor | None, g: Tensor, scaling: str) -> dict
     inputs = {"dx": x, "dw": w} | ({} if b is None else {"db": b})
     grads = torch.autograd.grad(y, list(inputs.values()), g)
     for grad, of in zip(grads, inputs.values()):
-        assert grad.dtype is of.dtype
-        assert grad.shape == of.shape
+        assert (grad.dtype, grad.shape) == (of.dtype, of.shape)
     return {"y": y, **dict(zip(inputs, grads))}
 
 
@@ -130,7 +124,6 @@ def test_what_needs_no_gradient_costs_none(scaling: str) -> None:
     x, w, b, _ = given((17,), 64, 48)
     for for_x, for_w in itertools.product((True, False), repeat=2):
         y = fp8_linear(x.detach().requires_grad_(for_x), w.detach().requires_grad_(for_w), b, scaling=scaling)
-        assert y.grad_fn is not None
         weight, codes, *_ = y.grad_fn.saved_tensors  # type: ignore[attr-defined]
         assert (weight is not None, codes is not None) == (for_x, for_w)
 
@@ -154,54 +147,32 @@ def test_other_sizes_are_bf16_s_own(batch: tuple[int, ...], K: int, N: int, way:
             assert torch.equal(found[name], value)
 
 
+# What is spoilt, and where; the parts of the results that show it, and some that do not.
+SPOILT: list[tuple[str, tuple[int, int], dict[str, Any], dict[str, Any]]] = [
+    ("x", (3, 5), {"y": np.s_[3], "dw": np.s_[:, 5]}, {"y": np.s_[4:], "dw": np.s_[:, 6:], "dx": np.s_[:]}),
+    ("w", (4, 6), {"y": np.s_[:, 4], "dx": np.s_[:, 6]}, {"y": np.s_[:, 5:], "dx": np.s_[:, 7:]}),
+    ("g", (2, 1), {"dx": np.s_[2], "dw": np.s_[1], "db": np.s_[1]}, {"dx": np.s_[3:], "dw": np.s_[2:]}),
+]
+
+
 @both
-def test_nan_and_infinities_stay_visible(scaling: str, way: str) -> None:
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("place", "at", "shown", "clean"), SPOILT)
+def test_nan_and_infinities_stay_visible(
+    place: str, at: tuple[int, int], shown: Any, clean: Any, bad: float, scaling: str, way: str
+) -> None:
     """In their row or column, and no scale follows them."""
-
-    def spoilt(place: str, row: int, column: int, bad: float) -> dict[str, Tensor]:
-        x, w, b, g = given((20,), 64, 48)
-        with torch.no_grad():
-            {"x": x, "w": w, "g": g}[place][row, column] = bad
-        return run(x, w, b, g, scaling)
-
-    def rest(found: Tensor) -> bool:
-        return bool(found.isfinite().all() and found.any())
-
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        found = spoilt("x", 3, 5, bad)
-        assert found["y"][3].isnan().all()
-        assert found["dw"][:, 5].isnan().all()
-        assert rest(found["y"][4:])
-        assert rest(found["dw"][:, 6:])
-        assert rest(found["dx"])
-
-        found = spoilt("w", 4, 6, bad)
-        assert found["y"][:, 4].isnan().all()
-        assert found["dx"][:, 6].isnan().all()
-        assert rest(found["y"][:, 5:])
-        assert rest(found["dx"][:, 7:])
-
-        found = spoilt("g", 2, 1, bad)
-        assert not found["dx"][2].isfinite().any()
-        assert not found["dw"][1].isfinite().any()
-        assert not found["db"][1].isfinite()
-        assert rest(found["dx"][3:])
-        assert rest(found["dw"][2:])
-
-
-def test_an_outlier_costs_its_own_row_and_column_only(way: str) -> None:
-    """Of what a product keeps, each row and column has its own scale: one for all of them loses all but the largest."""
-    x, w, _, g = given((16,), 64, 48, bias=False)
+    x, w, b, g = given((20,), 64, 48)
     with torch.no_grad():
-        x[3], w[5] = x[3] * 2.0**24, w[5] * 2.0**24
-    rows, columns = [i for i in range(16) if i != 3], [i for i in range(48) if i != 5]
-    truth = (x @ w.T).detach()[rows][:, columns]
-    error = {}
-    for scaling in SCALINGS:
-        found = run(x, w, None, g, scaling)["y"].detach().float()[rows][:, columns]
-        error[scaling] = float((found - truth).norm() / truth.norm())
-    assert error[ROWWISE] < 0.1
-    assert error[TENSORWISE] == 1.0, "nothing is left"
+        {"x": x, "w": w, "g": g}[place][at] = bad
+    found = run(x, w, b, g, scaling)
+    for name, part in shown.items():
+        got = found[name][part]
+        assert not got.isfinite().any()
+        assert place == "g" or got.isnan().all()  # e5m2 has infinities
+    for name, part in clean.items():
+        assert found[name][part].isfinite().all()
+        assert found[name][part].any()
 
 
 def test_one_byte_an_element_is_held() -> None:
@@ -218,8 +189,7 @@ def test_one_byte_an_element_is_held() -> None:
 def test_a_second_derivative_is_refused_and_a_first_one_of_a_graph_is_not(scaling: str) -> None:
     x, w, b, g = given((17,), 64, 48)
     expected = run(x, w, b, g, scaling)
-    y = fp8_linear(x, w, b, scaling=scaling)
-    grads = torch.autograd.grad(y, (x, w), g, create_graph=True)
+    grads = torch.autograd.grad(fp8_linear(x, w, b, scaling=scaling), (x, w), g, create_graph=True)
     assert torch.equal(grads[0], expected["dx"])
     assert torch.equal(grads[1], expected["dw"])
     for grad in grads:
@@ -264,66 +234,3 @@ def test_products_on_a_gpu(scaling: str) -> None:
     there = [t.detach().cuda().requires_grad_() for t in (x, w, b)]  # type: ignore[union-attr]
     for name, found in run(*there, g.cuda(), scaling).items():
         assert exact.holds(name, found.cpu()), name
-
-
-# Native products without a GPU.
-
-
-@pytest.mark.parametrize("rows", [32, 21])
-@both
-def test_on_a_gpu_every_product_has_the_layout_that_it_needs(
-    rows: int, scaling: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without one: PyTorch's meta kernel checks shapes, strides and dtypes as its CUDA kernel does."""
-    monkeypatch.setenv("MEZZO_FP8", "native")
-    made: list[tuple[Any, ...]] = []
-    real = torch._scaled_mm
-
-    def noted(a: Tensor, b: Tensor, *scales: Tensor, **kwargs: Any) -> Tensor:
-        assert a.stride()[1] == b.stride()[0] == 1
-        assert all(size % 16 == 0 for size in (a.shape[1], *b.shape))
-        assert kwargs["use_fast_accum"] is False
-        made.append(((a.dtype, b.dtype), [tuple(s.shape) for s in scales], kwargs["out_dtype"]))
-        return real(a, b, *scales, **kwargs)
-
-    monkeypatch.setattr(torch, "_scaled_mm", noted)
-    with FakeTensorMode(), torch.no_grad():  # autograd would ask CUDA itself
-        x = torch.empty(rows, 64, device="cuda", dtype=torch.bfloat16)
-        w, b = torch.empty(48, 64, device="cuda"), torch.empty(48, device="cuda")
-        recipe = recipe_of("fp8", scaling)
-        y, codes, inv_scale, _ = fp8._QuantizedLinear.forward(x, w, b, recipe, True)
-        assert codes is not None
-        assert inv_scale is not None
-        ctx = types.SimpleNamespace(
-            recipe=recipe, dtypes=(x.dtype, w.dtype, b.dtype), needs_input_grad=[True] * 3
-        )
-        grads = fp8._gradients(ctx, torch.empty_like(y), w, Quantized(codes, inv_scale))
-    assert (y.shape, y.dtype, y.device.type) == ((rows, 48), torch.bfloat16, "cuda")
-    for grad, of in zip(grads, (x, w, b)):
-        assert grad is not None
-        assert (grad.shape, grad.dtype, grad.device) == (of.shape, of.dtype, of.device)
-    dtypes, scales, results = zip(*made)
-    assert dtypes == ((E4, E4), (E5, E4), (E5, E4))
-    if scaling == ROWWISE:
-        assert scales == ([(rows, 1), (1, 48)], [(rows, 1), (1, 64)], [(48, 1), (1, 64)])
-        assert results == (torch.bfloat16,) * 3
-    else:
-        assert scales == ([(), ()],) * 3
-        assert results == (torch.bfloat16, torch.bfloat16, torch.float32)
-
-
-def test_which_way_a_device_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MEZZO_FP8", raising=False)
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for capability, expected in (((8, 6), False), ((8, 9), True), ((10, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, c=capability: c)
-        assert fp8.is_native(cuda) is expected
-    assert not fp8.is_native(cpu)
-    monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert not fp8.is_native(cuda)
-    monkeypatch.setenv("MEZZO_FP8", "native")
-    assert fp8.is_native(cpu)
-    monkeypatch.setenv("MEZZO_FP8", "nativ")
-    with pytest.raises(UnknownNameError, match=r"MEZZO_FP8='nativ'.*emulated, native. Did you mean 'native'"):
-        fp8.is_native(cpu)

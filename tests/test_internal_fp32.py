@@ -117,7 +117,6 @@ def test_every_op_under_the_rule_has_a_row_and_gives_sixteen_bits(monkeypatch: p
 
 
 def made(shape: tuple[int, ...], row: Row, dtype: torch.dtype, parameters: torch.dtype) -> list[Tensor]:
-    """x and its parameters."""
     torch.manual_seed(0)
     *front, last = map(abs, shape)
     x = torch.randn(last, *front).movedim(0, -1) if shape[-1] < 0 else torch.randn(*front, last)
@@ -142,14 +141,12 @@ def distance(one: Tensor, two: Tensor) -> float:
     return float((one.double() - two.double()).norm())
 
 
-def gradients(
-    call: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor
-) -> tuple[Tensor, list[Tensor]]:
+def gradients(call: Callable[..., Tensor], inputs: list[Tensor], dy: Tensor) -> tuple[Tensor, list[Tensor]]:
     leaves = [t.detach().requires_grad_() for t in inputs]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         out = call(*leaves)
-    found = torch.autograd.grad(out, leaves, upstream.to(out.dtype), allow_unused=True)
+    found = torch.autograd.grad(out, leaves, dy.to(out.dtype), allow_unused=True)
     return out.detach(), [grad for grad in found if grad is not None]
 
 
@@ -255,16 +252,4 @@ def test_an_fp32_op_keeps_its_16_bit_input_and_no_fp32_copy(call: Callable[[Tens
     upstream = torch.randn(outs[0].shape)
     outs[0].backward(upstream.to(outs[0].dtype))
     call(wide).backward(upstream.to(outs[0].dtype).float())
-    assert leaf.grad is not None
-    assert wide.grad is not None
     assert torch.equal(leaf.grad, wide.grad.bfloat16())
-
-
-def test_an_input_that_changes_before_backward_is_an_error_as_in_fp32() -> None:
-    leaf = torch.rand(512, 256).bfloat16().requires_grad_()
-    with mezzo.autocast("bf16", "cpu"):
-        x = leaf * 1
-        out = F.softplus(x)
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()

@@ -24,9 +24,8 @@ print(keep, faults())
 
 
 def faults(keep: bool) -> tuple[bool, int]:
-    done = subprocess.run(
-        [sys.executable, "-c", STEP.format(keep=keep)], capture_output=True, text=True, check=True
-    )
+    code = STEP.format(keep=keep)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     kept, count = done.stdout.split()
     return kept == "True", int(count)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import stepper_cases as cases
 from mezzo.core.errors import MezzoError
+from mezzo.core.recipes import RECIPES
 from mezzo.pytorch.kernels.optimizer_step import Row
 
 pytest.importorskip("numba")
@@ -29,6 +30,7 @@ from mezzo.pytorch.kernels.cross_entropy import cross_entropy_loss
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.kernels.norms import layer_norm, rms_norm
 from mezzo.pytorch.kernels.optimizer_step import cpu
+from mezzo.pytorch.kernels.quantized import quantize
 
 ADAMW = cases.HYPERS["adamw"]
 
@@ -38,9 +40,6 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-# --- threads -------------------------------------------------------------------------------------------------------
 
 
 def normal(*shape: int) -> Tensor:
@@ -60,27 +59,29 @@ def loss_rows() -> list[Tensor]:
     return [out, *torch.autograd.grad(out, leaf, torch.ones(70))]
 
 
+def quantized(recipe: str) -> list[Tensor]:
+    x, factors = normal(512, 512).mul(64).round().div(64).bfloat16(), RECIPES[recipe].weight_gradient
+    found = [quantize(x, factor, 0, torch.bfloat16) for factor in factors]
+    return [part for each in found for part in (each.codes, each.inv_scale, each.values(torch.bfloat16))]
+
+
 ON_THREADS: dict[str, Callable[[], list[Tensor]]] = {
     "many rows of layer_norm": lambda: norm_of(layer_norm, 1000, 100),
     "long rows of layer_norm": lambda: norm_of(layer_norm, 70, 1024),
     "many rows of rms_norm": lambda: norm_of(rms_norm, 1000, 100),
     "long rows of rms_norm": lambda: norm_of(rms_norm, 70, 1024),
     "cross entropy": loss_rows,
+    "mxfp8": lambda: quantized("mxfp8"),
+    "nvfp4": lambda: quantized("nvfp4"),
     "sum of squares": lambda: [sum_of_squares([normal(count) for count in (1 << 18, 3, 70_000)])],
 }
 
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [
-        *((name, "numba") for name in ON_THREADS),
-        ("cross entropy", "reference"),
-        ("sum of squares", "reference"),
-    ],
+    [*((n, "numba") for n in ON_THREADS), ("cross entropy", "reference"), ("sum of squares", "reference")],
 )
-def test_the_number_of_threads_changes_no_bit(
-    name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_change_no_bit(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEZZO_KERNELS", implementation)
     found = []
     for count in (1, 2, 3):
@@ -118,8 +119,6 @@ def test_a_forked_process_steps_on_threads_of_its_own() -> None:
     assert weight == of.weight.view(torch.int16).tolist()
 
 
-# --- the cache of compiled kernels ---------------------------------------------------------------------------------
-
 ONE_STEP = """
 from mezzo.pytorch.kernels import jit
 from mezzo.pytorch.kernels.optimizer_step import cpu
@@ -131,9 +130,7 @@ print(kernel.from_cache)
 
 def run(cache: Path, code: str = ONE_STEP, **more: str) -> str:
     environment = {**os.environ, "MEZZO_CACHE_DIR": str(cache), **more}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -170,9 +167,6 @@ def test_a_compiler_that_fails_is_no_dead_end(monkeypatch: pytest.MonkeyPatch) -
         jit.kernel(cpu, {}, "count_moves")
 
 
-# Whose cache.
-
-
 @pytest.fixture(autouse=True)
 def ordinary_umask() -> Iterator[None]:
     before = os.umask(0o022)
@@ -198,10 +192,8 @@ def owned_by_another(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "lstat", pretended)
 
 
-Change = Callable[[Path, pytest.MonkeyPatch], object]
-
 # Name -> whether it is the cache or the folder in it, and what happens to that.
-REFUSED: dict[str, tuple[str, Change]] = {
+REFUSED: dict[str, tuple[str, Callable[[Path, pytest.MonkeyPatch], object]]] = {
     "cache writable by group": ("cache", lambda place, _: place.chmod(0o770)),
     "folder writable by all": ("folder", lambda place, _: place.chmod(0o707)),
     "folder of another user": ("folder", owned_by_another),

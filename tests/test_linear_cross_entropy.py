@@ -1,19 +1,21 @@
-"""The head and its loss in one: as near to FP64 as the naive code, never with the whole logits."""
+"""The head and its loss in one: as near to FP64 as the naive code, never with the whole logits; as a model's head."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.nn import linear_cross_entropy
+from mezzo.nn import LinearCrossEntropy, linear_cross_entropy
 from mezzo.pytorch import linear_cross_entropy as module
 
 ROWS, WIDTH, CLASSES = 90, 24, 41
@@ -28,10 +30,10 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def cut(monkeypatch: pytest.MonkeyPatch, rows: int, classes: int) -> None:
+def cut(monkeypatch: pytest.MonkeyPatch, rows: int, classes: int, width: int = WIDTH) -> None:
     monkeypatch.setattr(module, "BUFFER", 0)
     monkeypatch.setattr(module, "FEWEST", rows)
-    monkeypatch.setattr(module, "_BLOCK", classes * WIDTH)
+    monkeypatch.setattr(module, "_BLOCK", classes * width)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,6 @@ def leaves(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def naive(tensors: list[Tensor], target: Tensor, weight: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
-    """The definition, in the tensors' own format."""
     logits = F.linear(*tensors)
     wide = logits if logits.dtype is torch.float64 else logits.float()
     target = target.to(wide.dtype) if target.is_floating_point() else target
@@ -147,11 +148,8 @@ def test_autocast_decides_the_format_of_the_products(name: str, chunks: str) -> 
     """Inputs that the format rounds: the loss is that of the rounded ones."""
     region, dtype, bound = REGIONS[name]
     torch.manual_seed(0)
-    x, weight, target = (
-        torch.randn(ROWS, WIDTH),
-        torch.randn(CLASSES, WIDTH),
-        torch.randint(CLASSES, (ROWS,)),
-    )
+    x, weight = torch.randn(ROWS, WIDTH), torch.randn(CLASSES, WIDTH)
+    target = torch.randint(CLASSES, (ROWS,))
     mixed = [x.bfloat16() if dtype is torch.bfloat16 else x, weight]
     low = [tensor.detach().requires_grad_() for tensor in mixed]
     with region():
@@ -185,18 +183,14 @@ class Watch(TorchDispatchMode):
 @pytest.fixture
 def of_64_rows(monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Tensor]:
     """512 rows of 16 and 2,000 classes, in chunks of 64 rows and blocks of 100 classes."""
-    monkeypatch.setattr(module, "BUFFER", 0)
-    monkeypatch.setattr(module, "FEWEST", 64)
-    monkeypatch.setattr(module, "_BLOCK", 100 * 16)
+    cut(monkeypatch, rows=64, classes=100, width=16)
     torch.manual_seed(0)
     return torch.randn(512, 16), torch.randn(2000, 16), torch.randint(2000, (512,))
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"reduction": "none"}, {"label_smoothing": 0.1}], ids=str)
 @pytest.mark.parametrize("fmt", HALVES)
-def test_no_tensor_is_larger_than_a_chunk_of_logits(
-    fmt: str, kwargs: dict[str, Any], of_64_rows: tuple[Tensor, ...]
-) -> None:
+def test_the_largest_tensor_is_a_chunk(fmt: str, kwargs: Any, of_64_rows: tuple[Tensor, ...]) -> None:
     x, weight, target = of_64_rows
     leaf, table = x.requires_grad_(), weight.requires_grad_()
     with Watch() as watch:
@@ -241,24 +235,21 @@ def test_backward_may_run_again_over_a_kept_graph(chunks: str) -> None:
 
 def test_inputs_of_any_rank_and_no_rows() -> None:
     torch.manual_seed(0)
-    weight = torch.randn(CLASSES, WIDTH)
+    w = torch.randn(CLASSES, WIDTH)
     for shape in [(WIDTH,), (7, WIDTH), (3, 7, WIDTH), (2, 3, 5, WIDTH), (4, 0, WIDTH)]:
         x = torch.randn(shape).transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
         target = torch.randint(CLASSES, shape[:-1]).to(torch.int32)
-        rows = linear_cross_entropy(x, weight, target, reduction="none")
+        rows = linear_cross_entropy(x, w, target, reduction="none")
         assert rows.shape == shape[:-1]
-        flat = F.cross_entropy(
-            F.linear(x, weight).reshape(-1, CLASSES), target.flatten().long(), reduction="none"
-        )
-        torch.testing.assert_close(rows.flatten(), flat)
-        (gradient,) = torch.autograd.grad(linear_cross_entropy(x, weight, target, reduction="sum"), x)
-        torch.testing.assert_close(gradient, torch.autograd.grad(flat.sum(), x)[0])
+        own = F.cross_entropy(F.linear(x, w).reshape(-1, CLASSES), target.flatten().long(), reduction="none")
+        torch.testing.assert_close(rows.flatten(), own)
+        (gradient,) = torch.autograd.grad(linear_cross_entropy(x, w, target, reduction="sum"), x)
+        torch.testing.assert_close(gradient, torch.autograd.grad(own.sum(), x)[0])
     empty = torch.empty(0, WIDTH)
-    table = weight.requires_grad_()
+    table = w.requires_grad_()
     loss = linear_cross_entropy(empty, table, torch.empty(0, dtype=torch.int64))
     assert bool(loss.isnan())
     loss.backward()
-    assert table.grad is not None
     assert not table.grad.any()
 
 
@@ -301,3 +292,78 @@ def test_what_raises(name: str) -> None:
         wide = {key: value.double() for key, value in right.items() if key != "target"}
         with pytest.raises(error, match=message):
             linear_cross_entropy(**{**wide, **kwargs})
+
+
+TOKENS = torch.arange(40).view(4, 10) * 7 % CLASSES
+
+
+class Language(nn.Module):
+    """Tokens and the next ones -> the loss; the head's weight is the embedding's."""
+
+    def __init__(self, fused: bool, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.token = nn.Embedding(CLASSES, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.head = LinearCrossEntropy(WIDTH, CLASSES) if fused else nn.Linear(WIDTH, CLASSES, bias=False)
+        if tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
+        hidden = self.mix(self.token(tokens)).tanh()
+        if isinstance(self.head, LinearCrossEntropy):
+            return self.head(hidden, following)
+        return F.cross_entropy(self.head(hidden).float().flatten(0, -2), following.flatten())
+
+
+def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
+    return [((TOKENS + step) % CLASSES, (TOKENS + step + 3) % CLASSES) for step in range(steps)]
+
+
+def trained(model: Language, precision: str, **kwargs: Any) -> list[float]:
+    mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters(), lr=0.02), precision, **kwargs)
+    losses = []
+    for batch in batches(12):
+        with mp.autocast():
+            loss = model(*batch)
+        losses.append(float(mp.step(loss).loss))
+    return losses
+
+
+TRAININGS: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "fp32"},
+    "fp16": {"precision": "fp16"},
+    "split, accumulate": {"precision": "bf16", "masters": "split", "accumulate": 2},
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_trains_as_the_layer_and_the_loss_do(name: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, rows=7, classes=5)
+    fused, plain = (trained(Language(kind, tied), **TRAININGS[name]) for kind in (True, False))
+    assert fused[-1] < fused[0] - 0.3
+    assert fused == pytest.approx(plain, rel=1e-5 if name == "fp32" else 1e-2)
+
+
+def test_a_linear_layer_to_everyone_else() -> None:
+    weights = torch.rand(CLASSES)
+    torch.manual_seed(3)
+    head = LinearCrossEntropy(WIDTH, CLASSES, bias=True, weight=weights, label_smoothing=0.1)
+    torch.manual_seed(3)
+    linear = nn.Linear(WIDTH, CLASSES)
+    assert isinstance(head, nn.Linear)
+    assert list(head.state_dict()) == ["weight", "bias"]
+    assert torch.equal(head.weight, linear.weight)
+    assert torch.equal(head.bias, linear.bias)
+    head.load_state_dict(nn.Linear(WIDTH, CLASSES).state_dict())
+    hidden, target = torch.randn(3, 5, WIDTH), torch.randint(CLASSES, (3, 5))
+    assert torch.equal(head.logits(hidden), F.linear(hidden, head.weight, head.bias))
+    loss = nn.CrossEntropyLoss(head.class_weight, label_smoothing=0.1)
+    expected = loss(head.logits(hidden).flatten(0, 1), target.flatten())
+    for copied in (head, copy.deepcopy(head), pickle.loads(pickle.dumps(head)), head.eval()):
+        torch.testing.assert_close(copied(hidden, target), expected)
+    with pytest.raises(UsageError, match=r"head.logits\(hidden\)"):
+        head(hidden)
+    with pytest.raises(UsageError, match=r"\[41\]"):
+        LinearCrossEntropy(WIDTH, CLASSES, weight=torch.rand(3))

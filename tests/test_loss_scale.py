@@ -28,7 +28,6 @@ from mezzo.core.policy_text import as_loss_scale
 from mezzo.pytorch import loss_scaler
 from mezzo.pytorch.loss_scaler import LossScaler, inverse
 from scale_cases import TABLE, Remembering
-from training_steps import Waits
 
 GOOD, BAD = Observation(found_inf=False), Observation(found_inf=True)
 
@@ -41,14 +40,9 @@ def after(state: LossScale, events: str) -> Any:
 
 
 @pytest.mark.parametrize(("settings", "events", "scale", "good", "overflows", "stuck"), TABLE)
-def test_event_by_event(
-    settings: dict[str, Any], events: str, scale: float, good: int, overflows: int, stuck: int
-) -> None:
+def test_events(settings: Any, events: str, scale: float, good: int, overflows: int, stuck: int) -> None:
     state = after(DynamicLossScale(**settings), events)
     assert (state.scale, state.good_steps, state.overflows, state.stuck) == (scale, good, overflows, stuck)
-
-
-# Patience.
 
 
 def test_patience_runs_out_at_the_floor_only() -> None:
@@ -65,9 +59,8 @@ def test_a_static_scale_stays_and_loses_patience() -> None:
     assert (state.scale, state.skips) == (8.0, 2)
     with pytest.raises(LossScaleCollapseError, match=r"constant loss scale 2\^3.*from_largest"):
         state.next(BAD)
+    check(NoLossScale(), replace(state.arrays(), stuck=np.asarray(10**6)))  # which has no patience
 
-
-# The constant from the largest gradient.
 
 FROM_LARGEST = [
     # largest, format, headroom, scale
@@ -84,8 +77,6 @@ FROM_LARGEST = [
 def test_from_largest(largest: float, form: str, headroom: int, scale: float) -> None:
     assert StaticLossScale.from_largest(largest, form, headroom).scale == scale
 
-
-# Bounds and identity for any history.
 
 events = st.text(alphabet=".x", max_size=300)
 
@@ -149,8 +140,6 @@ def test_a_constant_may_be_any_number_in_range(value: Any) -> None:
         as_loss_scale(value, "here")
 
 
-# Wrong arguments.
-
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (DynamicLossScale, {"init": 0.5, "floor": 1.0}, r"init is 2\^-1.*between floor=2\^0"),
     (DynamicLossScale, {"floor": 0.0}, "floor is 0.0"),
@@ -170,24 +159,6 @@ def test_wrong_arguments_say_what_is_allowed(make: Any, arguments: dict[str, Any
         make(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("pure", "skips"),
-    [(DynamicLossScale(init=4.0, floor=1.0, patience=3), 5), (StaticLossScale(8.0, patience=3), 3)],
-)
-def test_arrays_lose_patience_as_the_pure_machine_does(pure: Any, skips: int) -> None:
-    state, last = pure.arrays(), pure
-    for _ in range(skips - 1):
-        state, last = pure.advance(state, np.asarray(True), np), last.next(BAD)
-        check(pure, state)
-    with pytest.raises(LossScaleCollapseError) as expected:
-        last.next(BAD)
-    state = pure.advance(state, np.asarray(True), np)
-    with pytest.raises(LossScaleCollapseError) as raised:
-        check(pure, state)
-    assert str(raised.value) == str(expected.value)
-    check(NoLossScale(), replace(state, stuck=np.asarray(10**6)))
-
-
 FORMS = ("host", "device")
 
 
@@ -200,7 +171,6 @@ def on_device(pure: LossScale, form: str) -> LossScaler | None:
 
 
 def stepped_or_raised(pure: LossScale, event: int) -> tuple[LossScale, str]:
-    """The next state, or what was raised in its place."""
     try:
         return pure.next(Observation(found_inf=event != 0)), ""
     except LossScaleCollapseError as error:
@@ -215,7 +185,6 @@ def stepped_or_raised(pure: LossScale, event: int) -> tuple[LossScale, str]:
 )
 def test_device_form_equals_pure_form(form: str, pure: LossScale, events: list[int]) -> None:
     device = on_device(pure, form)
-    assert device is not None
     for event in events:
         device.update(torch.tensor(float(event)))
         pure, expected = stepped_or_raised(pure, event)
@@ -229,22 +198,9 @@ def test_device_form_equals_pure_form(form: str, pure: LossScale, events: list[i
         assert device.scale.item() == pure.scale
 
 
-def test_next_does_not_wait() -> None:
-    machine = on_device(DynamicLossScale(hysteresis=2), "device")
-    assert machine is not None
-    flag = torch.tensor(1.0)
-    with Waits() as waits:
-        machine.update(flag)
-    assert not waits.seen
-    with Waits() as waits:
-        machine.check()
-    assert waits.seen == {"_local_scalar_dense": 1}
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_keeps_the_scale_that_it_was_scaled_with(form: str) -> None:
     machine = on_device(DynamicLossScale(growth_interval=1), form)
-    assert machine is not None
     before, value = machine.scale, float(machine.scale)
     machine.update(torch.tensor(1.0))
     assert float(machine.scale) == value / 2

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-import types
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mezzo.core import formats
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.recipes import RECIPES, Factor, Recipe
-from mezzo.pytorch.kernels import native_blocks, quantized_linear
+from mezzo.pytorch.kernels import quantized_linear
 from mezzo.pytorch.kernels.quantized import Quantized
 
 BLOCKS = ["mxfp8", "fp8-block", "nvfp4"]
 CUDA = torch.device("cuda")
-
-
-def test_the_swizzle_is_that_of_cublas() -> None:
-    for rows, columns in ((128, 4), (1, 1), (130, 9), (300, 3)):
-        scales = torch.arange(rows * columns).remainder(251).add(1).to(torch.uint8).view(rows, columns)
-        across = -(-columns // 4)
-        expected = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
-        for row in range(rows):
-            for column in range(columns):
-                tile = row // 128 * across + column // 4
-                place = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
-                expected[place] = scales[row, column]
-        assert torch.equal(native_blocks.swizzled(scales), expected)
+E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def unswizzled(flat: Tensor, rows: int, columns: int) -> Tensor:
+    """By cuBLAS's documentation: tiles of 128 x 4, filled up with zeros."""
     row, column = torch.arange(rows)[:, None], torch.arange(columns)[None]
     tile = row // 128 * -(-columns // 4) + column // 4
-    return flat.float()[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4]
+    place = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+    assert not flat.view(torch.uint8).index_fill(0, place.flatten(), 0).any()
+    return flat.float()[place]
 
 
 E2M1 = torch.tensor([formats.decode(code, "e2m1") for code in range(16)])
@@ -89,9 +82,7 @@ TWO_ROWS = replace(
 )
 
 
-@pytest.mark.parametrize(
-    "recipe", [*(RECIPES[name] for name in BLOCKS), TWO_ROWS], ids=lambda recipe: recipe.name
-)
+@pytest.mark.parametrize("recipe", [*(RECIPES[name] for name in BLOCKS), TWO_ROWS], ids=lambda r: r.name)
 def test_native_products_are_those_of_the_emulation(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "")  # FP32 products: rounded once
     x, w, b, g = given(recipe)
@@ -112,18 +103,17 @@ def test_native_products_are_those_of_the_emulation(recipe: Recipe, monkeypatch:
             assert torch.equal(found.isnan(), expected.isnan())
 
 
-def on_meta(recipe: Recipe, rows: int) -> list[Tensor | None]:
+def check_on_meta(recipe: Recipe, rows: int, device: str = "meta") -> None:
     """Output and gradients of tensors without storage, for which PyTorch checks what `scaled_mm` is given."""
-    with torch.no_grad():
-        x, w, b, g = (t.to("meta") for t in given(recipe, rows))
+    real = given(recipe, rows)
+    fake = FakeTensorMode() if device == "cuda" else contextlib.nullcontext()
+    with fake, torch.no_grad():  # autograd would ask CUDA itself
+        x, w, b, g = (torch.empty(t.shape, dtype=t.dtype, device=device) for t in real)
         y, codes, inv_scale, tensor = quantized_linear._QuantizedLinear.forward(x, w, b, recipe, True)
-        assert codes is not None
-        assert inv_scale is not None
-        ctx = types.SimpleNamespace(
-            recipe=recipe, dtypes=(x.dtype, w.dtype, b.dtype), needs_input_grad=[True] * 3
-        )
+        ctx = SimpleNamespace(recipe=recipe, dtypes=(x.dtype, w.dtype, b.dtype), needs_input_grad=[True] * 3)
         grads = quantized_linear._gradients(ctx, g, w, Quantized(codes, inv_scale, tensor))
-    return [y, *grads]
+    for found, like in zip([y, *grads], (g, x, w, b)):
+        assert (found.shape, found.dtype, found.device.type) == (like.shape, like.dtype, device)
 
 
 @pytest.mark.parametrize("rows", [128, 21, 1])
@@ -144,44 +134,58 @@ def test_scaled_mm_takes_the_layouts(name: str, rows: int, monkeypatch: pytest.M
         return real(a, b, **settings)
 
     monkeypatch.setattr(F, "scaled_mm", noted)
-    recipe = RECIPES[name]
-    x, w, b, g = given(recipe, rows)
-    for found, like in zip(on_meta(recipe, rows), (g, x, w, b)):
-        assert found is not None
-        assert (found.shape, found.dtype, found.device.type) == (like.shape, like.dtype, "meta")
+    check_on_meta(RECIPES[name], rows)
     kinds = F.ScalingType
     if name == "fp8-block":
-        wide = (kinds.BlockWise1x128, kinds.BlockWise128x128, torch.float8_e4m3fn)
-        assert made == [wide, wide, (kinds.BlockWise1x128, kinds.BlockWise1x128, torch.float8_e4m3fn)]
+        wide = (kinds.BlockWise1x128, kinds.BlockWise128x128, E4)
+        assert made == [wide, wide, (kinds.BlockWise1x128, kinds.BlockWise1x128, E4)]
     else:
         levels = [kinds.BlockWise1x32] if name == "mxfp8" else [kinds.BlockWise1x16, kinds.TensorWise]
-        dtype = torch.float8_e4m3fn if name == "mxfp8" else torch.float4_e2m1fn_x2
-        assert made == [(levels, levels, dtype)] * 3
+        assert made == [(levels, levels, E4 if name == "mxfp8" else torch.float4_e2m1fn_x2)] * 3
+
+
+@pytest.mark.parametrize("rows", [32, 21])
+@pytest.mark.parametrize("name", ["fp8", "fp8-rowwise"])
+def test_fp8_products_have_a_gpu_s_layout(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEZZO_FP8", "native")
+    made: list[tuple[Any, ...]] = []
+    real = torch._scaled_mm
+
+    def noted(a: Tensor, b: Tensor, *scales: Tensor, **kwargs: Any) -> Tensor:
+        assert a.stride()[1] == b.stride()[0] == 1
+        assert all(size % 16 == 0 for size in (a.shape[1], *b.shape))
+        assert kwargs["use_fast_accum"] is False
+        made.append(((a.dtype, b.dtype), [tuple(s.shape) for s in scales], kwargs["out_dtype"]))
+        return real(a, b, *scales, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    check_on_meta(RECIPES[name], rows, "cuda")
+    dtypes, scales, results = zip(*made)
+    assert dtypes == ((E4, E4), (E5, E4), (E5, E4))
+    if name == "fp8-rowwise":
+        assert scales == ([(rows, 1), (1, 80)], [(rows, 1), (1, 48)], [(80, 1), (1, 48)])
+        assert results == (torch.bfloat16,) * 3
+    else:
+        assert scales == ([(), ()],) * 3
+        assert results == (torch.bfloat16, torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("scale", ["power-of-two", "fp32"])
 @pytest.mark.parametrize("squares", [*itertools.product((1, 128), repeat=4)])
-def test_what_is_called_native_has_a_layout(
-    scale: str, squares: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_native_has_a_layout(scale: str, squares: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_linear, "is_native", lambda device, kind: True)
     row, *others = (Factor("e4m3fn", (height, 128), scale) for height in (1, *squares))
     recipe = Recipe("r", (row, others[0]), (row, others[1]), (others[2], others[3]), 128)
     assert recipe.hardware == ("fp8-block" if squares[2] == 1 else "")
     for rows in (1, 21):
         if recipe.hardware:
-            on_meta(recipe, rows)
+            check_on_meta(recipe, rows)
 
 
 def test_which_recipes_gpus_multiply() -> None:
     found = {name: recipe.hardware for name, recipe in RECIPES.items()}
-    variants = {
-        "fp8-rowwise": "fp8",
-        "mxfp8-floor": "mxfp8",
-        "nvfp4-nearest": "nvfp4",
-        "nvfp4-plain": "nvfp4",
-    }
-    assert found == {"fp8": "fp8", **{name: name for name in BLOCKS}, **variants}
+    others = {"fp8-rowwise": "fp8", "mxfp8-floor": "mxfp8", "nvfp4-nearest": "nvfp4", "nvfp4-plain": "nvfp4"}
+    assert found == {"fp8": "fp8", **{name: name for name in BLOCKS}, **others}
     mx, short = Factor("e4m3fn", (1, 32), "e8m0"), Factor("e2m3", (1, 32), "e8m0")
     wide = Factor("e5m2", (1, 32), "e8m0")
     for output in ((mx, short), (wide, wide), (mx, replace(mx, block=(1, 16)))):
@@ -193,6 +197,9 @@ def test_which_recipes_gpus_multiply() -> None:
 
 # product, compute capability, CUDA, what the reason names: nothing if it is native
 DEVICES = [
+    ("fp8", (8, 6), "13.0", ("8.9 or later", "8.6")),
+    ("fp8", (8, 9), "13.0", ()),
+    ("fp8", (10, 0), "13.0", ()),
     ("mxfp8", (9, 0), "13.0", ("10.0 or later", "9.0")),
     ("mxfp8", (10, 0), "12.8", ()),
     ("nvfp4", (12, 0), "13.0", ()),
@@ -215,6 +222,9 @@ def test_which_gpus_have_which_products(
     why = quantized_linear.why_emulated(CUDA, kind)
     assert all(part in why for part in parts)
     assert quantized_linear.is_native(CUDA, kind) is (why == "") is (not parts)
+    assert not quantized_linear.is_native(torch.device("cpu"), kind)
+    monkeypatch.setattr(torch.version, "hip", "6.0")  # whose codes are others
+    assert not quantized_linear.is_native(CUDA, kind)
 
 
 def test_what_cannot_be_native_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,14 +233,16 @@ def test_what_cannot_be_native_is_refused_with_the_reason(monkeypatch: pytest.Mo
     for recipe, part in ((RECIPES["mxfp8"], "10.0"), (odd, "no GPU")):
         with pytest.raises(UsageError, match=f"MEZZO_FP8.*{part}.*emulated"):
             step(recipe, *given(recipe))
+    assert quantized_linear.is_native(torch.device("cpu"))
+    monkeypatch.setenv("MEZZO_FP8", "nativ")
+    with pytest.raises(UnknownNameError, match=r"MEZZO_FP8='nativ'.*emulated, native. Did you mean 'native'"):
+        quantized_linear.is_native(CUDA)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [4099, 1])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_on_a_gpu_native_products_are_those_of_the_emulation(
-    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_native_products_on_a_gpu(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if why := quantized_linear.why_emulated(CUDA, RECIPES[name].hardware):
         pytest.skip(why)
     x, w, b, g = given(RECIPES[name], rows)

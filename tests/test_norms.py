@@ -45,10 +45,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def inputs_of(
-    op: str, leading: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype, kinds: tuple = (FP32, FP32)
-) -> list[Tensor]:
-    """The input, weight and bias that there are."""
+def inputs_of(op: str, leading: Any, shape: Any, dtype: torch.dtype, kinds: Any = (FP32, FP32)) -> Any:
     x = (normal(*leading, *shape) * 3 + 1).to(dtype)
     made = zip((normal(*shape, seed=1) + 1, normal(*shape, seed=2)), kinds)
     parameters = [None if kind is None else value.to(kind) for value, kind in made]
@@ -105,8 +102,7 @@ def test_forward_is_fp32s_within_an_ulp_and_backward_is_rounded_once(
         variance = rows.var(-1, correction=0) if op == "layer_norm" else rows.square().mean(-1)
         rstd = (variance + (1e-5 if op == "layer_norm" else 2**-23)).rsqrt()
         for own, grad, truth in zip((p for p in inputs if p is not None), got, truths):
-            assert grad.dtype is own.dtype
-            assert grad.shape == own.shape
+            assert (grad.dtype, grad.shape) == (own.dtype, own.shape)
             half = 0.5 * ulp(truth, grad.dtype) if grad.dtype is not FP32 else 0.0
             # Besides one rounding: FP32's own errors, of terms that are no larger than `most`.
             most = dy.abs().max() * w.max() * rstd.max() if own is x else dy.abs().float().sum()

@@ -1,7 +1,8 @@
-"""The optimizers in a training loop: exact masters, groups, schedulers, closures, loss scales, and what is refused."""
+"""The optimizers in a training loop: exact masters, groups, closures, loss scales, adoption, and what is refused."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import weakref
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
 import mezzo
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.optim import SGD, Adam, AdamW
+from mezzo.optim import SGD, Adam, AdamW, Muon, adopt, muon_groups
 from optimizer_steps import (
     BY_NAME,
     MODES,
@@ -171,9 +173,7 @@ def after_200_steps(make: Callable[..., Any], dtype: torch.dtype = torch.bfloat1
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_split_masters_are_separate_ones_to_the_bit_and_as_near_to_torch_as_its_fused(
-    rule: Rule,
-) -> None:
+def test_split_masters_are_separate_ones_to_the_bit_and_as_near_to_torch_as_its_fused(rule: Rule) -> None:
     split, separate = (after_200_steps(rule.make, masters=masters) for masters in ("split", "fp32"))
     for own, other in zip(weights(split), weights(separate)):
         assert torch.equal(bits(own), bits(other))
@@ -184,31 +184,27 @@ def test_split_masters_are_separate_ones_to_the_bit_and_as_near_to_torch_as_its_
     fused = weights(after_200_steps(rule.torch, torch.float32, fused=True))
 
     def furthest(found: Sequence[Tensor]) -> float:
-        return max(
-            float((one.double() - other.double()).detach().abs().max()) for one, other in zip(found, loop)
-        )
+        return max(float((a.double() - b.double()).detach().abs().max()) for a, b in zip(found, loop))
 
     ulp = torch.finfo(torch.float32).eps * max(float(weight.detach().abs().max()) for weight in loop)
     assert furthest([split.master(param) for param in weights(split)]) <= 3 * furthest(fused) + ulp
 
 
-# Loss scales.
-
-
-@pytest.mark.parametrize("how", ["fused", "fused, unscaled", "adopted", "adopted, fused before"])
+@pytest.mark.parametrize("how", ["fused", "fused, unscaled", "adopted", "adopted, fused before", "Muon"])
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler, mezzo.GradScaler])
 def test_both_grad_scalers_drive_it(scaler: Callable[..., Any], how: str) -> None:
-    plain, scaled = parameters(shapes=[(65,), (3, 4)]), parameters(shapes=[(65,), (3, 4)])
-    left, right = (AdamW(params, lr=0.1, masters="split", state="int8") for params in (plain, scaled))
+    shapes = [(65, 3), (3, 4)] if how == "Muon" else [(65,), (3, 4)]
+    plain, scaled = parameters(shapes=shapes), parameters(shapes=shapes)
+    modes: dict[str, Any] = {"masters": "split", "state": "int8"}
+    left, right = ((Muon if how == "Muon" else AdamW)(params, lr=0.1, **modes) for params in (plain, scaled))
     if how.startswith("adopted"):
         right = torch.optim.AdamW(scaled, lr=0.1, fused="before" in how)
-        mezzo.optim.adopt(right, masters="split", state="int8")
+        adopt(right, **modes)
     scale = scaler("cpu", init_scale=256.0)
     for step in range(4):
-        grads = gradients(step, [(65,), (3, 4)])
         before = everything(right)
         scale.scale(torch.ones(()))
-        for param, other, grad in zip(plain, scaled, grads):
+        for param, other, grad in zip(plain, scaled, gradients(step, shapes)):
             param.grad = grad.clone()
             other.grad = grad * scale.get_scale()
         if step == 2:
@@ -223,11 +219,7 @@ def test_both_grad_scalers_drive_it(scaler: Callable[..., Any], how: str) -> Non
             left.step()
             assert_same(everything(left), everything(right))
     assert scale.get_scale() == 128
-    assert not hasattr(right, "grad_scale")
-    assert not hasattr(right, "found_inf")
-
-
-# What is refused: each with its reason and the fix, and nothing moved.
+    assert not vars(right).keys() & {"grad_scale", "found_inf"}
 
 
 def test_two_optimizers_cannot_both_hold_a_master() -> None:
@@ -246,9 +238,8 @@ def test_two_optimizers_cannot_both_hold_a_master() -> None:
     AdamW([param], masters="split").step()
 
 
-Refused = tuple[Callable[[Any], Any], list[str]]
 # How an optimizer is made -> words of the error: what, the value received, what is allowed.
-REFUSED: dict[str, Refused] = {
+REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "masters": (lambda p: AdamW(p, masters="spilt"), ["AdamW", "'spilt'", "'split'"]),
     "state": (lambda p: AdamW(p, state="int4"), ["'int4'", "int8"]),
     "number": (lambda p: AdamW(p, lr=-1.0), ["lr=-1.0"]),
@@ -261,6 +252,20 @@ REFUSED: dict[str, Refused] = {
     "gaps": (lambda p: AdamW([torch.zeros(3, 4)[:, ::2]]), ["[4, 2]", "contiguous()"]),
     "sparse": (lambda p: AdamW([torch.zeros(3, 3).to_sparse()]), ["torch.sparse_coo", "to_dense()"]),
     "subclass": (lambda p: AdamW([TwoTensor(torch.zeros(3), torch.zeros(3))]), ["TwoTensor", "with_masters"]),
+    "vector": (lambda p: Muon([*p, one(3)]), ["parameter 1", "[3]", "use_muon=False", "muon_groups"]),
+    "Muon's momentum": (lambda p: Muon(p, momentum=1.0), ["momentum=1.0", "below 1"]),
+    "steps": (lambda p: Muon(p, ns_steps=100), ["ns_steps=100", "99"]),
+    "no coefficients": (lambda p: Muon(p, ns_coefficients=3.0), ["3.0", "three"]),  # type: ignore[arg-type]
+    "coefficients": (lambda p: Muon(p, ns_coefficients=(1.0, 2.0)), ["(1.0, 2.0)", "three"]),
+    "adjust": (lambda p: Muon(p, adjust_lr_fn="match_rms"), ["'match_rms'", "original", "'match_rms_adamw'"]),
+    "rate": (lambda p: Muon(p, lr=-1.0), ["lr=-1.0"]),
+    "Muon beta": (lambda p: Muon([{"params": p, "use_muon": False, "betas": (0.9, 1.0)}]), ["betas[1]=1.0"]),
+    "pattern": (
+        lambda p: muon_groups(nn.ParameterDict({"positions": p[0]}), exclude=["position"]),
+        ["'position'", "'positions'"],
+    ),
+    "parameters": (lambda p: muon_groups(iter(p)), ["iterator", "muon_groups(model)"]),  # type: ignore[arg-type]
+    "no matrix": (lambda p: muon_groups(nn.Sequential(nn.Linear(3, 3))), ["nothing is left", "AdamW"]),
 }
 
 
@@ -268,7 +273,7 @@ REFUSED: dict[str, Refused] = {
 def test_what_makes_no_sense_is_refused(row: str) -> None:
     make, words = REFUSED[row]
     with pytest.raises(UsageError) as caught:
-        make([one(3)])
+        make([one(3, 4)])
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -293,3 +298,146 @@ def test_sparse_gradients_are_refused_before_anything_moves() -> None:
     table.weight.grad = table.weight.grad.to_dense()
     optimizer.step()
     assert (dense < 1).all()
+
+
+# Adoption: the script keeps its optimizer, schedulers and hooks, and Mezzo's kernels move the weights.
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_an_adopted_optimizer_moves_as_the_one_that_was_made_so(rule: Rule) -> None:
+    made, own = parameters(), parameters()
+    user = rule.torch(made)
+    fused, plain = adopt(user, masters="split", state="fp32"), rule.make(own, masters="split", state="fp32")
+    assert fused is user
+    assert isinstance(fused, rule.ours)
+    assert isinstance(user, torch.optim.Optimizer)
+    run(user, made, range(3))
+    run(plain, own, range(3))
+    assert_same(everything(user), everything(plain))
+
+
+def test_groups_and_state_are_shared() -> None:
+    made = parameters()
+    user = torch.optim.AdamW([{"params": made[:2], "lr": 0.5}, {"params": made[2:], "eps": 1e-3}])
+    groups, dicts = user.param_groups, list(user.param_groups)
+    fused = adopt(user, masters="split8", state="int8")
+    assert fused.param_groups is groups is user.param_groups
+    assert all(one is other for one, other in zip(groups, dicts))
+    assert fused.state is user.state
+    run(user, weights(user), range(1))
+    assert len(user.state) == 6
+    user.add_param_group({"params": [nn.Parameter(torch.zeros(3).bfloat16())], "lr": 0.25})
+    assert len(fused.param_groups) == 3
+    assert fused.param_groups[2]["masters"] == "split8"
+    assert all("foreach" in group for group in fused.param_groups)
+    assert repr(user).startswith("AdamW (")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
+def test_what_was_learnt_before_is_converted(rule: Rule, state: str) -> None:
+    made, other = parameters(torch.float32), parameters(torch.float32)
+    user, torch_s = rule.torch(made), rule.torch(other)
+    run(user, made, range(3))
+    run(torch_s, other, range(3))
+    fused = adopt(user, masters="fp32", state=state)
+    run(user, made, range(3, 5))
+    run(torch_s, other, range(3, 5))
+    if rule.ours is not SGD:  # torch's counts no steps
+        assert {entries["step"].item() for entries in fused.state.values()} == {5.0}
+    for ours, theirs in zip(made, other):
+        if state == "fp32":
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        else:
+            assert (ours - theirs).norm() <= 0.05 * theirs.detach().norm() + 0.02
+
+
+def test_hooks_fire_once() -> None:
+    made = parameters()
+    user = torch.optim.SGD(made, lr=0.1)
+    seen: list[str] = []
+    user.register_step_pre_hook(lambda *_: seen.append("pre"))
+    adopt(user, masters="split", state="fp32")
+    late = user.register_step_post_hook(lambda *_: seen.append("post"))
+    everywhere = register_optimizer_step_post_hook(lambda *_: seen.append("global"))
+    user.register_state_dict_post_hook(lambda *_: seen.append("saved"))
+    user._patch_step_function()  # as torch does after a copy
+    try:
+        run(user, made, range(1))
+        assert seen == ["pre", "post", "global"]
+        late.remove()
+        user.state_dict()
+        assert seen[3:] == ["saved"]
+    finally:
+        everywhere.remove()
+
+
+# How an optimizer is made, the modes -> words of the error: what, the value received, what to do.
+NOT_ADOPTED: dict[str, tuple[Any, dict[str, str], list[str]]] = {
+    "class": (lambda: torch.optim.RMSprop(parameters()), {}, ["RMSprop", "torch.optim.AdamW", "with_masters"]),
+    "Mezzo's": (lambda: SGD(parameters()), {}, ["mezzo", "SGD"]),
+    "amsgrad": (lambda: torch.optim.AdamW(parameters(), amsgrad=True), {}, ["amsgrad=True", "with_masters"]),
+    "differentiable": (lambda: torch.optim.SGD(parameters(), lr=0.1, differentiable=True), {},
+     ["differentiable=True", "with_masters"]),
+    "state": (lambda: torch.optim.AdamW(parameters()), {"state": "fp8"}, ["'fp8'", "int8"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", NOT_ADOPTED)
+def test_what_can_t_be_adopted_is_left_as_it_was(row: str) -> None:
+    make, modes, words = NOT_ADOPTED[row]
+    user = make()
+    kind, keys = type(user), set(user.param_groups[0])
+    with pytest.raises(UsageError) as caught:
+        adopt(user, **{"masters": "split", "state": "fp32", **modes})
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert type(user) is kind
+    assert set(user.param_groups[0]) == keys
+    if not user.param_groups[0].get("differentiable"):
+        run(user, weights(user), range(1))
+
+
+def test_adopting_again_gives_the_same_one() -> None:
+    user = torch.optim.SGD(parameters(), lr=0.1)
+    fused = adopt(user, masters="split", state="fp32")
+    assert adopt(user, masters="split", state="fp32") is fused
+    with pytest.raises(UsageError, match='masters="split" and state="fp32"'):
+        adopt(user, masters="split8", state="fp32")
+
+
+def test_a_state_that_can_t_be_converted_is_left_as_it_was() -> None:
+    made, other = parameters(), parameters()
+    user, plain = torch.optim.AdamW(made), torch.optim.AdamW(other)
+    run(user, made, range(1))
+    run(plain, other, range(1))
+    user.state[made[-1]]["exp_avg_sq"] = torch.zeros(3)
+    with pytest.raises(UsageError, match=r"'exp_avg_sq' has the shape \[3\]"):
+        adopt(user, masters="split", state="int8")
+    user.state[made[-1]]["exp_avg_sq"] = plain.state[other[-1]]["exp_avg_sq"].clone()
+    for optimizer in (user, plain):
+        run(optimizer, weights(optimizer), range(1, 3))
+    assert_same(everything(user), everything(plain))
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_step_that_somebody_wrapped_is_not_lost_in_silence(scheduled: bool) -> None:
+    made = parameters()
+    user: Any = torch.optim.SGD(made, lr=0.1)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(user, 1)
+    calls, inner = [], user.step
+
+    @functools.wraps(inner)
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return inner(*args)
+
+    user.step = counted
+    with pytest.raises(UsageError, match=r"SGD\.step.*counted"):
+        adopt(user, masters="split", state="fp32")
+    run(user, made, range(1))
+    assert calls == [()]
+    user.step = inner
+    if not scheduled:
+        del user.step
+    adopt(user, masters="split", state="fp32")

@@ -1,4 +1,4 @@
-"""recompute=gelu and its like: the same bits, fewer of them saved, and an error where an input has changed."""
+"""recompute=gelu and its like: the same bits, and fewer of them saved."""
 
 from __future__ import annotations
 
@@ -120,15 +120,6 @@ def test_gradients_of_what_follows(op: Any, then: Any, dtype: torch.dtype, remem
     assert all(torch.equal(one, two) for one, two in zip(mine, other, strict=True))
     del out, hidden
     assert len(recompute._made) == before  # what is remembered dies with the output
-
-
-def test_an_input_that_changed_since_is_an_error() -> None:
-    x = torch.randn(4, 8, dtype=torch.bfloat16).requires_grad_() * 1
-    with mezzo.autocast("bf16,recompute=gelu", "cpu"):
-        out = F.linear(F.gelu(x), torch.randn(3, 8).requires_grad_())
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
 
 
 def test_hooks_end_with_the_context_also_by_an_exception_and_inside_a_transform() -> None:

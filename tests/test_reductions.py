@@ -47,7 +47,6 @@ def counted(x: Tensor) -> Tensor:
 
 
 def brute_force(x: Tensor) -> list[int]:
-    """One element at a time, by Python's own numbers."""
     row = [0] * WORDS
     largest = 0.0
     for value in x.double().to(torch.float32).flatten().tolist():
@@ -126,9 +125,6 @@ def test_dense_strides_are_counted_without_a_copy() -> None:
     assert peak.stop().peak_bytes - before < x.nbytes
 
 
-# The sum of squares.
-
-
 def values(count: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, generator=generator) * torch.logspace(-20, 15, count)
@@ -178,8 +174,6 @@ def test_gradients_of_several_devices_are_refused() -> None:
     with pytest.raises(UsageError, match=r"on cpu, meta\."):
         sum_of_squares([torch.ones(1), torch.ones(1, device="meta")])
 
-
-# On a GPU.
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

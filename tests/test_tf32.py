@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,9 +66,7 @@ OPS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], tuple[int, ..
 
 
 @pytest.mark.parametrize(("op", "shapes", "added"), OPS.values(), ids=OPS)
-def test_factors_are_rounded_and_addends_are_not(
-    op: Callable[..., Tensor], shapes: list[tuple[int, ...]], added: tuple[int, ...] | None
-) -> None:
+def test_factors_are_rounded_and_addends_are_not(op: Any, shapes: Any, added: Any) -> None:
     factors = [values(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     addend = None if added is None else values(*added, seed=2)
     leaves = [x.clone().requires_grad_() for x in factors]
@@ -119,8 +118,7 @@ def test_in_a_bf16_policy_one_module_can_be_tf32() -> None:
     with apply_module_overrides(model, spec, "cpu"), mezzo.autocast(spec, "cpu"):
         out = model(x)
         inner = model[0](x)
-    assert inner.dtype == torch.bfloat16
-    assert out.dtype == torch.float32
+    assert (inner.dtype, out.dtype) == (torch.bfloat16, torch.float32)
     expected = F.linear(tf32(inner.float()), tf32(model[1].weight), model[1].bias)
     assert torch.equal(out, expected)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -192,9 +192,7 @@ def test_a_loss_outside_autocast_is_told_once(name: str, recwarn: pytest.Warning
         x = x.to(model[0].weight.dtype)
         recwarn.clear()
         for _ in range(2):
-            with (
-                contextlib.nullcontext() if context is None else mp.autocast() if context == "mp" else context
-            ):
+            with nullcontext() if context is None else mp.autocast() if context == "mp" else context:
                 loss = model(x).float().mean()
             mp.step(loss)
         mp.close()
@@ -202,10 +200,8 @@ def test_a_loss_outside_autocast_is_told_once(name: str, recwarn: pytest.Warning
 
     warned = train()
     assert len(warned) == told
-    assert all(
-        f"{__file__} " in one and f"ran in {precision}. " in one and "with mp.autocast" in one
-        for one in warned
-    )
+    words = (f"{__file__} ", f"ran in {precision}. ", "with mp.autocast")
+    assert all(word in one for one in warned for word in words)
     for context in ("mp", mezzo.autocast("bf16"), torch.autocast("cpu", torch.bfloat16)):
         assert train(context) == []
 
@@ -227,9 +223,6 @@ def test_frozen_parameters_are_an_error_and_thawed_ones_train() -> None:
 
 
 def test_a_loss_scale_may_be_written_as_a_policy_writes_it() -> None:
-    made = (
-        training("sgd", "fp16", loss_scale="dynamic(init=1024)"),
-        training("sgd", "fp16", loss_scale="2**10"),
-    )
+    made = (training("sgd", "fp16", loss_scale=text) for text in ("dynamic(init=1024)", "2**10"))
     dynamic, constant = (mp._resolved.scaler.on_host() for mp in made)
     assert (dynamic, constant) == (mezzo.DynamicLossScale(init=1024.0), mezzo.StaticLossScale(1024.0))

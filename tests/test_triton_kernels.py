@@ -21,10 +21,8 @@ NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 def child(*words: str, **variables: str) -> str:
     paths = [str(CHILDREN.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=environment, timeout=550
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env, timeout=550)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

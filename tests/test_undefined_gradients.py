@@ -17,8 +17,8 @@ from run_scripts import Ran
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
-PARTS = """
-import json, torch
+SCRIPT = """
+import json, sys, torch
 from torch import nn
 
 class Sink(torch.autograd.Function):  # hands gradients on as they come, as DistributedDataParallel's does
@@ -50,7 +50,7 @@ class Net(nn.Module):
         h = self.a(x)
         if kind == "inside":
             h, _ = Sink.apply(h, self.b(h))
-        elif kind == "second input":
+        elif kind == "second":
             h = First.apply(h, self.b(h))
         elif kind == "weight":
             h = First.apply(h, self.unused)
@@ -59,13 +59,7 @@ class Net(nn.Module):
             state, cell = Sink.apply(state, cell)
             h = First.apply(h, state) + cell
         return self.c(torch.tanh(h)), self.b(h)
-"""
 
-
-SCRIPT = (
-    PARTS
-    + """
-import sys
 kind, overflows = sys.argv[1], sys.argv[2] == "overflows"
 torch.manual_seed(0)
 model = Net(kind)
@@ -85,11 +79,6 @@ for step in range(4):
     optimizer.step()
 print(json.dumps([p.tolist() for p in model.parameters()]))
 """
-)
-
-
-KINDS = ("output", "consumer", "inside", "second input", "weight", "input", "states")
-
 
 # policy, other keywords of the request, whether a batch overflows
 MODES: dict[str, tuple[str, dict[str, Any], bool]] = {
@@ -102,12 +91,9 @@ MODES: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
-Launch = Callable[..., Ran]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["output", "consumer", "inside", "second", "weight", "input", "states"])
 def test_a_run_goes_on_past_undefined_gradients(
-    kind: str, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, launch: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     plain = launch(SCRIPT, kind, "no", policy="fp32")

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
+from bad_steps import INF as INF
+from bad_steps import same as same
 from mezzo.pytorch import loss_scaler
 from mezzo.pytorch.memory import PeakTensorBytes
 from mezzo.pytorch.training import mixed_precision
 
-INF, NAN = float("inf"), float("nan")
+NAN = float("nan")
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
@@ -47,8 +49,7 @@ def who_decides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Who knows of a skip first: "device" makes the CPU an accelerator, which must not be waited for."""
     if request.param == "device":
         as_on_an_accelerator(monkeypatch)
-    name: str = request.param
-    return name
+    return request.param
 
 
 def network() -> nn.Sequential:
@@ -79,10 +80,6 @@ def everything(mp: Any) -> list[Tensor]:
     kept = [value for key in sorted(state) for _, value in sorted(state[key].items())]
     tensors = (*mp.model.parameters(), *mp.model.buffers(), *kept)
     return [t.detach().clone() for t in tensors if t is not None]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right))
 
 
 def peak_bytes(mp: Any, x: Tensor, losses: int = 1) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,23 +117,23 @@ def load(folder: Path, precision: str, losses: int, way: str) -> None:
     same(goes_on(net, mp, precision, way), after)
 
 
-def unreduced() -> str:
-    net, _, mp = training(0, "bf16")
-    net.set_requires_gradient_sync(False)
-    train(net, mp, range(1))
+def error_of(call: Callable[[], object]) -> str:
     try:
-        mp.state_dict()
-    except UsageError as error:
+        call()
+    except (UsageError, UserWarning) as error:  # warnings are errors in tests
         return str(error)
     raise AssertionError("no error")
 
 
+def unreduced() -> str:
+    net, _, mp = training(0, "bf16")
+    net.set_requires_gradient_sync(False)
+    train(net, mp, range(1))
+    return error_of(mp.state_dict)
+
+
 def traced() -> str:
-    try:
-        training(0, "fp16", trace=True)
-    except UserWarning as warning:  # an error in tests
-        return str(warning)
-    raise AssertionError("no warning")
+    return error_of(lambda: training(0, "fp16", trace=True))
 
 
 def differ(rank: int, arguments: tuple[dict[str, Any], dict[str, Any]]) -> str:
@@ -141,22 +142,14 @@ def differ(rank: int, arguments: tuple[dict[str, Any], dict[str, Any]]) -> str:
     net = (fully_shard if "release_gradients" in how else DistributedDataParallel)(nn.Linear(6, 3))
     optimizer = mezzo.optim.AdamW(net.parameters(), lr=0.1, state=how.pop("optimizer's state", "fp32"))
     mp = mezzo.MixedPrecision(net, optimizer, **how)
-    try:
-        train(net, mp, range(4))
-    except UsageError as error:
-        return str(error)
-    raise AssertionError("no error")
+    return error_of(lambda: train(net, mp, range(4)))
 
 
 def scalers_differ(rank: int) -> str:
     net = fully_shard(nn.Linear(6, 3))
     scaler = mezzo.GradScaler(init_scale=1024.0 * (rank + 1))
     scaler.scale(net(data(rank)).square().mean()).backward()
-    try:
-        scaler.step(torch.optim.SGD(net.parameters(), lr=0.1))
-    except UsageError as error:
-        return str(error)
-    raise AssertionError("no error")
+    return error_of(lambda: scaler.step(torch.optim.SGD(net.parameters(), lr=0.1)))
 
 
 def made_before(*, between: bool = False) -> str:
@@ -165,8 +158,4 @@ def made_before(*, between: bool = False) -> str:
         fully_shard(net[0])
     optimizer = torch.optim.AdamW(net.parameters())
     fully_shard(net)
-    try:
-        mezzo.MixedPrecision(net, optimizer, "bf16")
-    except UsageError as error:
-        return str(error)
-    raise AssertionError("no error")
+    return error_of(lambda: mezzo.MixedPrecision(net, optimizer, "bf16"))
