@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from mezzo.core.records import LossRecord, Record, RecordWriter, read
 from mezzo.pytorch.training import mixed_precision
 from mezzo.pytorch.training.mixed_precision import MixedPrecision
 from mezzo.report import build_any
+from trainers import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
@@ -35,24 +35,19 @@ class Observer(Mock):
         self.call_begins = lambda model, args, kwargs: self.seen.append(("call", len(args), sorted(kwargs)))
         self.call_ended = lambda model, output: self.seen.append(("returned", tuple(output.shape)))
         self.backward_begins = lambda loss, scale: self.seen.append(("backward", float(scale)))
+        self.update_begins = lambda optimizer, scale: self.seen.append(("update", float(scale)))
         self.step_dropped = lambda: self.seen.append("dropped")
         self.drain = lambda: [RECORD]
 
-    def update_begins(self, optimizer: Any, scale: Tensor | float) -> None:
-        self.gradient = optimizer.param_groups[0]["params"][0].grad.clone() / float(scale)
-        self.seen.append(("update", float(scale)))
-
     def update_ended(self, optimizer: Any, **how: Any) -> None:
-        self.seen.append(
-            ("ended", *(float(how[key]) for key in ("index", "number", "skipped", "loss_scale")))
-        )
+        given = (float(how[key]) for key in ("index", "number", "skipped", "loss_scale"))
+        self.seen.append(("ended", *given))
         self.finding = OverflowReport("overflow", "0", "exp") if how["skipped"] else None
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[nn.Module, MixedPrecision, Observer]:
     observer = Observer()
     monkeypatch.setattr(mixed_precision, "observers_for", lambda *args, **kwargs: [observer])
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return model, MixedPrecision(model, optimizer, "fp16", loss_scale=1024, **options), observer
@@ -63,40 +58,28 @@ def loss_of(mp: MixedPrecision, model: nn.Module, factor: float = 1.0) -> Tensor
         return model(X).float().square().mean() * factor
 
 
-STEP = [
-    ("call", 1, []),
-    ("returned", (3, 2)),
-    ("backward", 1024.0),
-    ("update", 1024.0),
-    ("ended", 0, 0, 0, 1024.0),
-]
+STEP = [("call", 1, []), ("returned", (3, 2)), ("backward", 1024.0), ("update", 1024.0)]
+STEP += [("ended", 0, 0, 0, 1024.0)]
 
 
 def test_one_step_and_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Writer:
-        records: list[Record] = []  # noqa: RUF012
-
-        def write(self, record: Record) -> None:
-            self.records.append(record)
-
-    model, mp, observer = trained(monkeypatch, records=Writer())
+    written: list[Record] = []
+    model, mp, observer = trained(monkeypatch, records=Mock(write=written.append))
     assert mp.step(loss_of(mp, model)).finding is None
     assert observer.seen == STEP
     mp.close()
-    assert [record.kind for record in Writer.records] == ["loss", "update", "loss"]
-    assert Writer.records[-1] == RECORD
+    assert [record.kind for record in written] == ["loss", "update", "loss"]
+    assert written[-1] == RECORD
 
 
 @pytest.mark.parametrize("kind", [str, Path])
 def test_records_go_to_a_path_that_report_reads(tmp_path: Path, kind: type) -> None:
     file = tmp_path / "own.jsonl"
     for _ in range(2):  # the second closes the first, and writes the file anew
-        model = torch.nn.Linear(3, 2)
+        model = nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         mp = MixedPrecision(model, optimizer, "bf16", device_type="cpu", records=kind(file))
-        with mp.autocast():
-            loss = model(torch.ones(4, 3)).sum()
-        mp.step(loss)
+        mp.step(loss_of(mp, model))
         mp.close()
     assert [record.kind for record in read(file)] == ["loss", "update"]
     assert build_any(file) == tmp_path / "own.html"
@@ -104,11 +87,9 @@ def test_records_go_to_a_path_that_report_reads(tmp_path: Path, kind: type) -> N
 
 @pytest.mark.parametrize("records", [3, "no/such/folder/run.jsonl"])
 def test_records_that_cannot_be_written(records: object) -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match=re.escape(f"records is {records!r}")) as caught:
-        MixedPrecision(model, optimizer, "bf16", records=records)
-    assert "'run.jsonl'" in str(caught.value)
+    model = nn.Linear(3, 2)
+    with refused(UsageError, f"records is {records!r}", "'run.jsonl'"):
+        MixedPrecision(model, torch.optim.SGD(model.parameters()), "bf16", records=records)
 
 
 def test_a_skipped_step_brings_the_finding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.core.records import OverflowRecord, RecordWriter, read
 from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
+from trainers import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
@@ -36,8 +37,6 @@ LOW = 2.0**6  # a loss scale that nothing here overflows by itself
 
 
 class Planted(nn.Module):
-    """The identity, until a fault is planted."""
-
     fault: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,9 +89,6 @@ def grows(x: Tensor) -> Tensor:
 
 def root_of_nothing(x: Tensor) -> Tensor:
     return x + torch.sqrt(x * 0)
-
-
-# ------------------------------------------------------------------------------------------------ what is told
 
 
 def test_a_finding_tells_where_from_what_and_what_to_do() -> None:
@@ -149,9 +145,6 @@ def test_an_overflow_is_named_where_it_was_made(fault: Callable[[Tensor], Tensor
     assert told.op != "exp" or "88" in told.remedies[0]
 
 
-# ---------------------------------------------------------------------------------------------- outside, live
-
-
 def log_of_nothing(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y) + torch.log(out[0, 0] * 0)
 
@@ -188,11 +181,7 @@ LOSSES: list[tuple[Callable[..., Tensor], str, bool]] = [
     (log_of_nothing, "log", True),
     (_root_of_zero, "sqrt", True),
     (_multiplied, "cross_entropy_loss", True),
-    (
-        _square_beyond_fp16,
-        "mul",
-        False,
-    ),  # the loss is infinite, and its gradients are finite at a smaller scale
+    (_square_beyond_fp16, "mul", False),  # infinite, and its gradients are finite at a smaller scale
 ]
 
 
@@ -234,12 +223,7 @@ def test_arithmetic_between_two_models_is_outside_of_both() -> None:
     assert (told.op, told.direction, told.module) == ("sqrt", "backward", OUTSIDE)
 
 
-# ------------------------------------------------------------------------------------------ several uses
-
-
 def twice() -> nn.Module:
-    """Returns what it uses itself as well."""
-
     def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         h = self.a(x)
         return h, self.b(h)
@@ -280,9 +264,6 @@ def test_a_fault_of_the_model_behind_a_sum_outside_that_the_loss_scale_overflows
     assert (told.cause, told.module, told.op) == ("invalid", "place", "sqrt")
 
 
-# ------------------------------------------------------------------------------------------------ remedies
-
-
 LARGE = Computes(lambda self, x: torch.tanh(x.float()) * 1e6)  # which FP32 holds
 
 
@@ -292,7 +273,6 @@ def layers(place: nn.Module, *after: nn.Module) -> nn.Sequential:
 
 
 def result(model: nn.Module, precision: str, others: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
-    """Of one step."""
     dynamic = "fp16" in precision and "loss_scale" not in precision
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scale = mezzo.DynamicLossScale(init=1.0) if dynamic else None
@@ -306,18 +286,12 @@ def result(model: nn.Module, precision: str, others: Callable[[Tensor], Tensor] 
 
 # model, policy -> some of the policies that are offered
 CASES: list[tuple[Callable[[], nn.Module], str, set[str]]] = [
-    (
-        lambda: layers(LARGE, Computes(lambda self, x: x * 1e-6)), "fp16,module.1=fp32",
-        {"fp16,module.1=fp32,module.3=fp32", "fp16,op.linear=fp32,module.1=fp32", "bf16"},
-    ),
-    (
-        lambda: layers(LARGE, nn.Linear(6, 6)), "fp16,module.1=fp32,loss_scale=1",
-        {"fp16,loss_scale=1,module.1=fp32,module.3=fp32,module.4=fp32,module.5=fp32", "bf16"},
-    ),
-    (
-        lambda: layers(Computes(lambda self, x: torch.exp(x.clamp(-1, 1) + 14.0))), "fp16",
-        {"fp16,module.3=fp32,module.4=fp32", "bf16"},
-    ),
+    (lambda: layers(LARGE, Computes(lambda self, x: x * 1e-6)), "fp16,module.1=fp32",
+     {"fp16,module.1=fp32,module.3=fp32", "fp16,op.linear=fp32,module.1=fp32", "bf16"}),
+    (lambda: layers(LARGE, nn.Linear(6, 6)), "fp16,module.1=fp32,loss_scale=1",
+     {"fp16,loss_scale=1,module.1=fp32,module.3=fp32,module.4=fp32,module.5=fp32", "bf16"}),
+    (lambda: layers(Computes(lambda self, x: torch.exp(x.clamp(-1, 1) + 14.0))), "fp16",
+     {"fp16,module.3=fp32,module.4=fp32", "bf16"}),
 ]  # fmt: skip
 
 
@@ -366,12 +340,9 @@ def test_remedies_that_only_move_the_overflow_are_combined(
 
 
 def test_a_remedy_in_another_model_is_for_that_models_policy() -> None:
-    torch.manual_seed(0)
-    critic = nn.Sequential(
-        nn.Linear(4, 4), nn.Tanh(), Computes(lambda self, x: x * 7e6 / 7e6), nn.Linear(4, 1)
-    )
+    large = Computes(lambda self, x: x * 7e6 / 7e6)
+    critic = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), large, nn.Linear(4, 1))
     optimizer = torch.optim.SGD(critic.parameters())
-
     of_critic = mezzo.MixedPrecision(critic, optimizer, "fp16,op.gelu=fp32", loss_scale=1.0, trace=True)
     told = result(nn.Sequential(nn.Linear(6, 4)), "fp16", lambda x: critic(x).square()).finding
     of_critic.close()
@@ -380,9 +351,6 @@ def test_a_remedy_in_another_model_is_for_that_models_policy() -> None:
     assert named
     assert all("the model with that module (Sequential)" in one for one in named)
     assert all("op.gelu=fp32" in policy for policy in quoted(told) if policy.startswith("fp16"))
-
-
-# ------------------------------------------------------------------------------------------ nothing is left
 
 
 def test_without_tracing_nothing_is_on_the_model() -> None:
@@ -456,9 +424,6 @@ def test_a_limit_to_alarms() -> None:
     assert mp.findings == told[:20]
 
 
-# ------------------------------------------------------------------------------------------- it never raises
-
-
 def test_a_model_that_can_not_be_called_again_is_told_of_and_training_goes_on() -> None:
     queue = iter([1, 2])  # what an iterator has given can't be put back
 
@@ -492,9 +457,8 @@ def test_a_tracer_that_fails_does_not_end_the_training(broken: str, monkeypatch:
     mp = trainer(Net())
     if broken == "live":
         found(mp, 0, log_of_nothing)
-    monkeypatch.setattr(
-        f"mezzo.pytorch.monitor.{BREAKS[broken]}", Mock(side_effect=ValueError("broken on purpose"))
-    )
+    fails = Mock(side_effect=ValueError("broken on purpose"))
+    monkeypatch.setattr(f"mezzo.pytorch.monitor.{BREAKS[broken]}", fails)
     told = found(mp, 1, log_of_nothing)
     assert broken == "live" or "broken on purpose" in told.note
     monkeypatch.undo()
@@ -506,15 +470,12 @@ def test_a_collapse_names_the_culprit_and_findings_are_records(tmp_path: Path) -
     scale = mezzo.DynamicLossScale(init=1.0, floor=1.0, patience=2)
     mp = trainer(Net(root_of_nothing), loss_scale=scale, records=with_records)
     told = found(mp, 0)
-    with pytest.raises(LossScaleCollapseError, match="backward of sqrt in place"):
+    with refused(LossScaleCollapseError, "backward of sqrt in place", told.remedies[0].partition(":")[0]):
         step(mp, 1)
     mp.close()
     with_records.close()
     record = next(one for one in read(tmp_path / "run.jsonl") if isinstance(one, OverflowRecord))
     assert (record.update, record.optimizer, record.loss_scale, record.finding) == (0, 0, 1.0, told)
-
-
-# ------------------------------------------------------------------------------------------ compiled, in ranks
 
 
 @pytest.fixture
@@ -525,9 +486,8 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.heavy
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script_method:DeprecationWarning", "ignore:The .grad attribute"
-)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "a part"])
 def test_a_compiled_model_is_run_again_as_it_was_written(whole: bool, fresh_compiler: None) -> None:
     net = Net()
