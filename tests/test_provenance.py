@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -36,26 +37,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was sk
 LOW = 2.0**6  # a loss scale that nothing here overflows by itself
 
 
-class Planted(nn.Module):
-    fault: Callable[[Tensor], Tensor] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.fault is None else self.fault(x)
-
-
-class Net(nn.Module):
+def faulty(fault: Callable[[Tensor], Tensor] | None = None) -> Any:
     """Two layers with BatchNorm and dropout, and a place for a fault between them."""
-
-    def __init__(self, fault: Callable[[Tensor], Tensor] | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
-        self.place = Planted()
-        self.place.fault = fault
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.place(self.first(x)))
+    torch.manual_seed(0)
+    return Computes(
+        lambda self, x: self.last(self.place(self.first(x))),
+        first=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)),
+        place=partial(Computes, lambda self, x: self.fault(x) if self.fault else x, fault=lambda: fault),
+        last=linear(8, 3),
+    )
 
 
 def trainer(net: nn.Module, scale: float = LOW, **options: Any) -> mezzo.MixedPrecision:
@@ -92,7 +82,7 @@ def root_of_nothing(x: Tensor) -> Tensor:
 
 
 def test_a_finding_tells_where_from_what_and_what_to_do() -> None:
-    net = Net()
+    net = faulty()
     mp = trainer(net)
     net.place.fault = grows
     told = found(mp)
@@ -137,7 +127,7 @@ def _gate(x: Tensor) -> Tensor:
     [(_grows_in_place, "x.mul_(300)"), (_written_at_places, "whole[:] ="), (_gate, "torch.exp(")],
 )
 def test_an_overflow_is_named_where_it_was_made(fault: Callable[[Tensor], Tensor], line: str) -> None:
-    told = found(trainer(Net(fault)))
+    told = found(trainer(faulty(fault)))
     assert (told.cause, told.module, told.direction) == ("overflow", "place", "forward")
     assert line in told.line
     assert all(fact.finite for fact in told.inputs)
@@ -150,7 +140,7 @@ def log_of_nothing(out: Tensor, y: Tensor) -> Tensor:
 
 
 def test_a_loss_is_watched_live_after_its_first_finding_for_fifty_steps() -> None:
-    mp = trainer(Net())
+    mp = trainer(faulty())
     for number in range(2):
         first, second = found(mp, number, log_of_nothing), found(mp, number + 1, log_of_nothing)
         assert (first.cause, first.module, first.op + first.line, first.alarms) == ("loss", OUTSIDE, "", True)
@@ -190,7 +180,7 @@ def test_a_second_warning_names_the_line_that_the_first_could_not(
     loss: Callable[..., Tensor], op: str, skips: bool, recwarn: Any
 ) -> None:
     warnings.simplefilter("always")
-    mp = trainer(Net(), 2.0**16)
+    mp = trainer(faulty(), 2.0**16)
     results = [step(mp, number, loss) for number in range(6)]
     first, second = (one.finding for one in results[:2])
     assert results[0].skipped
@@ -260,7 +250,7 @@ def test_finite_gradients_of_several_uses_of_an_output_that_sum_to_more_than_fit
 
 
 def test_a_fault_of_the_model_behind_a_sum_outside_that_the_loss_scale_overflows() -> None:
-    told = found(trainer(Net(root_of_nothing), 2.0**14), 0, lambda y, _: y.sum() * 2.5 + y.sum() * 2.5)
+    told = found(trainer(faulty(root_of_nothing), 2.0**14), 0, lambda y, _: y.sum() * 2.5 + y.sum() * 2.5)
     assert (told.cause, told.module, told.op) == ("invalid", "place", "sqrt")
 
 
@@ -311,17 +301,15 @@ def test_policies_that_are_offered_help_and_add_to_the_runs_policy(
         assert result(make(), text).stepped, text
 
 
-class Energy(nn.Module):
+def energy() -> nn.Module:
     """The product overflows fp16, and so does the linear layer that reads it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.hidden, self.energy, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.hidden(x))
         return self.head(torch.tanh(self.energy(hidden * 200_000) / 100_000))
+
+    torch.manual_seed(0)
+    return Computes(forward, hidden=linear(6, 6), energy=linear(6, 6), head=linear(6, 2))
 
 
 @pytest.mark.parametrize(("native", "instead"), [("", "bf16"), ("fp16", "fp32")])
@@ -330,13 +318,13 @@ def test_remedies_that_only_move_the_overflow_are_combined(
 ) -> None:
     """And without bf16 on the GPU, FP32 is offered."""
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", native)
-    told = result(Energy(), "fp16").finding
+    told = result(energy(), "fp16").finding
     assert (told.module, told.op) == ("", "mul")
     assert quoted(told) == ["fp16,op.mul=fp32,module.energy=fp32", instead]
     assert any("operation mul and module energy in FP32" in one for one in told.remedies)
     for text in quoted(told):
-        assert result(Energy(), text).stepped, text
-    assert result(Energy(), "fp16,op.mul=fp32").finding.module == "energy"
+        assert result(energy(), text).stepped, text
+    assert result(energy(), "fp16,op.mul=fp32").finding.module == "energy"
 
 
 def test_a_remedy_in_another_model_is_for_that_models_policy() -> None:
@@ -354,7 +342,7 @@ def test_a_remedy_in_another_model_is_for_that_models_policy() -> None:
 
 
 def test_without_tracing_nothing_is_on_the_model() -> None:
-    net = Net()
+    net = faulty()
     mp = trainer(net, trace=False)
     assert not net._forward_pre_hooks
     assert not net._forward_hooks
@@ -362,7 +350,7 @@ def test_without_tracing_nothing_is_on_the_model() -> None:
     assert step(mp).finding is None
     assert mp.findings == []
     # Without a loss scale no step is skipped, and none is looked at by default.
-    net = Net()
+    net = faulty()
     mezzo.MixedPrecision(net, torch.optim.AdamW(net.parameters()), "bf16")
     assert not net._forward_pre_hooks
 
@@ -372,7 +360,7 @@ def test_nothing_that_is_kept_outlives_the_step(fault: Callable[[Tensor], Tensor
     """Bytes alive after a step, with tracing and without; with it, the batch is alive until then."""
     left = []
     for trace in (False, False, True):  # the first may release what other tests left in caches
-        net = Net()
+        net = faulty()
         mp = trainer(net, trace=trace)
         step(mp)
         net.place.fault = fault
@@ -389,7 +377,7 @@ def test_nothing_that_is_kept_outlives_the_step(fault: Callable[[Tensor], Tensor
 
 
 def test_calls_without_a_backward_are_let_go() -> None:
-    net = Net()
+    net = faulty()
     mp = trainer(net)
     (tracer,) = (one for one in mp._observing._observers if isinstance(one, OverflowTracer))
     for number in range(5):
@@ -406,7 +394,7 @@ def test_calls_without_a_backward_are_let_go() -> None:
 
 def test_a_model_that_the_script_drops_is_not_kept() -> None:
     """Under `mezzo run` one tracer sees all models of a script: those of a search, say."""
-    tracer, net = OverflowTracer(enter=nullcontext), Net()
+    tracer, net = OverflowTracer(enter=nullcontext), faulty()
     x, _ = batch(0)
     tracer.call_begins(net, (x,), {})
     tracer.call_ended(net, net(x))
@@ -418,7 +406,7 @@ def test_a_model_that_the_script_drops_is_not_kept() -> None:
 
 
 def test_a_limit_to_alarms() -> None:
-    mp = trainer(Net(root_of_nothing), 2.0**24)
+    mp = trainer(faulty(root_of_nothing), 2.0**24)
     told = [step(mp, number).finding for number in range(22)]
     assert [one is not None for one in told] == [True] * 20 + [False] * 2
     assert mp.findings == told[:20]
@@ -432,7 +420,7 @@ def test_a_model_that_can_not_be_called_again_is_told_of_and_training_goes_on() 
             return x * one
         raise RuntimeError("the queue of batches is empty\nand more")
 
-    net = Net(twice)
+    net = faulty(twice)
     mp = trainer(net)
     assert not step(mp).skipped
     net.last.weight.data.fill_(6e4)
@@ -454,7 +442,7 @@ BREAKS = {
 
 @pytest.mark.parametrize("broken", list(BREAKS))
 def test_a_tracer_that_fails_does_not_end_the_training(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mp = trainer(Net())
+    mp = trainer(faulty())
     if broken == "live":
         found(mp, 0, log_of_nothing)
     fails = Mock(side_effect=ValueError("broken on purpose"))
@@ -468,7 +456,7 @@ def test_a_tracer_that_fails_does_not_end_the_training(broken: str, monkeypatch:
 def test_a_collapse_names_the_culprit_and_findings_are_records(tmp_path: Path) -> None:
     with_records = RecordWriter(tmp_path / "run.jsonl")
     scale = mezzo.DynamicLossScale(init=1.0, floor=1.0, patience=2)
-    mp = trainer(Net(root_of_nothing), loss_scale=scale, records=with_records)
+    mp = trainer(faulty(root_of_nothing), loss_scale=scale, records=with_records)
     told = found(mp, 0)
     with refused(LossScaleCollapseError, "backward of sqrt in place", told.remedies[0].partition(":")[0]):
         step(mp, 1)
@@ -490,7 +478,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "a part"])
 def test_a_compiled_model_is_run_again_as_it_was_written(whole: bool, fresh_compiler: None) -> None:
-    net = Net()
+    net = faulty()
     net.place.fault = root_of_nothing
     if not whole:
         net.place = torch.compile(net.place, backend="aot_eager")  # type: ignore[assignment]
