@@ -17,8 +17,6 @@ from mezzo.pytorch.monitor.formats import COMPILED, OpObserver
 
 
 class Everything(nn.Module):
-    """A little of each family."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
