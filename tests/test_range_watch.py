@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
+from faults.models import Net, linear, net
 from mezzo.core.errors import UsageError
 from mezzo.core.ranges import BINS, NAN, WHAT, ZERO, Histogram, RangeRow
 from mezzo.pytorch.dtypes import name_of
@@ -34,34 +35,27 @@ def histogram(*tensors: Tensor, scale: float = 1.0) -> Histogram:
     return Histogram.from_bins(bins.tolist(), float(finite.max()) if finite.numel() else 0.0)
 
 
-class Net(nn.Module):
-    """A block that is run twice, a normalisation, dropout, and an output in a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.block = nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU())
-        self.norm, self.drop, self.head = nn.BatchNorm1d(8), nn.Dropout(0.2), Head()
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        x = self.first(x)
-        x = self.block(self.block(x))
-        return {"out": self.head(self.drop(self.norm(x)))[0], "count": 3}
-
-
-class Head(nn.Module):
+@net(weight=lambda: nn.Parameter(torch.randn(8, 2)), softplus=nn.Softplus)
+def head(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Two outputs, of which one has no use, and a parameter of its own beside a module."""
+    return self.softplus(x @ self.weight), torch.arange(3)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 2))
-        self.softplus = nn.Softplus()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.softplus(x @ self.weight), torch.arange(3)
+@net(
+    first=linear(6, 8),
+    block=lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()),
+    norm=lambda: nn.BatchNorm1d(8),
+    drop=lambda: nn.Dropout(0.2),
+    head=head,
+)
+def made(self: Any, x: Tensor) -> dict[str, Any]:
+    """A block that is run twice, a normalisation, dropout, and an output in a dict."""
+    x = self.block(self.block(self.first(x)))
+    return {"out": self.head(self.drop(self.norm(x)))[0], "count": 3}
 
 
 SEEN = ["first", "block.0", "block.1", "norm", "drop", "head", "head.softplus"]
-"""Paths of the modules of `Net` whose outputs are looked at, in the order of their calls."""
+"""Paths of the modules of `made` whose outputs are looked at, in the order of their calls."""
 
 
 def batches(count: int, seed: int = 1) -> Iterator[Tensor]:
@@ -81,9 +75,9 @@ def trained(
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     spike: int = -1,
     **options: Any,
-) -> tuple[Net, mezzo.MixedPrecision, list[Tensor]]:
+) -> tuple[nn.Module, mezzo.MixedPrecision, list[Tensor]]:
     torch.manual_seed(0)
-    model = Net()
+    model = made()
     mp = mezzo.MixedPrecision(model, optimizer(model.parameters(), lr=1e-2), precision, **options)
     losses = []
     for number, x in enumerate(batches(updates * mp.accumulate)):
@@ -137,7 +131,7 @@ def test_a_watched_training_is_bit_for_bit_the_same(name: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_kind_is_what_a_loop_by_hand_sees(precision: str) -> None:
     """The same step, with `retain_grad` on what the modules return."""
-    model = Net()
+    model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scale = 2.0**10
     outputs: dict[str, list[Tensor]] = {path: [] for path in SEEN}
@@ -184,7 +178,7 @@ def test_every_kind_is_what_a_loop_by_hand_sees(precision: str) -> None:
 
 
 def test_hooks_are_on_the_modules_in_watched_updates_only() -> None:
-    model = Net()
+    model = made()
     mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters()), "fp32", watch=3, trace=False)
     own = hooks(model)  # the two that tell of calls
     during, rows = [], []
@@ -257,15 +251,13 @@ def test_released_gradients_are_seen_from_the_second_update(clip_norm: float | N
         assert by_key(one.rows) == by_key(other.rows)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, how: bool | None) -> None:
-        super().__init__()
-        self.outer, self.how = nn.Linear(6, 8), how
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
+def checkpointed(how: bool | None) -> Any:
+    def forward(self: Any, x: Tensor) -> Tensor:
         x = self.outer(x)
-        return self.inner(x) if self.how is None else checkpoint(self.inner, x, use_reentrant=self.how)
+        return self.inner(x) if how is None else checkpoint(self.inner, x, use_reentrant=how)
+
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())
+    return Net(forward, outer=linear(6, 8), inner=lambda: inner)
 
 
 @pytest.mark.parametrize("how", [False, True], ids=["not reentrant", "reentrant"])
@@ -273,7 +265,7 @@ def test_what_a_checkpoint_repeats_is_counted_once(how: bool) -> None:
     found = []
     for kind in (None, how):
         torch.manual_seed(0)
-        model = Checkpointed(kind)
+        model = checkpointed(kind)
         mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16", watch=1)
         for x in batches(2):
             stepped(mp, lambda x, model=model: model(x).float().square().mean(), x)
@@ -285,7 +277,7 @@ def test_what_a_checkpoint_repeats_is_counted_once(how: bool) -> None:
 def test_evaluation_penalties_and_parts_called_alone_are_not_counted() -> None:
     expected = by_key(trained("fp32", 1, torch.optim.SGD, watch=1)[1].ranges)
     torch.manual_seed(0)
-    model = Net()
+    model = made()
     mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1e-2), "fp32", watch=1)
     (x,) = batches(1)
 
@@ -407,7 +399,7 @@ def test_compiled_insides_are_left_out_and_said_so_once() -> None:
 
 
 def test_paths_are_those_of_the_model_without_its_wrappers() -> None:
-    net = Net()
+    net = made()
     wrapped = nn.DataParallel(torch.compile(net, backend="eager"))
     assert parameter_paths(wrapped) == parameter_paths(net)
     assert parameter_paths(net)[id(net.block[0].bias)] == ("block.0", "bias")
