@@ -485,6 +485,7 @@ def test_a_wrong_file_is_refused(text: str, parts: tuple[str, ...], tmp_path: Pa
 
 def test_a_recipe_by_name_and_where_it_has_no_place() -> None:
     assert [name for name, recipe in RECIPES.items() if recipe.hardware == "fp8"] == ["fp8", "fp8-rowwise"]
+    assert all(hash(recipe) == hash(replace(recipe, name=name)) for name, recipe in RECIPES.items())
     assert mezzo.policy("nvfp4,recipe=nvfp4-plain").quantization == RECIPES["nvfp4-plain"]
     assert mezzo.policy("fp8,scaling=rowwise").quantization == RECIPES["fp8-rowwise"]
     assert mezzo.policy("bf16,module.x=fp8,scaling=rowwise").with_modules("bf16", ()) == mezzo.policy("bf16")
