@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from alive import bytes_alive
 from mezzo.pytorch import memory
 from mezzo.pytorch.memory import PeakTensorBytes, _AllocatorCounter
 
@@ -34,9 +35,7 @@ def _no_garbage() -> Iterator[None]:
 
 def peak_above_start(work: Callable[[], object]) -> int:
     """The peak less what was alive before: other tests' tensors may live in this process."""
-    still = PeakTensorBytes("cpu")
-    still.start()
-    before = still.stop().peak_bytes
+    before = bytes_alive()
     peak = PeakTensorBytes("cpu")
     peak.start()
     kept = work()

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.core.errors import UsageError
-from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import LossRecord, Record, RecordWriter, read
 from mezzo.pytorch.training import mixed_precision
 from mezzo.pytorch.training.mixed_precision import MixedPrecision
 from mezzo.report import build_any
+from test_run_watch import CALL, UPDATE, Told
 from trainers import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
@@ -26,27 +26,11 @@ RECORD = LossRecord(7, 7.0, 7.0)
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
-class Observer(Mock):
-    """Its calls, in short, are `seen`."""
-
-    def __init__(self) -> None:
-        super().__init__(finding=None)
-        self.seen: list[Any] = []
-        self.call_begins = lambda model, args, kwargs: self.seen.append(("call", len(args), sorted(kwargs)))
-        self.call_ended = lambda model, output: self.seen.append(("returned", tuple(output.shape)))
-        self.backward_begins = lambda loss, scale: self.seen.append(("backward", float(scale)))
-        self.update_begins = lambda optimizer, scale: self.seen.append(("update", float(scale)))
-        self.step_dropped = lambda: self.seen.append("dropped")
-        self.drain = lambda: [RECORD]
-
-    def update_ended(self, optimizer: Any, **how: Any) -> None:
-        given = (float(how[key]) for key in ("index", "number", "skipped", "loss_scale"))
-        self.seen.append(("ended", *given))
-        self.finding = OverflowReport("overflow", "0", "exp") if how["skipped"] else None
+STEP = [*CALL, "backward_begins", *UPDATE]
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[nn.Module, MixedPrecision, Observer]:
-    observer = Observer()
+def trained(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[nn.Module, MixedPrecision, Told]:
+    observer = Told()
     monkeypatch.setattr(mixed_precision, "observers_for", lambda *args, **kwargs: [observer])
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -58,15 +42,17 @@ def loss_of(mp: MixedPrecision, model: nn.Module, factor: float = 1.0) -> Tensor
         return model(X).float().square().mean() * factor
 
 
-STEP = [("call", 1, []), ("returned", (3, 2)), ("backward", 1024.0), ("update", 1024.0)]
-STEP += [("ended", 0, 0, 0, 1024.0)]
-
-
 def test_one_step_and_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Record] = []
     model, mp, observer = trained(monkeypatch, records=Mock(write=written.append))
     assert mp.step(loss_of(mp, model)).finding is None
-    assert observer.seen == STEP
+    assert observer.names == STEP
+    assert [len(args) for args in observer.given("call_begins")] == [1]
+    assert [tuple(output.shape) for output in observer.given("call_ended")] == [(3, 2)]
+    assert observer.given("backward_begins") == observer.given("update_begins") == [1024.0]
+    (ended,) = observer.update_ended.call_args_list
+    assert ended.kwargs == {"index": 0, "number": 0, "skipped": False, "loss_scale": 1024.0}
+    observer.record.append(RECORD)
     mp.close()
     assert [record.kind for record in written] == ["loss", "update", "loss"]
     assert written[-1] == RECORD
@@ -97,7 +83,7 @@ def test_a_skipped_step_brings_the_finding(monkeypatch: pytest.MonkeyPatch) -> N
     result = mp.step(loss_of(mp, model, float("inf")))
     assert result.skipped
     assert result.finding is mp.findings[0]
-    assert "forward of exp in 0" in result.reason
+    assert "forward of linear in 2" in result.reason
 
 
 def test_what_is_not_observed_and_what_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,21 +93,21 @@ def test_what_is_not_observed_and_what_raises(monkeypatch: pytest.MonkeyPatch) -
     model.eval()
     model(X)
     model.train()
-    assert observer.seen == []
+    assert observer.names == []
     with pytest.raises(RuntimeError, match="shapes"):
         model(torch.ones(3, 5))
-    observer.seen.clear()
+    observer.reset_mock()
     mp.step(loss_of(mp, model))
-    assert observer.seen == STEP
+    assert observer.names == STEP
     loss = loss_of(mp, model)
     loss.backward()  # frees the graph
     with pytest.raises(RuntimeError, match="retain_graph=True"):
         mp.step(loss)
-    assert observer.seen[-1] == "dropped"
+    assert observer.names[-1] == "step_dropped"
     mp.close()
-    observer.seen.clear()
+    observer.reset_mock()
     model(X)
-    assert observer.seen == []
+    assert observer.names == []
     assert not hooks(model)
 
 
