@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mezzo
+from faults.models import linear, net
 from mezzo.apex import amp, optimizers, parallel
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
 from trainers import batches, network, refused, same
@@ -290,22 +291,17 @@ def test_o2_keeps_the_state_of_an_optimizer_that_has_stepped_and_adds_groups() -
     assert not torch.equal(head.weight, before)
 
 
-class Named(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.seen: list[Any] = []
-
-    def forward(self, batch: Any, scale: Any = None) -> Any:
-        self.seen = [batch["x"].dtype, batch["ids"].dtype, scale[0].dtype]
-        return {"out": self.layer(batch["x"])}
+@net(layer=linear(2, 2))
+def named(self: Any, batch: Any, scale: Any = None) -> Any:
+    self.seen = [batch["x"].dtype, batch["ids"].dtype, scale[0].dtype]
+    return {"out": self.layer(batch["x"])}
 
 
 @pytest.mark.parametrize("outputs", [None, torch.bfloat16])
 def test_o2_and_o3_cast_inputs_and_outputs_also_of_a_copy(outputs: torch.dtype | None) -> None:
     given = {"x": torch.ones(1, 2), "ids": torch.ones(1, dtype=torch.long)}
     options: Any = {"cast_model_outputs": outputs, "verbosity": 0}
-    model, inside = Named(), []
+    model, inside = named(), []
     model.register_forward_hook(lambda module, args, output: inside.append(output["out"].dtype))
     model = amp.initialize(model, opt_level="O3", cast_model_type=torch.bfloat16, **options)
     for one in (model, copy.deepcopy(model)):

@@ -296,18 +296,14 @@ def test_each_layer_is_listed_once_in_its_format(
     assert sorted(names) == sorted(apart)
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(4, 64, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(x.expand(4, *x.shape), self.up).mean(0)
+@net(up=lambda: nn.Parameter(torch.randn(4, 64, 64)))
+def experts(self: Any, x: Tensor) -> Tensor:
+    return torch.bmm(x.expand(4, *x.shape), self.up).mean(0)
 
 
 @net(
     into=linear(64, 64),
-    experts=Experts,
+    experts=experts,
     conv=lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(64, 64, 32, padding=16)),
     head=linear(64, 4),
     bias=lambda: nn.Parameter(torch.randn(4, 64, 1)),
@@ -325,8 +321,8 @@ def test_explain_names_batched_weights_of_experts() -> None:
 
 
 def test_a_run_with_batched_weights_of_experts_names_the_line(launch: Any) -> None:
-    layers = "torch.nn.Linear(64, 64), Experts(), torch.nn.Linear(64, 4)"
-    script = f"import torch\nfrom {__name__} import Experts\nmodel = torch.nn.Sequential({layers})\n"
+    layers = "torch.nn.Linear(64, 64), experts(), torch.nn.Linear(64, 4)"
+    script = f"import torch\nfrom {__name__} import experts\nmodel = torch.nn.Sequential({layers})\n"
     ran = launch(f"{script}model(torch.ones(2, 64)).sum().backward()", policy="mxfp8")
     assert (ran.status, "module.1=bf16" in ran.err) == (1, True)
 
@@ -341,7 +337,7 @@ def test_batched_weights_of_experts_need_a_line_of_the_policy(precision: str) ->
         with refused(UsageError, "experts.up", "4 matrices", "module.experts=bf16"):
             trained(precision, mixture())
         with refused(UsageError, "bf16,module.PATH="):
-            trained(precision, Experts())
+            trained(precision, experts())
         precision = f"{precision},module.experts=bf16"
     assert trained(precision, mixture()) is not None
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer,
 from trl import SFTConfig, SFTTrainer
 
 import mezzo
+from faults.models import Net
 from mezzo.core.errors import CallOrderError, UsageError
 from trainers import OVERFLOW, USUAL, llama, logged, refused
 
@@ -138,13 +139,6 @@ def test_an_overflow_in_compute_loss_is_traced_when_it_comes_again(tmp_path: Pat
     assert (second.cause, second.op) == ("invalid", "log")
 
 
-class Large(nn.Module):
-    """SiLU with a factor of one in two parts, the first of which overflows in fp16."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.silu(x * 1e9 / 1e9)
-
-
 @pytest.mark.parametrize(
     ("policy", "use"),
     [("fp16", {}), ("fp16,module.lm_head=fp32", {"loss_scale": mezzo.DynamicLossScale(init=1024.0)})],
@@ -152,7 +146,8 @@ class Large(nn.Module):
 def test_the_printed_fix_can_be_pasted(policy: str, use: Any, tmp_path: Path) -> None:
     def large() -> Any:
         model = llama()
-        model.model.layers[0].mlp.act_fn = Large()
+        # SiLU with a factor of one in two parts, the first of which overflows in fp16.
+        model.model.layers[0].mlp.act_fn = Net(lambda self, x: nn.functional.silu(x * 1e9 / 1e9))
         return model
 
     before = trained(tmp_path, policy, use, model=large(), max_steps=2).accelerator.mezzo
