@@ -21,6 +21,7 @@ from mezzo.core.errors import UsageError
 from mezzo.core.ranges import Histogram, RangeRow
 from mezzo.core.records import LossRecord, RangesRecord, Record, RecordWriter, RunEnded, UpdateRecord, read
 from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
+from trainers import stepped
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed")
 
@@ -96,9 +97,7 @@ def test_a_training_writes_to_it(tmp_path: Path) -> None:
     writer = TensorBoardWriter(tmp_path / "tb", also=RecordWriter(tmp_path / "run.jsonl"))
     mp = MixedPrecision(model, optimizer, "fp16", records=writer)
     for _ in range(3):
-        with mp.autocast():
-            loss = model(torch.ones(8, 4)).square().mean()
-        mp.step(loss)
+        stepped(mp, lambda: model(torch.ones(8, 4)).square().mean())
     mp.close()
     writer.close()
     found = events(tmp_path / "tb")
