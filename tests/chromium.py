@@ -10,19 +10,11 @@ from pathlib import Path
 import pytest
 
 FOUND = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+# No request to the network can succeed.
 _FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--hide-scrollbars",
-    "--host-resolver-rules=MAP * ~NOTFOUND",  # no request to the network can succeed
-    "--virtual-time-budget=2000",
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
+    *("--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=2000"),
 )
 
 needs_chromium = pytest.mark.skipif(FOUND is None, reason="no Chromium (chromium, google-chrome) was found")

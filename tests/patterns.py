@@ -12,7 +12,6 @@ from torch import Tensor
 
 
 def pattern(number: float) -> int:
-    """The pattern of a number that FP32 holds exactly."""
     word: int = struct.unpack("<I", struct.pack("<f", number))[0]
     return word
 
@@ -34,17 +33,14 @@ def fma(a: float, b: float, c: float) -> float:
 
 
 def signed(word: int, width: int) -> int:
-    """A pattern of some width as a two's complement number."""
     return word - (1 << width) if word >> (width - 1) else word
 
 
 def masters(words: list[int]) -> Tensor:
-    """FP32 tensor with these patterns."""
     return torch.tensor([signed(word, 32) for word in words], dtype=torch.int32).view(torch.float32)
 
 
 def words(tensor: Tensor) -> list[int]:
-    """The patterns of an FP32, bf16 or FP16 tensor."""
     width = tensor.element_size() * 8
     whole = tensor.contiguous().view({32: torch.int32, 16: torch.int16}[width])
     return [int(word) & ((1 << width) - 1) for word in whole.flatten().tolist()]

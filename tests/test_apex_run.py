@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ import torch
 from mezzo.apex import imports
 from mezzo.apex.imports import provided
 from mezzo.cli.main import main
+
+Output = pytest.CaptureFixture[str]
 
 SCRIPT = """
 import sys
@@ -40,33 +43,36 @@ print(out.dtype, model[0].weight.dtype, list(amp.state_dict()))
 """
 
 
+def imported() -> list[str]:
+    return [name for name in sys.modules if name.split(".")[0] == "apex"]
+
+
+def forget() -> None:
+    for name in imported():
+        del sys.modules[name]
+
+
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
     yield "train.py"
-    for imported in [name for name in sys.modules if name.split(".")[0] == "apex"]:
-        del sys.modules[imported]
+    forget()
 
 
-@pytest.mark.parametrize(
-    ("options", "words", "printed", "summary"),
-    [
-        ([], ["O1"], "torch.float16 torch.float32 ['loss_scaler0']", "train.py line 13"),
-        ([], ["O2"], "torch.float32 torch.float16 ['loss_scaler0']", "--apex --precision bf16"),
-        (["--precision", "bf16"], ["O2"], "torch.float32 torch.float32 []", "in bf16"),
-        ([], ["O1", "--off"], "torch.float32 torch.float32 []", "calls of Sequential"),
-        (["--precision", "fp16"], ["O1", "--off"], "torch.float32 torch.float32 []", "in fp16"),
-    ],
-)
-def test_the_level_is_the_scripts_unless_a_precision_is_given(
-    script: str,
-    options: list[str],
-    words: list[str],
-    printed: str,
-    summary: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+# Options of `mezzo run`, the script's, what it prints, what the summary says.
+RUNS = [
+    ([], ["O1"], "torch.float16 torch.float32 ['loss_scaler0']", "train.py line 13"),
+    ([], ["O2"], "torch.float32 torch.float16 ['loss_scaler0']", "--apex --precision bf16"),
+    (["--precision", "bf16"], ["O2"], "torch.float32 torch.float32 []", "in bf16"),
+    ([], ["O1", "--off"], "torch.float32 torch.float32 []", "calls of Sequential"),
+    (["--precision", "fp16"], ["O1", "--off"], "torch.float32 torch.float32 []", "in fp16"),
+]
+
+
+@pytest.mark.parametrize("row", RUNS)
+def test_the_level_is_the_scripts_unless_a_precision_is_given(script: str, row: Any, capsys: Output) -> None:
+    options, words, printed, summary = row
     before = torch.nn.Module.__call__
     assert main(["run", "--apex", *options, script, *words]) == 0
     captured = capsys.readouterr()
@@ -74,7 +80,7 @@ def test_the_level_is_the_scripts_unless_a_precision_is_given(
     assert summary in captured.err
     assert torch.nn.Module.__call__ is before
     assert not torch.is_autocast_enabled("cpu")
-    assert not [name for name in sys.modules if name.split(".")[0] == "apex"]
+    assert not imported()
     assert sys.modules["mezzo.apex.amp"].__spec__.name == "mezzo.apex.amp"  # type: ignore[union-attr]
     assert not imports.replaced_by
 
@@ -83,21 +89,19 @@ def test_the_level_is_the_scripts_unless_a_precision_is_given(
     "line",
     ["from apex import amp", "import apex", "raise ImportError('Please install apex from its repository')"],
 )
-def test_a_script_without_apex_gets_a_hint(
-    script: str, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_without_apex_gets_a_hint(script: str, line: str, capsys: Output) -> None:
     Path(script).write_text(line)
     assert main(["run", script, "--epochs", "3"]) == 1
     assert "mezzo run --apex train.py --epochs 3" in capsys.readouterr().err
 
 
-def test_other_failures_get_none(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_failures_get_none(script: str, capsys: Output) -> None:
     Path(script).write_text("import apexes_of_leaves")
     assert main(["run", script]) == 1
     assert "--apex" not in capsys.readouterr().err
 
 
-def test_what_is_missing_is_named(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_is_named(script: str, capsys: Output) -> None:
     Path(script).write_text("from apex import fp16_utils")
     assert main(["run", "--apex", script]) == 1
     err = capsys.readouterr().err
@@ -106,25 +110,21 @@ def test_what_is_missing_is_named(script: str, capsys: pytest.CaptureFixture[str
     assert err.count("mezzo run --apex") == 1  # and no hint to add it
 
 
-def test_an_installed_apex_is_replaced_only_with_the_option(
-    script: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_installed_apex_is_replaced_only_with_the_option(script: str, capsys: Output) -> None:
     Path("apex").mkdir()
     Path("apex/__init__.py").write_text("")
     Path("apex/amp.py").write_text("initialize = None")
     Path(script).write_text("from apex import amp\nprint(amp.__name__)")
     for options, name in ([], "apex.amp"), (["--apex"], "mezzo.apex.amp"), ([], "apex.amp"):
-        for imported in [name for name in sys.modules if name.split(".")[0] == "apex"]:
-            del sys.modules[imported]
+        forget()
         assert main(["run", *options, script]) == 0
         assert capsys.readouterr().out == f"{name}\n"
 
 
 def test_torch_is_not_imported_before_the_script_does() -> None:
-    code = "import sys; from mezzo.apex.imports import provided\nwith provided('bf16'): import apex"
-    subprocess.run(
-        [sys.executable, "-c", f"{code}\nassert 'torch' not in sys.modules"], check=True, timeout=60
-    )
+    code = "import sys; from mezzo.apex.imports import provided\nwith provided('bf16'): import apex\n"
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_an_imported_apex_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

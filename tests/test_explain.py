@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,55 +13,30 @@ from torch import nn
 from torch.nn import functional as F
 
 import mezzo
+from faults.models import Net, linear, net
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.policy import Policy
 from mezzo.pytorch.weights.stored_parameters import has_master, lower_weights
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
+@net(norm=lambda: nn.LayerNorm(8), up=linear(8, 16), down=linear(16, 8))
+def block(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Runs(nn.Module):
-    """Computes a function of its input."""
-
-    def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.forward = compute
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return out
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor, *, flip: bool = False) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        x = nn.functional.dropout(self.norm(x))
-        out: torch.Tensor = torch.sigmoid(self.head(-x if flip else x))
-        return out
+@net(blocks=lambda: nn.ModuleList([block(), block()]), norm=lambda: nn.BatchNorm1d(8), head=linear(8, 2))
+def made(self: Any, x: torch.Tensor, *, flip: bool = False) -> torch.Tensor:
+    for each in self.blocks:
+        x = each(x)
+    x = F.dropout(self.norm(x))
+    return torch.sigmoid(self.head(-x if flip else x))
 
 
 @pytest.mark.parametrize(
     "precision", ["bf16", "fp16", "fp32", Policy("bf16", modules=(("head", "fp32"),))], ids=str
 )
 def test_every_op_runs_as_planned_and_says_where(precision: Any) -> None:
-    result = mezzo.explain(Model(), torch.randn(4, 8), precision=precision, flip=True)
+    result = mezzo.explain(made(), torch.randn(4, 8), precision=precision, flip=True)
     assert "neg" in [row.op for row in result.ops]
     assert result.departed == []
     rows = {(row.op, row.module): row for row in result.ops}
@@ -78,15 +52,13 @@ def test_every_op_runs_as_planned_and_says_where(precision: Any) -> None:
 
 
 def test_the_text_has_each_op_and_fits() -> None:
-    result = mezzo.explain(Model(), torch.randn(4, 8), precision="fp16")
+    result = mezzo.explain(made(), torch.randn(4, 8), precision="fp16")
     for width in (60, 80, 110, 200):
         text = result.as_text(width)
         assert max(map(len, text.splitlines())) <= width
         assert all(word in text for word in ("calls  casts", *(row.op[:8] for row in result.ops)))
     assert str(result) == result.as_text(110)  # piped
-    assert (
-        str(result).splitlines()[0] == "fp16 on cpu: 7 kinds of ops ran in the forward pass, all as planned."
-    )
+    assert str(result).startswith("fp16 on cpu: 7 kinds of ops ran in the forward pass, all as planned.\n")
     assert "1 kind of op ran" in str(mezzo.explain(nn.Linear(8, 3), torch.randn(4, 8), precision="fp16"))
     assert "* fp16 is emulated on this device, by the FP32 kernel between casts: linear." in str(result)
     assert "* internal_fp32, by the device's 16-bit kernel: gelu." in str(result)  # FP32 reaches the norms
@@ -108,18 +80,18 @@ KERNELS = [
 
 @pytest.mark.parametrize(("op", "call", "note"), KERNELS)
 def test_the_notes_say_whose_kernel_computed(op: str, call: Any, note: str) -> None:
-    result = mezzo.explain(Runs(call), torch.rand(4, 8).bfloat16(), precision="bf16")
+    result = mezzo.explain(Net(lambda self, x: call(x)), torch.rand(4, 8).bfloat16(), precision="bf16")
     assert result.departed == []
     assert result.notes == ([f"{note}{op}."] if note else [])
     assert op in [row.op for row in result.ops]
 
 
 def test_a_departure_is_said_first() -> None:
-    def stubborn(x: torch.Tensor) -> torch.Tensor:
+    def stubborn(self: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", enabled=False):
             return torch.mm(x, x)
 
-    result = mezzo.explain(Runs(stubborn), torch.randn(2, 2), precision="bf16")
+    result = mezzo.explain(Net(stubborn), torch.randn(2, 2), precision="bf16")
     assert [row.op for row in result.departed] == ["mm"]
     lines = str(result).splitlines()
     assert lines[0].endswith("1 NOT AS PLANNED.")
@@ -130,7 +102,7 @@ def test_a_departure_is_said_first() -> None:
 
 
 def test_the_model_and_the_random_state_are_as_before() -> None:
-    model = Model()
+    model = made()
     x = torch.randn(4, 8)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
@@ -159,7 +131,7 @@ WRONG = [
     ((nn.Linear(2, 2), torch.ones(1, 2), "bf16"), {}, UnknownNameError, "mean precision='bf16'"),
     ((nn.Linear(2, 2), torch.ones(1, 2)), {"policy": "fp16"}, UnknownNameError, "mean precision='fp16'"),
     ((nn.Linear(2, 2), torch.ones(1, 2)), {"presision": "fp16"}, UnknownNameError, "mean precision='fp16'"),
-    ((Block(), torch.ones(1, 8)), {"precision": "bf16,module.haed=fp32"}, UnknownNameError, "no module"),
+    ((block(), torch.ones(1, 8)), {"precision": "bf16,module.haed=fp32"}, UnknownNameError, "no module"),
 ]
 
 

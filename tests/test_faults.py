@@ -50,14 +50,12 @@ def marked(rows: Sequence[Any], fast: Sequence[str], gaps: Mapping[str, str] | N
     """Rows as parameters, named; those of `gaps` have to fail, so that a gap that is closed is noticed."""
     gaps = gaps or {}
     assert {*fast, *gaps} <= {row.name for row in rows}
-    marks = {
-        row.name: [
-            *([] if row.name in fast else [pytest.mark.heavy]),
-            *([pytest.mark.xfail(reason=gaps[row.name])] if row.name in gaps else []),
-        ]
-        for row in rows
-    }
-    return [pytest.param(row, id=row.name, marks=marks[row.name]) for row in rows]
+    found = []
+    for row in rows:
+        marks = [pytest.mark.heavy] * (row.name not in fast)
+        marks += [pytest.mark.xfail(reason=gaps[name]) for name in gaps if name == row.name]
+        found.append(pytest.param(row, id=row.name, marks=marks))
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -141,9 +139,10 @@ def test_a_policy_that_a_remedy_names_mends(row: Row) -> None:
 SCRIPTS = ["an activation multiplied by 1e7", "the slope of a length at the origin"]
 
 
-@pytest.mark.parametrize(
-    "row", marked([row for row in FAULTS if row.can_be_a_script], SCRIPTS, NOT_NAMED_IN_SCRIPTS)
-)
+FAULTY_SCRIPTS = [row for row in FAULTS if row.can_be_a_script]
+
+
+@pytest.mark.parametrize("row", marked(FAULTY_SCRIPTS, SCRIPTS, NOT_NAMED_IN_SCRIPTS))
 def test_a_script_s_fault_is_named(row: Row, tmp_path: Path) -> None:
     """Module, direction, operation, cause and line; of some by the second time, as it happens."""
     for graded in grades_of_script(row, tmp_path):

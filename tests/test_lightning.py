@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import csv
 import importlib
 import logging
 import pickle
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,8 @@ from trainers import OVERFLOW, network, same
 LIBRARIES = ("lightning", "pytorch_lightning")
 L = pytest.importorskip("lightning")
 PL = pytest.importorskip("pytorch_lightning")
-for each in LIBRARIES:
-    logging.getLogger(f"{each}.fabric" if each == "lightning" else "lightning_fabric").setLevel(logging.ERROR)
-    logging.getLogger(each if each != "lightning" else "lightning.pytorch").setLevel(logging.ERROR)
+for each in ("lightning.fabric", "lightning_fabric", "lightning.pytorch", "pytorch_lightning"):
+    logging.getLogger(each).setLevel(logging.ERROR)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -80,15 +81,14 @@ def loader(plant: int | None = None, left_out: tuple[int, ...] = (), batches: in
     return DataLoader(TensorDataset(x[keep], y[keep]), batch_size=8)
 
 
-def fit(
-    model: Any, data: Any, plugin: Any = None, library: str = "lightning", ckpt: Any = None, **settings: Any
-) -> Any:
+def fit(model: Any, data: Any, plugin: Any = None, library: str = "lightning", **settings: Any) -> Any:
+    given = {name: settings.pop(name, None) for name in ("ckpt_path", "val_dataloaders")}
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
     settings = {**quiet, "enable_model_summary": False, "accelerator": "cpu", **settings}
     if plugin is not None:
         settings["plugins"] = [plugin]
     trainer = importlib.import_module(library).Trainer(**settings)
-    trainer.fit(model, data, ckpt_path=ckpt)
+    trainer.fit(model, data, **given)
     return trainer
 
 
@@ -112,17 +112,13 @@ def test_as_good_as_its_own_bf16(library: str) -> None:
     assert trainer.scaler is None
 
 
+CLIPPED = {"gradient_clip_val": 0.1}
 ROWS: dict[str, Any] = {
-    "adamw": ({}, {}, {}),
-    "fused, clipped by norm": ({"fused": True}, {}, {"gradient_clip_val": 0.1}),
-    "fused, clipped by value": (
-        {"fused": True},
-        {},
-        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
-    ),
+    "fused, clipped by norm": ({"fused": True}, {}, CLIPPED),
+    "fused, clipped by value": ({"fused": True}, {}, {**CLIPPED, "gradient_clip_algorithm": "value"}),
     "momentum": ({"make": torch.optim.SGD, "momentum": 0.9}, {}, {}),
-    "accumulation": ({}, {}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
-    "fp16 weights": ({}, {"params": "fp16", "masters": "fp32"}, {"gradient_clip_val": 0.1}),
+    "accumulation": ({}, {}, {**CLIPPED, "accumulate_grad_batches": 2}),
+    "fp16 weights": ({}, {"params": "fp16", "masters": "fp32"}, CLIPPED),
     "masters under any optimizer": ({"make": torch.optim.NAdam}, {"params": "fp16", "masters": "fp32"}, {}),
 }
 
@@ -154,36 +150,14 @@ def test_a_skipped_step_is_a_batch_left_out(row: str, library: str) -> None:
     assert states[0]["body.1.num_batches_tracked"] == 6 - len(left_out)
 
 
-def scaled_as_unscaled(make: Any, **settings: Any) -> None:
-    """A loss scale changes no bit of a training in FP32, of which `make` gives the model and its other results."""
-    results = []
-    for plugin in (None, mezzo.lightning.precision("fp32,loss_scale=1024")):
-        model, others = make()
-        fit(model, loader(), plugin, **settings)
-        results.append({**model.state_dict(), **others})
-    same(*results)
-
-
-LBFGS = {"make": torch.optim.LBFGS, "lr": 0.1, "max_iter": 2}
-
-
-@pytest.mark.parametrize("settings", [{}, {"fused": True}, {"make": torch.optim.SGD}, LBFGS])
-def test_clipping_is_of_unscaled_gradients(settings: Any) -> None:
-    scaled_as_unscaled(lambda: (net(**settings), {}), gradient_clip_val=0.1)
-
-
 def test_a_dynamic_scale_goes_down_and_is_logged_by_step(tmp_path: Path) -> None:
     logger = importlib.import_module("lightning.pytorch.loggers").CSVLogger(tmp_path)
     scale = mezzo.DynamicLossScale(init=2.0**10, growth_interval=2)
     plugin = mezzo.lightning.precision("fp16", loss_scale=scale)
     fit(net(), loader(plant=3), plugin, logger=logger, log_every_n_steps=1)
-    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
-    columns = rows[0].split(",")
-    seen = [
-        [float(row.split(",")[columns.index(name)]) for row in rows[1:]]
-        for name in ("loss_scale", "skipped_steps")
-    ]
-    assert seen == [[1024, 2048, 2048, 1024, 1024, 2048], [0, 0, 0, 1, 1, 1]]
+    rows = csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines())
+    seen = [(float(row["loss_scale"]), float(row["skipped_steps"])) for row in rows]
+    assert seen == [(1024, 0), (2048, 0), (2048, 0), (1024, 1), (1024, 1), (2048, 1)]
 
 
 def test_a_collapse_names_the_cause() -> None:
@@ -214,30 +188,6 @@ def test_an_overflow_in_training_step_itself_is_traced_when_it_comes_again(accum
     first, second = plugin.findings
     assert (first.cause, first.op) == ("loss", "")
     assert (second.cause, second.op, second.line.partition(": ")[2]) == ("overflow", "mul", "out = out * 1e6")
-
-
-def test_a_training_step_without_a_loss_leaves_the_batch_out() -> None:
-    def make() -> tuple[Any, Any]:
-        model = net()
-        whole = model.training_step
-        model.training_step = lambda batch, batch_idx: None if batch_idx == 3 else whole(batch, batch_idx)
-        return model, {}
-
-    scaled_as_unscaled(make, gradient_clip_val=0.1)
-
-
-def test_an_optimizer_step_of_the_users_may_run_the_closure_itself() -> None:
-    def make() -> tuple[Any, Any]:
-        model = net()
-
-        def optimizer_step(epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
-            closure()
-            optimizer.step()
-
-        model.optimizer_step = optimizer_step
-        return model, {}
-
-    scaled_as_unscaled(make, gradient_clip_val=0.1)
 
 
 @pytest.mark.parametrize(("policy", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -273,7 +223,7 @@ def test_resumes_to_the_bit(policy: str, settings: Any, tmp_path: Path) -> None:
         for epochs in parts:
             model = net()
             plugin = mezzo.lightning.precision(policy, **settings)
-            trainer = fit(model, loader(plant=2), plugin, ckpt=ckpt, max_epochs=epochs)
+            trainer = fit(model, loader(plant=2), plugin, ckpt_path=ckpt, max_epochs=epochs)
             ckpt = tmp_path / f"{len(parts)}-{epochs}.ckpt"
             trainer.save_checkpoint(ckpt)
         states.append((state(model, trainer), plugin.state_dict()))
@@ -298,12 +248,12 @@ def test_checkpoints_go_both_ways_between_the_plugins(tmp_path: Path) -> None:
     torch.save(old, tmp_path / "old.ckpt")
     for name in ("theirs", "old"):
         plugin = mezzo.lightning.precision("fp16")
-        trainer = fit(net(), loader(), plugin, ckpt=tmp_path / f"{name}.ckpt", max_epochs=2)
+        trainer = fit(net(), loader(), plugin, ckpt_path=tmp_path / f"{name}.ckpt", max_epochs=2)
         assert plugin.scaler.get_scale() == 128
         assert plugin.scaler.state_dict()["_growth_tracker"] == 12
     trainer.save_checkpoint(tmp_path / "ours.ckpt")
     scaler = torch.amp.GradScaler("cpu")
-    fit(net(), loader(), theirs("16-mixed", "cpu", scaler), ckpt=tmp_path / "ours.ckpt", max_epochs=3)
+    fit(net(), loader(), theirs("16-mixed", "cpu", scaler), ckpt_path=tmp_path / "ours.ckpt", max_epochs=3)
     assert scaler.get_scale() == 128
 
 
@@ -328,15 +278,7 @@ def test_validation_runs_in_the_format_and_overrides_end_with_the_fit() -> None:
     model.validation_step = lambda batch, batch_idx: seen.append(model.body(batch[0]).dtype)
     model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
     plugin = mezzo.lightning.precision("bf16,module.head=fp32")
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_steps=1,
-        plugins=[plugin],
-        logger=False,
-        enable_checkpointing=False,
-        barebones=False,
-    )
-    trainer.fit(model, loader(batches=1), loader(batches=1))
+    fit(model, loader(batches=1), plugin, val_dataloaders=loader(batches=1), max_steps=1)
     # BatchNorm's result of a bf16 input is bf16; the head's is bf16 outside, computed in FP32.
     assert set(seen) == {torch.bfloat16, torch.float32}
     assert "forward" not in vars(model.head)
@@ -358,9 +300,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=r"precision=16-mixed.*mezzo\.lightning\.precision\('bf16'\)"):
             make(accelerator="cpu", precision="16-mixed", plugins=[plugin])
     strategies = importlib.import_module("lightning.pytorch.strategies")
-    with pytest.raises(
-        TypeError, match=r"FSDPPrecision.*mezzo\.lightning\.precision\('bf16'\).*strategy='ddp'"
-    ):
+    with pytest.raises(TypeError, match=r"FSDPPrecision.*precision\('bf16'\).*strategy='ddp'"):
         strategies.FSDPStrategy(precision_plugin=plugin)
     with pytest.raises(UnknownNameError, match=r"'hed'.*Did you mean 'head'"):
         fit(net(), loader(), mezzo.lightning.precision("bf16,module.hed=fp32"))
@@ -377,7 +317,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 # Manual optimization, closures, Fabric.
 
 
-def gan(library: str = "lightning", *, steps: int = 1, clip: float = 0.0) -> Any:
+def gan(library: str = "lightning", *, steps: int = 1, clip: float = 0.0, plant: Any = None) -> Any:
     base = importlib.import_module(library).LightningModule
 
     class Gan(base):  # type: ignore[misc]
@@ -402,9 +342,7 @@ def gan(library: str = "lightning", *, steps: int = 1, clip: float = 0.0) -> Any
             self.manual_backward(loss)
             if clip:
                 self.clip_gradients(optimizer, gradient_clip_val=clip, gradient_clip_algorithm="norm")
-                grads = [
-                    p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-                ]
+                grads = [p.grad for p in optimizer.param_groups[0]["params"] if p.grad is not None]
                 self.norms.append(torch.nn.utils.get_total_norm(grads).item())
             optimizer.step()
 
@@ -413,30 +351,88 @@ def gan(library: str = "lightning", *, steps: int = 1, clip: float = 0.0) -> Any
 
     torch.manual_seed(0)
     made = Gan()
-    made.plant = None
+    made.plant = plant
     return made
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("steps", [1, 2])
-def test_manual_optimization_updates_the_scale_once_per_batch(library: str, steps: int) -> None:
-    plugin = mezzo.lightning.precision("fp16", loss_scale="dynamic(init=256)")
-    model = gan(library, steps=steps)
-    fit(model, loader(), plugin, library)
-    assert plugin.scaler.state_dict()["_growth_tracker"] == 6
-    assert plugin.skipped_steps == 0
+def leaves_a_batch_out() -> Any:
+    model = net()
+    whole = model.training_step
+    model.training_step = lambda batch, batch_idx: None if batch_idx == 3 else whole(batch, batch_idx)
+    return model
 
 
-@pytest.mark.parametrize(("turn", "gen_steps", "dis_steps"), [(2, 5, 12), (0, 6, 11)])
-def test_an_overflow_of_one_network_skips_its_step_alone(turn: int, gen_steps: int, dis_steps: int) -> None:
+def runs_the_closure_itself() -> Any:
+    def optimizer_step(epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        optimizer.step()
+
+    model = net()
+    model.optimizer_step = optimizer_step
+    return model
+
+
+def adds_gradients_after_clipping() -> Any:
+    def training_step(batch: Any, batch_idx: int) -> None:
+        optimizer = model.optimizers()
+        model.manual_backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
+        model.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = net(manual=True)
+    model.training_step = training_step
+    return model
+
+
+LBFGS = {"make": torch.optim.LBFGS, "lr": 0.1, "max_iter": 2}
+UNCHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (net, CLIPPED),
+    "fused": (partial(net, fused=True), CLIPPED),
+    "SGD": (partial(net, make=torch.optim.SGD), CLIPPED),
+    "LBFGS": (partial(net, **LBFGS), CLIPPED),
+    "a batch without a loss": (leaves_a_batch_out, CLIPPED),
+    "an optimizer step of the user's": (runs_the_closure_itself, CLIPPED),
+    "two networks": (partial(gan, steps=2), {}),
+    "two networks, clipped": (partial(gan, steps=2, clip=0.1), {}),
+    "a backward pass after clipping": (adds_gradients_after_clipping, {}),
+}
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_a_loss_scale_changes_no_bit_of_a_training_in_fp32(name: str) -> None:
+    """Clipping among others is of unscaled gradients."""
+    make, settings = UNCHANGED[name]
+    results = []
+    for plugin in (None, mezzo.lightning.precision("fp32,loss_scale=1024")):
+        model = make()
+        fit(model, loader(), plugin, **settings)
+        results.append({**model.state_dict(), "norms": getattr(model, "norms", [])})
+    same(*results)
+
+
+@pytest.mark.parametrize(
+    ("library", "steps", "turn", "skipped"),
+    [
+        *((library, steps, None, (0, 0)) for library in LIBRARIES for steps in (1, 2)),
+        ("lightning", 2, 2, (1, 0)),  # in the generator's step
+        ("lightning", 2, 0, (0, 1)),  # in the first of the discriminator's two
+    ],
+)
+def test_an_overflow_of_one_network_skips_its_step_alone(
+    library: str, steps: int, turn: int | None, skipped: tuple[int, int]
+) -> None:
+    """And the scale is updated once per batch."""
     plugin = mezzo.lightning.precision("fp16", loss_scale="dynamic(init=256)")
-    model = gan(steps=2)
-    model.plant = (3, turn)  # in the generator's step, or in the first of the discriminator's two
-    trainer = fit(model, loader(), plugin)
+    model = gan(library, steps=steps, plant=(3, turn))
+    trainer = fit(model, loader(), plugin, library)
     gen, dis = (optimizer.state_dict()["state"][0]["step"].item() for optimizer in trainer.optimizers)
-    assert (gen, dis) == (gen_steps, dis_steps)
-    assert (plugin.skipped_steps, plugin.scaler.get_scale()) == (1, 128)
-    assert model.gen[1].num_batches_tracked == 12 + gen_steps  # its calls for the other's steps stay
+    assert (gen, dis) == (6 - skipped[0], 6 * steps - skipped[1])
+    overflows = sum(skipped)
+    assert (plugin.skipped_steps, plugin.scaler.get_scale()) == (overflows, 128 if overflows else 256)
+    assert plugin.scaler.state_dict()["_growth_tracker"] == (2 if overflows else 6)
+    assert model.gen[1].num_batches_tracked == 6 * steps + gen  # its calls for the other's steps stay
 
 
 def test_an_overflow_of_the_second_optimizer_of_a_backward_is_explained() -> None:
@@ -445,9 +441,7 @@ def test_an_overflow_of_the_second_optimizer_of_a_backward_is_explained() -> Non
             super().__init__()
             self.automatic_optimization = False
             self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
-            nn.init.constant_(
-                self.head.weight, 1e-3
-            )  # the gradient of the body is small, that of the head is not
+            nn.init.constant_(self.head.weight, 1e-3)  # the body's gradient is small, the head's is not
 
         def training_step(self, batch: Any, index: int) -> None:
             first, second = self.optimizers()
@@ -461,36 +455,8 @@ def test_an_overflow_of_the_second_optimizer_of_a_backward_is_explained() -> Non
     plugin = mezzo.lightning.precision("fp16", loss_scale="dynamic(init=32768)")
     fit(Halves(), loader(batches=1), plugin)
     assert plugin.skipped_steps == 1
-    assert [(report.cause, report.module, report.op) for report in plugin.findings] == [
-        ("loss scale", "head", "linear")
-    ]
-
-
-@pytest.mark.parametrize("clip", [0.0, 0.1])
-def test_two_networks_train_as_in_fp32(clip: float) -> None:
-    def make() -> tuple[Any, Any]:
-        model = gan(steps=2, clip=clip)
-        return model, {"norms": model.norms}
-
-    scaled_as_unscaled(make)
-
-
-def test_a_backward_pass_after_clipping_adds_gradients_as_in_fp32() -> None:
-    def make() -> tuple[Any, Any]:
-        model = net(manual=True)
-
-        def training_step(batch: Any, batch_idx: int) -> None:
-            optimizer = model.optimizers()
-            model.manual_backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
-            model.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-            if batch_idx % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        model.training_step = training_step
-        return model, {}
-
-    scaled_as_unscaled(make)
+    (report,) = plugin.findings
+    assert (report.cause, report.module, report.op) == ("loss scale", "head", "linear")
 
 
 @pytest.mark.parametrize("plant", [None, 3])
@@ -514,28 +480,10 @@ def test_lbfgs(plant: int | None) -> None:
         assert [one.module for one in plugin.findings if one.cause == "overflow"] == ["body.0"]
 
 
-def test_a_skipped_closure_step_returns_the_loss() -> None:
-    returned = []
-    for make in (torch.optim.SGD, torch.optim.LBFGS):
-        model = net(make=make, lr=1e-3, manual=True)
-
-        def training_step(batch: Any, batch_idx: int, model: Any = model) -> None:
-            def closure() -> Tensor:
-                model.optimizers().zero_grad()
-                loss = nn.functional.mse_loss(model(batch[0]).float(), batch[1])
-                model.manual_backward(loss)
-                return loss
-
-            returned.append(model.optimizers().step(closure))
-
-        model.training_step = training_step
-        fit(model, loader(plant=1, batches=2), mezzo.lightning.precision("fp16", loss_scale=64))
-    assert [bool(loss.isfinite()) for loss in returned] == [True, False] * 2
-
-
-def test_an_evaluation_that_runs_again_leaves_the_statistics() -> None:
-    """In manual optimization; `test_lbfgs` has the automatic one."""
-    model = net(make=torch.optim.LBFGS, lr=0.1, max_iter=2, manual=True)
+def with_closure(**settings: Any) -> Any:
+    """A model of manual optimization that keeps what its optimizer's step returns."""
+    model = net(**settings, manual=True)
+    model.returned = []
 
     def training_step(batch: Any, batch_idx: int) -> None:
         def closure() -> Tensor:
@@ -545,9 +493,22 @@ def test_an_evaluation_that_runs_again_leaves_the_statistics() -> None:
             model.losses.append(loss.item())
             return loss
 
-        model.optimizers().step(closure)
+        model.returned.append(model.optimizers().step(closure))
 
     model.training_step = training_step
+    return model
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_skipped_closure_step_returns_the_loss(make: Any) -> None:
+    model = with_closure(make=make, lr=1e-3)
+    fit(model, loader(plant=1, batches=2), mezzo.lightning.precision("fp16", loss_scale=64))
+    assert [bool(loss.isfinite()) for loss in model.returned] == [True, False]
+
+
+def test_an_evaluation_that_runs_again_leaves_the_statistics() -> None:
+    """In manual optimization; `test_lbfgs` has the automatic one."""
+    model = with_closure(**LBFGS)
     plugin = mezzo.lightning.precision("fp16", loss_scale="dynamic(init=1048576)")
     fit(model, loader(batches=2), plugin)
     assert len(plugin.findings) > 0
@@ -559,9 +520,8 @@ def fabric_run(
 ) -> Any:
     how = {"plugins": [plugin]} if plugin is not None else {}
     fabric = importlib.import_module(library).Fabric(accelerator="cpu", **how)
-    model = net()
     seen: list[Any] = []
-    model = nn.Sequential(model.body, model.head)
+    model = nn.Sequential(net().body, net().head)
     model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     model, optimizer = fabric.setup(model, optimizer)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from alive import bytes_alive
 from mezzo.pytorch import memory
 from mezzo.pytorch.memory import PeakTensorBytes, _AllocatorCounter
 
@@ -33,9 +35,7 @@ def _no_garbage() -> Iterator[None]:
 
 def peak_above_start(work: Callable[[], object]) -> int:
     """The peak less what was alive before: other tests' tensors may live in this process."""
-    still = PeakTensorBytes("cpu")
-    still.start()
-    before = still.stop().peak_bytes
+    before = bytes_alive()
     peak = PeakTensorBytes("cpu")
     peak.start()
     kept = work()
@@ -44,24 +44,10 @@ def peak_above_start(work: Callable[[], object]) -> int:
     return found
 
 
-def one_tensor() -> object:
-    return torch.ones(256)  # 1 KB
-
-
-def views_count_once() -> object:
-    a = torch.ones(256)
-    return [a.view(16, 16), a[:10], a.t(), a.detach()]
-
-
-def freed_before_the_next() -> object:
+def freed_before_the_next() -> None:
     for _ in range(5):
         a = torch.ones(256)
         del a
-    return None
-
-
-def in_place_adds_nothing() -> object:
-    return torch.ones(256).mul_(2).add_(1)
 
 
 def resized() -> object:
@@ -76,26 +62,21 @@ def saved_for_backward() -> object:
     return x.exp().sin().sum(), x
 
 
-def from_numpy_is_seen_when_read() -> object:
-    import numpy
+SIZES: dict[str, tuple[Callable[[], object], int]] = {
+    "one tensor": (lambda: torch.ones(256), KB),
+    "views": (lambda: [a := torch.ones(256), a.view(16, 16), a[:10], a.t(), a.detach()], KB),
+    "freed before the next": (freed_before_the_next, KB),
+    "in place": (lambda: torch.ones(256).mul_(2).add_(1), KB),
+    "resized": (resized, 4 * KB),
+    "saved for backward": (saved_for_backward, 3 * KB + 4),
+    # NumPy's memory is seen when it is read.
+    "from numpy": (lambda: [a := torch.from_numpy(np.ones(256, dtype=np.float32)), a.view(16, 16)], KB),
+}
 
-    a = torch.from_numpy(numpy.ones(256, dtype=numpy.float32))
-    return a.view(16, 16), a
 
-
-@pytest.mark.parametrize(
-    ("work", "expected"),
-    [
-        (one_tensor, KB),
-        (views_count_once, KB),
-        (freed_before_the_next, KB),
-        (in_place_adds_nothing, KB),
-        (resized, 4 * KB),
-        (saved_for_backward, 3 * KB + 4),
-        (from_numpy_is_seen_when_read, KB),
-    ],
-)
-def test_known_sizes(work: Callable[[], object], expected: int) -> None:
+@pytest.mark.parametrize("name", SIZES)
+def test_known_sizes(name: str) -> None:
+    work, expected = SIZES[name]
     assert peak_above_start(work) == expected
 
 
@@ -119,20 +100,10 @@ def test_a_step_of_an_mlp_by_hand(dtype: torch.dtype, size: int) -> None:
     assert peak_above_start(step) == 2 * weight + 4 * activation
 
 
-def network(bias: bool = True) -> tuple[torch.nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(100, 200, bias=bias),
-        torch.nn.GELU(),
-        torch.nn.LayerNorm(200),
-        torch.nn.Linear(200, 10),
-    )
-    return model, torch.randn(32, 100)
-
-
 def test_the_allocator_agrees() -> None:
     """Two independent counts of the same step: storages by weak reference, and the allocator's events."""
-    model, x = network()
+    layers = (torch.nn.Linear(100, 200), torch.nn.GELU(), torch.nn.LayerNorm(200), torch.nn.Linear(200, 10))
+    model, x = torch.nn.Sequential(*layers), torch.randn(32, 100)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -149,8 +120,7 @@ def test_the_allocator_agrees() -> None:
     by_storage = storages.stop().peak_bytes
     allocator.start()
     step()
-    by_event = allocator.stop()
-    assert by_event == pytest.approx(by_storage, rel=0.02)  # it alone sees scratch inside an op
+    assert allocator.stop() == pytest.approx(by_storage, rel=0.02)  # it alone sees scratch inside an op
 
 
 @pytest.fixture

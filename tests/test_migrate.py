@@ -9,11 +9,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mezzo.cli.main import main
-from mezzo.core.errors import UsageError
 from mezzo.migrate import NAMES, migrate
 
 Output = pytest.CaptureFixture[str]
@@ -208,45 +208,36 @@ LEFT = [  # a script, the line, what the reason and the fix mention
 def test_what_is_left_alone_and_why(source: str, line: int, said: list[str]) -> None:
     made = migrate(source.encode(), "t.py")
     assert made.after == made.before
-    assert [one.line for one in made.left] == [line]
     (one,) = made.left
+    assert one.line == line
     assert one.code in source
     assert [word for word in said if word not in f"{one.reason}; {one.fix}"] == []
 
 
 def test_other_names_change_where_one_is_left_alone() -> None:
-    made = migrate(
-        b"from apex import amp, contrib\nimport torch\n"
-        b"context = Lazy(torch.autocast, 'cpu')\ntorch.cuda.amp.autocast(*a)\n",
-        "t.py",
-    )
-    assert made.after == (
-        b"from apex import contrib\nfrom mezzo.apex import amp\nimport mezzo.amp\nimport torch\n"
-        b"context = Lazy(torch.autocast, 'cpu')\nmezzo.amp.autocast(*a)\n"
-    )
+    source = "from apex import amp, contrib\nimport torch\ncontext = Lazy(torch.autocast, 'cpu')\n"
+    made = migrate(f"{source}torch.cuda.amp.autocast(*a)\n".encode(), "t.py")
+    imports = "from apex import contrib\nfrom mezzo.apex import amp\nimport mezzo.amp\nimport torch\n"
+    after = f"{imports}context = Lazy(torch.autocast, 'cpu')\nmezzo.amp.autocast(*a)\n"
+    assert made.after.decode() == after
     assert [one.line for one in made.left] == [1, 3]
 
 
 def test_each_use_that_stays_is_listed_with_the_line_that_keeps_it() -> None:
-    made = migrate(
-        b"import torch.cuda.amp as amp\n@amp.custom_fwd\ndef f(): amp.GradScaler(1.)\nx = amp.autocast\n",
-        "t.py",
-    )
+    source = "import torch.cuda.amp as amp\n@amp.custom_fwd\ndef f(): amp.GradScaler(1.)\nx = amp.autocast\n"
+    made = migrate(source.encode(), "t.py")
     assert made.after == made.before
-    assert [(one.line, one.code, "line 4" in one.reason) for one in made.left] == [
-        (2, "amp.custom_fwd", True),
-        (3, "amp.GradScaler", True),
-        (4, "amp.autocast", False),
-    ]
+    left = [(one.line, one.code, "line 4" in one.reason) for one in made.left]
+    assert left == [(2, "amp.custom_fwd", True), (3, "amp.GradScaler", True), (4, "amp.autocast", False)]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "# coding: latin-1\nfrom torch.amp import autocast\nname = 'é'".encode("latin-1"),
-        "\ufefffrom torch.amp import autocast\nname = 'é \u2028'".encode(),
-    ],
-)
+ENCODED = [
+    "# coding: latin-1\nfrom torch.amp import autocast\nname = 'é'".encode("latin-1"),
+    "\ufefffrom torch.amp import autocast\nname = 'é \u2028'".encode(),
+]
+
+
+@pytest.mark.parametrize("source", ENCODED)
 def test_the_encoding_and_a_last_line_without_an_end_stay(
     source: bytes, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -272,9 +263,8 @@ def test_the_diff_is_what_write_does(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert main(["migrate", "one.py", "other.py"]) == 1
     shown = capsys.readouterr()
     assert Path("one.py").read_text() == before
-    assert [
-        word for word in ("1 of 2 files", "mezzo migrate --write one.py\n") if word not in shown.err
-    ] == []
+    assert "1 of 2 files" in shown.err
+    assert "mezzo migrate --write one.py\n" in shown.err
     if shutil.which("patch"):
         subprocess.run(["patch", "-p0"], input=shown.out, text=True, check=True, capture_output=True)
         assert Path("one.py").read_text() == after
@@ -284,18 +274,15 @@ def test_the_diff_is_what_write_does(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "nothing to change" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("source", "lines"),
-    [
-        (
-            "from torch.cuda.amp import autocast\nwith autocast(): pass\nwith autocast(dtype=d): pass\n",
-            [2, 3],
-        ),
-        ("import torch\nwith torch.cuda.amp.autocast(): pass\nwith torch.autocast('cuda'): pass\n", [2]),
-        ("from torch.amp import autocast\nwith autocast('cpu'): pass\n", []),
-        ("from torch.cuda.amp import autocast\nx = autocast\nwith autocast(): pass\n", []),  # left alone
-    ],
-)
+NOTED = [
+    ("from torch.cuda.amp import autocast\nwith autocast(): pass\nwith autocast(dtype=d): pass\n", [2, 3]),
+    ("import torch\nwith torch.cuda.amp.autocast(): pass\nwith torch.autocast('cuda'): pass\n", [2]),
+    ("from torch.amp import autocast\nwith autocast('cpu'): pass\n", []),
+    ("from torch.cuda.amp import autocast\nx = autocast\nwith autocast(): pass\n", []),  # left alone
+]
+
+
+@pytest.mark.parametrize(("source", "lines"), NOTED)
 def test_an_autocast_that_is_off_without_cuda_until_it_is_mezzos_is_noted(
     source: str, lines: list[int], tmp_path: Path, capsys: Output
 ) -> None:
@@ -315,40 +302,28 @@ def test_json_and_what_is_left_alone_on_stderr(tmp_path: Path, capsys: Output) -
     assert main(["migrate", "--json", str(script)]) == 1
     printed = json.loads(capsys.readouterr().out)
     (one,) = printed["files"]
-    assert (printed["schema"], printed["written"], one["file"], one["changed"]) == (
-        1,
-        False,
-        str(script),
-        True,
-    )
+    told = (printed["schema"], printed["written"], one["file"], one["changed"])
+    assert told == (1, False, str(script), True)
     assert "+from mezzo.amp import autocast" in one["diff"]
-    assert {key: type(value) for key, value in one["left"][0].items()} == {
-        "line": int,
-        "code": str,
-        "reason": str,
-        "fix": str,
-    }
+    types = {key: type(value) for key, value in one["left"][0].items()}
+    assert types == {"line": int, "code": str, "reason": str, "fix": str}
     assert main(["migrate", str(script)]) == 1
     assert f"{script}:2: left alone: from torch.cuda.amp import *: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("t.py", "print 'old'\n", ["t.py", "line 1", "Python"]),
-        ("t.ipynb", "{}", ["t.ipynb", "jupyter nbconvert --to script"]),
-        ("absent.py", None, ["absent.py", "No such file"]),
-        (".", None, ["directory"]),
-    ],
-)
+WRONG = [
+    ("t.py", "x = 1\nprint 'old'\n", ["t.py", "line 2", "Python"]),
+    ("t.ipynb", "{}", ["t.ipynb", "jupyter nbconvert --to script"]),
+    ("absent.py", None, ["absent.py", "No such file"]),
+    (".", None, ["directory"]),
+]
+
+
+@pytest.mark.parametrize("row", WRONG, ids=[row[0] for row in WRONG])
 def test_wrong_usage_changes_no_file(
-    name: str,
-    content: str | None,
-    said: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Output,
+    row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
+    name, content, said = row
     monkeypatch.chdir(tmp_path)
     Path("good.py").write_text("from torch.amp import autocast\n")
     if content is not None:
@@ -394,14 +369,8 @@ for _ in range(20):
 def test_a_migrated_script_trains_as_before() -> None:
     made = migrate(TRAINING.encode(), "t.py")
     assert made.after.count(b"mezzo.amp.") == 2
-    before: dict[str, list[float]] = {}
-    after: dict[str, list[float]] = {}
-    exec(compile(made.before, "before.py", "exec"), before)
-    exec(compile(made.after, "after.py", "exec"), after)
+    before, after = {}, {}  # type: ignore[var-annotated]
+    exec(made.before, before)
+    exec(made.after, after)
     assert before["losses"][0] > 2 * before["losses"][-1]
     assert after["losses"] == pytest.approx(before["losses"], rel=0.02)
-
-
-def test_a_file_that_is_not_python_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match=r"t\.py line 2"):
-        migrate(b"x = 1\nx = = 2\n", "t.py")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,16 +16,7 @@ from mezzo.core.records import OpFormats
 from mezzo.pytorch.monitor.formats import COMPILED, OpObserver
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
-
-
 class Everything(nn.Module):
-    """A little of each family."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
@@ -91,7 +82,7 @@ def test_formats_seen_are_those_planned_and_backward_belongs_to_its_forward_op(
     assert _find(table, "SGD.step").observed == "fp32 -> fp32"
 
 
-X, A = torch.ones(2, 4), torch.ones(2, 2)
+X, A, D = torch.ones(2, 4), torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float64)
 
 
 def _thrice() -> None:
@@ -128,27 +119,18 @@ def _both() -> None:
 ROWS: dict[str, tuple[str, bool, Callable[[], object], str, tuple[str, str, int, int, bool]]] = {
     # The input, and the weight and the bias once: autocast keeps their copies until its context ends.
     "calls and casts": ("bf16", False, _thrice, "linear", ("bf16 -> bf16", "bf16 -> bf16", 3, 3, True)),
-    "a departure": (
-        "bf16", False, _torchs_own_table, "softmax", ("fp32 -> fp32", "bf16 -> bf16", 1, 0, False),
-    ),
+    "a departure": ("bf16", False, _torchs_own_table, "softmax", ("fp32 -> fp32", "bf16 -> bf16", 1, 0, False)),
     "cast up afterwards": (
         "bf16", False, lambda: torch.sigmoid(X.bfloat16()).float(), "sigmoid",
         ("fp32 -> fp32", "bf16 -> bf16", 1, 0, False),
     ),
     "outside": ("bf16", False, _outside, "linear", ("", "fp32 -> fp32", 1, 0, True)),
-    "outside, though all should be inside": (
-        "bf16", True, _outside, "linear", ("bf16 -> bf16", "fp32 -> fp32", 1, 0, False),
-    ),
-    "nothing was lowered": (
-        "bf16", False, lambda: torch.mm(A, A), "mm", ("bf16 -> bf16", "fp32 -> fp32", 1, 0, False),
-    ),
+    "all should be inside": ("bf16", True, _outside, "linear", ("bf16 -> bf16", "fp32 -> fp32", 1, 0, False)),
+    "not lowered": ("bf16", False, lambda: torch.mm(A, A), "mm", ("bf16 -> bf16", "fp32 -> fp32", 1, 0, False)),
     "an overridden module": (
         "bf16,module.head=fp32", False, _both, "mm", ("bf16 -> bf16", "bf16 -> bf16", 1, 2, True),
     ),
-    "FP64": (
-        "bf16", False, _inside(lambda: torch.mm(A.double(), A.double())), "mm",
-        ("", "fp64 -> fp64", 1, 0, True),
-    ),
+    "FP64": ("bf16", False, _inside(lambda: torch.mm(D, D)), "mm", ("", "fp64 -> fp64", 1, 0, True)),
     "in place": ("bf16", False, _inside(lambda: A.clone().add_(1.0)), "add_", ("", "fp32 -> fp32", 1, 0, True)),
 }  # fmt: skip
 
@@ -163,10 +145,8 @@ def test_a_row(name: str) -> None:
 
 
 def test_a_second_observer_says_why_it_sees_nothing() -> None:
-    with OpObserver("bf16") as first:
-        second = OpObserver("bf16")
-        with second:
-            torch.mm(torch.ones(1, 1), torch.ones(1, 1))
+    with OpObserver("bf16") as first, OpObserver("bf16") as second:
+        torch.mm(A, A)
     assert second.table() == []
     assert "another PyTorch execution trace" in second.note
     assert len(first.table()) == 1
@@ -175,11 +155,9 @@ def test_a_second_observer_says_why_it_sees_nothing() -> None:
 def test_the_users_own_trace_is_not_ended(tmp_path: Path) -> None:
     users = torch.profiler.ExecutionTraceObserver().register_callback(str(tmp_path / "trace.json"))
     users.start()
-    observer = OpObserver("bf16")
-    with observer:
-        torch.mm(torch.ones(1, 1), torch.ones(1, 1))
-    del observer
-    torch.mm(torch.ones(1, 1), torch.ones(1, 1))
+    with OpObserver("bf16"):
+        torch.mm(A, A)
+    torch.mm(A, A)
     users.stop()
     users.unregister_callback()
     assert (tmp_path / "trace.json").read_text().count('"aten::mm"') == 2
@@ -189,14 +167,14 @@ def test_the_users_own_trace_is_not_ended(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_does_not_write_into_the_trace() -> None:
     with OpObserver("bf16") as observer:
-        torch.mm(torch.ones(1, 1), torch.ones(1, 1))
+        torch.mm(A, A)
         child = os.fork()
         if child == 0:
             for _ in range(500):
                 torch.add(torch.ones(1), 1)
             os._exit(0)
         os.waitpid(child, 0)
-        torch.mm(torch.ones(1, 1), torch.ones(1, 1))
+        torch.mm(A, A)
     assert [(row.op, row.calls) for row in observer.table()] == [("mm", 2)]
 
 

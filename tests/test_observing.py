@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.core.errors import UsageError
-from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import LossRecord, Record, RecordWriter, read
 from mezzo.pytorch.training import mixed_precision
 from mezzo.pytorch.training.mixed_precision import MixedPrecision
 from mezzo.report import build_any
+from test_run_watch import CALL, UPDATE, Told
+from trainers import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
@@ -26,33 +26,12 @@ RECORD = LossRecord(7, 7.0, 7.0)
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
-class Observer(Mock):
-    """Its calls, in short, are `seen`."""
-
-    def __init__(self) -> None:
-        super().__init__(finding=None)
-        self.seen: list[Any] = []
-        self.call_begins = lambda model, args, kwargs: self.seen.append(("call", len(args), sorted(kwargs)))
-        self.call_ended = lambda model, output: self.seen.append(("returned", tuple(output.shape)))
-        self.backward_begins = lambda loss, scale: self.seen.append(("backward", float(scale)))
-        self.step_dropped = lambda: self.seen.append("dropped")
-        self.drain = lambda: [RECORD]
-
-    def update_begins(self, optimizer: Any, scale: Tensor | float) -> None:
-        self.gradient = optimizer.param_groups[0]["params"][0].grad.clone() / float(scale)
-        self.seen.append(("update", float(scale)))
-
-    def update_ended(self, optimizer: Any, **how: Any) -> None:
-        self.seen.append(
-            ("ended", *(float(how[key]) for key in ("index", "number", "skipped", "loss_scale")))
-        )
-        self.finding = OverflowReport("overflow", "0", "exp") if how["skipped"] else None
+STEP = [*CALL, "backward_begins", *UPDATE]
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[nn.Module, MixedPrecision, Observer]:
-    observer = Observer()
+def trained(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[nn.Module, MixedPrecision, Told]:
+    observer = Told()
     monkeypatch.setattr(mixed_precision, "observers_for", lambda *args, **kwargs: [observer])
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return model, MixedPrecision(model, optimizer, "fp16", loss_scale=1024, **options), observer
@@ -63,40 +42,30 @@ def loss_of(mp: MixedPrecision, model: nn.Module, factor: float = 1.0) -> Tensor
         return model(X).float().square().mean() * factor
 
 
-STEP = [
-    ("call", 1, []),
-    ("returned", (3, 2)),
-    ("backward", 1024.0),
-    ("update", 1024.0),
-    ("ended", 0, 0, 0, 1024.0),
-]
-
-
 def test_one_step_and_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Writer:
-        records: list[Record] = []  # noqa: RUF012
-
-        def write(self, record: Record) -> None:
-            self.records.append(record)
-
-    model, mp, observer = trained(monkeypatch, records=Writer())
+    written: list[Record] = []
+    model, mp, observer = trained(monkeypatch, records=Mock(write=written.append))
     assert mp.step(loss_of(mp, model)).finding is None
-    assert observer.seen == STEP
+    assert observer.names == STEP
+    assert [len(args) for args in observer.given("call_begins")] == [1]
+    assert [tuple(output.shape) for output in observer.given("call_ended")] == [(3, 2)]
+    assert observer.given("backward_begins") == observer.given("update_begins") == [1024.0]
+    (ended,) = observer.update_ended.call_args_list
+    assert ended.kwargs == {"index": 0, "number": 0, "skipped": False, "loss_scale": 1024.0}
+    observer.record.append(RECORD)
     mp.close()
-    assert [record.kind for record in Writer.records] == ["loss", "update", "loss"]
-    assert Writer.records[-1] == RECORD
+    assert [record.kind for record in written] == ["loss", "update", "loss"]
+    assert written[-1] == RECORD
 
 
 @pytest.mark.parametrize("kind", [str, Path])
 def test_records_go_to_a_path_that_report_reads(tmp_path: Path, kind: type) -> None:
     file = tmp_path / "own.jsonl"
     for _ in range(2):  # the second closes the first, and writes the file anew
-        model = torch.nn.Linear(3, 2)
+        model = nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         mp = MixedPrecision(model, optimizer, "bf16", device_type="cpu", records=kind(file))
-        with mp.autocast():
-            loss = model(torch.ones(4, 3)).sum()
-        mp.step(loss)
+        mp.step(loss_of(mp, model))
         mp.close()
     assert [record.kind for record in read(file)] == ["loss", "update"]
     assert build_any(file) == tmp_path / "own.html"
@@ -104,11 +73,9 @@ def test_records_go_to_a_path_that_report_reads(tmp_path: Path, kind: type) -> N
 
 @pytest.mark.parametrize("records", [3, "no/such/folder/run.jsonl"])
 def test_records_that_cannot_be_written(records: object) -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match=re.escape(f"records is {records!r}")) as caught:
-        MixedPrecision(model, optimizer, "bf16", records=records)
-    assert "'run.jsonl'" in str(caught.value)
+    model = nn.Linear(3, 2)
+    with refused(UsageError, f"records is {records!r}", "'run.jsonl'"):
+        MixedPrecision(model, torch.optim.SGD(model.parameters()), "bf16", records=records)
 
 
 def test_a_skipped_step_brings_the_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +83,7 @@ def test_a_skipped_step_brings_the_finding(monkeypatch: pytest.MonkeyPatch) -> N
     result = mp.step(loss_of(mp, model, float("inf")))
     assert result.skipped
     assert result.finding is mp.findings[0]
-    assert "forward of exp in 0" in result.reason
+    assert "forward of linear in 2" in result.reason
 
 
 def test_what_is_not_observed_and_what_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,21 +93,21 @@ def test_what_is_not_observed_and_what_raises(monkeypatch: pytest.MonkeyPatch) -
     model.eval()
     model(X)
     model.train()
-    assert observer.seen == []
+    assert observer.names == []
     with pytest.raises(RuntimeError, match="shapes"):
         model(torch.ones(3, 5))
-    observer.seen.clear()
+    observer.reset_mock()
     mp.step(loss_of(mp, model))
-    assert observer.seen == STEP
+    assert observer.names == STEP
     loss = loss_of(mp, model)
     loss.backward()  # frees the graph
     with pytest.raises(RuntimeError, match="retain_graph=True"):
         mp.step(loss)
-    assert observer.seen[-1] == "dropped"
+    assert observer.names[-1] == "step_dropped"
     mp.close()
-    observer.seen.clear()
+    observer.reset_mock()
     model(X)
-    assert observer.seen == []
+    assert observer.names == []
     assert not hooks(model)
 
 

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -29,34 +30,22 @@ from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.core.records import OverflowRecord, RecordWriter, read
 from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
+from trainers import stepped
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
 LOW = 2.0**6  # a loss scale that nothing here overflows by itself
 
 
-class Planted(nn.Module):
-    """The identity, until a fault is planted."""
-
-    fault: Callable[[Tensor], Tensor] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.fault is None else self.fault(x)
-
-
-class Net(nn.Module):
+def faulty(fault: Callable[[Tensor], Tensor] | None = None) -> Any:
     """Two layers with BatchNorm and dropout, and a place for a fault between them."""
-
-    def __init__(self, fault: Callable[[Tensor], Tensor] | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
-        self.place = Planted()
-        self.place.fault = fault
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.place(self.first(x)))
+    torch.manual_seed(0)
+    return Computes(
+        lambda self, x: self.last(self.place(self.first(x))),
+        first=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)),
+        place=partial(Computes, lambda self, x: self.fault(x) if self.fault else x, fault=lambda: fault),
+        last=linear(8, 3),
+    )
 
 
 def trainer(net: nn.Module, scale: float = LOW, **options: Any) -> mezzo.MixedPrecision:
@@ -72,9 +61,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 def step(mp: mezzo.MixedPrecision, number: int = 0, loss: Callable[..., Tensor] = F.cross_entropy) -> Any:
     x, y = batch(number)
-    with mp.autocast():
-        value = loss(mp.model(x), y)
-    return mp.step(value)
+    return stepped(mp, lambda: loss(mp.model(x), y))
 
 
 def found(mp: mezzo.MixedPrecision, *args: Any) -> OverflowReport:
@@ -92,11 +79,8 @@ def root_of_nothing(x: Tensor) -> Tensor:
     return x + torch.sqrt(x * 0)
 
 
-# ------------------------------------------------------------------------------------------------ what is told
-
-
 def test_a_finding_tells_where_from_what_and_what_to_do() -> None:
-    net = Net()
+    net = faulty()
     mp = trainer(net)
     net.place.fault = grows
     told = found(mp)
@@ -141,7 +125,7 @@ def _gate(x: Tensor) -> Tensor:
     [(_grows_in_place, "x.mul_(300)"), (_written_at_places, "whole[:] ="), (_gate, "torch.exp(")],
 )
 def test_an_overflow_is_named_where_it_was_made(fault: Callable[[Tensor], Tensor], line: str) -> None:
-    told = found(trainer(Net(fault)))
+    told = found(trainer(faulty(fault)))
     assert (told.cause, told.module, told.direction) == ("overflow", "place", "forward")
     assert line in told.line
     assert all(fact.finite for fact in told.inputs)
@@ -149,15 +133,12 @@ def test_an_overflow_is_named_where_it_was_made(fault: Callable[[Tensor], Tensor
     assert told.op != "exp" or "88" in told.remedies[0]
 
 
-# ---------------------------------------------------------------------------------------------- outside, live
-
-
 def log_of_nothing(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y) + torch.log(out[0, 0] * 0)
 
 
 def test_a_loss_is_watched_live_after_its_first_finding_for_fifty_steps() -> None:
-    mp = trainer(Net())
+    mp = trainer(faulty())
     for number in range(2):
         first, second = found(mp, number, log_of_nothing), found(mp, number + 1, log_of_nothing)
         assert (first.cause, first.module, first.op + first.line, first.alarms) == ("loss", OUTSIDE, "", True)
@@ -188,11 +169,7 @@ LOSSES: list[tuple[Callable[..., Tensor], str, bool]] = [
     (log_of_nothing, "log", True),
     (_root_of_zero, "sqrt", True),
     (_multiplied, "cross_entropy_loss", True),
-    (
-        _square_beyond_fp16,
-        "mul",
-        False,
-    ),  # the loss is infinite, and its gradients are finite at a smaller scale
+    (_square_beyond_fp16, "mul", False),  # infinite, and its gradients are finite at a smaller scale
 ]
 
 
@@ -201,7 +178,7 @@ def test_a_second_warning_names_the_line_that_the_first_could_not(
     loss: Callable[..., Tensor], op: str, skips: bool, recwarn: Any
 ) -> None:
     warnings.simplefilter("always")
-    mp = trainer(Net(), 2.0**16)
+    mp = trainer(faulty(), 2.0**16)
     results = [step(mp, number, loss) for number in range(6)]
     first, second = (one.finding for one in results[:2])
     assert results[0].skipped
@@ -224,22 +201,13 @@ def test_arithmetic_between_two_models_is_outside_of_both() -> None:
     makes, judges = trainer(maker), trainer(critic)
     for _ in range(2):
         x, _y = batch(0)
-        with judges.autocast():
-            value = critic(x).mean() - critic(maker(x).detach()).mean()
-        assert not judges.step(value).skipped
-        with makes.autocast():
-            value = -critic(root_of_nothing(maker(x))).mean()
-        told = makes.step(value).finding
+        assert not stepped(judges, lambda x: critic(x).mean() - critic(maker(x).detach()).mean(), x).skipped
+        told = stepped(makes, lambda x: -critic(root_of_nothing(maker(x))).mean(), x).finding
     assert told is not None
     assert (told.op, told.direction, told.module) == ("sqrt", "backward", OUTSIDE)
 
 
-# ------------------------------------------------------------------------------------------ several uses
-
-
 def twice() -> nn.Module:
-    """Returns what it uses itself as well."""
-
     def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         h = self.a(x)
         return h, self.b(h)
@@ -264,9 +232,7 @@ def test_finite_gradients_of_several_uses_of_an_output_that_sum_to_more_than_fit
     loss: Callable[[tuple[Tensor, Tensor]], Tensor], scale: float, cause: str, module: str
 ) -> None:
     mp = trainer(twice(), loss_scale=scale)
-    with mp.autocast():
-        value = loss(mp.model(torch.ones(1, 4)))
-    told = mp.step(value).finding
+    told = stepped(mp, lambda: loss(mp.model(torch.ones(1, 4)))).finding
     assert told is not None
     assert (told.cause, told.module, told.direction) == (cause, module, "backward")
     assert told.op == "sum of gradients"
@@ -276,11 +242,8 @@ def test_finite_gradients_of_several_uses_of_an_output_that_sum_to_more_than_fit
 
 
 def test_a_fault_of_the_model_behind_a_sum_outside_that_the_loss_scale_overflows() -> None:
-    told = found(trainer(Net(root_of_nothing), 2.0**14), 0, lambda y, _: y.sum() * 2.5 + y.sum() * 2.5)
+    told = found(trainer(faulty(root_of_nothing), 2.0**14), 0, lambda y, _: y.sum() * 2.5 + y.sum() * 2.5)
     assert (told.cause, told.module, told.op) == ("invalid", "place", "sqrt")
-
-
-# ------------------------------------------------------------------------------------------------ remedies
 
 
 LARGE = Computes(lambda self, x: torch.tanh(x.float()) * 1e6)  # which FP32 holds
@@ -292,32 +255,23 @@ def layers(place: nn.Module, *after: nn.Module) -> nn.Sequential:
 
 
 def result(model: nn.Module, precision: str, others: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
-    """Of one step."""
     dynamic = "fp16" in precision and "loss_scale" not in precision
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scale = mezzo.DynamicLossScale(init=1.0) if dynamic else None
     mp = mezzo.MixedPrecision(model, optimizer, precision, loss_scale=scale, trace=True)
-    with mp.autocast():
-        loss = others(model(batch(1)[0])).float().mean() * 1e-3
-    stepped = mp.step(loss)
+    made = stepped(mp, lambda: others(model(batch(1)[0])).float().mean() * 1e-3)
     mp.close()
-    return stepped
+    return made
 
 
 # model, policy -> some of the policies that are offered
 CASES: list[tuple[Callable[[], nn.Module], str, set[str]]] = [
-    (
-        lambda: layers(LARGE, Computes(lambda self, x: x * 1e-6)), "fp16,module.1=fp32",
-        {"fp16,module.1=fp32,module.3=fp32", "fp16,op.linear=fp32,module.1=fp32", "bf16"},
-    ),
-    (
-        lambda: layers(LARGE, nn.Linear(6, 6)), "fp16,module.1=fp32,loss_scale=1",
-        {"fp16,loss_scale=1,module.1=fp32,module.3=fp32,module.4=fp32,module.5=fp32", "bf16"},
-    ),
-    (
-        lambda: layers(Computes(lambda self, x: torch.exp(x.clamp(-1, 1) + 14.0))), "fp16",
-        {"fp16,module.3=fp32,module.4=fp32", "bf16"},
-    ),
+    (lambda: layers(LARGE, Computes(lambda self, x: x * 1e-6)), "fp16,module.1=fp32",
+     {"fp16,module.1=fp32,module.3=fp32", "fp16,op.linear=fp32,module.1=fp32", "bf16"}),
+    (lambda: layers(LARGE, nn.Linear(6, 6)), "fp16,module.1=fp32,loss_scale=1",
+     {"fp16,loss_scale=1,module.1=fp32,module.3=fp32,module.4=fp32,module.5=fp32", "bf16"}),
+    (lambda: layers(Computes(lambda self, x: torch.exp(x.clamp(-1, 1) + 14.0))), "fp16",
+     {"fp16,module.3=fp32,module.4=fp32", "bf16"}),
 ]  # fmt: skip
 
 
@@ -337,17 +291,15 @@ def test_policies_that_are_offered_help_and_add_to_the_runs_policy(
         assert result(make(), text).stepped, text
 
 
-class Energy(nn.Module):
+def energy() -> nn.Module:
     """The product overflows fp16, and so does the linear layer that reads it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.hidden, self.energy, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.hidden(x))
         return self.head(torch.tanh(self.energy(hidden * 200_000) / 100_000))
+
+    torch.manual_seed(0)
+    return Computes(forward, hidden=linear(6, 6), energy=linear(6, 6), head=linear(6, 2))
 
 
 @pytest.mark.parametrize(("native", "instead"), [("", "bf16"), ("fp16", "fp32")])
@@ -356,22 +308,19 @@ def test_remedies_that_only_move_the_overflow_are_combined(
 ) -> None:
     """And without bf16 on the GPU, FP32 is offered."""
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", native)
-    told = result(Energy(), "fp16").finding
+    told = result(energy(), "fp16").finding
     assert (told.module, told.op) == ("", "mul")
     assert quoted(told) == ["fp16,op.mul=fp32,module.energy=fp32", instead]
     assert any("operation mul and module energy in FP32" in one for one in told.remedies)
     for text in quoted(told):
-        assert result(Energy(), text).stepped, text
-    assert result(Energy(), "fp16,op.mul=fp32").finding.module == "energy"
+        assert result(energy(), text).stepped, text
+    assert result(energy(), "fp16,op.mul=fp32").finding.module == "energy"
 
 
 def test_a_remedy_in_another_model_is_for_that_models_policy() -> None:
-    torch.manual_seed(0)
-    critic = nn.Sequential(
-        nn.Linear(4, 4), nn.Tanh(), Computes(lambda self, x: x * 7e6 / 7e6), nn.Linear(4, 1)
-    )
+    large = Computes(lambda self, x: x * 7e6 / 7e6)
+    critic = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), large, nn.Linear(4, 1))
     optimizer = torch.optim.SGD(critic.parameters())
-
     of_critic = mezzo.MixedPrecision(critic, optimizer, "fp16,op.gelu=fp32", loss_scale=1.0, trace=True)
     told = result(nn.Sequential(nn.Linear(6, 4)), "fp16", lambda x: critic(x).square()).finding
     of_critic.close()
@@ -382,11 +331,8 @@ def test_a_remedy_in_another_model_is_for_that_models_policy() -> None:
     assert all("op.gelu=fp32" in policy for policy in quoted(told) if policy.startswith("fp16"))
 
 
-# ------------------------------------------------------------------------------------------ nothing is left
-
-
 def test_without_tracing_nothing_is_on_the_model() -> None:
-    net = Net()
+    net = faulty()
     mp = trainer(net, trace=False)
     assert not net._forward_pre_hooks
     assert not net._forward_hooks
@@ -394,7 +340,7 @@ def test_without_tracing_nothing_is_on_the_model() -> None:
     assert step(mp).finding is None
     assert mp.findings == []
     # Without a loss scale no step is skipped, and none is looked at by default.
-    net = Net()
+    net = faulty()
     mezzo.MixedPrecision(net, torch.optim.AdamW(net.parameters()), "bf16")
     assert not net._forward_pre_hooks
 
@@ -404,7 +350,7 @@ def test_nothing_that_is_kept_outlives_the_step(fault: Callable[[Tensor], Tensor
     """Bytes alive after a step, with tracing and without; with it, the batch is alive until then."""
     left = []
     for trace in (False, False, True):  # the first may release what other tests left in caches
-        net = Net()
+        net = faulty()
         mp = trainer(net, trace=trace)
         step(mp)
         net.place.fault = fault
@@ -421,7 +367,7 @@ def test_nothing_that_is_kept_outlives_the_step(fault: Callable[[Tensor], Tensor
 
 
 def test_calls_without_a_backward_are_let_go() -> None:
-    net = Net()
+    net = faulty()
     mp = trainer(net)
     (tracer,) = (one for one in mp._observing._observers if isinstance(one, OverflowTracer))
     for number in range(5):
@@ -438,7 +384,7 @@ def test_calls_without_a_backward_are_let_go() -> None:
 
 def test_a_model_that_the_script_drops_is_not_kept() -> None:
     """Under `mezzo run` one tracer sees all models of a script: those of a search, say."""
-    tracer, net = OverflowTracer(enter=nullcontext), Net()
+    tracer, net = OverflowTracer(enter=nullcontext), faulty()
     x, _ = batch(0)
     tracer.call_begins(net, (x,), {})
     tracer.call_ended(net, net(x))
@@ -450,13 +396,10 @@ def test_a_model_that_the_script_drops_is_not_kept() -> None:
 
 
 def test_a_limit_to_alarms() -> None:
-    mp = trainer(Net(root_of_nothing), 2.0**24)
+    mp = trainer(faulty(root_of_nothing), 2.0**24)
     told = [step(mp, number).finding for number in range(22)]
     assert [one is not None for one in told] == [True] * 20 + [False] * 2
     assert mp.findings == told[:20]
-
-
-# ------------------------------------------------------------------------------------------- it never raises
 
 
 def test_a_model_that_can_not_be_called_again_is_told_of_and_training_goes_on() -> None:
@@ -467,7 +410,7 @@ def test_a_model_that_can_not_be_called_again_is_told_of_and_training_goes_on() 
             return x * one
         raise RuntimeError("the queue of batches is empty\nand more")
 
-    net = Net(twice)
+    net = faulty(twice)
     mp = trainer(net)
     assert not step(mp).skipped
     net.last.weight.data.fill_(6e4)
@@ -489,12 +432,11 @@ BREAKS = {
 
 @pytest.mark.parametrize("broken", list(BREAKS))
 def test_a_tracer_that_fails_does_not_end_the_training(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mp = trainer(Net())
+    mp = trainer(faulty())
     if broken == "live":
         found(mp, 0, log_of_nothing)
-    monkeypatch.setattr(
-        f"mezzo.pytorch.monitor.{BREAKS[broken]}", Mock(side_effect=ValueError("broken on purpose"))
-    )
+    fails = Mock(side_effect=ValueError("broken on purpose"))
+    monkeypatch.setattr(f"mezzo.pytorch.monitor.{BREAKS[broken]}", fails)
     told = found(mp, 1, log_of_nothing)
     assert broken == "live" or "broken on purpose" in told.note
     monkeypatch.undo()
@@ -504,17 +446,16 @@ def test_a_tracer_that_fails_does_not_end_the_training(broken: str, monkeypatch:
 def test_a_collapse_names_the_culprit_and_findings_are_records(tmp_path: Path) -> None:
     with_records = RecordWriter(tmp_path / "run.jsonl")
     scale = mezzo.DynamicLossScale(init=1.0, floor=1.0, patience=2)
-    mp = trainer(Net(root_of_nothing), loss_scale=scale, records=with_records)
+    mp = trainer(faulty(root_of_nothing), loss_scale=scale, records=with_records)
     told = found(mp, 0)
-    with pytest.raises(LossScaleCollapseError, match="backward of sqrt in place"):
+    with pytest.raises(LossScaleCollapseError, match="backward of sqrt in place") as raised:
         step(mp, 1)
+    assert told.remedies[0].partition(":")[0] in str(raised.value)
+    assert "PATTERN" not in str(raised.value)  # the general advice
     mp.close()
     with_records.close()
     record = next(one for one in read(tmp_path / "run.jsonl") if isinstance(one, OverflowRecord))
     assert (record.update, record.optimizer, record.loss_scale, record.finding) == (0, 0, 1.0, told)
-
-
-# ------------------------------------------------------------------------------------------ compiled, in ranks
 
 
 @pytest.fixture
@@ -525,12 +466,11 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.heavy
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script_method:DeprecationWarning", "ignore:The .grad attribute"
-)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "a part"])
 def test_a_compiled_model_is_run_again_as_it_was_written(whole: bool, fresh_compiler: None) -> None:
-    net = Net()
+    net = faulty()
     net.place.fault = root_of_nothing
     if not whole:
         net.place = torch.compile(net.place, backend="aot_eager")  # type: ignore[assignment]

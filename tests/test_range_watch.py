@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
+from faults.models import Net, linear, net
 from mezzo.core.errors import UsageError
 from mezzo.core.ranges import BINS, NAN, WHAT, ZERO, Histogram, RangeRow
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.monitor.module_paths import opaque_part, parameter_paths, paths
 from mezzo.pytorch.monitor.ranges import RangeWatch
+from trainers import stepped
 
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
@@ -32,37 +35,27 @@ def histogram(*tensors: Tensor, scale: float = 1.0) -> Histogram:
     return Histogram.from_bins(bins.tolist(), float(finite.max()) if finite.numel() else 0.0)
 
 
-class Net(nn.Module):
-    """A block that is run twice, a normalisation, dropout, and an output in a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.block = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-        self.norm = nn.BatchNorm1d(8)
-        self.drop = nn.Dropout(0.2)
-        self.head = Head()
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        x = self.first(x)
-        x = self.block(self.block(x))
-        return {"out": self.head(self.drop(self.norm(x)))[0], "count": 3}
-
-
-class Head(nn.Module):
+@net(weight=lambda: nn.Parameter(torch.randn(8, 2)), softplus=nn.Softplus)
+def head(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Two outputs, of which one has no use, and a parameter of its own beside a module."""
+    return self.softplus(x @ self.weight), torch.arange(3)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 2))
-        self.softplus = nn.Softplus()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.softplus(x @ self.weight), torch.arange(3)
+@net(
+    first=linear(6, 8),
+    block=lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()),
+    norm=lambda: nn.BatchNorm1d(8),
+    drop=lambda: nn.Dropout(0.2),
+    head=head,
+)
+def made(self: Any, x: Tensor) -> dict[str, Any]:
+    """A block that is run twice, a normalisation, dropout, and an output in a dict."""
+    x = self.block(self.block(self.first(x)))
+    return {"out": self.head(self.drop(self.norm(x)))[0], "count": 3}
 
 
 SEEN = ["first", "block.0", "block.1", "norm", "drop", "head", "head.softplus"]
-"""Paths of the modules of `Net` whose outputs are looked at, in the order of their calls."""
+"""Paths of the modules of `made` whose outputs are looked at, in the order of their calls."""
 
 
 def batches(count: int, seed: int = 1) -> Iterator[Tensor]:
@@ -71,23 +64,25 @@ def batches(count: int, seed: int = 1) -> Iterator[Tensor]:
         yield torch.randn(12, 6, generator=generator)
 
 
+def squared(model: nn.Module, x: Tensor, factor: float = 1.0) -> Tensor:
+    loss: Tensor = model(x)["out"].float().square().mean()
+    return loss if factor == 1.0 else loss * factor
+
+
 def trained(
     precision: str = "fp16",
     updates: int = 4,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     spike: int = -1,
     **options: Any,
-) -> tuple[Net, mezzo.MixedPrecision, list[Tensor]]:
+) -> tuple[nn.Module, mezzo.MixedPrecision, list[Tensor]]:
     torch.manual_seed(0)
-    model = Net()
+    model = made()
     mp = mezzo.MixedPrecision(model, optimizer(model.parameters(), lr=1e-2), precision, **options)
     losses = []
     for number, x in enumerate(batches(updates * mp.accumulate)):
-        with mp.autocast():
-            loss = model(x)["out"].float().square().mean()
-        if number == spike:
-            loss = loss * 1e30
-        losses.append(mp.step(loss).loss_tensor)
+        factor = 1e30 if number == spike else 1.0
+        losses.append(stepped(mp, squared, model, x, factor).loss_tensor)
     return model, mp, losses
 
 
@@ -109,14 +104,13 @@ def watch_of(mp: mezzo.MixedPrecision) -> RangeWatch:
 
 
 def hooks(model: nn.Module) -> int:
-    """Hooks on all modules and parameters."""
-    on_modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-    return on_modules + sum(
-        len(p._post_accumulate_grad_hooks or ()) + len(p._backward_hooks or ()) for p in model.parameters()
-    )
+    held = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+    held += [
+        hooks for p in model.parameters() for hooks in (p._post_accumulate_grad_hooks, p._backward_hooks)
+    ]
+    return sum(len(hooks or ()) for hooks in held)
 
 
-# options of MixedPrecision
 TRAININGS: dict[str, dict[str, Any]] = {
     "accumulated and clipped, skipping": {"accumulate": 3, "clip_norm": 0.1, "clip_value": 0.05, "spike": 1},
     "split": {"precision": "bf16", "masters": "split"},
@@ -137,38 +131,33 @@ def test_a_watched_training_is_bit_for_bit_the_same(name: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_kind_is_what_a_loop_by_hand_sees(precision: str) -> None:
     """The same step, with `retain_grad` on what the modules return."""
-    torch.manual_seed(0)
-    model = Net()
+    model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scale = 2.0**10
     outputs: dict[str, list[Tensor]] = {path: [] for path in SEEN}
 
-    def keep(path: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            tensor = output[0] if isinstance(output, tuple) else output
-            tensor.retain_grad()
-            outputs[path].append(tensor)
-
-        return hook
+    def keep(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        tensor.retain_grad()
+        outputs[path].append(tensor)
 
     for path in SEEN:
-        model.get_submodule(path).register_forward_hook(keep(path))
+        model.get_submodule(path).register_forward_hook(partial(keep, path))
     (x,) = batches(1)
     with mezzo.autocast(precision):
         loss = model(x)["out"].float().square().mean()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     factor = scale if precision == "fp16" else 1.0
     (loss * factor).backward()
-    gradients = {name: param.grad / factor for name, param in model.named_parameters()}
+    gradients = {}
     for name, param in model.named_parameters():
+        gradients[name] = param.grad / factor
         param.grad = gradients[name].clone()
     optimizer.step()
 
     options = {"loss_scale": scale} if precision == "fp16" else {}
-    _, mp, _ = trained(
-        precision, 1, lambda params, lr: torch.optim.SGD(params, lr=0.5), watch=True, **options
-    )
-    rows = by_key(mp.ranges)
+    sgd = partial(torch.optim.SGD, lr=0.5)
+    rows = by_key(trained(precision, 1, lambda params, lr: sgd(params), watch=True, **options)[1].ranges)
     # `head` hands on what its last module returned, whose gradient arrives at both.
     for path in SEEN:
         row = rows["activation", path, ""]
@@ -189,8 +178,7 @@ def test_every_kind_is_what_a_loop_by_hand_sees(precision: str) -> None:
 
 
 def test_hooks_are_on_the_modules_in_watched_updates_only() -> None:
-    torch.manual_seed(0)
-    model = Net()
+    model = made()
     mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters()), "fp32", watch=3, trace=False)
     own = hooks(model)  # the two that tell of calls
     during, rows = [], []
@@ -242,9 +230,7 @@ def test_a_skipped_update_has_no_ratios_and_shows_the_infinities() -> None:
 def test_masters_are_what_weights_are() -> None:
     model, mp, _ = trained("bf16", 2, watch=2, masters="split", optimizer=torch.optim.SGD)
     before = mezzo.master_state_dict(model, mp.optimizer)["first.weight"]
-    with mp.autocast():
-        loss = model(next(batches(1, seed=7)))["out"].float().square().mean()
-    mp.step(loss)
+    stepped(mp, squared, model, next(batches(1, seed=7)))
     after = mezzo.master_state_dict(model, mp.optimizer)["first.weight"]
     rows = by_key(mp.ranges)
     row, ratio = rows["weight", "first", "weight"], rows["update ratio", "first", "weight"]
@@ -265,17 +251,13 @@ def test_released_gradients_are_seen_from_the_second_update(clip_norm: float | N
         assert by_key(one.rows) == by_key(other.rows)
 
 
-class Checkpointed(nn.Module):
-    """Two layers with dropout, of which one is run again in backward."""
-
-    def __init__(self, how: bool | None) -> None:
-        super().__init__()
-        self.outer, self.how = nn.Linear(6, 8), how
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
+def checkpointed(how: bool | None) -> Any:
+    def forward(self: Any, x: Tensor) -> Tensor:
         x = self.outer(x)
-        return self.inner(x) if self.how is None else checkpoint(self.inner, x, use_reentrant=self.how)
+        return self.inner(x) if how is None else checkpoint(self.inner, x, use_reentrant=how)
+
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())
+    return Net(forward, outer=linear(6, 8), inner=lambda: inner)
 
 
 @pytest.mark.parametrize("how", [False, True], ids=["not reentrant", "reentrant"])
@@ -283,12 +265,10 @@ def test_what_a_checkpoint_repeats_is_counted_once(how: bool) -> None:
     found = []
     for kind in (None, how):
         torch.manual_seed(0)
-        model = Checkpointed(kind)
+        model = checkpointed(kind)
         mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16", watch=1)
         for x in batches(2):
-            with mp.autocast():
-                loss = model(x).float().square().mean()
-            mp.step(loss)
+            stepped(mp, lambda x, model=model: model(x).float().square().mean(), x)
         found.append(by_key(mp.ranges))
         mp.close()
     assert found[0] == found[1]
@@ -297,17 +277,15 @@ def test_what_a_checkpoint_repeats_is_counted_once(how: bool) -> None:
 def test_evaluation_penalties_and_parts_called_alone_are_not_counted() -> None:
     expected = by_key(trained("fp32", 1, torch.optim.SGD, watch=1)[1].ranges)
     torch.manual_seed(0)
-    model = Net()
+    model = made()
     mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1e-2), "fp32", watch=1)
     (x,) = batches(1)
 
     def evaluate() -> None:
-        state = torch.get_rng_state()
         model.eval()
-        with torch.no_grad():
+        with torch.random.fork_rng(), torch.no_grad():
             model(x)
         model.train()
-        torch.set_rng_state(state)
 
     evaluate()
     with mp.autocast():
@@ -321,24 +299,16 @@ def test_evaluation_penalties_and_parts_called_alone_are_not_counted() -> None:
     assert by_key(mp.ranges) == expected
 
 
-# ------------------------------------- several models and optimizers, records, notes, paths, and what goes wrong
-
-
 def test_two_optimizers_of_one_loop_see_their_own() -> None:
     """A GAN: each has its own model and interval; the discriminator's gradients in the other's step are not its own."""
-    torch.manual_seed(0)
     maker, judge = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 1))
     sgd = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (judge, maker)]
     pairs = zip((judge, maker), sgd, (1, 2))
     mps = [mezzo.MixedPrecision(model, one, "fp16", watch=every) for model, one, every in pairs]
     for _ in range(3):
         fake, real = maker(torch.randn(5, 3)), torch.randn(5, 4)
-        with mps[0].autocast():
-            loss = judge(fake.detach()).float().mean() - judge(real).float().mean()
-        mps[0].step(loss)
-        with mps[1].autocast():
-            loss = -judge(maker(torch.randn(5, 3))).float().mean()
-        mps[1].step(loss)
+        stepped(mps[0], lambda x, y: judge(x).float().mean() - judge(y).float().mean(), fake.detach(), real)
+        stepped(mps[1], lambda x: -judge(maker(x)).float().mean(), torch.randn(5, 3))
     of_judge, of_maker = (watch_of(mp).drain() for mp in mps)
     assert [record.update for record in of_judge] == [0, 1, 2]
     assert [record.update for record in of_maker] == [0, 2]
@@ -352,16 +322,13 @@ def test_two_optimizers_of_one_loop_see_their_own() -> None:
 def test_sparse_gradients_are_seen_by_their_values() -> None:
     model = nn.Sequential(nn.Embedding(100, 4, sparse=True))
     mp = mezzo.MixedPrecision(model, torch.optim.SparseAdam(model.parameters()), "fp32", watch=1)
-    with mp.autocast():
-        loss = model(torch.tensor([3, 3, 7])).sum()
-    mp.step(loss)
+    stepped(mp, lambda: model(torch.tensor([3, 3, 7])).sum())
     rows = by_key(mp.ranges)
     assert rows["weight gradient", "0", "weight"].histogram == Histogram(0, [4, 4], largest=2.0)
     assert rows["update ratio", "0", "weight"].histogram.zeros == 392
 
 
 def test_a_backward_that_raises_leaves_nothing() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mp = mezzo.MixedPrecision(model, optimizer, "fp32", watch=1, trace=False)
@@ -374,9 +341,7 @@ def test_a_backward_that_raises_leaves_nothing() -> None:
         mp.step(out.sum())
     assert hooks(model) == own
     assert mp.ranges == []
-    with mp.autocast():
-        out = model(x)
-    mp.step(out.sum())
+    stepped(mp, lambda: model(x).sum())
     assert by_key(mp.ranges)["activation", "0", ""].histogram.elements == 48
     assert [record.update for record in watch_of(mp).drain()] == [0]
     model(x)
@@ -384,16 +349,22 @@ def test_a_backward_that_raises_leaves_nothing() -> None:
     assert hooks(model) == 0
 
 
-def test_what_only_the_device_knows_is_read_when_somebody_asks() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+def watched_step(weight: Tensor, gradient: Tensor, scale: Any, skipped: Any = False) -> RangeWatch:
+    model = nn.Module()
+    model.weight = nn.Parameter(weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     watch = RangeWatch(model, optimizer, every=1, note=[].append)
+    model.weight.grad = gradient
+    watch.update_begins(optimizer, scale)
+    optimizer.step()
+    watch.update_ended(optimizer, index=0, number=0, skipped=skipped, loss_scale=scale)
+    return watch
+
+
+def test_what_only_the_device_knows_is_read_when_somebody_asks() -> None:
     for skipped in (True, False):
-        model.weight.grad = torch.full((1, 2), 64.0)
         scale = torch.tensor(16.0)
-        watch.update_begins(optimizer, scale)
-        optimizer.step()
-        watch.update_ended(optimizer, index=0, number=0, skipped=torch.tensor(skipped), loss_scale=scale)
+        watch = watched_step(torch.ones(1, 2), torch.full((1, 2), 64.0), scale, torch.tensor(skipped))
         scale.zero_()  # whoever owns it may go on with it
         (record,) = watch.drain()
         assert record.loss_scale == 16.0
@@ -403,29 +374,23 @@ def test_what_only_the_device_knows_is_read_when_somebody_asks() -> None:
 
 
 def test_ratios_of_large_parameters_are_zero_where_nothing_moved_and_infinite_from_zero() -> None:
-    size, model = 100_000, nn.Module()
-    model.weight = nn.Parameter(torch.tensor([1.0, -2.0, 0.0, 0.0, 4.0]).repeat(size))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    watch = RangeWatch(model, optimizer, every=1, note=[].append)
-    model.weight.grad = torch.tensor([-0.5, -1.0, 0.0, -3.0, 0.0]).repeat(size)
-    watch.update_begins(optimizer, 1.0)
-    optimizer.step()
-    watch.update_ended(optimizer, index=0, number=0, skipped=False, loss_scale=1.0)
+    size = 100_000
+    weight, gradient = torch.tensor([[1.0, -2.0, 0.0, 0.0, 4.0], [-0.5, -1.0, 0.0, -3.0, 0.0]]).repeat(
+        1, size
+    )
+    watch = watched_step(weight, gradient, 1.0)
     (row,) = (row for row in watch.rows if row.what == "update ratio")
     assert row.histogram == Histogram(-1, [2 * size], zeros=2 * size, infinities=size, largest=0.5)
 
 
 def test_compiled_insides_are_left_out_and_said_so_once() -> None:
-    torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(6, 4), nn.ReLU())
     model = nn.Sequential(torch.compile(inner, backend="eager"), nn.Linear(4, 2))
     mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", watch=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for x in batches(2):
-            with mp.autocast():
-                loss = model(x).sum()
-            mp.step(loss)
+            stepped(mp, lambda x: model(x).sum(), x)
     assert len([w for w in caught if str(w.message).startswith("watch:")]) == 1
     assert "watch: 0 is compiled" in watch_of(mp).notes[0]
     rows = by_key(mp.ranges)
@@ -434,7 +399,7 @@ def test_compiled_insides_are_left_out_and_said_so_once() -> None:
 
 
 def test_paths_are_those_of_the_model_without_its_wrappers() -> None:
-    net = Net()
+    net = made()
     wrapped = nn.DataParallel(torch.compile(net, backend="eager"))
     assert parameter_paths(wrapped) == parameter_paths(net)
     assert parameter_paths(net)[id(net.block[0].bias)] == ("block.0", "bias")

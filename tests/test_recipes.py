@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 import mx_casts
+from faults.models import linear, net
 from mezzo.core import formats
-from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.errors import UsageError
 from mezzo.core.recipes import ELEMENTS, RECIPES, Factor, Recipe, read_recipe
 from mezzo.pytorch.autocast.modules import described, last_blocks_of, with_heads
 from mezzo.pytorch.block_formats import _patterns
 from mezzo.pytorch.kernels.quantized import hadamard, quantize
 from mezzo.pytorch.kernels.quantized_linear import quantized_linear
 from mezzo.pytorch.rounding import random_integers
-from run_scripts import launcher
+from trainers import refused, stepped
 
 BLOCKS = ["mxfp8", "fp8-block", "nvfp4"]
 
@@ -34,7 +38,7 @@ def matrix(rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.bf
 
 
 def scale_by_definition(largest: float, factor: Factor) -> float:
-    """OCP MX's shared scale: rounded up for training, or by the text of the standard."""
+    """A power of two: rounded up for training, or by the text of OCP MX."""
     if factor.scale == "e8m0-floor":
         top = math.floor(math.log2(factor.largest))
         return 2.0 ** max(-127, math.floor(math.log2(largest)) - top) if largest else 2.0**-127
@@ -43,8 +47,7 @@ def scale_by_definition(largest: float, factor: Factor) -> float:
 
 
 MX = [
-    *(Factor(element, (1, 32), "e8m0") for element in ("e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1")),
-    Factor("e4m3fn", (1, 32), "e8m0-floor"),
+    Factor("e4m3fn", (1, 32), "e8m0"),
     Factor("e2m1", (1, 32), "e8m0-floor"),
     Factor("e4m3fn", (1, 16)),
     Factor("e4m3fn", (16, 16)),
@@ -62,13 +65,11 @@ def test_codes_and_scales_of_one_scale_a_block(factor: Factor, dim: int) -> None
     if dim == 0:
         codes, scales = codes.t(), scales.t()
     height, width = factor.block
-    for i in range(0, 64, height):
-        for j in range(0, 64, width):
-            block = x[i : i + height, j : j + width].double()
-            scale = scale_by_definition(block.abs().max().item(), factor)
-            assert scales[i // height, j // width].item() == scale
-            expected = formats.round(block / scale, factor.element, overflow="saturate").float()
-            assert torch.equal(codes[i : i + height, j : j + width], expected)
+    largest = x.abs().double().reshape(64 // height, height, 64 // width, width).amax((1, 3))
+    expected = [[scale_by_definition(one, factor) for one in row] for row in largest.tolist()]
+    assert scales.tolist() == expected
+    spread = scales.double().repeat_interleave(height, 0).repeat_interleave(width, 1)
+    assert torch.equal(codes, formats.round(x.double() / spread, factor.element, overflow="saturate").float())
 
 
 @pytest.mark.parametrize("scale", mx_casts.MODES)
@@ -98,34 +99,6 @@ def test_nvfp4_casts_are_those_of_torchao(case: str) -> None:
     assert found == json.loads(mx_casts.FILE.read_text(encoding="utf-8"))["nvfp4"][case]
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("dim", [1, 0])
-def test_codes_and_scales_of_nvfp4(rows: int, dim: int) -> None:
-    """Each step is one FP32 operation; a step in FP64 rounded to FP32 would be another number."""
-    factor = Factor("e2m1", (rows, 16), "e4m3fn")
-    for seed, size in ((0, 1.0), (1, 1e-30), (2, 1e30), (3, 0.0)):
-        x = matrix(32, 64, seed, torch.float32) * size
-        x[:16, :16] = 0
-        found = quantize(x if dim == 1 else x.t().contiguous(), factor, dim)
-        one, f32 = torch.tensor(1.0), torch.float32
-        largest = x.abs().max()
-        s_enc = torch.div(torch.tensor(2688.0), largest).clamp(max=torch.finfo(f32).max) if size else one
-        blocks = x.abs().reshape(32 // rows, rows, 4, 16).amax((1, 3))
-        s_dec = formats.round((blocks * (s_enc * (one / 6))).clamp(max=448), "e4m3fn").to(f32)
-        encode = torch.div(one, s_dec * torch.div(one, s_enc)).clamp(max=torch.finfo(f32).max)
-        spread = encode.repeat_interleave(rows, 0).repeat_interleave(16, 1)
-        codes = formats.round((x * spread).clamp(-6, 6), "e2m1")
-        ours = (
-            (found.codes.float(), found.inv_scale)
-            if dim == 1
-            else (found.codes.float().t(), found.inv_scale.t())
-        )
-        assert torch.equal(ours[0], codes)
-        assert torch.equal(ours[1], s_dec)
-        assert found.tensor_scale is not None
-        assert torch.equal(found.tensor_scale, torch.div(one, s_enc))
-
-
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_stochastic_rounding_of_elements_is_that_of_formats(element: str) -> None:
     form = formats.named(element)
@@ -146,9 +119,8 @@ def test_the_hash_is_uniform(dtype: torch.dtype) -> None:
         assert 0 <= u.min() < u.max() < 1
         counts = torch.histc(u, 64, 0, 1)
         expected = u.numel() / 64
-        assert (
-            (counts - expected) ** 2 / expected
-        ).sum() < 120  # chi-squared, 63 degrees of freedom: p below 1e-5
+        # Chi-squared, 63 degrees of freedom: p below 1e-5.
+        assert ((counts - expected) ** 2 / expected).sum() < 120
         assert abs(torch.corrcoef(torch.stack([u[:, 1:].flatten(), u[:, :-1].flatten()]))[0, 1]) < 0.01
 
 
@@ -191,21 +163,18 @@ def test_the_three_products(recipe: Recipe, native: str, monkeypatch: pytest.Mon
     b, g = torch.randn(n, requires_grad=True), matrix(40, n, 3).clamp(-2, 2)
     y = quantized_linear(x, w, b, recipe=recipe)
     y.backward(g)
-    assert (y.dtype, x.grad.dtype, w.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)  # type: ignore[union-attr]
+    assert (y.dtype, x.grad.dtype, w.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
     pairs = {
-        "y": (decoded(x, recipe.output[0], 1), decoded(w, recipe.output[1], 1).t(), y, b.bfloat16().double()),
-        "dx": (decoded(g, recipe.input_gradient[0], 1), decoded(w, recipe.input_gradient[1], 0), x.grad, 0),
-        "dw": (
-            decoded(g, recipe.weight_gradient[0], 0).t(),
-            decoded(x, recipe.weight_gradient[1], 0),
-            w.grad,
-            0,
-        ),
+        "y": (x, 1, recipe.output, w, 1, y, b.bfloat16().double()),
+        "dx": (g, 1, recipe.input_gradient, w, 0, x.grad, 0),
+        "dw": (g, 0, recipe.weight_gradient, x, 0, w.grad, 0),
     }
-    for what, (left, right, found, bias) in pairs.items():
+    for what, (one, along, factors, other, across, found, bias) in pairs.items():
+        left, right = decoded(one, factors[0], along), decoded(other, factors[1], across)
+        left, right = (left if along else left.t()), (right.t() if across else right)
         shared = min(left.shape[1], right.shape[0])  # the rest of the longer blocks is zeros
         left, right = left[:, :shared], right[:shared]
-        error = (found.double() - (left @ right + bias)).abs()  # type: ignore[union-attr]
+        error = (found.double() - (left @ right + bias)).abs()
         bound = 2.0**-7 * (left.abs() @ right.abs() + torch.as_tensor(bias).abs())  # two roundings to bf16
         assert (error <= bound + 1e-30).all(), what
     assert torch.allclose(b.grad, g.float().sum(0))  # type: ignore[arg-type]
@@ -253,22 +222,36 @@ def test_a_scale_below_the_smallest_fp32_number() -> None:
     assert torch.equal(found.values(torch.float32), torch.zeros(2, 32))
 
 
+SCRIPT = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 60), nn.Linear(60, 4))
+model(torch.ones(2, 128)).sum().backward()
+"""
+
+
 @pytest.mark.parametrize("name", BLOCKS)
-def test_compute_in_bf16_where_sizes_do_not_fit_and_explain_says_so(name: str) -> None:
-    model = nn.Sequential(
-        nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 128), nn.Linear(128, 128), nn.Linear(128, 4)
-    )
-    text = str(mezzo.explain(model, torch.randn(4, 256), precision=name))
-    assert f"multiple of {RECIPES[name].multiple}" in text
-    assert f"{name} in 1 linear layer: 3." in text
+def test_layers_compute_in_bf16_where_sizes_do_not_fit_and_say_so(name: str, launch: Any) -> None:
+    """In `explain`, which knows the sizes of lazy layers, and in the summary of a run."""
+    first, second = nn.Linear(128, 128), nn.Linear(128, 60)
+    if name == "mxfp8":  # NVFP4 takes two lazy layers for equal blocks
+        first, second = nn.LazyLinear(128), nn.LazyLinear(60)
+    model = nn.Sequential(first, second, nn.Linear(60, 4))
+    explained = str(mezzo.explain(model, torch.ones(2, 128), precision=name))
+    for text in (explained, launch(SCRIPT, policy=name).err):
+        for part in (
+            f"{name} in 1 linear layer: 0.",
+            "1 (bf16: 60 outputs",
+            f"multiple of {RECIPES[name].multiple}",
+        ):
+            assert part in text
+    assert "Emulated on cpu" in text
 
 
 def blocks(count: int) -> nn.Module:
-    """Equal blocks of two layers, a layer whose sizes fit no recipe, and a head."""
     each = [nn.ModuleDict({"up": nn.Linear(128, 64), "down": nn.Linear(64, 128)}) for _ in range(count)]
-    return nn.ModuleDict(
-        {"odd": nn.Linear(128, 65), "blocks": nn.ModuleList(each), "head": nn.Linear(128, 16)}
-    )
+    odd, head = nn.Linear(128, 65), nn.Linear(128, 16)
+    return nn.ModuleDict({"odd": odd, "blocks": nn.ModuleList(each), "head": head})
 
 
 def attention() -> nn.Module:
@@ -313,107 +296,60 @@ def test_each_layer_is_listed_once_in_its_format(
     assert sorted(names) == sorted(apart)
 
 
-SCRIPT = """
-import torch
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 60), torch.nn.Linear(60, 4))
-model(torch.ones(2, 64)).sum().backward()
-"""
+@net(up=lambda: nn.Parameter(torch.randn(4, 64, 64)))
+def experts(self: Any, x: Tensor) -> Tensor:
+    return torch.bmm(x.expand(4, *x.shape), self.up).mean(0)
 
 
-def test_the_summary_of_a_run_names_layers_and_reasons(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = launcher(tmp_path, capsys)(SCRIPT, policy="mxfp8").err
-    for part in (
-        "mxfp8 in 1 linear layer: 0.",
-        "1 (bf16: 60 outputs",
-        "multiple of 32",
-        "Emulated on cpu",
-        "10.0",
-    ):
-        assert part in text
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(4, 64, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(x.expand(4, *x.shape), self.up).mean(0)
-
-
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.experts, self.head = nn.Linear(64, 64), Experts(), nn.Linear(64, 4)
-        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(64, 64, 32, padding=16))
-        self.bias = nn.Parameter(torch.randn(4, 64, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.conv(self.experts(self.into(x)).t()).t()) + self.bias.mean()
-        return out
+@net(
+    into=linear(64, 64),
+    experts=experts,
+    conv=lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(64, 64, 32, padding=16)),
+    head=linear(64, 4),
+    bias=lambda: nn.Parameter(torch.randn(4, 64, 1)),
+)
+def mixture(self: Any, x: Tensor) -> Tensor:
+    return self.head(self.conv(self.experts(self.into(x)).t()).t()) + self.bias.mean()
 
 
 def test_explain_names_batched_weights_of_experts() -> None:
-    text = mezzo.explain(Mixture(), torch.randn(8, 64), precision="mxfp8").as_text(300)
+    text = mezzo.explain(mixture(), torch.randn(8, 64), precision="mxfp8").as_text(300)
     assert "experts.up (bf16: 4 matrices" in text
     assert "conv" not in next(line for line in text.splitlines() if "Not in mxfp8" in line)
-    assert "up (bf16" not in mezzo.explain(
-        Mixture(), torch.randn(8, 64), precision="bf16,module.into=mxfp8"
-    ).as_text(300)
+    text = mezzo.explain(mixture(), torch.randn(8, 64), precision="bf16,module.into=mxfp8").as_text(300)
+    assert "up (bf16" not in text
+
+
+def test_a_run_with_batched_weights_of_experts_names_the_line(launch: Any) -> None:
+    layers = "torch.nn.Linear(64, 64), experts(), torch.nn.Linear(64, 4)"
+    script = f"import torch\nfrom {__name__} import experts\nmodel = torch.nn.Sequential({layers})\n"
+    ran = launch(f"{script}model(torch.ones(2, 64)).sum().backward()", policy="mxfp8")
+    assert (ran.status, "module.1=bf16" in ran.err) == (1, True)
 
 
 @pytest.mark.parametrize("precision", ["mxfp8", "nvfp4", "bf16,module.**=mxfp8,module.experts=mxfp8", "bf16"])
 def test_batched_weights_of_experts_need_a_line_of_the_policy(precision: str) -> None:
     def trained(text: str, model: nn.Module) -> float | None:
         mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
-        with mp.autocast():
-            loss = model(torch.randn(8, 64)).square().mean()
-        return mp.step(loss).loss
+        return stepped(mp, lambda: model(torch.randn(8, 64)).square().mean()).loss
 
     if precision in BLOCKS:
-        with pytest.raises(UsageError) as caught:
-            trained(precision, Mixture())
-        assert all(part in str(caught.value) for part in ("experts.up", "4 matrices", "module.experts=bf16"))
-        with pytest.raises(UsageError, match=r"bf16,module\.PATH="):
-            trained(precision, Experts())
+        with refused(UsageError, "experts.up", "4 matrices", "module.experts=bf16"):
+            trained(precision, mixture())
+        with refused(UsageError, "bf16,module.PATH="):
+            trained(precision, experts())
         precision = f"{precision},module.experts=bf16"
-    assert trained(precision, Mixture()) is not None
-
-
-def test_a_run_with_batched_weights_of_experts_names_the_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = """
-import torch
-class Experts(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = torch.nn.Parameter(torch.ones(4, 64, 64))
-    def forward(self, x):
-        return torch.bmm(x.expand(4, *x.shape), self.up).sum(0)
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), Experts(), torch.nn.Linear(64, 4))
-model(torch.ones(2, 64)).sum().backward()
-"""
-    ran = launcher(tmp_path, capsys)(script, policy="mxfp8")
-    assert (ran.status, "module.1=bf16" in ran.err) == (1, True)
-
-
-def test_the_last_blocks_stay_in_bf16_under_nvfp4() -> None:
-    blocks = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(14)])
-    model = nn.ModuleDict({"embed": nn.Embedding(8, 32), "blocks": blocks, "head": nn.Linear(32, 8)})
-    assert last_blocks_of(model, 0.15) == ["blocks.11", "blocks.12", "blocks.13"]
-    assert last_blocks_of(model, 0.0) == []
-    assert last_blocks_of(nn.Linear(2, 2), 0.15) == []
+    assert trained(precision, mixture()) is not None
 
 
 def test_which_blocks_are_the_last() -> None:
+    many = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(14)])
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 32), "blocks": many, "head": nn.Linear(32, 8)})
+    assert last_blocks_of(model, 0.15) == ["blocks.11", "blocks.12", "blocks.13"]
+    assert last_blocks_of(model, 0.0) == last_blocks_of(nn.Linear(2, 2), 0.15) == []
     both = nn.Transformer(32, 2, 6, 6, 32, batch_first=True)
     assert last_blocks_of(both, 0.15) == ["decoder.layers.5"]
-    flat = nn.Sequential(
-        nn.Linear(32, 32), *[nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)], nn.Linear(32, 8)
-    )
+    flat = nn.Sequential(nn.Linear(32, 32), *many[:4], nn.Linear(32, 8))
     assert last_blocks_of(flat, 0.5) == ["3", "4"]
     again = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(32, 32)] * 8), "head": nn.Linear(32, 8)})
     assert last_blocks_of(again, 0.15) == []  # one block, eight times
@@ -422,89 +358,50 @@ def test_which_blocks_are_the_last() -> None:
     assert any("blocks" in note and note.startswith("No ") for note in notes)
 
 
-def test_explain_knows_the_sizes_of_lazy_layers() -> None:
-    model = nn.Sequential(nn.LazyLinear(64), nn.LazyLinear(60), nn.Linear(60, 16))
-    text = str(mezzo.explain(model, torch.randn(4, 32), precision="mxfp8"))
-    assert "mxfp8 in 1 linear layer: 0." in text
-    assert "1 (bf16: 60 outputs" in text
-
-
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_training_follows_bf16(name: str) -> None:
     losses = {}
     for precision in ("bf16", name):
         torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 1)
-        )
+        inner = (nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh())
+        model = nn.Sequential(*inner, nn.Linear(128, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
         mp = mezzo.MixedPrecision(model, optimizer, precision)
         x = torch.randn(96, 128)
         target = x[:, :1] * x[:, 1:2]
-        seen = []
-        for _ in range(60):
-            with mp.autocast():
-                loss = nn.functional.mse_loss(model(x), target)
-            seen.append(mp.step(loss).loss)
-        losses[precision] = seen
+        compute = partial(lambda model, x, target: nn.functional.mse_loss(model(x), target), model, x, target)
+        losses[precision] = [stepped(mp, compute).loss for _ in range(60)]
     assert losses[name] != losses["bf16"]
     assert losses[name][-1] < 0.2 * losses[name][0]  # type: ignore[operator]
     assert losses[name][:5] == pytest.approx(losses["bf16"][:5], rel=0.1)
 
 
-def test_every_recipe_trains_a_model_whose_head_is_also_its_last_block() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    for text in ("nvfp4", "nvfp4,recipe=nvfp4-plain", "mxfp8,recipe=mxfp8-floor"):
-        mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
-        with mp.autocast():
-            loss = model(torch.ones(2, 32)).sum()
-        mp.step(loss)
-        mp.close()
+def _changed(of: Recipe = RECIPES["mxfp8"], **changes: Any) -> Callable[[], Recipe]:
+    return lambda: replace(of, **changes)
 
 
+# What is made, parts of the error.
 WRONG = [
-    (lambda: Factor("fp8", (1, 32)), UnknownNameError, ("fp8", "e4m3fn")),
-    (lambda: Factor("e4m3fn", (1, 32), "e8m"), UnknownNameError, ("e8m", "e8m0")),
-    (lambda: Factor("e4m3fn", (1, -1)), UsageError, ("[1, -1]", "[1, 32]")),
-    (lambda: Factor("e4m3fn", (1, 16), "e4m3fn"), UsageError, ("e4m3fn", "element='e2m1'")),
-    (
-        lambda: replace(RECIPES["mxfp8"], name="mine", output=(Factor("e4m3fn", (32, 32)),) * 2),
-        UsageError,
-        ("mine", "[32, 32]", "output"),
-    ),
-    (
-        lambda: replace(RECIPES["fp8-block"], multiple=48),
-        UsageError,
-        ("48", "[1, 128]", "x has in output", "multiple=384"),
-    ),
+    (lambda: Factor("fp8", (1, 32)), ("fp8", "e4m3fn")),
+    (lambda: Factor("e4m3fn", (1, 32), "e8m"), ("e8m", "e8m0")),
+    (lambda: Factor("e4m3fn", (1, -1)), ("[1, -1]", "[1, 32]")),
+    (lambda: Factor("e4m3fn", (1, 16), "e4m3fn"), ("e4m3fn", "element='e2m1'")),
+    (_changed(name="mine", output=(Factor("e4m3fn", (32, 32)),) * 2), ("mine", "[32, 32]", "output")),
+    (_changed(RECIPES["fp8-block"], multiple=48), ("48", "[1, 128]", "x has in output", "multiple=384")),
     # The weight's gradient would have 64 rows in place of 48; the factors of the output 128 and 96 columns.
     (
-        lambda: replace(MIXED, multiple=32, weight_gradient=(Factor("e2m1", (64, 16), "e4m3fn"), _MXFP8)),
-        UsageError,
+        _changed(MIXED, weight_gradient=(Factor("e2m1", (64, 16), "e4m3fn"), _MXFP8)),
         ("32", "[64, 16]", "g", "weight_gradient", "multiple=64"),
     ),
-    (
-        lambda: replace(RECIPES["mxfp8"], output=(Factor("e4m3fn", (1, 64)), _MXFP8)),
-        UsageError,
-        ("[1, 64]", "x has in output", "multiple=64"),
-    ),
-    (
-        lambda: replace(RECIPES["mxfp8"], output=(replace(_MXFP8, hadamard=True), _MXFP8)),
-        UsageError,
-        ("hadamard", "output", "x and w"),
-    ),
+    (_changed(output=(Factor("e4m3fn", (1, 64)), _MXFP8)), ("[1, 64]", "x has in output", "multiple=64")),
+    (_changed(output=(replace(_MXFP8, hadamard=True), _MXFP8)), ("hadamard", "output", "x and w")),
 ]
 
 
-def test_only_fp8_has_the_scales_that_hardware_takes() -> None:
-    assert [name for name, recipe in RECIPES.items() if recipe.hardware == "fp8"] == ["fp8", "fp8-rowwise"]
-
-
-@pytest.mark.parametrize(("make", "error", "parts"), WRONG)
-def test_a_recipe_that_cannot_be(make: object, error: type[Exception], parts: tuple[str, ...]) -> None:
-    with pytest.raises(error) as caught:
-        make()  # type: ignore[operator]
-    assert all(part in str(caught.value) for part in parts)
+@pytest.mark.parametrize(("make", "parts"), WRONG)
+def test_a_recipe_that_cannot_be(make: Callable[[], Any], parts: tuple[str, ...]) -> None:
+    with refused(UsageError, *parts):
+        make()
 
 
 MINE = """
@@ -578,12 +475,13 @@ WRONG_FILES = [
 @pytest.mark.parametrize(("text", "parts"), WRONG_FILES)
 def test_a_wrong_file_is_refused(text: str, parts: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(text)
-    with pytest.raises(UsageError) as caught:
+    with refused(UsageError, "mine.toml", *parts):
         mezzo.policy(f"mxfp8,recipe={tmp_path}/mine.toml")
-    assert all(part in str(caught.value) for part in ("mine.toml", *parts))
 
 
 def test_a_recipe_by_name_and_where_it_has_no_place() -> None:
+    assert [name for name, recipe in RECIPES.items() if recipe.hardware == "fp8"] == ["fp8", "fp8-rowwise"]
+    assert all(hash(recipe) == hash(replace(recipe, name=name)) for name, recipe in RECIPES.items())
     assert mezzo.policy("nvfp4,recipe=nvfp4-plain").quantization == RECIPES["nvfp4-plain"]
     assert mezzo.policy("fp8,scaling=rowwise").quantization == RECIPES["fp8-rowwise"]
     assert mezzo.policy("bf16,module.x=fp8,scaling=rowwise").with_modules("bf16", ()) == mezzo.policy("bf16")
@@ -610,13 +508,6 @@ def test_a_recipe_by_name_where_another_layer_stays_in_bf16(text: str) -> None:
     mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
     with mp.autocast():
         assert torch.equal(model(x), expected)
-
-
-def test_recipes_are_plain_data() -> None:
-    for name, recipe in RECIPES.items():
-        assert isinstance(recipe, Recipe)
-        assert recipe.name == name
-        assert hash(recipe) == hash(replace(recipe))
 
 
 @pytest.mark.parametrize("name", [*BLOCKS, "fp8", "nvfp4-plain"])
@@ -660,9 +551,8 @@ WRONG_CALLS = [
 
 @pytest.mark.parametrize(("arguments", "parts"), WRONG_CALLS)
 def test_a_wrong_call_of_quantize(arguments: tuple[object, ...], parts: tuple[str, ...]) -> None:
-    with pytest.raises(UsageError) as caught:
+    with refused(UsageError, *parts):
         formats.quantize(*arguments)  # type: ignore[arg-type]
-    assert all(part in str(caught.value) for part in parts)
 
 
 def losses(precision: str, way: str) -> list[float]:
@@ -681,13 +571,7 @@ def losses(precision: str, way: str) -> list[float]:
         return nn.functional.cross_entropy(net["head"](inner), target)
 
     called = torch.compile(forward, backend="aot_eager") if way == "compiled" else forward
-    found = []
-    for _ in range(3):
-        with mp.autocast():
-            loss = called()
-        found.append(float(loss.detach()))
-        mp.step(loss)
-    return found
+    return [stepped(mp, called).loss for _ in range(3)]
 
 
 @pytest.mark.parametrize("precision", ["mxfp8", "fp8-block", "nvfp4"])
@@ -696,3 +580,11 @@ def test_checkpointed_and_compiled_steps_have_the_bits_of_eager_ones(precision: 
     assert eager != losses("bf16", "eager")
     for way in ("reentrant", "not reentrant", "compiled"):
         assert losses(precision, way) == eager, way
+
+
+def test_a_model_trains_whose_head_is_also_its_last_block() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    for text in ("nvfp4", "nvfp4,recipe=nvfp4-plain", "mxfp8,recipe=mxfp8-floor"):
+        mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
+        stepped(mp, lambda: model(torch.ones(2, 32)).sum())
+        mp.close()

@@ -129,8 +129,3 @@ def test_a_constant_scale_has_a_smaller_one_to_try(scale: float, smaller: float)
     offered = policies(of_constant_scale(scale))
     assert mezzo.policy(offered[0]).loss_scale == mezzo.policy(f"fp16,loss_scale={smaller!r}").loss_scale
     assert offered[1] == "fp16,loss_scale=dynamic"
-
-
-# ------------------------------------------------------------------------------------------ the report's sentence
-
-BAD = fact("fp32", 1.5, nans=4)

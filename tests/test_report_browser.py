@@ -166,10 +166,10 @@ def test_values_under_the_pointer(pages: dict[str, Path]) -> None:
     assert (seen["pointed"][1], seen["rested"][1]) == ("visible", "hidden")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["failed", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("one_step", "bare", "one_seed"))],
-)
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("one_step", "bare", "one_seed")]
+
+
+@pytest.mark.parametrize("name", ["failed", *NIGHTLY])
 def test_what_went_wrong_still_makes_a_page_that_fits(name: str, tmp_path: Path) -> None:
     seen = probe(build(comparisons.FOLDERS[name](tmp_path / name)), width=360)
     assert seen["scroll"] == seen["width"] == 360
@@ -185,22 +185,17 @@ def test_paper(name: str, pages: dict[str, Path], tmp_path: Path) -> None:
 def test_a_folded_list_is_printed(tmp_path: Path) -> None:
     page = build(comparisons.many_ops(tmp_path / "run"))
     whole = sheets(page, tmp_path)
-    page.write_text(
-        page.read_text(encoding="utf-8").replace("::details-content", "::marker"), encoding="utf-8"
-    )
+    text = page.read_text(encoding="utf-8").replace("::details-content", "::marker")
+    page.write_text(text, encoding="utf-8")
     assert sheets(page, tmp_path) < whole
 
 
 def sheets(page: Path, place: Path, *, dark: bool = False) -> int:
-    """How many sheets a page takes on paper."""
     target = place / "report.pdf"
     chromium.run(page, f"--print-to-pdf={target}", "--no-pdf-header-footer", dark=dark)
     data = target.read_bytes()
     assert data.startswith(b"%PDF-")
     return len(re.findall(rb"/Type\s*/Page\b", data))
-
-
-# Ranges: the script's arithmetic is the library's.
 
 
 def test_the_slider_computes_what_the_library_does(pages: dict[str, Path]) -> None:

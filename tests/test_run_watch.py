@@ -34,8 +34,6 @@ for step in range(4):
 
 
 class Told(Mock):
-    """An observer whose calls are kept."""
-
     def __init__(self, **others: Any) -> None:
         super().__init__(spec=StepObserver, finding=None, **others)
         self.update_ended.side_effect = self.diagnose
@@ -55,7 +53,6 @@ class Told(Mock):
         return [call[0] for call in self.method_calls if call[0] != "drain"]
 
     def given(self, name: str, place: int = 1) -> list[Any]:
-        """An argument of all calls of a method."""
         return [call.args[place] for call in getattr(self, name).call_args_list]
 
 
@@ -71,10 +68,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     return one
 
 
-@pytest.mark.parametrize(
-    ("policy", "seen", "scale"),
-    [("fp32", "float32", 1.0), ("bf16", "bfloat16", 1.0), ("fp16", "float16", 65536.0)],
-)
+PLANS = [("fp32", "float32", 1.0), ("bf16", "bfloat16", 1.0), ("fp16", "float16", 65536.0)]
+
+
+@pytest.mark.parametrize(("policy", "seen", "scale"), PLANS)
 def test_a_plain_loop_is_told_in_order(launch: Any, told: Told, policy: str, seen: str, scale: float) -> None:
     ran = launch(TRAIN, policy=policy, watch=1)
     assert ran.status == 0, ran.err
@@ -119,42 +116,32 @@ LOOPS: dict[str, tuple[str, list[str]]] = {
     "a penalty by autograd.grad": (
         "z = x.clone().requires_grad_()\n"
         "(slope,) = torch.autograd.grad(loss_of(model, z), [z], create_graph=True)\n"
-        "slope.square().sum().backward(); optimizer.step()",
-        [*CALL, "backward_begins", *UPDATE],
-    ),
+        "slope.square().sum().backward(); optimizer.step()", [*CALL, "backward_begins", *UPDATE]),
     "evaluation in training mode without gradients": (
-        "with torch.no_grad(): loss_of(model)\nwith torch.inference_mode(): loss_of(model)",
-        [],
-    ),
+        "with torch.no_grad(): loss_of(model)\nwith torch.inference_mode(): loss_of(model)", []),
     "a call that raises": (
         "try: model(torch.ones(3, 5))\nexcept RuntimeError: pass\nloss_of(model).backward(); optimizer.step()",
-        ["call_begins", "step_dropped", *CALL, "backward_begins", *UPDATE],
-    ),
+        ["call_begins", "step_dropped", *CALL, "backward_begins", *UPDATE]),
     "a backward that raises": (
         "loss = loss_of(model); loss.backward()\ntry: loss.backward()\nexcept RuntimeError: pass",
-        [*CALL, "backward_begins", "backward_begins", "step_dropped"],
-    ),
+        [*CALL, "backward_begins", "backward_begins", "step_dropped"]),
     "a step that raises": (
         "class Bad(torch.optim.SGD):\n  def step(self): raise KeyError\n"
         "bad = Bad(model.parameters(), lr=1)\nloss_of(model).backward()\n"
         "try: bad.step()\nexcept KeyError: pass",
-        [*CALL, "backward_begins", "update_begins", "step_dropped"],
-    ),
+        [*CALL, "backward_begins", "update_begins", "step_dropped"]),
     "another thread": (
         "loss_of(model)\nthread = threading.Thread(target=lambda: loss_of(other).backward())\n"
         "thread.start(); thread.join()",
-        CALL,
-    ),
+        CALL),
     "a step with a closure": (
         "loss_of(model)\nlbfgs = torch.optim.LBFGS(model.parameters())\n"
         "def closure():\n  lbfgs.zero_grad(); loss = loss_of(model); loss.backward(); return loss\n"
         "lbfgs.step(closure)\nloss_of(model).backward(); optimizer.step()",
-        [*CALL, "step_dropped", *CALL, "backward_begins", *UPDATE],
-    ),
+        [*CALL, "step_dropped", *CALL, "backward_begins", *UPDATE]),
     "a script that begins to do it itself": (
         "loss_of(model)\nwith torch.autocast('cpu', torch.bfloat16): loss_of(model).backward()\noptimizer.step()",
-        [*CALL, "step_dropped"],
-    ),
+        [*CALL, "step_dropped"]),
     "no optimizer alive": ("del optimizer, second\nloss_of(model).backward()", []),
 }  # fmt: skip
 
@@ -231,8 +218,6 @@ def test_the_observed_step_is_not_watched(launch: Any) -> None:
     assert abs(after - before) < 2000  # the first script's own tensors are still there
     assert [r.update for r in ran.of("ranges")] == [0, 1, 3]
 
-
-# ---------------------------------------------------------------------------------------------- live
 
 LIVE = """
 import random, threading, warnings
@@ -371,11 +356,8 @@ def test_what_replay_cannot_explain_is_caught_as_it_happens(launch: Any, name: s
 
 def test_a_script_may_end_while_it_is_watched(launch: Any) -> None:
     before = torch.autograd.Function.__dict__["apply"]
-    for ending in (
-        "raise SystemExit(3)",
-        "raise KeyError('mine')",
-        "threading.Thread(target=model, args=(x,)).start()",
-    ):
+    thread = "threading.Thread(target=model, args=(x,)).start()"
+    for ending in ("raise SystemExit(3)", "raise KeyError('mine')", thread):
         source = LIVE + PLAIN.replace("    if bad:\n", f"    if step == 4: {ending}\n    if bad:\n")
         source = source.replace("assert state()", "state()")
         ran = launch(source, policy="fp16,loss_scale=16")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from faults.models import Net, linear, net
 from mezzo.core.calibration import rank
 from mezzo.core.formats import Format, named
 from mezzo.core.policy import Policy
@@ -20,48 +21,33 @@ from mezzo.pytorch.autocast.context import autocast
 from mezzo.pytorch.sensitivity import Sensitivities
 from mezzo.pytorch.training.observers import Observers
 
-
-class Offset(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + 4096.0) - 4096.0
+offset = net()(lambda self, x: (x + 4096.0) - 4096.0)
 
 
-class Square(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        large = 3000.0 * x  # a product, and not a power: that is FP32 in any policy
-        return (large * large).mean(-1, keepdim=True).sqrt() / 3000.0 * x
+@net()
+def square(self: Any, x: Tensor) -> Tensor:
+    large = 3000.0 * x  # a product, and not a power: that is FP32 in any policy
+    return (large * large).mean(-1, keepdim=True).sqrt() / 3000.0 * x
 
 
-class Compensated(nn.Module):
-    """Hands a layer numbers that are too large for fp16, and makes the result small again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inside(x * 1e5) / 1e5
-        return out
+def does(inside: nn.Module, compute: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
+    return Net(lambda self, x: compute(self.inside, x), inside=lambda: inside)
 
 
-class Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.inner, self.outer = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.outer(torch.relu(self.inner(self.norm(x))))
-        return out
+@net(norm=lambda: nn.LayerNorm(16), inner=linear(16, 32), outer=linear(32, 16))
+def branch(self: Any, x: Tensor) -> Tensor:
+    return x + self.outer(torch.relu(self.inner(self.norm(x))))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = nn.Linear(16, 16)
+def once() -> nn.Module:
+    left = iter([2.0])  # what an iterator has given can't be put back
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.inside, x, use_reentrant=False)
-        return out
+    def forward(self: Any, x: Tensor) -> Tensor:
+        for factor in left:
+            return x * factor
+        raise RuntimeError("only once\nsecond line")
+
+    return Net(forward)
 
 
 def around(*middle: nn.Module) -> nn.Module:
@@ -69,21 +55,18 @@ def around(*middle: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), *middle, nn.Linear(16, 4))
 
 
-def train(
-    model: nn.Module, probe: Sensitivities | None, steps: int = 3, rate: float = 0.05, calls: int = 1
-) -> list[float]:
+def train(model: nn.Module, probe: Sensitivities | None, steps: int = 3, rate: float = 0.05) -> list[float]:
     """Plain SGD; what a loop tells observers is told to the probe."""
     torch.manual_seed(1)
     observing = Observers(model, [probe] if probe is not None else [])
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     seen = []
     for index in range(steps):
-        for _ in range(calls):
-            x, y = torch.randn(32, 8), torch.randint(0, 4, (32,))
-            loss = nn.functional.cross_entropy(model(x), y) / calls
-            observing.backward_begins(loss, 1.0)
-            loss.backward()
-            seen.append(loss.item())
+        x, y = torch.randn(32, 8), torch.randint(0, 4, (32,))
+        loss = nn.functional.cross_entropy(model(x), y)
+        observing.backward_begins(loss, 1.0)
+        loss.backward()
+        seen.append(loss.item())
         observing.update_begins(optimizer, 1.0)
         optimizer.step()
         observing.update_ended(optimizer, index=index, skipped=False, loss_scale=1.0)
@@ -92,12 +75,9 @@ def train(
     return seen
 
 
-def measured(
-    model: nn.Module, *formats: str | Format, steps: int = 3, **more: Any
-) -> list[SensitivityRecord]:
-    """The records of a few steps."""
+def measured(model: nn.Module, *formats: str | Format, **more: Any) -> list[SensitivityRecord]:
     probe = Sensitivities(formats or ("bf16",))
-    train(model, probe, steps, **more)
+    train(model, probe, **more)
     return [one for one in probe.drain() if isinstance(one, SensitivityRecord)]
 
 
@@ -116,9 +96,11 @@ def causes(model: nn.Module, format: str = "fp16") -> dict[str, str]:
 
 MIDDLES: dict[str, Callable[[], list[nn.Module]]] = {
     "statistics": lambda: [nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.3)],
-    "branch": lambda: [Branch(), Branch()],
+    "branch": lambda: [branch(), branch()],
     "attention": lambda: [nn.Unflatten(1, (2, 8)), nn.TransformerEncoderLayer(8, 2, 16), nn.Flatten()],
-    "checkpoint": lambda: [Checkpointed()],
+    "checkpoint": lambda: [
+        does(nn.Linear(16, 16), lambda inside, x: checkpoint(inside, x, use_reentrant=False))
+    ],
 }
 
 
@@ -144,7 +126,7 @@ def test_every_module_that_computes_is_measured_and_nothing_changes(name: str) -
 
 
 def test_the_modules_are_those_that_compute_themselves() -> None:
-    middle = [nn.ReLU(), nn.Dropout(0.1), nn.BatchNorm1d(16), Branch(), nn.Unflatten(1, (2, 8)), nn.Flatten()]
+    middle = [nn.ReLU(), nn.Dropout(0.1), nn.BatchNorm1d(16), branch(), nn.Unflatten(1, (2, 8)), nn.Flatten()]
     rows = measured(around(*middle), "bf16", "e4m3fn")[0].rows
     kinds = {row.module: row.kind for row in rows}
     assert list(kinds) == ["0", "3", "4.norm", "4.inner", "4.outer", "4", "7"]
@@ -153,19 +135,10 @@ def test_the_modules_are_those_that_compute_themselves() -> None:
     assert [row.module for row in rows if row.format == "e4m3fn"] == ["0", "4.inner", "4.outer", "7"]
 
 
-class Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(self.layer(x), 0.5)
-
-
 def test_the_rounding_of_a_product_is_what_it_is_by_hand() -> None:
     """The loss is a sum of weighted outputs: both sums, against autocast's arithmetic; the step's mask is used."""
-    torch.manual_seed(0)
-    model, weights, x = Dropped(), torch.randn(32, 4), torch.randn(32, 8)
+    model = does(nn.Linear(8, 4), lambda inside, x: nn.functional.dropout(inside(x), 0.5))
+    weights, x = torch.randn(32, 4), torch.randn(32, 8)
     probe = Sensitivities(["bf16"])
     observing, still = Observers(model, [probe]), torch.optim.SGD(model.parameters(), lr=0.0)
     torch.manual_seed(1)
@@ -177,10 +150,10 @@ def test_the_rounding_of_a_product_is_what_it_is_by_hand() -> None:
     assert isinstance(record, SensitivityRecord)
     torch.manual_seed(1)
     gradient = weights.double() * nn.functional.dropout(torch.ones(32, 4), 0.5)
-    exact = model.layer(x).detach().double()
+    exact = model.inside(x).detach().double()
     with autocast("bf16", "cpu"):
-        errors = gradient * (model.layer(x).detach().double() - exact)
-    row = next(one for one in record.rows if one.module == "layer")
+        errors = gradient * (model.inside(x).detach().double() - exact)
+    row = next(one for one in record.rows if one.module == "inside")
     assert row.signed == pytest.approx(float(errors.sum()), rel=1e-4)
     assert row.squares == pytest.approx(float(errors.square().sum()), rel=1e-4)
     assert record.loss == pytest.approx(loss.item())
@@ -194,8 +167,7 @@ def test_what_is_predicted_comes_true(
     fmt: str, policy: str, fragile: bool, least: float, most: float
 ) -> None:
     """The measured change of the loss on other batches, as a share of the expected one; fp8's is expected too large."""
-    torch.manual_seed(0)
-    model = around(Offset()) if fragile else around(Branch(), nn.Linear(16, 16))
+    model = around(offset()) if fragile else around(branch(), nn.Linear(16, 16))
     found = changes(model, fmt, rate=0.0)
     predicted = math.sqrt(sum(change**2 for change in found.values()))
     actual = []
@@ -213,20 +185,11 @@ def test_what_is_predicted_comes_true(
 
 
 def test_an_overflow_is_found_where_it_is_and_one_between_two_modules_is_held_against_both() -> None:
-    for module, found in ((Square, {"1": "mul"}), (Compensated, {"1": "mul", "1.inside": "linear"})):
-        assert causes(around(module())) == found
-        assert causes(around(module()), "bf16") == {}
-
-
-class Way(nn.Module):
-    """A layer, and something done to what it returns."""
-
-    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.then = nn.Linear(16, 16), then
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.then(self.layer(x))
+    # Hands a layer numbers that are too large for fp16, and makes the result small again.
+    compensated = does(nn.Linear(16, 16), lambda inside, x: inside(x * 1e5) / 1e5)
+    for module, found in ((square(), {"1": "mul"}), (compensated, {"1": "mul", "1.inside": "linear"})):
+        assert causes(around(module)) == found
+        assert causes(around(module), "bf16") == {}
 
 
 def numbers_of(size: float) -> Callable[[Tensor], Tensor]:
@@ -246,28 +209,25 @@ def test_a_number_on_the_way_counts_where_the_loss_depends_on_it(
     then: Callable[[Tensor], Tensor], cause: str
 ) -> None:
     """One doubling below the format's largest is headroom, since later steps are not seen; a mask hides a number."""
-    assert causes(around(Way(then))) == ({"1": cause} if cause else {})
-    assert causes(around(Way(then)), "bf16") == {}
+    model = around(does(nn.Linear(16, 16), lambda inside, x: then(inside(x))))
+    assert causes(model) == ({"1": cause} if cause else {})
+    assert causes(model, "bf16") == {}
 
 
-class Residual(nn.Module):
+def residual(inner: nn.Module, offset: float = 0.0) -> nn.Module:
     """Adds to what it got what a layer and a fragile module make of it; `offset`: and is as fragile itself."""
 
-    def __init__(self, inner: nn.Module, offset: float = 0.0) -> None:
-        super().__init__()
-        self.mix, self.inner, self.offset = nn.Linear(16, 16), inner, offset
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         x = x + self.mix(x)
-        made: Tensor = self.inner(x)
-        if self.offset:
-            made = (made + self.offset) - self.offset
-        return x + made.float() if self.offset else x + made
+        made = self.inner(x)
+        return x + ((made + offset) - offset).float() if offset else x + made
+
+    return Net(forward, mix=linear(16, 16), inner=lambda: inner)
 
 
-@pytest.mark.parametrize(("inner", "fmt"), [(Offset, "bf16"), (Square, "fp16")])
-def test_a_parent_is_not_charged_for_what_a_module_inside_it_does(inner: type[nn.Module], fmt: str) -> None:
-    one, nested = around(Residual(inner())), around(Residual(nn.Sequential(nn.Tanh(), Residual(inner()))))
+@pytest.mark.parametrize(("inner", "fmt"), [(offset, "bf16"), (square, "fp16")])
+def test_a_parent_is_not_charged_for_what_a_module_inside_it_does(inner: Any, fmt: str) -> None:
+    one, nested = around(residual(inner())), around(residual(nn.Sequential(nn.Tanh(), residual(inner()))))
     for model, culprit in ((one, "1.inner"), (nested, "1.inner.1.inner")):
         ranking = rank(measured(model, fmt), [named(fmt)], margin=0.02)
         assert ranking is not None
@@ -275,56 +235,30 @@ def test_a_parent_is_not_charged_for_what_a_module_inside_it_does(inner: type[nn
         assert ranking.modules[0].module == culprit
 
 
-@pytest.mark.parametrize("inner", [nn.Identity, Offset])
-def test_a_parent_is_charged_for_what_it_does_with_a_modules_numbers(inner: type[nn.Module]) -> None:
+@pytest.mark.parametrize("inner", [nn.Identity, offset])
+def test_a_parent_is_charged_for_what_it_does_with_a_modules_numbers(inner: Any) -> None:
     """They come in 16 bits, as the lowered module hands them on, also where that module computes in FP32."""
-    assert changes(around(Residual(inner(), 4096.0)), "bf16")["1"] > 1e-2
-    assert changes(around(Residual(inner())), "bf16")["1"] < 3e-3
+    assert changes(around(residual(inner(), 4096.0)), "bf16")["1"] > 1e-2
+    assert changes(around(residual(inner())), "bf16")["1"] < 3e-3
 
 
-class Once(nn.Module):
-    """Can't be run again."""
-
-    ran = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.ran:
-            raise RuntimeError("only once\nsecond line")
-        self.ran = True
-        return x * 2.0
+OVERWRITES = does(offset(), lambda inside, x: (inside(x), x.zero_())[0])
+NOT_MEASURED = [
+    (once(), [], "the model could not be run again: RuntimeError: only once"),
+    (OVERWRITES, ["0", "2"], "1.inside: not measured, because its input is overwritten later"),
+]
 
 
-class Overwrites(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = Offset()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inside(x)
-        x.zero_()
-        return out
-
-
-@pytest.mark.parametrize(
-    ("middle", "left", "note"),
-    [
-        (Once, [], "the model could not be run again: RuntimeError: only once"),
-        (Overwrites, ["0", "2"], "1.inside: not measured, because its input is overwritten later"),
-    ],
-)
-def test_what_cannot_be_measured_is_said(middle: type[nn.Module], left: list[str], note: str) -> None:
-    (record,) = measured(around(middle()), steps=1)
+@pytest.mark.parametrize(("middle", "left", "note"), NOT_MEASURED)
+def test_what_cannot_be_measured_is_said(middle: nn.Module, left: list[str], note: str) -> None:
+    (record,) = measured(around(middle), steps=1)
     assert [row.module for row in record.rows] == left
     assert record.notes == [note]
     assert (rank([record], [named("bf16")]) is None) is (left == [])
 
 
 def test_a_call_that_raises_leaves_nothing_behind() -> None:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise KeyError("mine")
-
-    model = around(Fails())
+    model = around(does(nn.Identity(), lambda inside, x: {}["mine"]))
     probe = Sensitivities()
     with pytest.raises(KeyError, match="mine"):
         train(model, probe, 1)

@@ -21,6 +21,7 @@ from mezzo.core.errors import UsageError
 from mezzo.core.ranges import Histogram, RangeRow
 from mezzo.core.records import LossRecord, RangesRecord, Record, RecordWriter, RunEnded, UpdateRecord, read
 from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
+from trainers import stepped
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed")
 
@@ -91,15 +92,12 @@ def test_a_whole_run_is_written_with_its_findings_as_text(tmp_path: Path) -> Non
 
 
 def test_a_training_writes_to_it(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     writer = TensorBoardWriter(tmp_path / "tb", also=RecordWriter(tmp_path / "run.jsonl"))
     mp = MixedPrecision(model, optimizer, "fp16", records=writer)
     for _ in range(3):
-        with mp.autocast():
-            loss = model(torch.ones(8, 4)).square().mean()
-        mp.step(loss)
+        stepped(mp, lambda: model(torch.ones(8, 4)).square().mean())
     mp.close()
     writer.close()
     found = events(tmp_path / "tb")
@@ -146,23 +144,15 @@ def test_tensorflow_is_not_imported_and_torch_can_compile_afterwards(tmp_path: P
         "import sys\nfrom mezzo.pytorch.monitor.tensorboard import TensorBoardWriter\n"
         "TensorBoardWriter(sys.argv[1]).close()\nassert 'tensorflow' not in sys.modules\nimport torch._dynamo\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", source, str(tmp_path)], capture_output=True, text=True, timeout=300
-    )
+    child = [sys.executable, "-c", source, str(tmp_path)]
+    ran = subprocess.run(child, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize(
-    ("rank", "name", "written"),
-    [
-        ("0", "a", {"a", "a.jsonl"}),
-        ("1", "a", {"a-rank1", "a-rank1.jsonl"}),
-        ("1", "rank1", {"rank1", "rank1.jsonl"}),
-    ],
-)
+@pytest.mark.parametrize(("rank", "name", "own"), [(0, "a", "a"), (1, "a", "a-rank1"), (1, "rank1", "rank1")])
 def test_each_rank_has_events_and_records_of_its_own(
-    rank: str, name: str, written: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int, name: str, own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("RANK", str(rank))
     TensorBoardWriter(tmp_path / name, also=tmp_path / f"{name}.jsonl").close()
-    assert {each.name for each in tmp_path.iterdir()} == written
+    assert {each.name for each in tmp_path.iterdir()} == {own, f"{own}.jsonl"}

@@ -1,4 +1,4 @@
-"""Transformers' Trainer under `mezzo.transformers.use`, compared with its own bf16 and with FP32."""
+"""Transformers' Trainer and TRL's under `mezzo.transformers.use`, compared with their own bf16 and with FP32."""
 
 from __future__ import annotations
 
@@ -12,13 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from peft import LoraConfig
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 
 import mezzo
+from faults.models import Net
 from mezzo.core.errors import CallOrderError, UsageError
 from trainers import OVERFLOW, USUAL, llama, logged, refused
+
+# TRL's and PEFT's own use of former names.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
+
+attach = mezzo.transformers.use
 
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 BF16 = torch.bfloat16
@@ -52,7 +62,7 @@ def made(out: Path, model: Any = None, marked: int | None = None, **options: Any
 def trained(out: Path, policy: str = "", use: Any = {}, resume: Any = None, **options: Any) -> Any:  # noqa: B006
     trainer = made(out, **options)
     if policy:
-        assert mezzo.transformers.use(trainer, policy, **use) is trainer
+        assert attach(trainer, policy, **use) is trainer
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -123,30 +133,21 @@ def test_an_overflow_in_compute_loss_is_traced_when_it_comes_again(tmp_path: Pat
 
     trainer = made(tmp_path)
     trainer.__class__ = Own
-    mezzo.transformers.use(trainer, "fp16").train()
+    attach(trainer, "fp16").train()
     first, second = trainer.accelerator.mezzo.findings
     assert (first.cause, "the next steps are traced to" in first.note) == ("loss", True)
     assert (second.cause, second.op) == ("invalid", "log")
 
 
-class Large(nn.Module):
-    """SiLU with a factor of one in two parts, the first of which overflows in fp16."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.silu(x * 1e9 / 1e9)
-
-
 @pytest.mark.parametrize(
     ("policy", "use"),
-    [
-        ("fp16", {}),
-        ("fp16,module.lm_head=fp32", {"loss_scale": mezzo.DynamicLossScale(init=1024.0)}),
-    ],
+    [("fp16", {}), ("fp16,module.lm_head=fp32", {"loss_scale": mezzo.DynamicLossScale(init=1024.0)})],
 )
 def test_the_printed_fix_can_be_pasted(policy: str, use: Any, tmp_path: Path) -> None:
     def large() -> Any:
         model = llama()
-        model.model.layers[0].mlp.act_fn = Large()
+        # SiLU with a factor of one in two parts, the first of which overflows in fp16.
+        model.model.layers[0].mlp.act_fn = Net(lambda self, x: nn.functional.silu(x * 1e9 / 1e9))
         return model
 
     before = trained(tmp_path, policy, use, model=large(), max_steps=2).accelerator.mezzo
@@ -162,10 +163,7 @@ def test_the_printed_fix_can_be_pasted(policy: str, use: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("policy", "use"),
-    [
-        ("fp16", {"loss_scale": "dynamic(init=16777216,growth_interval=3)"}),
-        ("bf16", {"masters": "split"}),
-    ],
+    [("fp16", {"loss_scale": "dynamic(init=16777216,growth_interval=3)"}), ("bf16", {"masters": "split"})],
 )
 def test_resumed_training_equals_uninterrupted_training(policy: str, use: Any, tmp_path: Path) -> None:
     whole = trained(tmp_path, policy, use, **SAVES)
@@ -194,7 +192,7 @@ def test_a_compiled_model_trains_as_one_that_is_not(tmp_path: Path) -> None:
 
 
 def test_evaluation_and_several_trainings(tmp_path: Path) -> None:
-    trainer = mezzo.transformers.use(made(tmp_path, learning_rate=1e-2), "bf16", masters="split")
+    trainer = attach(made(tmp_path, learning_rate=1e-2), "bf16", masters="split")
     first = trainer.evaluate(trainer.train_dataset)["eval_loss"]
     trainer.train()
     trainer.train()
@@ -204,7 +202,7 @@ def test_evaluation_and_several_trainings(tmp_path: Path) -> None:
 
 def test_each_trial_of_a_search_is_attached(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
-    trainer = mezzo.transformers.use(made(tmp_path, model_init=lambda trial: llama()), "fp16")
+    trainer = attach(made(tmp_path, model_init=lambda trial: llama()), "fp16")
     trainer.eval_dataset = trainer.train_dataset
     trials: list[Any] = []
 
@@ -212,10 +210,10 @@ def test_each_trial_of_a_search_is_attached(tmp_path: Path) -> None:
         trials.append((trainer.accelerator, logged(trainer, "loss_scale")))
         return metrics["eval_loss"]
 
-    def space(trial: Any) -> dict[str, Any]:
-        return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-3)}
-
-    best = trainer.hyperparameter_search(space, objective, n_trials=2, backend="optuna")
+    rate = "learning_rate"
+    best = trainer.hyperparameter_search(
+        lambda trial: {rate: trial.suggest_float(rate, 1e-4, 1e-3)}, objective, n_trials=2, backend="optuna"
+    )
     (first, scales), (second, again) = trials
     assert first is not second
     assert scales == again == [2.0**16] * 3
@@ -223,33 +221,22 @@ def test_each_trial_of_a_search_is_attached(tmp_path: Path) -> None:
     assert math.isfinite(best.objective)
 
 
-def again(trainer: Any) -> None:
-    mezzo.transformers.use(mezzo.transformers.use(trainer, "bf16"), "fp16")
-
-
-def late(trainer: Any) -> None:
-    trainer.train()
-    mezzo.transformers.use(trainer, "fp16")
-
-
-def unlike(trainer: Any) -> None:
-    mezzo.transformers.use(trainer, "fp16")  # refused here, and not within `train`
-
-
 @pytest.mark.parametrize(
     ("options", "use", "error", "parts"),
     [
         ({"bf16": True}, "fp16", UsageError, ["bf16=True", "Set bf16=False"]),
         ({"bf16_full_eval": True}, "fp16", UsageError, ["bf16_full_eval=False"]),
-        ({}, again, UsageError, ["bf16", "once"]),
-        ({}, late, CallOrderError, ["before trainer.train()"]),
+        ({}, lambda trainer: attach(attach(trainer, "bf16"), "fp16"), UsageError, ["bf16", "once"]),
+        ({}, lambda trainer: (trainer.train(), attach(trainer, "fp16")), CallOrderError, ["before trainer.train()"]),
         ({"model": llama(dtype=torch.float16)}, "fp16", UsageError, ["fp16", "clips", "dtype=torch.float32"]),
         ({}, "fp16,params=fp16", UsageError, ["fp16,masters=fp32", "clips", "masters='split'"]),
         ({"model": llama(dtype=BF16)}, "bf16", UsageError, ["bf16", "'split'"]),
-        ({"model": llama(dtype=BF16)}, unlike, UsageError, ["fp16", "'bf16,masters=split'", "model.float()"]),
+        # Here, and not within `train`.
+        ({"model": llama(dtype=BF16)}, lambda trainer: attach(trainer, "fp16"), UsageError,
+         ["fp16", "'bf16,masters=split'", "model.float()"]),
         ({"optim": "adafactor"}, "bf16,masters=split", UsageError, ["Adafactor", "masters=fp32"]),
         ({}, "bf61", UsageError, ["bf61", "'bf16'"]),
-        ({}, lambda _: mezzo.transformers.use(llama(), "bf16"), UsageError, ["Llama", "transformers.Trainer"]),
+        ({}, lambda _: attach(llama(), "bf16"), UsageError, ["Llama", "transformers.Trainer"]),
     ],
 )  # fmt: skip
 def test_bad_input(
@@ -257,4 +244,46 @@ def test_bad_input(
 ) -> None:
     trainer = made(tmp_path, **({"max_steps": 1} | options))
     with refused(error, *parts):
-        use(trainer) if callable(use) else mezzo.transformers.use(trainer, use).train()
+        use(trainer) if callable(use) else attach(trainer, use).train()
+
+
+# TRL's SFTTrainer and PEFT's LoRA, compared with TRL's own bf16.
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+def sft(out: Path, *, lora: bool = False, **settings: Any) -> Any:
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    usual = USUAL | {"learning_rate": 1e-2, "per_device_train_batch_size": 4, "max_length": 16}
+    special = {"pad_token": "<pad>", "eos_token": "<eos>"}
+    return SFTTrainer(
+        llama(16),
+        SFTConfig(output_dir=str(out), **(usual | settings)),
+        train_dataset=Dataset.from_dict({"text": [" ".join(WORDS[i:] + WORDS[:i]) for i in [*range(5)] * 6]}),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None,
+    )
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_bf16_is_trls_to_the_printed_digits(lora: bool, tmp_path: Path) -> None:
+    own, ours = sft(tmp_path, lora=lora, bf16=True), sft(tmp_path, lora=lora, bf16=False)
+    own.train()
+    attach(ours, "bf16").train()
+    assert [f"{loss:.3f}" for loss in logged(ours)] == [f"{loss:.3f}" for loss in logged(own)]
+    assert any(not param.requires_grad for param in ours.model.parameters()) is lora
+
+
+@pytest.mark.parametrize("use", [{"policy": "fp16"}, {"policy": "bf16", "masters": "split"}])
+def test_an_adapter_trains(use: dict[str, str], tmp_path: Path) -> None:
+    low = sft(tmp_path, lora=True, bf16=False)
+    attach(low, **use).train()
+    assert logged(low, "skipped_steps") == [0 if use["policy"] == "fp16" else None] * 3
+    assert logged(low)[-1] < logged(low)[0]
+
+
+def test_the_default_of_trl_is_a_second_setting(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"bf16=True.*bf16=False.*default of SFTConfig"):
+        attach(sft(tmp_path), "fp16")

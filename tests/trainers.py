@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,6 @@ def network(outputs: int = 3) -> nn.Sequential:
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and classes for it."""
     drawn = torch.Generator().manual_seed(1)
     return [
         (torch.randn(16, 8, generator=drawn), torch.randint(3, (16,), generator=drawn)) for _ in range(count)
@@ -46,13 +45,19 @@ def llama(vocabulary: int = 64, dtype: torch.dtype = torch.float32) -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **size)).to(torch.bfloat16).to(dtype)
 
 
+def stepped(mp: Any, compute: Callable[..., Tensor], *given: Any) -> Any:
+    """The result of a MixedPrecision's step on a loss that is computed in its context."""
+    with mp.autocast():
+        loss = compute(*given)
+    return mp.step(loss)
+
+
 def logged(trainer: Any, name: str = "loss") -> list[Any]:
     """One entry of each row of training in a Transformers Trainer's log."""
     return [row.get(name) for row in trainer.state.log_history if "loss" in row]
 
 
 def same(a: Any, b: Any) -> None:
-    """Two structures of tensors and numbers are equal to the bit."""
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 

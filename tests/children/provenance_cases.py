@@ -16,8 +16,6 @@ PLANTED = {"forward": lambda x: x * 300 * 300, "backward": lambda x: x + torch.s
 
 
 class Planted(nn.Module):
-    """The identity, until a fault is planted."""
-
     fault = ""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -25,7 +23,6 @@ class Planted(nn.Module):
 
 
 def case(rank: int, fault: str, trace: bool) -> dict[str, Any]:
-    """Three steps."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 7), Planted(), nn.Linear(7, 3))
     wrapped = DistributedDataParallel(net)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 Batch = tuple[Any, ...]
 Make = Callable[[Any], Optimizer]
 Place = Callable[[], nn.Module] | None
+Loss = Callable[..., Tensor]
 Losses = Iterator[tuple[str, Callable[[], Tensor]]]
 
 
@@ -40,9 +41,7 @@ class Trainee:
     draw: Callable[[int], Batch]  # step number -> batch
     losses: Callable[[Trainee, Batch], Losses]  # the step's (part, function that computes its loss), in order
     spoil: Callable[[Batch], Batch] = lambda batch: batch  # changes each batch: where bad batches are planted
-    loss: Callable[..., Tensor] | None = (
-        None  # in place of the trainee's own: where faults outside are planted
-    )
+    loss: Loss | None = None  # in place of its own: where faults outside are planted
     kept: dict[str, nn.Module] = field(default_factory=dict)  # models that are not trained
 
     @property
@@ -54,7 +53,6 @@ class Trainee:
         return self.losses(self, self.spoil(self.draw(number)))
 
     def arm(self) -> None:
-        """Let every fault that is built in act from now on."""
         for model in (*self.models.values(), *self.kept.values()):
             for module in model.modules():
                 if hasattr(module, "armed"):
@@ -69,10 +67,7 @@ def normals(*shapes: tuple[int, ...]) -> Callable[[int], Batch]:
     return drawn(lambda g: tuple(torch.randn(shape, generator=g) for shape in shapes))
 
 
-def trained(
-    model: nn.Module, draw: Callable[[int], Batch], loss: Callable[..., Tensor], optimizer: Make = adamw
-) -> Trainee:
-
+def trained(model: nn.Module, draw: Callable[[int], Batch], loss: Loss, optimizer: Make = adamw) -> Trainee:
     def losses(trainee: Trainee, batch: Batch) -> Losses:
         chosen = trainee.loss or loss
         yield "main", lambda: chosen(trainee.model, *batch)
@@ -84,10 +79,7 @@ def squared(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(m(x).float(), y)
 
 
-def regression(
-    make: Callable[..., nn.Module], *places: Place, loss: Callable[..., Tensor] = squared, **kept: nn.Module
-) -> Trainee:
-    """Eight numbers to one."""
+def regression(make: Any, *places: Place, loss: Loss = squared, **kept: nn.Module) -> Trainee:
     trainee = trained(make(*places), normals((8, 8), (8, 1)), loss)
     trainee.kept |= kept
     return trainee
@@ -123,18 +115,16 @@ def sequence(**layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
 
 
-def cnn(
-    front: Place = None, middle: Place = None, tail: Place = None, end: Place = None, optimizer: Make = sgd
-) -> Trainee:
+def cnn(middle: Place = None, tail: Place = None, end: Place = None, optimizer: Make = sgd) -> Trainee:
     """Two convolutions, one BatchNorm, one head: 1 x 8 x 8 pictures of 4 classes."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        x = torch.relu(self.norm1(self.conv1(self.front(x))))
+        x = torch.relu(self.norm1(self.conv1(x)))
         x = torch.relu(self.conv2(self.middle(x)))
         x = self.tail(x.mean((2, 3)))
         return self.end(self.head(x))
 
-    places = {"front": front, "middle": middle, "tail": tail, "end": end}
+    places = {"middle": middle, "tail": tail, "end": end}
     model = Net(
         forward,
         **{name: partial(place, make) for name, make in places.items()},
@@ -152,7 +142,6 @@ up = partial(nn.ConvTranspose2d, 4, 4, 3, padding=1)  # a middle of a CNN
 
 @net(qkv=linear(16, 48), out=linear(16, 16))
 def attention(self: Any, x: Tensor, padding: Tensor | None) -> Tensor:
-    """Causal attention of one head, written out, with a mask of -inf."""
     q, k, v = self.qkv(x).chunk(3, -1)
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
@@ -163,8 +152,6 @@ def attention(self: Any, x: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def block(dropout: float, middle: Place) -> nn.Module:
-    """Attention and an MLP on a residual stream."""
-
     def forward(self: Any, x: Tensor, padding: Tensor | None = None) -> Tensor:
         x = x + self.dropout(self.attn(self.ln1(x), padding))
         return x + self.dropout(self.mlp(self.ln2(x)))
@@ -344,8 +331,6 @@ def two_heads(left: Place = None, right: Place = None, both: bool = True, split:
 
 
 def stacked(between: Place = None, tail: Place = None) -> nn.Module:
-    """One layer used three times, and a head."""
-
     def forward(self: Any, x: Tensor, offset: Tensor | None = None) -> Tensor:
         for _ in range(3):
             x = self.between(self.shared(x))
@@ -382,8 +367,7 @@ def _scored(self: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {"loss": loss, "out": chance}
 
 
-def scored() -> Trainee:
-    return regression(_scored, loss=lambda m, x, y: m(x, y)["loss"])
+scored = partial(regression, _scored, loss=lambda m, x, y: m(x, y)["loss"])
 
 
 def taught(tail: Place = None) -> Trainee:
@@ -413,7 +397,6 @@ def experts(self: Any, x: Tensor) -> Tensor:
 
 
 def tied(tail: Place = None) -> Trainee:
-
     def forward(self: Any, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.position
         states = [torch.zeros(len(x), 16)]
@@ -449,7 +432,6 @@ class Pair(NamedTuple):
 
 
 def structured(tail: Place = None) -> Trainee:
-
     def forward(self: Any, *, pair: Pair) -> Told:
         hidden = self.tail(torch.tanh(self.first(pair.one) + self.second(pair.other["late"][0])))
         return Told(self.last(hidden), hidden)
@@ -457,14 +439,11 @@ def structured(tail: Place = None) -> Trainee:
     def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(m(pair=Pair(x[:, :4], {"late": [x[:, 4:]]})).value.float(), y)
 
-    first, second, last = linear(4, 8), linear(4, 8), linear(8, 1)
-    return regression(
-        partial(Net, forward, first=first, second=second, tail=partial(place, tail), last=last), loss=loss
-    )
+    held = {"first": linear(4, 8), "second": linear(4, 8), "tail": partial(place, tail), "last": linear(8, 1)}
+    return regression(partial(Net, forward, **held), loss=loss)
 
 
 def parts(tail: Place = None) -> Trainee:
-
     def make() -> nn.Module:
         backbone = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), place(tail))
         return nn.ModuleDict({"backbone": backbone, "head": nn.Linear(8, 1)})
@@ -499,12 +478,10 @@ def with_a_criterion() -> Trainee:
 
 
 def layers(*between: Place) -> nn.Sequential:
-    """Two layers, called by numbers."""
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), *map(place, between), nn.Linear(8, 1))
 
 
 def weighed() -> Trainee:
-
     def loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
         return torch.exp(-m.s) * F.mse_loss(m(x).float(), y) + m.s
 
@@ -530,8 +507,7 @@ def _draws(self: Any, rows: Iterator[Tensor]) -> Tensor:
     return self.last(torch.relu(self.first(x)) * self.gain)
 
 
-def iterated() -> Trainee:
-    return regression(_draws, loss=lambda m, x, y: F.mse_loss(m(iter(x)).float(), y))
+iterated = partial(regression, _draws, loss=lambda m, x, y: F.mse_loss(m(iter(x)).float(), y))
 
 
 def two_losses(middle: Place = None) -> Trainee:

@@ -96,8 +96,6 @@ def masked(tail: Place) -> Trainee:
     return trainee
 
 
-# ---------------------------------------------------------------------------------- losses
-
 no_temperature = loss(lambda m, x, y: F.cross_entropy(m(x).float() / 0.0, y))
 huge_factor = loss(lambda m, x, y: F.mse_loss(m(x).float(), y) * 1e39)
 log_of_zero = loss(

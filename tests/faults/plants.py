@@ -57,7 +57,7 @@ def parameter(*shape: int) -> Callable[[], nn.Parameter]:
     return lambda: nn.Parameter(torch.randn(*shape))
 
 
-# ------------------------------------------------------------------------------ too large for the format, forward
+# Too large for the format, forward.
 
 amplifies = weak(lambda self, x: (x + 0.1) * self.times(1e7))
 squares = weak(lambda self, x: (wide := x + self.times(400.0)) * wide)
@@ -135,7 +135,7 @@ def scatters(self: Any, x: Tensor) -> Tensor:
     return x + nodes.float() * 1e-6
 
 
-# ------------------------------------------------------------------------------ no finite result for the input
+# No finite result for the input.
 
 logarithm = weak(lambda self, x: torch.log(self.constant(x.abs() + 0.1)))
 odds = weak(lambda self, x: torch.logit(torch.sigmoid(x.float() * self.times(1e3))))
@@ -225,7 +225,7 @@ def picks_the_worst(self: Any, x: Tensor) -> Tensor:
     return x + 1 / far.amin(-1, keepdim=True)
 
 
-# ------------------------------------------------------------------------------ finite forward, and not backward
+# Finite forward, and not backward.
 
 root = weak(lambda self, x: torch.sqrt(self.constant(x.abs() + 0.1)))
 half_power = weak(lambda self, x: self.constant(x.abs() + 0.1).pow(0.5))
@@ -282,7 +282,7 @@ def hooks_a_gradient(self: Any, x: Tensor) -> Tensor:
     return y * self.times(0.0) + x.mean()
 
 
-# ------------------------------------------------------------------------------ a second call is not the same call
+# A second call is not the same call.
 
 
 def blown_up(draw: Callable[[Any, Tensor], Tensor], **held: Callable[[], Any]) -> Callable[..., Weak]:
@@ -358,7 +358,7 @@ class Twice(Weak):
         self.one = self.other = nn.Linear(8, 8)
 
 
-# ------------------------------------------------------------------------------ no weakness
+# No weakness.
 
 # Infinite in between, 0 or 1 after it: exp of a large number inside a sigmoid written out, without its slope.
 saturates = weak(lambda self, x: x * (1 / (1 + torch.exp(-(x.detach().float() * 1e4)))).to(x.dtype))

@@ -20,8 +20,6 @@ from mezzo.core.overflow import OUTSIDE
 
 @dataclass(frozen=True)
 class Expected:
-    """What is to be found."""
-
     module: str  # path of the culprit
     op: str  # the operation's name; "" where there is none
     cause: str  # a key of `mezzo.core.overflow.CAUSES`
@@ -71,7 +69,6 @@ class Row:
 
     @property
     def acting(self) -> range:
-        """The steps in which it acts."""
         first = self.planted + self.delay
         return range(first, first + self.repeats)
 
@@ -252,10 +249,9 @@ FAULTS: list[Row] = [
     fault("a NaN in an argument by the side", given("", also="head"), m.stack, plant=p.poisoned_offset),
     fault("bf16: a NaN pixel", given("", also="conv1"), m.cnn, plant=p.element(float("nan"), row=3),
           precision="bf16,loss_scale=1"),
-    fault("a state carried from batch to batch in a buffer, growing", overflow("rnn", "mul", "state * self.gain"),
-          m.recurrent, partial(m.Loop, carried="buffer"), plant=p.attribute("rnn", "gain", 1e3)),
-    fault("a state carried from batch to batch in an attribute, growing", overflow("rnn", "mul", "state * self.gain"),
-          m.recurrent, partial(m.Loop, carried="attribute"), plant=p.attribute("rnn", "gain", 1e3)),
+    *(fault(f"a state carried from batch to batch in {kind}, growing", overflow("rnn", "mul", "state * self.gain"),
+            m.recurrent, partial(m.Loop, carried=kind.split()[1]), plant=p.attribute("rnn", "gain", 1e3))
+      for kind in ("a buffer", "an attribute")),
     # Outside of the model.
     fault("the loss takes the logarithm of 0", invalid(OUTSIDE, "log", "torch.log("), m.cnn, plant=p.log_of_zero),
     fault("the loss is the mean of nothing", invalid(OUTSIDE, "div", "/ (y > 100)"), m.cnn, plant=p.nothing_kept),
@@ -278,14 +274,11 @@ FAULTS: list[Row] = [
     fault("a loss divided by 0", invalid(OUTSIDE, "div", "/ (out - out.detach())"), m.recurrent,
           plant=p.divides_by_its_spread),
     # The same faults where they are harder to see.
-    fault("a product inside a checkpoint", overflow("blocks.1.mlp.middle", "mul", "* self.times(1e7)"), m.transformer,
-          middle=plants.amplifies, how="not reentrant"),
-    fault("a product inside a reentrant checkpoint", overflow("blocks.1.mlp.middle", "mul", "* self.times(1e7)"),
-          m.transformer, middle=plants.amplifies, how="reentrant"),
-    fault("a slope inside a checkpoint", slope("blocks.1.mlp.middle", "sqrt", "torch.sqrt"), m.transformer,
-          middle=plants.root, how="not reentrant"),
-    fault("a slope inside a reentrant checkpoint", slope("blocks.1.mlp.middle", "sqrt", "torch.sqrt"), m.transformer,
-          middle=plants.root, how="reentrant"),
+    *(fault(f"{what} inside a {word}checkpoint", expected, m.transformer, middle=middle, how=f"{prefix}reentrant")
+      for what, expected, middle in (
+          ("a product", overflow("blocks.1.mlp.middle", "mul", "* self.times(1e7)"), plants.amplifies),
+          ("a slope", slope("blocks.1.mlp.middle", "sqrt", "torch.sqrt"), plants.root))
+      for prefix, word in (("not ", ""), ("", "reentrant "))),
     fault("the second of four losses of a window", given("", also="shared.0"), m.stack, accumulate=4,
           plant=p.element(float("nan"), row=2), options={"accumulate": 4}),
     fault("the last of four losses of a window, in the model", overflow("shared.0", "linear", "self.shared("),
@@ -376,12 +369,10 @@ FAULTS: list[Row] = [
     fault("afterwards: one bias beyond fp16", overflow("conv2", "conv2d", "self.conv2("), m.cnn,
           plant=p.weight("conv2", 1e5, "bias")),
     # Rows whose call, run again, is not the same call; and calls that are not plain ones.
-    fault("again: what the module's own generator draws", overflow("tail", "mul", "(draw(self, x) > 0.95)"), m.stack,
-          tail=plants.own_generator, repeats=2),
-    fault("again: what Python's generator draws", overflow("tail", "mul", "(draw(self, x) > 0.95)"), m.stack,
-          tail=plants.python_random, repeats=2),
-    fault("again: what NumPy's generator draws", overflow("tail", "mul", "(draw(self, x) > 0.95)"), m.stack,
-          tail=plants.numpy_random, repeats=2),
+    *(fault(f"again: what {whose} generator draws", overflow("tail", "mul", "(draw(self, x) > 0.95)"), m.stack,
+            tail=tail, repeats=2)
+      for whose, tail in (("the module's own", plants.own_generator), ("Python's", plants.python_random),
+                          ("NumPy's", plants.numpy_random))),
     fault("again: a schedule by the number of calls", overflow("tail", "mul", "* strength"), m.cnn,
           tail=plants.counts),
     fault("again: a list of what was seen", overflow("tail", "to", "self.seen[-1]"), m.stack, tail=plants.remembers),

@@ -113,7 +113,6 @@ def of_row(row: Row, ended: Ended | None = None, **options: Any) -> Iterator[Tur
 
 
 def policies(finding: OverflowReport) -> list[str]:
-    """The policies in the code of a finding's remedies, in order."""
     named = [text for sentence in finding.remedies for text in _CODE.findall(sentence)]
     return list(dict.fromkeys(named))
 

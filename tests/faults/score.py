@@ -19,8 +19,6 @@ from mezzo.core.records import OverflowRecord, UpdateRecord
 
 @dataclass(frozen=True)
 class FaultGrade:
-    """What was found of one fault, compared with its row."""
-
     row: Row
     expected: Expected
     found: OverflowReport | None  # in the last step in which it acted
@@ -55,8 +53,6 @@ class FaultGrade:
 
 @dataclass(frozen=True)
 class CleanGrade:
-    """What was reported of one run without a fault."""
-
     name: str  # of the row
     skips: int  # steps that were skipped
     alarms: list[OverflowReport]  # findings that call something a fault
@@ -78,7 +74,6 @@ def grades_of(row: Row, **options: Any) -> list[FaultGrade]:
 
 
 def grade_of_clean(row: Row, **options: Any) -> CleanGrade:
-    """Run without a fault, with tracing."""
     skipped = [turn.result for turn in of_row(row, trace=True, **options) if turn.result.skipped]
     return _grade(row, [result.finding for result in skipped if result.finding is not None], len(skipped))
 
@@ -96,7 +91,6 @@ def grades_of_script(row: Row, folder: Path) -> list[FaultGrade]:
 
 
 def grade_of_clean_script(row: Row, folder: Path) -> CleanGrade:
-    """Run without a fault, as a plain script under `mezzo run`."""
     told = launched(row, folder)
     found = [r.finding for r in told if isinstance(r, OverflowRecord)]
     return _grade(row, found, sum(isinstance(r, UpdateRecord) and bool(r.skipped) for r in told))
