@@ -332,7 +332,7 @@ class _Plugin(TrainerStep):
         """The parameters to clip; in Fabric, which raises for an infinite norm, a zero if the step will be skipped."""
         optimizer = _unwrapped(optimizer)
         scaler = self.scaler if self._trainer is None and self.is_unscaled(optimizer) else None
-        if scaler is None or not bool(scaler._found(scaler._per_optimizer_states[id(optimizer)])):
+        if scaler is None or not bool(scaler._found(scaler._states[id(optimizer)])):
             yield from parameters(optimizer)
         else:
             nothing = torch.zeros(1, requires_grad=True)

@@ -23,7 +23,7 @@ from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import LARGEST, DynamicLossScale, ScaleArrays, StaticLossScale, check, on_host
 from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch import step as engine
-from mezzo.pytorch.kernels.not_traced import not_traced
+from mezzo.pytorch.kernels.not_traced import breaks_graph
 from mezzo.pytorch.loss_scaler import from_scaler_state, moved, to_scaler_state
 
 
@@ -201,8 +201,13 @@ class GradScaler(torch.amp.GradScaler):
         self._used_scale = self._scale
         return scaled
 
+    @property
+    def _states(self) -> dict[int, dict[str, Any]]:
+        """Since `update`, by the id of an optimizer: the stage of its step, and what was found in its gradients."""
+        return self._per_optimizer_states
+
     def _state_of(self, optimizer: Optimizer, call: str) -> dict[str, Any]:
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise CallOrderError(
                 f"{call}() was called after step() and before update(). Call scaler.update() after each step."
@@ -241,7 +246,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _scale_again(self) -> None:
         """Undo `unscale_` where no step has followed, since the next backward pass adds scaled gradients."""
-        for state in self._per_optimizer_states.values():
+        for state in self._states.values():
             if state["stage"] is OptState.UNSCALED and self._scale is not None:
                 if state["found_inf_per_device"]:
                     # NaN keeps what was found, which clipping by value takes out of the gradients.
@@ -272,7 +277,7 @@ class GradScaler(torch.amp.GradScaler):
 
             same_options.compare_arguments("GradScaler", "step(optimizer)", self._given, ranks.holders)
         own = engine.combined([found_inf, *found.values()], found_inf.device)
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._states[id(optimizer)]
         agreed, state["norm"], _ = engine.clip_(params, grads, own, None, state.get("max_norm"), ranks)
         return found if agreed is None else {agreed.device: agreed}
 
@@ -281,7 +286,7 @@ class GradScaler(torch.amp.GradScaler):
 
         The norm is that of all shards of `DTensor` gradients. Ranks exchange it together with what unscaling found.
         """
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._states[id(optimizer)]
         if self._enabled and state["stage"] is OptState.READY:
             state["max_norm"] = max_norm
             self.unscale_(optimizer)
@@ -326,7 +331,7 @@ class GradScaler(torch.amp.GradScaler):
         self._last[optimizer] = (self._scale_calls, state["skipped"])
         return result
 
-    @not_traced
+    @breaks_graph  # Dynamo would lose what `unscale_` writes into the optimizer's state
     def _step_once(self, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         ready = state["stage"] is OptState.READY
         if ready:
@@ -351,9 +356,6 @@ class GradScaler(torch.amp.GradScaler):
         found_inf = state["skipped"] = self._found(state)
         grad_scale = self._scale_in_use() if ready else None
         return engine.step_on_device(optimizer, found_inf, *args, grad_scale=grad_scale, **kwargs)
-
-    # Dynamo breaks its graph there: it would lose what `unscale_` writes into the optimizer's state.
-    _step_once._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def _look_again(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """After `unscale_` a script may have reduced gradients, and so brought another rank's NaN here."""
@@ -438,10 +440,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        states = self._per_optimizer_states.values()
+        states = self._states.values()
         if new_scale is not None:
             self._set_scale(new_scale)
-            self._per_optimizer_states.clear()
+            self._states.clear()
             return
         if self._scale is None or not any(state["found_inf_per_device"] for state in states):
             raise CallOrderError(
@@ -450,7 +452,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         saw_skip = any(state.get("skipped") is True for state in states)
         self._advance(self._found(*states))
-        self._per_optimizer_states.clear()
+        self._states.clear()
         self._unchecked += 1
         host_knows = saw_skip or loss_scaler.reading_is_free(self._scale)
         if host_knows or self._unchecked >= self._pure.patience:

@@ -67,7 +67,11 @@ def native_formats(device_type: str) -> frozenset[str]:
     """The 16-bit formats in which a device trains natively and fast (a CPU never in fp16: ``docs/dev/log.md``)."""
     assumed = os.environ.get(ASSUME_NATIVE)
     if assumed is not None:
-        return _parse(assumed)
+        names = frozenset(filter(None, (word.strip() for word in assumed.split(","))))
+        if unknown := sorted(names.difference(SIXTEEN_BITS)):
+            where = f"{ASSUME_NATIVE}={assumed!r}: "
+            raise unknown_name("16-bit format", unknown[0], SIXTEEN_BITS, where=where)
+        return names
     if device_type == "cpu":
         return frozenset({"bf16"}) if cpu_trains_in_bf16(capabilities()) else frozenset()
     device = gpu()
@@ -123,14 +127,6 @@ def cpu_trains_in_bf16(facts: Mapping[str, Any]) -> bool:
     is_intel = str(facts.get("cpu_name", "")).startswith("Intel")
     slow = is_intel and {"avx512_bf16", "avx512_fp16"} <= has and "amx_bf16" not in has
     return onednn and not slow and not has.isdisjoint(CPU_BF16_BY)
-
-
-def _parse(assumed: str) -> frozenset[str]:
-    names = frozenset(filter(None, (word.strip() for word in assumed.split(","))))
-    for name in sorted(names):
-        if name not in SIXTEEN_BITS:
-            raise unknown_name("16-bit format", name, SIXTEEN_BITS, where=f"{ASSUME_NATIVE}={assumed!r}: ")
-    return names
 
 
 @functools.lru_cache(maxsize=1)

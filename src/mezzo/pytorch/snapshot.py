@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.kernels.plain import is_dense
 from mezzo.pytorch.nested import mapped
 
 _SERIALS = itertools.count()
@@ -244,7 +245,7 @@ class BufferSnapshot:
         kinds: dict[tuple[torch.device, torch.dtype], tuple[list[BufferSlot], list[Tensor]]] = {}
         for slot in slots:
             tensor = slot.tensor
-            if tensor is None or not _is_plain(tensor) or (slot.norm is None and overlaps(tensor)):
+            if tensor is None or not _is_plain(tensor):
                 self.single.append(SavedBuffer.of(slot))
             else:
                 group = kinds.setdefault((tensor.device, tensor.dtype), ([], []))
@@ -267,7 +268,7 @@ class BufferSnapshot:
                     found_inf.to(flat.device, non_blocking=True) != 0, flat, _flat(tensors)
                 )
                 with keeping_versions(tensors):
-                    torch._foreach_copy_(tensors, _parts(restored, tensors))
+                    torch.split_with_sizes_copy(restored, _sizes(tensors), out=_memory(tensors))
         elif bool(found_inf):
             for each in self:
                 if each.moved():
@@ -309,7 +310,7 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether it can be part of a flat tensor."""
     if is_lazy(tensor) or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return False
-    return tensor.dtype.itemsize > 1 or not tensor.dtype.is_floating_point
+    return is_dense(tensor) and (tensor.dtype.itemsize > 1 or not tensor.dtype.is_floating_point)
 
 
 def has_running_statistics(module: nn.Module) -> bool:
@@ -331,13 +332,22 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+def _sizes(tensors: list[Tensor]) -> list[int]:
+    return [tensor.numel() for tensor in tensors]
+
+
+def _memory(tensors: list[Tensor]) -> list[Tensor]:
+    """The elements of each dense tensor in memory order."""
+    return [one.view(-1) if one.is_contiguous() else one.as_strided((one.numel(),), (1,)) for one in tensors]
+
+
 def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return torch.cat(_memory(tensors))
 
 
 def _parts(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    sizes = [tensor.numel() for tensor in like]
-    return [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), like)]
+    pairs = zip(flat.split(_sizes(like)), like)
+    return [part.as_strided(tensor.shape, tensor.stride()) for part, tensor in pairs]
 
 
 class RandomState(NamedTuple):

@@ -234,15 +234,15 @@ def check_finite(optimizer: Optimizer) -> bool:
         if grad is not None and not grad.is_meta:
             grad = grad.detach() if grad.requires_grad else grad  # cheaper than `no_grad` around it all
             by_device.setdefault(grad.device, []).append(numbers_of(grad))
-    return all(_finite(grads, device) for device, grads in by_device.items())
-
-
-def _finite(grads: list[Tensor], device: torch.device) -> bool:
-    """Whether gradients of one device are finite. Norms read only; where one is not finite an exact look decides."""
-    norms = torch._foreach_norm(grads)
-    if device.type != "cpu":
-        norms = (torch.stack(norms).sum(),)  # one wait for the device
-    return all(math.isfinite(norm.item()) for norm in norms) or all(bool(g.isfinite().all()) for g in grads)
+    for device, grads in by_device.items():
+        norms = torch._foreach_norm(grads)
+        if device.type != "cpu":
+            norms = (torch.stack(norms).sum(),)  # one wait for the device
+        # A norm may overflow where no gradient does: then an exact look decides.
+        are_finite = all(math.isfinite(norm.item()) for norm in norms)
+        if not are_finite and not all(bool(grad.isfinite().all()) for grad in grads):
+            return False
+    return True
 
 
 def unscale_(
@@ -288,8 +288,11 @@ def clip_(
     counted = [grad for grad, param in zip(grads, params) if ranks.counts(param)]
     norms = [] if clip_norm is None else [_total_norm(counted)]
     if clip_value is not None:
-        torch._foreach_clamp_min_(grads, -clip_value)
-        torch._foreach_clamp_max_(grads, clip_value)
+        torch.nn.utils.clip_grad_value_([p for p, grad in zip(params, grads) if p.grad is grad], clip_value)
+        for grad in (
+            grad for p, grad in zip(params, grads) if p.grad is not grad
+        ):  # a part, or values, of `.grad`
+            grad.clamp_(-clip_value, clip_value)
         norms += [_total_norm(counted) for _ in norms]
     by = None
     if ranks and (norms or found is not None):

@@ -124,7 +124,7 @@ class TrainerStep:
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether its gradients are unscaled, and its step is still to come."""
-        states = {} if self.scaler is None else self.scaler._per_optimizer_states
+        states = {} if self.scaler is None else self.scaler._states
         return id(optimizer) in states and states[id(optimizer)]["stage"] is OptState.UNSCALED
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -132,7 +132,7 @@ class TrainerStep:
         scaler = self.scaler
         if scaler is None or self.is_unscaled(optimizer):
             return
-        states = scaler._per_optimizer_states
+        states = scaler._states
         if states[id(optimizer)]["stage"] is OptState.STEPPED:
             # It steps twice between two updates of the scale, which depends on the checks of both steps.
             earlier = states.pop(id(optimizer))
@@ -168,7 +168,7 @@ class TrainerStep:
         if scaler is None:
             return False
         # Gradients of other optimizers that are unscaled and wait for their step must not be unscaled again.
-        states = scaler._per_optimizer_states
+        states = scaler._states
         waiting = {
             key: states.pop(key) for key in list(states) if states[key]["stage"] is not OptState.STEPPED
         }

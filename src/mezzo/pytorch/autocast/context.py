@@ -26,7 +26,7 @@ from mezzo.pytorch.autocast import active_policy, compiling, patches
 from mezzo.pytorch.autocast.plan import AUTOCAST_KEYS
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.hardware import leaves_autocast_off, switch_on_tf32
-from mezzo.pytorch.kernels.not_traced import not_traced
+from mezzo.pytorch.kernels.not_traced import breaks_graph, not_traced
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -208,6 +208,10 @@ def _torch_says(call: Callable[[], object]) -> str:
     return ""
 
 
+@breaks_graph
+def _a_context_from_outside_of_the_compiled_function() -> None: ...  # Dynamo names it as the reason
+
+
 class Context:
     """What `autocast` returns: enter it with ``with``, or put it above a function with ``@``.
 
@@ -237,7 +241,7 @@ class Context:
     @not_traced
     def __enter__(self) -> Context:
         if _is_dynamo_compiling():
-            torch._dynamo.graph_break(msg="a Context that was created outside of the compiled function")
+            _a_context_from_outside_of_the_compiled_function()
         device = self.device_type
         before = _label() if _increment_nesting() > 1 else 0
         transition = self._transitions.get(before)

@@ -19,7 +19,7 @@ from mezzo.core.policy import Policy
 from mezzo.pytorch.autocast import active_policy, recompute
 from mezzo.pytorch.autocast.actions import Action, action, for_other_layouts, gives_fp32, noting_table
 from mezzo.pytorch.autocast.fallback import OTHER_LAYOUTS, Kernels
-from mezzo.pytorch.autocast.plan import AUTOCAST_KEYS, Overload, overload_named, own_table, plan
+from mezzo.pytorch.autocast.plan import AUTOCAST_KEYS, overload_named, own_table, plan
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, dtype_of
 from mezzo.pytorch.hardware import leaves_autocast_off
 from mezzo.pytorch.kernels.not_traced import not_traced
@@ -72,8 +72,9 @@ def _register(name: str, device_type: str) -> None:
         if overload.has_kernel_for_dispatch_key(key_name)
         else None
     )
-    number_places = _number_places(overload)
-
+    # Tensor arguments that may be numbers: `x * 0.1` calls `mul.Tensor` with a wrapped number.
+    tensors = [i for i, argument in enumerate(overload._schema.arguments) if str(argument.type) == "Tensor"]
+    number_places = tensors if len(tensors) > 1 and torch.Tag.pointwise in overload.tags else ()
     find = _actions[name, device_type].get
 
     @not_traced  # else Dynamo compiles it, once a compiled function has broken its graph
@@ -101,12 +102,6 @@ def _register(name: str, device_type: str) -> None:
         return overload.redispatch(keyset & below, *args, **kwargs)
 
     _registrations.register(name, run, key_name)
-
-
-def _number_places(overload: Overload) -> tuple[int, ...]:
-    """Tensor arguments that may be numbers: `x * 0.1` calls `mul.Tensor` with a wrapped number."""
-    tensors = [i for i, argument in enumerate(overload._schema.arguments) if str(argument.type) == "Tensor"]
-    return tuple(tensors) if len(tensors) > 1 and torch.Tag.pointwise in overload.tags else ()
 
 
 def direct(original: Callable[..., Any], name: str, op: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from mezzo.pytorch.autocast.plan import overload_named
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.nested import mapped, tensors
+from mezzo.pytorch.rounding import straight_through
 
 #: Op -> how many of its calls ran in FP32 although its rule has 16 bits.
 CALLS: Counter[str] = Counter()
@@ -54,19 +55,6 @@ class Kernels:
         self._libraries.clear()  # a library that nothing refers to takes its kernels away
 
 
-class _Widened(torch.autograd.Function):
-    """A cast whose gradient may have another layout than the tensor, which that of `Tensor.to` must not."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.dtype = tensor.dtype
-        return tensor.float()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].to(ctx.dtype)
-
-
 def widen(tensor: Tensor) -> Tensor:
     """A tensor of any layout in FP32 if it has 16 bits, else as it is."""
     if tensor.dtype not in SIXTEEN_BITS:
@@ -75,8 +63,8 @@ def widen(tensor: Tensor) -> Tensor:
         return tensor.to_dense().float().to_mkldnn()
     if tensor.is_nested or not tensor.requires_grad:
         return tensor.float()
-    wide: Tensor = _Widened.apply(tensor)  # type: ignore[no-untyped-call,unused-ignore]
-    return wide
+    # Its gradient may have another layout than the tensor, which that of `float` must not.
+    return straight_through(tensor, Tensor.float)
 
 
 def noted(op: str, action: Callable[..., Any]) -> Callable[..., Any]:

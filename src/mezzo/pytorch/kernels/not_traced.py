@@ -20,3 +20,9 @@ def not_traced(function: _Function, inner: str = "SKIP") -> _Function:
     actions = (getattr(pieces._FrameAction, name) for name in ("SKIP", inner))
     pieces.set_code_exec_strategy(function.__code__, pieces._FrameExecStrategy(*actions))
     return function
+
+
+def breaks_graph(function: _Function, inner: str = "SKIP") -> _Function:
+    """`not_traced`; a graph ends before a call of it. As `torch.compiler.disable`, which would import Dynamo."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return not_traced(function, inner)

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import dtype_name
 from mezzo.pytorch.distributed import is_spread, local
+from mezzo.pytorch.kernels.not_traced import breaks_graph
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, StateSpec, Stepper, stepper
 from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim import checks, state_dicts, storage
@@ -85,7 +85,7 @@ class FusedOptimizer(Optimizer):
         """A group's current settings, as the kernels take them."""
         raise NotImplementedError
 
-    @_disable_dynamo
+    @breaks_graph
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters. After a UsageError (a setting out of range) the optimizer is unchanged."""
         count = len(self.param_groups)
@@ -97,7 +97,7 @@ class FusedOptimizer(Optimizer):
             del self.param_groups[count:]
             raise
 
-    @_disable_dynamo
+    @breaks_graph
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -132,7 +132,7 @@ class FusedOptimizer(Optimizer):
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers need not replace it
 
-    @_disable_dynamo
+    @breaks_graph
     def step_parameters(
         self, params: Sequence[Tensor], *, multiplier: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
@@ -324,7 +324,7 @@ class FusedOptimizer(Optimizer):
             )
         storage.write_master(param, known.entries, known.how, value)
 
-    @_disable_dynamo
+    @breaks_graph
     def state_dict(self) -> dict[str, Any]:
         """The state for `load_state_dict`, in torch's form; its tensors are not copies. It includes the masters that
         `lower_weights` keeps, also before the first step, and all states of shards, which a checkpoint is loaded into.
@@ -341,7 +341,7 @@ class FusedOptimizer(Optimizer):
                 if param not in self.state and (is_wanted or has_master(param)):
                     self._state_of(param, group, states)
 
-    @_disable_dynamo
+    @breaks_graph
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class with the same modes, to the bit, or of torch's optimizer of the same name.
 

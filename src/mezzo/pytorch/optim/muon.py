@@ -252,7 +252,8 @@ class MuonStepper:
 
     def __init__(self, device_type: str) -> None:
         self._others, self._first, self._last = (stepper(device_type) for _ in range(3))
-        # By ordinal, because the inner steppers cache tables by the identity of rows.
+        # By ordinal, because the inner steppers cache tables by the identity of rows: the row, one with the state,
+        # whose weight will be the average, and one with the master, without a state.
         self._parts: dict[int, tuple[Row, Row, Row]] = {}
 
     @torch.no_grad()
@@ -270,7 +271,12 @@ class MuonStepper:
             for row in rows:
                 if row.grad is None:
                     continue
-                first, last = self._parts_of(row)
+                known = self._parts.get(row.ordinal)
+                if known is None or known[0] is not row:
+                    average = replace(row, masters="own", master=None, step=row.step.clone())
+                    known = row, average, replace(row, state="fp32", states=(), scales=())
+                    self._parts[row.ordinal] = known
+                _, first, last = known
                 first.weight = torch.empty_like(row.weight, dtype=torch.float32)
                 first.grad, last.weight = row.grad, row.weight
                 self._first([(hyper, [first])], multiplier=multiplier, found_inf=found_inf, overflow=None)
@@ -280,12 +286,3 @@ class MuonStepper:
                 plain = Hyper("plain", (), numbers, 0.0, False)
                 self._last([(plain, [last])], multiplier=None, found_inf=found_inf, overflow=overflow)
                 first.weight, first.grad, last.grad = row.weight, None, None
-
-    def _parts_of(self, row: Row) -> tuple[Row, Row]:
-        """A row with the state, whose weight will be the average, and one with the master, without a state."""
-        known = self._parts.get(row.ordinal)
-        if known is None or known[0] is not row:
-            first = replace(row, masters="own", master=None, step=row.step.clone())
-            last = replace(row, state="fp32", states=(), scales=())
-            known = self._parts[row.ordinal] = row, first, last
-        return known[1], known[2]

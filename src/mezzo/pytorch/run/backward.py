@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.distributed import is_distributed
-from mezzo.pytorch.kernels.not_traced import not_traced
+from mezzo.pytorch.kernels.not_traced import breaks_graph, not_traced
 from mezzo.pytorch.run.own_recording import unscaled as unscaled_by_script
 from mezzo.pytorch.step import numbers_of
 from mezzo.pytorch.training import backward as walks
@@ -207,8 +207,7 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
             _run_until_finite(session, overflows, leaves, run, create_graph, retain_graph)
         return None
 
-    backward._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo breaks its graph there anyway
-    return backward
+    return breaks_graph(backward, inner="DEFAULT")  # Dynamo does so there anyway
 
 
 def _asks_no_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -269,8 +268,7 @@ def make_grad(session: Session, overflows: Overflows, original: Backward) -> Bac
         _until_finite(session, attempt, retain_graph, keeps_graph=not in_vmap)
         return dict(zip(inputs, results)) if isinstance(inputs, dict) else results
 
-    grad._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return grad
+    return breaks_graph(grad, inner="DEFAULT")
 
 
 def _until_finite(session: Session, attempt: _Run, retain: bool | None, *, keeps_graph: bool = True) -> None:

@@ -24,7 +24,7 @@ from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale
 from mezzo.pytorch.distributed import ALONE, is_distributed
 from mezzo.pytorch.dtypes import name_of
-from mezzo.pytorch.kernels.not_traced import not_traced
+from mezzo.pytorch.kernels.not_traced import breaks_graph, not_traced
 from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.optim.checks import refuse_replaced
 from mezzo.pytorch.optim.with_masters import WithMasters
@@ -229,8 +229,7 @@ class Steps:
                 known.inside = False
 
         stepping._mezzo_steps = self  # type: ignore[attr-defined]
-        stepping._torchdynamo_disable = True  # type: ignore[attr-defined]
-        return stepping
+        return breaks_graph(stepping, inner="DEFAULT")
 
     def _check_within(self, kind: Any) -> None:
         """Check again where a subclass calls this class's `step`: it may have changed gradients, by `all_reduce`."""
@@ -245,9 +244,9 @@ class Steps:
                 self._abandon_unless_finite(optimizer)
             return step(optimizer, *args, **kwargs)
 
-        within._mezzo_within = within._torchdynamo_disable = True  # type: ignore[attr-defined]
+        within._mezzo_within = True  # type: ignore[attr-defined]
         self._session.undo.append(functools.partial(setattr, kind, "step", step))
-        kind.step = within
+        kind.step = breaks_graph(within, inner="DEFAULT")
 
     @not_traced
     def _abandon_unless_finite(self, optimizer: Any, *_: Any, bad: bool = False) -> None:

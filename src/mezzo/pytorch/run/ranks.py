@@ -69,7 +69,9 @@ class RunRanks:
             return distributed.ALONE
         groups = [module.process_group for module in self._wrapped(params) if not distributed.joins(module)]
         # The script has reduced some gradients by hand.
-        by_hand = [self._reduced[one] for one in _storages(params) if one in self._reduced]
+        grads = [p.grad for p in params if p.grad is not None and _has_storage(p.grad)]
+        stored = (StorageWeakRef(grad.untyped_storage()) for grad in grads)
+        by_hand = [self._reduced[one] for one in stored if one in self._reduced]
         in_closure = () if self.averages_only(params) else self.of_closure or ()  # `join` reduces by itself
         ranks = distributed.ranks_of(params, dict.fromkeys([*groups, *by_hand, *in_closure]))
         self.any |= bool(ranks)
@@ -143,11 +145,6 @@ def all_without_gradients(session: Session, ranks: Ranks) -> None:
             )
             raise error
         time.sleep(0.01)
-
-
-def _storages(params: Iterable[Tensor]) -> list[StorageWeakRef]:
-    grads = (p.grad for p in params if p.grad is not None)
-    return [StorageWeakRef(grad.untyped_storage()) for grad in grads if _has_storage(grad)]
 
 
 def _has_storage(tensor: Any) -> bool:

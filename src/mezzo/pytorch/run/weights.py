@@ -28,7 +28,7 @@ from mezzo.core.errors import UsageError
 from mezzo.core.records import SWITCHED_OFF
 from mezzo.pytorch.autocast.modules import fitting
 from mezzo.pytorch.dtypes import SIXTEEN_BITS, name_of
-from mezzo.pytorch.kernels.not_traced import not_traced
+from mezzo.pytorch.kernels.not_traced import breaks_graph, not_traced
 from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters, put_masters
@@ -268,8 +268,7 @@ class Masters:
                 return optimizer.load_state_dict(state_dict)
             return original(optimizer, state_dict)
 
-        load_state_dict._torchdynamo_disable = True  # type: ignore[attr-defined]
-        return load_state_dict
+        return breaks_graph(load_state_dict, inner="DEFAULT")
 
     def finish(self) -> None:
         """The script is over: note what got masters."""

@@ -46,7 +46,7 @@ def is_simple(loss: Any) -> bool:
     return (
         type(loss) is Tensor
         and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_function_stack()
+        and not torch.overrides.has_torch_function_unary(loss)  # of a plain tensor: a function mode is active
         and torch._C._functorch.get_interpreter_stack() is None
     )
 
@@ -215,17 +215,10 @@ class Accumulation:
         """`accumulate / seen`: makes the sum of a short window follow the mean of its losses."""
         return self.accumulate / self.seen
 
-    @property
-    def seed_factor(self) -> Tensor | float:
-        """What `seed` multiplies a loss's gradients with."""
+    def scale_over(self, divisor: float) -> Tensor | float:
+        """Of `accumulate`: what `seed` multiplies with. Of `rescale`: how many times the sums are too large."""
         scale = 1.0 if self.scale is None else self.scale
-        return scale if self.accumulate == 1 else scale / self.accumulate  # a division by 1 takes time, too
-
-    @property
-    def gradient_factor(self) -> Tensor | float:
-        """How many times the window's summed gradients are too large."""
-        scale = 1.0 if self.scale is None else self.scale
-        return scale if self.rescale == 1.0 else scale / self.rescale
+        return scale if divisor == 1 else scale / divisor  # a division by 1 takes time, too
 
 
 def _has_gradient(optimizer: Optimizer) -> bool:

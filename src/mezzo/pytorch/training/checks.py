@@ -146,7 +146,7 @@ def outside_autocast(loss: Tensor, policy: Policy) -> None:
         warnings.warn(
             f"MixedPrecision: the loss was computed outside mp.autocast(), so nothing ran in {policy.compute}. "
             "Compute it inside: with mp.autocast(): loss = loss_fn(model(x), y).",
-            stacklevel=5,  # through `_disable_dynamo`
+            stacklevel=3,
         )
 
 

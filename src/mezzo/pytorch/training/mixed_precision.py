@@ -17,7 +17,6 @@ from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError, checks_keywords
@@ -31,6 +30,7 @@ from mezzo.core.records import RecordWriter, writer_of
 from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
+from mezzo.pytorch.kernels.not_traced import breaks_graph
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import FirstStates
 from mezzo.pytorch.optim.with_masters import WithMasters
@@ -328,7 +328,7 @@ class MixedPrecision:
         with self._resolved.context() as context, self._observing.live():
             yield context
 
-    @_disable_dynamo
+    @breaks_graph
     def step(self, loss: Tensor, *, retain_graph: bool = False) -> StepResult:
         """Run backward, and after `accumulate` losses the optimizer step, unless a gradient is NaN or infinite.
 
@@ -375,7 +375,7 @@ class MixedPrecision:
                 self._losses.append(loss)
         outcome: StepOutcome | None = None
         if observing.listening:
-            observing.backward_begins(loss, window.seed_factor)
+            observing.backward_begins(loss, window.scale_over(window.accumulate))
         if scaler is not None and distributed.is_distributed():
             bad = ~distributed.local(loss.detach()).isfinite().all()
             self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
@@ -425,7 +425,7 @@ class MixedPrecision:
             return StepResult(False, loss_tensor=value, scale_tensor=window.scale, note=note)
         return self._end_window(outcome)
 
-    @_disable_dynamo
+    @breaks_graph
     def flush(self) -> StepResult:
         """Step with fewer than `accumulate` losses, at the end of an epoch.
 
@@ -460,7 +460,7 @@ class MixedPrecision:
                 self._gradients.give()
                 ranks = self._ranks()
                 if observing.listening:
-                    observing.update_begins(self.optimizer, window.gradient_factor)
+                    observing.update_begins(self.optimizer, window.scale_over(window.rescale))
                 outcome = self._optimizer_step(
                     window.scale,
                     window.rescale,
@@ -537,7 +537,7 @@ class MixedPrecision:
                     f"MixedPrecision: update {self._journal.updates - 1} "
                     f"{'was skipped' if skipped is True else 'stepped from a loss that is NaN or infinite'}: "
                     f"{finding.sentence}.{finding.advice} {more}; mp.findings has later skips.",
-                    stacklevel=5,  # through `_disable_dynamo`
+                    stacklevel=3,
                 )
         return result
 
