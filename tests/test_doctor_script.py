@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mezzo.cli.main import main
+from commands import Command, in_the_folder  # noqa: F401
 from mezzo.runner.script_text import MIXED, WEIGHTS, findings
 
 LOADED = "AutoModelForCausalLM.from_pretrained('name'{})"
@@ -74,24 +74,23 @@ def test_before_transformers_5_the_default_was_fp32(transformers: Any) -> None:
     assert findings(LOADED.format(", dtype=torch.bfloat16"), "train.py")
 
 
-def test_the_lines_and_the_commands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("my train.py").write_text("raise SystemExit\n\nmodel = Net().half()\nscaler = GradScaler()\n")
-    assert main(["doctor", "my train.py"]) == 1
-    out = capsys.readouterr().out
-    assert "my train.py:3: 16-bit weights without masters: Net().half()\n" in out
-    assert "my train.py:4: mixed precision of its own: GradScaler()\n" in out
+def test_the_lines_and_the_commands(tmp_path: Path, command: Command) -> None:
+    for name, text in (
+        ("my train", "raise SystemExit\n\nmodel = Net().half()\nscaler = GradScaler()\n"),
+        ("fine", "GradScaler()"),
+        ("none", "print(1)"),
+        ("bad", "a b"),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+    ran = command("doctor", "my train.py")
+    assert ran.status == 1
+    assert "my train.py:3: 16-bit weights without masters: Net().half()\n" in ran.out
+    assert "my train.py:4: mixed precision of its own: GradScaler()\n" in ran.out
     for words in ("run", "run --masters split", "compare", "run --own off --precision bf16"):
-        assert f": mezzo {words} 'my train.py'\n" in out
-    purposes = [line.partition(":")[0] for line in out.splitlines()[2:]]
-    assert len({*purposes}) == 4
-    assert main(["doctor", "--json", "my train.py"]) == 1
-    assert [one["line"] for one in json.loads(capsys.readouterr().out)["findings"]] == [3, 4]
-    Path("fine.py").write_text("GradScaler()")
-    Path("none.py").write_text("print(1)")
-    Path("bad.py").write_text("a b")
-    assert [main(["doctor", f"{name}.py"]) for name in ("fine", "none", "bad", "absent")] == [0, 0, 2, 2]
-    assert "bad.py is not Python" in capsys.readouterr().err
-    assert main(["doctor", "none.py", "--gpu", "T4"]) == 2
+        assert f": mezzo {words} 'my train.py'\n" in ran.out
+    assert len({line.partition(":")[0] for line in ran.out.splitlines()[2:]}) == 4
+    ran = command("doctor --json", "my train.py")
+    assert (ran.status, [one["line"] for one in json.loads(ran.out)["findings"]]) == (1, [3, 4])
+    statuses = {"fine.py": 0, "none.py": 0, "bad.py": 2, "absent.py": 2, "none.py --gpu T4": 2}
+    assert {words: command(f"doctor {words}").status for words in statuses} == statuses
+    assert "bad.py is not Python" in command("doctor bad.py").err

@@ -37,8 +37,7 @@ def differing(ours: dict[str, Any], left_out: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("order", [*ORDERS, *OF_A_SCRIPT])
 def test_under_mezzo_run(order: str, bad: str, launch: Launch) -> None:
     def ended(*arguments: str) -> tuple[Ran, dict[str, Any]]:
-        ran = launch(SCRIPT, order, bad, *arguments, policy="fp16,loss_scale=128", trace=False)
-        assert ran.status == 0, ran.err
+        ran = launch(SCRIPT, order, bad, *arguments, policy="fp16,loss_scale=128", trace=False).ok
         return ran, dict(LAST)
 
     ran, ours = ended("with them")
@@ -86,7 +85,6 @@ LAST["state"] = b.state_dict()
 @pytest.mark.parametrize("between", ["nothing", "a step between"])
 def test_statistics_spoiled_before_a_good_step_of_their_own_network(between: str, launch: Launch) -> None:
     """Another network's infinite output makes them NaN, its own step is taken, and then that other one's is skipped."""
-    ran = launch(SPOILED, between, policy="fp16,loss_scale=128", trace=False)
-    assert ran.status == 0, ran.err
+    ran = launch(SPOILED, between, policy="fp16,loss_scale=128", trace=False).ok
     assert [update.moved for update in ran.of("update")].count(False) == 1
     assert is_finite(LAST["state"])

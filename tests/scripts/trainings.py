@@ -36,11 +36,8 @@ class Plain:
     def unscale(self, optimizer):
         pass
 
-    def step(self, optimizer, closure=None):
-        return optimizer.step() if closure is None else optimizer.step(closure)
-
-    def update(self):
-        pass
+    def step(self, optimizer, *closure, is_last=True):
+        return optimizer.step(*closure)
 
 
 class ByHand(Plain):
@@ -79,15 +76,15 @@ class ByHand(Plain):
     def unscale(self, optimizer):
         self.scaler.unscale_(optimizer)
 
-    def step(self, optimizer, closure=None):
+    def step(self, optimizer, *closure, is_last=True):
         if self.policy.params != "fp32":
             from mezzo.pytorch.optim.adopt import adopt
 
             optimizer = adopt(optimizer, masters=self.policy.masters, state=self.policy.state)
-        return self.scaler.step(optimizer) if closure is None else self.scaler.step(optimizer, closure)
-
-    def update(self):
-        self.scaler.update()
+        loss = self.scaler.step(optimizer, *closure)
+        if is_last:
+            self.scaler.update()
+        return loss
 
 
 def data(n=24, width=12, classes=4, seed=1):
@@ -107,7 +104,6 @@ def train(by, report, optimizer, steps, loss_of):
         optimizer.zero_grad()
         by.backward(loss)
         by.step(optimizer)
-        by.update()
         report(loss)
 
 
@@ -124,7 +120,6 @@ def clipping(by, report):
         nn.utils.clip_grad_value_(model.parameters(), 1.0)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         by.step(optimizer)
-        by.update()
         scheduler.step()
         report(loss, norm)
     return model
@@ -142,7 +137,6 @@ def accumulation(by, report):
             by.backward(loss)
             report(loss)
         by.step(optimizer)
-        by.update()
         optimizer.zero_grad(set_to_none=False)
     return model
 
@@ -160,7 +154,6 @@ def gradient_penalty(by, report):
         optimizer.zero_grad()
         by.backward(loss)
         by.step(optimizer)
-        by.update()
         report(loss, slope.sum())
     return model
 
@@ -176,12 +169,11 @@ def two_optimizers(by, report):
         d_loss = F.softplus(-by.call(critic, real)).mean() + F.softplus(by.call(critic, fake.detach())).mean()
         d_opt.zero_grad()
         by.backward(d_loss)
-        by.step(d_opt)
+        by.step(d_opt, is_last=False)
         g_loss = F.softplus(-by.call(critic, fake)).mean()
         g_opt.zero_grad()
         by.backward(g_loss)
         by.step(g_opt)
-        by.update()
         report(d_loss, g_loss)
     return nn.ModuleList([generator, critic])
 
@@ -231,7 +223,6 @@ def lbfgs(by, report):
             return loss
 
         loss = by.step(optimizer, closure)
-        by.update()
         report(loss)
     return model
 
@@ -250,7 +241,6 @@ def several_losses(by, report):
         by.backward(out.square().mean(), retain_graph=True, inputs=[*model[4].parameters()])
         by.backward(out, gradient=torch.full_like(out, 1e-3))
         by.step(optimizer)
-        by.update()
         report(out.sum())
     model.eval()
     with torch.no_grad():
