@@ -125,17 +125,11 @@ ENDS: list[tuple[dict[str, Any], list[str], list[int], int, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("behaviour", "more", "sizes", "largest", "says"), ENDS)
+@pytest.mark.parametrize("row", ENDS)
 def test_the_ways_in_which_a_search_ends(
-    here: Path,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    behaviour: dict[str, Any],
-    more: list[str],
-    sizes: list[int],
-    largest: int,
-    says: str,
+    here: Path, command: Command, monkeypatch: pytest.MonkeyPatch, row: Any
 ) -> None:
+    behaviour, more, sizes, largest, says = row
     monkeypatch.setattr(verb, "spendable_bytes", lambda: 10_000)  # bounds a CPU, not a GPU
     ran = command(f"batch-size {script(here, **behaviour)} --vary=--batch --precision=bf16", *more)
     assert ran.status == (not largest)

@@ -196,16 +196,6 @@ def test_a_lock_deleted_while_it_is_taken_is_taken_again(
             pass
 
 
-def test_two_comparisons_of_one_folder_at_once(tmp_path: Path) -> None:
-    (tmp_path / "train.json").write_text('{"*": {"pace": 0.01}}')
-    first, second = Parent(tmp_path), Parent(tmp_path)
-    (one, said_one), (two, said_two) = first.end(), second.end()
-    assert 0 in (one, two), said_one + said_two
-    if 1 in (one, two):  # not where one had ended before the other began
-        assert "in use by process" in said_one + said_two
-    assert Parent(tmp_path).end()[0] == 0
-
-
 # Records that a run left half written, or that something else damaged.
 
 

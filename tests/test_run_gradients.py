@@ -268,27 +268,30 @@ def test_an_overflow_inside_a_transform_is_explained_in_the_next_step(launch: An
         assert not any("FP32's largest" in remedy for remedy in later.finding.remedies)
 
 
-@pytest.mark.parametrize(("kind", "evaluation"), [("SGD", 1), ("LBFGS", 1), ("LBFGS", 3)])
-def test_an_overflow_in_a_closure_is_explained_and_the_step_returns_the_loss(
-    launch: Any, kind: str, evaluation: int
-) -> None:
-    ran = launch(
-        HEAD
-        + f"""
-optimizer = torch.optim.{kind}(model.parameters(), lr=0.1)
+CLOSURE = """
+class Own(torch.optim.SGD):
+    def step(self, closure{needed}):
+        closure()
+        return super().step()
+optimizer = {optimizer}(model.parameters(), lr=0.1)
 calls = 0
 def closure():
     global calls
     calls += 1
     optimizer.zero_grad()
-    loss = model(x * (1e30 if calls == {evaluation} else 1.0)).square().mean()
+    loss = (model({x}) * {factor}).square().mean()
     loss.backward()
-    return loss
-print(optimizer.step(closure).isfinite().item(), calls)
-""",
-        policy="fp16",
-    )
-    assert ran.status == 0, ran.err
+    {end}
+"""
+
+
+@pytest.mark.parametrize(("kind", "evaluation"), [("SGD", 1), ("LBFGS", 1), ("LBFGS", 3)])
+def test_an_overflow_in_a_closure_is_explained_and_the_step_returns_the_loss(
+    launch: Any, kind: str, evaluation: int
+) -> None:
+    bad = f"x * (1e30 if calls == {evaluation} else 1.0)"
+    source = CLOSURE.format(needed="", optimizer=f"torch.optim.{kind}", x=bad, factor=1.0, end="return loss")
+    ran = launch(f"{HEAD}{source}print(optimizer.step(closure).isfinite().item(), calls)", policy="fp16").ok
     assert ran.lines == [f"False {evaluation}"]
     [found] = ran.of("overflow")
     assert (found.update, found.finding.module, found.finding.op) == (0, "0", "linear")
@@ -305,27 +308,9 @@ def test_each_step_of_a_closure_that_returns_nothing_is_explained_once(
 
     An optimizer that also steps without its closure evaluates it once, and skips.
     """
-    ran = launch(
-        HEAD
-        + f"""
-class Own(torch.optim.SGD):
-    def step(self, closure{needed}):
-        closure()
-        return super().step()
-optimizer = Own(model.parameters(), lr=0.1)
-calls = 0
-def closure():
-    global calls
-    calls += 1
-    optimizer.zero_grad()
-    (model(x) * {factor}).square().mean().backward()
-for step in range(3):
-    optimizer.step(closure)
-print(calls)
-""",
-        policy="fp16,loss_scale=dynamic(init=2048)",
-    )
-    assert ran.status == 0, ran.err
+    source = CLOSURE.format(needed=needed, optimizer="Own", x="x", factor=factor, end="")
+    steps = "for step in range(3):\n    optimizer.step(closure)\nprint(calls)"
+    ran = launch(f"{HEAD}{source}{steps}", policy="fp16,loss_scale=dynamic(init=2048)").ok
     assert ran.lines == [str(evaluations)]
     found = ran.of("overflow")
     assert [one.update for one in found] == [0, 1, 2]
