@@ -118,10 +118,10 @@ def mezzo(
     return call
 
 
-def process(*words: str, at: Path, seconds: float = 280) -> Ran:
+def process(*words: str, at: Path) -> Ran:
     """The command `python -m WORDS` in a process of its own."""
     command, texts = [sys.executable, "-m", *words], {"capture_output": True, "text": True}
-    return subprocess.run(command, cwd=at, env=environment(), timeout=seconds, **texts)
+    return subprocess.run(command, cwd=at, env=environment(), timeout=280, **texts)
 
 
 def script(folder: Path, name: str, source: str) -> Path:
@@ -130,17 +130,10 @@ def script(folder: Path, name: str, source: str) -> Path:
     return folder / name
 
 
-def ranks(
-    folder: Path,
-    source: str,
-    precision: str,
-    *argv: str,
-    by: tuple[str, ...] = TORCHRUN,
-    seconds: float = 280,
-) -> Ran:
+def ranks(folder: Path, source: str, precision: str, *argv: str, by: tuple[str, ...] = TORCHRUN) -> Ran:
     """`mezzo run -m` of a launcher that starts a script on two ranks."""
     words = "mezzo", "run", "--precision", precision, "-m", *by, script(folder, "rank.py", source).name, *argv
-    return process(*words, at=folder, seconds=seconds)
+    return process(*words, at=folder)
 
 
 def updates(file: Path) -> list[bool]:
@@ -320,7 +313,7 @@ say("ended")
 
 
 def test_groups_that_end_do_not_wait_for_threads_that_wait_for_them(tmp_path: Path) -> None:
-    ran = ranks(tmp_path, GROUPS, "bf16,reduce=bf16", str(tmp_path / "meeting"), seconds=120)
+    ran = ranks(tmp_path, GROUPS, "bf16,reduce=bf16", str(tmp_path / "meeting"))
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == ["ended"] * 2
 
