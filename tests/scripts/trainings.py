@@ -39,6 +39,11 @@ class Plain:
     def step(self, optimizer, *closure, is_last=True):
         return optimizer.step(*closure)
 
+    def train_on(self, loss, optimizer, is_last=True):
+        optimizer.zero_grad()
+        self.backward(loss)
+        self.step(optimizer, is_last=is_last)
+
 
 class ByHand(Plain):
     """What the documentation of mixed precision tells people to write."""
@@ -98,15 +103,6 @@ def network(width=12, classes=4):
     return nn.Sequential(nn.Linear(width, 32), *middle, nn.Linear(32, classes))
 
 
-def train(by, report, optimizer, steps, loss_of):
-    for _ in range(steps):
-        loss = loss_of()
-        optimizer.zero_grad()
-        by.backward(loss)
-        by.step(optimizer)
-        report(loss)
-
-
 def clipping(by, report):
     """The loss is so large that fp16 skips the first steps; the value clip would hide the infinities."""
     model, (x, y) = network(), data()
@@ -151,9 +147,7 @@ def gradient_penalty(by, report):
         with by.region():
             penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
         loss = score.square().mean() + 10 * penalty.float()
-        optimizer.zero_grad()
-        by.backward(loss)
-        by.step(optimizer)
+        by.train_on(loss, optimizer)
         report(loss, slope.sum())
     return model
 
@@ -167,13 +161,9 @@ def two_optimizers(by, report):
     for _ in range(5):
         fake = by.call(generator, torch.randn(24, 6))
         d_loss = F.softplus(-by.call(critic, real)).mean() + F.softplus(by.call(critic, fake.detach())).mean()
-        d_opt.zero_grad()
-        by.backward(d_loss)
-        by.step(d_opt, is_last=False)
+        by.train_on(d_loss, d_opt, is_last=False)
         g_loss = F.softplus(-by.call(critic, fake)).mean()
-        g_opt.zero_grad()
-        by.backward(g_loss)
-        by.step(g_opt)
+        by.train_on(g_loss, g_opt)
         report(d_loss, g_loss)
     return nn.ModuleList([generator, critic])
 
@@ -203,7 +193,10 @@ def tied(by, report, use_reentrant):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     tokens = torch.randint(0, 20, (4, 9))
     inputs, target = tokens[:, :-1], tokens[:, 1:].flatten()
-    train(by, report, optimizer, 5, lambda: F.cross_entropy(by.call(model, inputs).flatten(0, 1), target))
+    for _ in range(5):
+        loss = F.cross_entropy(by.call(model, inputs).flatten(0, 1), target)
+        by.train_on(loss, optimizer)
+        report(loss)
     return model
 
 
