@@ -275,18 +275,6 @@ padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
 with torch.no_grad():
     show(model(torch.randn(2, 5, 8), src_key_padding_mask=padding))
 """,
-    "adaptive softmax": """
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(8, 8), nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5, 10])
-    def forward(self, x, y):
-        return self.head(self.body(x), y)
-model = Model()
-found = model(torch.randn(6, 8), torch.randint(0, 20, (6,)))
-found.loss.backward()
-show(found.output, found.loss, *[p.grad for p in model.parameters()])
-""",
     "jagged attention": """
 class Model(nn.Module):
     def __init__(self):
