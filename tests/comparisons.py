@@ -64,11 +64,8 @@ def write(directory: Path, verdict: Mapping[str, Any], runs: Mapping[str, Writte
     for name, run in runs.items():
         seed, twin = int(name.rsplit("-", 1)[1]), "-ulp-" in name
         writer = records.RecordWriter(folder / f"{name}.jsonl")
-        writer.write(
-            records.RunStarted(
-                run.script, list(run.argv), run.policy, seed, twin, dict(run.machine), "2026-11-21T04:00:00"
-            )
-        )
+        begun = run.script, list(run.argv), run.policy, seed, twin, dict(run.machine), "2026-11-21T04:00:00"
+        writer.write(records.RunStarted(*begun))
         for i, loss in enumerate(run.losses):
             writer.write(records.LossRecord(i, float(loss), 0.01 * i))
             if run.scales:
@@ -86,12 +83,12 @@ def write(directory: Path, verdict: Mapping[str, Any], runs: Mapping[str, Writte
     return directory
 
 
-def curve(steps: int, seed: int, noise: float = 0.25) -> list[float]:
+def curve(steps: int, seed: int) -> list[float]:
     """A loss that falls as a real one does, noisy from batch to batch."""
     draw = np.random.default_rng(seed)
     t = np.arange(steps) / max(1, steps - 1)
     clean = 2.3 * np.exp(-6 * t) + 0.04
-    return (clean * np.exp(noise * draw.standard_normal(steps))).tolist()
+    return (clean * np.exp(0.25 * draw.standard_normal(steps))).tolist()
 
 
 def drift(losses: Sequence[float], seed: int, size: float) -> list[float]:
@@ -134,9 +131,9 @@ def healthy(directory: Path, steps: int = 300, seeds: int = 3) -> Path:
     scales = [2.0 ** (16 - min(2, index // 2)) if index < 200 else 2.0**15 for index in range(steps)]
     skips = dict.fromkeys((1, 3), "inf in the gradients")
     notes = ["2 updates were skipped while the loss scale found its height."]
+    fp16_twice = BF16.replace("bf16", "fp16")
     in_fp16 = [
-        replace(op, planned=op.planned.replace("bf16", "fp16"), observed=op.observed.replace("bf16", "fp16"))
-        for op in OPS
+        replace(op, planned=fp16_twice, observed=fp16_twice) if op.planned == BF16 else op for op in OPS
     ]
     in_fp16[2] = replace(in_fp16[2], observed=FP32)
     for seed in range(seeds):
@@ -187,20 +184,9 @@ def healthy(directory: Path, steps: int = 300, seeds: int = 3) -> Path:
 def hostile(directory: Path) -> Path:
     """Every text that a script or a user can put into a folder, replaced by one that tries to break out."""
     ops = [records.OpFormats(HOSTILE, HOSTILE, HOSTILE, HOSTILE + "!", 1, 1, HOSTILE, HOSTILE)]
-    run = Written(
-        curve(20, 0),
-        [1.0] * 20,
-        {2: HOSTILE},
-        1000,
-        ops,
-        1,
-        [HOSTILE],
-        HOSTILE,
-        HOSTILE,
-        [HOSTILE],
-        HOSTILE,
-        {HOSTILE.replace("\udcff", ""): HOSTILE, "cpu": HOSTILE, "nested": {HOSTILE: [HOSTILE]}},
-    )
+    machine = {HOSTILE.replace("\udcff", ""): HOSTILE, "cpu": HOSTILE, "nested": {HOSTILE: [HOSTILE]}}
+    texts: tuple[Any, ...] = [HOSTILE], HOSTILE, HOSTILE, [HOSTILE], HOSTILE, machine
+    run = Written(curve(20, 0), [1.0] * 20, {2: HOSTILE}, 1000, ops, 1, *texts)
     ones = {
         HOSTILE: candidate(reason=HOSTILE, parity=HOSTILE, plain=HOSTILE, advice=HOSTILE, command=HOSTILE),
         "bf16": candidate(reason=HOSTILE),
@@ -224,9 +210,8 @@ def failed(directory: Path) -> Path:
     base = curve(120, 0)
     sick = drift(base, 1, 0.05)
     sick[60:] = [value * 10 ** (2 * i) for i, value in enumerate(sick[60:75])] + [math.inf] + [math.nan] * 44
-    gone = dict.fromkeys(
-        ("speedup", "speedup_interval", "peak_memory_ratio", "loss_gap", "final_loss", "final_metric")
-    )
+    numbers = "speedup", "speedup_interval", "peak_memory_ratio", "loss_gap", "final_loss", "final_metric"
+    gone = dict.fromkeys(numbers)
     skips = dict.fromkeys(range(60, 120), "inf in the gradients")
     log = "Traceback (most recent call last):\nRuntimeError: no such kernel"
     runs = {
@@ -259,10 +244,8 @@ def bare(directory: Path) -> Path:
 
 def many_ops(directory: Path) -> Path:
     """A candidate with more ops than one wants to see, two of them not as planned."""
-    ops = [
-        records.OpFormats(f"op_{i:02}", "lower", BF16, BF16, i, 1, "matmul", f"blocks.{i}.up")
-        for i in range(60)
-    ]
+    lower = "lower", BF16, BF16
+    ops = [records.OpFormats(f"op_{i:02}", *lower, i, 1, "matmul", f"blocks.{i}.up") for i in range(60)]
     ops[7] = records.OpFormats("op_07", "fp32", FP32, BF16, 7, 0, "a sum", "blocks.7.norm")
     ops[9] = records.OpFormats("op_09", "lower", BF16, FP32, 9, 0, "matmul", "head")
     base = curve(50, 0)

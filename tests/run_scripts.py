@@ -29,6 +29,12 @@ class Ran:
         return [record for record in self.records if record.kind == kind]
 
     @property
+    def ok(self) -> Ran:
+        """The run, which must have ended well."""
+        assert self.status == 0, self.err
+        return self
+
+    @property
     def lines(self) -> list[str]:
         """What the script printed."""
         return self.out.splitlines()

@@ -55,92 +55,60 @@ def test_commands_that_run_a_script(command: Any, found: Any) -> None:
     assert children.scripts_of(command) == ([] if found is None else [found])
 
 
-START = """
-import os, subprocess, sys
-words = {words}
-env = {env}
-try:
-    subprocess.run([sys.executable, *words], env=env, check=True)
-except ValueError as error:
-    print("caught", type(error).__name__)
-"""
-
-
-@pytest.mark.parametrize(
-    ("words", "env", "fix"),
-    [
-        (["-I", "child.py", "4"], "None", "Leave -I out"),
-        (["-uS", "-m", "child"], "None", "mezzo run --precision bf16 -m child"),
-        (["child.py"], "{'PATH': os.environ['PATH']}", "env={**os.environ"),
-        (["-I", "-c", "print('utility')"], "{}", ""),
-        (["child.py"], "{**os.environ, 'PYTHONPATH': 'src'}", ""),
-    ],
-)
-def test_a_process_that_the_policy_cannot_reach_ends_the_run(
-    words: list[str],
-    env: str,
-    fix: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("child.py").write_text("import os, sys\nprint('ran', 'mezzo' in sys.modules, sys.path[1])\n")
-    Path("start.py").write_text(START.format(words=words, env=env))
-    variables = dict(os.environ)
-    status = main(["run", "--precision", "bf16", "start.py"])
-    told = capfd.readouterr()
-    assert (status, fix in told.err, "Traceback" in told.err) == (2 if fix else 0, True, False)
-    if fix:
-        assert all(word in told.err for word in words)
-        assert told.out == "caught UsageError\n"
-    else:
-        assert told.out in ("utility\n", f"ran False {tmp_path / 'src'}\n")
-    assert dict(os.environ) == variables
-
-
+RUN = "subprocess.run([PYTHON, *{}], env={}, check=True)"
+EVERYWHERE = "{**os.environ, 'PYTHONPATH': 'src'}"
 ELSEWHERE = "os.environ['PYTHONPATH'] = 'src'; "
 SPAWNED = "p = mp.get_context('spawn').Process(target=child.look); p.start(); p.join()"
+SPAWNED_E = "mp.util.spawnv_passfds(PYTHON, [PYTHON, '-E', '-c', f'from {mp.spawn.__name__} import x'], ())"
 
 
 @pytest.mark.parametrize(
     ("start", "fix"),
     [
+        (RUN.format(["-I", "child.py", "4"], "None"), "Leave -I out"),
+        (RUN.format(["-uS", "-m", "child"], "None"), "mezzo run --precision bf16 -m child"),
+        (RUN.format(["child.py"], "{'PATH': os.environ['PATH']}"), "env={**os.environ"),
+        (RUN.format(["-I", "-c", "print('reached True')"], "{}"), ""),
+        (RUN.format(["path.py"], EVERYWHERE), ""),
         (ELSEWHERE + "subprocess.run([PYTHON, 'child.py'])", ""),
         (ELSEWHERE + "os.system(f'{PYTHON} child.py')", ""),
         (ELSEWHERE + "os.waitpid(os.fork() or os.execv(PYTHON, [PYTHON, 'child.py']), 0)", ""),
         (ELSEWHERE + SPAWNED, ""),
-        ("subprocess.run(['bash', '-c', f'{PYTHON} child.py'], env={**os.environ, 'PYTHONPATH': 'src'})", ""),
+        (f"subprocess.run(['bash', '-c', f'{{PYTHON}} child.py'], env={EVERYWHERE})", ""),
         ("subprocess.run(['bash', 'child.sh'], env={'PYTHON': PYTHON, 'PATH': os.environ['PATH']})", ""),
         ("subprocess.run(['bash', '-c', f'{PYTHON} child.py'], env={})", "env={**os.environ"),
         ("subprocess.run(f'{PYTHON} child.py', shell=True, env={})", "env={**os.environ"),
         ("subprocess.run(['torchrun', 'child.py'], env={})", "bf16 -m torch.distributed.run"),
         ("subprocess.run(f'PYTHONPATH=Src {PYTHON} child.py', shell=True)", "PYTHONPATH=Src:$PYTHONPATH"),
         ("os.execve(PYTHON, [PYTHON, 'child.py'], {})", "env={**os.environ"),
-        (
-            "mp.util.spawnv_passfds(PYTHON, [PYTHON, '-E', '-c', f'from {mp.spawn.__name__} import x'], ())",
-            "-E out",
-        ),
+        (SPAWNED_E, "-E out"),
         ("os.environ.clear(); subprocess.run([PYTHON, 'child.py'])", "env={**os.environ"),
     ],
 )
-def test_a_process_in_another_environment_is_reached_or_ends_the_run(
+def test_a_process_is_reached_or_ends_the_run(
     start: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Also if the script catches the error. The process has nothing of Mezzo, and the path it was given."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    look = (
-        "def look():\n    print('reached', any('Waits' in str(hook) for hook in sys.meta_path), flush=True)\n"
-    )
+    reached = "any('Waits' in str(hook) for hook in sys.meta_path) and 'mezzo' not in sys.modules"
+    look = f"def look():\n    print('reached', {reached}, flush=True)\n"
     Path("child.py").write_text(f"import sys\n{look}if __name__ == '__main__':\n    look()\n")
+    Path("path.py").write_text(
+        f"import child, sys\nassert sys.path[1] == '{tmp_path / 'src'}'\nchild.look()\n"
+    )
     Path("child.sh").write_text('"$PYTHON" child.py\n')
-    code = "import child, multiprocessing as mp, multiprocessing.spawn, os, subprocess, sys\nPYTHON = sys.executable\n"
-    Path("start.py").write_text(f"{code}if __name__ == '__main__':\n    {start}\n")
+    code = "import child, multiprocessing as mp, multiprocessing.spawn, os, subprocess, sys\nPYTHON = sys.executable"
+    caught = f"try:\n        {start}\n    except ValueError as error:\n        print('caught', type(error).__name__)"
+    Path("start.py").write_text(f"{code}\nif __name__ == '__main__':\n    {caught}\n")
     with mock.patch.dict(os.environ):
+        before = dict(os.environ)
         status = main(["run", "--precision", "bf16", "start.py"])
+        if "os.environ" not in start.partition("subprocess")[0]:  # the script changes nothing itself
+            assert dict(os.environ) == before
     told = capfd.readouterr()
-    assert (status, fix in told.err) == (2 if fix else 0, True)
-    assert told.out == ("" if fix else "reached True\n")
+    assert (status, fix in told.err, "Traceback" in told.err) == (2 if fix else 0, True, False)
+    assert told.out == ("caught UsageError\n" if fix else "reached True\n")
 
 
 def test_an_existing_sitecustomize_runs_and_nothing_of_mezzo_does(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import mezzo.cli.batch_size as verb
+from commands import Command, in_the_folder  # noqa: F401
 from mezzo.cli.batch_size import argv_with
-from mezzo.cli.main import main
 from mezzo.compare.progress import Watcher
 from mezzo.core.errors import UsageError
 
@@ -57,15 +57,11 @@ writer.write(records.RunEnded(0, 1.0, end.get("notes", [])))
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory in which runs are pretended."""
-    (tmp_path / "elsewhere").mkdir()
-    fake = tmp_path / "elsewhere" / "fake.py"
-    fake.write_text(FAKE)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(verb, "LAUNCH", (sys.executable, str(fake)))
-    return tmp_path / "here"
+def here(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of the commands, in which runs are pretended."""
+    (tmp_path / "fake.py").write_text(FAKE)
+    monkeypatch.setattr(verb, "LAUNCH", (sys.executable, str(tmp_path / "fake.py")))
+    return tmp_path
 
 
 def script(place: Path, **behaviour: Any) -> str:
@@ -77,34 +73,35 @@ def calls(place: Path) -> list[str]:
     return (place / "calls").read_text().splitlines()
 
 
-def test_two_precisions_are_searched_and_compared(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_precisions_are_searched_and_compared(here: Path, command: Command) -> None:
     name = script(here, bytes={"fp32": [0, 1000], "bf16": [0, 500]})
-    words = f"batch-size {name} --vary=--batch --limit=20kB --precision fp32,bf16 --out found".split()
-    assert main([*words, "--", "--lr", "1"]) == 0
-    out, err = capsys.readouterr()
+    words = f"batch-size {name} --vary=--batch --limit=20kB --precision fp32,bf16 --out found"
+    ran = command(f"{words} -- --lr 1")
+    assert ran.status == 0
     assert calls(here)[:4] == [f"fp32 --lr 1 --batch {size}" for size in (8, 16, 20, 21)]
-    assert err.splitlines()[0].startswith("[1] fp32  --batch 8: 12 steps, ")
-    lines = out.splitlines()
-    assert lines[0] == "fp32"
-    assert lines[1].split() == ["size", "peak", "steps/s", "samples/s", "fits"]
-    assert lines[2].split() == ["8", "8", "kB", "55.56", "444.4", "yes"]
-    assert lines[5].split() == ["21", "21", "kB", "-", "-", "no:", "over", "the", "limit"]
+    assert ran.err.splitlines()[0].startswith("[1] fp32  --batch 8: 12 steps, ")
+    lines = ran.out.splitlines()
+    assert [line.split() for line in (*lines[:3], lines[5])] == [
+        ["fp32"],
+        ["size", "peak", "steps/s", "samples/s", "fits"],
+        ["8", "8", "kB", "55.56", "444.4", "yes"],
+        ["21", "21", "kB", "-", "-", "no:", "over", "the", "limit"],
+    ]
     assert lines[-2].startswith("fp32: --batch 20 is the largest that fits (20 kB of 20 kB)")
     assert lines[-1].startswith("bf16: --batch 40 is the largest that fits")
     assert " That is 2.00 times the size in fp32." in lines[-1]
     assert lines[-1].endswith(" At its fastest size it is 1.20 times as fast as fp32.")
-    (here / "found" / "runs" / "old.log").touch()
-    assert main([*words, "--json", "--precision=bf16"]) == 0  # its own folder may be used again
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert json.loads(out) == json.loads((here / "found" / "batch-size.json").read_text())
-    one = json.loads(out)["precisions"]["fp32"]
+    runs = here / "found" / "runs"
+    (runs / "old.log").touch()
+    ran = command(f"{words} --json --precision=bf16")  # its own folder may be used again
+    assert (ran.status, ran.err) == (0, "")
+    assert json.loads(ran.out) == json.loads((here / "found" / "batch-size.json").read_text())
+    one = json.loads(ran.out)["precisions"]["fp32"]
     assert (one["largest"], one["fastest"], one["limit_bytes"], one["device"]) == (20, 20, 20_000, "cpu")
     assert [trial["size"] for trial in one["trials"]] == [8, 16, 20, 21]
-    assert {path.name for path in (here / "found" / "runs").glob("fp32*")} == {
-        f"fp32-{size}.{kind}" for size in (16, 20, 21, 8) for kind in ("jsonl", "log")
-    }
-    assert not (here / "found" / "runs" / "old.log").exists()
+    names = {f"fp32-{size}.{kind}" for size in (16, 20, 21, 8) for kind in ("jsonl", "log")}
+    assert {path.name for path in runs.glob("fp32*")} == names
+    assert not (runs / "old.log").exists()
 
 
 OOM = {"text": "Traceback (most recent call last):\ntorch.OutOfMemoryError: CUDA out of memory.", "status": 1}
@@ -128,24 +125,17 @@ ENDS: list[tuple[dict[str, Any], list[str], list[int], int, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("behaviour", "more", "sizes", "largest", "says"), ENDS)
+@pytest.mark.parametrize("row", ENDS)
 def test_the_ways_in_which_a_search_ends(
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    behaviour: dict[str, Any],
-    more: list[str],
-    sizes: list[int],
-    largest: int,
-    says: str,
+    here: Path, command: Command, monkeypatch: pytest.MonkeyPatch, row: Any
 ) -> None:
+    behaviour, more, sizes, largest, says = row
     monkeypatch.setattr(verb, "spendable_bytes", lambda: 10_000)  # bounds a CPU, not a GPU
-    name = script(here, **behaviour)
-    assert main(["batch-size", name, "--vary=--batch", "--precision=bf16", *more]) == (not largest)
-    out = capsys.readouterr().out
+    ran = command(f"batch-size {script(here, **behaviour)} --vary=--batch --precision=bf16", *more)
+    assert ran.status == (not largest)
     assert [int(line.split()[-1]) for line in calls(here)] == sizes
-    assert (f"--batch {largest} is the largest" if largest else "no size fits") in out.splitlines()[-1]
-    assert says in out
+    assert (f"--batch {largest} is the largest" if largest else "no size fits") in ran.out.splitlines()[-1]
+    assert says in ran.out
 
 
 # the script -> what says why it fails at the first size
@@ -160,18 +150,17 @@ FAILURES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("behaviour", "says"), FAILURES)
 def test_a_script_that_fails_at_the_first_size(
-    here: Path, capsys: pytest.CaptureFixture[str], behaviour: dict[str, Any], says: str
+    here: Path, command: Command, behaviour: dict[str, Any], says: str
 ) -> None:
-    name = script(here, **behaviour)
-    assert main(["batch-size", name, "--precision=bf16", "--limit=1MB", "--vary=--bs"]) == 2
-    err = capsys.readouterr().err
-    assert says in err
-    assert err.count("mezzo batch-size: ") == 1
+    ran = command(f"batch-size {script(here, **behaviour)} --precision=bf16 --limit=1MB --vary=--bs")
+    assert ran.status == 2
+    assert says in ran.err
+    assert ran.err.count("mezzo batch-size: ") == 1
 
 
 @pytest.mark.parametrize("by", ["a signal", "the time"])
 def test_what_ends_a_search_ends_the_child_and_leaves_the_table(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, by: str
+    here: Path, command: Command, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     """In the second run: the first size is in the table, and no request is left behind."""
     now = [0.0]
@@ -183,14 +172,14 @@ def test_what_ends_a_search_ends_the_child_and_leaves_the_table(
 
     monkeypatch.setattr(Watcher, "steps", stop)
     monkeypatch.setattr(verb.time, "monotonic", lambda: now[0])
-    words = ["batch-size", script(here, linger=16), "--vary=--batch", "--limit=1GB", "--precision=bf16"]
-    assert main([*words, "--minutes=1", "--out=found"]) == (130 if by == "a signal" else 0)
-    out, err = capsys.readouterr()
-    assert ": stopped, " in err
-    assert [line.split()[0] for line in out.splitlines()[:3]] == ["bf16", "size", "8"]
-    assert "before --batch 16 was measured" in out
-    assert ("--minutes 3" in out) == (by == "the time")
-    assert out.splitlines()[-1].startswith("bf16: --batch 8 is the largest that was tried and fits")
+    words = f"batch-size {script(here, linger=16)} --vary=--batch --limit=1GB --precision=bf16"
+    ran = command(f"{words} --minutes=1 --out=found")
+    assert ran.status == (130 if by == "a signal" else 0)
+    assert ": stopped, " in ran.err
+    assert [line.split()[0] for line in ran.out.splitlines()[:3]] == ["bf16", "size", "8"]
+    assert "before --batch 16 was measured" in ran.out
+    assert ("--minutes 3" in ran.out) == (by == "the time")
+    assert ran.out.splitlines()[-1].startswith("bf16: --batch 8 is the largest that was tried and fits")
     assert not list((here / "found" / "runs").glob("*.request.json"))
 
 
@@ -237,44 +226,33 @@ TRAINING = """
 """
 
 
-def test_sizes_that_all_fit_are_not_compared(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_that_all_fit_are_not_compared(here: Path, command: Command) -> None:
     """And the limit of the first precision is that of all."""
-    assert main(["batch-size", script(here), "--vary=--batch", "--max", "8", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["precisions"]
+    words = f"batch-size {script(here)} --vary=--batch --max 8"
+    found = json.loads(command(f"{words} --json").out)["precisions"]
     assert found["fp32"]["limit_bytes"] == found["bf16"]["limit_bytes"]
-    assert main(["batch-size", "train.py", "--vary=--batch", "--max", "8"]) == 0
-    assert "times the size" not in capsys.readouterr().out
+    ran = command(words)
+    assert ran.status == 0
+    assert "times the size" not in ran.out
 
 
 @pytest.mark.heavy
-def test_the_real_thing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_real_thing(tmp_path: Path, command: Command) -> None:
     """A script that would train for ever, in real child processes."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING))
-    words = ["batch-size", "train.py", "--vary=--batch-size", "--precision=bf16", "--multiple-of=256"]
-    status = main([*words, "--limit=1MB", "--start=256", "--max=100000", "--json"])
-    out, err = capsys.readouterr()
-    assert status == 0, err
-    one = json.loads(out)["precisions"]["bf16"]
+    words = "batch-size train.py --vary=--batch-size --precision=bf16 --multiple-of=256"
+    ran = command(f"{words} --limit=1MB --start=256 --max=100000 --json")
+    assert ran.status == 0, ran.err
+    one = json.loads(ran.out)["precisions"]["bf16"]
     by_size = {trial["size"]: trial for trial in one["trials"]}
     assert by_size[one["largest"]]["peak_bytes"] <= 10**6 < by_size[one["largest"] + 256]["peak_bytes"]
     assert by_size[one["largest"]]["samples_per_second"] > 0
     assert one["largest"] % 256 == 0
 
 
-def test_a_run_is_ended_after_its_steps(here: Path) -> None:
-    words = ["batch-size", script(here, steps=10**6), "--vary=--batch", "--limit=1MB", "--max=8"]
-    assert main([*words, "--precision=bf16", "--out=found", "--steps=9"]) == 0
+def test_a_run_is_ended_after_its_steps(here: Path, command: Command) -> None:
+    words = f"batch-size {script(here, steps=10**6)} --vary=--batch --limit=1MB --max=8"
+    assert command(f"{words} --precision=bf16 --out=found --steps=9").status == 0
     assert (here / "found" / "runs" / "bf16-8.jsonl").read_text().count('"update"') == 9
     (trial,) = json.loads((here / "found" / "batch-size.json").read_text())["precisions"]["bf16"]["trials"]
     assert trial["samples_per_second"] > 0
-
-
-def test_fewer_steps_than_can_be_timed_are_refused_before_a_run(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["batch-size", script(here), "--vary=--batch", "--limit=1MB", "--max=8", "--steps=8"]) == 2
-    assert "minimum is 9" in capsys.readouterr().err
-    assert not (here / "calls").exists()

@@ -16,9 +16,9 @@ import pytest
 from rich.console import Console
 
 import mezzo.cli.compare as verb
+from commands import Command, in_the_folder  # noqa: F401
 from mezzo.cli.arguments import Parser
 from mezzo.cli.compare import show
-from mezzo.cli.main import main
 from mezzo.compare.comparison import compare
 from mezzo.core.policy import policy
 from mezzo.core.records import HAD_TF32
@@ -28,9 +28,8 @@ FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory in which runs are pretended."""
-    monkeypatch.chdir(tmp_path)
+def here(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of the commands, in which runs are pretended."""
     monkeypatch.setattr(verb, "compare", functools.partial(compare, command=FAKE))
     return tmp_path
 
@@ -64,32 +63,32 @@ def test_a_command_on_a_page_asks_for_a_comparison(here: Path, line: str) -> Non
     assert request.argv == (("--epochs", "3") if "--epochs 3" in line else ())
 
 
-def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_is_printed_and_written(here: Path, command: Command) -> None:
     name = script(here, {"bf16": {"seconds": 0.005, "memory": 600}, "*": {"metric": 97.0}})
-    words = ["compare", name, "--precision", "bf16", "--metric", "accuracy: ([0-9.]+)", "--", "--epochs", "3"]
-    assert main(words) == 0
-    out, err = capsys.readouterr()
-    first, use = out.splitlines()[1], "mezzo run --precision bf16 train.py --epochs 3"
+    ran = command(f"compare {name} --precision bf16 --metric", "accuracy: ([0-9.]+)", "--", "--epochs", "3")
+    assert ran.status == 0
+    first, use = ran.out.splitlines()[1], "mezzo run --precision bf16 train.py --epochs 3"
     assert first.startswith(
         "bf16: proven equal within ±0.2 points in accuracy and ±0.5 % in loss (3 pairs), accuracy 97"
     )
     assert first.endswith("accuracy 97.01 % (FP32 97.01 %). 40 % less memory, 2.0x faster.")
-    assert "  verdict        equivalent\n  accuracy       97.01 %   (FP32 97.01 %)\n" in out
-    assert "  metric margin  ±0.2\n" in out
-    assert "peak memory    0.60x (" in out
-    assert "Final loss" not in out  # the statistics are in the report, and printed with --verbose
-    assert "Report: mezzo-compare-train/report.html" in out
-    assert out.endswith(f"\nNext: use bf16:\n  {use}\n")
-    assert out.count("mezzo run") == 1
-    assert "7 runs: 3 FP32, 3 bf16 (3 pairs: the same seed), 1 FP32 as noise check" in err
-    assert "[7/7] bf16-2: 40 steps" in err
+    for words in (
+        "  verdict        equivalent\n  accuracy       97.01 %   (FP32 97.01 %)\n",
+        "  metric margin  ±0.2\n",
+        "peak memory    0.60x (",
+        "Report: mezzo-compare-train/report.html",
+    ):
+        assert words in ran.out
+    assert "Final loss" not in ran.out  # the statistics are in the report, and printed with --verbose
+    assert ran.out.endswith(f"\nNext: use bf16:\n  {use}\n")
+    assert ran.out.count("mezzo run") == 1
+    assert "7 runs: 3 FP32, 3 bf16 (3 pairs: the same seed), 1 FP32 as noise check" in ran.err
+    assert "[7/7] bf16-2: 40 steps" in ran.err
     page = (Path(__file__).parent.parent / "docs" / "compare.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r'IFrame\("([^"]+)"', page)
     assert (here / shown).read_text().startswith("<!")
-    assert json.loads((here / "mezzo-compare-train" / "comparison.json").read_text())["argv"] == [
-        "--epochs",
-        "3",
-    ]
+    asked = json.loads((here / "mezzo-compare-train" / "comparison.json").read_text())
+    assert asked["argv"] == ["--epochs", "3"]
 
 
 @pytest.mark.parametrize(
@@ -103,16 +102,10 @@ def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureF
     ],
 )
 def test_a_format_that_the_machine_only_stores_is_told(
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
-    precision: str,
-    device: str,
-    native: list[str],
-    told: str | None,
+    here: Path, command: Command, precision: str, device: str, native: list[str], told: str | None
 ) -> None:
     name = script(here, {"*": {"machine": {"device_type": device, "native_formats": native}}})
-    assert main(["compare", name, "--precision", precision, "--seeds", "1"]) == 0
-    out = capsys.readouterr().out
+    out = command(f"compare {name} --precision {precision} --seeds 1").out
     report = (here / "mezzo-compare-train" / "report.html").read_text()
     if told is None:
         assert "emulated" not in out + report
@@ -122,57 +115,54 @@ def test_a_format_that_the_machine_only_stores_is_told(
         assert ". Same memory, " in out
 
 
-def test_what_holds_for_all_candidates_is_printed_once(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_holds_for_all_candidates_is_printed_once(here: Path, command: Command) -> None:
     name = script(here, {"*": {"notes": [HAD_TF32]}})
-    assert main(["compare", name, "--seeds", "1"]) == 0
-    command = "mezzo compare train.py --precision tf32,bf16,fp16 --seeds 1 --out mezzo-compare-train-tf32"
-    assert capsys.readouterr().out.count(f"{command}\n") == 1
+    offered = "mezzo compare train.py --precision tf32,bf16,fp16 --seeds 1 --out mezzo-compare-train-tf32"
+    assert command(f"compare {name} --seeds 1").out.count(f"{offered}\n") == 1
 
 
-def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_all_that_stdout_gets(here: Path, command: Command) -> None:
     name = script(here, {"bf16": {"shift": 0.3}})
-    words = ["compare", name, "--precision", "bf16", "--seeds", "1", "--margin", "1%", "--out", "there"]
-    assert main([*words, "--json"]) == 1
-    out, err = capsys.readouterr()
-    assert json.loads(out) == json.loads((here / "there" / "verdict.json").read_text())
-    assert json.loads(out)["candidates"]["bf16"]["parity"] == "divergent"
-    assert json.loads(out)["request"]["margin"] == pytest.approx(0.01)
-    assert err == ""
+    ran = command(f"compare {name} --precision bf16 --seeds 1 --margin 1% --out there --json")
+    assert (ran.status, ran.err) == (1, "")
+    found = json.loads(ran.out)
+    assert found == json.loads((here / "there" / "verdict.json").read_text())
+    assert found["candidates"]["bf16"]["parity"] == "divergent"
+    assert found["request"]["margin"] == pytest.approx(0.01)
 
 
 def test_an_interrupt_says_how_to_go_on(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(verb, "compare", stop)
-    assert main(["compare", script(here, {})]) == 130
-    assert "mezzo-compare-train. To continue, give the same command" in capsys.readouterr().err
+    ran = command(f"compare {script(here, {})}")
+    assert ran.status == 130
+    assert "mezzo-compare-train. To continue, give the same command" in ran.err
 
 
 def test_a_report_that_cannot_be_made_loses_no_verdict(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     def full(folder: Path) -> Path:
         raise OSError(28, "No space left on device", str(folder / "report.html"))
 
     monkeypatch.setattr(verb, "build", full)
-    assert main(["compare", script(here, {}), "--precision", "bf16"]) == 0
-    out, err = capsys.readouterr()
-    assert "bf16: proven equal" in out
-    assert "Report:" not in out
-    assert "mezzo-compare-train/report.html: No space left on device" in err
-    assert err.endswith(": mezzo report mezzo-compare-train\n")
+    ran = command(f"compare {script(here, {})} --precision bf16")
+    assert ran.status == 0
+    assert "bf16: proven equal" in ran.out
+    assert "Report:" not in ran.out
+    assert "mezzo-compare-train/report.html: No space left on device" in ran.err
+    assert ran.err.endswith(": mezzo report mezzo-compare-train\n")
 
 
 @pytest.fixture
-def found(here: Path) -> dict[str, Any]:
+def found(here: Path, command: Command) -> dict[str, Any]:
     """The verdict of a comparison whose bf16 fails with a message that looks like markup."""
     name = script(here, {"bf16": {"crash": "[bold]ValueError[/]: [red]x"}, "*": {"metric": 0.9}})
-    main(["compare", name, "--seeds", "1"])
+    command(f"compare {name} --seeds 1")
     verdict: dict[str, Any] = json.loads((here / "mezzo-compare-train" / "verdict.json").read_text())
     return verdict
 
@@ -222,46 +212,37 @@ TRAINING = """
 
 
 @pytest.mark.heavy
-def test_the_real_thing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_real_thing(tmp_path: Path, command: Command) -> None:
     """An ordinary script, child processes, bf16: no harm is found, and everything is measured."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING))
-    words = ["compare", "train.py", "--precision", "bf16", "--seeds", "1", "--metric", "accuracy: ([0-9.]+)"]
-    status = main([*words, "--json"])
-    out, err = capsys.readouterr()
-    assert status == 0, err
-    one = json.loads(out)["candidates"]["bf16"]
-    assert one["parity"] == "consistent", one["reason"]
-    assert one["steps"] == 30
+    words = "compare train.py --precision bf16 --seeds 1 --json --metric"
+    ran = command(words, "accuracy: ([0-9.]+)")
+    assert ran.status == 0, ran.err
+    found = json.loads(ran.out)
+    one = found["candidates"]["bf16"]
+    assert (one["parity"], one["steps"]) == ("consistent", 30), one["reason"]
     assert one["peak_memory_ratio"] is not None
-    assert one["noise_floor"] is not None  # the one-ulp twin left the FP32 run
-    assert 0 < one["noise_floor"] < 0.01
+    assert 0 < one["noise_floor"] < 0.01  # the one-ulp twin left the FP32 run
     assert one["final_metric"] > 80
     assert abs(one["loss_gap"]) < 0.02
-    assert json.loads(out)["machine"]["torch"]
-    ended = (tmp_path / "mezzo-compare-train" / "report.html").read_text()
-    assert "consistent" in ended
+    assert found["machine"]["torch"]
+    assert "consistent" in (tmp_path / "mezzo-compare-train" / "report.html").read_text()
 
 
 @pytest.mark.nightly
-def test_a_script_with_calls_of_mezzo_is_compared_as_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    made = "mp = __import__('mezzo').MixedPrecision(model, optimizer, 'fp16')\n    for step"
-    moved = (
-        TRAINING.replace("for step", made)
-        .replace("    optimizer.step()", "")
-        .replace("loss.backward()", "mp.step(loss)")
-    )
-    (tmp_path / "moved.py").write_text(
-        textwrap.dedent(moved.replace("        loss =", "        with mp.autocast(): loss ="))
-    )
-    assert main(["compare", "moved.py", "--precision", "own", "--seeds", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_a_script_with_calls_of_mezzo_is_compared_as_own(tmp_path: Path, command: Command) -> None:
+    moved = TRAINING
+    for old, new in (
+        ("for step", "mp = __import__('mezzo').MixedPrecision(model, optimizer, 'fp16')\n    for step"),
+        ("    optimizer.step()", ""),
+        ("loss.backward()", "mp.step(loss)"),
+        ("        loss =", "        with mp.autocast(): loss ="),
+    ):
+        moved = moved.replace(old, new)
+    (tmp_path / "moved.py").write_text(textwrap.dedent(moved))
+    ran = command("compare moved.py --precision own --seeds 1 --json")
+    assert ran.status == 0
+    found = json.loads(ran.out)
     assert found["own"] == "mezzo.MixedPrecision(fp16)"
     own = found["candidates"]["own"]
-    assert own["steps"] == 30
-    assert own["parity"] == "consistent", own["reason"]
+    assert (own["parity"], own["steps"]) == ("consistent", 30), own["reason"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import importlib
 import io
 import os
 import re
@@ -12,32 +11,23 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 import mezzo
+from commands import Command, in_the_folder  # noqa: F401
 from mezzo.cli.arguments import Parser
 from mezzo.cli.main import RUN_A_SCRIPT, VERBS, main
 from mezzo.core.commands import columns, folded
 from mezzo.core.errors import MezzoError, UsageError
 
 
-@pytest.fixture
-def verb(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`formats`, with a `run` that a test replaces."""
-    module = importlib.import_module("mezzo.cli.formats")
-    monkeypatch.setattr(module, "run", lambda arguments: 0)
-    return module
-
-
-@pytest.mark.parametrize("words", [[], ["--help"], ["help"]])
-def test_help_names_every_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    printed = " ".join(captured.out.split())
+@pytest.mark.parametrize("words", ["", "--help", "help"])
+def test_help_names_every_command(words: str, command: Command) -> None:
+    ended = command(words)
+    assert (ended.status, ended.err) == (0, "")
+    printed = " ".join(ended.out.split())
     assert all(f" {name} {summary}" in printed for name, summary in VERBS.items())
 
 
@@ -48,14 +38,14 @@ def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name, "--help"]) == main(["help", name]) == 0
-    printed = capsys.readouterr().out
-    assert f"usage: mezzo {name}" in printed
-    assert printed.count("\n") > 8
+def test_every_command_has_its_own_help(name: str, command: Command) -> None:
+    ended = command(f"{name} --help")
+    assert ended == command(f"help {name}")
+    assert ended.status == 0
+    assert f"usage: mezzo {name}" in ended.out
+    assert ended.out.count("\n") > 8
     if name in RUN_A_SCRIPT - {"run"}:  # and run's script may have a --help of its own
-        assert main([name, "tiny.py", "train.py", "-h"]) == 0
-        assert f"usage: mezzo {name}" in capsys.readouterr().out
+        assert f"usage: mezzo {name}" in command(f"{name} tiny.py train.py -h").out
 
 
 ENDS = [
@@ -71,28 +61,24 @@ ENDS = [
 
 @pytest.mark.parametrize(("end", "status", "error"), ENDS, ids=repr)
 def test_exit_statuses(
-    end: Any,
-    status: int | None,
-    error: str,
-    verb: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    end: Any, status: int | None, error: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(arguments: Any) -> int:
         if isinstance(end, BaseException):
             raise end
         return int(end)
 
-    monkeypatch.setattr(verb, "run", run)
+    monkeypatch.setattr("mezzo.cli.formats.run", run)
     if status is None:
         with pytest.raises(type(end)):
-            main(["formats"])
+            command("formats")
     else:
-        assert main(["formats"]) == status
-    assert capsys.readouterr().err == error
+        ended = command("formats")
+        assert (ended.status, ended.err) == (status, error)
 
 
-def test_a_command_may_close_standard_output(verb: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_may_close_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mezzo.cli.formats.run", lambda arguments: 0)
     closed = io.StringIO()
     closed.close()
     for stream in (closed, None):
@@ -104,8 +90,6 @@ def test_python_dash_m_and_a_reader_that_leaves_early() -> None:
     numbers = ["1/3"] * 200  # more than a pipe holds
     command = [sys.executable, "-m", "mezzo", "formats", "--json", "show", *numbers]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
         assert child.stdout.readline() == "{\n"
         child.stdout.close()
         assert child.stderr.read() == ""
@@ -127,25 +111,17 @@ WRONG: list[tuple[str, str]] = [
     ("compare train.py --seeds many", "'many' is not an integer (the number of pairs). Example: 3"),
     ("batch-size train.py --vary=--b --start x", "'x' is not an integer. Example: 8"),
     ("batch-size train.py --vary --batch", "mezzo batch-size train.py --vary=--batch\n"),
-    (
-        "batch-size --vary --batch train.py -- --epochs 1",
-        "mezzo batch-size --vary=--batch train.py -- --epochs 1\n",
-    ),
+    ("batch-size --vary --batch train.py -- --epochs 1", " --vary=--batch train.py -- --epochs 1\n"),
     ("batch-size train.py --vary", "--vary: expected one argument\n"),
     ("compare --metric --seeds 3 train.py", "--metric: expected one argument\n"),
     ("batch-size train.py --batch 8", "mezzo batch-size train.py --vary=--batch"),
     ("run --seeds 3 train.py", "an option of mezzo compare"),
     ("run --epochs 3 train.py", "mezzo run train.py -- --epochs 3"),
     ("run --precision bf16 --precision fp16 train.py", "given twice (bf16, fp16)"),
-    (
-        "run --precision bf16 --quiet --policy=fp16 train.py --x",
-        ": mezzo run --quiet --policy=fp16 train.py --x\n",
-    ),
+    ("run --precision bf16 --quiet --policy=fp16 train.py --x", " run --quiet --policy=fp16 train.py --x\n"),
     ("run --masters split --own off train.py", ": mezzo run --masters split train.py\n"),
-    (
-        "run --masters split --precision fp16 train.py",
-        ": mezzo run --own off --precision fp16,masters=split train.py\n",
-    ),
+    ("run --masters split --own off train.py", "--own off --precision bf16,masters=split"),
+    ("run --masters split --precision fp16 train.py", " --own off --precision fp16,masters=split train.py\n"),
     ("run --masters split --watch train.py", ": mezzo run --masters split train.py\n"),
     ("--precision bf16 train.py", "mezzo run --precision bf16 train.py\n"),
     ("train.py --epochs 3", "mezzo run train.py --epochs 3"),
@@ -172,7 +148,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{SIZES} --precision bf61", "Did you mean 'bf16'?"),
     (f"{SIZES} --precision auto", "Name one, such as bf16"),
     (f"{SIZES} --limit 4giga", "--limit '4giga' is not a number of bytes"),
-    (f"{SIZES} --steps 3", "The minimum is 9"),
+    (f"{SIZES} --steps 8", "The minimum is 9"),
     (f"{SIZES} --max 4 --multiple-of 8", "--max 4 is less than the first size, 8 (--multiple-of 8)"),
     (f"{SIZES} --out train.py", "--out train.py: is a file"),
     (f"{SIZES} --out .", "holds other files (train.py)"),
@@ -181,15 +157,11 @@ WRONG: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("words", "mend"), WRONG)
-def test_wrong_usage_says_what_to_write(
-    words: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_says_what_to_write(words: str, mend: str, command: Command, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
-    monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == 2
-    captured = capsys.readouterr()
-    assert mend in captured.err
-    assert captured.out == ""
+    ended = command(words)
+    assert (ended.status, ended.out) == (2, "")
+    assert mend in ended.err
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
@@ -209,21 +181,21 @@ FOLDED = [
 
 @pytest.mark.parametrize("words", FOLDED)
 def test_text_is_folded_to_a_terminal_except_for_commands_and_not_folded_in_a_pipe(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").write_text("from torch import autocast\nwith autocast('cuda'):\n    pass\n")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    status, piped = main(words.split()), "".join(capsys.readouterr())
+    piped = command(words)
     monkeypatch.setenv("COLUMNS", "70")
-    assert (main(words.split()), "".join(capsys.readouterr())) == (status, piped)
+    assert command(words) == piped
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
-    assert main(words.split()) == status
-    shown = "".join(capsys.readouterr())
-    assert shown.split() == piped.split()
-    wide = [line.strip() for line in shown.splitlines() if len(line) > 70]
-    assert all(line.startswith("mezzo ") and f": {line}" in piped for line in wide)
+    shown = command(words)
+    assert shown.status == piped.status
+    text, lines = piped.out + piped.err, shown.out + shown.err
+    assert lines.split() == text.split()
+    wide = [line.strip() for line in lines.splitlines() if len(line) > 70]
+    assert all(line.startswith("mezzo ") and f": {line}" in text for line in wide)
 
 
 def test_the_width_is_that_of_the_terminal_although_stdout_is_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,20 +308,21 @@ LOCKED: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("words", "mend"), LOCKED)
 def test_what_may_not_be_read_or_written_is_said(
-    words: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, mend: str, command: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
     (tmp_path / "secret.py").write_text("")
     (tmp_path / "secret.py").chmod(0)
-    (tmp_path / "locked").mkdir(mode=0)
-    monkeypatch.chdir(tmp_path)
-    if os.access("locked", os.R_OK):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0)
+    if os.access(locked, os.R_OK):
         pytest.skip("this user may read and write everything")
     try:
-        assert main(words.split()) == 2
+        ended = command(words)
     finally:
-        (tmp_path / "locked").chmod(0o700)  # or pytest could not take it away
-    assert mend in capsys.readouterr().err
+        locked.chmod(0o700)  # or pytest could not take it away
+    assert ended.status == 2
+    assert mend in ended.err
 
 
 @pytest.mark.heavy
@@ -362,9 +335,9 @@ def test_what_may_not_be_read_or_written_is_said(
     ],
 )
 def test_a_script_that_never_trains_is_status_2(
-    words: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, mend: str, command: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text("print('no training here')\n")
-    monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == 2
-    assert mend in capsys.readouterr().err
+    ended = command(words)
+    assert ended.status == 2
+    assert mend in ended.err

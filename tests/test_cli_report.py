@@ -11,7 +11,7 @@ import pytest
 
 import comparisons
 import run_records
-from mezzo.cli.main import main
+from commands import Command, in_the_folder  # noqa: F401
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_runs_folder_a_comparisons_folder_and_a_file(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, command: Command
 ) -> None:
     compared = comparisons.one_step(tmp_path / "compared")
     record = folder / "runs" / "run.jsonl"
@@ -30,61 +30,57 @@ def test_a_runs_folder_a_comparisons_folder_and_a_file(
         (compared, compared / "report.html", "Mixed precision against FP32"),
         (record, folder / "runs" / "run.html", "A training run"),
     ):
-        assert main(["report", str(place)]) == 0
-        assert capsys.readouterr().out == f"{page}\n"
+        ran = command("report", str(place))
+        assert (ran.status, ran.out) == (0, f"{page}\n")
         assert words in page.read_text(encoding="utf-8")
-    assert main(["report", str(folder), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"schema": 1, "report": str(folder / "report.html")}
+    shown = json.loads(command("report --json", str(folder)).out)
+    assert shown == {"schema": 1, "report": str(folder / "report.html")}
 
 
-def test_what_holds_no_record_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["empty"], "contains no run records. A report needs a folder with runs/*.jsonl"),
+        (["nowhere"], "nowhere: no such file or folder. A report needs"),
+        (["ok.py"], "ok.py: contains no run records"),
+        ([""], "Give one with run records"),
+        ([], "mezzo report run. Folders with run records here"),
+    ],
+)
+def test_what_holds_no_record_is_status_2(
+    words: list[str], told: str, folder: Path, tmp_path: Path, command: Command
+) -> None:
     (tmp_path / "ok.py").write_text("print(1)\n")
-    for place, words in (
-        (str(tmp_path), "contains no run records. A report needs a folder with runs/*.jsonl"),
-        (str(tmp_path / "nowhere"), "nowhere: no such file or folder. A report needs"),
-        (str(tmp_path / "ok.py"), "ok.py: contains no run records"),
-        ("", "Give one with run records"),
-    ):
-        assert main(["report", place]) == 2
-        told = capsys.readouterr()
-        assert words in told.err
-        assert told.out == ""
+    (tmp_path / "empty").mkdir()
+    ran = command("report", *words)
+    assert (ran.status, ran.out) == (2, "")
+    assert told in ran.err
     assert not (tmp_path / "ok.html").exists()
 
 
-def test_bare_it_says_what_it_could_be_given(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for place, words in (
-        (folder, "mezzo report mezzo-run."),
-        (tmp_path, "mezzo report run. Folders with run records here"),
-    ):
-        monkeypatch.chdir(place)
-        assert main(["report"]) == 2
-        assert words in capsys.readouterr().err
+def test_bare_where_no_folder_has_records_it_gives_an_example(command: Command) -> None:
+    assert "mezzo report mezzo-run." in command("report").err
 
 
-def test_a_full_disk_is_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", str(folder / "report.html"))
 
     monkeypatch.setattr("mezzo.report.os.replace", full)
-    assert main(["report", str(folder)]) == 2
-    assert capsys.readouterr().err == f"mezzo report: {folder / 'report.html'}: No space left on device\n"
+    ran = command("report", str(folder))
+    assert ran.status == 2
+    assert ran.err == f"mezzo report: {folder / 'report.html'}: No space left on device\n"
 
 
-def test_it_opens_the_page(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_opens_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     opened: list[str] = []
     monkeypatch.setattr("mezzo.cli.report.webbrowser.open", lambda where: opened.append(where) or True)
-    assert main(["report", str(folder), "--open"]) == 0
+    assert command("report --open", str(folder)).status == 0
     assert opened == [(folder / "report.html").resolve().as_uri()]
     monkeypatch.setattr("mezzo.cli.report.webbrowser.open", lambda _: False)
-    assert main(["report", str(folder), "--open"]) == 2
-    assert "no browser was found" in capsys.readouterr().err
+    ran = command("report --open", str(folder))
+    assert ran.status == 2
+    assert "no browser was found" in ran.err
 
 
 def test_no_framework_is_imported(folder: Path) -> None:
@@ -109,15 +105,15 @@ FAULTY = {
 
 @pytest.mark.parametrize("what", FAULTY)
 def test_records_that_are_cut_off_or_damaged_are_reported(
-    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    what: str, tmp_path: Path, command: Command
 ) -> None:
     damage, says = FAULTY[what]
     folder = comparisons.one_seed(tmp_path / "c")
     path = folder / "runs" / "bf16-0.jsonl"
     path.write_text(damage(path.read_text()))
     for place in (folder, path):
-        assert main(["report", str(place)]) == 0
-        told = capsys.readouterr()
-        assert "bf16-0" in told.err
-        assert says in told.err
-        assert "fp32-0" not in told.err
+        ran = command("report", str(place))
+        assert ran.status == 0
+        assert "bf16-0" in ran.err
+        assert says in ran.err
+        assert "fp32-0" not in ran.err

@@ -30,7 +30,6 @@ from mezzo.report import build
 from mezzo.runner.lifecycle import RunRequest
 
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
-PLAIN: dict[str, Any] = {"bf16": {"seconds": 0.005, "memory": 600}}
 CONTRACT = {
     "speedup", "speedup_interval", "peak_memory_ratio", "parity", "seeds", "margin", "loss_gap", "final_loss",
     "final_metric", "steps", "skipped_steps", "reason",
@@ -66,11 +65,16 @@ class Case:
     def files(self) -> set[str]:
         return {str(p.relative_to(self.out)) for p in self.out.rglob("*") if p.is_file()}
 
+    def candidate(self, name: str = "bf16", **changes: Any) -> dict[str, Any]:
+        """What the verdict says of a candidate."""
+        found: dict[str, Any] = self.compare(precisions=(name,), **changes)["candidates"][name]
+        return found
+
 
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
     made = Case(tmp_path)
-    made.write(PLAIN)
+    made.write({"bf16": {"seconds": 0.005, "memory": 600}})
     return made
 
 
@@ -141,7 +145,7 @@ def test_a_comparison_writes_its_folder(case: Case) -> None:
 
 
 def test_the_place_of_an_overflow_is_in_the_answer(case: Case) -> None:
-    one = {**case.compare()["candidates"]["bf16"], "overflow": "forward of mul in head (train.py:6)"}
+    one = {**case.candidate(), "overflow": "forward of mul in head (train.py:6)"}
     assert "forward of mul in head (train.py:6)." in answer("bf16", one, case.request(), case.out)["plain"]
     found = [
         OverflowReport("loss scale", op="mul"),
@@ -176,7 +180,7 @@ def test_what_a_candidate_is_called(
 ) -> None:
     case.write(behaviour)
     (name,) = behaviour or ["bf16"]
-    one = case.compare(precisions=(name,))["candidates"][name]
+    one = case.candidate(name)
     assert one["parity"] == parity, one["reason"]
     assert says in one["reason"]
     assert one["plain"].startswith(plain)
@@ -195,7 +199,7 @@ def test_a_candidate_that_failed_is_not_run_again_and_the_others_go_on(case: Cas
 
 def test_a_metric_is_read_and_judged(case: Case) -> None:
     case.write({"*": {"metric": 97.0}, "bf16": {"metric": 91.0}})
-    one = case.compare(seeds=3, metric=r"accuracy: ([0-9.]+)")["candidates"]["bf16"]
+    one = case.candidate(seeds=3, metric=r"accuracy: ([0-9.]+)")
     assert one["metric_margin"] == pytest.approx(0.2)
     assert one["final_metric"] == pytest.approx(91.01)
     assert one["loss_parity"] == "equivalent"
@@ -203,8 +207,7 @@ def test_a_metric_is_read_and_judged(case: Case) -> None:
 
 
 def test_what_is_slower_and_saves_nothing_is_not_recommended(case: Case) -> None:
-    case.write({"bf16": {"seconds": 0.005}})
-    one = case.compare(seeds=3)["candidates"]["bf16"]
+    one = case.candidate(seeds=3)
     for memory, word, command in ((0.97, "stay with FP32", "mezzo doctor"), (0.6, "use bf16", "mezzo run")):
         slower = {**one, "speed_word": "slower", "peak_memory_ratio": memory}
         told = answer("bf16", slower, case.request(seeds=3), case.out)
@@ -213,23 +216,12 @@ def test_what_is_slower_and_saves_nothing_is_not_recommended(case: Case) -> None
 
 
 def test_a_speed_whose_interval_is_wide_is_unclear(case: Case) -> None:
-    one = case.compare()["candidates"]["bf16"]
+    one = case.candidate()
     assert unclear_speed({**one, "speedup_interval": (0.5, 4.9)}) == ""
     unclear = {**one, "speedup_interval": (0.38, 7.42), "speed_word": "not told apart"}
     told = answer("bf16", unclear, case.request(), case.out)["plain"]
     assert "0.38x to 7.42x" in told
     assert unclear_speed({**one, "speedup_interval": (0.0, 8e9)}) == "unclear (1 pair)"
-
-
-class Lines(Watcher):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
 
 
 @pytest.mark.parametrize(
@@ -245,14 +237,16 @@ def test_a_script_with_its_own_precision_begins_again_without_it(
 ) -> None:
     off = {"notes": ["switched off: torch.autocast bfloat16", "switched off: GradScaler", "something else"]}
     case.write({"refuse": {**OWN, "notes": [note, "fix"]}, "off": off, "record": {"shift": 0.2}})
-    told = Lines()
-    found = case.compare(watcher=told)
+    told: list[str] = []
+    watcher = Watcher()
+    watcher.say = told.append  # type: ignore[method-assign]
+    found = case.compare(watcher=watcher)
     runs = [f"{name.replace(',', '-').replace('=', '-')}-0" for name in candidates]
     assert case.calls == ["fp32-0", "fp32-0", *runs, "fp32-ulp-0"]
     assert list(found["candidates"]) == candidates
     assert found["own"] == "torch.autocast bfloat16, GradScaler"
     assert found["request"]["own"] == note.removeprefix("left alone: ")
-    assert any("has its own mixed precision" in line and "candidate own" in line for line in told.said)
+    assert any("has its own mixed precision" in line and "candidate own" in line for line in told)
     own, bf16 = found["candidates"]["own"], found["candidates"]["bf16"]
     assert (own["parity"], own["command"]) == ("divergent", "")
     assert bf16["notes"][-1] == "something else"
@@ -304,20 +298,20 @@ def test_a_script_that_switches_tf32_on_is_told_how_to_compare_with_it(
 )
 def test_a_format_that_no_layer_ran_in_has_no_verdict(case: Case, note: str, is_judged: bool) -> None:
     case.write({"nvfp4": {"notes": [note]}})
-    one = case.compare(precisions=("nvfp4",))["candidates"]["nvfp4"]
+    one = case.candidate("nvfp4")
     assert (one["parity"] == "consistent") is is_judged
     assert bool(one["cause"]) is not is_judged
     assert (" --precision bf16 " in one["command"]) is not is_judged
     # A second, small model of the script has none: the first has some.
     case.write({"nvfp4": {"notes": [note, "nvfp4 in 4 linear layers: 0, 2, 4, 6."]}})
-    assert case.compare(precisions=("nvfp4",), fresh=True)["candidates"]["nvfp4"]["parity"] == "consistent"
+    assert case.candidate("nvfp4", fresh=True)["parity"] == "consistent"
 
 
 def test_a_speed_that_needs_more_steps_says_how_many(case: Case) -> None:
     case.write({"*": {"losses": 11}})
-    assert case.compare()["candidates"]["bf16"]["speedup"] is not None
+    assert case.candidate()["speedup"] is not None
     case.write({"*": {"losses": 10}})
-    one = case.compare(fresh=True)["candidates"]["bf16"]
+    one = case.candidate(fresh=True)
     assert (one["speedup"], one["steps"]) == (None, 10)
     assert "11" in one["plain"].rpartition("speed")[2]
 
@@ -352,9 +346,8 @@ def test_another_declaration_is_refused_once_a_candidate_ran(
     changes = {"seeds": 3, **changes}
     with pytest.raises(UsageError) as caught:
         case.compare(**changes)
-    assert names in str(caught.value)
-    assert f"--out {case.out}-" in str(caught.value)
-    assert f"--out {case.out} --fresh" in str(caught.value)
+    for words in (names, f"--out {case.out}-", f"--out {case.out} --fresh"):
+        assert words in str(caught.value)
     assert (case.out / "verdict.json").read_text() == before
     case.forget_calls()
     case.compare(**changes, fresh=True)
@@ -363,9 +356,9 @@ def test_another_declaration_is_refused_once_a_candidate_ran(
 
 def test_seeds_may_be_added_to_a_quick_look_only(case: Case) -> None:
     """Fewer than three pairs are never called equivalent, so the test for equivalence is still made once."""
-    assert case.compare()["candidates"]["bf16"]["plain"].startswith("quick look, ")
+    assert case.candidate()["plain"].startswith("quick look, ")
     case.forget_calls()
-    assert case.compare(seeds=3)["candidates"]["bf16"]["parity"] == "equivalent"
+    assert case.candidate(seeds=3)["parity"] == "equivalent"
     assert case.calls == ["bf16-1", "fp32-1", "fp32-2", "bf16-2"]
     for seeds in (1, 6):
         with pytest.raises(UsageError, match=f"--seeds was 3 and is now {seeds}"):
@@ -404,7 +397,7 @@ def test_a_wrong_metric_can_be_mended_without_running_fp32_again(case: Case) -> 
         with pytest.raises(UsageError, match=r"does not match.*accuracy: \(\[0-9(?s:.)*accuracy: 97.0 %"):
             case.compare(metric="test acc=([0-9.]+)")
     assert not (case.out / "verdict.json").exists()
-    one = case.compare(metric="accuracy: ([0-9.]+)")["candidates"]["bf16"]
+    one = case.candidate(metric="accuracy: ([0-9.]+)")
     assert one["final_metric"] == 97.0
     assert case.calls == ["fp32-0", "bf16-0", "fp32-ulp-0"]
 
@@ -419,26 +412,18 @@ def test_of_a_script_that_trains_nothing_the_last_lines_are_shown(case: Case) ->
     assert "--option-8\n" not in str(told.value)
 
 
-class StopAt(Watcher):
-    """Interrupts when a run has done a step, as Ctrl-C would."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.here = False
-
-    def begin(self, name: str, index: int, runs: int, steps: int | None) -> None:
-        self.here = name == self.name
-
-    def steps(self, done: int) -> None:
-        if self.here and done:
-            raise KeyboardInterrupt
-
-
 def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None:
+    class Stop(Watcher):
+        """Interrupts when the second run has done a step, as Ctrl-C would."""
+
+        def steps(self, done: int) -> None:
+            if done and self._name.endswith(" bf16-0"):
+                raise KeyboardInterrupt
+
     case.write({"bf16": {"hang": True}})
     since = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        case.compare(watcher=StopAt("bf16-0"))
+        case.compare(watcher=Stop())
     assert time.monotonic() - since < 30  # it hangs for sixty
     assert case.files == {"comparison.json", "runs/fp32-0.jsonl", "runs/fp32-0.log"}
     pid = int(case.script.with_suffix(".calls").read_text().splitlines()[-1].split()[1])
@@ -456,21 +441,11 @@ def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None
         ({"fp32": {"crash": "ValueError: x"}}, {}, ScriptError,
          r'File "train.py", line 3, in <module>\nValueError: x'),
         ({"fp32": {"nan": 5}}, {}, ScriptError, r"the loss is nan at step 5 \(run fp32-0\)"),
-        (
-            {
-                "refuse": {"losses": 0, "notes": ["left alone: it uses deepspeed.initialize itself (t.py)", "fix it"]}
-            },
-            {},
-            ScriptError,
-            r"it uses deepspeed.initialize itself \(t.py\), which mezzo compare can't switch off.*; fix it",
-        ),
+        ({"refuse": {"losses": 0, "notes": ["left alone: it uses deepspeed itself (t.py)", "fix it"]}}, {}, ScriptError,
+         r"it uses deepspeed itself \(t.py\), which mezzo compare can't switch off.*; fix it"),
         ({"refuse": OWN, "off": OWN}, {}, ScriptError, "itself .*can't switch off"),
-        (
-            {"refuse": OWN, "off": {"crash": "RuntimeError: dtypes.", "notes": ["switched off: Net in bfloat16"]}},
-            {},
-            ScriptError,
-            r"own mixed precision \(Net in bfloat16\) switched off: RuntimeError: dtypes\. .*\.dtype\)",
-        ),
+        ({"refuse": OWN, "off": {"crash": "RuntimeError: dtypes.", "notes": ["switched off: Net in bfloat16"]}}, {},
+         ScriptError, r"own mixed precision \(Net in bfloat16\) switched off: RuntimeError: dtypes\. .*\.dtype\)"),
         ({"fp32": {"crash": "EOFError: EOF when reading a line"}}, {}, ScriptError, "standard input"),
         ({}, {"precisions": ("own", "bf16")}, UsageError, "no mixed precision of its own, so .* Leave own out"),
         ({"*": {"say": "accelerate"}}, {"precisions": ("own", "bf16")}, UsageError, "of its own .*='fp16'"),
@@ -546,15 +521,12 @@ def test_a_full_disk_leaves_no_half_file(case: Case, at: str, monkeypatch: pytes
 # The parts.
 
 
-def asked(folder: Path) -> RunRequest:
-    return RunRequest("nothing.py", records=folder / "run.jsonl")
-
-
 def test_a_child_has_no_input_and_both_streams_in_order(tmp_path: Path) -> None:
     code = (
         "import sys; print('out'); print('err', file=sys.stderr); print(repr(sys.stdin.read())); sys.exit(5)"
     )
-    assert run_child((sys.executable, "-c", code), asked(tmp_path)) == 5
+    request = RunRequest("nothing.py", records=tmp_path / "run.jsonl")
+    assert run_child((sys.executable, "-c", code), request) == 5
     assert (tmp_path / "run.log").read_text().splitlines() == ["out", "err", "''"]
 
 

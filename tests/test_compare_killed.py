@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mezzo.cli.main import main
+from commands import Command, in_the_folder  # noqa: F401
 from mezzo.compare.comparison import compare
 from mezzo.compare.folder import locked
 from mezzo.compare.progress import Watcher
@@ -50,8 +50,8 @@ class Parent:
         said = self.process.communicate()[0].decode()
         return self.process.returncode, said
 
-    def kill(self) -> None:
-        self.process.kill()
+    def end_by(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
         self.end()
 
     @property
@@ -60,10 +60,8 @@ class Parent:
         found = []
         for place in Path("/proc").glob("[0-9]*"):
             try:
-                if (
-                    self.mark in (place / "environ").read_bytes().split(b"\0")
-                    and (place / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-                ):
+                marked = self.mark in (place / "environ").read_bytes().split(b"\0")
+                if marked and (place / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
                     found.append(int(place.name))
             except OSError:
                 continue
@@ -93,7 +91,7 @@ def test_a_comparison_killed_at_any_moment_and_repeated_ends_as_one_left_alone(t
             shutil.rmtree(tmp_path / "out")
         parent = Parent(tmp_path)
         time.sleep(draw.uniform(0, 0.9 * length))
-        parent.kill()
+        parent.end_by(signal.SIGKILL)
         again = Parent(tmp_path)  # at once: what the killed one left may still run
         if number % 2 == 0:
             status, said = again.end()
@@ -101,7 +99,7 @@ def test_a_comparison_killed_at_any_moment_and_repeated_ends_as_one_left_alone(t
             parent.no_one_is_left()
         else:
             parent.no_one_is_left()
-            again.kill()
+            again.end_by(signal.SIGKILL)
         again.no_one_is_left()
     assert Parent(tmp_path).end()[0] == 0
     assert json.loads(verdict.read_text()) == expected
@@ -116,8 +114,7 @@ def test_children_and_their_children_end_with_the_comparison(tmp_path: Path, num
     while len(parent.alive) < 4:  # itself, the guard, the child, and its child
         assert time.monotonic() < until
         time.sleep(0.02)
-    parent.process.send_signal(number)
-    parent.end()
+    parent.end_by(number)
     parent.no_one_is_left()
 
 
@@ -137,26 +134,26 @@ def test_a_child_whose_parent_was_killed_while_it_started_runs_nothing(tmp_path:
 
 # Two processes and one folder.
 
-VERBS = {
-    "compare": ["compare", "{script}", "--precision", "bf16", "--seeds", "1", "--out", "{out}"],
-    "compare --fresh": ["compare", "{script}", "--precision", "bf16", "--fresh", "--out", "{out}"],
-    "calibrate": ["calibrate", "{script}", "--out", "{out}"],
-    "batch-size": ["batch-size", "{script}", "--vary=--batch", "--out", "{out}"],
-    "run": ["run", "--precision", "fp32", "--out", "{out}", "{script}"],
-}
+VERBS = [
+    "compare t.py --precision bf16 --seeds 1",
+    "compare t.py --precision bf16 --fresh",
+    "calibrate t.py",
+    "batch-size t.py --vary=--batch",
+    "run --precision fp32",
+]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_folder_in_use_is_left_alone(tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    script, out = tmp_path / "t.py", tmp_path / "out"
-    script.write_text("raise SystemExit(7)")
+@pytest.mark.parametrize("words", VERBS)
+def test_a_folder_in_use_is_left_alone(words: str, tmp_path: Path, command: Command) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "t.py").write_text("raise SystemExit(7)")
     with locked(out):
         before = sorted(out.rglob("*"))
-        assert main([word.format(script=script, out=out) for word in VERBS[verb]]) == 2
+        ran = command(f"{words} --out out", *(["t.py"] if words.startswith("run") else []))
+        assert ran.status == 2
         assert sorted(out.rglob("*")) == before
-    said = capsys.readouterr().err
-    for word in (str(out), f"process {os.getpid()}", "pytest", "--out", "Wait"):
-        assert word in said, said
+    for word in ("out", f"process {os.getpid()}", "pytest", "--out", "Wait"):
+        assert word in ran.err, ran.err
 
 
 def test_a_folder_is_free_again(tmp_path: Path) -> None:
@@ -199,16 +196,6 @@ def test_a_lock_deleted_while_it_is_taken_is_taken_again(
             pass
 
 
-def test_two_comparisons_of_one_folder_at_once(tmp_path: Path) -> None:
-    (tmp_path / "train.json").write_text('{"*": {"pace": 0.01}}')
-    first, second = Parent(tmp_path), Parent(tmp_path)
-    (one, said_one), (two, said_two) = first.end(), second.end()
-    assert 0 in (one, two), said_one + said_two
-    if 1 in (one, two):  # not where one had ended before the other began
-        assert "in use by process" in said_one + said_two
-    assert Parent(tmp_path).end()[0] == 0
-
-
 # Records that a run left half written, or that something else damaged.
 
 
@@ -238,14 +225,6 @@ DAMAGE: dict[str, tuple[Callable[[str], str], bool]] = {  # and whether it is sa
 }
 
 
-class Listener(Watcher):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-
 def test_a_run_with_damaged_records_is_made_again(tmp_path: Path) -> None:
     script = tmp_path / "train.json"
     script.write_text('{"bf16": {"seconds": 0.005}}')
@@ -255,8 +234,10 @@ def test_a_run_with_damaged_records_is_made_again(tmp_path: Path) -> None:
     for what, (damage, is_said) in DAMAGE.items():
         script.with_suffix(".calls").unlink()
         path.write_text(damage(path.read_text()), errors="surrogateescape")
-        listener = Listener()
-        assert compare(request, tmp_path / "out", command=FAKE, watcher=listener) == expected, what
+        said: list[str] = []
+        watcher = Watcher()
+        watcher.say = said.append  # type: ignore[method-assign]
+        assert compare(request, tmp_path / "out", command=FAKE, watcher=watcher) == expected, what
         calls = script.with_suffix(".calls").read_text().splitlines()
         assert [line.split()[0] for line in calls] == ["bf16-0"], what
-        assert any("bf16-0 is repeated" in line for line in listener.said) is is_said, what
+        assert any("bf16-0 is repeated" in line for line in said) is is_said, what

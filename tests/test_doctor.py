@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mezzo.cli.main import main
+from commands import Command, in_the_folder  # noqa: F401
 from mezzo.core.hardware import cuda_formats
 from mezzo.core.policy import policy
 from mezzo.doctor import measure
@@ -19,6 +21,7 @@ from mezzo.doctor.gpus import ARCHITECTURES, MODELS, find, formats_at, from_capa
 from mezzo.doctor.measure import recommend, row
 from mezzo.pytorch import hardware
 from mezzo.pytorch.hardware import Gpu
+from mezzo.runner.script_text import MIXED, WEIGHTS, findings
 
 
 def test_formats_and_the_precision_by_capability() -> None:
@@ -77,7 +80,7 @@ def test_a_gpu_without_a_datasheet_here_has_its_compute_capability_and_no_figure
 
 NAN = float("nan")
 # (matmul, conv step) rates of fp32, bf16, fp16; native formats; the precision; what the reasons say
-RATES: list[tuple[tuple[float, float], tuple[float, float], tuple[float, float], str, str, list[str]]] = [
+RATES: list[tuple[Any, ...]] = [
     ((199, 100), (441, 190), (1.5, 1.2), "bf16", "bf16",
      ["matrix products are 2.22x faster than in fp32", "therefore computes fp16 in FP32"]),
     ((130, 80), (74, 64), (1300, 0.5), "bf16", "fp32",
@@ -91,12 +94,7 @@ RATES: list[tuple[tuple[float, float], tuple[float, float], tuple[float, float],
 
 @pytest.mark.parametrize(("fp32", "bf16", "fp16", "native", "precision", "words"), RATES)
 def test_the_recommendation_follows_from_the_rates(
-    fp32: tuple[float, float],
-    bf16: tuple[float, float],
-    fp16: tuple[float, float],
-    native: str,
-    precision: str,
-    words: list[str],
+    fp32: Any, bf16: Any, fp16: Any, native: str, precision: str, words: list[str]
 ) -> None:
     rows = [
         row(what, form, rate, *(((), "no") if math.isnan(rate) else ((1.0, 1.0),)))
@@ -113,7 +111,8 @@ TINY = measure.Sizes(side=32, batch=1, image=4, copy_bytes=4096)
 
 
 def test_a_cpu_is_measured_in_every_format_and_nothing_is_left_changed() -> None:
-    before = (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)  # type: ignore[attr-defined]
+    backends: Any = torch.backends
+    before = (backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision)
     rates = measure.measure("cpu", sizes=TINY, budget=5.0)
     cells = {(rate["what"], rate["format"]): rate for rate in rates}
     assert len(cells) == len(rates) == 10
@@ -125,7 +124,7 @@ def test_a_cpu_is_measured_in_every_format_and_nothing_is_left_changed() -> None
     assert cells["matmul", "fp32"]["work"] == pytest.approx(2 * 32**3 / 1e9)
     assert cells["copy", "fp32"]["work"] == pytest.approx(2 * 4096 / 1e9)
     assert cells["copy", "fp32"]["unit"] == "GB/s"
-    assert (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision) == before  # type: ignore[attr-defined]
+    assert (backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision) == before
 
 
 def test_a_format_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,11 +163,10 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_this_machine(cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == "Measuring, for at most about 20 s ...\n"
-    printed = " ".join(captured.out.split())
+def test_this_machine(cpu: pytest.MonkeyPatch, command: Command) -> None:
+    ran = command("doctor")
+    assert (ran.status, ran.err) == (0, "Measuring, for at most about 20 s ...\n")
+    printed = " ".join(ran.out.split())
     for words in (
         "CPU A [bold] CPU, ",
         "GPU none that this PyTorch can use",
@@ -186,14 +184,11 @@ def test_this_machine(cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert "The repeats vary" not in printed
 
 
-@pytest.mark.parametrize("words", [(), ("--gpu", "H100"), ("--gpu", "B200")])
-def test_no_line_is_wider_than_the_terminal(
-    words: tuple[str, ...], cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("words", ["", "--gpu H100", "--gpu B200"])
+def test_no_line_is_wider_than_the_terminal(words: str, cpu: pytest.MonkeyPatch, command: Command) -> None:
     cpu.setenv("COLUMNS", "60")
     cpu.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(["doctor", *words]) == 0
-    *lines, _ = capsys.readouterr().out.strip().splitlines()  # the last one is a command
+    *lines, _ = command(f"doctor {words}").out.strip().splitlines()  # the last one is a command
     assert [line for line in lines if len(line) > 60] == []
 
 
@@ -202,9 +197,8 @@ def test_a_format_of_a_datasheet_is_named_as_the_precision() -> None:
         assert policy(name).compute == name
 
 
-def test_a_named_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--gpu", "T4"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+def test_a_named_gpu(command: Command) -> None:
+    printed = " ".join(command("doctor --gpu T4").out.split())
     for words in (
         "T4: Turing, compute capability 7.5, 16 GB at 320 GB/s",
         "fp16 65 TFLOP/s tensor cores",
@@ -214,51 +208,42 @@ def test_a_named_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         "bf16 needs 8.0",
     ):
         assert words in printed
-    assert main(["doctor", "--gpu", "h100", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = json.loads(command("doctor --gpu h100 --json").out)
     assert [gpu["name"] for gpu in shown["gpus"]] == ["H100 PCIe", "H100 80GB HBM3"]
     assert shown["gpus"][1]["dense_peak_tflop_s"]["bf16"] == 989
     assert shown["gpus"][0]["capability"]["tensor_core_formats"] == ["fp16", "tf32", "bf16", "fp8"]
     assert shown["recommendation"]["precision"] == "bf16"
-    assert main(["doctor", "--capability", "8.0"]) == 0  # an option of 0.1.0
-    assert main(["doctor", "--gpu", "A30"]) == 0
-    assert "bf16 gains at most 16x over fp32 and 2x over tf32:" in capsys.readouterr().out
-    for name in ("GTX 1080", "GTX 1660 Ti"):
-        assert main(["doctor", "--gpu", name]) == 0
-        assert "Use fp32\n" in capsys.readouterr().out
+    assert command("doctor --capability 8.0").status == 0  # an option of 0.1.0
+    for name, words in (
+        ("A30", "bf16 gains at most 16x over fp32 and 2x over tf32:"),
+        *((name, "Use fp32\n") for name in ("GTX 1080", "GTX 1660 Ti")),
+    ):
+        assert words in command("doctor --gpu", name).out
 
 
-WRONG = [
-    (["--gpu", "T5"], "mezzo doctor: unknown GPU 'T5'. Use one of GTX 10, "),
-    *(
-        (["--gpu", name], "Run there: mezzo doctor\n")
-        for name in ("MI300X", "M2", "Apple M3 Max", "RX 7900", "Arc A770")
-    ),
-    (["--gpu", "Tesla M40"], "mezzo doctor --gpu 8.6"),
-    *((["--gpu", number], f"mezzo doctor --gpu {number}.0\n") for number in ("7", "9", "10", "12")),
-    (["--gpu", "0"], "leave --gpu out: mezzo doctor\n"),
-    *((["--gpu", name], "mezzo doctor --gpu 8.6") for name in ("", "RTX", "GTX 980", "RTX 2050", "4.0")),
-]
+WRONG = {  # names of GPUs -> what is said
+    "T5": "mezzo doctor: unknown GPU 'T5'. Use one of GTX 10, ",
+    **dict.fromkeys(("MI300X", "M2", "Apple M3 Max", "RX 7900", "Arc A770"), "Run there: mezzo doctor\n"),
+    **{number: f"mezzo doctor --gpu {number}.0\n" for number in ("7", "9", "10", "12")},
+    "0": "leave --gpu out: mezzo doctor\n",
+    **dict.fromkeys(("Tesla M40", "", "RTX", "GTX 980", "RTX 2050", "4.0"), "mezzo doctor --gpu 8.6"),
+}
 
 
-@pytest.mark.parametrize(("words", "message"), WRONG)
-def test_wrong_usage_exits_2_and_says_how_to_mend_it(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert message in captured.err
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_gpu_is_status_2_and_says_how_to_mend_it(name: str, command: Command) -> None:
+    ran = command("doctor --gpu", name)
+    assert (ran.status, ran.out) == (2, "")
+    assert WRONG[name] in ran.err
 
 
 def test_the_json_is_strict_and_every_key_of_it_is_documented(
-    cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cpu: pytest.MonkeyPatch, command: Command
 ) -> None:
     page = (Path(__file__).parent.parent / "docs" / "formats.md").read_text(encoding="utf-8")
 
-    def shown(*words: str) -> Any:
-        assert main(["doctor", "--json", *words]) == 0
-        return json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    def shown(words: str = "") -> Any:
+        return json.loads(command(f"doctor --json {words}").out, parse_constant=pytest.fail)
 
     def keys(value: Any) -> set[str]:
         if isinstance(value, dict):
@@ -278,5 +263,91 @@ def test_the_json_is_strict_and_every_key_of_it_is_documented(
     assert shown()["unsteady"]
     cpu.setattr(hardware, "gpu", lambda: Gpu("NVIDIA T4", (7, 5), 16 * 10**9, 1))
     cpu.setattr(measure, "measure", lambda device, **given: made_up("cpu", **given))
-    found = keys([shown(), shown("--gpu", "T4")]) - {"fp32", "fp16"}
+    found = keys([shown(), shown("--gpu T4")]) - {"fp32", "fp16"}
     assert {key for key in found if f"`{key}`" not in page} == set()
+
+
+# A script, which is read and not run: where it makes 16-bit weights or mixed precision.
+
+LOADED = "AutoModelForCausalLM.from_pretrained('name'{})"
+FINDINGS: dict[str, list[str]] = {  # code -> kinds of what it makes
+    "model = Net().half()": [WEIGHTS],
+    "model = nn.Sequential(nn.Linear(2, 2)).cuda().bfloat16()": [WEIGHTS],
+    "model = Net()\nmodel.to('cuda', torch.bfloat16)": [WEIGHTS],
+    "def train(self):\n    self.net = self.net.to(dtype=torch.float16)\n    self.net(x)": [WEIGHTS],
+    "low = torch.bfloat16\nmodel = Net()\nmodel.to(low)": [WEIGHTS],
+    "torch.set_default_dtype(torch.bfloat16)": [WEIGHTS],
+    f"model = {LOADED.format('')}": [WEIGHTS],
+    LOADED.format(", dtype='auto'"): [WEIGHTS],
+    LOADED.format(", dtype='bfloat16'"): [WEIGHTS],
+    LOADED.format(", torch_dtype=torch.float16"): [WEIGHTS],
+    "BertModel.from_config(config, dtype=torch.bfloat16)": [WEIGHTS],
+    "with torch.autocast('cuda', dtype=torch.bfloat16): pass": [MIXED],
+    "with torch.cuda.amp.autocast(): pass": [MIXED],
+    "scaler = GradScaler()": [MIXED],
+    "Accelerator(mixed_precision='fp16')": [MIXED],
+    "Trainer(model, args=TrainingArguments('out', bf16=True))": [MIXED],
+    "L.Trainer(precision='bf16-mixed')\nFabric(precision='16-true')": [MIXED, MIXED],
+    f"model = {LOADED.format('')}\nSFTConfig(fp16=True)": [WEIGHTS, MIXED],
+    # None of it:
+    "x = torch.randn(3).half()\nnet(x.bfloat16(), y.to(torch.bfloat16))": [],
+    "Net().to('cuda').float().half_open()": [],
+    "reference = Net().half().requires_grad_(False)": [],
+    f"reference = {LOADED.format('')}\nreference.requires_grad_(False)": [],
+    LOADED.format(", dtype=torch.float32"): [],
+    "AutoTokenizer.from_pretrained('name')\nPeftModel.from_pretrained(model, 'name')": [],
+    "model = Net().bfloat16()\noptimizer = mezzo.optim.AdamW(model.parameters())": [],
+    "with torch.autocast('cuda', enabled=False): pass\nGradScaler(enabled=False)": [],
+    "TrainingArguments('out', bf16=False)\nAccelerator(mixed_precision='no')\nTrainer(precision='32-true')": [],
+    "with mezzo.autocast('bf16'): pass": [],
+}
+
+
+@pytest.fixture
+def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the version that seems to be installed."""
+
+    def installed(version: str) -> None:
+        found = [SimpleNamespace(version=version)] if version else []
+        monkeypatch.setattr(importlib.metadata, "distributions", lambda name: iter(found))
+
+    installed("5.0.1")
+    return installed
+
+
+@pytest.mark.usefixtures("transformers")
+@pytest.mark.parametrize("code", FINDINGS)
+def test_what_is_found(code: str) -> None:
+    found = findings(f"import torch\n{code}\n", "train.py")
+    assert [kind for _, kind, _ in found] == FINDINGS[code]
+    assert all(one in code.replace('"', "'") for _, _, one in found)
+
+
+def test_before_transformers_5_the_default_was_fp32(transformers: Any) -> None:
+    transformers("")
+    assert findings(LOADED.format(""), "train.py")
+    transformers("4.57.6")
+    assert findings(LOADED.format(""), "train.py") == []
+    assert findings(LOADED.format(", dtype=torch.bfloat16"), "train.py")
+
+
+def test_the_lines_and_the_commands(tmp_path: Path, command: Command) -> None:
+    for name, text in (
+        ("my train", "raise SystemExit\n\nmodel = Net().half()\nscaler = GradScaler()\n"),
+        ("fine", "GradScaler()"),
+        ("none", "print(1)"),
+        ("bad", "a b"),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+    ran = command("doctor", "my train.py")
+    assert ran.status == 1
+    assert "my train.py:3: 16-bit weights without masters: Net().half()\n" in ran.out
+    assert "my train.py:4: mixed precision of its own: GradScaler()\n" in ran.out
+    for words in ("run", "run --masters split", "compare", "run --own off --precision bf16"):
+        assert f": mezzo {words} 'my train.py'\n" in ran.out
+    assert len({line.partition(":")[0] for line in ran.out.splitlines()[2:]}) == 4
+    ran = command("doctor --json", "my train.py")
+    assert (ran.status, [one["line"] for one in json.loads(ran.out)["findings"]]) == (1, [3, 4])
+    statuses = {"fine.py": 0, "none.py": 0, "bad.py": 2, "absent.py": 2, "none.py --gpu T4": 2}
+    assert {words: command(f"doctor {words}").status for words in statuses} == statuses
+    assert "bad.py is not Python" in command("doctor bad.py").err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,19 +65,16 @@ def test_what_it_predicts_comes_true(format: str) -> None:
     _, x = step(model, 0.0, format)
     grads = [block.weight.grad.clone() for block in model.blocks]
     calls: list[tuple[Tensor, Tensor]] = []
-    hooks = [
-        block.register_forward_hook(lambda _, args, out: calls.append((args[0], out)))
-        for block in model.blocks
-    ]
+    note = lambda _, args, out: calls.append((args[0], out))  # noqa: E731
+    hooks = [block.register_forward_hook(note) for block in model.blocks]
     exact = model(x).square().mean()
     gradients = torch.autograd.grad(exact, [out for _, out in calls])
     for hook in hooks:
         hook.remove()
     for place, (layer, row, moved) in enumerate(zip(model.blocks, found[0.0], found[0.1])):
         assert row.module == moved.module == f"blocks.{place}"
-        layer.forward = lambda x, layer=layer: quantized_linear(
-            x, layer.weight, layer.bias, recipe=recipe
-        ).float()
+        low_forward = partial(quantized_linear, weight=layer.weight, bias=layer.bias, recipe=recipe)
+        layer.forward = lambda x, low_forward=low_forward: low_forward(x).float()
         loss = model(x).square().mean()
         del layer.forward
         size = row.squares**0.5
@@ -151,10 +149,7 @@ def test_the_fewest_layers_are_kept_for_a_margin() -> None:
         words = ["module.d=nvfp4", *(f"module.{name}=bf16" for name in over)]
         assert found.policy == ",".join(["nvfp4", *words])
         assert mezzo.policy(found.policy).format_inside("d.0") == "nvfp4"
-    kept = [
-        one.module
-        for one in recommend(recorded({"a": float("inf")}), native=(), format="nvfp4", ranked=["nvfp4"]).kept
-    ]
-    assert kept == ["a"]
+    found = recommend(recorded({"a": math.inf}), native=(), format="nvfp4", ranked=["nvfp4"])
+    assert [one.module for one in found.kept] == ["a"]
     with pytest.raises(UsageError, match=r"no linear layer .* in nvfp4; a note"):
         recommend(recorded({}), native=(), format="nvfp4", ranked=["nvfp4"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mezzo.cli.main import main
+from commands import Command, in_the_folder  # noqa: F401
 from mezzo.keras import run as keras_runner
 from mezzo.pytorch.run import session as pytorch_session
 from run_scripts import Ran, launcher
@@ -54,12 +54,10 @@ for step in range(99):
 """
 # How a script ends: its source and the last line that its user reads.
 IDLE = ("import nothing_of_this_name", "ModuleNotFoundError: No module named")
+COLLAPSE = "mezzo.core.errors.LossScaleCollapseError: "
 TRAINING = {
     "an error": (TRAIN.format(factor=1.0, end="raise ValueError('odd')"), "ValueError: odd"),
-    "collapse": (
-        TRAIN.format(factor="float('nan')", end="pass"),
-        "mezzo.core.errors.LossScaleCollapseError: ",
-    ),
+    "collapse": (TRAIN.format(factor="float('nan')", end="pass"), COLLAPSE),
 }
 
 
@@ -93,13 +91,10 @@ def test_a_run_without_training_in_either_framework(
 
 
 @pytest.mark.parametrize("worked", [False, True])
-def test_a_report_is_named_before_the_traceback(
-    worked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_named_before_the_traceback(worked: bool, tmp_path: Path, command: Command) -> None:
     source, last = TRAINING["an error"] if worked else IDLE
-    monkeypatch.chdir(tmp_path)
-    Path("script.py").write_text(source)
-    status = main(["run", "--out", "out", "--precision", "bf16", "script.py"])
+    (tmp_path / "script.py").write_text(source)
+    ran = command("run --out out --precision bf16 script.py")
     said = f"mezzo: report: {tmp_path / 'out'}" if worked else ""
-    assert_told(Ran(status, "", capsys.readouterr().err, []), last, said=said)
-    assert Path("out/report.html").exists()
+    assert_told(Ran(ran.status, "", ran.err, []), last, said=said)
+    assert (tmp_path / "out" / "report.html").exists()

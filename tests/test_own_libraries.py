@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import runpy
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mezzo.cli.main import main
-from mezzo.compare.runs import read_run
-from mezzo.core.records import SWITCHED_OFF
-from mezzo.pytorch.run import session
-from mezzo.runner import lifecycle
+from mezzo.core.errors import UsageError
+from mezzo.core.records import OWN_PRECISION, SWITCHED_OFF, read
 
 pytestmark = pytest.mark.heavy
 VARIABLES = ("ACCELERATE_MIXED_PRECISION", "LT_PRECISION", "PL_TRAINER_PRECISION")
@@ -175,91 +167,23 @@ def test_the_fp32_run_is_that_of_the_script_in_fp32(
     plain_source = source.format_map({**given, **theirs, "setting": "", **fp32})
     key = plain_source.replace(given["folder"], "")
     if key not in PLAIN:
-        PLAIN[key] = launch(plain_source, policy="fp32")
+        PLAIN[key] = launch(plain_source, policy="fp32").ok
     plain = PLAIN[key]
-    assert plain.status == 0, plain.err
     for variable in filter(str.isupper, theirs):
         monkeypatch.setenv(variable, theirs[variable])
     mixed = source.format_map({**given, **theirs})
-    own = launch(mixed, policy="fp32", own="record")
-    assert own.status == 0, own.err
-    assert own.lines != plain.lines  # the setting matters
+    lines: list[str] = []
+    exec(mixed, {"__name__": "__main__", "print": lambda *values: lines.append(" ".join(map(str, values)))})
+    own = launch(mixed, policy="fp32", own="record").ok
+    assert own.lines == lines != plain.lines  # recording changes nothing, and the setting matters
     assert len(own.of("update")) == len(own.of("loss")) == len(plain.of("loss"))
-    off = launch(mixed, policy="fp32", own="off")
-    assert off.status == 0, off.err
+    off = launch(mixed, policy="fp32", own="off").ok
     assert off.lines == plain.lines
     notes = [note for note in off.of("end")[-1].notes if note.startswith(SWITCHED_OFF)]
     assert sorted(notes) == sorted(f"{SWITCHED_OFF}{what}" for what in settings)
-
-
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["lightning", "peft", "transformers.trainer", "mezzo.pytorch.run.session"])
-
-
-def run_forked(log: Path, run: Callable[..., Any], *args: Any) -> int:
-    """Run it in a process that has imported the libraries already: they take longer to import than to train."""
-    child = FORKS.Process(target=_forked, args=(log, run, *args))
-    child.start()
-    child.join()
-    assert child.exitcode is not None
-    return child.exitcode
-
-
-def _forked(log: Path, run: Callable[..., Any], *args: Any) -> None:
-    with log.open("wb") as output:
-        for stream in (1, 2):
-            os.dup2(output.fileno(), stream)
-    sys.exit(run(*args))
-
-
-def _by_python(path: str) -> None:
-    runpy.run_path(path, run_name="__main__")
-
-
-def _by_mezzo(request: str) -> int:
-    return lifecycle.main([request], session.run, "mezzo.pytorch.run")
-
-
-def forked_child(command: Any, request: lifecycle.RunRequest, on_steps: Any = None) -> int:
-    """Stands in for `run_child`."""
-    assert request.records is not None
-    asked = request.records.with_suffix(".request.json")
-    asked.write_text(request.to_json(), encoding="utf-8")
-    return run_forked(request.records.with_suffix(".log"), _by_mezzo, str(asked))
-
-
-@pytest.mark.parametrize(
-    ("source", "setting"),
-    [
-        (ACCELERATE, "mixed_precision='bf16', "),
-        (TRAINER, "bf16=True"),
-        (LIGHTNING, "precision='bf16-mixed'"),
-    ],
-    ids=["accelerate", "trainer", "lightning"],
-)
-def test_compare_has_the_scripts_setting_as_candidate_and_fp32_as_baseline(
-    source: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for library in ("lightning", "transformers"):
-        pytest.importorskip(library)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mezzo.compare.runs.run_child", forked_child)
-    model = "LlamaForCausalLM(config)"
-    printed = {}
-    for name, chosen in (("fp32", ""), ("own", setting)):
-        given = {"folder": str(tmp_path / "model"), "package": "lightning", "model": model, "setting": chosen}
-        Path("train.py").write_text(source.format_map(given))
-        assert run_forked(Path("log"), _by_python, "train.py") == 0, Path("log").read_text()
-        printed[name] = Path("log").read_text().splitlines()[-1]
-    assert main(["compare", "train.py", "--precision", "own,bf16", "--seeds", "1", "--out", "out"]) == 0
-    found = json.loads(Path("out/verdict.json").read_text())
-    assert (found["own"], list(found["candidates"])) == (AUTOCAST, ["own", "bf16"])
-    assert {one["parity"] for one in found["candidates"].values()} == {"consistent"}
-    runs = {name: read_run(Path("out/runs"), f"{name}-0") for name in ("fp32", "own", "bf16")}
-    lines = {name: run.log.read_text().splitlines() for name, run in runs.items()}
-    assert all(printed[name] in lines[name] for name in printed)  # the weights, to the bit
-    assert printed["own"] != printed["fp32"] not in lines["bf16"]
-    assert [list(run.switched_off) for run in runs.values()] == [[AUTOCAST], [], [AUTOCAST]]
+    with pytest.raises(UsageError):  # so a comparison begins again with the candidate `own`
+        launch(mixed, policy="fp32", own="refuse")
+    assert OWN_PRECISION in list(read(tmp_path / "run.jsonl"))[-1].notes[0]
 
 
 def test_masters_under_trainer(launch: Any, tmp_path: Path) -> None:
@@ -270,8 +194,7 @@ def test_masters_under_trainer(launch: Any, tmp_path: Path) -> None:
         'save_strategy="no"', 'save_strategy="steps", save_steps=2'
     )
     keywords = {"policy": "fp32", "own": "record", "masters": "split"}
-    whole = launch(source, **keywords)
-    assert whole.status == 0, whole.err
+    whole = launch(source, **keywords).ok
     assert "split masters under AdamW: 12 weights" in whole.notes
     assert whole.lines != launch(source, policy="fp32", own="record").lines
     resume = source.replace(".train()", f".train(resume_from_checkpoint={folder + '/checkpoint-2'!r})")

@@ -57,108 +57,67 @@ MIXED = script(
     "mp.step(loss)",
     f"{ADAMW}; mp = mezzo.MixedPrecision(model, optimizer, 'fp16', loss_scale='dynamic(init=2**20)')",
 )
+CAST = "model[1].forward = lambda h: h."
+LAYER = "model[0] = torch.nn.Linear(64, 64, dtype=torch.bfloat16)"
+WARNS = "import warnings; warnings.simplefilter('ignore', FutureWarning)"
 OFF: dict[str, tuple[str, str, list[str]]] = {  # the script, the same one in FP32, what is switched off
     "torch.autocast": (AUTOCAST, script(), ["torch.autocast bfloat16"]),
     "GradScaler": (FP16, script(), ["GradScaler", "torch.autocast float16"]),
-    "torch.cpu.amp": (
-        script(
-            "import warnings; warnings.simplefilter('ignore', FutureWarning)",
-            f"with torch.cpu.amp.autocast():\n        {CALL}",
-        ),
-        script(),
-        ["torch.autocast bfloat16"],
-    ),
+    "torch.cpu.amp": (script(WARNS, f"with torch.cpu.amp.autocast():\n        {CALL}"), script(),
+                      ["torch.autocast bfloat16"]),
     "set_autocast_enabled": (
-        script("torch.set_autocast_dtype('cpu', torch.bfloat16); torch.set_autocast_enabled('cpu', True)"),
-        script(),
-        ["torch.set_autocast_enabled"],
-    ),
+        script("torch.set_autocast_dtype('cpu', torch.bfloat16); torch.set_autocast_enabled('cpu', True)"), script(),
+        ["torch.set_autocast_enabled"]),
     "set_autocast_enabled in forward": (
-        script("model.register_forward_pre_hook(lambda *_: torch.set_autocast_enabled('cpu', True))"),
-        script(),
-        ["torch.set_autocast_enabled"],
-    ),
-    "a decorated forward": (
-        script("model.forward = torch.autocast('cpu', torch.bfloat16)(model.forward)"),
-        script(),
-        ["torch.autocast bfloat16"],
-    ),
+        script("model.register_forward_pre_hook(lambda *_: torch.set_autocast_enabled('cpu', True))"), script(),
+        ["torch.set_autocast_enabled"]),
+    "a decorated forward": (script("model.forward = torch.autocast('cpu', torch.bfloat16)(model.forward)"), script(),
+                            ["torch.autocast bfloat16"]),
     "bfloat16()": (script("model.bfloat16()", LOW), script("", WIDE), ["Sequential in bfloat16"]),
     "half()": (script("model = model.half().bfloat16()", LOW), script("", WIDE), ["Sequential in float16"]),
     "to(dtype)": (
         script("model = model.to('cpu', torch.bfloat16).to(dtype=torch.bfloat16, non_blocking=True)", LOW),
-        script("", WIDE),
-        ["Sequential in bfloat16"],
-    ),
-    "to(tensor)": (
-        script("model = model.to(torch.ones(1).bfloat16())", LOW),
-        script("", WIDE),
-        ["Sequential in bfloat16"],
-    ),
+        script("", WIDE), ["Sequential in bfloat16"]),
+    "to(tensor)": (script("model = model.to(torch.ones(1).bfloat16())", LOW), script("", WIDE),
+                   ["Sequential in bfloat16"]),
     "an input of an inner module": (
-        script(
-            "model.bfloat16(); model[1] = torch.nn.Identity()\n"
-            "model[1].forward = lambda h: h.to(torch.bfloat16)",
-            LOW,
-        ),
-        script("model[1] = torch.nn.Identity()\nmodel[1].forward = lambda h: h.bfloat16().float()", WIDE),
-        ["Sequential in bfloat16"],
-    ),
-    "set_default_dtype": (
-        "import torch\ntorch.set_default_dtype(torch.bfloat16)\n" + script(),
-        script(),
-        ["torch.set_default_dtype(torch.bfloat16)"],
-    ),
-    "mezzo.MixedPrecision": (
-        MIXED.replace("loss_scale=", "masters='fp32', loss_scale="),
-        script(),
-        ["mezzo.MixedPrecision(fp16, masters=fp32, loss_scale=dynamic(init=2**20))"],
-    ),
-    "mezzo.autocast": (
-        script(SCALER, f"with mezzo.autocast('fp16'):\n        {CALL}", SCALED),
-        script(),
-        ["mezzo.GradScaler", "mezzo.autocast fp16"],
-    ),
+        script(f"model.bfloat16(); model[1] = torch.nn.Identity()\n{CAST}to(torch.bfloat16)", LOW),
+        script(f"model[1] = torch.nn.Identity()\n{CAST}bfloat16().float()", WIDE), ["Sequential in bfloat16"]),
+    "set_default_dtype": ("import torch\ntorch.set_default_dtype(torch.bfloat16)\n" + script(), script(),
+                          ["torch.set_default_dtype(torch.bfloat16)"]),
+    "mezzo.MixedPrecision": (MIXED.replace("loss_scale=", "masters='fp32', loss_scale="), script(),
+                             ["mezzo.MixedPrecision(fp16, masters=fp32, loss_scale=dynamic(init=2**20))"]),
+    "mezzo.autocast": (script(SCALER, f"with mezzo.autocast('fp16'):\n        {CALL}", SCALED), script(),
+                       ["mezzo.GradScaler", "mezzo.autocast fp16"]),
     "mezzo.amp": (
-        script(
-            "from mezzo.amp import autocast; model.forward = autocast('cpu', torch.bfloat16)(model.forward)\n"
-            f"{MEZZO}; mezzo.lower_weights(model, 'bf16')"
-        ),
-        script(),
-        ["mezzo.autocast bf16", "mezzo.lower_weights(Sequential)"],
-    ),
-    "dtype= of a layer": (
-        script("model[0] = torch.nn.Linear(64, 64, dtype=torch.bfloat16)", WIDE),
-        script("model[0] = torch.nn.Linear(64, 64, dtype=torch.bfloat16).float()", WIDE),
-        ["Sequential in bfloat16"],
-    ),
-}
+        script("from mezzo.amp import autocast; model.forward = autocast('cpu', torch.bfloat16)(model.forward)\n"
+               f"{MEZZO}; mezzo.lower_weights(model, 'bf16')"), script(),
+        ["mezzo.autocast bf16", "mezzo.lower_weights(Sequential)"]),
+    "dtype= of a layer": (script(LAYER, WIDE), script(f"{LAYER}.float()", WIDE), ["Sequential in bfloat16"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OFF)
 def test_the_fp32_run_is_that_of_the_script_in_fp32(launch: Any, name: str) -> None:
     source, fp32, settings = OFF[name]
-    off = launch(source, policy="fp32", own="off")
-    assert off.status == 0, off.err
+    off = launch(source, policy="fp32", own="off").ok
     assert off.lines == launch(fp32, policy="fp32").lines
-    notes = off.of("end")[-1].notes
-    assert [n.removeprefix(SWITCHED_OFF) for n in notes if n.startswith(SWITCHED_OFF)][
-        : len(settings)
-    ] == settings
+    said = [n.removeprefix(SWITCHED_OFF) for n in off.of("end")[-1].notes if n.startswith(SWITCHED_OFF)]
+    assert said[: len(settings)] == settings
     assert len(off.of("update")) == len(off.of("loss")) == 12
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "torch.autocast",
-        "GradScaler",
-        "a decorated forward",
-        "bfloat16()",
-        "mezzo.MixedPrecision",
-        "mezzo.amp",
-    ],
+REPLACED = (
+    "torch.autocast",
+    "GradScaler",
+    "a decorated forward",
+    "bfloat16()",
+    "mezzo.MixedPrecision",
+    "mezzo.amp",
 )
+
+
+@pytest.mark.parametrize("name", REPLACED)
 def test_another_policy_replaces_it(launch: Any, name: str) -> None:
     source, fp32, _ = OFF[name]
     assert launch(source, policy="bf16", own="off").lines == launch(fp32, policy="bf16").lines
@@ -169,32 +128,27 @@ def test_a_context_in_a_compiled_function_is_switched_off(launch: Any, context: 
     before_torch(2, 12, "Dynamo does not see that it is switched off (docs/run.md)")
     body = f"import mezzo\ndef f(x):\n    with {context}:\n        return model(x)\n"
     source = script(f"{body}f = torch.compile(f, backend='eager')", CALL.replace("model(x)", "f(x)"))
-    off = launch(source, policy="fp32", own="off")
-    assert off.status == 0, off.err
+    off = launch(source, policy="fp32", own="off").ok
     assert off.lines == launch(script(), policy="fp32").lines
     what = "mezzo.autocast in a compiled function" if "mezzo" in context else "torch.autocast bfloat16"
     assert f"{SWITCHED_OFF}{what}" in off.notes
     assert launch(source, policy="bf16", own="off").lines == launch(script(), policy="bf16").lines
     if "mezzo" in context:
-        assert (
-            f"{OWN_PRECISION}it uses mezzo.autocast itself (script.py line 7)"
-            in launch(source, own="record").notes
-        )
+        used = f"{OWN_PRECISION}it uses mezzo.autocast itself (script.py line 7)"
+        assert used in launch(source, own="record").notes
 
 
 @pytest.mark.parametrize(
     "lines",
     [
-        "torch.nn.Linear(2, 2).bfloat16().requires_grad_(False).half()",
+        "torch.nn.Linear(2, 2).requires_grad_(False).bfloat16().half()",
         "model.to('cpu'); model.to(torch.float64).float()",
         "with torch.autocast('cpu', enabled=False):\n    model(torch.randn(1, 64))",
         "torch.set_default_dtype(torch.float64); torch.set_default_dtype(torch.float32)",
     ],
 )
 def test_what_needs_no_switch(launch: Any, lines: str) -> None:
-    frozen = lines.replace(".bfloat16().requires", ".requires")
-    ran = launch(script(frozen), policy="fp32", own="off")
-    assert ran.status == 0, ran.err
+    ran = launch(script(lines), policy="fp32", own="off").ok
     assert SWITCHED_OFF not in ran.notes
 
 
@@ -244,8 +198,7 @@ def test_its_losses_are_unscaled_and_its_skipped_steps_are_counted(launch: Any, 
     sources = {"GradScaler": FP16, "mezzo.MixedPrecision": MIXED, "released": released}
     source = sources.get(name, OFF["mezzo.autocast"][0])
     printed = source.replace("optimizer.zero_grad()", "print(loss.item().hex()); optimizer.zero_grad()")
-    ran = launch(printed, policy="fp32", own="record")
-    assert ran.status == 0, ran.err
+    ran = launch(printed, policy="fp32", own="record").ok
     lines: list[str] = []
     exec(printed, {"print": lambda *values: lines.append(" ".join(map(str, values)))})
     assert ran.lines == lines  # changes nothing
@@ -256,26 +209,19 @@ def test_its_losses_are_unscaled_and_its_skipped_steps_are_counted(launch: Any, 
     scales = [update.loss_scale for update in ran.of("update")]
     assert skipped[:-1] == [after == before / 2 for before, after in itertools.pairwise(scales)]
     assert scales[0] == 2.0**20
-    assert (
-        f"{OWN_PRECISION}it uses {name.replace('released', 'mezzo.MixedPrecision')} itself (script.py line"
-        in ran.notes
-    )
+    used = name.replace("released", "mezzo.MixedPrecision")
+    assert f"{OWN_PRECISION}it uses {used} itself (script.py line" in ran.notes
     assert (ran.of("run")[0].policy, ran.of("run")[0].machine["device_type"]) == ("own", "cpu")
 
 
-def test_a_fused_optimizer_that_skips_is_counted(launch: Any) -> None:
-    fused = FP16.replace("lr=1e-3", "lr=1e-3, fused=True")
-    counts = [
-        [update.skipped for update in launch(source, policy="fp32", own="record").of("update")]
-        for source in (FP16, fused)
-    ]
-    assert counts[0] == counts[1]
-
-
-def test_a_loss_divided_after_it_was_scaled(launch: Any) -> None:
+def test_a_fused_optimizer_that_skips_is_counted_and_a_loss_divided_after_it_was_scaled(launch: Any) -> None:
     divided = FP16.replace("scaler.scale(loss).backward()", "(scaler.scale(loss) / 4 + 0).backward()")
-    ours = launch(divided, policy="fp32", own="record").of("loss")[0].loss
-    assert ours == pytest.approx(launch(FP16, policy="fp32", own="record").of("loss")[0].loss / 4)
+    plain, fused, quarter = (
+        launch(source, policy="fp32", own="record")
+        for source in (FP16, FP16.replace("lr=1e-3", "lr=1e-3, fused=True"), divided)
+    )
+    assert [u.skipped for u in fused.of("update")] == [u.skipped for u in plain.of("update")]
+    assert quarter.of("loss")[0].loss == pytest.approx(plain.of("loss")[0].loss / 4)
 
 
 def test_memory_is_measured(launch: Any) -> None:
@@ -318,14 +264,11 @@ def test_what_weights_without_masters_lose_is_measured(launch: Any, own: str) ->
     [
         script(),
         WEIGHTS.replace("lr=1e-3", "lr=0.0"),
-        WEIGHTS.replace("torch.optim.AdamW", "mezzo.optim.AdamW").replace(
-            "import torch", "import mezzo, torch", 1
-        ),
+        "import mezzo" + WEIGHTS.replace("torch.optim.AdamW", "mezzo.optim.AdamW"),
     ],
 )
 def test_nothing_is_said_of_other_weights(launch: Any, source: str) -> None:
-    ran = launch(source, policy="fp32", own="record")
-    assert ran.status == 0, ran.err
+    ran = launch(source, policy="fp32", own="record").ok
     assert "without FP32 masters" not in ran.notes
 
 
@@ -343,8 +286,7 @@ SGD = "torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)"
 )
 def test_masters_are_those_of_the_library(launch: Any, optimizer: str, masters: str, by_hand: Any) -> None:
     source = script("model.bfloat16()", LOW, optimizer=optimizer)
-    ran = launch(source, policy="fp32", own="record", masters=masters)
-    assert ran.status == 0, ran.err
+    ran = launch(source, policy="fp32", own="record", masters=masters).ok
     lines: list[str] = []
     made = source.replace("\nfor _", "\nmade(optimizer)\nfor _").replace("print(", "out(")
     exec(made, {"made": by_hand, "out": lambda *values: lines.append(" ".join(map(str, values)))})

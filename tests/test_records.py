@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,6 @@ def test_every_record_comes_back_from_its_line(record: records.Record) -> None:
 def test_a_file_comes_back_and_a_last_line_cut_short_is_passed_over(
     written: list[records.Record], data: st.DataObject
 ) -> None:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.jsonl"
         writer = records.RecordWriter(path)
@@ -74,14 +73,10 @@ def test_a_file_comes_back_and_a_last_line_cut_short_is_passed_over(
 
 
 def test_numbers_that_json_lacks_are_strings_in_the_line() -> None:
-    assert (
-        to_line(records.LossRecord(0, math.nan, math.inf))
-        == '{"kind": "loss", "index": 0, "loss": "nan", "at": "inf"}'
-    )
-    back = from_line('{"kind": "loss", "index": 0, "loss": "-inf", "at": 1}')
-    assert isinstance(back, records.LossRecord)
-    assert back.loss == -math.inf
-    assert isinstance(back.at, float)
+    line = '{"kind": "loss", "index": 0, "loss": "nan", "at": "inf"}'
+    assert to_line(records.LossRecord(0, math.nan, math.inf)) == line
+    back: Any = from_line('{"kind": "loss", "index": 0, "loss": "-inf", "at": 1}')
+    assert (back.loss, type(back.at)) == (-math.inf, float)
 
 
 def test_a_newer_writers_fields_are_passed_over_and_missing_defaults_filled() -> None:
@@ -89,13 +84,9 @@ def test_a_newer_writers_fields_are_passed_over_and_missing_defaults_filled() ->
     line |= {"colour": "red"}
     del line["reason"], line["observed"]
     assert from_line(json.dumps(line)) == records.UpdateRecord(1, 0, True, False, 1.0, 2.0)
-    ops = {
-        "kind": "ops",
-        "ops": [{**asdict(records.OpFormats("mm", "lower", "a", "b", 1, 2, "r")), "colour": "red"}],
-    }
-    assert from_line(json.dumps(ops)) == records.OpsRecord(
-        [records.OpFormats("mm", "lower", "a", "b", 1, 2, "r")]
-    )
+    op = records.OpFormats("mm", "lower", "a", "b", 1, 2, "r")
+    ops = {"kind": "ops", "ops": [{**asdict(op), "colour": "red"}]}
+    assert from_line(json.dumps(ops)) == records.OpsRecord([op])
 
 
 NO_RECORDS = [
@@ -117,15 +108,10 @@ def test_what_is_no_record_is_refused(line: str) -> None:
 
 def test_a_bad_line_inside_a_file_is_named_by_its_number(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    path.write_text(
-        to_line(records.LossRecord(0, 1.0, 0.0))
-        + "\n"
-        + "{oops}\n"
-        + to_line(records.LossRecord(1, 1.0, 0.0))
-        + "\n"
-    )
+    first, second = (records.LossRecord(i, 1.0, 0.0) for i in range(2))
+    path.write_text(f"{to_line(first)}\n{{oops}}\n{to_line(second)}\n")
     reading = read(path)
-    assert next(reading) == records.LossRecord(0, 1.0, 0.0)
+    assert next(reading) == first
     with pytest.raises(UsageError, match=r"run\.jsonl:2: not a run record: '\{oops\}"):
         next(reading)
 

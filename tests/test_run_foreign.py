@@ -29,62 +29,43 @@ print(loss_of(x.to(model.weight.dtype)).item().hex())
 """
 SWITCH_OFF = "mezzo run --own off --precision "
 
-OWN: dict[str, tuple[str, str]] = {  # whose use is told -> lines, what to do
-    "mezzo.MixedPrecision": (
-        """
+STEP = "optimizer.zero_grad(); loss.backward(); optimizer.step()"
+OWN: dict[str, str] = {  # whose use is told -> lines
+    "mezzo.MixedPrecision": """
 mp = mezzo.MixedPrecision(model, optimizer, "bf16")
 for _ in range(2):
     with mp.autocast():
         loss = loss_of(x)
     mp.step(loss)
 """,
-        "or remove mezzo.MixedPrecision",
-    ),
-    "mezzo.autocast": (
-        """
+    "mezzo.autocast": f"""
 for _ in range(2):
     with mezzo.autocast("bf16"):
         loss = loss_of(x)
-    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    {STEP}
 """,
-        "or remove mezzo.autocast and use mezzo run",
-    ),
-    "mezzo.GradScaler": (
-        """
+    "mezzo.GradScaler": """
 scaler = mezzo.GradScaler()
 scaler.scale(torch.zeros(1))
 for _ in range(2):
     loss = loss_of(x)
     optimizer.zero_grad(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 """,
-        "or remove mezzo.GradScaler",
-    ),
-    "mezzo.accelerate": (
-        """
+    "mezzo.accelerate": """
 accelerator = mezzo.accelerate.Accelerator("bf16", cpu=True)
 model, optimizer = accelerator.prepare(model, optimizer)
 """,
-        "or remove mezzo.accelerate",
-    ),
-    "mezzo.calibrate": (
-        """
+    "mezzo.calibrate": """
 found = mezzo.calibrate(model, lambda model, x: loss_of(x), [x], optimizer=optimizer, format="fp16", steps=1)
 print(found.policy)
 """,
-        "or remove mezzo.calibrate",
-    ),
-    "torch.autocast": ("with torch.autocast('cpu', torch.bfloat16):\n    loss_of(x)", SWITCH_OFF),
-    "torch.autocast, a decorator": ("torch.autocast('cpu', torch.bfloat16)(loss_of)(x)", SWITCH_OFF),
-    "GradScaler": ("torch.amp.GradScaler('cpu', init_scale=2.0).scale(torch.zeros(1))", SWITCH_OFF),
-    "torch.set_autocast_enabled": (
+    "torch.autocast": "with torch.autocast('cpu', torch.bfloat16):\n    loss_of(x)",
+    "torch.autocast, a decorator": "torch.autocast('cpu', torch.bfloat16)(loss_of)(x)",
+    "GradScaler": "torch.amp.GradScaler('cpu', init_scale=2.0).scale(torch.zeros(1))",
+    "torch.set_autocast_enabled":
         "torch.set_autocast_enabled('cpu', True); loss_of(x); torch.set_autocast_enabled('cpu', False)",
-        SWITCH_OFF,
-    ),
-    "bfloat16 parameters": (
-        "model.bfloat16(); loss_of(x.bfloat16()); model.float()",
-        SWITCH_OFF,
-    ),
-}
+    "bfloat16 parameters": "model.bfloat16(); loss_of(x.bfloat16()); model.float()",
+}  # fmt: skip
 NOT_OWN = {
     "autocast switched on again": "switch = torch.set_autocast_enabled\n"
     "model.register_forward_hook(lambda *_: switch('cpu', False) or switch('cpu', True))\nloss_of(x)",
@@ -102,16 +83,15 @@ NOT_OWN = {
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_script_that_does_it_itself_is_left_alone(launch: Any, name: str) -> None:
-    lines, what_to_do = OWN[name]
-    ran = launch(SCRIPT.format(lines), policy="fp16")
-    assert ran.status == 0, ran.err
-    assert ran.lines == launch(SCRIPT.format(lines), policy="fp32").lines
+    source = SCRIPT.format(OWN[name])
+    ran = launch(source, policy="fp16").ok
+    assert ran.lines == launch(source, policy="fp32").lines
     assert "Mezzo changed nothing: fp16 was not applied\n" in ran.err
     (note,) = [line for line in ran.err.splitlines() if "left alone: " in line]
     word = name.partition(",")[0]
     assert word in note
     assert word == "bfloat16 parameters" or f"it uses {word} itself (script.py line " in note
-    assert what_to_do in ran.err
+    assert (f"or remove {name}" if "mezzo" in name else SWITCH_OFF) in ran.err
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -119,14 +99,13 @@ def test_a_comparison_ends_it_at_the_first_use(
     launch: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also if the script catches every error."""
-    what_to_do = f"remove {name}, or put it behind an option" if "mezzo" in name else OWN[name][1]
-    with pytest.raises(UsageError, match=re.escape(what_to_do)):
-        launch(SCRIPT.format(OWN[name][0]) + "print('the end')", policy="fp32", own="refuse")
-    assert "the end" not in capsys.readouterr().out
-    assert "left alone: " in " ".join(list(read(tmp_path / "run.jsonl"))[-1].notes)
-    caught = f"try:\n{indent(OWN[name][0].strip(), ' ')}\nexcept Exception: pass"
-    with pytest.raises(UsageError):
-        launch(SCRIPT.format(caught), policy="fp32", own="refuse")
+    what_to_do = f"remove {name}, or put it behind an option" if "mezzo" in name else SWITCH_OFF
+    caught = f"try:\n{indent(OWN[name].strip(), ' ')}\nexcept Exception: pass"
+    for lines in (OWN[name], caught):
+        with pytest.raises(UsageError, match=re.escape(what_to_do)):
+            launch(SCRIPT.format(lines) + "print('the end')", policy="fp32", own="refuse")
+        assert "left alone: " in " ".join(list(read(tmp_path / "run.jsonl"))[-1].notes)
+        assert lines == caught or "the end" not in capsys.readouterr().out
 
 
 def test_a_use_in_a_library_is_told_with_the_lines_that_led_to_it_and_set_it(launch: Any) -> None:
@@ -146,8 +125,7 @@ def test_a_use_in_a_library_is_told_with_the_lines_that_led_to_it_and_set_it(lau
 
 @pytest.mark.parametrize("name", NOT_OWN)
 def test_what_is_no_use_of_it(launch: Any, name: str) -> None:
-    ran = launch(SCRIPT.format(NOT_OWN[name]), policy="bf16")
-    assert ran.status == 0, ran.err
+    ran = launch(SCRIPT.format(NOT_OWN[name]), policy="bf16").ok
     assert "left alone" not in ran.notes
     assert "mezzo: policy bf16" in ran.err
 
@@ -155,10 +133,8 @@ def test_what_is_no_use_of_it(launch: Any, name: str) -> None:
 def test_mezzo_may_be_imported_before_torch(tmp_path: Path) -> None:
     """In a process of its own: here torch is imported already."""
     script = tmp_path / "script.py"
-    script.write_text(
-        "from mezzo import autocast, GradScaler, MixedPrecision\nimport torch\n"
-        + SCRIPT.format("GradScaler()")
-    )
+    imports = "from mezzo import autocast, GradScaler, MixedPrecision\nimport torch\n"
+    script.write_text(imports + SCRIPT.format("GradScaler()"))
     words = [sys.executable, "-m", "mezzo", "run", "--precision", "bf16", str(script)]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True)
     assert "mezzo: 1 call of Linear in bf16" in ran.stderr
@@ -179,17 +155,16 @@ def test_calls_before_the_first_use_are_counted_and_names_restored(launch: Any) 
 
 @pytest.mark.heavy
 def test_a_context_in_a_compiled_function_breaks_no_graph(launch: Any) -> None:
-    body = """
+    body = f"""
 def step(x):
     with mezzo.autocast("bf16"):
         return loss_of(x)
 step = torch.compile(step, backend="aot_eager", fullgraph=True)
 for _ in range(2):
     loss = step(x)
-    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    {STEP}
 """
-    ran = launch(SCRIPT.format(body), policy="fp16")
-    assert ran.status == 0, ran.err
+    ran = launch(SCRIPT.format(body), policy="fp16").ok
     assert len(ran.of("update")) == 2
     assert "not left alone, though it uses mezzo.autocast in a compiled function (script.py line" in ran.notes
 
@@ -209,21 +184,21 @@ def test_a_run_whose_updates_are_measured_ends_at_fit_of_keras(
     assert "mezzo compare --framework keras --precision bf16" in ran.notes
 
 
-@pytest.mark.parametrize(
-    ("library", "use"),
-    [
-        ("deepspeed", "initialize"),
-        ("transformer_engine.pytorch", "fp8_autocast"),
-        ("torchao.float8", "convert_to_float8_training"),
-    ],
-)
+LIBRARIES = {
+    "deepspeed": "initialize",
+    "transformer_engine.pytorch": "fp8_autocast",
+    "torchao.float8": "convert_to_float8_training",
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_what_is_not_of_pytorch_is_not_switched_off(
-    library: str, use: str, launch: Any, monkeypatch: pytest.MonkeyPatch
+    library: str, launch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = types.ModuleType(library)
     monkeypatch.setitem(sys.modules, library, module)
-    source = f"import sys, torch\nsys.modules[{library!r}].{use}()"
+    source = f"import sys, torch\nsys.modules[{library!r}].{LIBRARIES[library]}()"
     launch("import torch", policy="fp32", own="off")  # another version, without it
-    setattr(module, use, lambda: None)
+    setattr(module, LIBRARIES[library], lambda: None)
     with pytest.raises(UsageError, match=f"not switch this off: it uses {library} itself"):
         launch(source, policy="fp32", own="off")

@@ -17,6 +17,8 @@ model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 x = torch.randn(8, 6)
 def show(*tensors):
     print(json.dumps([None if t is None else t.detach().double().flatten().tolist() for t in tensors]))
+def show_all():
+    show(*[t.grad for t in (x, *model.parameters()) if t.requires_grad])
 """
 
 
@@ -59,18 +61,12 @@ TRUE = {
         x.requires_grad_()
         (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
         slope.square().sum().backward()
-        show(slope, x.grad, *[p.grad for p in model.parameters()])
+        show(slope)
+        show_all()
         (second,) = torch.autograd.grad(
             torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0].sum(), x
         )
         show(second)
-    """,
-    "functions of torch.func": """
-        parameters = dict(model.named_parameters())
-        def loss(p):
-            return torch.func.functional_call(model, p, x).square().mean()
-        show(*torch.func.grad(loss)(parameters).values())
-        show(torch.autograd.functional.jacobian(lambda v: model(v).sum(0), x))
     """,
     "accumulated, and part of the leaves": """
         x.requires_grad_()
@@ -78,12 +74,12 @@ TRUE = {
             model(part).square().mean().backward()
         out = model(x)
         torch.autograd.backward([out.mean(), out], [None, torch.full_like(out, 0.1)], inputs=[x, model[2].weight])
-        show(x.grad, *[p.grad for p in model.parameters()])
+        show_all()
     """,
     "fp64": """
         model.double()
         model(x.double()).square().mean().backward()
-        show(*[p.grad for p in model.parameters()])
+        show_all()
     """,
     "another default dtype": """
         torch.set_default_dtype(torch.float64)
@@ -91,15 +87,17 @@ TRUE = {
             model(x).square().mean().backward()
         finally:
             torch.set_default_dtype(torch.float32)
-        show(*[p.grad for p in model.parameters()])
+        show_all()
     """,
     "torch.func": """
         from torch.func import functional_call, grad, vmap
-        def loss(params, x):
-            return 1e-6 * functional_call(model, params, (x,)).square().mean()
+        def loss(params, x, factor=1e-6):
+            return factor * functional_call(model, params, (x,)).square().mean()
         params = {name: p.detach() for name, p in model.named_parameters()}
         show(*(g * 1e6 for g in grad(loss)(params, x).values()))
         show(*(g * 1e6 for g in vmap(grad(loss), (None, 0))(params, x).values()))
+        show(*grad(loss)(dict(model.named_parameters()), x, 1.0).values())
+        show(torch.autograd.functional.jacobian(lambda v: model(v).sum(0), x))
     """,
     "a batch of gradients": """
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # whose overflows are traced
@@ -109,11 +107,11 @@ TRUE = {
     "a traced module": """
         import warnings
         warnings.simplefilter("ignore")  # torch.jit.trace is deprecated
-        traced = torch.jit.trace(model, x, check_trace=False)
-        traced(x).square().mean().backward()
-        show(*[p.grad for p in traced.parameters()])
+        model = torch.jit.trace(model, x, check_trace=False)
+        model(x).square().mean().backward()
+        show_all()
     """,
-    "reentrant inside": """
+    "backward inside": """
         class Block(torch.autograd.Function):
             @staticmethod
             def forward(ctx, value):
@@ -146,14 +144,14 @@ TRUE = {
                     return torch.autograd.grad(model(value), [value, *parameters], grad)
         x.requires_grad_()
         Block.apply(x, *model.parameters()).square().mean().backward()
-        show(x.grad, *[p.grad for p in model.parameters()])
+        show_all()
     """,
     "reentrant inside, and its parameters in the loss": """
         from torch.utils.checkpoint import checkpoint
         x.requires_grad_()
         loss = checkpoint(model, x, use_reentrant=True).square().mean()
         (loss + 0.1 * sum(p.square().sum() for p in model.parameters())).backward()
-        show(x.grad, *[p.grad for p in model.parameters()])
+        show_all()
     """,
 }
 
@@ -237,31 +235,17 @@ def test_only_backward_counts_as_a_backward_pass(launch: Any, row: str) -> None:
     assert told == [row != "p.data"] * 3
 
 
-# how the model is called -> cause in the first report, and in that of the next step, which is watched
+# how the model is called, the cause in the first report, and in that of the next step, which is watched
+OF_ROW = "torch.func.functional_call(model, w, (x,)).square().mean()"
 TRANSFORMED = {
-    "jvp": (
-        "torch.func.jvp(model, (x,), (torch.ones_like(x),))[0].square().mean().backward()",
-        "loss",
-        "overflow",
-    ),
+    "jvp": ("torch.func.jvp(model, (x,), (torch.ones_like(x),))[0].square().mean().backward()", "loss", "overflow"),
     "vmap": ("torch.func.vmap(model)(x).square().mean().backward()", "loss", "overflow"),
-    "vmap over matrices": (
-        "torch.func.vmap(model)(x.view(2, 4, 6)).square().mean().backward()",
-        "loss",
-        "overflow",
-    ),
-    "vmap, an operation without a result": (
-        "torch.func.vmap(lambda row: (model(row / x.max()) * 0 - 1).sqrt())(x).mean().backward()",
-        "loss",
-        "invalid",
-    ),
-    "grad": (
-        "grads = torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).square().mean())(dict(weights))\n"
-        "for name, weight in weights:\n    weight.grad = grads[name]",
-        "unknown",
-        "unknown",
-    ),
-}
+    "vmap over matrices": ("torch.func.vmap(model)(x.view(2, 4, 6)).square().mean().backward()", "loss", "overflow"),
+    "vmap, an operation without a result":
+        ("torch.func.vmap(lambda row: (model(row / x.max()) * 0 - 1).sqrt())(x).mean().backward()", "loss", "invalid"),
+    "grad": (f"grads = torch.func.grad(lambda w: {OF_ROW})(dict(weights))\n"
+             "for name, weight in weights:\n    weight.grad = grads[name]", "unknown", "unknown"),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch.func.jvp calls it
@@ -284,27 +268,30 @@ def test_an_overflow_inside_a_transform_is_explained_in_the_next_step(launch: An
         assert not any("FP32's largest" in remedy for remedy in later.finding.remedies)
 
 
-@pytest.mark.parametrize(("kind", "evaluation"), [("SGD", 1), ("LBFGS", 1), ("LBFGS", 3)])
-def test_an_overflow_in_a_closure_is_explained_and_the_step_returns_the_loss(
-    launch: Any, kind: str, evaluation: int
-) -> None:
-    ran = launch(
-        HEAD
-        + f"""
-optimizer = torch.optim.{kind}(model.parameters(), lr=0.1)
+CLOSURE = """
+class Own(torch.optim.SGD):
+    def step(self, closure{needed}):
+        closure()
+        return super().step()
+optimizer = {optimizer}(model.parameters(), lr=0.1)
 calls = 0
 def closure():
     global calls
     calls += 1
     optimizer.zero_grad()
-    loss = model(x * (1e30 if calls == {evaluation} else 1.0)).square().mean()
+    loss = (model({x}) * {factor}).square().mean()
     loss.backward()
-    return loss
-print(optimizer.step(closure).isfinite().item(), calls)
-""",
-        policy="fp16",
-    )
-    assert ran.status == 0, ran.err
+    {end}
+"""
+
+
+@pytest.mark.parametrize(("kind", "evaluation"), [("SGD", 1), ("LBFGS", 1), ("LBFGS", 3)])
+def test_an_overflow_in_a_closure_is_explained_and_the_step_returns_the_loss(
+    launch: Any, kind: str, evaluation: int
+) -> None:
+    bad = f"x * (1e30 if calls == {evaluation} else 1.0)"
+    source = CLOSURE.format(needed="", optimizer=f"torch.optim.{kind}", x=bad, factor=1.0, end="return loss")
+    ran = launch(f"{HEAD}{source}print(optimizer.step(closure).isfinite().item(), calls)", policy="fp16").ok
     assert ran.lines == [f"False {evaluation}"]
     [found] = ran.of("overflow")
     assert (found.update, found.finding.module, found.finding.op) == (0, "0", "linear")
@@ -321,27 +308,9 @@ def test_each_step_of_a_closure_that_returns_nothing_is_explained_once(
 
     An optimizer that also steps without its closure evaluates it once, and skips.
     """
-    ran = launch(
-        HEAD
-        + f"""
-class Own(torch.optim.SGD):
-    def step(self, closure{needed}):
-        closure()
-        return super().step()
-optimizer = Own(model.parameters(), lr=0.1)
-calls = 0
-def closure():
-    global calls
-    calls += 1
-    optimizer.zero_grad()
-    (model(x) * {factor}).square().mean().backward()
-for step in range(3):
-    optimizer.step(closure)
-print(calls)
-""",
-        policy="fp16,loss_scale=dynamic(init=2048)",
-    )
-    assert ran.status == 0, ran.err
+    source = CLOSURE.format(needed=needed, optimizer="Own", x="x", factor=factor, end="")
+    steps = "for step in range(3):\n    optimizer.step(closure)\nprint(calls)"
+    ran = launch(f"{HEAD}{source}{steps}", policy="fp16,loss_scale=dynamic(init=2048)").ok
     assert ran.lines == [str(evaluations)]
     found = ran.of("overflow")
     assert [one.update for one in found] == [0, 1, 2]
@@ -422,60 +391,39 @@ print(json.dumps(scales))
 # Whether the gradients of `entry`, and of `end`, are finite in an iteration: g for good, b for bad.
 EVENTS = "gg,gg,gb,gg,gg,bg,gg,gg,gg,bb,gg,gb,bg,gg,gg,gg,gg"
 
-# name -> what comes before the loop, an iteration, whether each optimizer has a loss of its own
+# name -> an iteration
 SHARED = {
-    "one loss": ("", "both().backward(); spoil(); a.step(); b.step()", False),
-    "one loss, the other order": ("", "both().backward(); spoil(); b.step(); a.step()", False),
-    "two losses added up": ("", "both().backward(); both().backward(); spoil(); a.step(); b.step()", False),
-    "one of two losses is for one part": (
-        "",
-        "alone(end).backward(); both().backward(); spoil(); b.step(); a.step()",
-        False,
-    ),
-    "three losses, each step uses two": (
-        "",
+    "one loss": "both().backward(); spoil(); a.step(); b.step()",
+    "one loss, the other order": "both().backward(); spoil(); b.step(); a.step()",
+    "two losses added up": "both().backward(); both().backward(); spoil(); a.step(); b.step()",
+    "one of two losses is for one part": "alone(end).backward(); both().backward(); spoil(); b.step(); a.step()",
+    "three losses, each step uses two":
         "alone(entry).backward(); alone(end).backward(); both().backward(); spoil(); a.step(); b.step()",
-        False,
-    ),
-    "one part in a reentrant checkpoint": (
-        "",
+    "one part in a reentrant checkpoint":
         "loss(checkpoint(end, entry(x), use_reentrant=True)).backward(); spoil(); a.step(); b.step()",
-        False,
-    ),
-    "gradients that autograd.grad returned": (
-        "",
+    "gradients that autograd.grad returned":
         "entry.weight.grad, end.weight.grad = torch.autograd.grad(both(), weights); spoil(); a.step(); b.step()",
-        False,
-    ),
-    "gradients set to zero and kept": (
-        "cleared = []",
+    "gradients set to zero and kept":
         "[one.zero_grad(set_to_none=False) for one in (a, b)]; both().backward(); spoil(); a.step(); b.step()",
-        False,
-    ),
-    "one optimizer steps twice": ("", "both().backward(); spoil(); a.step(); a.step(); b.step()", False),
+    "one optimizer steps twice": "both().backward(); spoil(); a.step(); a.step(); b.step()",
+    "each steps when its gradient is there": "both().backward()",
+    "a loss for each": "alone(entry).backward(); spoil(entry); a.step(); alone(end).backward(); spoil(end); b.step()",
+    "a loss for each, the steps after both":
+        "alone(entry).backward(); alone(end).backward(); spoil(); a.step(); b.step()",
+    "the second loss goes through both":
+        "alone(entry).backward(); spoil(entry); a.step(); both().backward(); spoil(end); b.step()",
+}  # fmt: skip
+BEFORE = {  # the loop
+    "gradients set to zero and kept": "cleared = []",
     "each steps when its gradient is there": (
         "def now(weight):\n    spoil(*(part for part in parts if part.weight is weight))\n"
         "    (a if weight is weights[0] else b).step()\n"
-        "for weight in weights: weight.register_post_accumulate_grad_hook(now)",
-        "both().backward()",
-        False,
-    ),
-    "a loss for each": (
-        "",
-        "alone(entry).backward(); spoil(entry); a.step(); alone(end).backward(); spoil(end); b.step()",
-        True,
-    ),
-    "a loss for each, the steps after both": (
-        "",
-        "alone(entry).backward(); alone(end).backward(); spoil(); a.step(); b.step()",
-        True,
-    ),
-    "the second loss goes through both": (
-        "",
-        "alone(entry).backward(); spoil(entry); a.step(); both().backward(); spoil(end); b.step()",
-        True,
+        "for weight in weights: weight.register_post_accumulate_grad_hook(now)"
     ),
 }
+EACH_HAS_A_LOSS = [
+    "a loss for each", "a loss for each, the steps after both", "the second loss goes through both"
+]  # fmt: skip
 
 
 def scales_of_torch(*, updates: int) -> list[float]:
@@ -497,11 +445,9 @@ def scales_of_torch(*, updates: int) -> list[float]:
 @pytest.mark.parametrize("row", SHARED)
 def test_one_backward_pass_changes_the_scale_once_for_all_optimizers(launch: Any, row: str) -> None:
     """As GradScaler's one `update` does; each step is skipped by itself."""
-    before, step, has_own = SHARED[row]
-    source = PARTS.format(before=before, step=indent(step, "    "))
-    ran = launch(source, EVENTS, policy="fp16,loss_scale=dynamic(init=2**8,growth_interval=3)")
-    assert ran.status == 0, ran.err
-    assert json.loads(ran.lines[-1]) == scales_of_torch(updates=1 + has_own)
+    source = PARTS.format(before=BEFORE.get(row, ""), step=indent(SHARED[row], "    "))
+    ran = launch(source, EVENTS, policy="fp16,loss_scale=dynamic(init=2**8,growth_interval=3)").ok
+    assert json.loads(ran.lines[-1]) == scales_of_torch(updates=1 + (row in EACH_HAS_A_LOSS))
     skipped = sorted(sum(u.skipped for u in ran.of("update") if u.optimizer == n) for n in range(2))
     assert skipped == ([3, 6] if row == "one optimizer steps twice" else [3, 3])
 
@@ -542,8 +488,7 @@ for step in range(3):
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
 @pytest.mark.parametrize("policy", ["bf16", "fp16,loss_scale=2**20"])
 def test_a_checkpointed_call_is_the_plain_call(policy: str, how: str, launch: Any) -> None:
-    ran = launch(CHECKPOINTED, how, policy=policy)
-    assert ran.status == 0, ran.err
+    ran = launch(CHECKPOINTED, how, policy=policy).ok
     assert ran.lines == launch(CHECKPOINTED, "plain", policy=policy).lines
     assert "mezzo: 3 calls of Sequential" in ran.err  # a recomputation is no call of the script's
 

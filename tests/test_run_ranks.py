@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from mezzo.core.errors import UsageError
 from mezzo.core.records import UpdateRecord, read
 from ranks import processes
+from releases import before_torch
 from run_scripts import Ran
 
 EVERYWHERE = {  # optimizers that both ranks have, in the order of their first steps -> the step that they skip
@@ -81,46 +84,60 @@ def test_scales_and_skips_are_the_same_on_all_ranks(several: Any) -> None:
 
 
 @pytest.mark.heavy
-def test_what_is_not_done_with_several_ranks_is_said(several: Any) -> None:
+def test_rank_0_alone_prints_what_is_not_done_with_several_ranks_and_what_rank_1_could_explain(
+    several: Any,
+) -> None:
     folder, ((_, first), (_, quiet)) = several
-    assert not quiet  # only rank 0 prints
-    notes = ["\n".join(list(read(folder / f"run{rank}.jsonl"))[-1].notes) for rank in range(2)]
-    for said in notes:
+    assert not quiet
+    for rank in range(2):
+        said = "\n".join(list(read(folder / f"run{rank}.jsonl"))[-1].notes)
         assert "no optimizer owns" in said
         assert "not traced" in said
     assert first.count("no optimizer owns") == 1  # what both ranks noted
-
-
-@pytest.mark.heavy
-def test_rank_0_prints_what_only_rank_1_could_explain(several: Any) -> None:
-    first = several[1][0][1]
     (line,) = [line for line in first.splitlines() if "because of rank 1" in line]
     assert "several_ranks.py" in line
 
 
-GATHERED = """
+ONE = """
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-net = fully_shard(nn.Linear(4, 2), mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net = torch.nn.Linear(4, 2)
+{}
 net(torch.randn(3, 4)).float().sum().backward()
 optimizer.step()
+print("went on")
 dist.destroy_process_group()
 """
+SGD = "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)"
 
 
 def test_parameters_that_are_gathered_in_16_bits_are_the_scripts_own_precision(
     launch: Callable[..., Ran],
 ) -> None:
     """Else Mezzo would unscale fp16 gradients in fp16."""
-    ran = launch(GATHERED, policy="fp16")
-    assert ran.status == 0
+    low = "MixedPrecisionPolicy(torch.float16, torch.float32)"
+    ran = launch(ONE.format(f"fully_shard(net, mp_policy={low}); {SGD}"), policy="fp16").ok
     assert "left alone: Linear has fully_shard(mp_policy=" in ran.notes.replace("FSDPLinear", "Linear")
-    assert "float16" in ran.notes
-    assert "(script.py line 8)" in ran.notes
-    assert "leave out mp_policy=" in ran.notes
+    for words in ("float16", "(script.py line 8)", "leave out mp_policy="):
+        assert words in ran.notes
     assert "enabled=" not in ran.notes
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_an_optimizer_made_before_fully_shard_ends_the_run(
+    precision: str, launch: Callable[..., Ran], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would train nothing."""
+    before_torch(2, 12, "fully_shard leaves no mark on the parameters that it replaces")
+    try:
+        with pytest.raises(
+            UsageError, match=r"created before fully_shard.*optimizer = SGD\(model.parameters\(\), "
+        ):
+            launch(ONE.format(f"{SGD}; fully_shard(net)"), policy=precision)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert capsys.readouterr().out == ""

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from alive import bytes_alive
 from mezzo.core.overflow import OverflowReport, TensorFacts
-from mezzo.core.records import LossRecord, OverflowRecord, RunStarted, UpdateRecord
-from mezzo.pytorch.autocast.modules import to_fp32
+from mezzo.core.records import OverflowRecord
 from mezzo.pytorch.run.summary import findings
 
 TRAIN = """
@@ -39,43 +34,31 @@ for step in range(5):
 def test_records_are_the_losses_that_the_script_saw_and_a_line_for_each_update(
     launch: Any, policy: str
 ) -> None:
-    ran = launch(TRAIN, "a", policy=policy)
-    assert ran.status == 0
-    assert isinstance(ran.records[0], RunStarted)
+    ran = launch(TRAIN, "a", policy=policy).ok
     assert (ran.records[0].policy, ran.records[0].argv) == (policy, ["a"])
-    machine = ran.records[0].machine  # conftest.py gives the CPU native bf16
-    assert [machine[name] for name in ("torch", "device_type", "native_formats")] == [
-        torch.__version__,
-        "cpu",
-        ["bf16"],
-    ]
-    kinds = [r.kind for r in ran.records]
-    assert kinds == ["run", *["loss", "update"] * 5, "end"]
+    machine = {
+        "torch": torch.__version__,
+        "device_type": "cpu",
+        "native_formats": ["bf16"],
+    }  # see conftest.py
+    assert ran.records[0].machine.items() >= machine.items()
+    assert [r.kind for r in ran.records] == ["run", *["loss", "update"] * 5, "end"]
     assert [f"{r.loss.hex()} torch.float32" for r in ran.of("loss")] == ran.lines
     assert [r.index for r in ran.of("loss")] == [r.index for r in ran.of("update")] == list(range(5))
-    times = [r.at for r in ran.records if isinstance(r, (LossRecord, UpdateRecord))]
+    times = [r.at for r in ran.records if r.kind in ("loss", "update")]
     assert times == sorted(times)
     assert times[-1] <= ran.of("end")[0].seconds
     scale = 65536.0 if policy == "fp16" else 1.0
-    assert all(
-        (u.moved, u.skipped, u.loss_scale, u.observed) == (True, False, scale, False)
-        for u in ran.of("update")
-    )
+    updates = {(u.moved, u.skipped, u.loss_scale, u.observed) for u in ran.of("update")}
+    assert updates == {(True, False, scale, False)}
     assert (ran.of("end")[0].status, ran.of("end")[0].notes) == (0, [])
     assert "5 updates, 0 skipped; 5 backward passes" in ran.err
 
 
 def test_everything_is_undone(launch: Any) -> None:
     amp, optim = torch.amp, torch.optim
-    owners = (
-        torch,
-        torch.autograd,
-        torch.nn.Module,
-        amp.autocast,
-        amp.GradScaler,
-        optim.Optimizer,
-        optim.AdamW,
-    )
+    owners: Any = (torch, torch.autograd, torch.nn.Module, amp.autocast, amp.GradScaler)
+    owners += (optim.Optimizer, optim.AdamW)
 
     def functions() -> dict[Any, Any]:
         return {(o, name): f for o in owners for name, f in vars(o).items() if callable(f)}
@@ -93,8 +76,7 @@ def test_the_observed_step_is_the_third_update_and_tells_memory_and_formats(laun
     (memory,) = ran.of("memory")
     parameters = 4 * (4 * 8 + 8 + 8 * 2 + 2)
     assert 4 * parameters <= memory.peak_bytes <= others + 1_000_000
-    (ops,) = ran.of("ops")
-    seen = {op.op: op for op in ops.ops}
+    seen = {op.op: op for op in ran.of("ops")[0].ops}
     linear = seen.get("linear") or seen["addmm"]
     assert linear.calls == 2
     assert "bf16" in linear.observed
@@ -142,45 +124,10 @@ def test_no_model_and_no_backward(launch: Any) -> None:
     assert [r.kind for r in ran.records] == ["run", "end"]
     assert "no model was called" in ran.err
     assert "never called backward" in ran.notes
-    ran = launch(
-        "import torch\nwith torch.no_grad():\n    print(torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype)",
-        policy="bf16",
-    )
+    called = "with torch.no_grad():\n    print(torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype)"
+    ran = launch(f"import torch\n{called}", policy="bf16")
     assert ran.lines == ["torch.float32"]
     assert "1 call of Linear in bf16" in ran.err
-
-
-def test_outputs_leave_as_fp32_whatever_holds_them() -> None:
-    low = torch.ones(2, dtype=torch.bfloat16)
-    kept = [torch.ones(2), torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64), None, "text"]
-
-    class Output(OrderedDict):  # as libraries have it: items are attributes as well
-        def __setitem__(self, key: str, value: Any) -> None:
-            super().__setitem__(key, value)
-            object.__setattr__(self, key, value)
-
-    @dataclass(frozen=True)
-    class Frozen:
-        value: Any
-
-    Pair = namedtuple("Pair", "first second")
-    output = Output(logits=low, past=(low, [low, *kept]))
-    for container, read in [
-        ([{"a": (low,)}], lambda c: c[0]["a"][0]),
-        (output, lambda c: c.logits),
-        (output, lambda c: c["past"][1][0]),
-        (Frozen(low), lambda c: c.value),
-        (Pair(low, low), lambda c: c.second),
-        (SimpleNamespace(x=low), lambda c: c.x),
-        (torch.distributions.Normal(low, low, validate_args=False), lambda c: c.loc),
-        (PackedSequence(low, torch.ones(2, dtype=torch.int64)), lambda c: c.data),
-    ]:
-        new = to_fp32(container)
-        assert type(new) is type(container)
-        assert read(new).dtype is torch.float32
-        assert read(container).dtype is torch.bfloat16  # the model may keep what it returned
-    for same in [*kept, kept, tuple(kept), {"a": kept}, Frozen(kept), Output(a=kept), iter([low])]:
-        assert to_fp32(same) is same
 
 
 def test_workers_of_a_data_loader_record_nothing(launch: Any) -> None:
@@ -196,8 +143,7 @@ def test_workers_of_a_data_loader_record_nothing(launch: Any) -> None:
             optimizer.step()
         """,
         policy="bf16",
-    )
-    assert ran.status == 0, ran.err
+    ).ok
     assert [r.kind for r in ran.records] == ["run", "loss", "update", "loss", "update", "end"]
 
 
@@ -239,9 +185,8 @@ def test_what_is_told_of_findings() -> None:
 
 def test_a_run_says_all_of_it(launch: Any) -> None:
     def told(steps: int, value: str, policy: str) -> str:
-        source = TRAIN.replace("range(5)", f"range({steps})").replace(
-            "torch.randn(16, 4)", f"torch.full((16, 4), {value})"
-        )
+        source = TRAIN.replace("range(5)", f"range({steps})")
+        source = source.replace("torch.randn(16, 4)", f"torch.full((16, 4), {value})")
         return str(launch(source, policy=policy).err)
 
     err = told(3, "1.0", "fp16,loss_scale=1073741824")
@@ -251,8 +196,5 @@ def test_a_run_says_all_of_it(launch: Any) -> None:
     assert "mezzo: loss scale 2^30 at the end" in err
     err = told(22, "3e20", "fp16,loss_scale=1024")
     assert err.startswith("mezzo: update 0 skipped: ")  # at once, before the script's end
-    assert (
-        "an input of 3e+20 does not fit fp16, whose largest number is 65504. It is an input of the model"
-        in err
-    )
+    assert "an input of 3e+20 does not fit fp16, whose largest number is 65504. It is an input of the" in err
     assert "mezzo: 2 more skipped steps were not traced: Mezzo stops" in err

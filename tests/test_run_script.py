@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,9 +25,7 @@ def inner(x):
         return 1 / x
     except ZeroDivisionError as error:
         raise ValueError("no: " + str(x)) from error
-def outer():
-    inner(0)
-outer()
+inner(0)
 """
 
 HOOK = """
@@ -85,32 +84,26 @@ ROWS = {
 }
 
 
-def both(
-    command: list[str], folder: Path, stdin: str = "some input\n"
-) -> tuple[subprocess.CompletedProcess[str], ...]:
+def both(*command: str, at: Path) -> tuple[subprocess.CompletedProcess[str], ...]:
     """The same words after `python` and after `mezzo run`."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return tuple(
-        subprocess.run(
-            [sys.executable, *prefix, *command],
-            cwd=folder,
-            env=env,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        for prefix in ([], ["-m", "mezzo", "run"])
-    )
+    how: Any = {
+        "cwd": at,
+        "env": env,
+        "input": "some input\n",
+        "capture_output": True,
+        "text": True,
+        "timeout": 60,
+    }
+    starts: tuple[list[str], ...] = [], ["-m", "mezzo", "run"]
+    return tuple(subprocess.run([sys.executable, *start, *command], **how) for start in starts)
 
 
-def without_summary(text: str) -> str:
-    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("mezzo: "))
-
-
-def assert_same(plain: subprocess.CompletedProcess[str], ours: subprocess.CompletedProcess[str]) -> None:
+def assert_same(*command: str, at: Path) -> None:
+    plain, ours = both(*command, at=at)
     assert ours.stdout == plain.stdout
-    assert without_summary(ours.stderr) == plain.stderr
+    told = [line for line in ours.stderr.splitlines(keepends=True) if not line.startswith("mezzo: ")]
+    assert "".join(told) == plain.stderr
     assert ours.returncode == (130 if plain.returncode == -2 else plain.returncode)
     assert (ours.stderr == plain.stderr) == (plain.returncode != 0)  # else the summary is there
 
@@ -121,7 +114,7 @@ def test_script_runs_as_python_runs_it(row: str, tmp_path: Path) -> None:
     folder = tmp_path / "some folder"
     folder.mkdir()
     (folder / "script.py").write_text(source)
-    assert_same(*both(["some folder/script.py", *argv], tmp_path))
+    assert_same("some folder/script.py", *argv, at=tmp_path)
 
 
 def test_module_runs_as_python_runs_it(tmp_path: Path) -> None:
@@ -131,8 +124,8 @@ def test_module_runs_as_python_runs_it(tmp_path: Path) -> None:
     (package / "train.py").write_text(SURROUNDINGS + "from . import other\n")
     (package / "other.py").write_text("print('other', __name__)\n")
     (package / "__main__.py").write_text("import sys; print(sys.argv, __package__); sys.exit(4)\n")
-    assert_same(*both(["-m", "package.train", "--epochs", "3"], tmp_path))
-    assert_same(*both(["-m", "package"], tmp_path))
+    assert_same("-m", "package.train", "--epochs", "3", at=tmp_path)
+    assert_same("-m", "package", at=tmp_path)
 
 
 CODE = SURROUNDINGS.replace("__file__, ", "").replace("__cached__, ", "")
@@ -140,13 +133,13 @@ CODE = SURROUNDINGS.replace("__file__, ", "").replace("__cached__, ", "")
 
 @pytest.mark.parametrize("source", [CODE, RAISES, "x = = 1", "import sys; sys.exit(3)"])
 def test_code_runs_as_python_runs_it(source: str, tmp_path: Path) -> None:
-    assert_same(*both(["-c", source, "a", "--flag", "-"], tmp_path))
+    assert_same("-c", source, "a", "--flag", "-", at=tmp_path)
 
 
 def test_directory_and_symbolic_link_run_as_python_runs_them(tmp_path: Path) -> None:
     real = tmp_path / "real"
     real.mkdir()
     (real / "__main__.py").write_text(SURROUNDINGS)
-    assert_same(*both(["real", "x"], tmp_path))
+    assert_same("real", "x", at=tmp_path)
     (tmp_path / "link.py").symlink_to(real / "__main__.py")
-    assert_same(*both(["link.py", "x"], tmp_path))
+    assert_same("link.py", "x", at=tmp_path)

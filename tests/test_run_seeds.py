@@ -16,9 +16,9 @@ from mezzo.pytorch.run.weights import nudge
 from mezzo.runner.seeds import BASE
 
 
-@pytest.fixture
-def streams() -> Iterator[None]:
-    """The process's own random streams, put back afterwards."""
+@pytest.fixture(autouse=True)
+def _streams() -> Iterator[None]:
+    """The process's own random streams are put back afterwards."""
     kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
     random.setstate(kept[0])
@@ -49,11 +49,9 @@ IMPORTS = "import random\nimport numpy as np\nimport torch\n"
 
 
 @pytest.mark.parametrize("row", SEEDED)
-@pytest.mark.usefixtures("streams")
 def test_k_is_added_to_each_seed_that_the_script_gives(launch: Any, row: str) -> None:
     def printed(seed: int, offset: int | None) -> list[str]:
-        ran = launch(IMPORTS + SEEDED[row].format(s=seed), policy="fp32", seed_offset=offset)
-        assert ran.status == 0, ran.err
+        ran = launch(IMPORTS + SEEDED[row].format(s=seed), policy="fp32", seed_offset=offset).ok
         assert ran.records[0].seed_offset == (offset or 0)
         return ran.lines
 
@@ -62,7 +60,6 @@ def test_k_is_added_to_each_seed_that_the_script_gives(launch: Any, row: str) ->
 
 
 @pytest.mark.parametrize("row", UNSEEDED)
-@pytest.mark.usefixtures("streams")
 def test_what_the_script_does_not_seed_is_seeded(launch: Any, row: str) -> None:
     printed = [launch(IMPORTS + UNSEEDED[row], policy="fp32", seed_offset=k).lines for k in (0, 0, 1, 1)]
     assert printed[0] == printed[1] != printed[2] == printed[3]
@@ -70,7 +67,6 @@ def test_what_the_script_does_not_seed_is_seeded(launch: Any, row: str) -> None:
     assert first != last  # default_rng() twice is two streams
 
 
-@pytest.mark.usefixtures("streams")
 def test_a_number_that_a_library_makes_a_generator_of_is_left_alone(launch: Any, tmp_path: Path) -> None:
     """As scikit-learn's `random_state=0` does."""
     for folder, moves in (("site-packages", False), ("here", True)):
@@ -84,7 +80,6 @@ def test_a_number_that_a_library_makes_a_generator_of_is_left_alone(launch: Any,
         assert (first != second) == moves
 
 
-@pytest.mark.usefixtures("streams")
 def test_classes_stay_classes_and_other_seeds_keep_their_kind(launch: Any) -> None:
     ran = launch(
         IMPORTS
@@ -107,7 +102,6 @@ random.Random("x"), random.SystemRandom(3), np.random.RandomState(np.random.MT19
     assert ran.status == 0, ran.err
 
 
-@pytest.mark.usefixtures("streams")
 def test_no_seed_is_shifted_twice(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.manual_seed hands its number on to the GPU's streams by functions that a script may call as well."""
     given: list[int] = []
@@ -120,9 +114,8 @@ def test_no_seed_is_shifted_twice(launch: Any, monkeypatch: pytest.MonkeyPatch) 
 def test_nudge_moves_each_element_by_one_ulp_and_no_random_stream() -> None:
     values = torch.tensor([1.0, -1.0, 0.0, 3.4028234663852886e38, math.nan, 1e-45, *([0.5] * 1000)])
     weight = torch.nn.Parameter(values.clone())
-    others = [
-        torch.nn.Parameter(torch.ones(3, dtype=d)) for d in (torch.float64, torch.bfloat16, torch.float16)
-    ]
+    formats = torch.float64, torch.bfloat16, torch.float16
+    others = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in formats]
     before = torch.get_rng_state()
     assert nudge([weight, weight, *others]) == 1
     assert torch.equal(before, torch.get_rng_state())
@@ -154,18 +147,13 @@ kept = late.weight.detach().clone()
 late(torch.ones(1, 2))
 print(torch.equal(kept, late.weight), torch.rand(1).item())
 """
-WRAPS = {
-    "eager": "call = model",
-    "compiled": "call = torch.compile(lambda x: model(x), backend='eager', fullgraph=True)",
-}
+COMPILED = "call = torch.compile(lambda x: model(x), backend='eager', fullgraph=True)"
 
 
-@pytest.mark.parametrize(("row", "policy"), [("eager", "bf16"), ("compiled", "fp32")])
-@pytest.mark.usefixtures("streams")
-def test_a_nudged_run_moves_the_initial_weights_once(launch: Any, row: str, policy: str) -> None:
+@pytest.mark.parametrize(("wrap", "policy"), [("call = model", "bf16"), (COMPILED, "fp32")])
+def test_a_nudged_run_moves_the_initial_weights_once(launch: Any, wrap: str, policy: str) -> None:
     torch._dynamo.reset()
-    source = NUDGED.format(wrap=WRAPS[row])
-    ran, plain = (launch(source, policy=policy, nudge=flag) for flag in (True, False))
+    ran, plain = (launch(NUDGED.format(wrap=wrap), policy=policy, nudge=flag) for flag in (True, False))
     assert ran.status == 0, ran.err
     assert ran.records[0].nudged
     assert ran.lines[:2] == ["[1, 1, 1, 1]"] * 2

@@ -69,8 +69,7 @@ def test_weights_and_states_are_stored_as_the_policy_says(
     launch: Any, text: str, weights: str, state: str, told: str | None
 ) -> None:
     source = PLAIN + "print(optimizer.state[model[0].weight]['exp_avg'].dtype, type(optimizer).__name__)"
-    ran = launch(source, policy=text)
-    assert ran.status == 0, ran.err
+    ran = launch(source, policy=text).ok
     assert ran.lines[0] == weights
     assert ran.lines[-1] == f"torch.{state} AdamW"
     assert [(u.moved, u.optimizer) for u in ran.of("update")] == [(True, 0)] * 6
@@ -152,26 +151,18 @@ show(*model.parameters())
 """
 CLOSURE = """
 twin = copy.deepcopy(model)
-def made():
-    made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return made, torch.optim.lr_scheduler.ExponentialLR(made, 0.8)
 def closure():
     optimizer.zero_grad()
     loss = loss_of(model(x))
     loss.backward()
     return loss
-optimizer, scheduler = made()
-for _ in range(4):
-    optimizer.step(closure)
-    scheduler.step()
-bits(*model.parameters())
-model = twin
-optimizer, scheduler = made()
-for _ in range(4):
-    closure()
-    optimizer.step()
-    scheduler.step()
-bits(*model.parameters())
+for model, in_step in ((model, True), (twin, False)):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    for _ in range(4):
+        optimizer.step(closure) if in_step else (closure(), optimizer.step())
+        scheduler.step()
+    bits(*model.parameters())
 """
 LAST = "float32 float32 float32 float32 bfloat16 bfloat16"
 # Scripts of other shapes: (lines, what is printed, what is noted).
@@ -187,11 +178,8 @@ SHAPES = {
         DATA_PARALLEL.replace("train(", "model(x)\ntrain(", 1), [FP32], "first mezzo.lower_weights(model)"),
     "a saved state goes back": (SAVED, "halves", "4 of 6 parameters"),
     "a foreign optimizer": (plain("torch.optim.RMSprop(model.parameters())"), [FP32], "states of RMSprop stay FP32"),
-    "Mezzo's optimizer": (
-        plain("AdamW(model.parameters())", "from mezzo.optim import AdamW"),
-        [FP32],
-        "AdamW is one of Mezzo's optimizers",
-    ),
+    "Mezzo's optimizer": (plain("AdamW(model.parameters())", "from mezzo.optim import AdamW"), [FP32],
+                          "AdamW is one of Mezzo's optimizers"),
     "accumulation": (ACCUMULATION, [LOWERED], "12 backward passes for 3 optimizer steps"),
 }  # fmt: skip
 
@@ -199,17 +187,15 @@ SHAPES = {
 @pytest.mark.parametrize("row", SHAPES)
 def test_scripts_of_all_shapes(launch: Any, row: str) -> None:
     lines, printed, noted = SHAPES[row]
-    ran = launch(lines, policy="bf16,masters=split")
-    assert ran.status == 0, ran.err
+    ran = launch(lines, policy="bf16,masters=split").ok
     if printed == "halves":
         assert ran.lines[: len(ran.lines) // 2] == ran.lines[len(ran.lines) // 2 :]
         assert len(ran.lines) == 12
     else:
         assert ran.lines == printed
     assert noted in ran.notes
-    assert ("weights bf16 (" in ran.notes) == any(
-        "bfloat16" in line for line in ran.lines
-    ) or printed == "halves"
+    lowered = any("bfloat16" in line for line in ran.lines)
+    assert ("weights bf16 (" in ran.notes) == lowered or printed == "halves"
     assert {u.optimizer for u in ran.of("update")} == ({0, 1} if row.startswith("two optimizers") else {0})
     assert "mezzo: this script ran as it is" not in ran.err
 
@@ -221,8 +207,7 @@ def test_auto_with_a_state_times_its_steps_and_keeps_the_state(
     source += "print(optimizer.state[model[0].weight]['exp_avg'].dtype)"
     for native, calls in [("bf16", "24 calls of Sequential"), ("", "24 calls of Sequential in fp32")]:
         monkeypatch.setenv("MEZZO_ASSUME_NATIVE", native)
-        ran = launch(source, policy="auto,state=int8")
-        assert ran.status == 0, ran.err
+        ran = launch(source, policy="auto,state=int8").ok
         assert (ran.lines[0], ran.lines[-1]) == (FP32, "torch.uint8")
         assert calls in ran.err
         assert "weights fp32, state int8" in ran.notes
@@ -254,35 +239,29 @@ print(int(optimizer.state[model[0].weight]["step"]))
 
 
 BY_HAND = """
-twin = copy.deepcopy(model)
-optimizer = torch.optim.{made}(model.parameters())
-scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-{closure}for _ in range(4):
-    {step}
-    scheduler.step()
-show(*model.parameters())
-bits(*model.parameters())
 from mezzo.optim import lower_weights, with_masters
-model = twin
-lower_weights(model)
-optimizer = with_masters(torch.optim.{made}(model.parameters()))
-scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-for _ in range(4):
-    {step}
-    scheduler.step()
-show(*model.parameters())
-bits(*model.parameters())
+twin = copy.deepcopy(model)
+def closure():
+    optimizer.zero_grad(); loss = loss_of(model(x)); loss.backward(); return loss
+for by_hand in (False, True):
+    if by_hand:
+        lower_weights(model)
+    optimizer = torch.optim.{made}(model.parameters())
+    optimizer = with_masters(optimizer) if by_hand else optimizer
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    for _ in range(4):
+        {step}
+        scheduler.step()
+    show(*model.parameters())
+    bits(*model.parameters())
+    model = twin
 """
 
 
 @pytest.mark.parametrize("made", ["RMSprop", "Adagrad", "LBFGS"])
 def test_fp32_masters_go_under_any_optimizer(launch: Any, made: str) -> None:
-    closure = (
-        "def closure():\n    optimizer.zero_grad(); loss = loss_of(model(x)); loss.backward(); return loss\n"
-    )
     step = "optimizer.step(closure)" if made == "LBFGS" else "train(optimizer, 1)"
-    ran = launch(BY_HAND.format(made=made, step=step, closure=closure), policy="bf16,masters=fp32")
-    assert ran.status == 0, ran.err
+    ran = launch(BY_HAND.format(made=made, step=step), policy="bf16,masters=fp32").ok
     half = len(ran.lines) // 2
     assert ran.lines[0] == LOWERED
     assert ran.lines[:half] == ran.lines[half:]
@@ -290,13 +269,13 @@ def test_fp32_masters_go_under_any_optimizer(launch: Any, made: str) -> None:
     assert len(ran.of("update")) == 8
 
 
-REFUSED = [
-    ("fp16,params=fp16", "mezzo.MixedPrecision.*masters='fp32'"),
-    ("fp32,params=bf16", "only if compute is bf16 too. Use bf16,params=bf16"),
-]
-
-
-@pytest.mark.parametrize(("text", "words"), REFUSED)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("fp16,params=fp16", "mezzo.MixedPrecision.*masters='fp32'"),
+        ("fp32,params=bf16", "only if compute is bf16 too. Use bf16,params=bf16"),
+    ],
+)
 def test_what_a_script_can_not_be_run_with(launch: Any, text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
         launch(f"open({str(tmp_path / 'ran')!r}, 'w')", policy=text)

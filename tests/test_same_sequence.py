@@ -5,7 +5,6 @@ Keras and TensorFlow: `on_keras/test_keras_fit.py`, `on_tensorflow/test_tf_rewri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,29 +20,46 @@ from training_steps import nobody_owns_anything, who_decides  # noqa: F401
 pytestmark = pytest.mark.filterwarnings("ignore:MixedPrecision. update .* was skipped")  # planted overflows
 
 
+class Stepper:
+    """One step after another with a `GradScaler` or a `MixedPrecision`."""
+
+    def __init__(self, make: str, model: nn.Module, precision: str, pure: Any, momentum: float = 0.0) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=one_task.LEARNING_RATE, momentum=momentum)
+        names = ("growth_factor", "backoff_factor", "growth_interval", "floor", "ceiling", "hysteresis")
+        self.optimizer, self.precision, self.mp = optimizer, precision, None
+        if make == "MixedPrecision":
+            self.mp = mezzo.MixedPrecision(model, optimizer, precision, loss_scale=pure)
+        elif precision == "fp16":
+            settings = {name: getattr(pure, name) for name in names}
+            self.scaler = mezzo.GradScaler(init_scale=pure.init, **settings)
+        else:
+            self.scaler = mezzo.GradScaler(enabled=False)
+
+    def autocast(self) -> Any:
+        return self.mp.autocast() if self.mp else mezzo.autocast(self.precision)
+
+    def step(self, loss: Tensor) -> float:
+        """The scale that follows."""
+        if self.mp:
+            self.mp.step(loss)
+            return self.mp.loss_scale
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale()
+
+
 @pytest.mark.parametrize(("settings", "events"), [row[:2] for row in TABLE if row[1]], ids=str)
 @pytest.mark.parametrize("make", ["GradScaler", "MixedPrecision"])
 def test_the_table(make: str, settings: dict[str, Any], events: str, decides: str) -> None:
     model = nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pure: Any = DynamicLossScale(**settings)
-    names = ("growth_factor", "backoff_factor", "growth_interval", "floor", "ceiling", "hysteresis")
-    scaler = mezzo.GradScaler(init_scale=pure.init, **{name: getattr(pure, name) for name in names})
-    mp = None if make == "GradScaler" else mezzo.MixedPrecision(model, optimizer, "fp16", loss_scale=pure)
-    seen, expected = [], []
+    stepper = Stepper(make, model, "fp16", pure)
     for event in events:
         pure = pure.next(Observation(event == "x"))
-        expected.append(pure.scale)
         loss = (model.weight * torch.tensor([[1.0, float("inf") if event == "x" else -3.0]])).sum()
-        if mp is None:
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            mp.step(loss)
-        seen.append(scaler.get_scale() if mp is None else mp.loss_scale)
-    assert seen == expected
+        assert stepper.step(loss) == pure.scale
 
 
 class Task(nn.Module):
@@ -63,45 +79,16 @@ class Task(nn.Module):
         return self.second(torch.tanh(self.first(x))), self.fuse(z)
 
 
-def batches() -> Iterator[tuple[Tensor, ...]]:
-    given = one_task.task()
-    return zip(*map(torch.from_numpy, (given.x, given.target, given.z.copy())))
-
-
-def loss_of(model: Any, x: Tensor, target: Tensor, z: Tensor) -> Tensor:
-    out, fuse = model(x, z)
-    return one_task.PART_OF_ERROR * (out.float() - target).square().mean() + fuse.float().mean()
-
-
-def trained(make: str, precision: str) -> tuple[list[float], list[float]]:
-    model, pure = Task(), one_task.LOSS_SCALE
-    optimizer = torch.optim.SGD(model.parameters(), lr=one_task.LEARNING_RATE, momentum=one_task.MOMENTUM)
-    losses, scales = [], []
-    mp: Any = None
-    if make == "MixedPrecision":
-        mp = mezzo.MixedPrecision(model, optimizer, precision, loss_scale=one_task.loss_scale(precision))
-    scaler = mezzo.GradScaler(
-        init_scale=pure.init,
-        growth_interval=pure.growth_interval,
-        ceiling=pure.ceiling,
-        enabled=precision == "fp16",
-    )
-    for batch in batches():
-        optimizer.zero_grad()
-        with mezzo.autocast(precision) if mp is None else mp.autocast():
-            loss = loss_of(model, *batch)
-        if mp is None:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            mp.step(loss)
-        losses.append(float(loss.detach()))
-        scales.append(scaler.get_scale() if mp is None else mp.loss_scale)
-    return losses, scales
-
-
 @pytest.mark.parametrize("precision", one_task.FORMATS)
 @pytest.mark.parametrize("make", ["GradScaler", "MixedPrecision"])
 def test_the_task(make: str, precision: str, decides: str) -> None:
-    one_task.check(precision, *trained(make, precision))
+    model, given = Task(), one_task.task()
+    stepper = Stepper(make, model, precision, one_task.loss_scale(precision), one_task.MOMENTUM)
+    losses, scales = [], []
+    for x, target, z in zip(*map(torch.from_numpy, (given.x, given.target, given.z.copy()))):
+        with stepper.autocast():
+            out, fuse = model(x, z)
+            loss = one_task.PART_OF_ERROR * (out.float() - target).square().mean() + fuse.float().mean()
+        scales.append(stepper.step(loss))
+        losses.append(float(loss.detach()))
+    one_task.check(precision, losses, scales)

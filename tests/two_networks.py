@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 import mezzo
 from bad_steps import INF
 
-Make = Callable[[], nn.Module]
 LAST: dict[str, Any] = {}
 """What the last training left, for who runs it as a script."""
 
@@ -26,15 +24,15 @@ LAST: dict[str, Any] = {}
 class Training:
     """Networks "a" and "b" (a GAN's generator and discriminator), and what one run does with them.
 
-    `make` makes a layer with buffers; `separate`: a `MixedPrecision` for each, else the optimizers are the script's;
+    `separate`: a `MixedPrecision` for each, else the optimizers are the script's;
     `windows`: losses between two steps, by network.
     """
 
-    def __init__(self, make: Make, *, separate: bool, left_out: bool, windows: dict[str, int]) -> None:
+    def __init__(self, *, separate: bool, left_out: bool, windows: dict[str, int]) -> None:
         torch.manual_seed(3)
-        self.networks = nn.ModuleDict(
-            {name: nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 4)) for name in "ab"}
-        )
+        self.networks = nn.ModuleDict()
+        for name in "ab":
+            self.networks[name] = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
         self.networks["frozen"] = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False)
         self.left_out = left_out
         self.separate = separate
@@ -47,12 +45,8 @@ class Training:
         self._mps: dict[str, Any] = {}
         if separate:
             for name, optimizer in self._optimizers.items():
-                arguments: dict[str, Any] = {
-                    "loss_scale": 128,
-                    "trace": False,
-                    "accumulate": windows.get(name, 1),
-                }
-                self._mps[name] = mezzo.MixedPrecision(self.networks[name], optimizer, "fp16", **arguments)
+                how: Any = {"loss_scale": 128, "trace": False, "accumulate": windows.get(name, 1)}
+                self._mps[name] = mezzo.MixedPrecision(self.networks[name], optimizer, "fp16", **how)
 
     def batch(self) -> Tensor:
         self._seed += 1
@@ -73,19 +67,12 @@ class Training:
     @contextmanager
     def no_trace(self, name: str, of: str) -> Iterator[None]:
         holders = [module._buffers for module in self.networks[name].modules()]
-        before = [
-            {key: (b, None if b is None or is_lazy(b) else b.clone()) for key, b in h.items()}
-            for h in holders
-        ]
+        before = [{key: buffer.clone() for key, buffer in holder.items()} for holder in holders]
         yield
-        if not (self.left_out and of and of in self.bad):
-            return
-        for holder, kept in zip(holders, before):
-            for key, (buffer, values) in kept.items():
-                if holder[key] is not buffer:
-                    holder[key] = values
-                elif values is not None and not torch._debug_has_internal_overlap(buffer):
-                    buffer.data.copy_(values)  # `.data`: graphs that saved it do not see it
+        if self.left_out and of and of in self.bad:
+            for holder, kept in zip(holders, before):
+                for key, values in kept.items():
+                    holder[key].data.copy_(values)  # `.data`: graphs that saved it do not see it
 
     def region(self, name: str) -> AbstractContextManager[Any]:
         return self._mps[name].autocast() if self.separate else nullcontext()
@@ -122,7 +109,7 @@ class Training:
         found: dict[str, Any] = dict(self.networks.named_parameters())
         for path, module in self.networks.named_modules():
             found.update((f"{path}.{name}", buffer) for name, buffer in module._buffers.items())
-        return {name: value for name, value in found.items() if value is not None}
+        return found
 
 
 def loss_of(out: Tensor) -> Tensor:
@@ -203,9 +190,8 @@ def backwards_before_steps(t: Training) -> None:
     for name in "ab":
         t.clear(name)
     fake = t.call("a", t.batch(), of="a")
-    b = loss_of(t.call("b", t.spoiled(t.batch(), "b"), of="b")) + loss_of(
-        t.call("b", fake.detach(), of="b") - 1
-    )
+    b = loss_of(t.call("b", t.spoiled(t.batch(), "b"), of="b"))
+    b = b + loss_of(t.call("b", fake.detach(), of="b") - 1)
     a = loss_of(t.call("b", fake, of="b")) + loss_of(t.spoiled(fake, "a"))
     t.backward("b", b)
     t.backward("a", a, inputs=list(t.networks["a"].parameters()))
@@ -242,12 +228,10 @@ OF_A_SCRIPT: dict[str, Order] = {
 WINDOWS = {"accumulating": {"a": 2}}
 
 
-def train(
-    name: str, bad: str, make: Make, *, separate: bool, left_out: bool, updates: str = "gbgbbg"
-) -> Training:
+def train(name: str, bad: str, *, separate: bool, left_out: bool) -> Training:
     """Run an order; in the rounds marked b the updates named in `bad` are."""
-    training = Training(make, separate=separate, left_out=left_out, windows=WINDOWS.get(name, {}))
-    for event in updates:
+    training = Training(separate=separate, left_out=left_out, windows=WINDOWS.get(name, {}))
+    for event in "gbgbbg":
         training.bad = bad if event == "b" else ""
         {**ORDERS, **OF_A_SCRIPT}[name](training)
     for mp in training._mps.values():

@@ -56,22 +56,37 @@ def squared(net: nn.Module, *, bad: int = 2) -> Losses:
     return lambda step: [net(batch(step, bad=(step, RANK) == (bad, 1))).square().mean()]
 
 
+def sgd(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-2)
+
+
 def train(
     net: nn.Module,
     losses: Losses,
     before_step: Callable[[], Any] = lambda: None,
     *,
     steps: int = 4,
-    more: Iterable[Tensor] = (),
+    params: Iterable[Tensor] = (),
+    make: Callable[[list[Tensor]], torch.optim.Optimizer] = sgd,
+    in_closure: bool = False,
 ) -> list[str]:
-    params = [*net.parameters(), *more]
-    optimizer = torch.optim.SGD(params, lr=1e-2)
-    for step in range(steps):
+    """Train with the optimizer that `make` makes, which computes its gradients itself `in_closure`."""
+    params = list(params) or list(net.parameters())
+    optimizer = make(params)
+
+    def closure(step: int) -> Tensor:
         optimizer.zero_grad()
         for loss in losses(step):
             loss.backward()
         before_step()
-        optimizer.step()
+        return loss
+
+    for step in range(steps):
+        if in_closure:
+            optimizer.step(partial(closure, step))
+        else:
+            closure(step)
+            optimizer.step()
     return weights(params)
 
 
@@ -121,80 +136,61 @@ def fsdp_and_plain() -> Any:
         factor = 1e30 if (step, RANK) == (2, 1) else 1.0
         yield net(batch(step)).square().mean() + (gain * factor) ** 2 * factor
 
-    return train(net, losses, more=[gain])[:-1]  # which is not reduced
+    return train(net, losses, params=[*net.parameters(), gain])[:-1]  # which is not reduced
 
 
-def ddp_joined() -> Any:
+def ddp_joined(*, in_closure: bool = False) -> Any:
     """Rank 1 has two batches, rank 0 four, and one of the last two overflows."""
     net = DistributedDataParallel(network())
+    losses = squared(net) if in_closure else lambda step: [net(batch(step, bad=step == 2)).square().mean()]
     with net.join():
-        train(net, lambda step: [net(batch(step, bad=step == 2)).square().mean()], steps=2 if RANK else 4)
+        train(net, losses, steps=2 if RANK else 4, in_closure=in_closure)
     return weights(net.parameters())  # which the rank that ends last has sent
 
 
 def ddp_joined_closure() -> Any:
     """Steps that compute their gradients themselves, of which rank 1 takes fewer."""
-    net = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    return ddp_joined(in_closure=True)
 
-    def closure(step: int) -> Tensor:
-        optimizer.zero_grad()
-        loss = net(batch(step)).square().mean()
-        loss.backward()
-        return loss
 
-    with net.join():
-        for step in range(2 if RANK else 4):
-            optimizer.step(partial(closure, step))
-    return weights(net.parameters())
+def reduce_each(net: nn.Module, *, hide: bool = False) -> None:
+    """Reduce the gradients, after an overflow in them is hidden."""
+    for p in net.parameters():
+        if hide:
+            p.grad.nan_to_num_()
+        dist.all_reduce(p.grad)
 
 
 def hand_cleaned() -> Any:
     """Gradients that the script reduces itself, after it has hidden the overflow."""
     net = network()
-
-    def reduce() -> None:
-        for p in net.parameters():
-            assert p.grad is not None
-            p.grad.nan_to_num_()
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-
-    return train(net, squared(net), reduce)
+    return train(net, squared(net), lambda: reduce_each(net, hide=True))
 
 
 def hand_hooked() -> Any:
     """Gradients that a hook of the optimizer reduces, which runs in its step."""
     net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
 
-    def reduce(*_: Any) -> None:
-        for p in net.parameters():
-            assert p.grad is not None
-            dist.all_reduce(p.grad)
+    def hooked(params: list[Tensor]) -> torch.optim.Optimizer:
+        optimizer = sgd(params)
+        optimizer.register_step_pre_hook(lambda *_: reduce_each(net))
+        return optimizer
 
-    optimizer.register_step_pre_hook(reduce)
-    for step in range(4):
-        optimizer.zero_grad()
-        next(iter(squared(net)(step))).backward()
-        optimizer.step()
-    return weights(net.parameters())
+    return train(net, squared(net), make=hooked)
 
 
 def hand_twice() -> Any:
     """Two optimizers of the same gradients, whose overflow the script hides after the first one has stepped."""
     net = network()
-    optimizers = [torch.optim.SGD(net.parameters(), lr=1e-2) for _ in range(2)]
+    optimizers = [sgd(net.parameters()) for _ in range(2)]
     for step in range(4):
         net.zero_grad()
         next(iter(squared(net)(step))).backward()
-        grads = [p.grad for p in net.parameters() if p.grad is not None]
-        for grad in grads:
-            dist.all_reduce(grad)
+        reduce_each(net)
         for optimizer in optimizers:
             optimizer.step()
-            for grad in grads:
-                grad.nan_to_num_()
+            for p in net.parameters():
+                p.grad.nan_to_num_()
     return weights(net.parameters())
 
 
@@ -218,18 +214,7 @@ def ddp_unused() -> Any:
 def ddp_closure() -> Any:
     """A step that computes its gradients itself; on one rank the loss is not finite at any scale."""
     net = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    losses = squared(net)
-
-    def closure(step: int) -> Tensor:
-        optimizer.zero_grad()
-        (loss,) = losses(step)
-        loss.backward()
-        return loss
-
-    for step in range(4):
-        optimizer.step(partial(closure, step))
-    return weights(net.parameters())
+    return train(net, squared(net), in_closure=True)
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -286,32 +271,20 @@ def hand_flat() -> Any:
 def hand_flat_closure() -> Any:
     """The same in a closure, whose loss is not finite on one rank, at any scale."""
     net = network()
-    optimizer = torch.optim.LBFGS(net.parameters(), lr=1e-2, max_iter=2, tolerance_change=0.0)
-    losses = squared(net)
-
-    def closure(step: int) -> Tensor:
-        optimizer.zero_grad()
-        (loss,) = losses(step)
-        loss.backward()
-        reduce_flat(net)
-        return loss
-
-    for step in range(4):
-        optimizer.step(partial(closure, step))
-    return weights(net.parameters())
+    lbfgs = partial(torch.optim.LBFGS, lr=1e-2, max_iter=2, tolerance_change=0.0)
+    return train(net, squared(net), partial(reduce_flat, net), make=lbfgs, in_closure=True)
 
 
 def zero() -> Any:
     """`ZeroRedundancyOptimizer` gives the parameters with gradients to one rank, and the unused one to the other."""
     net = DistributedDataParallel(TwoOutputs(), find_unused_parameters=True)
     net.module.net[0].requires_grad_(False)
-    params = [net.module.net[2].weight, nn.Parameter(torch.ones(99))]
-    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=1e-2)
-    for step in range(4):
-        optimizer.zero_grad()
-        net(batch(step, bad=(step, RANK) == (2, 1)))["loss"].backward()
-        optimizer.step()
-    return weights(params)
+    return train(
+        net,
+        lambda step: [net(batch(step, bad=(step, RANK) == (2, 1)))["loss"]],
+        params=[net.module.net[2].weight, nn.Parameter(torch.ones(99))],
+        make=lambda params: ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=1e-2),
+    )
 
 
 class Branches(nn.Module):
@@ -328,7 +301,7 @@ class Branches(nn.Module):
 def shared() -> Any:
     """Two optimizers after one backward pass. The gradients of the second one overflow, after the first has stepped."""
     net = DistributedDataParallel(Branches())
-    optimizers = [torch.optim.SGD(part.parameters(), lr=1e-2) for part in net.module.children()]
+    optimizers = [sgd(part.parameters()) for part in net.module.children()]
     for step in range(4):
         net.zero_grad()
         net(batch(step), batch(step, bad=(step, RANK) == (2, 1))).backward()
@@ -351,7 +324,7 @@ def slow() -> Any:
 def only_here() -> Any:
     """An optimizer on rank 0 only, which overflows at one step, and a metric that all ranks reduce."""
     net, probe = DistributedDataParallel(network()), network()
-    own = torch.optim.SGD(probe.parameters(), lr=1e-2)
+    own = sgd(probe.parameters())
 
     def losses(step: int) -> Iterable[Tensor]:
         if RANK == 0 and step:

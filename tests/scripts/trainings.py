@@ -36,11 +36,13 @@ class Plain:
     def unscale(self, optimizer):
         pass
 
-    def step(self, optimizer, closure=None):
-        return optimizer.step() if closure is None else optimizer.step(closure)
+    def step(self, optimizer, *closure, is_last=True):
+        return optimizer.step(*closure)
 
-    def update(self):
-        pass
+    def train_on(self, loss, optimizer, is_last=True):
+        optimizer.zero_grad()
+        self.backward(loss)
+        self.step(optimizer, is_last=is_last)
 
 
 class ByHand(Plain):
@@ -79,15 +81,15 @@ class ByHand(Plain):
     def unscale(self, optimizer):
         self.scaler.unscale_(optimizer)
 
-    def step(self, optimizer, closure=None):
+    def step(self, optimizer, *closure, is_last=True):
         if self.policy.params != "fp32":
             from mezzo.pytorch.optim.adopt import adopt
 
             optimizer = adopt(optimizer, masters=self.policy.masters, state=self.policy.state)
-        return self.scaler.step(optimizer) if closure is None else self.scaler.step(optimizer, closure)
-
-    def update(self):
-        self.scaler.update()
+        loss = self.scaler.step(optimizer, *closure)
+        if is_last:
+            self.scaler.update()
+        return loss
 
 
 def data(n=24, width=12, classes=4, seed=1):
@@ -99,16 +101,6 @@ def data(n=24, width=12, classes=4, seed=1):
 def network(width=12, classes=4):
     middle = (nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32), nn.ReLU())
     return nn.Sequential(nn.Linear(width, 32), *middle, nn.Linear(32, classes))
-
-
-def train(by, report, optimizer, steps, loss_of):
-    for _ in range(steps):
-        loss = loss_of()
-        optimizer.zero_grad()
-        by.backward(loss)
-        by.step(optimizer)
-        by.update()
-        report(loss)
 
 
 def clipping(by, report):
@@ -124,7 +116,6 @@ def clipping(by, report):
         nn.utils.clip_grad_value_(model.parameters(), 1.0)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         by.step(optimizer)
-        by.update()
         scheduler.step()
         report(loss, norm)
     return model
@@ -142,7 +133,6 @@ def accumulation(by, report):
             by.backward(loss)
             report(loss)
         by.step(optimizer)
-        by.update()
         optimizer.zero_grad(set_to_none=False)
     return model
 
@@ -157,10 +147,7 @@ def gradient_penalty(by, report):
         with by.region():
             penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
         loss = score.square().mean() + 10 * penalty.float()
-        optimizer.zero_grad()
-        by.backward(loss)
-        by.step(optimizer)
-        by.update()
+        by.train_on(loss, optimizer)
         report(loss, slope.sum())
     return model
 
@@ -174,14 +161,9 @@ def two_optimizers(by, report):
     for _ in range(5):
         fake = by.call(generator, torch.randn(24, 6))
         d_loss = F.softplus(-by.call(critic, real)).mean() + F.softplus(by.call(critic, fake.detach())).mean()
-        d_opt.zero_grad()
-        by.backward(d_loss)
-        by.step(d_opt)
+        by.train_on(d_loss, d_opt, is_last=False)
         g_loss = F.softplus(-by.call(critic, fake)).mean()
-        g_opt.zero_grad()
-        by.backward(g_loss)
-        by.step(g_opt)
-        by.update()
+        by.train_on(g_loss, g_opt)
         report(d_loss, g_loss)
     return nn.ModuleList([generator, critic])
 
@@ -211,7 +193,10 @@ def tied(by, report, use_reentrant):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     tokens = torch.randint(0, 20, (4, 9))
     inputs, target = tokens[:, :-1], tokens[:, 1:].flatten()
-    train(by, report, optimizer, 5, lambda: F.cross_entropy(by.call(model, inputs).flatten(0, 1), target))
+    for _ in range(5):
+        loss = F.cross_entropy(by.call(model, inputs).flatten(0, 1), target)
+        by.train_on(loss, optimizer)
+        report(loss)
     return model
 
 
@@ -231,7 +216,6 @@ def lbfgs(by, report):
             return loss
 
         loss = by.step(optimizer, closure)
-        by.update()
         report(loss)
     return model
 
@@ -250,7 +234,6 @@ def several_losses(by, report):
         by.backward(out.square().mean(), retain_graph=True, inputs=[*model[4].parameters()])
         by.backward(out, gradient=torch.full_like(out, 1e-3))
         by.step(optimizer)
-        by.update()
         report(out.sum())
     model.eval()
     with torch.no_grad():
