@@ -16,6 +16,10 @@ import torch.distributed as dist
 from leaving import leave
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+
+import mezzo
 
 RANK, MEETING, WORLD = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 INF = float("inf")
@@ -38,10 +42,47 @@ def alike(mine: Any) -> None:
     assert all(other == first for other in others)
 
 
+def step(mp: mezzo.MixedPrecision, x: Tensor) -> Any:
+    """A training step with the mean square of the model's output as its loss."""
+    with mp.autocast():
+        loss = mp.model(x).float().square().mean()
+    return mp.step(loss)
+
+
 def whole(net: nn.Module) -> list[float]:
     """All weights, those in shards too."""
-    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
-    return [x for p in full for x in p.detach().double().flatten().tolist()]
+    return [x for p in net.parameters() for x in full(p).double().flatten().tolist()]
+
+
+def full(tensor: Any) -> Any:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    # gloo and NCCL can't gather int16.
+    whole = tensor.to(torch.int32) if tensor.dtype is torch.int16 else tensor
+    return whole.full_tensor().detach().to(tensor.dtype)
+
+
+def same(mine: Any, wanted: Any, what: str) -> None:
+    """Check that tensors are the same to the bit, in shards or whole; and other values."""
+    if isinstance(wanted, Tensor):
+        mine, wanted = full(mine), full(wanted)
+        assert mine.dtype is wanted.dtype, f"{what}: {mine.dtype} instead of {wanted.dtype}"
+        assert mine.shape == wanted.shape, f"{what}: {list(mine.shape)} instead of {list(wanted.shape)}"
+        assert torch.equal(mine.nan_to_num(), wanted.nan_to_num()), f"{what} differs: {mine} {wanted}"
+    else:
+        assert mine == wanted, f"{what}: {mine} instead of {wanted}"
+
+
+def copied(tree: Any) -> Any:
+    """Every tensor whole."""
+    return tree_map(lambda value: full(value).clone() if isinstance(value, Tensor) else value, tree)
+
+
+def compare(mine: Any, wanted: Any) -> None:
+    (got, form), (expected, other_form) = tree_flatten_with_path(mine), tree_flatten_with_path(wanted)
+    assert form == other_form
+    for (path, value), (_, other) in zip(got, expected, strict=True):
+        same(value, other, keystr(path))
 
 
 def run(cases: dict[str, Callable[[], Any]]) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import INF, RANK, alike, data, whole
+from cases import INF, RANK, alike, data, step, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -79,17 +79,13 @@ def trained(
     for update in range(3):
         skips = bad and update == 1
         for part in range(accumulate):
-            step, last = update * accumulate + part, part == accumulate - 1
+            number, last = update * accumulate + part, part == accumulate - 1
             net.set_requires_gradient_sync(last or syncs)
-            with mp.autocast():
-                x = data(10 * RANK + step) * (INF if skips and part == 0 and RANK == 1 else 1.0)
-                loss = net(x).float().square().mean()
             with counting() as seen:
-                result = mp.step(loss)
+                overflows = skips and part == 0 and RANK == 1
+                result = step(mp, data(10 * RANK + number) * (INF if overflows else 1.0))
             if not skips:
-                with reference.autocast():
-                    both = one(torch.cat([data(step), data(10 + step)])).float().square().mean()
-                expected = reference.step(both)
+                expected = step(reference, torch.cat([data(number), data(10 + number)]))
         assert len(seen) == 1
         assert result.stepped is not skips
         if skips:
@@ -112,7 +108,7 @@ def dropped(**how: Any) -> None:
         for net in nets
     )
     nets[0].set_requires_gradient_sync(False)
-    mp.step(nets[0](data(RANK)).float().square().mean())
+    step(mp, data(RANK))
     loss = nets[0](data(RANK)).float().square().mean()
 
     def fails(grad: Tensor) -> Tensor:
@@ -122,9 +118,9 @@ def dropped(**how: Any) -> None:
     with pytest.raises(RuntimeError, match="planted"):
         mp.step(loss)
     nets[0].set_requires_gradient_sync(True)
-    for net, training in zip(nets, (mp, other)):
-        for step in (1, 2):
-            training.step(net(data(10 * RANK + step)).float().square().mean())
+    for training in (mp, other):
+        for number in (1, 2):
+            step(training, data(10 * RANK + number))
     assert whole(nets[0]) == whole(nets[1])
 
 
@@ -164,9 +160,9 @@ def scaled(reduced: str) -> None:
         for p in (*net.parameters(), gain):
             dist.all_reduce(p.grad)
 
-    for step in range(3):
-        factor = INF if (step, RANK) == (1, 1) else 1.0
-        scaler.scale(net(data(10 * RANK + step)).square().mean() + gain * factor).backward()
+    for number in range(3):
+        factor = INF if (number, RANK) == (1, 1) else 1.0
+        scaler.scale(net(data(10 * RANK + number)).square().mean() + gain * factor).backward()
         if reduced == "before":
             reduce()
         with counting() as seen:
@@ -192,12 +188,12 @@ def scaled_closure() -> None:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss: Tensor = net(data(10 * RANK + step)).square().mean() * factor
+        loss: Tensor = net(data(10 * RANK + number)).square().mean() * factor
         scaler.scale(loss).backward()
         return loss
 
-    for step in range(3):
-        factor = INF if (step, RANK) == (1, 1) else 1.0
+    for number in range(3):
+        factor = INF if (number, RANK) == (1, 1) else 1.0
         scaler.step(optimizer, closure)
         scaler.update()
         skips.append(scaler.was_skipped(optimizer))
@@ -215,12 +211,12 @@ def loss_of_parts() -> None:
     parallelize_module(nets[0], init_device_mesh("cpu", (2,)), {"0": cut})
     for net in nets:
         mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp16")
-        for step in range(3):
+        for number in range(3):
             with loss_parallel() if net is nets[0] else nullcontext():
                 with mp.autocast():
-                    x = data(step) * (1e30 if step == 1 else 1.0)
+                    x = data(number) * (1e30 if number == 1 else 1.0)
                     loss = nn.functional.cross_entropy(net(x), torch.arange(4))
-                assert mp.step(loss).stepped is (step != 1)
+                assert mp.step(loss).stepped is (number != 1)
     weights = whole(nets[0])
     assert weights == pytest.approx(whole(nets[1]), rel=0, abs=1e-3)
     alike(weights)

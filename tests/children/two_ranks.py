@@ -14,7 +14,7 @@ import provenance_cases
 import pytest
 import torch
 import torch.distributed as dist
-from cases import INF, MEETING, RANK, alike, data, gathered, run, whole
+from cases import INF, MEETING, RANK, alike, data, gathered, run, step, whole
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -163,11 +163,9 @@ def alone(*, release: bool) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     mp = mezzo.MixedPrecision(net, optimizer, "fp16", release_gradients=release, **how)
     stepped = []
-    for step in range(3):
-        with mp.autocast():
-            x = data(10 * RANK + step) * (INF if (RANK, step) == (1, 1) else 1.0)
-            loss = net(x).float().square().mean()
-        stepped.append(mp.step(loss).stepped)
+    for number in range(3):
+        x = data(10 * RANK + number) * (INF if (RANK, number) == (1, 1) else 1.0)
+        stepped.append(step(mp, x).stepped)
     steps = float(mp.optimizer.state[net[0].weight]["step"])
     assert gathered((stepped, steps)) == [([True] * 3, 3.0), ([True, False, True], 2.0)]
 
@@ -185,13 +183,11 @@ def averaged(*, accumulate: int, every: bool = True, nested: bool = False) -> No
     how: dict[str, Any] = {"accumulate": accumulate, "clip_norm": 1.0}
     mp = mezzo.MixedPrecision(model, optimizer, "bf16", **how)
     reference = mezzo.MixedPrecision(one, torch.optim.AdamW(one.parameters(), lr=0.01), "fp32", **how)
-    for step in range(2 * accumulate):
-        averages = every or (step + 1) % accumulate == 0
+    for number in range(2 * accumulate):
+        averages = every or (number + 1) % accumulate == 0
         with nullcontext() if averages else wrapped.no_sync():
-            with mp.autocast():
-                loss = model(data(10 * RANK + step)).float().square().mean()
-            result = mp.step(loss)
-        expected = reference.step(one(torch.cat([data(step), data(10 + step)])).square().mean())
+            result = step(mp, data(10 * RANK + number))
+        expected = step(reference, torch.cat([data(number), data(10 + number)]))
         if not result.updated:
             assert mp._gradients.of(net[0].weight).dtype is torch.float32
             assert net[0].weight.grad is None
@@ -209,10 +205,10 @@ def accumulated(error: float, *, every: bool, low: bool = False, reduce: str = "
     optimizer = mezzo.optim.SGD(net.parameters(), 1.0)
     mp = mezzo.MixedPrecision(wrapped, optimizer, f"bf16,reduce={reduce}", accumulate=64)
     before = optimizer.master(net.weight)
-    for step in range(64):
-        with nullcontext() if every or step == 63 else wrapped.no_sync():
+    for number in range(64):
+        with nullcontext() if every or number == 63 else wrapped.no_sync():
             with mp.autocast():
-                loss = wrapped(torch.ones(1, 16)).sum() * (1.0 if step else 1024.0)
+                loss = wrapped(torch.ones(1, 16)).sum() * (1.0 if number else 1024.0)
             mp.step(loss)
     moved = (before - optimizer.master(net.weight)).mean().item()
     assert moved == pytest.approx((1024 + 63) / 64, rel=error, abs=1e-6)
@@ -228,18 +224,15 @@ def joined() -> None:
     scales, weights = [], []
     for epoch in range(3):
         with wrapped.join():
-            for step in range(2 + 2 * RANK):
-                with mp.autocast():
-                    loss = wrapped(data(100 * epoch + 10 * RANK + step)).float().square().mean()
-                mp.step(loss)
-                if step == 0:
+            for number in range(2 + 2 * RANK):
+                step(mp, data(100 * epoch + 10 * RANK + number))
+                if number == 0:
                     weights.append(whole(net))
         scales.append(mp.loss_scale)
     alike(weights)
     assert scales == [512.0, 1024.0, 4096.0]
-    with mp.autocast():  # after the last one ranks decide together again
-        loss = wrapped(data(RANK)).float().square().mean() * (INF if RANK == 1 else 1.0)
-    assert "on rank 1" in mp.step(loss).reason
+    # After the last one ranks decide together again.
+    assert "on rank 1" in step(mp, data(RANK) * (INF if RANK == 1 else 1.0)).reason
 
 
 def joined_skips() -> None:
@@ -248,10 +241,8 @@ def joined_skips() -> None:
     wrapped = DistributedDataParallel(net)
     mp = mezzo.MixedPrecision(wrapped, torch.optim.SGD(net.parameters(), lr=0.01), "fp16", loss_scale=256)
     with wrapped.join():
-        for step in range(1 + RANK):
-            with mp.autocast():
-                loss = wrapped(data(step) * (1e30 if step else 1.0)).float().square().mean()
-            mp.step(loss)
+        for number in range(1 + RANK):
+            step(mp, data(number) * (1e30 if number else 1.0))
     assert [each.cause for each in mp.findings] == ["overflow"] * RANK
     alike(whole(net))
 
@@ -264,10 +255,9 @@ def joined_refused(precision: str, before: int, words: str) -> None:
     if precision == "auto":
         mp._resolved.trial = TimedTrial("bf16", "cpu")
     with pytest.raises(UsageError, match=words) if words else nullcontext():
-        for step in range(before + 1):
-            with nullcontext() if step < before else wrapped.join(), mp.autocast():
-                loss = wrapped(data(RANK)).square().mean()
-                mp.step(loss)
+        for number in range(before + 1):
+            with nullcontext() if number < before else wrapped.join():
+                step(mp, data(RANK))
 
 
 def trunk_and_head() -> None:
@@ -278,12 +268,9 @@ def trunk_and_head() -> None:
         mezzo.MixedPrecision(whole, torch.optim.SGD(part.parameters(), lr=0.1), "bf16")
         for whole, part in ((wrapped, net[2]), (one, one[2]))
     ]
-    for step in range(3):
-        batches = data(10 * RANK + step), torch.cat([data(step), data(10 + step)])
-        for mp, x in zip(mps, batches):
-            with mp.autocast():
-                loss = mp.model(x).float().square().mean()
-            mp.step(loss)
+    for number in range(3):
+        step(mps[0], data(10 * RANK + number))
+        step(mps[1], torch.cat([data(number), data(10 + number)]))
     assert all(p.grad is None for each in (net, one) for p in each.parameters())
     alike(whole(net))
     assert whole(net) == pytest.approx(whole(one), rel=0, abs=2e-3)
@@ -307,8 +294,8 @@ def heads() -> None:
     torch.manual_seed(0)
     net = DistributedDataParallel(Heads())
     mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp32", accumulate=2)
-    for step in range(2):
-        for loss in net(data(10 * RANK + step)):
+    for number in range(2):
+        for loss in net(data(10 * RANK + number)):
             mp.step(loss)
     mp.step(net(data(RANK))[0])
     before = whole(net)
@@ -325,11 +312,9 @@ def compressed() -> None:
     net.register_comm_hook(state, powerSGD_hook)
     mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp16", loss_scale=256)
     stepped = []
-    for step in range(6):
-        with mp.autocast():
-            x = data(10 * RANK + step) * (INF if (RANK, step) == (1, 3) else 1.0)
-            loss = net(x).float().square().mean()
-        stepped.append(mp.step(loss).stepped)
+    for number in range(6):
+        x = data(10 * RANK + number) * (INF if (RANK, number) == (1, 3) else 1.0)
+        stepped.append(step(mp, x).stepped)
     assert stepped == [True, True, True, False, True, True]
     alike(whole(net))
 
@@ -366,8 +351,8 @@ def accelerated() -> None:
     model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1, fused=True))
     assert type(model) is DistributedDataParallel
     skips = []
-    for step in range(3):
-        x = data(10 * RANK + step) * (1e30 if step == RANK == 1 else 1.0)
+    for number in range(3):
+        x = data(10 * RANK + number) * (1e30 if number == RANK == 1 else 1.0)
         accelerator.backward(model(x).pow(2).mean())
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -383,9 +368,7 @@ def recorded() -> None:
     file = Path(MEETING).with_name("run.jsonl")
     mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "bf16", records=file)
     for _ in range(20):
-        with mp.autocast():
-            loss = net(torch.ones(2, 4)).square().mean()
-        mp.step(loss)
+        step(mp, torch.ones(2, 4))
     mp.close()
     dist.barrier()
     found = {one.name: len(list(records.read(one))) for one in sorted(file.parent.glob("*.jsonl"))}
