@@ -79,10 +79,11 @@ def copied(tree: Any) -> Any:
 
 
 def compare(mine: Any, wanted: Any) -> None:
-    (got, form), (expected, other_form) = tree_flatten_with_path(mine), tree_flatten_with_path(wanted)
-    assert form == other_form
-    for (path, value), (_, other) in zip(got, expected, strict=True):
-        same(value, other, keystr(path))
+    trees = (tree_flatten_with_path(tree)[0] for tree in (mine, wanted))
+    got, expected = ({keystr(path): value for path, value in leaves} for leaves in trees)
+    assert got.keys() == expected.keys()
+    for name, other in expected.items():
+        same(got[name], other, name)
 
 
 def run(cases: dict[str, Callable[[], Any]]) -> NoReturn:
