@@ -33,12 +33,20 @@ def processes(words: list[str], folder: Path, *, seconds: float, count: int = 2)
     return outputs
 
 
-def ranks_of(child: str, meeting: Path, *words: str, seconds: float, count: int = 2) -> list[dict[str, Any]]:
-    """Case -> result of each rank: what a file of tests/children printed.
+Results = list[dict[str, Any]]
 
-    Its arguments are its rank, where the ranks meet, and `words`.
-    """
+
+def ranks_of(child: str, meeting: Path, *words: str, seconds: float, count: int = 2) -> Results:
+    """Case -> result of each rank: what a file of tests/children printed, whose arguments are those of `cases.py`."""
     file = str(Path(__file__).parent / "children" / child)
-    command = ["-W", "error", "-W", "ignore:MixedPrecision", file, "{rank}", str(meeting), *words]
+    command = ["-W", "error", "-W", "ignore:MixedPrecision", file, "{rank}", str(meeting), str(count), *words]
     outputs = processes(command, meeting.parent, seconds=seconds, count=count)
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+def assert_right(results: Results, subject: str, count: int) -> None:
+    """No rank found anything wrong in the cases of this subject, of which there are so many."""
+    found = {name for name in results[0] if name.partition(":")[0] == subject}
+    assert len(found) == count
+    wrong = {name: [rank[name] for rank in results] for name in found}
+    assert {name: said for name, said in wrong.items() if any(each is not True for each in said)} == {}

@@ -18,7 +18,6 @@ from mezzo.core.policy import policy
 from mezzo.pytorch.autocast import active_policy, compiling
 
 LOW = "bf16,op.softmax=lower"
-VARIANTS = pytest.mark.parametrize("use_reentrant", [True, False])
 
 
 class Block:
@@ -39,30 +38,18 @@ def an_input() -> torch.Tensor:
     return torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
 
 
-@VARIANTS
-@pytest.mark.parametrize("spec", ["bf16", LOW, "fp16"])
-def test_recomputation_sees_the_forwards_policy(use_reentrant, spec):
-    plain, checkpointed = Block(), Block()
-    x, y = an_input(), an_input()
-    with mezzo.autocast(spec):
-        expected, out = plain(x), checkpoint(checkpointed, y, use_reentrant=use_reentrant)
-    expected.sum().backward()
-    out.sum().backward()
-    assert checkpointed.seen == plain.seen * 2
-    assert torch.equal(x.grad, y.grad)
-    assert torch.equal(plain.weight.grad, checkpointed.weight.grad)
-    assert active_policy.label() == 0
-
-
-@VARIANTS
-def test_several_policies_in_one_backward(use_reentrant):
-    """Of one dtype, and none; nested; while another is active; in another thread."""
-    blocks = {spec: Block() for spec in ("bf16", LOW, "fp16")}
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_sees_the_forwards_policy(use_reentrant):
+    """Of one dtype, and none; nested; while another is active; in another thread. Gradients are the plain block's."""
+    blocks = {spec: (Block(), Block()) for spec in ("bf16", LOW, "fp16")}
     inner, outer, outside = Block(), Block(), Block()
     total = checkpoint(outside, an_input(), use_reentrant=use_reentrant).sum()
-    for spec, block in blocks.items():
+    inputs = {}
+    for spec, (block, plain) in blocks.items():
+        x, y = inputs[spec] = an_input(), an_input()
         with mezzo.autocast(spec):
-            total = total + checkpoint(block, an_input(), use_reentrant=use_reentrant).float().sum()
+            total = total + checkpoint(block, x, use_reentrant=use_reentrant).float().sum()
+            total = total + plain(y).float().sum()
 
     def both(x):
         with mezzo.autocast(LOW):
@@ -79,11 +66,16 @@ def test_several_policies_in_one_backward(use_reentrant):
     thread = threading.Thread(target=backward)
     thread.start()
     thread.join()
-    for spec, block in {**blocks, "None": outside}.items():
+    for spec, (block, plain) in blocks.items():
+        assert block.seen == plain.seen * 2
         assert [policy for _, _, policy in block.seen] == [spec] * 2
-        assert block.seen[0] == block.seen[1]
-    assert {policy for _, _, policy in inner.seen} == {LOW}
-    assert {policy for _, _, policy in outer.seen} == {"bf16"}
+        x, y = inputs[spec]
+        assert torch.equal(x.grad, y.grad)
+        assert torch.equal(block.weight.grad, plain.weight.grad)
+    for block, policies in ((outside, {"None"}), (inner, {LOW}), (outer, {"bf16"})):
+        assert {policy for _, _, policy in block.seen} == policies
+    assert outside.seen[0] == outside.seen[1]
+    assert active_policy.label() == 0
 
 
 def test_a_binding_holds_a_policy_for_each_device(monkeypatch):

@@ -13,6 +13,7 @@ from torch import nn
 import mezzo
 from mezzo.core.policy import policy
 from mezzo.pytorch import auto
+from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.hardware import ASSUME_NATIVE
 from mezzo.pytorch.training import mixed_precision
 
@@ -27,8 +28,6 @@ def _nobody_owns_anything() -> Iterator[None]:
 
 
 class Clock:
-    """Seconds that pass when told to."""
-
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -44,18 +43,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def timed(seconds: Callable[[str, int], float]) -> tuple[list[str], auto.TrialDecision]:
-    """The precision of each step of a trial on a fake clock, and the decision; `seconds` of a precision's n-th step."""
+def timed(seconds: Callable[[str], float], device: str = "cpu") -> tuple[int, auto.TrialDecision]:
+    """How many steps a trial took on a fake clock, and the decision; `seconds` of a step of a precision."""
     clock = Clock()
-    trial = auto.TimedTrial("bf16", "cpu", clock)
-    turns: list[str] = []
+    trial, count = auto.TimedTrial("bf16", device, clock), 0
     while trial.decision is None:
-        turns.append(trial.precision)
         trial.start()
-        clock.now += seconds(trial.precision, len(turns) - 1)
+        trial.start()
+        clock.now += seconds(trial.precision)
         trial.finish(counts=True)
+        count += 1
     assert trial.precision == trial.decision.precision
-    return turns, trial.decision
+    return count, trial.decision
 
 
 DECISIONS = [
@@ -69,7 +68,7 @@ DECISIONS = [
 
 @pytest.mark.parametrize(("fp32", "low", "chosen", "words"), DECISIONS)
 def test_decides_by_the_ratio_of_medians(fp32: float, low: float, chosen: str, words: str) -> None:
-    _, decision = timed(lambda precision, _: fp32 if precision == "fp32" else low)
+    _, decision = timed(lambda precision: fp32 if precision == "fp32" else low)
     assert decision.precision == chosen
     assert words in decision.reason
 
@@ -93,11 +92,11 @@ def test_resolve_takes_what_the_hardware_has(
     assert resolved.loss_scale == ("dynamic" if "fp16" in got else "none")
 
 
-def make(native: str, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple[Any, nn.Module]:
+def make(native: str, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
     monkeypatch.setenv(ASSUME_NATIVE, native)
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    return mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), **arguments), model
+    return mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
 
 
 def steps(mp: Any, clock: Clock, seconds: dict[str, float], count: int, factor: float = 1.0) -> list[str]:
@@ -109,8 +108,7 @@ def steps(mp: Any, clock: Clock, seconds: dict[str, float], count: int, factor: 
             with mp.autocast():
                 out = mp.model(torch.ones(2, 3))
                 clock.now += seconds[mp.precision] / mp.accumulate
-            formats = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-            assert formats[out.dtype] == ran[-1]
+            assert name_of(out.dtype) == ran[-1]
             mp.step(out.float().mean() * factor)
             clock.now += 100.0
     return ran
@@ -118,17 +116,12 @@ def steps(mp: Any, clock: Clock, seconds: dict[str, float], count: int, factor: 
 
 @pytest.mark.parametrize(
     ("candidate", "accumulate", "ratio", "winner"),
-    [("bf16", 1, 2.0, ""), ("fp16", 3, 2.0, ""), ("bf16", 3, 1.0, "fp32"), ("fp16", 1, 0.5, "fp32")],
+    [("bf16", 1, 2.0, "bf16"), ("fp16", 3, 2.0, "fp16"), ("bf16", 3, 1.0, "fp32"), ("fp16", 1, 0.5, "fp32")],
 )
 def test_the_first_steps_decide(
-    candidate: str,
-    accumulate: int,
-    ratio: float,
-    winner: str,
-    monkeypatch: pytest.MonkeyPatch,
-    clock: Clock,
+    candidate: str, accumulate: int, ratio: float, winner: str, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    mp, _ = make(candidate, monkeypatch, accumulate=accumulate)
+    mp = make(candidate, monkeypatch, accumulate=accumulate)
     length = 2 * (8 + 2)
     seconds = {"fp32": 3.0 * ratio, candidate: 3.0}
     ran = steps(mp, clock, seconds, length - 1)
@@ -136,15 +129,14 @@ def test_the_first_steps_decide(
     ran += steps(mp, clock, seconds, 1)
     assert sorted(ran) == sorted(["fp32", candidate] * (length // 2))
     assert mp.decision is not None
-    assert mp.decision.precision == (winner or candidate)
+    assert mp.decision.precision == str(mp.policy) == winner
     assert mp.decision.speedup == pytest.approx(ratio)
-    assert steps(mp, clock, seconds, 2) == [winner or candidate] * 2
-    assert mp.loss_scale == (2.0**16 if (winner or candidate) == "fp16" else 1.0)
-    assert str(mp.policy) == (winner or candidate)
+    assert steps(mp, clock, seconds, 2) == [winner] * 2
+    assert mp.loss_scale == (2.0**16 if winner == "fp16" else 1.0)
 
 
 def test_skipped_steps_are_not_timed(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    mp, _ = make("fp16", monkeypatch)
+    mp = make("fp16", monkeypatch)
     seconds = {"fp32": 2.0, "fp16": 1.0}
     assert steps(mp, clock, seconds, 2) == ["fp32", "fp16"]
     assert steps(mp, clock, seconds, 3, factor=math.inf) == ["fp16"] * 3
@@ -155,21 +147,19 @@ def test_skipped_steps_are_not_timed(monkeypatch: pytest.MonkeyPatch, clock: Clo
 
 
 @pytest.mark.parametrize("ratio", [2.0, 0.5])
-def test_a_decision_is_carried_into_the_resumed_run(
-    ratio: float, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    mp, _ = make("fp16", monkeypatch)
+def test_a_decision_is_carried_into_the_resumed_run(ratio: float, monkeypatch: Any, clock: Clock) -> None:
+    mp = make("fp16", monkeypatch)
     steps(mp, clock, {"fp32": ratio, "fp16": 1.0}, 20)
     if mp.precision == "fp16":
         mp.load_state_dict(torch.amp.GradScaler("cpu", init_scale=64.0).state_dict())
     state = mp.state_dict()
-    twin, _ = make("fp16", monkeypatch)
+    twin = make("fp16", monkeypatch)
     twin.load_state_dict(state)
     assert twin.decision == mp.decision
     assert twin.precision == mp.precision
     assert twin.loss_scale == mp.loss_scale == (64.0 if ratio > 1 else 1.0)
-    undecided, _ = make("fp16", monkeypatch)
-    third, _ = make("fp16", monkeypatch)
+    undecided = make("fp16", monkeypatch)
+    third = make("fp16", monkeypatch)
     third.load_state_dict(undecided.state_dict())
     assert third.decision is None
 
@@ -177,13 +167,5 @@ def test_a_decision_is_carried_into_the_resumed_run(
 def test_a_device_is_waited_for_during_the_trial_only(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
-    clock = Clock()
-    trial = auto.TimedTrial("bf16", "cuda", clock)
-    for _ in range(21):
-        trial.start()
-        trial.start()
-        clock.now += 1.0
-        trial.finish(counts=True)
-        if trial.decision is not None:
-            break
-    assert len(waits) == 2 * 20
+    count, _ = timed(lambda _: 1.0, "cuda")
+    assert len(waits) == 2 * count == 2 * 20

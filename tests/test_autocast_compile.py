@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.core.policy import Policy, policy
+from mezzo.core.policy import policy
 from mezzo.pytorch.autocast import active_policy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -18,8 +18,8 @@ LOW = "bf16,op.softmax=lower"
 # PyTorch's own, while it imports Inductor.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 
-HAS_GPP = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
-INDUCTOR = pytest.param("inductor", marks=[pytest.mark.nightly, pytest.mark.compiler, HAS_GPP])
+NEEDS_GPP = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
+INDUCTOR = pytest.param("inductor", marks=[pytest.mark.nightly, pytest.mark.compiler, NEEDS_GPP])
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 
 WEIGHT = torch.linspace(-1, 1, 64).reshape(8, 8)
@@ -52,13 +52,7 @@ class Holder:
         return mezzo.autocast(self.policy, "cpu")
 
 
-held: Policy = policy("bf16")
 holder = Holder()
-
-
-def with_torchs_arguments(x):
-    with mezzo.autocast("cpu", dtype=BF16), mezzo.autocast("cpu", BF16, cache_enabled=False):
-        return body(x)
 
 
 def with_method(x):
@@ -66,9 +60,12 @@ def with_method(x):
         return body(x)
 
 
-@mezzo.autocast("bf16", "cpu")
-def decorated(x):
-    return body(x)
+def with_torchs_arguments(x):
+    with mezzo.autocast("cpu", dtype=BF16), mezzo.autocast("cpu", BF16, cache_enabled=False):
+        return body(x)
+
+
+decorated = mezzo.autocast("bf16", "cpu")(body)
 
 
 def several(x):
@@ -83,11 +80,7 @@ def several(x):
 
 
 @BACKENDS
-@pytest.mark.parametrize(
-    "function",
-    [with_method, with_torchs_arguments, decorated, several],
-    ids=lambda function: function.__name__,
-)
+@pytest.mark.parametrize("function", [with_method, with_torchs_arguments, decorated, several])
 def test_a_context_inside_a_compiled_function(function, backend):
     """The whole graph, the eager context's formats and values, and its gradients."""
     x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
@@ -150,13 +143,9 @@ def test_many_policies_in_one_graph():
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_in_a_compiled_function(use_reentrant):
-    def block(x):
-        hidden, probabilities = body(x)
-        return hidden * probabilities
-
     def function(x):
         with mezzo.autocast(LOW, "cpu"):
-            return checkpoint(block, x, use_reentrant=use_reentrant)
+            return checkpoint(lambda x: torch.mul(*body(x)), x, use_reentrant=use_reentrant)
 
     x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
     got, expected = torch.compile(function, fullgraph=True, backend="aot_eager")(x), function(y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,7 +40,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.two(F.gelu(self.layer(self.batch(self.one(x)))))
-
 
 model, x, y = Net(), torch.randn(8, 12), torch.randint(5, (8,))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -79,7 +79,7 @@ print(json.dumps({"losses": losses, "graphs": total, "late": total - graphs, "me
     "breaks": sum(counters["graph_break"].values()), "weights": model.two.weight.tolist()}))
 """
 PLACES = ("model", "model in place", "loss", "step", "optimizer")
-Launch = Callable[..., Ran]
+Launch = Callable[..., Any]
 
 
 def counting_from_zero() -> None:
@@ -89,18 +89,16 @@ def counting_from_zero() -> None:
 
 @pytest.fixture(name="launch")
 def _launch(launch: Launch) -> Iterator[Launch]:
-    def afresh(*words: Any, policy: str) -> Ran:
+    """A run, and what the script printed."""
+
+    def afresh(*words: Any, policy: str) -> tuple[Ran, dict[str, Any]]:
         counting_from_zero()
         ran = launch(SCRIPT, *map(str, words), policy=policy)
         assert ran.status == 0, ran.err
-        return ran
+        return ran, json.loads(ran.lines[-1])
 
     yield afresh
     torch._dynamo.reset()
-
-
-def printed(ran: Ran) -> dict[str, Any]:
-    return json.loads(ran.lines[-1])
 
 
 def plainly(place: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -118,8 +116,7 @@ def test_numbers_of_eager_and_graphs_of_the_plain_script(
     place: str, policy: str, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = plainly(place, monkeypatch)
-    ours = printed(launch(place, policy=policy))
-    eager = printed(launch("none", policy=policy))
+    (_, ours), (_, eager) = launch(place, policy=policy), launch("none", policy=policy)
     if place == "optimizer":  # compiled, its multiply-adds may be fused
         assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5)
         plain["breaks"] += 1  # where the step is written down; the optimizer's graph is the same
@@ -133,13 +130,10 @@ def test_numbers_of_eager_and_graphs_of_the_plain_script(
 @pytest.mark.parametrize("place", ["none", *PLACES])
 def test_a_skipped_step_leaves_the_running_statistics(place: str, launch: Launch) -> None:
     """The third input overflows fp16. What the step's forward pass made of the statistics is taken back."""
-    ran = launch(place, 2, policy="fp16")
-    means = printed(ran)["means"]
-    updates = ran.of("update")
-    assert [update.moved for update in updates] == [True, True, False, True, True, True]
-    assert means[2] == means[1]
-    assert means[1] != means[0]
-    assert means[3] != means[2]
+    ran, printed = launch(place, 2, policy="fp16")
+    assert [update.moved for update in ran.of("update")] == [True, True, False, True, True, True]
+    moved = [one != other for one, other in itertools.pairwise(printed["means"])]
+    assert moved == [True, False, True, True, True]
 
 
 @pytest.mark.parametrize("place", ["model in place", "kept step", "loss", "step"])
@@ -149,9 +143,9 @@ def test_stored_weights(place: str, launch: Launch) -> None:
     A step that the script took from its optimizer before that is Mezzo's afterwards, with the masters.
     """
     stored = place in ("model in place", "kept step")
-    ran = launch(place, policy="bf16,masters=split")
-    eager = launch("none", policy="bf16,masters=split" if stored else "bf16")
+    ran, printed = launch(place, policy="bf16,masters=split")
+    _, eager = launch("none", policy="bf16,masters=split" if stored else "bf16")
     key = "weights" if stored else "losses"
-    assert printed(ran)[key] == printed(eager)[key]
+    assert printed[key] == eager[key]
     note = "weights bf16 (4 of 8 parameters), masters split"
     assert (note if stored else "the weights of Net stay FP32: a compiled function calls it") in ran.notes

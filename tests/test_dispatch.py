@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +30,8 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta:UserWarning"),
 ]
 
-MIXES = {"cpu": ["fp32", "low", "fp32 with low", "low with fp32"], "cuda": ["low", "fp32 with low"]}
+# Formats of a sample's arguments, and of the second of each kind.
+MIXES = {"cpu": ["fp32", "low", "fp32 low", "low fp32"], "cuda": ["low", "fp32 low"]}
 
 
 @pytest.fixture
@@ -42,9 +42,8 @@ def both_native(monkeypatch):
 @pytest.fixture(scope="module")
 def fresh() -> dict:
     """What a process says in which Mezzo was never imported."""
-    script = Path(samples.__file__)
-    output = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout
-    told = json.loads(output)
+    command = [sys.executable, samples.__file__]
+    told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert not any(name.startswith("mezzo") for name in told["modules"])
     return told
 
@@ -61,10 +60,9 @@ def test_pytorchs_own_autocast_does_what_the_plan_says_of_it(fresh):
                 first = told.partition(",")[0].replace("complex64", "float32")
                 assert first == formats[rule], (device, name, dtype, told)
                 checked[device, rule.value] += 1
-    assert checked["cpu", "lower"] > 30
-    assert checked["cpu", "fp32"] > 100
-    assert checked["cuda", "lower"] > 30
-    assert checked["cuda", "fp32"] > 60
+    for device, fp32 in (("cpu", 100), ("cuda", 60)):
+        assert checked[device, "lower"] > 30
+        assert checked[device, "fp32"] > fp32
 
 
 @pytest.mark.heavy
@@ -84,12 +82,6 @@ def test_a_plain_torch_autocast_computes_what_it_always_did(fresh, both_native):
     assert not different
 
 
-def _dtypes(mix: str, low: torch.dtype) -> tuple[torch.dtype, torch.dtype | None]:
-    first = torch.float32 if mix.startswith("fp32") else low
-    other = {"fp32 with low": low, "low with fp32": torch.float32}.get(mix)
-    return first, other
-
-
 # Normalisations refuse 16-bit parameters beside FP32 activations or statistics, with or without autocast.
 REFUSED = {"group_norm", "native_group_norm", "batch_norm"}
 
@@ -98,7 +90,7 @@ def _departures(device: str, spec: str) -> list[str]:
     """The samples whose output format is not the planned one, with a line on each."""
     chosen = policy(spec)
     plans = plan(chosen, device)
-    low = dtype_of(chosen.activations)
+    dtypes = {"fp32": torch.float32, "low": dtype_of(chosen.activations)}
     wrong = []
     for name in samples.SAMPLES:
         op = name.partition(".")[0]
@@ -106,7 +98,7 @@ def _departures(device: str, spec: str) -> list[str]:
         if op_plan is None or op_plan.how == "absent" or (device == "cuda" and name in samples.NOT_FAKEABLE):
             continue
         for mix in MIXES[device]:
-            first, other = _dtypes(mix, low)
+            first, other = (*(dtypes[word] for word in mix.split()), None)[:2]
             function, args, kwargs = samples.sample(name, first, device, other)
             given = samples.formats_of((args, kwargs))
             inputs = [name_of(dtype) for dtype in given if not dtype.is_complex]

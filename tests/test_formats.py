@@ -24,6 +24,7 @@ from mezzo.core.formats import FORMATS, Format
 from mezzo.core.recipes import recipe_of
 
 DOCS = Path(__file__).parent.parent / "docs"
+Captured = pytest.CaptureFixture[str]
 
 # name: sign/exponent/mantissa, largest, log2 of the smallest normal, of the smallest subnormal, of eps
 TABLE = {
@@ -125,13 +126,8 @@ def test_the_table_of_formats_on_the_page_is_true() -> None:
         cells[0]: cells[1:] for line in lines if (cells := [c.strip() for c in line.strip("|").split("|")])
     }
     for form in FORMATS.values():
-        powers = [form.minexp, form.minexp - form.nmant, -form.nmant]
-        expected = [
-            f"{form.signed:d}/{form.nexp}/{form.nmant}",
-            written(form.max),
-            *(f"2^{power}" for power in powers),
-        ]
-        assert rows[form.name] == expected
+        powers = [f"2^{power}" for power in (form.minexp, form.minexp - form.nmant, -form.nmant)]
+        assert rows[form.name] == [f"{form.signed:d}/{form.nexp}/{form.nmant}", written(form.max), *powers]
 
 
 READ = [
@@ -199,9 +195,7 @@ def test_what_a_format_makes_of_a_number(
         assert found["relative_error"] == error / abs(number)
 
 
-def test_one_format_is_shown_in_full_and_numbers_in_those_asked_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_one_format_is_shown_in_full_and_numbers_in_those_asked_for(capsys: Captured) -> None:
     for name in ("half", "e4m3fn"):
         assert main(["formats", name]) == 0
         form, printed = formats.named(name), capsys.readouterr().out
@@ -211,18 +205,21 @@ def test_one_format_is_shown_in_full_and_numbers_in_those_asked_for(
     assert [line.split()[0] for line in lines[1::2]] == ["bf16", "e4m3fn", "e5m2"]
 
 
+ONE = '{ element = "e4m3fn", block = [1, 64], scale = "e8m0" }'
+RECIPE = f"""multiple = 64
+output = {{ x = {ONE}, w = {ONE} }}
+input_gradient = {{ g = {ONE}, w = {ONE} }}
+weight_gradient = {{ g = {ONE}, x = {ONE} }}
+"""
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8", "nvfp4-plain", "mine.toml", "MINE.TOML"])
 def test_a_recipe_of_block_formats_is_shown_with_its_blocks(
-    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    one = '{ element = "e4m3fn", block = [1, 64], scale = "e8m0" }'
-    file = Path(name if "." in name else "mine.toml")
-    file.write_text("multiple = 64\n", encoding="utf-8")
-    for product, other in {"output": "x", "input_gradient": "g", "weight_gradient": "g"}.items():
-        second = "x" if product == "weight_gradient" else "w"
-        with file.open("a", encoding="utf-8") as lines:
-            lines.write(f"[{product}]\n{other} = {one}\n{second} = {one}\n")
+    if "." in name:
+        Path(name).write_text(RECIPE, encoding="utf-8")
     assert main(["formats", name, "--json"]) == 0
     shown = [row["name"] for row in json.loads(capsys.readouterr().out)["formats"]]
     factors = recipe_of(name, recipe=name).factors
@@ -300,9 +297,7 @@ MISUSED = [
 
 
 @pytest.mark.parametrize(("words", "message"), MISUSED, ids=[row[0] for row in MISUSED])
-def test_wrong_usage_exits_2_and_says_how_to_mend_it(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_exits_2_and_says_how_to_fix_it(words: str, message: str, capsys: Captured) -> None:
     assert main(["formats", *words.split()]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -17,6 +17,8 @@ from mezzo.core.errors import UnknownNameError
 from mezzo.pytorch import hardware
 from mezzo.pytorch.hardware import Gpu, cuda_formats, native_formats, visible_gpu
 
+Patch = pytest.MonkeyPatch
+
 
 @pytest.fixture(autouse=True)
 def unassumed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -34,8 +36,8 @@ def test_describe_is_plain_json_and_complete() -> None:
     assert set(described) == set(names.split())
     assert described["torch"] == torch.__version__
     assert described["threads"] == torch.get_num_threads()
-    assert 1 <= described["cores"] <= described["logical_cores"]
-    assert 1 <= described["usable_cores"] <= described["logical_cores"]
+    assert min(described["cores"], described["usable_cores"]) >= 1
+    assert max(described["cores"], described["usable_cores"]) <= described["logical_cores"]
     assert described["cpu"]
     assert set(described["isa"]) <= set(hardware.ISA_SHOWN)
 
@@ -49,51 +51,37 @@ CPUS = [
     ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "avx512_fp16": True, "amx_bf16": True}, {"bf16"}),
     ({"cpu_name": "Intel Xeon", "avx512_bf16": True}, {"bf16"}),
     ({"cpu_name": "AMD EPYC", "avx512_bf16": True, "avx512_fp16": True}, {"bf16"}),
-    ({}, set()),
 ]
 
 
-@pytest.mark.parametrize(("capabilities", "expected"), CPUS)
+@pytest.mark.parametrize(("has", "expected"), CPUS)
 def test_a_cpu_has_bf16_by_its_instructions_and_never_fp16(
-    capabilities: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
+    has: Any, expected: Any, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(hardware, "capabilities", lambda: capabilities)
+    monkeypatch.setattr(hardware, "capabilities", lambda: has)
     assert native_formats("cpu") == expected
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert native_formats("cpu") == frozenset()
 
 
-CAPABILITIES = [
-    ((6, 1), set()),
-    ((7, 0), {"fp16"}),
-    ((8, 0), {"fp16", "bf16"}),
-    ((12, 0), {"fp16", "bf16"}),
-]
-
-
-@pytest.mark.parametrize(("capability", "expected"), CAPABILITIES)
-def test_a_cuda_device_by_its_capability(
-    capability: tuple[int, int], expected: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((6, 1), set()), ((7, 0), {"fp16"}), ((8, 0), {"fp16", "bf16"}), ((12, 0), {"fp16", "bf16"})],
+)
+def test_a_cuda_device_by_its_capability(capability: Any, expected: set[str], monkeypatch: Patch) -> None:
     assert cuda_formats(capability) == expected
     monkeypatch.setattr(hardware, "gpu", lambda: Gpu("a GPU", capability, 1, 1))
     assert native_formats("cuda") == expected
     assert native_formats("xpu") == frozenset()
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [("", set()), ("bf16", {"bf16"}), (" bf16, fp16 ", {"bf16", "fp16"}), (",", set())]
-)
-def test_the_environment_overrides_every_device(
-    value: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("value", ["", "bf16", " bf16, fp16 ", ","])
+def test_the_environment_overrides_every_device(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", value)
+    expected = {name for name in ("bf16", "fp16") if name in value}
     assert native_formats("cpu") == native_formats("cuda") == expected
-
-
-def test_a_wrong_override_is_told_how_to_mend_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16,f16")
-    with pytest.raises(UnknownNameError, match=r"MEZZO_ASSUME_NATIVE='bf16,f16': .*'f16'.*mean 'fp16'\?"):
+    with pytest.raises(UnknownNameError, match=r"MEZZO_ASSUME_NATIVE='bf16,f16': .*'f16'.*'fp16'"):
         native_formats("cpu")
 
 
@@ -121,34 +109,33 @@ def test_the_gpu_is_the_first_that_this_process_may_see(visible: str | None, exp
 
 
 def test_a_gpu_that_shares_the_systems_memory_has_that_much() -> None:
-    found = visible_gpu("0, GPU-cccc3333, 12.1, [N/A], NVIDIA GB10\n", None)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = visible_gpu("0, GPU-cccc3333, 12.1, [N/A], NVIDIA GB10\n", None)
     assert found == Gpu("NVIDIA GB10", (12, 1), memory, 1)
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, *, has_context: bool, ask: Any) -> None:
+    """A build for CUDA, whose driver's tool prints LISTING; `ask` is what PyTorch says of the device."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(hardware, "_nvidia_smi", lambda: LISTING)
+    told = {"is_initialized": lambda: has_context, "current_device": lambda: 0, "device_count": lambda: 1}
+    for name, value in {**told, "is_available": ask, "get_device_properties": ask}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
 
 
 def test_the_drivers_tool_is_asked_before_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> Any:
         raise AssertionError("this would make a CUDA context")
 
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", never)
-    monkeypatch.setattr(torch.cuda, "is_available", never)
-    monkeypatch.setattr(hardware, "_nvidia_smi", lambda: LISTING)
+    on_a_gpu(monkeypatch, has_context=False, ask=never)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert hardware.gpu() == T4
 
 
 def test_pytorch_is_asked_once_it_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="NVIDIA L4", major=8, minor=9, total_memory=24 << 30)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(hardware, "_nvidia_smi", lambda: LISTING)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    on_a_gpu(monkeypatch, has_context=True, ask=lambda *_: properties)
     assert hardware.gpu() == Gpu("NVIDIA L4", (8, 9), 24 << 30, 1)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert hardware.gpu() == Gpu("NVIDIA L4", None, 24 << 30, 1)

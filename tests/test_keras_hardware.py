@@ -11,6 +11,8 @@ import pytest
 
 from mezzo.keras import hardware
 
+NAMES = {"keras", "tensorflow", "jax", "torch", "tf_keras"}
+
 
 def framework(**parts: Any) -> Any:
     return SimpleNamespace(__version__="9.9", **parts)
@@ -18,7 +20,7 @@ def framework(**parts: Any) -> Any:
 
 def only(monkeypatch: pytest.MonkeyPatch, **present: Any) -> None:
     """Of the frameworks, these alone are imported."""
-    for name in ("keras", "tensorflow", "jax", "torch", "tf_keras"):
+    for name in NAMES:
         if name in present:
             monkeypatch.setitem(sys.modules, name, present[name])
         else:
@@ -44,16 +46,14 @@ def jax_with(platform: str, **told: Any) -> Any:
 
 
 def tensorflow_with(*details: dict[str, Any]) -> Any:
-    experimental = SimpleNamespace(
+    config = SimpleNamespace(
+        list_physical_devices=lambda kind: list(range(len(details))) if kind == "GPU" else ["CPU"],
+        list_logical_devices=lambda kind: [SimpleNamespace(name="GPU:0")] * len(details),
         get_device_details=lambda device: details[device],
         reset_memory_stats=lambda name: None,
         get_memory_info=lambda name: {"peak": 5},
     )
-    config = SimpleNamespace(
-        list_physical_devices=lambda kind: list(range(len(details))) if kind == "GPU" else ["CPU"],
-        list_logical_devices=lambda kind: [SimpleNamespace(name="GPU:0")] * len(details),
-        experimental=experimental,
-    )
+    config.experimental = config
     return framework(config=config)
 
 
@@ -72,11 +72,9 @@ GPUS = [
 
 
 @pytest.mark.parametrize(("backend", "module", "gpu", "formats"), GPUS)
-def test_the_gpu_its_formats_and_its_peak_memory(
-    backend: str, module: Any, gpu: str | None, formats: list[str] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mezzo.core.hardware.cpu", lambda: ("a CPU", frozenset({"fma", "amx_bf16"})))
-    monkeypatch.setattr(hardware, "cpu", lambda: ("a CPU", frozenset({"fma", "amx_bf16"})))
+def test_the_gpu_and_its_memory(backend: str, module: Any, gpu: Any, formats: Any, monkeypatch: Any) -> None:
+    for place in ("mezzo.core.hardware.cpu", "mezzo.keras.hardware.cpu"):
+        monkeypatch.setattr(place, lambda: ("a CPU", frozenset({"fma", "amx_bf16"})))
     only(monkeypatch, **{backend or "tensorflow": module})
     told = hardware.describe(backend)
     assert json.loads(json.dumps(told)) == told
@@ -85,25 +83,14 @@ def test_the_gpu_its_formats_and_its_peak_memory(
     assert told["native_formats"] == (["bf16"] if formats is None else formats)
     assert (told["cpu"], told["backend"]) == ("a CPU", backend)
     if gpu is not None:
-        record = hardware.peak_memory(backend, 0)()
-        assert record is not None
+        record: Any = hardware.peak_memory(backend, 0)()
         assert record.peak_bytes == 5
         assert "allocator" in record.how
 
 
-@pytest.mark.parametrize(
-    ("backend", "used", "versions"),
-    [
-        ("jax", True, {"keras", "tensorflow", "jax", "torch", "tf_keras"}),
-        ("torch", False, {"tensorflow", "torch", "tf_keras"}),
-    ],
-    ids=["jax", "Keras unused"],
-)
-def test_versions_of_what_was_used(
-    backend: str, used: bool, versions: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_of_what_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = dict.fromkeys(("keras", "tensorflow", "tf_keras"), framework())
     only(monkeypatch, jax=jax_with("cpu"), torch=torch_with(None), **parts)
-    told = hardware.describe(backend, used=used)
-    names = {"keras", "tensorflow", "jax", "torch", "tf_keras"}
-    assert {name: told[name] for name in names & told.keys()} == dict.fromkeys(versions, "9.9")
+    for backend, used, unused in (("jax", True, set()), ("torch", False, {"keras", "jax"})):
+        told = hardware.describe(backend, used=used)
+        assert {name: told[name] for name in NAMES & told.keys()} == dict.fromkeys(NAMES - unused, "9.9")

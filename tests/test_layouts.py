@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -26,6 +26,9 @@ from mezzo.pytorch.autocast.fallback import lend_kernels
 # Prototypes and deprecated ops each say that they are.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+Convert = Callable[[Tensor], Tensor]
+Places = tuple[tuple[int, ...], ...]  # of arguments: an index, or an index and one in a list
+
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -38,7 +41,7 @@ def blocks(x: Tensor) -> tuple[int, int]:
 
 
 # One argument at a time has the layout, and all of them.
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+LAYOUTS: dict[str, Convert] = {
     "coo": Tensor.to_sparse,
     "csr": Tensor.to_sparse_csr,
     "csc": Tensor.to_sparse_csc,
@@ -50,7 +53,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 SPARSE = ("coo", "csr", "csc", "bsr", "bsc")
 # All of them are of the kind.
-KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+KINDS: dict[str, Convert] = {
     "subclass": lambda x: x.as_subclass(Plain),
     "negative view": lambda x: torch._neg_view(-x),
     "with gaps": lambda x: torch.stack([x, x], -1)[..., 0],
@@ -78,7 +81,6 @@ LIMITS: dict[str, str] = {
 
 
 def places(args: list[Any]) -> list[tuple[int, ...]]:
-    """Where the floating tensors stand."""
     found: list[tuple[int, ...]] = []
     for i, value in enumerate(args):
         for j, item in enumerate(value if isinstance(value, list) else [value]):
@@ -89,11 +91,11 @@ def places(args: list[Any]) -> list[tuple[int, ...]]:
 
 def attempt(
     name: str,
-    convert: Callable[[Tensor], Tensor],
-    where: tuple[tuple[int, ...], ...],
-    rounded: torch.dtype | None,
+    convert: Convert,
+    where: Places,
+    rounded: Any,
     inputs: torch.dtype,
-    context: AbstractContextManager[Any],
+    context: Any,
     backward: bool,
 ) -> list[Tensor]:
     """The results of one call and, with `backward`, the gradients of its inputs.
@@ -124,7 +126,6 @@ def attempt(
 
 
 def dense(value: Tensor) -> Tensor:
-    """A result's values, to be compared."""
     value = value.detach()
     if value.is_quantized:
         value = value.dequantize()
@@ -152,7 +153,7 @@ def difference(got: list[Tensor], expected: list[Tensor], eps: float) -> str:
 
 
 @functools.cache
-def cases(kind: str) -> list[tuple[str, tuple[tuple[int, ...], ...], bool]]:
+def cases(kind: str) -> list[tuple[str, Places, bool]]:
     """Op, converted arguments, whether with gradients: where FP32 works without Mezzo."""
     found = []
     for name in samples.SAMPLES:
@@ -205,21 +206,17 @@ def outcomes(kind: str, spec: str) -> list[tuple[str, str, bool]]:
 
 
 def unexplained(found: list[tuple[str, str, bool]]) -> list[tuple[str, str]]:
-    """The failures that `LIMITS` does not name."""
     return [(told, error) for told, error, _ in found if error and not any(part in error for part in LIMITS)]
 
 
-def nightly(*row: str) -> Any:
-    return pytest.param(*row, marks=pytest.mark.nightly)
-
-
-ROWS = [(kind, "bf16") for kind in CONVERSIONS] + [
-    nightly(kind, "fp16") for kind in ("coo", "nested", "jagged", "mkldnn")
-]
+def rows(daily: Iterable[str], nightly: tuple[str, ...]) -> list[Any]:
+    return [(kind, "bf16") for kind in daily] + [
+        pytest.param(kind, "fp16", marks=pytest.mark.nightly) for kind in nightly
+    ]
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("kind", "spec"), ROWS)
+@pytest.mark.parametrize(("kind", "spec"), rows(CONVERSIONS, ("coo", "nested", "jagged", "mkldnn")))
 def test_where_torch_autocast_works_a_context_does(kind: str, spec: str) -> None:
     found = outcomes(kind, spec)
     assert len(found) > 10
@@ -229,7 +226,7 @@ def test_where_torch_autocast_works_a_context_does(kind: str, spec: str) -> None
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("kind", "spec"), [*((kind, "bf16") for kind in SPARSE), nightly("csr", "fp16")])
+@pytest.mark.parametrize(("kind", "spec"), rows(SPARSE, ("csr",)))
 def test_where_fp32_works_a_run_does(kind: str, spec: str) -> None:
     end = lend_kernels()
     try:
@@ -274,9 +271,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("dtype", "number", "expected", "in_place"), NUMBERS)
-def test_a_number_beyond_the_format(
-    dtype: torch.dtype, number: float, expected: Any, in_place: float
-) -> None:
+def test_a_number_beyond_the_format(dtype: Any, number: float, expected: Any, in_place: float) -> None:
     x, mask = torch.ones(2, dtype=dtype), torch.tensor([True, False])
     with mezzo.autocast("bf16", "cpu"):
         out = x.masked_fill(mask, number)

@@ -83,21 +83,25 @@ def test_each_module_runs_in_its_own_format(net, spec, expected):
     assert net.products == [BF16] * 3
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_autocast_refuses_module_patterns_since_it_has_no_model(tmp_path, compiled):
-    file = tmp_path / "policy.toml"
-    file.write_text(policy("bf16,module.head=fp32").to_toml())
+def test_autocast_refuses_module_patterns_until_they_are_applied_to_a_model(tmp_path, net):
+    text, file = "bf16,module.hea*=fp32", tmp_path / "policy.toml"
+    chosen = policy(text)
+    file.write_text(chosen.to_toml())
 
     def enter(given):
         with mezzo.autocast(given, "cpu"):
             return X @ X.T
 
-    run = torch.compile(enter, backend="eager") if compiled else enter
-    for given in ("bf16,module.head=fp32", *([] if compiled else [file])):
-        with pytest.raises(Exception, match=r"module\.head=fp32 needs the model") as caught:
+    compiled = torch.compile(enter, backend="eager")
+    for given, run in ((text, enter), (file, enter), (chosen, enter), (text, compiled)):
+        with pytest.raises(Exception, match=r"module\.hea\*=fp32 needs the model") as caught:
             run(given)
-        assert compiled or isinstance(caught.value, UsageError)
-        assert "mezzo.MixedPrecision(model, optimizer, 'bf16,module.head=fp32')" in str(caught.value)
+        assert run is compiled or isinstance(caught.value, UsageError)
+        assert f"mezzo.MixedPrecision(model, optimizer, '{text}')" in str(caught.value)
+    with pytest.raises(UsageError, match=r"module\.hea\*=fp32"):
+        mezzo.autocast("cpu", dtype=chosen)
+    with apply_module_overrides(net, chosen, "cpu"):
+        assert mezzo.autocast(chosen, "cpu").policy == chosen
 
 
 @pytest.mark.parametrize(
@@ -105,9 +109,8 @@ def test_autocast_refuses_module_patterns_since_it_has_no_model(tmp_path, compil
 )
 def test_autocast_says_where_a_setting_belongs_that_it_cannot_apply(unused):
     given = f"{'fp16' if 'loss' in unused else 'bf16'},{unused},op.softmax=lower"
-    with pytest.warns(
-        UserWarning, match=re.escape(f"mezzo.MixedPrecision(model, optimizer, '{given}')")
-    ) as caught:
+    fix = re.escape(f"mezzo.MixedPrecision(model, optimizer, '{given}')")
+    with pytest.warns(UserWarning, match=fix) as caught:
         mezzo.autocast(given, "cpu")
     assert f": {unused.partition('=')[0]}= has no effect" in str(caught[0].message)
     assert caught[0].filename == __file__
@@ -116,27 +119,14 @@ def test_autocast_says_where_a_setting_belongs_that_it_cannot_apply(unused):
     mezzo.autocast("bf16,op.index_reduce=fp32", "cpu")
 
 
-def test_a_policy_s_module_patterns_are_refused_until_they_are_applied(net):
-    chosen = policy("bf16,module.hea*=fp32")
-    for call in (lambda: mezzo.autocast(chosen), lambda: mezzo.autocast("cpu", dtype=chosen)):
-        with pytest.raises(
-            UsageError, match=r"mezzo\.MixedPrecision\(model, optimizer, 'bf16,module\.hea\*=fp32'"
-        ):
-            call()
-    with apply_module_overrides(net, chosen, "cpu"):
-        assert mezzo.autocast(chosen, "cpu").policy == chosen
-
-
 def test_fp32_modules_get_fp32_inputs_and_others_their_own(net):
     apply_module_overrides(net, policy("bf16,module.head=fp32"), "cpu")
     low, double = X.to(BF16), torch.ones(2, dtype=FP64)
     with mezzo.autocast(policy("bf16,module.head=fp32"), "cpu"):
         _, extra = net.head(low, extra={"a": [low, (double, 3)], "b": torch.arange(2)})
     assert net.head.seen == (FP32, FP32)
-    assert extra["a"][0].dtype is FP32
-    assert extra["a"][1][0].dtype is FP64
-    assert extra["a"][1][1] == 3
-    assert extra["b"].dtype is torch.int64
+    first, (second, number) = extra["a"]
+    assert (first.dtype, second.dtype, number, extra["b"].dtype) == (FP32, FP64, 3, torch.int64)
 
 
 def test_gradients_equal_those_of_the_context_written_by_hand(net):

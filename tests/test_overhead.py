@@ -18,8 +18,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 class Ops(TorchDispatchMode):
-    """Counts the ops that reach the devices."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[str] = Counter()
@@ -41,13 +39,16 @@ def _net() -> tuple[nn.Module, torch.optim.Optimizer]:
     return net, torch.optim.AdamW(net.parameters(), fused=True)
 
 
-def _loop(region: Callable[[], Any], scaler: Any) -> Callable[[], object]:
+def _loss(net: nn.Module) -> torch.Tensor:
+    return nn.functional.mse_loss(net(torch.ones(3, 4)), torch.ones(3, 2))
+
+
+def _loop(region: Callable[[], Any], scaler: Any = None) -> Callable[[], object]:
     net, optimizer = _net()
-    x, y = torch.ones(3, 4), torch.ones(3, 2)
 
     def step() -> None:
         with region():
-            loss = nn.functional.mse_loss(net(x), y)
+            loss = _loss(net)
         if scaler is None:
             loss.backward()
             optimizer.step()
@@ -60,14 +61,13 @@ def _loop(region: Callable[[], Any], scaler: Any) -> Callable[[], object]:
     return step
 
 
-def _short(precision: str, **keywords: Any) -> Callable[[], object]:
+def _short(**keywords: Any) -> Callable[[], object]:
     net, optimizer = _net()
-    mp = mezzo.MixedPrecision(net, optimizer, precision, **keywords)
-    x, y = torch.ones(3, 4), torch.ones(3, 2)
+    mp = mezzo.MixedPrecision(net, optimizer, "bf16", **keywords)
 
     def step() -> None:
         with mp.autocast():
-            loss = nn.functional.mse_loss(net(x), y)
+            loss = _loss(net)
         mp.step(loss)
 
     return step
@@ -82,13 +82,12 @@ def _ops(step: Callable[[], object]) -> Counter[str]:
 
 
 def test_a_step_in_bf16_dispatches_what_torch_amp_does() -> None:
-    expected = _ops(_loop(lambda: torch.autocast("cpu", BF16), None))
-    assert _ops(_loop(lambda: mezzo.autocast("bf16", "cpu"), None)) == expected
-    short = _ops(_short("bf16"))
+    expected = _ops(_loop(lambda: torch.autocast("cpu", BF16)))
+    assert _ops(_loop(lambda: mezzo.autocast("bf16", "cpu"))) == expected
+    short = _ops(_short())
     assert short - expected == {"aten.detach.default": 1}  # the loss that the result tells
-    split = _ops(_short("bf16", masters="split"))
-    casts = "aten._to_copy.default"
-    assert split[casts] < expected[casts]
+    split = _ops(_short(masters="split"))
+    assert split["aten._to_copy.default"] < expected["aten._to_copy.default"]
 
 
 def test_a_step_in_fp16_dispatches_little_more_than_torch_amp_does() -> None:
@@ -117,31 +116,26 @@ OUTSIDE: dict[str, Callable[[], Any]] = {
     "fp16, no cache": lambda: torch.autocast("cpu", FP16, cache_enabled=False),
     "Mezzo's": lambda: mezzo.autocast("fp16", "cpu"),
 }
-INSIDE: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "bf16": (lambda: mezzo.autocast("bf16", "cpu"), lambda: torch.autocast("cpu", BF16)),
-    "fp32": (lambda: mezzo.autocast("fp32", "cpu"), lambda: torch.autocast("cpu", enabled=False)),
-    "no cache": (
-        lambda: mezzo.autocast("bf16", "cpu", cache_enabled=False),
-        lambda: torch.autocast("cpu", BF16, cache_enabled=False),
-    ),
+INSIDE: dict[str, dict[str, Any]] = {
+    "bf16": {"dtype": BF16},
+    "fp32": {"enabled": False},
+    "no cache": {"dtype": BF16, "cache_enabled": False},
 }
 
 
 @pytest.mark.parametrize("outside", OUTSIDE.values(), ids=OUTSIDE)
-@pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
-def test_a_region_sets_and_restores_what_torch_autocast_does(
-    inside: tuple[Callable[[], Any], Callable[[], Any]], outside: Callable[[], Any]
-) -> None:
-    ours, theirs = inside
-    first = _state()
+@pytest.mark.parametrize("inside", INSIDE)
+def test_a_region_sets_and_restores_what_torch_autocast_does(inside: str, outside: Callable[[], Any]) -> None:
+    how, first = INSIDE[inside], _state()
+    policy = "fp32" if inside == "fp32" else "bf16"
     for _ in range(2):  # the first entry of a policy goes through a genuine object, later ones don't
         with outside():
             before = _state()
-            with ours():
+            with mezzo.autocast(policy, "cpu", cache_enabled=how.get("cache_enabled")):
                 seen = _state()
                 torch.set_autocast_dtype("cpu", torch.float32)
             assert _state() == before
-            with theirs():
+            with torch.autocast("cpu", **how):
                 assert _own(seen) == _own(_state())
         assert _state() == first
     assert torch.autocast_increment_nesting() == 1

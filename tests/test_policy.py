@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,8 +24,6 @@ from mezzo.core.policy_text import KEYS, matches
 from mezzo.core.rules import RULES, Rule
 from mezzo.pytorch.dtypes import DTYPES
 
-# Any policy that can be built, by strategy.
-
 FORMATS = ("fp32", "bf16", "fp16")
 component = st.from_regex(r"[A-Za-z0-9_*?-]{1,6}", fullmatch=True)
 pattern = st.lists(component, min_size=1, max_size=4).map(".".join)
@@ -37,15 +34,10 @@ modules = st.dictionaries(pattern, st.sampled_from(FORMATS), max_size=4)
 
 
 scales = st.one_of(
-    st.sampled_from(
-        ["none", "dynamic", "auto", "1024", "2**10", "0.5", "dynamic(init=2 ** -3, hysteresis=2)"]
-    ),
-    st.builds(
-        "dynamic(growth_factor={},patience={})".format, st.floats(1.25, 16.0, width=32), st.integers(1, 999)
-    ),
+    st.sampled_from(["none", "dynamic", "auto", "1024", "2**10", "dynamic(init=2 ** -3, hysteresis=2)"]),
+    st.builds("dynamic(growth_factor={},patience={})".format, st.floats(1.25, 16.0), st.integers(1, 999)),
     st.floats(2.0**-100, 2.0**100).map(str),
 )
-
 MASTERS_OF = {"fp32": ["fp32"], "bf16": ["fp32", "split", "split8", "none"], "fp16": ["fp32"]}
 
 
@@ -136,19 +128,18 @@ def test_presets() -> None:
         assert not policy(f"fp32,{departing}").is_fp32
 
 
-STORED = [
-    # how weights, masters and moments are stored
-    ("bf16", "fp32", "fp32", "fp32"),
-    ("bf16,params=bf16", "bf16", "split", "fp32"),
-    ("bf16,masters=split8,state=int8", "bf16", "split8", "int8"),
-    ("fp16,masters=fp32,state=bf16", "fp16", "fp32", "bf16"),
-]
-
-
-@pytest.mark.parametrize(("text", "params", "masters", "state"), STORED)
-def test_how_parameters_are_stored(text: str, params: str, masters: str, state: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "stored"),
+    [
+        ("bf16", "fp32 fp32 fp32"),
+        ("bf16,params=bf16", "bf16 split fp32"),
+        ("bf16,masters=split8,state=int8", "bf16 split8 int8"),
+        ("fp16,masters=fp32,state=bf16", "fp16 fp32 bf16"),
+    ],
+)
+def test_how_weights_masters_and_moments_are_stored(text: str, stored: str) -> None:
     value = policy(text)
-    assert (value.params, value.masters, value.state) == (params, masters, state)
+    assert f"{value.params} {value.masters} {value.state}" == stored
 
 
 def test_auto_is_resolved_with_the_masters_asked_for_and_the_loss_scale_of_its_format() -> None:
@@ -165,66 +156,52 @@ def test_auto_is_resolved_with_the_masters_asked_for_and_the_loss_scale_of_its_f
         auto.make_loss_scale()
 
 
-LOSS_SCALES = [
-    ("none", NoLossScale()),
-    ("1024", StaticLossScale(1024.0)),
-    ("2**-3", StaticLossScale(0.125)),
-    ("2^-3", StaticLossScale(0.125)),
-    ("dynamic(init=2**10,floor=1,hysteresis=2)", DynamicLossScale(init=1024.0, floor=1.0, hysteresis=2)),
-]
+def test_loss_scales() -> None:
+    dynamic = DynamicLossScale(init=1024.0, floor=1.0, hysteresis=2)
+    for text, state in {
+        "none": NoLossScale(),
+        "1024": StaticLossScale(1024.0),
+        "2**-3": StaticLossScale(0.125),
+        "2^-3": StaticLossScale(0.125),
+        "dynamic(init=2**10,floor=1,hysteresis=2)": dynamic,
+    }.items():
+        assert Policy("fp16", loss_scale=text).make_loss_scale() == state
 
-
-@pytest.mark.parametrize(("text", "state"), LOSS_SCALES)
-def test_loss_scales(text: str, state: object) -> None:
-    assert Policy("fp16", loss_scale=text).make_loss_scale() == state
-
-
-# What it refuses, and the words in which.
 
 REFUSED = [
-    ("compute=f15", r"^policy 'compute=f15': unknown format 'f15'\. .* Did you mean 'fp16'\?$"),
-    (
-        "bf15",
-        r"^policy 'bf15': unknown precision 'bf15'\. Use one of auto, bf16, fp16, fp32, fp8, fp8-block, "
-        r"mxfp8, nvfp4, tf32\.",
-    ),
-    ("e4m3fn", "e4m3fn is a number format .mezzo formats e4m3fn. and not a precision: fp8 multiplies in it"),
-    ("fp8,scaling=tensorwide", "unknown fp8 scaling 'tensorwide'.*Did you mean 'tensorwise'"),
+    ("compute=f15", r"unknown format 'f15'\. .* Did you mean 'fp16'\?$"),
+    ("bf15", r"'bf15'\. Use one of auto, bf16, fp16, fp32, fp8, fp8-block, mxfp8, nvfp4, tf32\."),
+    ("e4m3fn", "mezzo formats e4m3fn.*fp8 multiplies in it"),
+    ("fp8,scaling=tensorwide", "'tensorwide'.*Did you mean 'tensorwise'"),
     ("bf16,op.linear=fp8", "unknown rule .fp8.*internal_fp32.*op.linear=lower"),
-    (
-        "bf16,params=fp32,masters=split",
-        r"an FP32 parameter is its own master\. Leave masters out, or .*params=bf16",
-    ),
-    ("fp16,masters=split", r"split masters exist for bf16 only\. In fp16 use masters=fp32"),
-    ("auto,masters=split", r"auto may choose FP32\. Name the format: compute=bf16, or params=bf16"),
+    ("bf16,params=fp32,masters=split", r"Leave masters out, or .*params=bf16"),
+    ("fp16,masters=split", r"bf16 only\. In fp16 use masters=fp32"),
+    ("auto,masters=split", r"compute=bf16, or params=bf16"),
     ("bf16,op.nn.functional.sofmax=fp32", r"unknown op 'nn.functional.sofmax'.*'softmax'\?.*mylib::"),
     ("bf16,op.softmax=fp32,op.aten::softmax=lower", "op.softmax is given twice"),
     ("bf16,module.a..b=fp32", "'a..b' is not a module pattern"),
     ("bf16,modul.x=fp32", "unknown key 'modul.x'.*'module.PATTERN'"),
-    ("bf16,reduction=bf16", r"unknown key 'reduction'\. Did you mean 'reduce'\? .*'module\.reduction=bf16'"),
+    ("bf16,reduction=bf16", r"'reduction'\. Did you mean 'reduce'\? .*'module\.reduction=bf16'"),
+    ("bf16,head=fp32", r"module\.head=fp32"),  # a module without its key
+    ("bf16,modules.head=fp32", r"module\.head=fp32"),
     ("bf16 op.exp=fp32; module.a = fp32", "commas.*'bf16,op.exp=fp32,module.a = fp32'"),
     ("BF16-true", "'bf16,masters=none'.*'bf16,masters=split'"),
     ("16-true", "'fp16,masters=fp32'"),
-    ("bf16,fp16", "'fp16' is not key=value.*commas.*the first part may be"),
+    ("bf16,fp16", "'fp16' is not key=value.*commas"),
     ("module.a=fp32, bf16", "Write 'bf16,module.a=fp32'"),
     ("amp", "Did you mean 'auto'"),
     ("f32", "Did you mean 'fp32'"),
-    ("params=bf16,compute=fp16", r"^policy 'params=bf16,compute=fp16': .*Use params=fp32 or params=fp16\."),
+    ("params=bf16,compute=fp16", r"Use params=fp32 or params=fp16\."),
     ("fp16,loss_scale=dynamic(inits=3)", "unknown setting .* 'inits'.*Did you mean 'init'"),
 ]
 
 
-@pytest.mark.parametrize("text", ["bf16,head=fp32", "bf16,modules.head=fp32"])
-def test_a_module_without_its_key_gets_the_setting(text: str) -> None:
-    with pytest.raises(UnknownNameError, match=r"module\.head=fp32"):
-        policy(text)
-
-
 @pytest.mark.parametrize(("text", "words"), REFUSED)
-def test_refused_with_the_mend(text: str, words: str) -> None:
+def test_refused_with_the_fix(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words) as caught:
         policy(text)
-    assert text in str(caught.value)
+    assert f"policy {text!r}" in str(caught.value)
+    assert isinstance(caught.value, UnknownNameError) or "unknown" not in str(caught.value)
 
 
 TOML = [
@@ -265,8 +242,6 @@ def test_a_toml_file_as_a_person_writes_it(name: str, tmp_path: Path) -> None:
     )
 
 
-# What it decides.
-
 DECISIONS = [
     # policy, op, rule, source
     ("bf16", "linear", "lower", "table"),
@@ -280,8 +255,7 @@ DECISIONS = [
 
 @pytest.mark.parametrize(("text", "op", "rule", "source"), DECISIONS)
 def test_rules(text: str, op: str, rule: str, source: str) -> None:
-    decision = policy(text).rule_for(op)
-    assert decision is not None
+    decision: Any = policy(text).rule_for(op)
     assert (decision.rule, decision.source) == (Rule(rule), source)
     assert decision.reason
 
@@ -330,16 +304,13 @@ PAGES = Path(__file__).parents[1] / "docs"
 
 
 def test_the_measured_bytes_are_those_of_the_table() -> None:
-    text = (
-        (PAGES / "memory.md")
-        .read_text(encoding="utf-8")
-        .partition("<!-- modes -->")[2]
-        .partition("<!-- /modes -->")[0]
-    )
-    rows = [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in text.strip().splitlines()[2:]]
-    measured = {(weights, masters): adamw for weights, masters, adamw, *_ in rows}
-    assert len(measured) == 5
-    for (weights, masters), adamw in measured.items():
+    text = (PAGES / "memory.md").read_text(encoding="utf-8")
+    table = text.partition("<!-- modes -->")[2].partition("<!-- /modes -->")[0]
+    rows = [
+        [cell.strip(" `") for cell in row.strip("|").split("|")] for row in table.strip().splitlines()[2:]
+    ]
+    assert len({(weights, masters) for weights, masters, *_ in rows}) == 5
+    for weights, masters, adamw, *_ in rows:
         stored = ("fp32", "none") if weights == "FP32" else ("bf16", masters)
         for state, figure in zip(("fp32", "bf16", "int8"), adamw.split(", ")):
             assert float(figure) == round(bytes_per_parameter(*stored, state), 2), (masters, state)
@@ -347,9 +318,8 @@ def test_the_measured_bytes_are_those_of_the_table() -> None:
 
 def test_the_document_explains_every_rule_and_key() -> None:  # test_readme.py compares the op table
     text = (PAGES / "policies.md").read_text(encoding="utf-8")
-    assert [
-        word for word in (*Rule, *KEYS, *PRESETS) if not re.search(rf"^\| `{word}` \|", text, re.MULTILINE)
-    ] == []
+    for word in (*Rule, *KEYS, *PRESETS):
+        assert f"\n| `{word}` |" in text, word
 
 
 def test_output_of_version_0_1_is_ignored_and_settings_belong_into_the_text(tmp_path: Path) -> None:

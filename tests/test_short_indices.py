@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -27,10 +28,7 @@ POOLS: dict[str, tuple[tuple[int, ...], Pool]] = {
 
 def _gradients(x: Tensor, pool: Pool, region: bool) -> tuple[Tensor, Tensor]:
     leaf = x.clone().requires_grad_()
-    if region:
-        with mezzo.autocast("bf16"):
-            y = pool(leaf)
-    else:
+    with mezzo.autocast("bf16") if region else nullcontext():
         y = pool(leaf)
     (y.float() * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum().backward()
     assert leaf.grad is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -21,40 +20,23 @@ Write = Callable[[nn.Parameter], object]
 SHAPE = (5, 4)
 
 
-def _unrecorded(act: Callable[[nn.Parameter], object]) -> Write:
-    return torch.no_grad()(act)
-
-
-def _assign(p: nn.Parameter) -> None:
-    p.data = torch.ones(SHAPE)
-
-
-def _by(optimizer: Callable[..., torch.optim.Optimizer]) -> Write:
-    def write(p: nn.Parameter) -> None:
-        p.grad = torch.ones(SHAPE)
-        optimizer([p], lr=0.1).step()
-
-    return write
-
-
-def _load(p: nn.Parameter) -> None:
-    holder = nn.Module()
-    holder.p = p
-    holder.load_state_dict({"p": torch.ones(SHAPE)})
+def _by(p: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    p.grad = torch.ones(SHAPE)
+    optimizer.step()
 
 
 WRITES: dict[str, Write] = {
-    "copy_": _unrecorded(lambda p: p.copy_(torch.ones(SHAPE))),
-    "_foreach_add_": _unrecorded(lambda p: torch._foreach_add_([p], 1.0)),
+    "copy_": torch.no_grad()(lambda p: p.copy_(torch.ones(SHAPE))),
+    "_foreach_add_": torch.no_grad()(lambda p: torch._foreach_add_([p], 1.0)),
     "init": lambda p: nn.init.normal_(p),
-    "set_": _unrecorded(lambda p: p.set_(torch.ones(SHAPE))),
-    "load_state_dict": _load,
-    "torch's optimizer": _by(functools.partial(torch.optim.AdamW, fused=True)),
-    "Mezzo's optimizer": _by(mezzo.optim.AdamW),
+    "set_": torch.no_grad()(lambda p: p.set_(torch.ones(SHAPE))),
+    "load_state_dict": lambda p: nn.ParameterList([p]).load_state_dict({"0": torch.ones(SHAPE)}),
+    "torch's optimizer": lambda p: _by(p, torch.optim.AdamW([p], lr=0.1, fused=True)),
+    "Mezzo's optimizer": lambda p: _by(p, mezzo.optim.AdamW([p], lr=0.1)),
     "in inference mode": lambda p: torch.inference_mode()(lambda: p.data.add_(1))(),
 }
 ALIASED: dict[str, Write] = {
-    "data = t": _assign,
+    "data = t": lambda p: setattr(p, "data", torch.ones(SHAPE)),
     "detach().mul_": lambda p: p.detach().mul_(2),
     "vector_to_parameters": lambda p: nn.utils.vector_to_parameters(torch.ones(20), [p]),
 }

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from cases import INF, RANK, alike, data, step, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -18,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.auto import TimedTrial
+from mezzo.pytorch.distributed import ranks_of
 from mezzo.pytorch.reduction import average_in
-
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def network() -> nn.Sequential:
@@ -33,15 +35,6 @@ def sharded(net: nn.Sequential | None = None, **how: Any) -> Any:
     fully_shard(net[0], **how)
     fully_shard(net[2], **how)
     return fully_shard(net, **how)
-
-
-def data(rank: int) -> Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
-
-
-def whole(net: nn.Module) -> list[float]:
-    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
-    return [x for p in full for x in p.detach().double().flatten().tolist()]
 
 
 @contextmanager
@@ -62,94 +55,93 @@ def counting() -> Iterator[list[str]]:
 
 
 def trained(
-    rank: int,
     precision: str,
     *,
-    bad: tuple[int, int] | None = None,
+    bad: bool = False,
     accumulate: int = 1,
     syncs: bool = True,
     policy: MixedPrecisionPolicy | None = None,
     kind: Any = torch.optim.SGD,
     **how: Any,
-) -> dict[str, Any]:
-    """Three updates of shards; as a reference, one process with the data of both ranks and without the bad step."""
-    net = sharded(**({"mp_policy": policy} if policy else {}))
-    mp = mezzo.MixedPrecision(
-        net, kind(net.parameters(), lr=0.1, momentum=0.9), precision, accumulate=accumulate, **how
+) -> None:
+    """Three updates of shards; as a reference, one process with the data of both ranks.
+
+    `bad`: rank 1 overflows in the first loss of the second update, which the reference leaves out.
+    """
+    net, one = sharded(**({"mp_policy": policy} if policy else {})), network()
+    mp, reference = (
+        mezzo.MixedPrecision(
+            each, kind(each.parameters(), lr=0.1, momentum=0.9), precision, accumulate=accumulate, **how
+        )
+        for each in (net, one)
     )
-    one = network()
-    reference = mezzo.MixedPrecision(
-        one, kind(one.parameters(), lr=0.1, momentum=0.9), precision, accumulate=accumulate, **how
-    )
-    told, norms, reductions = [], [], []
+    told = []
     for update in range(3):
+        skips = bad and update == 1
         for part in range(accumulate):
-            step, last = update * accumulate + part, part == accumulate - 1
+            number, last = update * accumulate + part, part == accumulate - 1
             net.set_requires_gradient_sync(last or syncs)
-            x = data(10 * rank + step)
-            if (update, part) == bad and rank == 1:
-                x = x * float("inf")
-            with mp.autocast():
-                loss = net(x).float().square().mean()
             with counting() as seen:
-                result = mp.step(loss)
-            if bad is None or update != bad[0]:
-                with reference.autocast():
-                    both = one(torch.cat([data(step), data(10 + step)])).float().square().mean()
-                expected = reference.step(both)
-        norms.append([str(result.grad_norm), str(expected.grad_norm)])
-        reductions.append(len(seen))
-        told.append([result.stepped, result.loss_scale, result.reason])
-    return {
-        "told": told,
-        "norms": norms,
-        "reductions": reductions,
-        "weights": whole(net),
-        "expected": whole(one),
-    }
+                overflows = skips and part == 0 and RANK == 1
+                result = step(mp, data(10 * RANK + number) * (INF if overflows else 1.0))
+            if not skips:
+                expected = step(reference, torch.cat([data(number), data(10 + number)]))
+        assert len(seen) == 1
+        assert result.stepped is not skips
+        if skips:
+            assert "rank 1" in result.reason
+        elif result.grad_norm is not None:
+            assert result.grad_norm == pytest.approx(expected.grad_norm, rel=0.02)
+        told.append((result.stepped, result.loss_scale, result.reason, str(result.grad_norm)))
+    if bad:
+        assert told[2][1] == told[1][1] / 2
+    weights = whole(net)
+    assert weights == pytest.approx(whole(one), rel=0, abs=5e-3)
+    alike((weights, told))
 
 
-def dropped(rank: int, **how: Any) -> dict[str, Any]:
+def dropped(**how: Any) -> None:
     """A loss that raises in backward takes the unreduced gradients of its window with it."""
-    net = sharded(**how)
-    mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "bf16", accumulate=2)
-    net.set_requires_gradient_sync(False)
-    mp.step(net(data(rank)).float().square().mean())
-    loss = net(data(rank)).float().square().mean()
+    nets = sharded(**how), sharded(**how)
+    mp, other = (
+        mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "bf16", accumulate=2)
+        for net in nets
+    )
+    nets[0].set_requires_gradient_sync(False)
+    step(mp, data(RANK))
+    loss = nets[0](data(RANK)).float().square().mean()
 
     def fails(grad: Tensor) -> Tensor:
         raise RuntimeError("planted")
 
     loss.register_hook(fails)
-    try:
+    with pytest.raises(RuntimeError, match="planted"):
         mp.step(loss)
-    except RuntimeError as error:
-        said = str(error)
-    net.set_requires_gradient_sync(True)
-    for step in (1, 2):
-        mp.step(net(data(10 * rank + step)).float().square().mean())
-    again = sharded(**how)
-    other = mezzo.MixedPrecision(again, torch.optim.SGD(again.parameters(), lr=0.1), "bf16", accumulate=2)
-    for step in (1, 2):
-        other.step(again(data(10 * rank + step)).float().square().mean())
-    return {"said": said, "same": whole(net) == whole(again)}
+    nets[0].set_requires_gradient_sync(True)
+    for training in (mp, other):
+        for number in (1, 2):
+            step(training, data(10 * RANK + number))
+    assert whole(nets[0]) == whole(nets[1])
 
 
-def adversaries(rank: int, *, release: bool = False) -> dict[str, Any]:
+def adversaries(*, release: bool = False) -> None:
     """The discriminator's loss runs through the generator, whose next step must not see it."""
     nets = sharded(), sharded(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
     kind = mezzo.optim.SGD if release else torch.optim.SGD
-    optimizers = [kind(net.parameters(), lr=0.1) for net in nets]
-    mps = [
-        mezzo.MixedPrecision(net, optimizer, "bf16", release_gradients=release)
-        for net, optimizer in zip(nets, optimizers)
-    ]
+    _, discriminator = (
+        mezzo.MixedPrecision(net, kind(net.parameters(), lr=0.1), "bf16", release_gradients=release)
+        for net in nets
+    )
     before = whole(nets[0])
-    mps[1].step(nets[1](nets[0](data(rank))).float().square().mean())
-    return {"kept": whole(nets[0]) == before, "clean": all(p.grad is None for p in nets[0].parameters())}
+    discriminator.step(nets[1](nets[0](data(RANK))).float().square().mean())
+    assert whole(nets[0]) == before
+    assert all(p.grad is None for p in nets[0].parameters())
 
 
-def scaled(rank: int, *, reduced: str) -> dict[str, Any]:
+SKIPS = [False, True, False], [1024.0, 512.0, 512.0]
+
+
+def scaled(reduced: str) -> None:
     """GradScaler over shards and a plain parameter, or over gradients that the script reduces itself.
 
     One overflows on rank 1 alone at the second step.
@@ -162,110 +154,111 @@ def scaled(rank: int, *, reduced: str) -> dict[str, Any]:
         fully_shard(net[2], mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.SGD([*net.parameters(), gain], lr=0.1)
     scaler = mezzo.GradScaler(init_scale=2.0**10)
-    told, scales, reductions, norms = [], [], [], []
+    skips, scales, norms = [], [], []
 
     def reduce() -> None:
         for p in (*net.parameters(), gain):
             dist.all_reduce(p.grad)
 
-    for step in range(3):
-        factor = float("inf") if (step, rank) == (1, 1) else 1.0
-        scaler.scale(net(data(10 * rank + step)).square().mean() + gain * factor).backward()
+    for number in range(3):
+        factor = INF if (number, RANK) == (1, 1) else 1.0
+        scaler.scale(net(data(10 * RANK + number)).square().mean() + gain * factor).backward()
         if reduced == "before":
             reduce()
         with counting() as seen:
-            norms.append(float(scaler.clip_grad_norm_(optimizer, 0.5)).hex())
+            norms.append(float(scaler.clip_grad_norm_(optimizer, 0.5)))
             if reduced == "after":
                 reduce()
             scaler.step(optimizer)
             scaler.update()
-        reductions.append(len(seen))
-        told.append(scaler.was_skipped(optimizer))
+        assert len(seen) == 1 or reduced in ("before", "after")  # found_inf and the norm
+        skips.append(scaler.was_skipped(optimizer))
         scales.append(scaler.get_scale())
         optimizer.zero_grad()
-    norms = [] if reduced == "after" else norms  # which are of each rank alone
-    return {"told": told, "scales": scales, "reductions": reductions, "norms": norms, "weights": whole(net)}
+    assert (skips, scales) == SKIPS
+    alike((whole(net), [] if reduced == "after" else norms))  # those are of each rank alone
 
 
-def scaled_closure(rank: int) -> dict[str, Any]:
+def scaled_closure() -> None:
     """GradScaler runs a closure again, whose loss is not finite on rank 1 alone at the second step."""
     net = DistributedDataParallel(network())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = mezzo.GradScaler(init_scale=2.0**10)
-    told, scales = [], []
+    skips, scales = [], []
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss: Tensor = net(data(10 * rank + step)).square().mean() * factor
+        loss: Tensor = net(data(10 * RANK + number)).square().mean() * factor
         scaler.scale(loss).backward()
         return loss
 
-    for step in range(3):
-        factor = float("inf") if (step, rank) == (1, 1) else 1.0
+    for number in range(3):
+        factor = INF if (number, RANK) == (1, 1) else 1.0
         scaler.step(optimizer, closure)
         scaler.update()
-        told.append(scaler.was_skipped(optimizer))
+        skips.append(scaler.was_skipped(optimizer))
         scales.append(scaler.get_scale())
-    return {"told": told, "scales": scales, "weights": whole(net)}
+    assert (skips, scales) == SKIPS
+    alike(whole(net))
 
 
-def loss_of_parts(rank: int) -> dict[str, Any]:
+def loss_of_parts() -> None:
     """Each rank has the logits of two classes, and the loss is a `DTensor`; one process is the reference."""
     torch.manual_seed(0)
     nets = [nn.Sequential(nn.Linear(5, 4)) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
     cut = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(nets[0], init_device_mesh("cpu", (2,)), {"0": cut})
-    told = []
     for net in nets:
         mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp16")
-        for step in range(3):
+        for number in range(3):
             with loss_parallel() if net is nets[0] else nullcontext():
                 with mp.autocast():
-                    x = data(step) * (1e30 if step == 1 else 1.0)
+                    x = data(number) * (1e30 if number == 1 else 1.0)
                     loss = nn.functional.cross_entropy(net(x), torch.arange(4))
-                told.append(mp.step(loss).stepped)
-    return {"told": told, "weights": whole(nets[0]), "expected": whole(nets[1])}
+                assert mp.step(loss).stepped is (number != 1)
+    weights = whole(nets[0])
+    assert weights == pytest.approx(whole(nets[1]), rel=0, abs=1e-3)
+    alike(weights)
 
 
-def decided(rank: int) -> dict[str, Any]:
+def decided() -> None:
     """`auto` on ranks whose own times disagree: the first rank's decide, at one step."""
-    from mezzo.pytorch.auto import TimedTrial
-    from mezzo.pytorch.distributed import ranks_of
-
     # Rank 0 finds bf16 twice as fast; rank 1 finds it twice as slow, and has timed two steps more.
     ranks = ranks_of([nn.Parameter(torch.zeros(1))], [None])
     now = 0.0
     trial = TimedTrial("bf16", "cpu", lambda: now)
-    extra, at = 2 * rank, 0
+    extra, at = 2 * RANK, 0
     for at in itertools.count():
         trial.start()
-        now += 1.0 if (trial.precision == "bf16") == (rank == 0) else 2.0
+        now += 1.0 if (trial.precision == "bf16") == (RANK == 0) else 2.0
         trial.finish(counts=True)
         if at >= extra:
             trial.agree(ranks)
             if trial.decision is not None:
                 break
-    return {"precision": trial.decision.precision, "speedup": trial.decision.speedup, "at": at - extra}
+    assert (trial.decision.precision, trial.decision.speedup, at - extra) == ("bf16", 2.0, 19)
 
 
-def without_gradients(rank: int) -> dict[str, Any]:
+def without_gradients() -> None:
     """On each rank alone, for the ranks' backward passes would wait for each other."""
     groups = [dist.new_group([0]), dist.new_group([1])]
-    net = DistributedDataParallel(network(), process_group=groups[rank])
+    net = DistributedDataParallel(network(), process_group=groups[RANK])
     mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "bf16")
-    other = nn.Parameter(torch.ones(()))
-    try:
-        mp.step(other * 2)
-    except UsageError as error:
-        return {"said": str(error)}
-    return {"said": ""}
+    with pytest.raises(UsageError, match=rf"(?s)rank {RANK}.*0\.0 \* model\("):
+        mp.step(nn.Parameter(torch.ones(())) * 2)
 
 
-def averaged_in(
-    rank: int, format: str, *, accumulate: int, magnitude: float = 1.0, by_policy: bool = False
-) -> dict[str, Any]:
+def averaged_in(format: str, *, accumulate: int = 1, magnitude: float = 1.0, by_policy: bool = False) -> None:
     """Gradients of a DDP by 16 bits on the wire, by FP32, and the mean of the ranks' magnitudes."""
+
+    def backward(net: nn.Module) -> list[Tensor]:
+        for part in range(accumulate):
+            last = part == accumulate - 1 or not isinstance(net, DistributedDataParallel)
+            with nullcontext() if last else net.no_sync():
+                (net(data(10 * RANK + part)).sum() * magnitude).backward()
+        return [p.grad for p in net.parameters()]
+
     found = []
     for how in (format, "fp32"):
         net = DistributedDataParallel(network())
@@ -273,84 +266,70 @@ def averaged_in(
             mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters()), f"bf16,reduce={how}").close()
         elif how != "fp32":
             average_in(net, how)
-        for part in range(accumulate):
-            last = part == accumulate - 1
-            with nullcontext() if last else net.no_sync():
-                (net(data(10 * rank + part)).sum() * magnitude).backward()
-        found.append([p.grad for p in net.parameters()])
-    own = network()
-    for part in range(accumulate):
-        (own(data(10 * rank + part)).sum() * magnitude).backward()
-    sizes = [p.grad.abs() for p in own.parameters()]
+        found.append(backward(net))
+    sizes = [grad.abs() for grad in backward(network())]
     for size in sizes:
         dist.all_reduce(size)
-    wrong = [((a - b).abs() / (size / 2 + 1e-30)).max().item() for a, b, size in zip(*found, sizes)]
-    return {
-        "bits": [x.hex() for grad in found[0] for x in grad.flatten().tolist()],
-        "dtypes": sorted({str(grad.dtype) for grad in found[0]}),
-        "error": max(wrong),
-        "largest": max(grad.abs().max().item() for grad in found[1]),
-        "finite": all(bool(grad.isfinite().all()) for grad in found[0]),
-    }
+    bound = 2 * {"bf16": 2.0**-8, "fp16": 2.0**-11}[format]
+    error = max(((a - b).abs() / (size / 2 + 1e-30)).max().item() for a, b, size in zip(*found, sizes))
+    assert 0.0 < error <= bound * (1 + 2.0**-10)
+    assert all(grad.dtype is torch.float32 and bool(grad.isfinite().all()) for grad in found[0])
+    if magnitude > 1.0:
+        assert 2.0**15 < max(grad.abs().max().item() for grad in found[1]) < 65504  # two would overflow
+    alike([grad.tolist() for grad in found[0]])
 
 
-def reduction_refused(rank: int) -> dict[str, Any]:
-    said = []
+def reduction_refused() -> None:
     twice = DistributedDataParallel(network())
     average_in(twice, "fp16")
-    for model, format in ((network(), "bf16"), (DistributedDataParallel(network()), "fp8"), (twice, "bf16")):
-        try:
+    for model, format, words in (
+        (network(), "bf16", "(?s)Sequential.*MixedPrecisionPolicy"),
+        (DistributedDataParallel(network()), "fp8", "(?s)fp8.*bf16"),
+        (twice, "bf16", "can have only one"),
+    ):
+        with pytest.raises(UsageError, match=words):
             average_in(model, format)
-        except UsageError as error:
-            said.append(str(error))
     net = fully_shard(network())
-    try:
+    with pytest.raises(UsageError, match=r"MixedPrecisionPolicy\(reduce_dtype=torch\.bfloat16\)"):
         mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters()), "bf16,reduce=bf16")
-    except UsageError as error:
-        said.append(str(error))
-    return {"said": said}
 
 
-CASES: dict[str, Callable[[int], dict[str, Any]]] = {
-    "fsdp bf16": lambda rank: trained(rank, "bf16", clip_norm=0.5),
-    "fsdp fp16": lambda rank: trained(rank, "fp16", bad=(1, 0), clip_norm=0.5),
-    "fsdp fp16, no norm": lambda rank: trained(rank, "fp16", bad=(1, 0)),
-    "fsdp fp16, clip both": lambda rank: trained(rank, "fp16", clip_norm=0.05, clip_value=0.02),
-    "fsdp accumulated": lambda rank: trained(rank, "fp16", bad=(1, 0), accumulate=2, clip_norm=0.5),
-    "fsdp no_sync": lambda rank: trained(rank, "fp16", bad=(1, 0), accumulate=2, syncs=False, clip_norm=0.5),
+# Precision and arguments of `trained`.
+TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": ("bf16", {}),
+    "fp16": ("fp16", {"bad": True}),
+    "fp16, no norm": ("fp16", {"bad": True, "clip_norm": None}),
+    "fp16, clip both": ("fp16", {"clip_norm": 0.05, "clip_value": 0.02}),
+    "accumulated": ("fp16", {"bad": True, "accumulate": 2}),
+    "no_sync": ("fp16", {"bad": True, "accumulate": 2, "syncs": False}),
+    "policy bf16": ("bf16", {"policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
+    "policy fp16": ("fp16", {"bad": True, "policy": MixedPrecisionPolicy(torch.float16, torch.float32)}),
+    "reduced in fp16": ("fp16", {"policy": MixedPrecisionPolicy(torch.float16)}),
+    "released": ("fp16", {"bad": True, "kind": mezzo.optim.SGD, "release_gradients": True}),
+}
+
+CASES: dict[str, Callable[[], None]] = {
     **{
-        f"fsdp policy {name}": lambda rank, name=name, dtype=dtype: trained(
-            rank,
-            name,
-            bad=None if name == "bf16" else (1, 0),
-            clip_norm=0.5,
-            policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        )
-        for name, dtype in HALF.items()
+        f"fsdp: {name}": lambda precision=precision, how=how: trained(precision, **{"clip_norm": 0.5, **how})
+        for name, (precision, how) in TRAININGS.items()
     },
-    "fsdp reduced in fp16": lambda rank: trained(
-        rank, "fp16", clip_norm=0.5, policy=MixedPrecisionPolicy(torch.float16)
-    ),
-    "fsdp released": lambda rank: trained(
-        rank, "fp16", bad=(1, 0), clip_norm=0.5, kind=mezzo.optim.SGD, release_gradients=True
-    ),
     "dropped": dropped,
-    "dropped, of two formats": lambda rank: dropped(
-        rank, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    "dropped: of two formats": lambda: dropped(
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     ),
     "adversaries": adversaries,
-    "adversaries, released": lambda rank: adversaries(rank, release=True),
-    "scaled shards": lambda rank: scaled(rank, reduced="shards"),
-    "scaled meshes": lambda rank: scaled(rank, reduced="meshes"),
-    "scaled before": lambda rank: scaled(rank, reduced="before"),
-    "scaled closure": scaled_closure,
-    "scaled after": lambda rank: scaled(rank, reduced="after"),
+    "adversaries: released": lambda: adversaries(release=True),
+    **{
+        f"scaled: {reduced}": lambda reduced=reduced: scaled(reduced)
+        for reduced in ("shards", "meshes", "before", "after")
+    },
+    "scaled: closure": scaled_closure,
     "loss of parts": loss_of_parts,
     "decided": decided,
     "without gradients": without_gradients,
-    "reduced bf16": lambda rank: averaged_in(rank, "bf16", accumulate=1, by_policy=True),
-    "reduced bf16, accumulated": lambda rank: averaged_in(rank, "bf16", accumulate=3),
-    "reduced fp16": lambda rank: averaged_in(rank, "fp16", accumulate=1),
-    "reduced fp16, large": lambda rank: averaged_in(rank, "fp16", accumulate=1, magnitude=10000.0),
-    "reduction refused": reduction_refused,
+    "reduced: bf16": lambda: averaged_in("bf16", by_policy=True),
+    "reduced: bf16, accumulated": lambda: averaged_in("bf16", accumulate=3),
+    "reduced: fp16": lambda: averaged_in("fp16"),
+    "reduced: fp16, large": lambda: averaged_in("fp16", magnitude=10000.0),
+    "reduced: refused": reduction_refused,
 }

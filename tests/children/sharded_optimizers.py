@@ -1,7 +1,6 @@
-"""One of several gloo ranks: optimizers over shards beside the same ones over whole parameters, and their checkpoints.
+"""Cases of several gloo ranks: optimizers over shards beside those over whole parameters, and their checkpoints.
 
-Arguments: rank, a file for the ranks to meet at, their number, a folder for checkpoints, a part of the cases' names.
-Two ranks write checkpoints, which any number of ranks loads. A case's result is true, or says what is wrong.
+A further argument is the folder for checkpoints: two ranks write them, and any number of ranks loads them.
 """
 
 from __future__ import annotations
@@ -10,15 +9,14 @@ import math
 import resource
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import training_cases
-from leaving import leave
+from cases import RANK, WORLD, compare, copied, full, run, same
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
@@ -39,7 +37,7 @@ from mezzo.optim import SGD, Adam, AdamW, Muon, with_masters
 from mezzo.pytorch.training.release import GradientRelease
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-RANK, WORLD, FOLDER = int(sys.argv[1]), int(sys.argv[3]), Path(sys.argv[4])
+FOLDER = Path(sys.argv[4])
 
 # Even, uneven, of one element per row, with no row for the second rank, and of rows that are whole groups of 64.
 SHAPES = [(8, 10), (7, 3), (5,), (1, 64), (7, 128), (3, 4, 4, 4), (2,)]
@@ -54,29 +52,20 @@ def spread(whole: Tensor, mesh: Any, placements: Any) -> DTensor:
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
-def full(tensor: Any) -> Any:
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    # gloo and NCCL can't gather int16.
-    whole = tensor.to(torch.int32) if tensor.dtype is torch.int16 else tensor
-    return whole.full_tensor().detach().to(tensor.dtype)
-
-
-def same(mine: Any, wanted: Any, what: str) -> None:
-    mine, wanted = full(mine), full(wanted)
-    assert mine.dtype is wanted.dtype, f"{what}: {mine.dtype} instead of {wanted.dtype}"
-    assert mine.shape == wanted.shape, f"{what}: {list(mine.shape)} instead of {list(wanted.shape)}"
-    assert torch.equal(mine.nan_to_num(), wanted.nan_to_num()), f"{what} differs: {mine} {wanted}"
-
-
 def give_gradients(params: Any, step: int, scale: float = 1.0) -> None:
     for index, param in enumerate(params):
         grad = (scale * random(param.shape, 1, step, index)).to(param.dtype)
         param.grad = spread(grad, param.device_mesh, param.placements) if isinstance(param, DTensor) else grad
 
 
+def trained_further(params: Any, optimizer: Any, *steps: int, scale: float = 1.0, **how: Any) -> None:
+    params = list(params)
+    for step in steps:
+        give_gradients(params, step, scale)
+        optimizer.step(**how)
+
+
 def pair(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> Any:
-    """The same parameters, whole and in shards."""
     mesh = init_device_mesh("cpu", (WORLD,))
     whole = [nn.Parameter(random(shape, 2, i).to(dtype)) for i, shape in enumerate(shapes)]
     return whole, [nn.Parameter(spread(p.detach(), mesh, [Shard(0)])) for p in whole]
@@ -88,10 +77,8 @@ def same_bits(make: Callable[..., Any], dtype: torch.dtype, state: str, masters:
     whole, shards = pair(dtype, shapes)
     one, other = (make(params, state=state, masters=masters) for params in (whole, shards))
     for step in range(3):
-        give_gradients(whole, step)
-        give_gradients(shards, step)
-        one.step()
-        other.step(found_inf=torch.zeros(()))
+        trained_further(whole, one, step)
+        trained_further(shards, other, step, found_inf=torch.zeros(()))
     other.step(found_inf=torch.ones(()))
     for index, (p, q) in enumerate(zip(whole, shards)):
         same(q, p, f"parameter {index}")
@@ -121,10 +108,9 @@ def any_optimizer(make: Callable[..., Any], dtype: torch.dtype) -> None:
     whole, shards = pair(dtype)
     one, other = with_masters(make(whole)), with_masters(make(shards))
     for step in range(3):
-        for params, optimizer in ((whole, one), (shards, other)):
-            give_gradients(params, step, 8.0)
-            optimizer.grad_scale = torch.tensor(8.0)
-            optimizer.step()
+        one.grad_scale = other.grad_scale = torch.tensor(8.0)
+        trained_further(whole, one, step, scale=8.0)
+        trained_further(shards, other, step, scale=8.0)
     other.found_inf = torch.ones(())
     other.step()
     for index, (p, q) in enumerate(zip(whole, shards)):
@@ -141,23 +127,16 @@ def any_optimizer(make: Callable[..., Any], dtype: torch.dtype) -> None:
 def meshes() -> None:
     """Several meshes and placements, and a plain parameter, in one optimizer."""
     flat, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
-    how = [
-        (flat, [Shard(0)]),
-        (flat, [Shard(1)]),
-        (flat, [Replicate()]),
-        (grid, [Replicate(), Shard(0)]),
-        (grid, [Shard(0), Replicate()]),
-    ]
+    how = [(flat, [Shard(0)]), (flat, [Shard(1)]), (flat, [Replicate()])]
+    how += [(grid, [Replicate(), Shard(0)]), (grid, [Shard(0), Replicate()])]
     whole = [nn.Parameter(random((6, 256), 4, i)) for i in range(6)]
     shards: list[nn.Parameter] = [nn.Parameter(spread(p.detach(), *each)) for p, each in zip(whole, how)]
     shards.append(nn.Parameter(whole[5].detach().clone()))
     for state in ("fp32", "int8"):
         one, other = AdamW(whole, lr=0.01, state=state), AdamW(shards, lr=0.01, state=state)
         for step in range(2):
-            give_gradients(whole, step)
-            give_gradients(shards, step)
-            one.step()
-            other.step()
+            trained_further(whole, one, step)
+            trained_further(shards, other, step)
         for index, (p, q) in enumerate(zip(whole, shards)):
             if state == "fp32" or index != 1:  # noise is numbered along rows of the whole parameter
                 same(q, p, f"{state}, parameter {index}")
@@ -255,40 +234,13 @@ def initialized(name: str) -> None:
         same(p, was, "a weight")
     for step in range(2):
         for net, optimizer in zip(nets, optimizers):
-            give_gradients(net.parameters(), step)
-            optimizer.step()
-    compared(nets[0], optimizers[0], {p: snapshot(nets[1], optimizers[1])[p] for p in ("model", "optimizer")})
+            trained_further(net.parameters(), optimizer, step)
+    compare(snapshot(nets[0], optimizers[0]), snapshot(nets[1], optimizers[1]))
 
 
 def snapshot(net: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Everything whole."""
-    entries = [
-        {
-            key: full(value).clone() if isinstance(value, Tensor) else value
-            for key, value in optimizer.state[p].items()
-        }
-        for p in net.parameters()
-    ]
-    return {"model": [full(p).clone() for p in net.parameters()], "optimizer": entries}
-
-
-def compared(net: nn.Module, optimizer: Any, wanted: dict[str, Any]) -> None:
-    got = snapshot(net, optimizer)
-    for index, (mine, other) in enumerate(zip(got["model"], wanted["model"])):
-        same(mine, other, f"parameter {index}")
-    for index, (entry, other) in enumerate(zip(got["optimizer"], wanted["optimizer"])):
-        assert entry.keys() == other.keys(), f"{list(entry)} {list(other)}"
-        for key, value in other.items():
-            if isinstance(value, Tensor):
-                same(entry[key], value, f"{key} {index}")
-            else:
-                assert entry[key] == value, f"{key} {index}: {entry[key]} instead of {value}"
-
-
-def trained_further(net: nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        give_gradients(net.parameters(), step)
-        optimizer.step()
+    params = list(net.parameters())
+    return copied({"model": params, "optimizer": [optimizer.state[p] for p in params]})
 
 
 def save(name: str) -> None:
@@ -296,7 +248,7 @@ def save(name: str) -> None:
     net = model(0, dtype)
     optimizer = make(net.parameters())
     scaler = mezzo.GradScaler("cpu", init_scale=2.0**10)
-    trained_further(net, optimizer, range(2))
+    trained_further(net.parameters(), optimizer, 0, 1)
     weights, state = get_state_dict(net, optimizer)
     dcp.save(
         {"model": weights, "optimizer": state, "scaler": scaler.state_dict()}, checkpoint_id=FOLDER / name
@@ -305,7 +257,7 @@ def save(name: str) -> None:
     plain = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "flat": flat}
     dcp.save(plain, checkpoint_id=FOLDER / f"{name}, plain")
     saved = snapshot(net, optimizer)
-    trained_further(net, optimizer, range(2, 4))
+    trained_further(net.parameters(), optimizer, 2, 3)
     after = snapshot(net, optimizer)
     if RANK == 0:
         torch.save({"saved": saved, "after": after}, FOLDER / f"{name}.pt")
@@ -345,20 +297,18 @@ def load(name: str, how: str) -> None:
         set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=held["optimizer"])
         scaler.load_state_dict(held["scaler"])
         assert scaler.get_scale() == 2.0**10
-    compared(net, optimizer, wanted["saved"])
+    compare(snapshot(net, optimizer), wanted["saved"])
     if name.startswith("columns"):
         return  # noise is numbered along rows of the whole parameter
-    trained_further(net, optimizer, range(2, 4))
-    compared(net, optimizer, wanted["after"])
+    trained_further(net.parameters(), optimizer, 2, 3)
+    compare(snapshot(net, optimizer), wanted["after"])
 
 
 def from_whole() -> None:
     """A state of whole parameters, whose 8-bit states bf16 holds too."""
     whole, shards = pair()
     one, other = AdamW(whole, state="int8"), AdamW(shards, state="int8")
-    for step in range(2):
-        give_gradients(whole, step)
-        one.step()
+    trained_further(whole, one, 0, 1)
     other.load_state_dict(one.state_dict())
     compare_for_torch(one, other)
 
@@ -385,7 +335,7 @@ def full_disk() -> None:
     net = model(0)
     optimizer = AdamW(net.parameters(), state="int8")
     for step in (1, 2):
-        trained_further(net, optimizer, range(step, step + 1))
+        trained_further(net.parameters(), optimizer, step)
         weights, state = get_state_dict(net, optimizer)
         if step == 1:
             dcp.save({"model": weights, "optimizer": state}, checkpoint_id=root / f"{step:08}")
@@ -395,14 +345,11 @@ def full_disk() -> None:
         if RANK == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
         try:
-            dcp.save({"model": weights, "optimizer": state}, checkpoint_id=root / f"{step:08}")
-        except dcp.api.CheckpointException as error:  # not an Exception
-            failed = list(error.failures)
-        else:
-            failed = []
+            with pytest.raises(dcp.api.CheckpointException) as failed:
+                dcp.save({"model": weights, "optimizer": state}, checkpoint_id=root / f"{step:08}")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert failed == [1]
+        assert list(failed.value.failures) == [1]
         assert any((root / f"{step:08}").iterdir())
     complete = sorted(file.parent for file in root.glob("*/.metadata"))
     assert [folder.name for folder in complete] == ["00000001"]
@@ -410,22 +357,7 @@ def full_disk() -> None:
     held = {"model": weights, "optimizer": state}
     dcp.load(held, checkpoint_id=complete[-1])
     set_state_dict(net, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
-    compared(net, optimizer, wanted)
-
-
-def made_before(make: Callable[[Any], Any], *, between: bool = False) -> str:
-    """`between`: after a layer was sharded, but before the rest."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    if between:
-        fully_shard(net[0])
-    optimizer = make(net.parameters())
-    fully_shard(net)
-    net(torch.ones(1, 4)).sum().backward()
-    try:
-        optimizer.step()
-    except UsageError as error:
-        return str(error)
-    raise AssertionError("no error")
+    compare(snapshot(net, optimizer), wanted)
 
 
 def refused() -> None:
@@ -433,13 +365,8 @@ def refused() -> None:
     # Gradients of full rank: Newton-Schulz takes what rounding leaves of a zero singular value up to 480 times as far.
     net = nn.Sequential(nn.Linear(64, 7, bias=False), nn.Linear(7, 32, bias=False)).bfloat16()
     fully_shard(net)
-    try:
+    with pytest.raises(UsageError, match=r"(?s)DTensor.*with_masters\(torch\.optim\.Muon\(params\)\)"):
         Muon(net.parameters())
-    except UsageError as error:
-        said = str(error)
-    else:
-        raise AssertionError("no error")
-    assert all(word in said for word in ("DTensor", "with_masters(torch.optim.Muon(params))")), said
     whole = [nn.Parameter(full(p).clone()) for p in net.parameters()]
     start = [p.detach().float() for p in whole]
     one = with_masters(torch.optim.Muon(whole, 0.02))
@@ -477,51 +404,29 @@ ALIKE = [
     (AdamW, torch.float16, "fp32", "fp32"),
 ]
 if WORLD == 2:
-    for each in ALIKE:
-        CASES["same bits: {} {} {} {}".format(each[0].__name__, *each[1:])] = lambda each=each: same_bits(
-            *each
-        )
-    CASES["same bits: SGD"] = lambda: same_bits(
-        lambda params, **how: SGD(params, 0.1, 0.9, nesterov=True, **how), torch.bfloat16, "bf16", "fp32"
-    )
-    CASES["any optimizer: NAdam"] = lambda: any_optimizer(torch.optim.NAdam, torch.bfloat16)
-    CASES["any optimizer: RMSprop"] = lambda: any_optimizer(torch.optim.RMSprop, torch.float16)
-    CASES["meshes"] = meshes
-    CASES["refused: Muon"] = refused
-    CASES["trained: FP32"] = lambda: trained("fp32")
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    CASES["trained: MixedPrecisionPolicy"] = lambda: trained("fp32", mp_policy=half)
-    CASES["trained: offload"] = lambda: trained("fp32", offload_policy=CPUOffloadPolicy(pin_memory=False))
-    CASES["trained: bf16"] = lambda: trained("bf16", mp_policy=half)
-    CASES["released"] = lambda: released(lambda params: AdamW(params, lr=0.01, state="bf16"))
-    CASES["released, clipped"] = lambda: released(lambda params: SGD(params, lr=0.1), clip_norm=0.01)
-    for what, make in (
-        ("AdamW", AdamW),
-        ("with_masters", lambda params: with_masters(torch.optim.SGD(params))),
-    ):
-        CASES[f"made before: {what}"] = lambda make=make: made_before(make)
-        CASES[f"made between: {what}"] = lambda make=make: made_before(make, between=True)
-    CASES["from whole"] = from_whole
-    CASES["masters"] = masters
-    CASES["full disk"] = full_disk
+    CASES |= {f"same bits: {row}": lambda row=row: same_bits(*row) for row in ALIKE}
+    CASES |= {
+        "same bits: SGD": lambda: same_bits(
+            lambda params, **how: SGD(params, 0.1, 0.9, nesterov=True, **how), torch.bfloat16, "bf16", "fp32"
+        ),
+        "any optimizer: NAdam": lambda: any_optimizer(torch.optim.NAdam, torch.bfloat16),
+        "any optimizer: RMSprop": lambda: any_optimizer(torch.optim.RMSprop, torch.float16),
+        "meshes": meshes,
+        "refused: Muon": refused,
+        "trained: FP32": lambda: trained("fp32"),
+        "trained: MixedPrecisionPolicy": lambda: trained("fp32", mp_policy=half),
+        "trained: offload": lambda: trained("fp32", offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "trained: bf16": lambda: trained("bf16", mp_policy=half),
+        "released": lambda: released(lambda params: AdamW(params, lr=0.01, state="bf16")),
+        "released: clipped": lambda: released(lambda params: SGD(params, lr=0.1), clip_norm=0.01),
+        "from whole": from_whole,
+        "masters": masters,
+        "full disk": full_disk,
+    }
     CASES |= {f"initialized: {name}": lambda name=name: initialized(name) for name in OPTIMIZERS}
     CASES |= {f"save: {name}": lambda name=name: save(name) for name in OPTIMIZERS}
-    CASES["made before: MixedPrecision"] = training_cases.made_before
-    CASES["made between: MixedPrecision"] = lambda: training_cases.made_before(between=True)
-    CASES["unreduced"] = training_cases.unreduced
-    CASES["traced"] = training_cases.traced
-    for what, one, other in (
-        ("precision", "bf16", "fp16"),
-        ("accumulate", 1, 2),
-        ("clip_norm", None, 1.0),
-        ("trace", False, None),  # None: traced, on a CPU
-        ("release_gradients", False, True),
-        ("optimizer's state", "fp32", "bf16"),
-    ):
-        CASES[f"differ: {what}"] = lambda what=what, one=one, other=other: training_cases.differ(
-            RANK, ({what: one}, {what: other})
-        )
-    CASES["differ: init=1024"] = lambda: training_cases.scalers_differ(RANK)
+    CASES |= training_cases.CASES
     CASES |= {
         f"save: window {each}": lambda each=each: training_cases.save(FOLDER, *each) for each in WINDOWS
     }
@@ -535,22 +440,5 @@ CASES |= {
 }
 
 
-def main() -> None:
-    only = sys.argv[5] if len(sys.argv) > 5 else ""
-    store = dist.FileStore(sys.argv[2], WORLD)
-    patience = timedelta(seconds=120)  # a case that fails on one rank leaves the others in a collective
-    dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD, timeout=patience)
-    results: dict[str, Any] = {}
-    for name, case in CASES.items():
-        if only not in name:
-            continue
-        try:
-            results[name] = case() or True
-        except (Exception, dcp.api.CheckpointException) as error:
-            results[name] = f"{type(error).__name__}: {error}"[-600:]
-        dist.barrier()
-    leave(results)
-
-
 if __name__ == "__main__":
-    main()
+    run(CASES)

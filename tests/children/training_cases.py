@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from cases import RANK, alike, compare, copied
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -61,26 +62,12 @@ def train(net: Any, mp: mezzo.MixedPrecision, seeds: range, factor: float = 1.0)
         mp.step(loss)
 
 
-def whole(net: Any, mp: mezzo.MixedPrecision) -> dict[str, Any]:
+def snapshot(net: Any, mp: mezzo.MixedPrecision) -> dict[str, Any]:
     """All bits of a training, whole."""
     params, optimizer = list(net.parameters()), mp.optimizer
-    grads: list[Any] = [mp._gradients.of(p) for p in params]
     masters = [optimizer.master(p) for p in params] if hasattr(optimizer, "master") else []
-    return {
-        "weights": [p.detach().full_tensor().clone() for p in [*params, *masters]],
-        "grads": [None if grad is None else grad.full_tensor().clone() for grad in grads],
-        "buffers": [buffer.clone() for buffer in net.buffers()],
-        "scale": mp.loss_scale,
-        "window": mp._window.seen,
-    }
-
-
-def same(mine: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for name, value in wanted.items():
-        got = mine[name] if isinstance(value, list) else [mine[name]]
-        for one, other in zip(got, value if isinstance(value, list) else [value], strict=True):
-            equal = torch.equal(one, other) if isinstance(other, Tensor) else one == other
-            assert equal, f"{name}: {one} instead of {other}"
+    state = {"scale": mp.loss_scale, "window": mp._window.seen, "buffers": list(net.buffers())}
+    return copied({"weights": params + masters, "grads": [mp._gradients.of(p) for p in params], **state})
 
 
 def save(folder: Path, precision: str, losses: int, way: str) -> None:
@@ -92,8 +79,8 @@ def save(folder: Path, precision: str, losses: int, way: str) -> None:
     weights, state = get_state_dict(net, optimizer)
     held = {"model": weights, "optimizer": state, "mp": mp.state_dict(fixed_keys=True)}
     dcp.save(held, checkpoint_id=folder / f"window {precision} {losses} {way}")
-    wanted = [whole(net, mp), goes_on(net, mp, precision, way)]
-    if dist.get_rank() == 0:
+    wanted = [snapshot(net, mp), goes_on(net, mp, precision, way)]
+    if RANK == 0:
         torch.save(wanted, folder / f"window {precision} {losses} {way}.pt")
 
 
@@ -101,7 +88,7 @@ def goes_on(net: Any, mp: mezzo.MixedPrecision, precision: str, way: str) -> dic
     # In fp16 the window's end overflows: the step is skipped, and the buffers go back to the window's start.
     train(net, mp, range(10, 12), 1e30 if precision == "fp16" and way == "SGD" else 1.0)
     mp.flush()
-    return whole(net, mp)
+    return snapshot(net, mp)
 
 
 def load(folder: Path, precision: str, losses: int, way: str) -> None:
@@ -113,49 +100,91 @@ def load(folder: Path, precision: str, losses: int, way: str) -> None:
     set_state_dict(net, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
     mp.load_state_dict(held["mp"])
     saved, after = torch.load(folder / f"window {precision} {losses} {way}.pt", weights_only=False)
-    same(whole(net, mp), saved)
-    same(goes_on(net, mp, precision, way), after)
+    compare(snapshot(net, mp), saved)
+    compare(goes_on(net, mp, precision, way), after)
 
 
-def error_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except (UsageError, UserWarning) as error:  # warnings are errors in tests
-        return str(error)
-    raise AssertionError("no error")
-
-
-def unreduced() -> str:
+def unreduced() -> None:
+    """Gradients that are not reduced yet are no state."""
     net, _, mp = training(0, "bf16")
     net.set_requires_gradient_sync(False)
     train(net, mp, range(1))
-    return error_of(mp.state_dict)
+    with pytest.raises(UsageError, match=r"result\.updated"):
+        mp.state_dict()
 
 
-def traced() -> str:
-    return error_of(lambda: training(0, "fp16", trace=True))
+def traced() -> None:
+    with pytest.raises(UserWarning, match="on one process without fully_shard"):  # an error in tests
+        training(0, "fp16", trace=True)
 
 
-def differ(rank: int, arguments: tuple[dict[str, Any], dict[str, Any]]) -> str:
+def differ(name: str, call: Callable[[], object], argument: str) -> None:
     """Ranks with different arguments end with one sentence, before a collective that one of them lacks."""
-    how = {"precision": "fp16" if "trace" in arguments[rank] else "bf16", **arguments[rank]}
-    net = (fully_shard if "release_gradients" in how else DistributedDataParallel)(nn.Linear(6, 3))
+    with pytest.raises(UsageError) as caught:
+        call()
+    said = str(caught.value)
+    assert said.startswith(f"{name}: ")
+    assert all(
+        part in said for part in ("rank 0 has", "rank 1 has", argument, "the same arguments on every rank")
+    )
+    alike(said)
+
+
+def trainings_differ(argument: str, *values: Any) -> None:
+    how = {"precision": "fp16" if argument == "trace" else "bf16", argument: values[RANK]}
+    net = (fully_shard if argument == "release_gradients" else DistributedDataParallel)(nn.Linear(6, 3))
     optimizer = mezzo.optim.AdamW(net.parameters(), lr=0.1, state=how.pop("optimizer's state", "fp32"))
     mp = mezzo.MixedPrecision(net, optimizer, **how)
-    return error_of(lambda: train(net, mp, range(4)))
+    differ("MixedPrecision", lambda: train(net, mp, range(4)), argument)
 
 
-def scalers_differ(rank: int) -> str:
+def scalers_differ() -> None:
     net = fully_shard(nn.Linear(6, 3))
-    scaler = mezzo.GradScaler(init_scale=1024.0 * (rank + 1))
-    scaler.scale(net(data(rank)).square().mean()).backward()
-    return error_of(lambda: scaler.step(torch.optim.SGD(net.parameters(), lr=0.1)))
+    scaler = mezzo.GradScaler(init_scale=1024.0 * (RANK + 1))
+    scaler.scale(net(data(RANK)).square().mean()).backward()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    differ("GradScaler", lambda: scaler.step(optimizer), "init=1024")
 
 
-def made_before(*, between: bool = False) -> str:
+def made_before(name: str, *, between: bool) -> None:
+    """An optimizer made before `fully_shard` says what to do. `between`: after one layer was sharded."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if between:
         fully_shard(net[0])
-    optimizer = torch.optim.AdamW(net.parameters())
+    if name == "with_masters":
+        optimizer = mezzo.optim.with_masters(torch.optim.SGD(net.parameters()))
+    else:
+        optimizer = (mezzo.optim if name == "AdamW" else torch.optim).AdamW(net.parameters())
     fully_shard(net)
-    return error_of(lambda: mezzo.MixedPrecision(net, optimizer, "bf16"))
+    net(torch.ones(1, 4)).sum().backward()
+    trains = name == "MixedPrecision"
+    act = (lambda: mezzo.MixedPrecision(net, optimizer, "bf16")) if trains else optimizer.step
+    with pytest.raises(UsageError) as caught:
+        act()
+    for part in ("before fully_shard", "[4, 4]", "(model.parameters(), ...)"):
+        assert part in str(caught.value)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    **{
+        f"made before: {name}{' between' * between}": lambda name=name, between=between: made_before(
+            name, between=between
+        )
+        for name in ("AdamW", "with_masters", "MixedPrecision")
+        for between in (False, True)
+    },
+    "unreduced": unreduced,
+    "traced": traced,
+    **{
+        f"differ: {row[0]}": lambda row=row: trainings_differ(*row)
+        for row in (
+            ("precision", "bf16", "fp16"),
+            ("accumulate", 1, 2),
+            ("clip_norm", None, 1.0),
+            ("trace", False, None),  # None: traced, on a CPU
+            ("release_gradients", False, True),
+            ("optimizer's state", "fp32", "bf16"),
+        )
+    },
+    "differ: scalers": scalers_differ,
+}

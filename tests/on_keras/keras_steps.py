@@ -1,17 +1,15 @@
-"""What several tests of Keras are made of: steps with given gradients, and a model with a training step of its own."""
+"""What several tests of Keras are made of: variables, and steps with given gradients."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
 from conftest import BACKEND
-from mezzo.core import records
 
 START = ([1.0, -2.0, 3.0], [0.5, 0.25])
 GRADIENTS = ([0.5, -0.25, 2.0], [1.0, -4.0])
@@ -51,46 +49,3 @@ def values(*held: Any) -> list[list[float]]:
     """Of all these variables and optimizers the values, to compare bit by bit."""
     flat = [each for one in held for each in (getattr(one, "variables", None) or [one])]
     return [keras.ops.convert_to_numpy(each.value).ravel().tolist() for each in flat]
-
-
-def records_of(kind: str, path: Path | None) -> list[Any]:
-    """The records of one kind in a file."""
-    assert path is not None
-    return [record for record in records.read(path) if record.kind == kind]
-
-
-class OwnStep(keras.Model):  # type: ignore[misc]
-    """Takes the gradients and applies them itself, without Keras's loss tracker; on TensorFlow and PyTorch."""
-
-    def __init__(self) -> None:
-        super().__init__(name="net")
-        self.body = keras.layers.Dense(4, name="body")
-        self.head = keras.layers.Dense(1, name="head", dtype="float32")
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        return self.head(self.body(x))
-
-    def step_with(self, optimizer: Any, x: Any, y: Any, factor: float = 1.0) -> Any:
-        """One step with gradients multiplied by `factor`; returns the loss."""
-        weights = self.trainable_variables
-
-        def scaled_loss() -> tuple[Any, Any]:
-            loss = keras.ops.mean((keras.ops.cast(self(x, training=True), "float32") - y) ** 2)
-            return loss, optimizer.scale_loss(loss) * factor
-
-        if BACKEND == "tensorflow":
-            import tensorflow as tf
-
-            with tf.GradientTape() as tape:
-                loss, scaled = scaled_loss()
-            optimizer.apply(tape.gradient(scaled, [weight.value for weight in weights]), weights)
-            return loss
-        self.zero_grad()
-        loss, scaled = scaled_loss()
-        scaled.backward()
-        with no_gradients():
-            optimizer.apply([weight.value.grad for weight in weights], weights)
-        return loss.detach()
-
-    def train_step(self, batch: Any) -> Any:
-        return {"loss": self.step_with(self.optimizer, *batch)}

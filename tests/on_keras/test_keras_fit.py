@@ -38,6 +38,9 @@ def fit(trained: Any, x: Any = X, **settings: Any) -> Any:
     return trained.fit(x, Y, batch_size=8, shuffle=False, verbose=0, **settings)
 
 
+WAYS = [{"jit_compile": True}, {"steps_per_execution": 4, "jit_compile": False}, {"run_eagerly": True}]
+
+
 @functools.cache
 def one_by_one() -> Any:
     """The weights after Keras's own Adam has taken the good steps alone, twice over."""
@@ -49,11 +52,7 @@ def one_by_one() -> Any:
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize(
-    "settings",
-    [{"jit_compile": True}, {"steps_per_execution": 4, "jit_compile": False}, {"run_eagerly": True}],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", WAYS, ids=str)
 def test_however_fit_runs_its_steps(settings: dict[str, Any]) -> None:
     """Skips, scale and weights are those of steps taken one by one: compiled ones may differ by rounding alone."""
     if BACKEND == "torch" and "run_eagerly" not in settings:
@@ -102,11 +101,8 @@ def test_saved_with_the_model_training_goes_on_bit_for_bit(tmp_path: Path) -> No
     x[8] = math.inf
 
     def new() -> Any:
-        return LossScaleOptimizer(
-            adam(weight_decay=0.01),
-            loss_scale=DynamicLossScale(init=2.0**12, growth_interval=2, hysteresis=2),
-            on_unscaled="warn",
-        )
+        scale = DynamicLossScale(init=2.0**12, growth_interval=2, hysteresis=2)
+        return LossScaleOptimizer(adam(weight_decay=0.01), loss_scale=scale, on_unscaled="warn")
 
     straight = model(new())
     fit(straight, x, epochs=2)
@@ -120,10 +116,8 @@ def test_saved_with_the_model_training_goes_on_bit_for_bit(tmp_path: Path) -> No
     assert loaded.optimizer.machine() == first.optimizer.machine()
     assert values(loaded.optimizer) == values(first.optimizer)
     fit(loaded, x)
-    assert values(loaded.optimizer) == values(straight.optimizer)
+    assert values(loaded, loaded.optimizer) == values(straight, straight.optimizer)
     assert loaded.optimizer.machine() == straight.optimizer.machine()
-    for ours, theirs in zip(loaded.get_weights(), straight.get_weights()):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +142,17 @@ def test_state_of_kerass_own_is_taken_over(theirs: float, ours: float) -> None:
     assert int(new.skipped_steps) == int(new.last_step_skipped) == 0
     assert values(new.inner_optimizer) == values(old.inner_optimizer)
     assert int(new.iterations) == 7
+
+
+def test_the_state_that_was_saved_before_the_first_step_is_loaded() -> None:
+    """`load_model` builds the optimizer first, which then has more variables than were saved."""
+    old, new, stored = LossScaleOptimizer(adam()), LossScaleOptimizer(adam()), {}
+    old._scale.assign(2.0**9)
+    old.inner_optimizer.learning_rate = 0.125
+    old.save_own_variables(stored)
+    new.build(variables())
+    new.load_own_variables(stored)
+    assert (new.machine(), float(new.learning_rate)) == (DynamicLossScale(scale=2.0**9), 0.125)
 
 
 @pytest.mark.every_backend
@@ -217,10 +222,8 @@ def test_the_task_of_every_framework(precision: str) -> None:
     model((given.x[0], given.z[0].copy()))
     w = given.weights
     model.set_weights([w["w1"], w["b1"], w["w2"], w["b2"], w["v"]])
-    optimizer = LossScaleOptimizer(
-        keras.optimizers.SGD(one_task.LEARNING_RATE, momentum=one_task.MOMENTUM),
-        loss_scale=one_task.loss_scale(precision),
-    )
+    inner = keras.optimizers.SGD(one_task.LEARNING_RATE, momentum=one_task.MOMENTUM)
+    optimizer = LossScaleOptimizer(inner, loss_scale=one_task.loss_scale(precision))
     model.compile(optimizer, jit_compile=BACKEND == "jax")
     losses, scales = [], []
     for x, target, z in zip(given.x, given.target, given.z.copy()):
@@ -228,17 +231,3 @@ def test_the_task_of_every_framework(precision: str) -> None:
         losses.append(float(model.train_on_batch((x, z), target)))
         scales.append(float(optimizer.scale.numpy()))
     one_task.check(precision, losses, scales)
-
-
-def test_the_state_of_an_optimizer_that_was_saved_before_its_first_step_is_loaded() -> None:
-    """`load_model` builds the optimizer first, which then has more variables than were saved."""
-    old = LossScaleOptimizer(adam())
-    old._scale.assign(2.0**9)
-    old.inner_optimizer.learning_rate = 0.125
-    stored: dict[str, Any] = {}
-    old.save_own_variables(stored)
-    new = LossScaleOptimizer(adam())
-    new.build(variables())
-    new.load_own_variables(stored)
-    assert new.machine() == DynamicLossScale(scale=2.0**9)
-    assert float(new.learning_rate) == 0.125

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import threading
 import warnings
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +26,39 @@ LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 KerasScaled = keras.optimizers.LossScaleOptimizer
 
 
+def body() -> Any:
+    return layers.Dense(5, name="body")
+
+
+def last(**arguments: Any) -> Any:
+    return layers.Dense(3, name="head", **arguments)
+
+
 def sequential(**arguments: Any) -> keras.Model:
-    head = layers.Dense(3, name="head", **arguments)
-    return keras.Sequential([keras.Input((4,)), layers.Dense(5, name="body"), head], name="net")
+    return keras.Sequential([keras.Input((4,)), body(), last(**arguments)], name="net")
 
 
 def late() -> keras.Model:
-    """Built by its first call."""
-    return keras.Sequential([layers.Dense(5, name="body"), layers.Dense(3, name="head")], name="net")
+    return keras.Sequential([body(), last()], name="net")
 
 
 def functional(finish: Callable[[Any], Any] | None = None) -> keras.Model:
     inputs = keras.Input((4,))
-    finish = finish or layers.Dense(3, name="head")
-    return keras.Model(inputs, finish(layers.Dense(5, name="body")(inputs)), name="net")
+    return keras.Model(inputs, (finish or last())(body()(inputs)), name="net")
 
 
 def nested() -> keras.Model:
     inputs = keras.Input((4,))
-    parts = [layers.Dense(5, name="body"), layers.LayerNormalization(name="norm")]
+    parts = [body(), layers.LayerNormalization(name="norm")]
     encoder = keras.Sequential([keras.Input((4,)), *parts], name="encoder")
-    return keras.Model(inputs, layers.Dense(3, name="head")(encoder(inputs)), name="net")
+    return keras.Model(inputs, last()(encoder(inputs)), name="net")
 
 
 class Subclassed(keras.Model):
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
-        self.body = layers.Dense(5, name="body")
+        self.body, self.head = body(), last(**arguments)
         self.activation = layers.Activation("relu", name="bend")
-        self.head = layers.Dense(3, name="head", **arguments)
 
     def call(self, x: Any) -> Any:
         return self.head(self.activation(self.body(x)))
@@ -66,7 +70,7 @@ def wrapped() -> keras.Model:
     x = layers.TimeDistributed(layers.Dense(4, name="each"), name="times")(x)
     x = layers.Bidirectional(layers.LSTM(2, name="lstm", return_sequences=True), name="both")(x)
     x = layers.RNN([layers.LSTMCell(2, name="one"), layers.GRUCell(2, name="two")], name="rnn")(x)
-    return keras.Model(inputs, layers.Dense(3, name="head")(x), name="net")
+    return keras.Model(inputs, last()(x), name="net")
 
 
 def scoped() -> keras.Model:
@@ -91,9 +95,7 @@ CASES: list[tuple[Callable[[], keras.Model], str, set[str]]] = [
 
 
 @pytest.mark.parametrize(("make", "patterns", "expected"), CASES)
-def test_each_layer_has_the_policy_of_its_path(
-    make: Callable[[], keras.Model], patterns: str, expected: set[str]
-) -> None:
+def test_each_layer_has_the_policy_of_its_path(make: Any, patterns: str, expected: set[str]) -> None:
     modules = {f"module.{pattern}" for pattern in patterns.split()}
     set_policy(",".join(["bf16", *(f"{module}=fp32" for module in sorted(modules))]))
     model = make()
@@ -163,16 +165,17 @@ def test_compile_wraps_the_optimizer(make: Any, precision: str, arguments: Any, 
             assert model.optimizer.inner_optimizer is optimizer
             assert model.optimizer.machine() == machine
 
-
-def test_compile_leaves_an_optimizer_that_scales() -> None:
-    set_policy("fp16,module.head=fp32")
-    model, own = sequential(), LossScaleOptimizer(keras.optimizers.SGD(), loss_scale=2)
+    own = LossScaleOptimizer(optimizer, loss_scale=2)
     model.compile(own, LOSS)
     assert model.optimizer is own
-    kerass = KerasScaled(keras.optimizers.SGD())
+
+
+def test_compile_leaves_keras_own_loss_scale_with_a_warning() -> None:
+    set_policy("fp16,module.head=fp32")
+    model, own = sequential(), KerasScaled(keras.optimizers.SGD())
     with pytest.warns(UserWarning, match=r'LossScaleOptimizer\(optimizer, loss_scale="dynamic"\)'):
-        model.compile(kerass, LOSS)
-    assert model.optimizer is kerass
+        model.compile(own, LOSS)
+    assert model.optimizer is own
 
 
 def test_fp32_undoes_everything() -> None:
@@ -203,13 +206,11 @@ def test_a_pattern_that_names_no_layer_is_an_error_at_compile_or_at_the_first_st
         assert table.unmatched == ("boddy",)
         assert str(table).splitlines()[-1] == "module.boddy matches no layer of this model"
 
-    def train() -> None:
+    if make in (late, Subclassed):
         model.compile("sgd", LOSS)
-        assert make in (late, Subclassed)  # of the others it is told by now
-        model.train_on_batch(X, Y)
-
+    act = (lambda: model.train_on_batch(X, Y)) if model.compiled else (lambda: model.compile("sgd", LOSS))
     with pytest.raises(UnknownNameError, match=r"module\.boddy matches no layer .*Did you mean 'body'\?"):
-        train()
+        act()
     set_policy("bf16,module.head=fp32,module.critic/out=fp32")
     critic = keras.Sequential([layers.Dense(1, name="out")], name="critic")
     critic(X)  # a pattern for another model that was made
@@ -217,11 +218,8 @@ def test_a_pattern_that_names_no_layer_is_an_error_at_compile_or_at_the_first_st
 
 
 def in_a_thread() -> keras.Model:
-    made: list[keras.Model] = []
-    thread = threading.Thread(target=lambda: made.append(sequential()))
-    thread.start()
-    thread.join()
-    return made[0]
+    with ThreadPoolExecutor() as pool:
+        return pool.submit(sequential).result()
 
 
 def after_clear_session() -> keras.Model:
@@ -241,9 +239,7 @@ ODD: list[tuple[Callable[[], keras.Model], str, str]] = [
 
 
 @pytest.mark.parametrize(("make", "precision", "said"), ODD)
-def test_a_model_that_does_not_follow_the_policy_is_warned_of_once(
-    make: Any, precision: str, said: str
-) -> None:
+def test_a_model_that_does_not_follow_is_warned_of_once(make: Any, precision: str, said: str) -> None:
     if said:
         set_policy(precision)
     model = make()
@@ -300,9 +296,6 @@ def test_what_add_loss_was_given_in_16_bits_is_summed_in_fp32() -> None:
     assert history["loss"] == [pytest.approx(10000 + 6 + 60000, rel=2**-11)]
 
 
-# A model that hands its loss 16 bits
-
-
 class CastsItself(layers.Layer):
     """Computes in its policy's format and gives float32."""
 
@@ -313,16 +306,12 @@ class CastsItself(layers.Layer):
         return (shape[0], 3)
 
 
-def head_of(part: str) -> Any:
-    return keras.Sequential([keras.Input((5,)), layers.Dense(3)], name=part)
-
-
 # A model, and the pattern that makes its output FP32; None where the outputs are right.
 MODELS: dict[str, tuple[Callable[[], keras.Model], str | None]] = {
     "sequential": (sequential, "head"),
     "unbuilt": (late, "head"),
     "activation": (lambda: functional(layers.Activation("softmax", name="last")), "last"),
-    "nested": (lambda: functional(head_of("part")), "part"),
+    "nested": (lambda: functional(keras.Sequential([layers.Dense(3)], name="part")), "part"),
     "subclassed": (Subclassed, "LAYER"),
     "own dtype": (lambda: sequential(dtype="float32"), None),
     "casts itself": (lambda: functional(CastsItself()), None),

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -45,7 +46,6 @@ Launch = Callable[..., Ran]
 
 @pytest.fixture
 def launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
-    """Writes a script and runs it under a policy in this process."""
     return run_scripts.launcher(tmp_path, capsys, run)
 
 
@@ -69,14 +69,9 @@ def losses_of(ran: Ran) -> list[float]:
 
 @pytest.mark.every_backend
 def test_every_batch_of_fit_has_its_own_loss_and_an_update(launch: Launch) -> None:
-    ran = launch(
-        LINEAR
-        + """
-model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0, validation_data=(x, y))
-print(f"{model.evaluate(x, y, verbose=0):.6f}", keras.config.dtype_policy().name)
-""",
-        policy="fp32",
-    )
+    fit = "model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0, validation_data=(x, y))"
+    end = 'print(f"{model.evaluate(x, y, verbose=0):.6f}", keras.config.dtype_policy().name)'
+    ran = launch(f"{LINEAR}{fit}\n{end}\n", policy="fp32")
     assert ran.status == 0, ran.out
     np.testing.assert_allclose(losses_of(ran), naive_losses(8), rtol=1e-5)
     updates = [(one.optimizer, one.moved, one.skipped, one.loss_scale) for one in ran.of("update")]
@@ -117,15 +112,9 @@ def test_fp16_is_scaled_and_a_skipped_step_is_told(launch: Launch) -> None:
 
 @pytest.mark.every_backend
 def test_layers_and_their_formats_are_observed_and_peak_memory(launch: Launch) -> None:
-    source = f"""{HEAD}
-model = keras.Sequential([
-    keras.Input((4,)),
-    keras.layers.Dense(3, name="own", dtype="float32"),
-    keras.layers.Dense(1, name="head"),
-])
-model.compile("sgd", "mse")
-kept = np.ones({{}} << 17)
-{FIT}"""
+    own = 'keras.layers.Dense(3, name="own", dtype="float32")'
+    two_layers = LINEAR.replace("keras.layers.Dense(1", f"{own}, keras.layers.Dense(1")
+    source = f"{two_layers}\nkept = np.ones({{}} << 17)\n{FIT}"
     policy = "bf16,module.head=fp32"
     # Twice the limit: the kernel may drop tens of MB of library pages meanwhile, which count as resident, too.
     ran, more = (launch(source.format(megabytes), policy=policy, observe=True) for megabytes in (0, 600))
@@ -144,9 +133,8 @@ def test_seeds(launch: Launch) -> None:
     """Run 0 leaves the script's own seeds as they are; another run is another; what is unseeded is seeded."""
     unseeded = MANY_SEEDS.replace("keras.utils.set_random_seed(3)", "").replace("seed=5", "")
     for source, same_as_first in ((MANY_SEEDS, None), (unseeded, 0)):
-        first, again, other = (
-            launch(source, policy="fp32", seed_offset=k).out for k in (0, same_as_first, 1)
-        )
+        offsets = 0, same_as_first, 1
+        first, again, other = (launch(source, policy="fp32", seed_offset=k).out for k in offsets)
         assert first == again
         assert first != other
 
@@ -213,17 +201,13 @@ def test_a_precision_of_the_scripts_own_is_refused(launch: Launch, line: str, po
         launch(f"import keras\n{line}\n", policy=policy)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "keras.config.set_dtype_policy('float32')",
-        "from mezzo.keras import set_policy; set_policy(precision='fp32')",
-    ],
-)
-def test_float32_set_by_the_script_is_passed_over(launch: Launch, line: str) -> None:
-    ran = launch(f"import keras\n{line}\n" + LINEAR + "print(model.layers[0].compute_dtype)", policy="bf16")
+def test_float32_set_by_the_script_is_passed_over(launch: Launch) -> None:
+    lines = "keras.config.set_dtype_policy('float32')", "mezzo.keras.set_policy(precision='fp32')"
+    begin, end = "import keras, mezzo.keras; ", "print(model.layers[0].compute_dtype)"
+    ran = launch(f"{begin}{lines[0]}\n{lines[1]}\n{LINEAR}{end}", policy="bf16")
     assert ran.lines[-1] == "bfloat16"
-    assert "script.py:2 sets the dtype policy float32, which is ignored" in ran.notes
+    for number in (1, 2):
+        assert f"script.py:{number} sets the dtype policy float32, which is ignored" in ran.notes
 
 
 def test_a_pattern_that_names_no_layer_is_the_users_mistake(launch: Launch) -> None:
@@ -240,13 +224,13 @@ with __import__("torch").no_grad() if keras.backend.backend() == "torch" else co
 """
 
 
-@pytest.mark.parametrize(("policy", "scaled"), [("bf16", False), ("fp16", True)])
-def test_a_loop_of_the_scripts_own_is_told_what_to_write(launch: Launch, policy: str, scaled: bool) -> None:
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_a_loop_of_the_scripts_own_is_told_what_to_write(launch: Launch, policy: str) -> None:
     ran = launch(LINEAR + LOOP, policy=policy)
     assert (ran.status, ran.of("update")) == (0, [])
     (note,) = (line for line in ran.notes.splitlines() if "never called fit" in line)
     assert "model.fit" in note
-    assert ("mezzo.keras.LossScaleOptimizer(optimizer)" in note) == scaled
+    assert ("mezzo.keras.LossScaleOptimizer(optimizer)" in note) == (policy == "fp16")
 
 
 def test_what_only_pytorch_runs_can_do_is_refused(launch: Launch) -> None:
@@ -273,9 +257,7 @@ def test_everything_is_given_back(launch: Launch) -> None:
     assert "keras" not in unused.machine  # no layer was made
 
 
-def test_a_script_is_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KERAS_BACKEND", BACKEND)
     if BACKEND != "tensorflow":  # Keras imports it too where it is installed, which takes longer than the run

@@ -94,13 +94,9 @@ except LossScaleCollapseError as error:
 def test_one_decision_for_all_devices() -> None:
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "TF_CPP_MIN_LOG_LEVEL": "3"}
     script = COMMON + (MIRRORED if BACKEND == "tensorflow" else DATA_PARALLEL) + "print(json.dumps(told))"
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "KERAS_BACKEND": BACKEND, **flags},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {**os.environ, "KERAS_BACKEND": BACKEND, **flags}
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     told = json.loads(run.stdout.splitlines()[-1])
     # Scale, good steps, skipped ones, steps; the weights but for the order in which a batch is summed.

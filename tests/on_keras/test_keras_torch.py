@@ -45,8 +45,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "reading_is_free", lambda tensor: False)
 
 
-def sgd(**settings: Any) -> Any:
-    return keras.optimizers.SGD(0.5, **settings)
+def sgd() -> Any:
+    return keras.optimizers.SGD(0.5)
 
 
 def adamw() -> Any:
@@ -71,9 +71,7 @@ def weights_after(make: Callable[[], Any], events: str, mode: Any) -> Any:
 
 
 @pytest.mark.parametrize(("make", "mode"), [(adamw, NoReading), (accumulating, contextlib.nullcontext)])
-def test_the_path_without_reading_equals_the_branching_one(
-    make: Callable[[], Any], mode: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_path_without_reading_equals_the_branching_one(make: Any, mode: Any, monkeypatch: Any) -> None:
     events = ".x..xx..."
     branching = weights_after(make, events, contextlib.nullcontext())
     as_on_a_gpu(monkeypatch)
@@ -124,22 +122,18 @@ class Model(keras.Model):
         return self.head(self.body(x))
 
 
-def wrapped(linear: Any) -> Any:
-    return layers.TorchModuleWrapper(linear, name="body")
-
-
 @pytest.mark.parametrize(
-    ("wrap", "precision", "dtype"),
+    ("named", "precision", "dtype"),
     [
-        (wrapped, "fp16,loss_scale=1024", torch.float16),
-        (lambda linear: linear, "bf16", torch.bfloat16),
-        (wrapped, "fp16,module.body=fp32,loss_scale=1024", torch.float32),
+        (True, "fp16,loss_scale=1024", torch.float16),
+        (False, "bf16", torch.bfloat16),
+        (True, "fp16,module.body=fp32,loss_scale=1024", torch.float32),
     ],
 )
-def test_a_module_trains_as_the_layer_of_keras_does(wrap: Any, precision: str, dtype: torch.dtype) -> None:
+def test_a_module_trains_as_the_layer_of_keras_does(named: bool, precision: str, dtype: torch.dtype) -> None:
     set_policy(precision)
     own, linear = layers.Dense(8, name="body"), torch.nn.Linear(4, 8)
-    theirs, ours = Model(own), Model(wrap(linear))
+    theirs, ours = Model(own), Model(layers.TorchModuleWrapper(linear, name="body") if named else linear)
     for model in (theirs, ours):
         model(X)
     kernel, bias = (one.value.detach().clone() for one in (own.kernel, own.bias))
@@ -166,7 +160,11 @@ def test_an_op_without_16_bits_is_an_error_with_the_fix() -> None:
             return torch.dot(x[0], torch.ones(4))[None, None]  # autocast leaves it as it is
 
     set_policy("fp16")
+
+    def output() -> Any:
+        return Model(layers.TorchModuleWrapper(Values(), name="body"))(X)
+
     with pytest.raises(UsageError, match=r"Values in the layer 'body' cannot compute in float16.*Half"):
-        Model(wrapped(Values()))(X)
+        output()
     set_policy("fp16,module.body=fp32")
-    assert Model(wrapped(Values()))(X).dtype == torch.float32
+    assert output().dtype == torch.float32

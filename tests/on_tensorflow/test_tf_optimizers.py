@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -66,8 +67,8 @@ def test_patience(way: str) -> None:
     stepper = WAYS[way](DynamicLossScale(init=2.0, floor=1.0, patience=3))
     for _ in range(3):
         stepper(True)
-    eager = way.endswith("eagerly")
-    with pytest.raises(LossScaleCollapseError if eager else tf.errors.InvalidArgumentError) as raised:
+    kind = LossScaleCollapseError if way.endswith("eagerly") else tf.errors.InvalidArgumentError
+    with pytest.raises(kind) as raised:
         stepper(True)
     said, _, names = str(raised.value).partition("Gradients that are not finite:")
     assert "the loss scale is at its floor 2^0 and the last 3 steps were skipped" in said
@@ -81,8 +82,8 @@ def test_patience(way: str) -> None:
 def test_forgetting_to_scale_or_to_unscale_and_no_gradient_at_all(family: str) -> None:
     variable = tf.Variable([1.0])
     for done, said in (
-        (None, "the loss was never scaled, so that small gradients"),
-        ("get_scaled_loss", r"never unscaled: they are too large[\s\S]*get_unscaled_gradients"),
+        (None, "never scaled"),
+        ("get_scaled_loss", r"never unscaled[\s\S]*get_unscaled_gradients"),
         ("get_unscaled_gradients", "too small by the loss scale"),
     ):
         optimizer = FAMILIES[family](DynamicLossScale())
@@ -121,17 +122,19 @@ def test_a_narrow_loss_and_narrow_gradients_keep_their_types() -> None:
     assert (wide.dtype, float(wide)) == (tf.float64, 2.0**-16)
 
 
+EVENTS = (False, True, True, False)
+
+
 def test_a_session_saves_and_restores_by_name(tmp_path: Any) -> None:
     stepper = InSession("v1", DynamicLossScale(growth_interval=3))
-    for bad in (False, True, True, False):
+    for bad in EVENTS:
         stepper(bad)
     with stepper.graph.as_default():
         saver = v1.train.Saver()
         path = saver.save(stepper.session, str(tmp_path / "saved"))
-    kept, weights = stepper.machine(), stepper.everything()
-    stepper(True)
-    assert stepper.machine() != kept
-    with stepper.graph.as_default():
+        kept, weights = stepper.machine(), stepper.everything()
+        stepper(True)
+        assert stepper.machine() != kept
         saver.restore(stepper.session, path)
     assert stepper.machine() == kept
     assert all(np.array_equal(a, b) for a, b in zip(weights, stepper.everything()))
@@ -140,7 +143,7 @@ def test_a_session_saves_and_restores_by_name(tmp_path: Any) -> None:
 @pytest.mark.parametrize("family", UNSCALING)
 def test_a_checkpoint_brings_the_state_back(family: str, tmp_path: Any) -> None:
     stepper = Eager(family, DynamicLossScale(growth_interval=3))
-    for bad in (False, True, True, False):
+    for bad in EVENTS:
         stepper(bad)
     tracked = {"optimizer": stepper.optimizer, "weight": stepper.variable}
     path = tf.train.Checkpoint(**tracked).save(str(tmp_path / "saved"))
@@ -191,20 +194,15 @@ def test_reference_variables_are_refused_with_the_way_out() -> None:
     with tf.Graph().as_default():
         variable = v1.get_variable("old", initializer=[1.0], use_resource=False)
         optimizer = FAMILIES["v1"](DynamicLossScale())
-        with pytest.raises(
-            UsageError, match=r"'old:0' is a reference variable.*use_resource=False.*disable_control_flow_v2"
-        ):
+        with pytest.raises(UsageError, match=r"'old:0'.*use_resource=False.*disable_control_flow_v2"):
             optimizer.minimize(tf.reduce_sum(variable))
 
 
-def test_two_replicas_skip_together() -> None:
+def test_two_replicas_skip_together(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, str(folder / "children" / "two_replicas.py")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])},
-    )
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    command = [sys.executable, str(folder / "children" / "two_replicas.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     # Weights on both replicas, then the scale and the number of skipped steps.
     good, skipped = [0.625, 1.625], ([4.0, 0], [2.0, 1], [1.0, 2])
@@ -224,9 +222,8 @@ kinds = pytest.mark.parametrize(("make", "wrapper"), KINDS.values(), ids=KINDS)
 
 def model() -> Any:
     tf_keras.utils.set_random_seed(0)
-    return tf_keras.Sequential(
-        [tf_keras.layers.Dense(16, "tanh", input_shape=(8,)), tf_keras.layers.Dense(1)]
-    )
+    hidden = tf_keras.layers.Dense(16, "tanh", input_shape=(8,))
+    return tf_keras.Sequential([hidden, tf_keras.layers.Dense(1)])
 
 
 @kinds
@@ -242,9 +239,7 @@ def test_fit_scales_skips_and_does_not_count_what_it_skipped(make: Any, wrapper:
     plain = model()
     plain.compile(make(), "mse")
     assert losses == plain.fit(X, Y, batch_size=4, verbose=0, callbacks=[halved]).history["loss"]
-    assert optimizer.machine() == DynamicLossScale(
-        init=16.0, growth_interval=3, floor=0.25, scale=32.0, good_steps=1
-    )
+    assert optimizer.machine() == dataclasses.replace(pure, scale=32.0, good_steps=1)
     assert int(optimizer.iterations.numpy()) == 4
     inner = optimizer.inner_optimizer.variables
     held = [*trained.variables, *(inner() if callable(inner) else inner)]
@@ -252,8 +247,7 @@ def test_fit_scales_skips_and_does_not_count_what_it_skipped(make: Any, wrapper:
     trained.fit(np.inf * X, Y, batch_size=2, verbose=0)  # eight steps, each of them skipped
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, held))
     assert float(optimizer.loss_scale) == 0.25  # tf_keras's own stays at 1
-    assert int(optimizer.skipped_steps.numpy()) == 8
-    assert bool(optimizer.last_step_skipped.numpy())
+    assert (int(optimizer.skipped_steps), bool(optimizer.last_step_skipped)) == (8, True)
     assert int(optimizer.iterations.numpy()) == 4
 
 
@@ -261,9 +255,8 @@ def test_fit_scales_skips_and_does_not_count_what_it_skipped(make: Any, wrapper:
 @pytest.mark.parametrize(("kind", "name"), [("new", "model.keras"), ("legacy", "model.h5")])
 def test_a_saved_model_brings_its_optimizer(kind: str, name: str, tmp_path: Path) -> None:
     trained = model()
-    optimizer = mt.enable_mixed_precision_graph_rewrite(
-        KINDS[kind][0](), "dynamic(init=1024,growth_interval=3)"
-    )
+    pure = DynamicLossScale(init=1024.0, growth_interval=3)
+    optimizer = mt.enable_mixed_precision_graph_rewrite(KINDS[kind][0](), pure)
     trained.compile(optimizer, "mse")
     trained.fit(X, Y, batch_size=4, verbose=0)
     trained.save(tmp_path / name)
@@ -271,8 +264,7 @@ def test_a_saved_model_brings_its_optimizer(kind: str, name: str, tmp_path: Path
     assert type(loaded) is type(optimizer)
     assert type(loaded.inner_optimizer) is type(optimizer.inner_optimizer)
     # Keras 2's files have no room for the state of a legacy loss-scale optimizer, of tf_keras's own neither.
-    state = optimizer.machine() if kind == "new" else DynamicLossScale(init=1024.0, growth_interval=3)
-    assert loaded.machine() == state
+    assert loaded.machine() == (optimizer.machine() if kind == "new" else pure)
 
 
 @kinds

@@ -66,8 +66,6 @@ class Eager:
 
 
 class InSession:
-    """The same in a graph of TF1."""
-
     def __init__(self, family: str, pure: LossScale) -> None:
         self.graph = tf.Graph()
         with self.graph.as_default():
