@@ -288,11 +288,11 @@ def clip_(
     counted = [grad for grad, param in zip(grads, params) if ranks.counts(param)]
     norms = [] if clip_norm is None else [_total_norm(counted)]
     if clip_value is not None:
-        torch.nn.utils.clip_grad_value_([p for p, grad in zip(params, grads) if p.grad is grad], clip_value)
-        for grad in (
-            grad for p, grad in zip(params, grads) if p.grad is not grad
-        ):  # a part, or values, of `.grad`
-            grad.clamp_(-clip_value, clip_value)
+        if whole := [param for param, grad in zip(params, grads) if param.grad is grad]:  # of none it raises
+            torch.nn.utils.clip_grad_value_(whole, clip_value)
+        for param, grad in zip(params, grads):
+            if param.grad is not grad:  # a part, or values, of `.grad`
+                grad.clamp_(-clip_value, clip_value)
         norms += [_total_norm(counted) for _ in norms]
     by = None
     if ranks and (norms or found is not None):
