@@ -279,11 +279,14 @@ def everything(model: nn.Module, *others: Any) -> list[Any]:
     return found
 
 
-PYTORCHS = functools.partial(torch.optim.AdamW, lr=torch.tensor(0.01), amsgrad=True)
+def pytorchs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=torch.tensor(0.01), amsgrad=True)
+
+
 MEZZOS = functools.partial(mezzo.optim.AdamW, lr=0.01, state="int8")
 
 
-@pytest.mark.parametrize("make", [PYTORCHS, pytest.param(MEZZOS, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("make", [pytorchs, pytest.param(MEZZOS, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_what_was_handed_over_is_put_back_to_the_bit(make: Any, steps_before: int) -> None:
     """After the search training goes on exactly as without it."""
