@@ -152,7 +152,7 @@ def test_a_folder_in_use_is_left_alone(words: str, tmp_path: Path, command: Comm
         ran = command(f"{words} --out out", *(["t.py"] if words.startswith("run") else []))
         assert ran.status == 2
         assert sorted(out.rglob("*")) == before
-    for word in ("out", f"process {os.getpid()}", "pytest", "--out", "Wait"):
+    for word in ("out", f"process {os.getpid()}", Path(sys.argv[0]).name, "--out", "Wait"):
         assert word in ran.err, ran.err
 
 
