@@ -18,6 +18,7 @@ from tensorflow.python.training.experimental import mixed_precision_global_state
 
 import mezzo.tensorflow as mt
 import one_task
+from cpu import needs_avx512
 from mezzo.core.errors import UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from mezzo.keras import set_policy
@@ -46,6 +47,7 @@ def products() -> Any:
 
 
 def test_a_function_is_rewritten_and_back_again() -> None:
+    needs_avx512("TensorFlow leaves its graphs in FP32")
     function = products()
     full = float(function(INPUT))  # traced before the rewrite
     for _ in range(2):
@@ -76,6 +78,7 @@ def in_a_session(config: Any = None) -> set[str]:
 
 
 def test_a_session_is_rewritten_with_a_config_of_its_own_too() -> None:
+    needs_avx512("TensorFlow leaves its graphs in FP32")
     assert in_a_session() == {"float32"}
     global_state.set_non_mixed_precision_session_created(False)
     enable(adam())
@@ -200,6 +203,7 @@ def fit(trained: Any) -> list[float]:
 
 
 def test_it_fits_in_rewritten_graphs() -> None:
+    needs_avx512("TensorFlow leaves its graphs in FP32")
     plain = model()
     plain.compile(keras.optimizers.SGD(0.01), "mse")
     full = fit(plain)
