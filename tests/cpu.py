@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-CPUINFO = Path("/proc/cpuinfo")
+from mezzo.core.hardware import cpu
 
 
 def needs_avx512(reason: str) -> None:
     """Skip the rest of a test on a CPU without AVX-512, where the library that Mezzo is compared with can't do this."""
-    if not CPUINFO.exists() or "avx512bw" not in CPUINFO.read_text(encoding="utf-8"):
+    if "avx512bw" not in cpu()[1]:
         pytest.skip(f"a CPU without AVX-512: {reason}")

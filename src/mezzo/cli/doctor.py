@@ -91,8 +91,13 @@ def _measured(quick: bool) -> tuple[dict[str, Any], Recommendation]:
     say(f"Measuring, for at most about {measure.LIMIT * budget:.0f} s ...")
     rows = measure.measure(device, sizes=sizes, budget=budget)
     named = "this CPU" if device == "cpu" else described["gpu"]["name"]
-    data = {"machine": described, "device": device, "native": sorted(native)}
-    data |= {"unsteady": any(row["unsteady"] for row in rows), "measured": rows}
+    data = {
+        "machine": described,
+        "device": device,
+        "native": sorted(native),
+        "unsteady": any(row["unsteady"] for row in rows),
+        "measured": rows,
+    }
     return data, measure.recommend(rows, native, device=named)
 
 
@@ -147,11 +152,13 @@ def _gpu_lines(model: GpuModel) -> Iterable[str]:
 
 
 def _gpu_json(model: GpuModel) -> dict[str, Any]:
-    number, name = "{}.{}".format(*model.capability), architecture(model.capability)
-    formats = list(formats_at(model.capability) if model.tensor_cores else ())
     return {
         "name": model.name,
-        "capability": {"capability": number, "architecture": name, "tensor_core_formats": formats},
+        "capability": {
+            "capability": "{}.{}".format(*model.capability),
+            "architecture": architecture(model.capability),
+            "tensor_core_formats": list(formats_at(model.capability) if model.tensor_cores else ()),
+        },
         "memory_gb": model.memory_gb,
         "bandwidth_gb_s": model.bandwidth,
         "dense_peak_tflop_s": dict(model.peaks),

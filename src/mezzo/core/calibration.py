@@ -290,9 +290,19 @@ def recommend(
     if chosen not in QUANTIZED and source.histogram.overflows("fp16", shift_of(start)):
         every = f"{source}: this overflows fp16 under every dynamic loss scale"
         notes = [f"{every}. Train in bf16 or fp32.", *notes]
-    scales = constant, start
-    total = reduce(Histogram.plus, (one.histogram for one in gradients))
-    return Recommendation(chosen, why, policy, len(records), *scales, source, total, kept, notes, sensitivity)
+    return Recommendation(
+        format=chosen,
+        why=why,
+        policy=policy,
+        steps=len(records),
+        constant=constant,
+        start=start,
+        gradient=source,
+        gradients=reduce(Histogram.plus, (one.histogram for one in gradients)),
+        kept=kept,
+        notes=notes,
+        sensitivity=sensitivity,
+    )
 
 
 def _quantized(

@@ -21,9 +21,13 @@ TENSOR_CORES_FROM = {"fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 
 def system() -> dict[str, Any]:
     """os, python, mezzo, cpu and usable_cores (those that this process may use), as plain JSON values."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os_name = f"{platform.system()} {platform.release()}"
-    versions = {"os": os_name, "python": platform.python_version(), "mezzo": VERSION}
-    return {**versions, "cpu": cpu()[0], "usable_cores": usable}
+    return {
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "mezzo": VERSION,
+        "cpu": cpu()[0],
+        "usable_cores": usable,
+    }
 
 
 def cpu() -> tuple[str, frozenset[str]]:

@@ -33,7 +33,9 @@ NOT_THE_SCALE = (
     "learning rate and the initialization."
 )
 
-NO_STATISTICAL = "the statistical loss scale was removed in version 0.2. Use 'dynamic' (DynamicLossScale)."
+STATISTICAL_REMOVED = (
+    "the statistical loss scale was removed in version 0.2. Use 'dynamic' (DynamicLossScale)."
+)
 
 _Kind = TypeVar("_Kind", bound="_Scale")
 
@@ -96,10 +98,8 @@ class _Scale:
         return not isinstance(pure, NoLossScale) and bool(pure.arrays().stuck >= pure.patience)
 
     def begun_anew(self: _Kind) -> _Kind:
-        """The first state, as if no step had been taken: a field of the state has the default 0."""
-        pure: Any = self
-        first: _Kind = replace(pure, **{field.name: 0 for field in fields(pure) if field.default == 0})
-        return first
+        """The first state, as if no step had been taken."""
+        return self
 
     def state_dict(self) -> dict[str, Any]:
         """Settings and state as plain values, for `from_state_dict`."""
@@ -182,6 +182,10 @@ class StaticLossScale(_Scale):
             NOT_THE_SCALE,
             "Otherwise use loss_scale='dynamic', or a smaller constant: StaticLossScale.from_largest(...).",
         )
+
+    def begun_anew(self) -> StaticLossScale:
+        """The same scale, as if no step had been skipped."""
+        return replace(self, skips=0)
 
 
 @checks_fields
@@ -282,6 +286,10 @@ class DynamicLossScale(_Scale):
             "Otherwise train in bf16, or keep the module that overflows in FP32: 'fp16,module.PATTERN=fp32'.",
         )
 
+    def begun_anew(self) -> DynamicLossScale:
+        """The first state."""
+        return replace(self, scale=self.init, good_steps=0, overflows=0, stuck=0)
+
 
 LossScale = NoLossScale | StaticLossScale | DynamicLossScale
 
@@ -324,14 +332,16 @@ def check(pure: LossScale, state: ScaleArrays) -> None:
         raise pure.collapsed(stuck)
 
 
-KINDS: dict[str, type[LossScale]] = {cls.kind: cls for cls in LossScale.__args__}
+KINDS: dict[str, type[LossScale]] = {
+    cls.kind: cls for cls in (NoLossScale, StaticLossScale, DynamicLossScale)
+}
 
 
 def from_state_dict(state: dict[str, Any]) -> LossScale:
     """The loss scale that `state_dict` saved, without unknown keys."""
     kind = str(state.get("kind", ""))
     if kind == "statistical":
-        raise UsageError(NO_STATISTICAL)
+        raise UsageError(STATISTICAL_REMOVED)
     if kind not in KINDS:
         raise unknown_name("loss scale kind", kind, KINDS)
     cls = KINDS[kind]
@@ -354,7 +364,9 @@ def checked_scale(name: str, value: object) -> float:
     except OverflowError:
         given = math.inf
     if not SMALLEST <= given <= LARGEST:
-        raise UsageError(f"{name} is {value!r}. A loss scale is between 2**-126 and 2**126, such as 1024.")
+        raise UsageError(
+            f"{name} is {value!r}. A loss scale is a number between 2**-126 and 2**126, such as 1024."
+        )
     return fl32(given)
 
 

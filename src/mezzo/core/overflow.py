@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from mezzo.core.formats import named
 from mezzo.core.notebook import html_table
@@ -64,7 +65,9 @@ _BY_OPS = {
     "softmax, log_softmax, scaled_dot_product_attention": Weakness(
         "leave at least one position of each row unmasked: the softmax of a fully masked row is NaN"
     ),
-    "norm, linalg_vector_norm": Weakness("", "add an eps before the root: a norm has no derivative at 0"),
+    "norm, linalg_vector_norm": Weakness(
+        fix_slope="add an eps before the root: a norm has no derivative at 0"
+    ),
     "acos, asin, atanh": Weakness(_INSIDE),
     "mean": Weakness("the mean of no elements is NaN: check that at least one element is left"),
     "std": Weakness(
@@ -77,10 +80,14 @@ _BY_OPS = {
     ),
     "binary_cross_entropy": Weakness("use binary_cross_entropy_with_logits on the input of the sigmoid"),
     # Not an operation: a function of the script's own on a gradient.
-    "gradient hook": Weakness("", "check the hook that the script registered on that tensor's gradient"),
+    "gradient hook": Weakness(
+        fix_slope="check the hook that the script registered on that tensor's gradient"
+    ),
 }
 
-WEAK_OPS: Mapping[str, Weakness] = {op: weak for ops, weak in _BY_OPS.items() for op in ops.split(", ")}
+WEAK_OPS: Mapping[str, Weakness] = MappingProxyType(
+    {op: weakness for ops, weakness in _BY_OPS.items() for op in ops.split(", ")}
+)
 """Op -> its weakness, by the names of `mezzo.core.rules.RULES` where an op is in it."""
 
 

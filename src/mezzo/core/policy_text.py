@@ -133,7 +133,7 @@ def loss_scale_of(text: str, where: str = "") -> LossScale:
         return NoLossScale()
     try:
         if text.startswith("statistical"):
-            raise UsageError(loss_scale.NO_STATISTICAL)
+            raise UsageError(loss_scale.STATISTICAL_REMOVED)
         called = re.fullmatch(r"(\w+)(?:\((.*)\))?", text, re.DOTALL)
         if called is None or called[1] not in _SETTINGS:
             return StaticLossScale(_number(text))

@@ -20,20 +20,24 @@ from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.formats import named
 from mezzo.core.policy_text import is_toml, load_toml
 
-SCALES: Mapping[str, str] = {
-    "power-of-two": "the smallest power of two that brings the largest magnitude into the format's range",
-    "e8m0": "the smallest power of two that brings the largest magnitude into the format's range, in 8 bits",
-    "e8m0-floor": "OCP MX's text: 2^(floor(log2 of the largest) - largest exponent); the largest may saturate",
-    "fp32": "the largest magnitude over the format's largest value, in FP32",
-    "e4m3fn": "NVFP4: FP32 for the tensor, e4m3fn for the block",
-}
+SCALES: Mapping[str, str] = MappingProxyType(
+    {
+        "power-of-two": "the smallest power of two that brings the largest magnitude into the format's range",
+        "e8m0": "the smallest power of two that brings the largest magnitude into the format's range, in 8 bits",
+        "e8m0-floor": "OCP MX's text: 2^(floor(log2 of the largest) - largest exponent); the largest may saturate",
+        "fp32": "the largest magnitude over the format's largest value, in FP32",
+        "e4m3fn": "NVFP4: FP32 for the tensor, e4m3fn for the block",
+    }
+)
 """Kinds of scales, each with what it is."""
 
-HARDWARE: Mapping[str, tuple[int, tuple[str, ...], tuple[tuple[int, int], ...]]] = {
-    "mxfp8": (8, ("e8m0", "e8m0-floor"), ((1, 32), (32, 32))),
-    "fp8-block": (8, ("power-of-two", "fp32"), ((1, 128), (128, 128))),
-    "nvfp4": (4, ("e4m3fn",), ((1, 16), (16, 16))),
-}
+HARDWARE: Mapping[str, tuple[int, tuple[str, ...], tuple[tuple[int, int], ...]]] = MappingProxyType(
+    {
+        "mxfp8": (8, ("e8m0", "e8m0-floor"), ((1, 32), (32, 32))),
+        "fp8-block": (8, ("power-of-two", "fp32"), ((1, 128), (128, 128))),
+        "nvfp4": (4, ("e4m3fn",), ((1, 16), (16, 16))),
+    }
+)
 """Products of blocks that GPUs compute: bits of an element, kinds of scales, blocks. fp8's are in `Recipe.hardware`."""
 
 ELEMENTS = ("e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1")
@@ -68,7 +72,11 @@ class Factor:
         if self.scale not in tuple(SCALES):
             raise unknown_name("scale", self.scale, SCALES)
         block = list(self.block) if isinstance(self.block, tuple) else self.block
-        if not isinstance(block, list) or [*map(type, block)] != [int, int] or min(block) < 0:
+        if (
+            not isinstance(block, list)
+            or len(block) != 2
+            or not all(type(size) is int and size >= 0 for size in block)
+        ):
             raise UsageError(
                 f"block={block!r}: use two numbers from 0 on, such as [1, 32]; 0 is the whole dimension."
             )

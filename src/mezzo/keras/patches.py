@@ -162,7 +162,15 @@ def formats(model: Any, plan: KerasPlan) -> list[OpFormats]:
             continue
         low = WORDS[plan.policy_for(path)]
         computed = NAMES.get(str(layer.compute_dtype), str(layer.compute_dtype))
-        rule, reason = "lower" if low != "fp32" else "fp32", f"dtype policy {layer.dtype_policy.name}"
-        planned, observed = f"{low} -> {low}", f"{computed} -> {computed}"
-        rows.append(OpFormats(type(layer).__name__, rule, planned, observed, 1, 0, reason, path))
+        row = OpFormats(
+            op=type(layer).__name__,
+            rule="lower" if low != "fp32" else "fp32",
+            planned=f"{low} -> {low}",
+            observed=f"{computed} -> {computed}",
+            calls=1,
+            casts=0,
+            reason=f"dtype policy {layer.dtype_policy.name}",
+            module=path,
+        )
+        rows.append(row)
     return rows

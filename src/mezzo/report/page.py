@@ -48,7 +48,9 @@ def render(comparison: Comparison) -> str:
         margin = finite(candidates[name].get("margin"))
         curves.append(figures.difference(comparison, name, colour, margin))
     # One run of each precision stands for its seeds: their exponents are alike, and the page stays small.
-    seen = [[run for run in comparison.of(one) if run.ranges][:1] for one in (comparison.baseline, *colours)]
+    watched = [
+        [run for run in comparison.of(one) if run.ranges][:1] for one in (comparison.baseline, *colours)
+    ]
     return _page(
         runs,
         [target and PurePath(str(target)).name, comparison.directory.resolve().name],
@@ -59,7 +61,7 @@ def render(comparison: Comparison) -> str:
         colours=colours,
         curves=curves,
         scales=[figures.loss_scale(comparison.of(one), colour, one) for one, colour in colours.items()],
-        ranges=[range_figures.range_figures(run) for some in seen for run in some],
+        ranges=[range_figures.range_figures(run) for some in watched for run in some],
         formats=_ops((one, comparison.of(one)) for one in colours),
         machine=_machine(comparison.verdict.get("machine"), runs),
         kinds="cw" if any(run.ranges or run.overflows for run in runs) else "c",
@@ -105,8 +107,14 @@ def _environment() -> jinja2.Environment:
     def packaged(name: str) -> str:
         return package.joinpath(name).read_text(encoding="utf-8")
 
-    found = jinja2.Environment(autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
-    found.loader, found.undefined = jinja2.FunctionLoader(packaged), jinja2.StrictUndefined
+    found = jinja2.Environment(
+        loader=jinja2.FunctionLoader(packaged),
+        autoescape=True,
+        finalize=_shown,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     given = [one for name, one in vars(numbers).items() if callable(one) and not name.startswith("_")]
     given += [one for one in vars(figures).values() if getattr(one, "__module__", "") == figures.__name__]
     given += [charts.gauge, command_line]
@@ -116,8 +124,9 @@ def _environment() -> jinja2.Environment:
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         found.globals.update({kind: text, f"{kind}_hash": f"sha256-{digest}"})
     found.globals.update(version=VERSION, parity=_parity, noted=_noted, READING=READING)
-    found.filters.update(prose=_prose, comma="{:,}".format)
-    found.filters["json"] = partial(json.dumps, separators=(",", ":"), allow_nan=False)
+    found.filters.update(
+        prose=_prose, json=partial(json.dumps, separators=(",", ":"), allow_nan=False), comma="{:,}".format
+    )
     return found
 
 

@@ -6,7 +6,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -154,9 +153,13 @@ def advice(folder: Path) -> dict[str, Any] | None:
 
 
 def _tail(path: Path) -> str:
-    with suppress(OSError):
-        return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
-    return ""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 20_000))
+            return "\n".join(file.read().decode("utf-8", errors="replace").splitlines()[-LOG_LINES:])
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,9 @@ def read(directory: Path) -> Comparison:
     try:
         verdict = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"{path}: no such file. Give a folder that `mezzo compare` wrote.") from None
+        raise UsageError(
+            f"{path}: no such file. Give a folder that `mezzo compare --out DIR` wrote."
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read ({error}). Run `mezzo compare` again.") from error
     if not isinstance(verdict, dict) or not isinstance(verdict.get("candidates"), dict):
@@ -219,8 +224,10 @@ def read(directory: Path) -> Comparison:
     baseline = str(verdict.get("baseline", "fp32"))
     known = {records.file_name(name): name for name in (baseline, *candidates)}
     runs = tuple(read_run(file, known) for file in sorted((directory / "runs").glob("*.jsonl")))
-    request = asked if isinstance(asked := verdict.get("request"), dict) else {}
-    return Comparison(directory, verdict, candidates, baseline, runs, request)
+    request = verdict.get("request")
+    return Comparison(
+        directory, verdict, candidates, baseline, runs, request if isinstance(request, dict) else {}
+    )
 
 
 def command_line(comparison: Comparison) -> str:

@@ -78,8 +78,13 @@ class Children:
             # A script may change the working directory, and the system limits the length of a variable.
             file = request.records and request.records.absolute()
             request = replace(request, records=file, source=code[:1000] or None)
-            parent = {"home": str(self._home), "process": os.getpid(), "host": socket.gethostname()}
-            run = {"module": self._module, **parent, "request": json.loads(request.to_json())}
+            run = {
+                "module": self._module,
+                "home": str(self._home),
+                "process": os.getpid(),
+                "host": socket.gethostname(),
+                "request": json.loads(request.to_json()),
+            }
             paths = filter(None, (STARTUP, os.environ.get("PYTHONPATH")))
             for name, value in ((VARIABLE, json.dumps(run)), ("PYTHONPATH", os.pathsep.join(paths))):
                 self._before[name] = os.environ.get(name)

@@ -87,9 +87,10 @@ class Journal:
     ) -> None:
         """An optimizer's step that moved the parameters, or was skipped; `at` if not now."""
         if self.writes:
-            when = self.now() if at is None else at
-            of = self.updates, optimizer, moved, not moved
-            self._put(records.UpdateRecord(*of, loss_scale, when, reason, observed))
+            index, at = self.updates, self.now() if at is None else at
+            self._put(
+                records.UpdateRecord(index, optimizer, moved, not moved, loss_scale, at, reason, observed)
+            )
         self.count(optimizer)
         self.skipped += not moved
 

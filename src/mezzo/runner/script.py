@@ -49,12 +49,14 @@ def locate(target: str, *, is_module: bool, source: str | None = None) -> Target
     file = path / "__main__.py" if folder else path
     if not os.access(file, os.R_OK):
         near = sorted(p.name for p in path.parent.glob("*.py"))[:5] if os.path.isdir(path.parent) else []
-        there = f" Scripts there: {', '.join(near)}." * bool(near) + " Give the path of a script."
+        there = f" Scripts there: {', '.join(near)}." if near else ""
         if folder:
-            raise UsageError(f"{target!r} is a directory without a __main__.py.{there}")
+            raise UsageError(
+                f"{target!r} is a directory without a __main__.py.{there} Give the path of a script."
+            )
         if os.path.exists(file):
             raise UsageError(f"the script {str(file)!r} can't be read. Check its permissions.")
-        raise UsageError(f"no script {str(file)!r} in {os.getcwd()}.{there}")
+        raise UsageError(f"no script {str(file)!r} in {os.getcwd()}.{there} Give the path of a script.")
     if path.suffix == ".ipynb":
         raise UsageError(
             f"{target!r} is a notebook. Convert it and run the script: jupyter nbconvert --to script {target}. In the "
@@ -87,12 +89,17 @@ def surroundings(target: Target, argv: tuple[str, ...]) -> Iterator[dict[str, An
     """`__main__`, `sys.argv` and `sys.path[0]` as Python makes them for this target; restored afterwards."""
     module, spec = ModuleType("__main__"), target.spec
     namespace: dict[str, Any] = module.__dict__
-    loader: Any = spec.loader if spec else SourceFileLoader("__main__", target.file)
+    namespace.update(
+        __file__=target.file,
+        __package__=spec and spec.parent,
+        __spec__=spec,
+        __builtins__=builtins,
+        __cached__=spec and spec.cached,
+        __loader__=spec.loader if spec else SourceFileLoader("__main__", target.file),
+        __annotations__={},
+    )
     if target.source is not None:
-        loader = BuiltinImporter
-    namespace.update(__file__=target.file, __package__=spec and spec.parent, __spec__=spec)
-    namespace.update(__builtins__=builtins, __cached__=spec and spec.cached, __loader__=loader)
-    namespace["__annotations__"] = {}
+        namespace["__loader__"] = BuiltinImporter
     if target.argv0 == "-c":
         del namespace["__file__"], namespace["__cached__"]
     _kept.append(module)

@@ -20,7 +20,9 @@ __all__ = [*_PUBLIC, "install", "uninstall"]
 __getattr__, __dir__ = lazy(
     __name__,
     _PUBLIC,
-    {"tensorflow": "Install it: pip install tensorflow, or without NVIDIA GPU pip install tensorflow-cpu."},
+    {
+        "tensorflow": "Install it: pip install tensorflow, or without an NVIDIA GPU pip install tensorflow-cpu."
+    },
     {
         "explain": "was removed in version 0.2. TensorFlow writes its graphs before and after the rewrite "
         "into the folder that TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_LOG_PATH names (docs/keras.md).",
