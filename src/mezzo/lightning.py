@@ -121,6 +121,9 @@ class _Plugin(TrainerStep):
     def __repr__(self) -> str:
         return self._call(str(self._arguments["policy"]))
 
+    def __str__(self) -> str:  # in Lightning's own errors, where a strategy takes other plugins only
+        return f"{self!r} (for one device, or strategy='ddp')"
+
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Store the weights as the policy says, in place."""
         self.lower(module)
