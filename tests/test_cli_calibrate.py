@@ -55,7 +55,7 @@ def test_it_is_printed_and_written(here: Path, command: Command) -> None:
     asked = {"policy": "fp32", "watch": 1, "stop_after": 5, "argv": ["--epochs", "3"], "seed_offset": None}
     assert request.items() >= {**asked, "summary": False, "watch_all": True, "sensitivity": True}.items()
     assert not list((folder / "runs").glob("*.request.json"))
-    ran = command(f"calibrate {script(here)} --precision fp16 --no-check")  # of 0.1.0
+    ran = command(f"calibrate {script(here)} --precision fp16")
     assert "Use fp16: as asked." in ran.out
     assert {path.name for path in (folder / "runs").iterdir()} == {"fp32-0.jsonl", "fp32-0.log"}
 
@@ -86,7 +86,6 @@ def test_the_modules_are_ranked(here: Path, command: Command) -> None:
     ]
     out = command(f"{words} --verbose").out
     assert "  0.002\n" in out  # e4m3fn
-    assert "Of all gradients fp16 rounds 0% to zero" in out
     found = json.loads((here / "mezzo-calibrate-train" / "calibration.json").read_text())
     ranking = found["recommendation"]["sensitivity"]
     assert [(one["module"], one["lowest"]) for one in ranking["modules"]] == [("", "fp32"), ("a", "e4m3fn")]

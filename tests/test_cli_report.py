@@ -44,7 +44,7 @@ def test_a_runs_folder_a_comparisons_folder_and_a_file(
         (["nowhere"], "nowhere: no such file or folder. A report needs"),
         (["ok.py"], "ok.py: contains no run records"),
         ([""], "Give one with run records"),
-        ([], "mezzo report run. Folders with run records here"),
+        ([], "Give one with run records"),
     ],
 )
 def test_what_holds_no_record_is_status_2(

@@ -128,9 +128,6 @@ WRONG = [
     (("bf16", torch.ones(1)), {}, UsageError, "received 'bf16'.*the precision by name"),
     ((nn.Linear, torch.ones(1)), {}, UsageError, "received the class Linear"),
     ((nn.Linear(2, 2), torch.ones(1, 2)), {"precision": "bf61"}, UnknownNameError, "Did you mean 'bf16'"),
-    ((nn.Linear(2, 2), torch.ones(1, 2), "bf16"), {}, UnknownNameError, "mean precision='bf16'"),
-    ((nn.Linear(2, 2), torch.ones(1, 2)), {"policy": "fp16"}, UnknownNameError, "mean precision='fp16'"),
-    ((nn.Linear(2, 2), torch.ones(1, 2)), {"presision": "fp16"}, UnknownNameError, "mean precision='fp16'"),
     ((block(), torch.ones(1, 8)), {"precision": "bf16,module.haed=fp32"}, UnknownNameError, "no module"),
 ]
 

@@ -322,17 +322,12 @@ def test_the_document_explains_every_rule_and_key() -> None:  # test_readme.py c
         assert f"\n| `{word}` |" in text, word
 
 
-def test_output_of_version_0_1_is_ignored_and_settings_belong_into_the_text(tmp_path: Path) -> None:
+def test_output_of_version_0_1_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "policy.toml"
     path.write_text('compute = "bf16"\noutput = "fp32"\n', encoding="utf-8")
     assert policy(path) == policy("bf16,output=fp32") == Policy("bf16", output="fp32") == Policy("bf16")
     with pytest.warns(DeprecationWarning, match="output=fp16"):
         assert policy("bf16,output=fp16") == Policy("bf16")
-    with pytest.raises(UsageError, match=r"mezzo\.policy\('bf16,loss_scale=8'\)"):
-        policy("bf16", loss_scale=8)
-    for modules in ({"head": "fp32"}, [("head", "fp32")], "head=fp32"):
-        with pytest.raises(UsageError, match=r"mezzo\.policy\('bf16,module\.head=fp32'\)"):
-            policy("bf16", modules=modules)
 
 
 def test_built_in_python() -> None:

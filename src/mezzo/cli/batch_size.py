@@ -11,8 +11,8 @@ names the option with which the script receives its batch size:
 
 On a GPU a size does not fit if an allocation fails. A CPU would swap instead, so there the peak bytes of all tensors in
 a step are compared with --limit. A step is one step of the optimizer. samples/s is the size divided by the time of a
-step (the median of three blocks of steps), data loading included. If the script accumulates gradients, the batch size
-is that of one backward pass.
+step (the median), data loading included. If the script accumulates gradients, the batch size is that of one backward
+pass.
 
 The sizes double. The search ends when samples/s have not risen for two doublings, unless --max says how far to go, and
 after --minutes. Ctrl-C ends it too. Each time, the table has the sizes that were measured.
@@ -31,6 +31,7 @@ import json
 import math
 import re
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -64,7 +65,7 @@ _SPELL = (
 )
 MEASURED = 3
 """The step whose memory is measured."""
-FEWEST_STEPS = WARM_UP + 1 + batch_size.BLOCKS  # a time, between two steps, for each block
+FEWEST_STEPS = WARM_UP + 4  # three times between two steps
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -172,9 +173,7 @@ def _report(found: Mapping[str, BatchSizeResult], option: str) -> str:
             continue
         if result.bounded and reference.bounded:
             lines[-1] += f" That is {result.largest / reference.largest:.2f} times the size in {first}."
-        if result.unsteady or reference.unsteady:
-            lines[-1] += f" Its speed cannot be compared with {first}'s: measure on an idle machine."
-        elif (ours := result.best.samples_per_second) and (theirs := reference.best.samples_per_second):
+        if (ours := result.best.samples_per_second) and (theirs := reference.best.samples_per_second):
             lines[-1] += f" At its fastest size it is {ours / theirs:.2f} times as fast as {first}."
     return "\n".join(lines)
 
@@ -280,7 +279,7 @@ def _trial(script: str, size: int, finished: FinishedRun, status: int, limit: in
             f"{script} ended after {finished.steps} steps, but memory is measured in step {MEASURED}"
             f"{notes and f' ({notes})'}. Let it train longer: more epochs, or a smaller --start."
         )
-    peak, times = finished.memory.peak_bytes, finished.times()
+    peak, times = finished.memory.peak_bytes, finished.times().tolist()
     if limit is not None and peak > limit:
         return Trial(size, fits=False, peak_bytes=peak, why=batch_size.OVER)
-    return Trial.timed(size, peak, times.tolist())
+    return Trial(size, fits=True, peak_bytes=peak, seconds=statistics.median(times) if times else None)

@@ -37,12 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Build the page and print its path; UsageError if nothing is named, or no page can be made of it."""
     if not arguments.place:  # an empty word is usually a shell variable that was not set
-        here = sorted({path.parent.parent.name for path in Path().glob("*/runs/*.jsonl")})
-        found = f" Folders with run records here: {', '.join(here[:5])}." if here else ""
-        raise UsageError(
-            "no folder was given. Give one with run records, or a .jsonl file. Example: mezzo report "
-            f"{here[0] if here else 'mezzo-run'}.{found}"
-        )
+        fix = "Give one with run records, or a .jsonl file. Example: mezzo report mezzo-run."
+        raise UsageError(f"no folder was given. {fix}")
     place = Path(arguments.place)
     try:
         page = build_any(arguments.place)

@@ -193,16 +193,10 @@ class Recommendation:
         return [*found, *self.notes]
 
     def lines(self, verbose: bool = False) -> list[str]:
-        """`plain`, and the ranking; `verbose`: all modules and formats, and what fp16 loses of the gradients."""
-        found = self.plain
-        if self.sensitivity is not None:
-            found += ["", *self.sensitivity.lines(verbose)]
-        shares = [self.gradients.shares("fp16", shift_of(scale)) for scale in (1.0, self.start)]
-        lost = [percent(one.underflow) for one in shares if one]
-        if verbose and lost:
-            text = f"zero, and {lost[1]} at loss scale {power_text(self.start)}"
-            found += ["", f"Of all gradients fp16 rounds {lost[0]} to {text}."]
-        return found
+        """`plain`, and the ranking; `verbose`: all modules and formats."""
+        if self.sensitivity is None:
+            return self.plain
+        return [*self.plain, "", *self.sensitivity.lines(verbose)]
 
     def to_json(self) -> str:
         """All of it, histograms included; numbers that are not finite are strings."""

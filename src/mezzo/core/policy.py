@@ -310,7 +310,7 @@ class Policy:
         return {bare(op): Rule(rule) for op, rule in self.ops}
 
 
-def policy(spec: object, **settings: object) -> Policy:
+def policy(spec: object) -> Policy:
     """Read a policy. Equal policies are equal values, however they were written.
 
     Args:
@@ -325,9 +325,6 @@ def policy(spec: object, **settings: object) -> Policy:
         >>> policy("compute=bf16,state=float32") == policy("bf16-mixed") == policy("bf16")
         True
     """
-    if settings:
-        text = ",".join([str(spec), *(part for given in settings.items() for part in _as_text(*given))])
-        raise UsageError(f"policy: write settings in the text: mezzo.policy({str(policy(text))!r}).")
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, os.PathLike) or (isinstance(spec, str) and is_toml(spec) and "recipe=" not in spec):
@@ -338,16 +335,6 @@ def policy(spec: object, **settings: object) -> Policy:
             "torch.float16, a policy such as 'bf16,op.softmax=fp32', or the path of a .toml file."
         )
     return _parsed(spec if isinstance(spec, str) else precision_name(spec))
-
-
-def _as_text(key: str, value: object) -> list[str]:
-    """A setting as a policy's text has it: ``module.head=fp32`` for ``modules={"head": "fp32"}``."""
-    prefix = {"modules": "module", "ops": "op"}.get(key, key)
-    if prefix not in ("module", "op"):
-        return [f"{key}={value}"]
-    if isinstance(value, str):
-        return [f"{prefix}.{value}"]
-    return [f"{prefix}.{name}={fmt}" for name, fmt in dict(value).items()]  # type: ignore[call-overload]
 
 
 @lru_cache(maxsize=256)  # a context may be entered with the same string at every step

@@ -224,9 +224,7 @@ def _field(kind: str, value: Any) -> Any:
         if type(value) is not list:
             raise TypeError(f"expected a list, received {str(value)[:80]!r}")
         return value if set(map(type, value)) <= {_PLAIN.get(kind)} else [_field(kind, one) for one in value]
-    if value is None and kind.endswith(" | None"):
-        return None
-    return _made(_CLASSES[kind.removesuffix(" | None")], value)
+    return _made(_CLASSES[kind], value)
 
 
 def strict(value: Any) -> Any:

@@ -97,8 +97,6 @@ ALSO = {"h100 sxm": "H100 80GB HBM3", "h100 sxm5": "H100 80GB HBM3", "a100 sxm":
 VARIANTS = r"ti|super|laptop|mobile|maxq|d|pcie|sxm\d?|nvl\d*|hbm\d|\d+gb?"
 """What may follow a name: it changes speed and memory, not the compute capability."""
 
-OTHER_MAKERS = re.compile(r"amd|radeon|instinct|rx|mi\d|gfx|apple|m\d(pro|max|ultra)?$|intel|arc|gaudi|tpu")
-
 
 def find(name: str) -> tuple[GpuModel, ...]:
     """The models of that name, or compute capability; several if the name is a common beginning (``"A100"``)."""
@@ -118,12 +116,10 @@ def find(name: str) -> tuple[GpuModel, ...]:
             return (GpuModel(name.strip(), capability),)
     if re.fullmatch(f"(16|1630|1650|1660)({VARIANTS})*", joined):
         return (GpuModel(name.strip(), (7, 5), tensor_cores=False),)
-    if OTHER_MAKERS.match(joined):
-        raise UnknownNameError(f"unknown GPU {name!r}: only NVIDIA's are known. Run there: mezzo doctor")
     every = " ".join(names for _, names in ARCHITECTURES.values()).upper().split()
     known = sorted(word for word in every if not word.isdigit())
     raise UnknownNameError(
-        f"unknown GPU {name!r}. Use one of GTX 10, GTX 16, RTX 20, RTX 30, RTX 40, RTX 50, {', '.join(known)},\n"
+        f"unknown GPU {name!r}. Use NVIDIA's GTX 10, GTX 16, RTX 20, RTX 30, RTX 40, RTX 50, {', '.join(known)},\n"
         f"or the compute capability: mezzo doctor --gpu {f'{bare[0]}.0' if bare else 8.6}\n"
         "On the machine that has the GPU, leave --gpu out: mezzo doctor\ndeveloper.nvidia.com/cuda-gpus has a table."
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,8 +31,6 @@ from mezzo.pytorch.training.mixed_precision import drop_windows
 
 UNCHANGING = 64
 """If sizes this factor apart take the same bytes, the batch does not grow with the size."""
-BLOCKS, UNSTEADY = 3, 1.5
-"""A speed is the median of so many blocks of steps, and unsteady if their times differ by more than this factor."""
 RISE, DOUBLED_TWICE = 1.05, 4
 """The speed of a size has risen if it is this many times that of one which is four times smaller."""
 MARGIN, LEAST_MARGIN = 0.10, 512 * 1024**2
@@ -54,7 +51,7 @@ class NothingFitsError(MezzoError, RuntimeError):
 @dataclass(frozen=True)
 class Trial:
     """The measurement of one batch size: its peak (None if the step did not finish), the median seconds of a step (None
-    if it was not timed), why it does not fit, and the time of its slowest block of steps over that of the fastest.
+    if it was not timed), and why it does not fit.
     """
 
     size: int
@@ -62,16 +59,6 @@ class Trial:
     peak_bytes: int | None = None
     seconds: float | None = None
     why: str = ""
-    spread: float = 1.0
-
-    @classmethod
-    def timed(cls, size: int, peak_bytes: int, seconds: Sequence[float]) -> Trial:
-        """The trial of a size that fits, with the seconds of single steps."""
-        blocks = [float(np.median(block)) for block in np.array_split(seconds, BLOCKS) if block.size]
-        if not blocks:
-            return cls(size, True, peak_bytes)
-        spread = max(blocks) / (min(blocks) or 1.0)
-        return cls(size, True, peak_bytes, statistics.median(blocks), spread=spread)
 
     @property
     def samples_per_second(self) -> float | None:
@@ -115,11 +102,6 @@ class BatchSizeResult:
         return self.complete and not all(trial.fits for trial in self.trials)
 
     @property
-    def unsteady(self) -> bool:
-        """Whether a speed is too unsteady to compare."""
-        return any(trial.spread > UNSTEADY for trial in self.trials)
-
-    @property
     def best(self) -> Trial:
         """The trial of the size that trains the most samples per second; of the largest if none was timed."""
         _ = self.largest  # raises if nothing fits
@@ -139,7 +121,6 @@ class BatchSizeResult:
         for trial in sorted(self.trials, key=lambda trial: trial.size):
             steps = _speed(1 / trial.seconds if trial.seconds else None)
             fits = "yes" if trial.fits else f"no: {trial.why}"
-            fits += ", unsteady speed" * (trial.spread > UNSTEADY)
             yield str(trial.size), _bytes(trial.peak_bytes), steps, _speed(trial.samples_per_second), fits
 
     def __repr__(self) -> str:
@@ -168,15 +149,13 @@ class BatchSizeResult:
         if largest.samples_per_second is None:
             return f"{text}."
         text += f". It trains {_speed(largest.samples_per_second)} samples per second"
-        if self.unsteady:
-            return f"{text}, about: repeats vary by more than {UNSTEADY}x. Measure speeds on an idle machine."
         if fastest is largest:
             return f"{text}, the most of those tried."
         return f"{text}; {name}{fastest.size} is the fastest, with {_speed(fastest.samples_per_second)}."
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain values, for JSON."""
-        names = ("size", "fits", "peak_bytes", "why", "samples_per_second", "spread")
+        names = ("size", "fits", "peak_bytes", "why", "samples_per_second")
         return {
             "device": self.device,
             "limit_bytes": self.limit,
@@ -347,13 +326,7 @@ def find_batch_size(
             drop_windows(models)  # of a step that failed half-way
             for parameter in parameters:
                 parameter.grad = None
-            try:
-                tried.append(_try_size(step, size, place, most, rounds))
-            except Exception as error:
-                if not tried or any(one.fits for one in tried):
-                    raise
-                sentence = BatchSizeResult(tuple(tried), most).sentence()
-                raise NothingFitsError(f"{sentence} Size {size} fails for another reason: {error}") from error
+            tried.append(_try_size(step, size, place, most, rounds))
             on_trial(tried[-1])
     finally:
         drop_windows(models)
@@ -382,7 +355,8 @@ def _try_size(
                 step(size)
                 wait()
                 times.append(time.perf_counter())
-            return Trial.timed(size, peak, np.diff(times).tolist())
+            seconds = float(np.median(np.diff(times))) if rounds else None
+            return Trial(size, fits=True, peak_bytes=peak, seconds=seconds)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

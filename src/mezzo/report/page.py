@@ -203,8 +203,6 @@ def _machine(known: object, runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, Mapping) and value:
         return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
     if isinstance(value, list) and value:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import json
 import re
 import sys
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 
 from mezzo.core.commands import columns, folded
-from mezzo.core.errors import UnknownArgumentError, UnsupportedPrecisionError, UsageError
+from mezzo.core.errors import UnsupportedPrecisionError, UsageError
 from mezzo.core.notebook import html_table
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
@@ -122,7 +120,7 @@ def explain(
     >>> [(row.op, row.observed) for row in result.ops]
     [('linear', 'bf16 -> bf16')]
     """
-    _check_arguments(model, inputs, kwargs)
+    _check_model(model)
     tensors = [*model.parameters(), *model.buffers(), *inputs, *kwargs.values()]
     device_type = next((str(t.device.type) for t in tensors if isinstance(t, torch.Tensor)), "cpu")
     context = context_of(policy_of(precision).at(0), device_type)
@@ -153,26 +151,13 @@ def explain(
     return Explanation(str(policy), device_type, ops, notes + _kernels(rows, policy, device_type))
 
 
-def _check_arguments(model: object, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_model(model: object) -> None:
     if not isinstance(model, torch.nn.Module):
         received = f"the class {model.__name__}" if isinstance(model, type) else repr(model)
         raise UsageError(
             f"mezzo.explain: model must be a torch.nn.Module, received {received}. Pass the model first, then its "
             "inputs, and the precision by name: mezzo.explain(model, x, precision='bf16')."
         )
-    try:
-        inspect.signature(model.forward).bind(*inputs, **kwargs)
-    except (TypeError, ValueError):
-        meant = [repr(inputs[-1])] if inputs and isinstance(inputs[-1], (str, Policy)) else []
-        for near in {"policy"} & kwargs.keys() or difflib.get_close_matches(
-            "precision", kwargs, n=1, cutoff=0.7
-        ):
-            meant = [repr(kwargs[near])]
-        for word in meant:
-            raise UnknownArgumentError(
-                f"mezzo.explain: {type(model).__name__}.forward has no argument for {word}. Did you mean "
-                f"precision={word}?"
-            ) from None
 
 
 @contextmanager

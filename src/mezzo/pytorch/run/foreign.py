@@ -11,19 +11,16 @@ import functools
 import importlib
 import inspect
 import itertools
-import linecache
 import os
 import sys
 import traceback
 from collections.abc import Callable, Collection
-from contextlib import ContextDecorator, nullcontext, suppress
+from contextlib import ContextDecorator, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from mezzo.core.errors import UsageError
 from mezzo.core.policy import policy
 from mezzo.core.records import SWITCHED_OFF
 from mezzo.pytorch.run.summary import for_keras
-from mezzo.runner.script_text import MIXED, findings
 
 if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
@@ -228,21 +225,13 @@ def user_line(depth: int, transparent: Collection[str] = ()) -> str | None:
         package = module.partition(".")[0]
         here = f"{os.path.basename(frame.f_code.co_filename)} line {line}"
         if module == "__main__" or (package in ("", "__mp_main__") and not called):
-            return f"{here}, through {called}{_set_in(frame.f_code.co_filename)}" if called else here
+            return f"{here}, through {called}" if called else here
         acts_for_caller = package == "torch" and (name in _TRANSPARENT or name in transparent)
         if not called and not acts_for_caller:
             if package in ("mezzo", "torch"):
                 return None
             called = f"{package}, {here}"
     return called or None
-
-
-def _set_in(script: str) -> str:
-    """The lines of the script that set its precision, by its text; the file may have changed since it was read."""
-    with suppress(UsageError):
-        calls = findings("".join(linecache.getlines(script)), script)
-        return "".join(f", set in line {line}" for line, kind, _ in calls if kind == MIXED)
-    return ""
 
 
 def stand_back(session: Session, name: str, where: str) -> None:
