@@ -107,6 +107,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.warns(DeprecationWarning, match=r"NoLossScale .*loss_scale='none'") as warned:
         mezzo.NoLossScale
     assert warned[0].filename == __file__
+    with pytest.raises(AttributeError, match=r"StatisticalLossScale .*DynamicLossScale"):
+        mezzo.StatisticalLossScale
+    with pytest.raises(AttributeError, match=r"Lion .*with_masters"):
+        mezzo.optim.Lion
 
 
 @pytest.mark.parametrize(
@@ -179,7 +183,7 @@ def test_objects_show_their_state() -> None:
     assert repr(row) == "RangeRow('activation of a, up to 1.5')"
 
 
-def test_notebooks_show_results_as_escaped_html() -> None:
+def test_notebooks_show_results_as_escaped_html(capsys: pytest.CaptureFixture[str]) -> None:
     facts = TensorFacts("input 0", [2], "fp16", 1.0, 1.0, 0, 0, 0)
     told: dict[str, Any] = {"inputs": [facts], "line": "x.py:1: y < 1", "remedies": ["clamp & go"]}
     report = OverflowReport("overflow", "a<b", "exp", **told)
@@ -196,6 +200,8 @@ def test_notebooks_show_results_as_escaped_html() -> None:
         assert html.count("<table>") == 1
         assert "<b>" in html
     assert all(text in report._repr_html_() for text in ("a&lt;b", "y &lt; 1", "clamp &amp; go"))
+    mezzo.load_ipython_extension(object())
+    assert "`import mezzo`" in capsys.readouterr().out
 
 
 def test_a_torch_that_was_not_tested_warns_once() -> None:

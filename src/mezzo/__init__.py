@@ -68,6 +68,12 @@ _INTEGRATIONS = {name: f"mezzo.{name}" for name in ("accelerate", "amp", "apex",
 
 # Name -> the module that it is in, and what to use instead.
 _MOVED = {"NoLossScale": ("mezzo.core.loss_scale", "loss_scale='none'")}
+_COMMANDS = ("run", "compare", "doctor", "report")
+# Name -> what to use instead.
+_REMOVED = {
+    "StatisticalLossScale": "was removed in version 0.2: use mezzo.DynamicLossScale (loss_scale='dynamic')",
+    **{verb: f"is a command. In a shell: mezzo {verb} --help" for verb in _COMMANDS},
+}
 __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
@@ -105,4 +111,11 @@ if TYPE_CHECKING:
     from mezzo.pytorch.weights.master_state import master_state_dict as master_state_dict
     from mezzo.pytorch.weights.stored_parameters import lower_weights as lower_weights
 
-__getattr__, __dir__ = lazy("mezzo", _PUBLIC | _INTEGRATIONS, moved=_MOVED)
+__getattr__, __dir__ = lazy("mezzo", _PUBLIC | _INTEGRATIONS, removed=_REMOVED, moved=_MOVED)
+
+
+def load_ipython_extension(shell: object) -> None:
+    """Answer ``%load_ext mezzo``: there is nothing to load."""
+    print(
+        "mezzo has no magic commands. Write `import mezzo` in a cell; a command starts with !: !mezzo doctor"
+    )

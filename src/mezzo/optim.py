@@ -19,5 +19,11 @@ from mezzo.pytorch.weights.stored_parameters import lower_weights
 __all__ = ["SGD", "Adam", "AdamW", "FusedOptimizer", "Muon"]
 __all__ += ["adopt", "lower_weights", "muon_groups", "with_masters"]
 
+# Name -> what to use instead.
+_REMOVED = {
+    "bytes_per_parameter": "was removed in version 0.2: docs/memory.md has the bytes of every mode",
+    "Lion": "was removed in version 0.2: use mezzo.optim.AdamW, or with_masters(...) around another library's Lion",
+}
+
 # For errors, with the name that was meant.
-__getattr__, __dir__ = lazy("mezzo.optim", dict.fromkeys(__all__, ""))
+__getattr__, __dir__ = lazy("mezzo.optim", dict.fromkeys(__all__, ""), removed=_REMOVED)

@@ -175,6 +175,7 @@ BAD = [
     (lambda: enable(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())), UsageError, SCALED),
     (lambda: enable(v1.mixed_precision.MixedPrecisionLossScaleOptimizer(adam(), 128)), UsageError, SCALED),
     (lambda: enable(adam(), None), UsageError, 'For no loss scale use loss_scale="none"'),
+    (lambda: enable(adam(), op_lists={"deny": ["Tanh"]}), UsageError, "op_lists.*DENYLIST_ADD=Tanh"),
     (lambda: enable(adam(), precision="fp15"), UnknownNameError, "Did you mean 'fp16'"),
     (lambda: enable(adam(), -3), UsageError, "enable_mixed_precision_graph_rewrite: loss_scale: scale is -3"),
 ]

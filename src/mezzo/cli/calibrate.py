@@ -60,6 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--precision", metavar="P", help=f"recommend this format, whatever the hardware: {formats}")
     margin = "the change of the loss that all modules together may make, as a share of it: 0.005 or 0.5%% (the default)"
     add("--margin", type=share, default=DEFAULT_MARGIN, metavar="X", help=margin)
+    add("--no-check", action="store_true", help=argparse.SUPPRESS)  # of 0.1.0: nothing is tried any more
     add("--out", metavar="DIR", help="the output folder (default mezzo-calibrate-SCRIPT)")
     add("--verbose", action="store_true", help="print all modules in all formats")
     add("--json", action="store_true", help="print calibration.json instead of the lines")

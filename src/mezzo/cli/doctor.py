@@ -30,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_mutually_exclusive_group().add_argument
     add("script", nargs="?", metavar="SCRIPT", help="a script to read, instead of the machine")
     add("--gpu", metavar="NAME", help="a GPU by name or compute capability: A100, 'RTX 3060', 8.6")
+    parser.add_argument("--capability", dest="gpu", help=argparse.SUPPRESS)  # of 0.1.0
     parser.add_argument("--quick", action="store_true", help="smaller matrices and fewer repeats")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

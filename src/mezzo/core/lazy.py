@@ -15,12 +15,13 @@ def lazy(
     package: str,
     modules: Mapping[str, str],
     missing: Mapping[str, str] = {},
+    removed: Mapping[str, str] = {},
     moved: Mapping[str, tuple[str, str]] = {},
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """A package's `__getattr__` and `__dir__`; `dir` shows the names in the package's `__all__`.
 
     `modules`: public name -> the module that it is in, or that it is. `missing`: a module that may not be installed ->
-    how to install it. `moved`: a deprecated name -> its module, and what to use instead.
+    how to install it. `removed`: a former name -> what to use now. `moved`: a deprecated name -> its module, and so.
     """
 
     def get(name: str) -> Any:
@@ -29,6 +30,8 @@ def lazy(
             warnings.warn(f"{package}.{name} is deprecated. Use {instead}.", DeprecationWarning, stacklevel=2)
             return getattr(importlib.import_module(module_name), name)
         if name not in modules:
+            if name in removed:
+                raise AttributeError(f"{package}.{name} {removed[name]}")
             fix = "" if name.startswith("_") else did_you_mean(name, modules, cutoff=0.6)
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{fix}")
         try:

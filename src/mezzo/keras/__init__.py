@@ -23,4 +23,8 @@ __getattr__, __dir__ = lazy(
         "tensorflow": "It is Keras's default backend: pip install tensorflow, or set KERAS_BACKEND=torch or jax.",
         "jax": "KERAS_BACKEND names it: pip install jax, or set KERAS_BACKEND=torch or tensorflow.",
     },
+    {
+        "check_outputs": "was removed in version 0.2. The first call after model.compile(...) warns of "
+        'outputs in 16 bits; warnings.simplefilter("error", mezzo.keras.SixteenBitOutputWarning) raises instead.',
+    },
 )

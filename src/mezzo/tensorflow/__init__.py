@@ -23,6 +23,10 @@ __getattr__, __dir__ = lazy(
     {
         "tensorflow": "Install it: pip install tensorflow, or without an NVIDIA GPU pip install tensorflow-cpu."
     },
+    {
+        "explain": "was removed in version 0.2. TensorFlow writes its graphs before and after the rewrite "
+        "into the folder that TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_LOG_PATH names (docs/keras.md).",
+    },
 )
 
 _patches, _imports = Patches(), ImportWatch()

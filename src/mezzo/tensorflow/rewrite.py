@@ -44,7 +44,7 @@ class Rewrite:
 
 
 def enable_mixed_precision_graph_rewrite(
-    optimizer: Any, loss_scale: Any = "dynamic", *, precision: str = "auto"
+    optimizer: Any, loss_scale: Any = "dynamic", *, precision: str = "auto", op_lists: Any = None
 ) -> Any:
     """Turn on TensorFlow's auto mixed precision, and return the optimizer wrapped in a loss scale.
 
@@ -62,15 +62,21 @@ def enable_mixed_precision_graph_rewrite(
             the rewrite computes in BF16 or not at all: both have FP32's range.
         precision: "fp16" on a GPU, "bf16" on a CPU, or "auto" for the fast format of this machine, otherwise fp32 (no
             rewrite). "float16" and "mixed_float16" mean fp16, "bfloat16" and "mixed_bfloat16" bf16.
+        op_lists: removed; use TensorFlow's environment variables.
 
     Returns:
         An optimizer of the same family. Its attribute `rewrite` has the choice and the reason.
 
     Raises:
         UsageError: no such optimizer, one with a loss scale already, an invalid loss scale, a mixed policy of Keras's
-            that is on as well.
+            that is on as well, or `op_lists`.
         UnsupportedPrecisionError: the rewrite cannot compute in that precision on this machine.
     """
+    if op_lists is not None:
+        raise UsageError(
+            f"{_WHERE}: op_lists was removed in version 0.2. Set TensorFlow's environment variables, such as "
+            "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_DENYLIST_ADD=Tanh (docs/keras.md)."
+        )
     wrapper = _wrapper_for(optimizer)
     refuse_policy(_WHERE)
     chosen, why = choose(precision)
