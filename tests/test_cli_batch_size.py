@@ -226,6 +226,27 @@ TRAINING = """
 """
 
 
+@pytest.mark.parametrize(
+    ("vary", "more", "says"),
+    [
+        ("--bs", "", "does not mention this option. Did you mean '--batch-size'?"),
+        ("--bs=", "", "mezzo batch-size train.py --vary={} -- --bs {}"),
+        ("--bs", "-- --bs 4", ""),  # the user knows that it exists
+        ("--batch_size", "", ""),
+        ("--batch", "", ""),  # argparse accepts the beginning of a name
+        ("data.bs=", "", ""),
+    ],
+)
+def test_an_option_that_the_script_does_not_mention_is_refused_before_the_run(
+    here: Path, command: Command, vary: str, more: str, says: str
+) -> None:
+    (here / "train.py").write_text(textwrap.dedent(TRAINING))
+    ran = command(f"batch-size train.py --vary={vary} --limit=1MB --precision=bf16 {more}")
+    assert ran.status == 2  # this script is not JSON, so the pretended run fails
+    assert says in ran.err
+    assert ("[1]" not in ran.err) is bool(says)
+
+
 def test_sizes_that_all_fit_are_not_compared(here: Path, command: Command) -> None:
     """And the limit of the first precision is that of all."""
     words = f"batch-size {script(here)} --vary=--batch --max 8"

@@ -218,7 +218,7 @@ def test_what_is_slower_and_saves_nothing_is_not_recommended(case: Case) -> None
 @pytest.mark.parametrize(
     ("spread", "seeds", "says", "proof"),
     [
-        (0.006, 3, "use bf16, without proof (the interval of the loss reaches 0.013, its margin is 0.0052; about 16", 16),
+        (0.006, 3, "use bf16, without proof (the interval of the loss reaches 0.013, its margin is 0.0052; about", 16),
         (0.02, 3, "about 161 pairs of runs, or fewer longer ones, would", 161),
         (1.0, 3, "train longer, or judge by a metric (--metric). With this script more than 10,000 pairs", 0),
         (0.0, 3, "use bf16", 0),

@@ -223,6 +223,8 @@ def test_a_named_gpu(command: Command) -> None:
 
 WRONG = {  # names of GPUs -> what is said
     "T5": "mezzo doctor: unknown GPU 'T5'. Use one of GTX 10, ",
+    "H10": "Did you mean 'H100'?",
+    "RTX 300": "Did you mean 'RTX 30'?",
     **dict.fromkeys(("MI300X", "M2", "Apple M3 Max", "RX 7900", "Arc A770"), "Run there: mezzo doctor\n"),
     **{number: f"mezzo doctor --gpu {number}.0\n" for number in ("7", "9", "10", "12")},
     "0": "leave --gpu out: mezzo doctor\n",

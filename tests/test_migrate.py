@@ -340,7 +340,7 @@ def test_without_libcst_the_fix_is_named(
     monkeypatch.delitem(sys.modules, "mezzo.migrate", raising=False)
     monkeypatch.setitem(sys.modules, "libcst", None)
     assert main(["migrate", str(tmp_path)]) == 2
-    assert "pip install libcst" in capsys.readouterr().err
+    assert "pip install './mezzo[migrate]'" in capsys.readouterr().err
 
 
 TRAINING = """

@@ -47,7 +47,7 @@ from mezzo.compare.request import ScriptRequest, split_precisions
 from mezzo.compare.runs import LAUNCH, FinishedRun, run_to_end, terminated_like_an_interrupt
 from mezzo.core.byte_counts import parse_bytes
 from mezzo.core.commands import say
-from mezzo.core.errors import ScriptError, UsageError
+from mezzo.core.errors import ScriptError, UsageError, did_you_mean
 from mezzo.core.policy import policy
 from mezzo.core.records import file_name
 from mezzo.core.whole_file import write_whole
@@ -100,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     argv_with(arguments.argv, arguments.vary, 1)  # raises before anything runs
     limit = None if arguments.limit is None else parse_bytes(arguments.limit, "--limit ")
     script = ScriptRequest(target, tuple(arguments.argv), bool(arguments.module))
+    _check_mentioned(script, arguments.vary.removesuffix("="))
     precisions = _precisions(arguments.precision or ["fp32,bf16"])
     console, found = Console(stderr=True), dict[str, BatchSizeResult]()
     shown = _Deadline(console, quiet=arguments.json)
@@ -208,6 +209,17 @@ def argv_with(given: Sequence[str], vary: str, size: int) -> tuple[str, ...]:
         kept += new
         new = []
     return (*kept, *new)
+
+
+def _check_mentioned(script: ScriptRequest, option: str) -> None:
+    """Raise UsageError for an option that a script with a parser of its own does not mention."""
+    file = Path(script.target)
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    mentions = option in f"{text} {script.argv}" or option.lstrip("-").replace("-", "_") in text
+    if option.startswith("-") and "ArgumentParser(" in text and not mentions:
+        fix = did_you_mean(option, re.findall(r"[\"'](--?\w[\w-]*)[\"']", text))
+        other = f"If another file defines it: mezzo batch-size {script.target} --vary={{}} -- {option} {{}}"
+        raise UsageError(f"--vary={option}: {script.target} does not mention this option.{fix} {other}")
 
 
 def _prefix(vary: str) -> str:

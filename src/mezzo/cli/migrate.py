@@ -10,7 +10,7 @@ Calls, comments, layout and line endings stay. The training loop stays, too: it 
 A use that may mean something else is left alone: a name that is bound twice, a star import. Each is listed on stderr,
 with its line, the reason, and what to do by hand.
 
-It needs libcst: pip install libcst. For a notebook, first run: jupyter nbconvert --to script NOTEBOOK.ipynb
+It needs libcst: pip install './mezzo[migrate]'. For a notebook, first run: jupyter nbconvert --to script NOTEBOOK.ipynb
 
 Exit status: 0 nothing to change, or written; 1 changes were found and not written; 2 wrong usage, or a file that is
 not Python (then no file is written). What is left alone does not change it.
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "libcst":
             raise
-        raise UsageError("it needs libcst. Install it: pip install libcst") from error
+        raise UsageError("it needs libcst. Install it: pip install './mezzo[migrate]'") from error
     for path in arguments.scripts:
         if path.suffix == ".ipynb":
             raise UsageError(f"{str(path)!r} is a notebook. Convert it: jupyter nbconvert --to script {path}")
