@@ -113,7 +113,7 @@ def test_the_policy_keeps_what_the_table_marks_over_in_fp16(
 def test_over_is_explained_where_a_change_is_over(here: Path, command: Command) -> None:
     words = f"calibrate {script(here, changes={'a': {'bf16': 1e-3, 'e4m3fn': 0.5}})} --steps 2"
     assert " over" not in command(words).out
-    assert " over" in command(f"{words} --verbose").out
+    assert "0.50% (the root of the sum of the squares" in command(f"{words} --verbose").out
 
 
 @pytest.mark.parametrize(
@@ -137,6 +137,7 @@ def test_linear_layers_of_a_block_format_are_ranked_for_a_margin(here: Path, com
     name = script(here, changes={"a": {"nvfp4": 2e-3}, "b": {"nvfp4": 8e-3}})
     out = command(f"calibrate {name} --precision nvfp4 --margin 0.3%").out
     file = "mezzo-calibrate-train/policy.toml"
+    assert "0.30% (the root of the sum of the squares" in out
     for words in ("Use nvfp4", "b (alone", "\nPolicy: nvfp4,module.b=bf16\n", f"--precision nvfp4,{file}\n"):
         assert words in out
     assert [line.split() for line in out.splitlines() if line.startswith("  b")] == [["b", "0.008", "over"]]
@@ -155,7 +156,7 @@ def test_json_is_all_that_stdout_gets(here: Path, command: Command) -> None:
 
 WRONG: list[tuple[dict[str, Any], str, list[str]]] = [
     ({}, "--demo digits", ["-m MODULE; received train.py, digits"]),
-    ({}, "--margin 2", ["--margin 2"]),
+    ({}, "--margin 200%", ["--margin: '200%' is not a share"]),
     ({}, "--precision nvfp5", ["Did you mean 'nvfp4'"]),
     ({"loss": "nan"}, "--steps 2", ["the loss is nan at step 0"]),
     ({"crash": True}, "", ["exit status 1 in FP32. Its output ended:\nTraceback"]),

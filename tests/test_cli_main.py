@@ -108,6 +108,10 @@ WRONG: list[tuple[str, str]] = [
     ("compare train.py --metric (", "Example: --metric 'accuracy: ([0-9.]+)'"),
     ("compare .", "'.' is a directory without a __main__.py"),
     ("compare train.py --margin x", "'x' is not a number. Examples: 0.005 or 0.5%"),
+    (
+        "compare train.py --margin 200%",
+        "'200%' is not a share of the loss between 0 and 1. Examples: 0.005 or 0.5%",
+    ),
     ("compare train.py --seeds many", "'many' is not an integer (the number of pairs). Example: 3"),
     ("batch-size train.py --vary=--b --start x", "'x' is not an integer. Example: 8"),
     ("batch-size train.py --vary --batch", "mezzo batch-size train.py --vary=--batch\n"),

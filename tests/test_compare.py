@@ -215,6 +215,30 @@ def test_what_is_slower_and_saves_nothing_is_not_recommended(case: Case) -> None
         assert told["command"].startswith(command)
 
 
+@pytest.mark.parametrize(
+    ("spread", "seeds", "says", "proof"),
+    [
+        (0.006, 3, "use bf16, without proof (the interval of the loss reaches 0.013, its margin is 0.0052; about", 16),
+        (0.02, 3, "about 161 pairs of runs, or fewer longer ones, would", 161),
+        (1.0, 3, "train longer, or judge by a metric (--metric). With this script more than 10,000 pairs", 0),
+        (0.0, 3, "use bf16", 0),
+        (0.006, 1, "one pair shows no spread", 0),
+    ],
+)  # fmt: skip
+def test_what_is_not_proven_says_how_many_pairs_would_do(
+    case: Case, spread: float, seeds: int, says: str, proof: int
+) -> None:
+    case.write({"bf16": {"seconds": 0.005, "spread": spread}})
+    one = case.candidate(seeds=seeds)
+    assert says in one["advice"]
+    assert ("without proof" in one["advice"]) is bool(proof)
+    assert (f" --seeds {proof} " in one["proof"]) is bool(proof)
+    smaller = {**one, "margin": 1.0, "loss_gap_interval": [-0.9, 0.9]}
+    assert "proof" not in answer("bf16", smaller, case.request(seeds=seeds), case.out)["advice"]
+    keras = case.request(seeds=seeds, framework="keras")
+    assert ("without proof" in answer("bf16", one, keras, case.out)["advice"]) is bool(proof)
+
+
 def test_a_speed_whose_interval_is_wide_is_unclear(case: Case) -> None:
     one = case.candidate()
     assert unclear_speed({**one, "speedup_interval": (0.5, 4.9)}) == ""

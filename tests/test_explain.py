@@ -59,6 +59,7 @@ def test_the_text_has_each_op_and_fits() -> None:
         assert all(word in text for word in ("calls  casts", *(row.op[:8] for row in result.ops)))
     assert str(result) == result.as_text(110)  # piped
     assert str(result).startswith("fp16 on cpu: 7 kinds of ops ran in the forward pass, all as planned.\n")
+    assert "\ncasts: conversions to another format" in str(result)
     assert "1 kind of op ran" in str(mezzo.explain(nn.Linear(8, 3), torch.randn(4, 8), precision="fp16"))
     assert "* fp16 is emulated on this device, by the FP32 kernel between casts: linear." in str(result)
     assert "* internal_fp32, by the device's 16-bit kernel: gelu." in str(result)  # FP32 reaches the norms

@@ -84,6 +84,12 @@ def test_which_paths_a_pattern_names(pattern: str, named: list[str], not_named: 
     assert not any(names(pattern, path) for path in not_named)
 
 
+def test_a_printed_plan_says_that_its_patterns_are_not_checked_yet() -> None:
+    assert [one for one in ("bf16", "bf16,module.haed=fp32") if "not checked yet" in str(plan(one))] == [
+        "bf16,module.haed=fp32"
+    ]
+
+
 def test_of_patterns_that_name_a_layer_the_last_decides_and_inner_layers_follow() -> None:
     made = plan("fp16,module.mha=fp32,module.mha/query=bf16,module.enc/**=bf16,module.enc/norm*=fp32")
     for path, policy_name, pattern in (

@@ -191,6 +191,9 @@ REFUSED = [
     ("module.a=fp32, bf16", "Write 'bf16,module.a=fp32'"),
     ("amp", "Did you mean 'auto'"),
     ("f32", "Did you mean 'fp32'"),
+    ("True", "Did you mean 'auto'"),
+    ("O1", "Did you mean 'fp16'"),  # a level of Apex
+    ("bfloat", "Did you mean 'bf16'"),
     ("params=bf16,compute=fp16", r"Use params=fp32 or params=fp16\."),
     ("fp16,loss_scale=dynamic(inits=3)", "unknown setting .* 'inits'.*Did you mean 'init'"),
 ]
@@ -226,6 +229,11 @@ def test_a_wrong_toml_file_names_the_key(tmp_path: Path, text: str, words: str) 
     with pytest.raises(UsageError, match=words) as caught:
         policy(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_policy_file_after_a_precision_is_to_be_given_alone() -> None:
+    with pytest.raises(UsageError, match=r"such as cal/policy\.toml alone"):
+        policy("nvfp4,cal/policy.toml")
 
 
 @pytest.mark.parametrize("name", ["mine.toml", "Mine.TOML"])

@@ -133,6 +133,11 @@ def test_an_overflow_is_named_where_it_was_made(fault: Callable[[Tensor], Tensor
     assert told.op != "exp" or "88" in told.remedies[0]
 
 
+def test_an_infinite_number_as_a_factor_is_not_called_an_overflow_of_finite_inputs() -> None:
+    told = found(trainer(faulty(lambda x: (x.abs() + 1) * float("inf"))))
+    assert (told.cause, told.module, told.op) == ("invalid", "place", "mul")
+
+
 def log_of_nothing(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y) + torch.log(out[0, 0] * 0)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mezzo.core.errors import UnknownNameError
+from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.records import read
 
 SCRIPT = """
@@ -138,6 +138,15 @@ def test_patterns_name_modules_of_any_model_that_is_called(launch: Any) -> None:
 def test_a_pattern_that_matches_nothing(words: Any, pattern: str, of: str, launch: Any) -> None:
     with pytest.raises(UnknownNameError, match=f"'{pattern}' matches no module of {of}"):
         launch(TWO, *words, policy=f"fp16,module.{pattern}=fp32")
+
+
+def test_an_operation_that_is_not_registered_ends_the_run_with_the_nearest_name(launch: Any) -> None:
+    for policy, fix in (
+        ("fp16,op.aten::rlu=fp32", r" Did you mean 'relu'\?"),
+        ("fp16,op.mine::rlu=fp32", ""),
+    ):
+        with pytest.raises(UsageError, match=rf"is not registered with PyTorch\.{fix} Import"):
+            launch(TWO, policy=policy)
 
 
 def test_fp32s_first_call_checks_the_patterns_of_a_comparisons_candidates(

@@ -183,6 +183,14 @@ def test_what_is_told_of_findings() -> None:
         assert words in told
 
 
+@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
+def test_a_run_in_fp16_says_what_shows_harm_that_skips_no_step(launch: Any, policy: str) -> None:
+    ran = launch(TRAIN, "--bs", "9", policy=policy).ok
+    assert ran.err.count(f" --precision {policy} -- --bs 9\n") == (policy == "fp16")
+    assert (": mezzo compare " in ran.err.splitlines()[-1]) is (policy == "fp16")
+    assert "mezzo compare" not in launch(TRAIN, policy="fp16,loss_scale=1073741824").err
+
+
 def test_a_run_says_all_of_it(launch: Any) -> None:
     def told(steps: int, value: str, policy: str) -> str:
         source = TRAIN.replace("range(5)", f"range({steps})")

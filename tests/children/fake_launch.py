@@ -3,6 +3,7 @@
 The script is a JSON object: run name (`bf16-1`), `own` (`off`), precision (`bf16`) or `*` -> behaviour, all optional::
 
     shift 0.1     add to every loss              metric 98.5   print "accuracy: 98.5 %"
+    spread 0.1    add a random number to all losses, so large
     seconds 0.01  a step's duration              memory 1000   the peak
     losses 40     how many                       nan 7         the loss that is NaN
     status 1      the exit status                crash "text"  print a traceback that ends so, exit 1
@@ -51,7 +52,7 @@ def main() -> int:
         )
     )
     noise = random.Random(f"{k} {request['nudge']} {request['policy']}")
-    level = 0.03 * random.Random(k).gauss(0, 1)
+    level = 0.03 * random.Random(k).gauss(0, 1) + does.get("spread", 0.0) * noise.gauss(0, 1)
     at = 0.0
     parent = os.getppid()
     if does.get("child"):

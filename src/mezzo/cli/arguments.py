@@ -198,9 +198,12 @@ def number(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """A share, for `add_argument(type=...)`: 0.005, or 0.5%."""
-    size = 0.01 if text.endswith("%") else 1.0
-    return _read(lambda one: float(one.removesuffix("%")) * size, text, "a number. Examples: 0.005 or 0.5%")
+    """A share between 0 and 1, for `add_argument(type=...)`: 0.005, or 0.5%."""
+    size, examples = 0.01 if text.endswith("%") else 1.0, "Examples: 0.005 or 0.5%"
+    found = _read(lambda one: float(one.removesuffix("%")) * size, text, f"a number. {examples}")
+    if not 0.0 < found < 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share of the loss between 0 and 1. {examples}")
+    return found
 
 
 def _read(reader: Callable[[str], _Number], text: str, expected: str) -> _Number:

@@ -97,8 +97,6 @@ class CalibrationRequest(ScriptRequest):
 
     def __post_init__(self) -> None:
         check_format(self.format)
-        if not 0.0 < self.margin < 1.0:
-            raise UsageError(f"--margin {self.margin:g}: must be between 0 and 1. Example: {DEFAULT_MARGIN}")
         super().__post_init__()
 
     @property

@@ -13,10 +13,11 @@ from mezzo.compare.measure import FEWEST_FOR_SPEED
 from mezzo.compare.request import Request, own_masters
 from mezzo.core.commands import command, compare_command, run_command
 from mezzo.core.comparison import FEWEST_FOR_TOST, ORDER, READING, WIDE
+from mezzo.core.equivalence import MOST_PAIRS
 from mezzo.core.policy import policy
 from mezzo.core.records import HAD_TF32
 
-MOST_RUNS = 30  # more are not suggested
+MOST_RUNS = 30  # where more would be needed, other ways are suggested, too
 SAME = 1.05  # speeds that differ by less than this factor are called the same
 LITTLE = 0.95  # less memory than this share of FP32's is worth a slower step
 DIGITS = 5  # of a loss or a metric
@@ -33,11 +34,8 @@ def answer(name: str, one: Candidate, request: Request, folder: Path) -> dict[st
     if one["pairs"]:
         saved = f"{_memory(one['peak_memory_ratio'])}, {_speed(one, request)}."
         plain += f" {saved[0].upper()}{saved[1:]}"
-    words_of = {what: one[f"{what}_parity"] for what in ("metric", "loss") if one[f"{what}_gap_interval"]}
-    wide = [what for what, word in words_of.items() if word != "equivalent"]
-    unproven = f"the interval of the {' and of the '.join(wide)} exceeds the margin" if wide else ""
     proof = _proof(name, one, request, folder)
-    return {"plain": plain, "advice": advice, "command": use, "proof": proof, "unproven": unproven}
+    return {"plain": plain, "advice": advice, "command": use, "proof": proof, "unproven": _unproven(one)}
 
 
 def in_no_layer(name: str) -> str:
@@ -68,8 +66,7 @@ def next_steps(candidates: Mapping[str, Candidate]) -> list[str]:
     if best["command"]:
         lines.append(f"  {best['command']}")
     if best["proof"]:
-        now = f" (now {best['unproven']})" if best["unproven"] else ""
-        lines += [f"Or prove that it is as good as FP32{now}, in a new folder:", f"  {best['proof']}"]
+        lines += ["Or prove that it is as good as FP32, in a new folder:", f"  {best['proof']}"]
     return lines
 
 
@@ -145,12 +142,38 @@ def unclear_speed(one: Candidate) -> str:
     return "unclear" + " (1 pair)" * (len(one["pairs"]) == 1) if high > WIDE * low else ""
 
 
+def _unproven(one: Candidate) -> str:
+    """Why equality is not proven: intervals that exceed their margin, or none; empty where the margin holds them."""
+    if one["seeds"] == 1:
+        return "one pair of runs shows no spread"
+    wide = []
+    for what, margin in (("metric", one["metric_margin"]), ("loss", one["margin"])):
+        end = max(map(abs, one[f"{what}_gap_interval"] or [0.0]))
+        if end > (margin or 0.0):
+            wide.append(f"the interval of the {what} reaches {end:.2g}, its margin is {margin:.2g}")
+    return " and ".join(wide)
+
+
+def _needed(one: Candidate) -> float:
+    """The pairs of runs that would probably prove equality: infinite above 10,000, 0 if the spread is unknown."""
+    known = [
+        one[f"{what}pairs_needed"] or math.inf for what in ("", "metric_") if one[f"{what}power"] is not None
+    ]
+    return max([one["seeds"] + 1, *known]) if known else 0
+
+
+def _pairs(count: float) -> str:
+    return (
+        f"about {count} pairs of runs" if count <= MOST_PAIRS else f"more than {MOST_PAIRS:,} pairs of runs"
+    )
+
+
 def _proof(name: str, one: Candidate, request: Request, folder: Path) -> str:
-    """The command that could prove the candidate equal; empty if it would take too many runs."""
-    needed = [one[key] for key in ("pairs_needed", "metric_pairs_needed") if one[key]]
-    if one["parity"] != "consistent" or request.demo or not needed or max(needed) > MOST_RUNS:
+    """The command that would probably prove the candidate equal; empty if no number of pairs is known for it."""
+    needed = _needed(one)
+    if one["parity"] != "consistent" or request.demo or not 0 < needed <= MOST_PAIRS:
         return ""
-    seeds = max(request.seeds + 1, *needed)
+    seeds = max(request.seeds + 1, needed)
     more = {**request.asked(), "precisions": [name], "seeds": seeds}
     return compare_command(more, f"{folder}-{seeds}-seeds")
 
@@ -182,18 +205,23 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         more = {**asked, "seeds": FEWEST_FOR_TOST}
         its = request.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
         out = "" if str(folder) == f"mezzo-compare-{its}" else str(folder)
-        return "make 3 pairs of runs (finished runs are kept)", compare_command(more, out)
+        why = "; one pair shows no spread, so nothing tells how many are enough" * (one["seeds"] == 1)
+        return f"make 3 pairs of runs (finished runs are kept{why})", compare_command(more, out)
     if word == "inconclusive":
         if one["cause"]:
             return "let the script train for a fixed number of steps", ""
-        found = [needed for key in ("pairs_needed", "metric_pairs_needed") if (needed := one[key])]
-        seeds = max([request.seeds + 1, *(found or [2 * request.seeds])])
+        seeds = max(request.seeds + 1, _needed(one) or 2 * request.seeds)
         if seeds > MOST_RUNS:
             other = "test on more data" if request.metric else "judge by a metric (--metric)"
-            why = f"With this script only about {seeds} pairs of runs could tell"
+            why = f"With this script {_pairs(seeds)} would be needed to tell"
             return f"train longer, or {other}. {why}", ""
         longer = compare_command({**asked, "precisions": [name], "seeds": seeds}, f"{folder}-{seeds}-seeds")
         return f"make {seeds} pairs of runs with {name}, in a new folder", longer
+    proven = ""
+    if word == "consistent" and (why := _unproven(one)):
+        longer = ", or fewer longer ones," * (_needed(one) > MOST_RUNS)
+        enough = f"; {_pairs(_needed(one))}{longer} would probably prove it" if _needed(one) else ""
+        proven = f", without proof ({why}{enough})"
     memory = one["peak_memory_ratio"]
     saves = memory is not None and memory < 0.995
     if one["speed_word"] == "slower" and not (memory is not None and memory < LITTLE):
@@ -204,7 +232,7 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
     if request.demo:
         return "compare your own script", f"mezzo compare --precision {shlex.quote(name)} train.py"
     if keras:
-        return f"call mezzo.keras.set_policy({name!r}) before the model is built", ""
+        return f"call mezzo.keras.set_policy({name!r}) before the model is built{proven}", ""
     if masters == "":
-        return "keep the script as it is", ""
-    return f"use {name}", run_command(asked, *use)
+        return f"keep the script as it is{proven}", ""
+    return f"use {name}{proven}", run_command(asked, *use)

@@ -34,6 +34,7 @@ SHOWN = 8
 """Modules that are printed; JSON has all of them."""
 WORST = 3
 """Modules that a sentence names."""
+_SQUARES = " (the root of the sum of the squares, since the changes are random and partly cancel)"
 MOST_ZERO = 0.95
 """A module of an fp16 run is named if more of its weight gradients are exactly zero, and all those of a parameter."""
 
@@ -101,10 +102,11 @@ class Sensitivity:
         if not any(" over" in cell for _, *cells in self.table(formats) for cell in cells):
             return found
         if set(self.formats) & QUANTIZED:
-            return f"{found} Those marked over stay in bf16; the rest together change it by at most {self.margin:.2%}."
+            most = f"the rest together change it by at most {self.margin:.2%}{_SQUARES}"
+            return f"{found} Those marked over stay in bf16; {most}."
         return (
             f"{found} Changes above {self.limit:.2g} are marked over: if each module changed the loss by so much, all "
-            f"together would change it by about {self.margin:.2%}."
+            f"together would change it by about {self.margin:.2%}{_SQUARES}."
         )
 
     def table(self, formats: Sequence[str]) -> list[list[str]]:

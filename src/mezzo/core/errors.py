@@ -81,9 +81,10 @@ class ScriptError(MezzoError, RuntimeError):
     """The script failed in its FP32 run, so there is nothing to compare with."""
 
 
-# Names of PyTorch's and of trainers, and likely ones -> Mezzo's, where it has no such name.
+# Names of PyTorch's, Apex's and of trainers, and likely ones -> Mezzo's, where it has no such name.
 _OTHERS = {
     **dict(init_scale="init", amp="auto", mixed="auto", f32="fp32", enabled="precision='fp32'"),
+    **dict(true="auto", bfloat="bf16", o0="fp32", o1="fp16", o2="fp16"),
     **dict.fromkeys(("dtype", "amp_dtype", "autocast_dtype", "compute_dtype", "policy"), "precision"),
     **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping", "gradient_clip_val"), "clip_norm"),
 }
@@ -92,7 +93,7 @@ _OTHERS = {
 def did_you_mean(received: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     """A question with the name that is most like the received one, in upper or lower case; empty if none is."""
     plain = {name.lower(): name for name in names}  # BF16 is nearer to bf16 than to fp16
-    if (other := _OTHERS.get(received, "")).partition("=")[0] in plain:
+    if (other := _OTHERS.get(received.lower(), "")).partition("=")[0] in plain:
         return f" Did you mean {other if '=' in other else repr(other)}?"
     near = difflib.get_close_matches(received.lower(), plain, n=1, cutoff=cutoff)
     return f" Did you mean {plain[near[0]]!r}?" if near else ""

@@ -233,6 +233,11 @@ def load_toml(path: str | os.PathLike[str], noun: str, instead: str, example: st
 def read_toml(path: str | os.PathLike[str]) -> list[Entry]:
     """The entries of a TOML file."""
     kinds = "the policy.toml that `mezzo calibrate` writes, or a precision, such as bf16"
+    precision, comma, alone = os.fspath(path).rpartition(",")
+    if comma:
+        kinds = (
+            f"{alone.strip()} alone: a policy file has its own precision, and {precision} is not added to it"
+        )
     data = load_toml(path, "policy", kinds, 'compute = "bf16"')
     entries = []
     for keys, value in _leaves(data):

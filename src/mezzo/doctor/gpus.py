@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mezzo.core.errors import UnknownNameError
+from mezzo.core.errors import UnknownNameError, did_you_mean
 from mezzo.core.hardware import TENSOR_CORES_FROM
 
 Capability = tuple[int, int]
@@ -117,9 +117,10 @@ def find(name: str) -> tuple[GpuModel, ...]:
     if re.fullmatch(f"(16|1630|1650|1660)({VARIANTS})*", joined):
         return (GpuModel(name.strip(), (7, 5), tensor_cores=False),)
     every = " ".join(names for _, names in ARCHITECTURES.values()).upper().split()
-    known = sorted(word for word in every if not word.isdigit())
+    series = ("GTX 10", "GTX 16", "RTX 20", "RTX 30", "RTX 40", "RTX 50")
+    known = [*series, *sorted(word for word in every if not word.isdigit())]
     raise UnknownNameError(
-        f"unknown GPU {name!r}. Use NVIDIA's GTX 10, GTX 16, RTX 20, RTX 30, RTX 40, RTX 50, {', '.join(known)},\n"
+        f"unknown GPU {name!r}.{did_you_mean(name, known, 0.7)} Use NVIDIA's {', '.join(known)},\n"
         f"or the compute capability: mezzo doctor --gpu {f'{bare[0]}.0' if bare else 8.6}\n"
         "On the machine that has the GPU, leave --gpu out: mezzo doctor\ndeveloper.nvidia.com/cuda-gpus has a table."
     )

@@ -113,7 +113,9 @@ class KerasPlan:
         first = "every other layer" if self.paths else "every layer"
         rows = [(first, self.default), *self.paths, ("loss scale", print_loss_scale(self.loss_scale))]
         width = max(len(left) for left, _ in rows)
-        return "\n".join([self.precision, *(f"  {left:<{width}}  {right}" for left, right in rows)])
+        lines = [self.precision, *(f"  {left:<{width}}  {right}" for left, right in rows)]
+        later = ["  (patterns are not checked yet: compile or the first call reports one without a layer)"]
+        return "\n".join([*lines, *later * bool(self.paths)])
 
 
 class PlannedName(str):

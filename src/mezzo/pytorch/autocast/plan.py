@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mezzo.core.compute import COMPUTE, QUANTIZED, QUANTIZED_OPS
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import UsageError, did_you_mean
 from mezzo.core.policy import Decision, Policy
 from mezzo.core.rules import IN_PLACE, RULES, Kernel, OpRule, Rule
 from mezzo.pytorch.hardware import leaves_autocast_off, native_formats
@@ -266,8 +266,9 @@ def overloads_of(op: str, device_type: str) -> tuple[str, ...]:
     packet = getattr(getattr(torch.ops, namespace or "aten"), name, None)
     if packet is None:
         if namespace:
+            fix = did_you_mean(name, RULES) if namespace == "aten" else ""
             raise UsageError(
-                f"policy: op {op!r} is not registered with PyTorch. Import the library that defines it before "
+                f"policy: op {op!r} is not registered with PyTorch.{fix} Import the library that defines it before "
                 "the context is entered, or correct the name."
             )
         return ()

@@ -87,7 +87,8 @@ class Explanation:
             one = all(other.reason == row.reason for other in self.ops if other.op == row.op)
             named = row.op if one else f"{row.op} in {row.module or 'the model'}"
             reasons.setdefault(row.reason, []).append(named)
-        lines += ["", *_table(self.ops, width), ""]
+        legend = "casts: conversions to another format, of inputs or outputs, in all calls of the row"
+        lines += ["", *_table(self.ops, width), legend, ""]
         lines += [f"{', '.join(dict.fromkeys(ops))}: {reason}" for reason, ops in reasons.items()]
         return folded("\n".join(lines), width)
 

@@ -318,7 +318,7 @@ class ForwardTrace(TorchFunctionMode):
         if wide is not None and all(bool(torch.isfinite(t).all()) for t in wide):
             return "overflow"
         no_number = any(bool(torch.isnan(t).any()) for t in (bad if wide is None else wide))
-        return "invalid" if no_number or operation.op in ops.POLES else "overflow"
+        return "invalid" if no_number or operation.op in ops.POLES or _writes_infinity(*given) else "overflow"
 
     def _origin(self, tensor: Tensor) -> Operation:
         """The source of a tensor that is not finite though no operation was seen to make it so."""

@@ -30,6 +30,7 @@ from mezzo.pytorch.autocast.modules import (
     to_fp32,
     with_heads,
 )
+from mezzo.pytorch.autocast.plan import overloads_of
 from mezzo.pytorch.distributed import sharded_format
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
 from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
@@ -119,6 +120,8 @@ class Preparation:
         session.resolve(params[0].device.type)
         session.ranks.register(module)
         try:
+            for op, _ in session.policy.ops:
+                overloads_of(op, session.device_type)  # raises for an op that is not registered
             for wrapper in to_average(module, session.policy):
                 average_in(wrapper, session.policy.reduce)
         except UsageError as error:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.calibration import conclusions
+from mezzo.core.commands import compare_command
 from mezzo.core.loss_scale import NoLossScale, StaticLossScale, power_text
 from mezzo.core.records import LEFT_ALONE
 from mezzo.core.remedies import of_constant_scale, training_code, with_fix
@@ -78,7 +79,8 @@ def summary(session: Session, failed: bool) -> str:
             ranks=session.world_size,
         )
         if not any(record.finding.alarms for record in journal.findings):
-            lines += conclusions([*journal.ranges.values()], None if scale.scale == 1.0 else scale.scale)
+            seen = conclusions([*journal.ranges.values()], None if scale.scale == 1.0 else scale.scale)
+            lines += seen or _unseen(session)
         if journal.ops:
             counts = Counter(op.observed.split(" -> ")[0] or "no floats" for op in journal.ops)
             formats = "; ".join(f"{name}: {ops} ops" for name, ops in sorted(counts.items()))
@@ -184,6 +186,17 @@ def _calls(session: Session) -> str:
     more = f" and {len(apart) - _NAMED} more" * (len(apart) > _NAMED)
     formats = f"{session.policy.compute} on {session.device_type}{''.join(apart[:_NAMED])}{more}"
     return f"{calls} {of} in {formats}{stored}"
+
+
+def _unseen(session: Session) -> list[str]:
+    """The harm of fp16 that no skipped step shows, and the command that does; empty if it can't run this script."""
+    request, policy = session.request, session.policy
+    moved = session.journal.updates > session.journal.skipped
+    if policy.compute != "fp16" or not moved or request.source is not None or request.apex:
+        return []
+    nproc = request.nproc if request.nproc > 1 else None
+    compare = compare_command({**vars(request), "precisions": [str(policy)], "nproc": nproc})
+    return [f"an infinity that forward absorbs, as tanh does, skips no step. To compare with FP32: {compare}"]
 
 
 def _fallbacks() -> list[str]:
