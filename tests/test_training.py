@@ -354,7 +354,7 @@ WITH = {"accumulate": 2, "clip_value": 1.0, "scheduler": StepLR, "release_gradie
 RIGHT: dict[str, tuple[str, dict[str, Any], Line]] = {
     **{f"{mode}, {name}": (mode, {name: WITH[name]}, _step) for mode in ("fp32", *SCALED) for name in WITH},
     "step of a precision that is being chosen": ("auto", {"loss_scale": 8}, _step),
-    "own step without a loss scale": ("bf16", {}, _own_step),
+    "own step without a loss scale": ("bf16", {"accumulate": 2}, _own_step),
     "own step after close": ("fp16", {}, lambda mp, loss: (mp.close(), _own_step(mp, loss))),
     "own step of zeros": ("fp16", {}, lambda mp, loss: _own_step(mp, loss * 0.0)),
     "division by another number": ("bf16", {"accumulate": 3}, lambda mp, loss: mp.step(loss / 4)),
