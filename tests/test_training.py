@@ -303,6 +303,11 @@ def _scheduled(mp: Any, loss: Tensor) -> None:
     mp.scheduler.step()
 
 
+def _scheduled_if_stepped(mp: Any, loss: Tensor) -> None:
+    if mp.step(loss).stepped:
+        mp.scheduler.step()
+
+
 def _clipped(mp: Any, loss: Tensor) -> None:
     mp.step(loss)
     nn.utils.clip_grad_norm_(mp.model.parameters(), 1.0)
@@ -336,6 +341,12 @@ LEFT_OVER: dict[str, tuple[str, dict[str, Any], Line, str]] = {
     "clipping": ("fp16", {"accumulate": 3}, _clipped, "loss scale.*clip_norm="),
     "clipping of a masters' gradients": ("fp16,masters=fp32", {"accumulate": 3}, _clipped, "clip_norm="),
     "scheduler": ("fp32", {"scheduler": StepLR}, _scheduled, r"scheduler\.step\(\).*Remove that line"),
+    "scheduler at each update": (
+        "fp32",
+        {"scheduler": StepLR, "accumulate": 2},
+        _scheduled_if_stepped,
+        "Remove",
+    ),
     "scheduler at each loss": (
         "fp16",
         {"scheduler": StepLR, "accumulate": 3},
