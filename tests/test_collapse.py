@@ -195,9 +195,11 @@ def test_training_warns_of_the_first_overflow_that_the_loss_scale_does_not_fix(r
         recwarn.clear()
         results = [step(mp, 0) for _ in range(3)]
         assert all(result.skipped for result in results)
+        assert ("Try: " in results[0].reason) == bool(warned), results[0].reason
         told = [one for one in recwarn if "was skipped" in str(one.message)]
         assert len(told) == warned
         assert [one.filename for one in told] == [step.__code__.co_filename] * warned
         for one in told:
             assert "in 1 (" in str(one.message)
+            assert str(one.message).endswith("Later ones are only in mp.findings.")
             assert f"Try: {results[0].finding.remedies[0]}" in str(one.message)

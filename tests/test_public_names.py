@@ -161,6 +161,7 @@ def test_objects_show_their_state() -> None:
     mp, results = steps("fp16", clip_norm=1.0, loss_scale=SCALE)
     expected = "MixedPrecision(fp16, clip_norm=1.0, loss_scale=512, 4 updates, 1 skipped)"
     assert repr(mp) == expected
+    assert (mp.updates, mp.skipped) == (4, 1)
     assert repr(results[0]).startswith("StepResult(stepped, loss=")
     assert all(word in repr(results[3]) for word in ("skipped, loss=", "loss_scale=1024, reason="))
     state = mp.state_dict()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import mezzo
 from alive import bytes_alive
 from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.pytorch.optim.optimizers import SGD, AdamW
+from mezzo.pytorch.training import mixed_precision
 from mezzo.pytorch.weights.stored_parameters import lower_weights
 from training_steps import (  # noqa: F401
     INF,
@@ -228,7 +232,9 @@ def test_gradients_cleared_inside_a_window_are_an_error(row: str, precision: str
         mp.flush() if ending == "flush" else run(mp, 1)
 
     if not is_lost:
-        go_on()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "MixedPrecision: gradients were changed in place")
+            go_on()
         return
     before = everything(mp)
     with pytest.raises(CallOrderError, match=r"Remove optimizer\.zero_grad\(\)"):
@@ -270,8 +276,10 @@ def test_an_optimizer_step_inside_a_window_is_an_error(optimizer: str, precision
     assert fresh.flush().stepped
     assert same([*mp.model.parameters()], [*fresh.model.parameters()])
     run(mp, 3)
-    mp.close()
+    with pytest.warns(UserWarning, match=r"1 of 2 losses .*mp\.flush\(\)"):
+        mp.close()
     mp.optimizer.step()  # the loop's own again
+    assert same([*mp.model.parameters()], [*fresh.model.parameters()]), "scaled gradients were left"
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -282,6 +290,130 @@ def test_without_accumulation_an_optimizer_step_of_the_loop_changes_nothing(opti
         mp.optimizer.step()
         assert run(fresh, seed).stepped
     assert same(everything(mp), everything(fresh))
+
+
+def _own_step(mp: Any, loss: Tensor) -> None:
+    loss.backward()
+    mp.optimizer.step()
+    mp.optimizer.zero_grad()
+
+
+def _scheduled(mp: Any, loss: Tensor) -> None:
+    mp.step(loss)
+    mp.scheduler.step()
+
+
+def _scheduled_if_stepped(mp: Any, loss: Tensor) -> None:
+    if mp.step(loss).stepped:
+        mp.scheduler.step()
+
+
+def _clipped(mp: Any, loss: Tensor) -> None:
+    mp.step(loss)
+    nn.utils.clip_grad_norm_(mp.model.parameters(), 1.0)
+
+
+class _Counter:
+    """A scheduler that does not tell where it is."""
+
+    def step(self) -> None:
+        pass
+
+
+def _step(mp: Any, loss: Tensor) -> None:
+    mp.step(loss)
+
+
+Line = Callable[[Any, Tensor], Any]
+# Lines of an old loop that stayed: the precision, MixedPrecision's arguments, the lines, and what is said of them once.
+LEFT_OVER: dict[str, tuple[str, dict[str, Any], Line, str]] = {
+    "own step": ("fp16", {}, _own_step, r"optimizer\.step\(\).*Replace .* by mp\.step\(loss\)"),
+    "own step, 16-bit weights": ("fp16,masters=fp32", {}, _own_step, r"by mp\.step\(loss\)"),
+    "own step, released gradients": ("fp16", {"release_gradients": True}, _own_step, r"by mp\.step\(loss\)"),
+    "own step, accumulation": ("fp16", {"accumulate": 2}, _own_step, r"by mp\.step\(loss\)"),
+    "division": ("bf16", {"accumulate": 3}, lambda mp, loss: mp.step(loss / 3), "accumulate=3.*remove it"),
+    "reciprocal": (
+        "fp16",
+        {"accumulate": 3},
+        lambda mp, loss: mp.step(1 / 3 * loss),
+        "accumulate=3.*remove it",
+    ),
+    "clipping": ("fp16", {"accumulate": 3}, _clipped, "loss scale.*clip_norm="),
+    "clipping of a masters' gradients": ("fp16,masters=fp32", {"accumulate": 3}, _clipped, "clip_norm="),
+    "scheduler": ("fp32", {"scheduler": StepLR}, _scheduled, r"scheduler\.step\(\).*Remove that line"),
+    "scheduler at each update": (
+        "fp32",
+        {"scheduler": StepLR, "accumulate": 2},
+        _scheduled_if_stepped,
+        "Remove",
+    ),
+    "scheduler at each loss": (
+        "fp16",
+        {"scheduler": StepLR, "accumulate": 3},
+        _scheduled,
+        "Remove that line",
+    ),
+}
+SCALED = (
+    "fp16",
+    "fp16,masters=fp32",
+    "bf16,masters=split,loss_scale=8",
+    "bf16,masters=none,state=int8,loss_scale=8",
+)
+WITH = {"accumulate": 2, "clip_value": 1.0, "scheduler": StepLR, "release_gradients": True}
+# What is right, though it looks alike.
+RIGHT: dict[str, tuple[str, dict[str, Any], Line]] = {
+    **{f"{mode}, {name}": (mode, {name: WITH[name]}, _step) for mode in ("fp32", *SCALED) for name in WITH},
+    "step of a precision that is being chosen": ("auto", {"loss_scale": 8}, _step),
+    "own step without a loss scale": ("bf16", {"accumulate": 2}, _own_step),
+    "own step after close": ("fp16", {}, lambda mp, loss: (mp.close(), _own_step(mp, loss))),
+    "own step of zeros": ("fp16", {}, lambda mp, loss: _own_step(mp, loss * 0.0)),
+    "division by another number": ("bf16", {"accumulate": 3}, lambda mp, loss: mp.step(loss / 4)),
+    "division of a sum": ("bf16", {"accumulate": 3}, lambda mp, loss: mp.step(loss / 3 + loss / 3)),
+    "product of two losses": (
+        "bf16",
+        {"accumulate": 3},
+        lambda mp, loss: mp.step(loss * (loss * 0.0 + 1 / 3)),
+    ),
+    "division by 1": ("bf16", {}, lambda mp, loss: mp.step(loss / 1)),
+    "clipping without a loss scale": ("bf16", {"accumulate": 3}, _clipped),
+    "a scheduler without last_epoch": ("fp32", {"scheduler": _Counter()}, _scheduled),
+}
+
+
+def _old_loop(precision: str, arguments: dict[str, Any], lines: Line) -> Any:
+    """Eight losses, or until closed; before them an FP32 step of the loop's own."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if arguments.get("scheduler") is StepLR:
+        arguments = {**arguments, "scheduler": StepLR(optimizer, 9)}
+    mp: Any = mezzo.MixedPrecision(model, optimizer, precision, **arguments)
+    if mp.policy.params == "fp32":
+        _own_step(mp, model(batch()[0]).square().mean())
+    for seed in range(8):
+        x, y = batch(seed)
+        with mp.autocast():
+            loss = nn.functional.cross_entropy(model(x), y)
+        lines(mp, loss)
+        if mp not in mixed_precision._ALIVE:
+            break
+    return mp
+
+
+@pytest.mark.parametrize("row", LEFT_OVER)
+def test_a_line_of_an_old_loop_is_told_once(row: str) -> None:
+    *how, expected = LEFT_OVER[row]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _old_loop(*how)
+    (one,) = told
+    assert re.search(expected, str(one.message))
+    assert one.filename == __file__, "the line of the loop"
+
+
+@pytest.mark.parametrize("row", RIGHT)
+def test_nothing_is_told_of_a_loop_that_is_right(row: str) -> None:
+    _old_loop(*RIGHT[row])
 
 
 def test_losses_that_reach_different_layers_share_a_window() -> None:

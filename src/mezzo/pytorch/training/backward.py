@@ -18,9 +18,9 @@ from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from mezzo.core.errors import CallOrderError, UsageError
-from mezzo.pytorch.distributed import averages_others, is_spread, local, wrappers
+from mezzo.pytorch.distributed import averages_others, is_spread, wrappers
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
-from mezzo.pytorch.step import parameters
+from mezzo.pytorch.step import numbers_of, parameters
 
 _BACKWARD = torch.autograd.backward  # PyTorch's: `mezzo run` replaces it, to record losses
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -176,20 +176,21 @@ class Accumulation:
         found = ((p, p.grad, p.grad._version) for p in parameters(optimizer) if p.grad is not None)
         self.noted = next(found, None)
 
-    def check(self, optimizer: Optimizer) -> None:
-        """Raise CallOrderError if every `.grad` was dropped or set to 0 since `note`; reads only what was changed."""
+    def check(self, optimizer: Optimizer) -> bool:
+        """Whether scaled gradients were written in place since `note`; CallOrderError if all were dropped or zeroed."""
         noted, self.noted = self.noted, None
         if noted is None or (noted[0].grad is noted[1] and noted[1]._version == noted[2]):
-            return
-        if not _has_gradient(optimizer):
+            return False
+        if not has_gradient(optimizer):  # read only where something was changed
             raise CallOrderError(
                 "step(): the gradients of this window's earlier losses were cleared. Remove optimizer.zero_grad() or "
                 "model.zero_grad() from the loop: MixedPrecision clears gradients itself, after each update."
             )
+        return self.scale is not None and noted[0].grad is noted[1]
 
     def refuse_step(self, optimizer: Optimizer) -> None:
         """Raise CallOrderError for a step of the optimizer before the window's end, unless all gradients are 0."""
-        if _has_gradient(optimizer):  # a checkpoint has states created by a step of zeros
+        if has_gradient(optimizer):  # a checkpoint has states created by a step of zeros
             scaled = "" if self.scale is None else ", multiplied by the loss scale"
             raise CallOrderError(
                 f"optimizer.step(): {self.seen} of {self.accumulate} losses are accumulated, and this would apply "
@@ -221,9 +222,9 @@ class Accumulation:
         return scale if divisor == 1 else scale / divisor  # a division by 1 takes time, too
 
 
-def _has_gradient(optimizer: Optimizer) -> bool:
+def has_gradient(optimizer: Optimizer) -> bool:
     """Whether a gradient is not 0; waits for the device."""
-    return any(p.grad is not None and bool(local(p.grad).any()) for p in parameters(optimizer))
+    return any(p.grad is not None and bool(numbers_of(p.grad).any()) for p in parameters(optimizer))
 
 
 class Gradients:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
@@ -22,7 +23,7 @@ from mezzo.pytorch.optim.checks import refuse_replaced
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.step import parameters
-from mezzo.pytorch.training.backward import nodes_of
+from mezzo.pytorch.training.backward import is_simple, nodes_of
 
 _MASTERS = frozenset({"master", "remainder"})  # in the state of an optimizer with masters
 
@@ -146,6 +147,20 @@ def outside_autocast(loss: Tensor, policy: Policy) -> None:
         warnings.warn(
             f"MixedPrecision: the loss was computed outside mp.autocast(), so nothing ran in {policy.compute}. "
             "Compute it inside: with mp.autocast(): loss = loss_fn(model(x), y).",
+            stacklevel=3,
+        )
+
+
+def not_divided(loss: Tensor, accumulate: int) -> None:
+    """Warn of a loss that ends in a division by `accumulate`, or a product with its reciprocal."""
+    node: Any = loss.grad_fn
+    if not is_simple(loss) or node is None or node.name() not in ("DivBackward0", "MulBackward0"):
+        return
+    slope, other = node(torch.ones_like(loss))  # the derivatives of that operation alone
+    if slope is not None and other is None and math.isclose(float(slope) * accumulate, 1.0, rel_tol=1e-6):
+        warnings.warn(
+            f"MixedPrecision: the loss was divided by {accumulate}, and step(loss) divides by accumulate={accumulate} "
+            "again. If the division is for accumulation, remove it. If it has another reason, ignore this warning.",
             stacklevel=3,
         )
 

@@ -7,6 +7,7 @@ infinity, clip, step or skip), scheduler and average only if it stepped, next sc
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -53,6 +54,18 @@ _NETWORKS = Networks()
 _UNSCALED = (
     "MixedPrecision: torch.func computes gradients without the loss scale, which only step(loss) applies. Small fp16 "
     "gradients become 0. Use precision='bf16', or compute the loss with torch.func.functional_call and call step(loss)."
+)
+_OWN_STEP = (
+    "MixedPrecision: the loop called optimizer.step() itself. Its gradients have no loss scale (small ones become 0 in "
+    "fp16). Replace loss.backward(), optimizer.step() and optimizer.zero_grad() by mp.step(loss)."
+)
+_CHANGED = (
+    "MixedPrecision: gradients were changed in place, as by clip_grad_norm_, between the losses of a window. There "
+    "they are multiplied by the loss scale and not divided yet. Remove that line. To clip, pass clip_norm=."
+)
+_SCHEDULED = (
+    "MixedPrecision: the loop called scheduler.step() itself, so the scheduler steps more than once per update. Remove "
+    "that line: with scheduler=, MixedPrecision steps the scheduler after each step of the optimizer."
 )
 
 
@@ -182,6 +195,9 @@ class MixedPrecision:
             self._journal = Journal(writer_of(distributed.own_path(records), "MixedPrecision: records"))
             self._findings: deque[OverflowReport] = deque(maxlen=100)
             self._warned: bool | None = None  # whether the last warning named the place
+            self._told: set[str] = set()  # warnings that come once
+            self._steps = False  # whether the optimizer's step that runs is this object's
+            self._doubled: tuple[int, ...] = ()  # the scheduler's `last_epoch` if the loop steps it as well
             self._window = Accumulation(accumulate)
             self._buffers = _NETWORKS.of(model)
             self._compared = False  # with the arguments of other ranks
@@ -228,7 +244,7 @@ class MixedPrecision:
         self._gradients = Gradients(fp32=self.accumulate > 1 or rewrites, reduced=reduced)
         undo = ExitStack()
         undo.callback(self._gradients.clear)
-        if self.accumulate > 1:
+        if self.accumulate > 1 or self._resolved.scaler is not None:
             undo.callback(optimizer.register_step_pre_hook(partial(_step_begins, ref(self))).remove)
         if not isinstance(stepping, (FusedOptimizer, WithMasters)):  # these do it themselves
             for hook in FirstStates(stepping).hooks:
@@ -276,6 +292,16 @@ class MixedPrecision:
     def findings(self) -> list[OverflowReport]:
         """The last hundred diagnoses of skipped steps; see `trace`."""
         return list(self._findings)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps so far, taken or skipped."""
+        return self._journal.updates
+
+    @property
+    def skipped(self) -> int:
+        """How many of them were skipped. Waits for the device."""
+        return self._journal.skipped
 
     @property
     def ranges(self) -> list[RangeRow]:
@@ -358,6 +384,8 @@ class MixedPrecision:
         window, observing = self._window, self._observing
         if not self._compared:
             self._compared = True
+            if self.accumulate > 1:
+                checks.not_divided(loss, self.accumulate)
             if distributed.is_distributed():
                 checks.same_arguments(self, self._given_scale, self._ranks().holders)
         if (setting := self._resolved.to_change) and distributed.is_distributed():
@@ -380,7 +408,8 @@ class MixedPrecision:
             bad = ~distributed.local(loss.detach()).isfinite().all()
             self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
         try:
-            window.check(self.optimizer)
+            if window.check(self.optimizer) and not self._backward.wrappers:  # DDP may write its buckets
+                self._warn_once(_CHANGED, stacklevel=3)
             if self._release is not None:
                 if retain_graph:
                     raise UsageError(
@@ -409,9 +438,9 @@ class MixedPrecision:
             self._drop_step()
             if "backward through the graph a second time" in str(error):
                 raise CallOrderError(
-                    "step(loss): mp.step(loss) runs backward itself: remove loss.backward(). An earlier backward has "
-                    "freed this loss's graph. Give each loss to one step(). If two MixedPrecision share a graph, call "
-                    "mp.step(loss, retain_graph=True) first."
+                    "step(loss): this loss's graph was freed by an earlier backward. Give each loss to one step(), and "
+                    "remove loss.backward(): mp.step(loss) runs backward itself. If two MixedPrecision share a graph, "
+                    "call mp.step(loss, retain_graph=True) first."
                 ) from error
             raise
         window.seen += 1
@@ -461,6 +490,7 @@ class MixedPrecision:
                 ranks = self._ranks()
                 if observing.listening:
                     observing.update_begins(self.optimizer, window.scale_over(window.rescale))
+                self._steps = True
                 outcome = self._optimizer_step(
                     window.scale,
                     window.rescale,
@@ -472,6 +502,8 @@ class MixedPrecision:
             except BaseException:
                 self._drop_step()
                 raise
+            finally:
+                self._steps = False
         found, skipped = outcome.found_inf, outcome.skipped
         if isinstance(skipped, Tensor) and (must_know or loss_scaler.reading_is_free(skipped)):
             skipped = bool(skipped)
@@ -500,7 +532,11 @@ class MixedPrecision:
                 with showing_masters(self.model, [mp.optimizer for mp in _ALIVE]):
                     self._average(self.model)
             if self.scheduler is not None:
+                if getattr(self.scheduler, "last_epoch", None) in self._doubled:
+                    self._warn_once(_SCHEDULED, stacklevel=4)
                 self.scheduler.step()
+                last = getattr(self.scheduler, "last_epoch", None)
+                self._doubled = (last + 1, last + self.accumulate) if isinstance(last, int) else ()
         low = None if self._stored_as[0] == "fp32" else self._fused  # later steps change its flag
         result = StepResult(
             updated=True,
@@ -531,15 +567,20 @@ class MixedPrecision:
             return result
         if self._warned is None or finding.is_located > self._warned:
             self._warned = finding.is_located
-            more = "This is the last warning" if self._warned else "One more follows if its line is found"
+            more = "Later ones" if self._warned else "One more follows if its line is found; later ones"
             if self._ranks().is_first:  # the others have found the same
                 warnings.warn(
                     f"MixedPrecision: update {self._journal.updates - 1} "
                     f"{'was skipped' if skipped is True else 'stepped from a loss that is NaN or infinite'}: "
-                    f"{finding.sentence}.{finding.advice} {more}; mp.findings has later skips.",
+                    f"{finding.sentence}.{finding.advice} {more} are only in mp.findings.",
                     stacklevel=3,
                 )
         return result
+
+    def _warn_once(self, message: str, stacklevel: int) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            warnings.warn(message, stacklevel=stacklevel)
 
     def _reached(self, loss: Tensor) -> frozenset[int]:
         """The leaves that a loss's backward reaches, with shards for gathered parameters."""
@@ -615,8 +656,17 @@ class MixedPrecision:
         """Release the parameters and the model's overrides, so that another MixedPrecision may have them.
 
         16-bit weights stay as they are; the optimizer holds their masters, so give both to the next MixedPrecision.
-        `mezzo.master_state_dict` gives the weights in FP32.
+        `mezzo.master_state_dict` gives the weights in FP32. An open window is dropped with its gradients: call
+        `flush()` first.
         """
+        if seen := self._window.seen:
+            if sys.exc_info()[0] is None:  # else an error has ended the loop
+                warnings.warn(
+                    f"close(): {seen} of {self.accumulate} losses were accumulated and are dropped. To step with them, "
+                    "call mp.flush() first.",
+                    stacklevel=2,
+                )
+            self._drop_step()
         _ALIVE.discard(self)
         self.__dict__["autocast"] = checks.closed
         self._buffers.forget()
@@ -629,8 +679,12 @@ class MixedPrecision:
 def _step_begins(owner: ref[MixedPrecision], optimizer: Any, args: Any, kwargs: Any) -> None:
     """The hook of an optimizer; no method, because the optimizer must not keep its MixedPrecision alive."""
     mp = owner()
-    if mp is not None and mp._window.seen:  # it is 0 in the step of MixedPrecision
+    if mp is None or mp._steps:
+        return
+    if mp._window.seen:
         mp._window.refuse_step(optimizer)
+    elif not mp._looks and mp._resolved.active_scaler is not None and backward.has_gradient(optimizer):
+        mp._warn_once(_OWN_STEP, stacklevel=4)
 
 
 def drop_windows(models: Collection[nn.Module]) -> None:

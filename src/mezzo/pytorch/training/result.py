@@ -19,6 +19,7 @@ from mezzo.pytorch.distributed import named
 EVERY = 16
 """Updates whose records are read and written together: reading one number waits for the device."""
 
+_NORMAL = "The gradients are finite at a smaller loss scale, which a dynamic one takes by itself"
 _FLAGS = 256  # of skipped steps that are kept on the device before they are added up there
 
 
@@ -74,7 +75,7 @@ class StepResult:
     def reason(self) -> str:
         """Why the optimizer did not step, or that a weight is infinite; empty if all is well."""
         if self.skipped:
-            found = f". {self.finding}" if self.finding is not None else ""
+            found = "" if self.finding is None else f". {self.finding if self.finding.alarms else _NORMAL}"
             where = "" if self.by_tensor is None else f" on {named(self.by_tensor)}"
             return (
                 f"a gradient was NaN or infinite{where} at loss scale {self.loss_scale:g}; parameters and optimizer "
