@@ -23,13 +23,11 @@ from alive import bytes_alive
 from mezzo.core.byte_counts import parse_bytes, written_bytes
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.batch_size import (
-    OUT_OF_MEMORY,
-    OVER,
     BatchSizeResult,
     NothingFitsError,
-    Search,
     Trial,
     is_out_of_memory,
+    search,
     spendable_bytes,
 )
 from mezzo.pytorch.memory import PeakTensorBytes
@@ -38,16 +36,18 @@ Step = Callable[[int], object]
 
 
 def run(
-    search: Search, memory: Callable[[int], int], limit: int = 1000, *, fails: bool = False
+    memory: Callable[[int], int], limit: int = 1000, *, fails: bool = False, **sizes: int | None
 ) -> BatchSizeResult:
     """The search on a device that says what each size takes; or only fails above the limit."""
-    trials: list[Trial] = []
-    most = None if fails else limit
-    while (size := search.next_size(trials, most)) is not None:
-        fits = memory(size) <= limit
-        peak, why = (None, OUT_OF_MEMORY) if fails else (memory(size), OVER)
-        trials.append(Trial(size, fits, peak, None if fails or not fits else size / 100, "" if fits else why))
-    return BatchSizeResult(tuple(trials), most)
+
+    def measure(size: int) -> Trial:
+        if fails and memory(size) > limit:
+            return Trial(size, False, why="out of memory")
+        return Trial(size, True, memory(size), 100.0)
+
+    found = BatchSizeResult(limit=None if fails else limit)
+    search(found, measure, **sizes)
+    return found
 
 
 tens = functools.partial(operator.mul, 10)
@@ -56,80 +56,78 @@ itself = functools.partial(operator.mul, 1)
 MEASURED: list[tuple[dict[str, Any], Callable[[int], int], list[int]]] = [
     ({}, tens, [8, 16, 32, 64, 100, 101]),
     ({}, lambda n: 500 + 10 * n, [8, 13, 26, 50, 51]),  # 13: the limit on a line through zero
-    ({"multiple_of": 8}, tens, [8, 16, 32, 64, 96, 104]),
     ({"start": 400}, tens, [400, 200, 100, 150, 125, 112, 106, 103, 101]),
     ({"start": 4}, lambda n: 2000, [4, 2, 1]),
     ({"start": 5, "max_size": 20}, tens, [5, 10, 20]),
     ({"max_size": 5}, tens, [5]),
-    ({"max_size": 23, "multiple_of": 8}, tens, [8, 16]),
-    ({"start": 3, "multiple_of": 4}, lambda n: 100 * n, [4, 8, 12]),
+    ({"max_size": 23}, tens, [8, 16, 23]),
+    ({"start": 3}, lambda n: 100 * n, [3, 6, 10, 11]),
 ]
 # settings, the largest that runs, the sizes that are tried in order
 FAILING: list[tuple[dict[str, Any], int, list[int]]] = [
     ({}, 20, [8, 16, 32, 24, 20, 22, 21]),
     ({}, 3, [8, 4, 2, 3]),
-    ({"multiple_of": 8}, 20, [8, 16, 32, 24]),
-    ({"multiple_of": 8, "start": 1}, 7, [8]),
     ({"start": 1, "max_size": 5}, 100, [1, 2, 4, 5]),
 ]
 
 
 def test_the_sizes_that_are_tried() -> None:
     for how, memory, sizes in MEASURED:
-        assert [trial.size for trial in run(Search(**how), memory).trials] == sizes
+        assert [trial.size for trial in run(memory, **how).trials] == sizes
     for how, most, sizes in FAILING:
-        assert [trial.size for trial in run(Search(**how), itself, most, fails=True).trials] == sizes
+        assert [trial.size for trial in run(itself, most, fails=True, **how).trials] == sizes
 
 
 @st.composite
-def searches(draw: st.DrawFn) -> Search:
-    multiple = draw(st.integers(1, 64))
+def ends(draw: st.DrawFn) -> tuple[int | None, int]:
     start = draw(st.none() | st.integers(1, 300))
-    first = -(-(start or 1) // multiple) * multiple
-    return Search(start=start, multiple_of=multiple, max_size=draw(st.integers(first, 20_000)))
+    return start, draw(st.integers(start or 1, 20_000))
 
 
 @settings(max_examples=150, deadline=None)
-@given(searches(), st.integers(0, 10**6), st.integers(1, 1000), st.integers(1, 3 * 10**6), st.booleans())
+@given(ends(), st.integers(0, 10**6), st.integers(1, 1000), st.integers(1, 3 * 10**6), st.booleans())
 def test_the_answer_is_that_of_trying_every_size(
-    search: Search, fixed: int, each: int, limit: int, fails: bool
+    ends: tuple[int | None, int], fixed: int, each: int, limit: int, fails: bool
 ) -> None:
     def memory(n: int) -> int:
         return fixed + each * n
 
-    found = run(search, memory, limit, fails=fails)
-    sizes = range(search.multiple_of, (search.max_size or 0) + 1, search.multiple_of)
-    assert (found.largest if found.fits else 0) == max((n for n in sizes if memory(n) <= limit), default=0)
+    start, most = ends
+    found = run(memory, limit, fails=fails, start=start, max_size=most)
+    assert found.largest == max((n for n in range(1, most + 1) if memory(n) <= limit), default=0)
     assert len({trial.size for trial in found.trials}) == len(found.trials) < 150
-    if found.trials[0].fits and not fails:  # growing goes at most one multiple beyond the limit
-        assert all(memory(trial.size - search.multiple_of) <= limit for trial in found.trials[1:])
+    if found.trials[0].fits and not fails:  # growing goes at most one sample beyond the limit
+        assert all(memory(trial.size - 1) <= limit for trial in found.trials[1:])
 
 
 @pytest.mark.parametrize(("memory", "first"), [(lambda n: 500, 8), (lambda n: 100 * min(n, 50), 64)])
 def test_bytes_that_do_not_grow_end_the_search(memory: Callable[[int], int], first: int) -> None:
-    with pytest.raises(UsageError, match=f"from {first} to {64 * first} .* max_size={first}[.]"):
-        run(Search(), memory, 10**9)
+    with pytest.raises(
+        UsageError, match=f"from {first} to {64 * first} .* --max {first} .max_size={first}[)]"
+    ):
+        run(memory, 10**9)
 
 
 # what was found, what the recommendation names
 SENTENCES: list[tuple[BatchSizeResult, list[str]]] = [
-    (run(Search(max_size=16), itself, fails=True), ["16 is the largest that was tried"]),
-    (run(Search(start=2), itself, 0, fails=True), ["no size fits", "1 does not run (out of memory)"]),
-    (run(Search(), tens, 5), ["no size fits", "1 takes 10 B", "limit is 5 B"]),
-    (BatchSizeResult((Trial(8, True, 10, 1.0), Trial(16, True, 20, 4.0), Trial(17, False))),
-     ["16 is the largest that fits (20 B)", "trains 4 samples", "batch size 8 is the fastest, with 8."]),
+    (run(itself, fails=True, max_size=16), ["batch size 16 is the largest tried that fits"]),
+    (run(itself, 0, fails=True, start=2), ["no size fits, not even batch size 1: out of memory."]),
+    (run(tens, 5), ["no size fits, not even batch size 1: over the limit of 5 B."]),
+    (BatchSizeResult([Trial(8, True, 10, 8.0), Trial(16, True, 20, 4.0), Trial(17, False)]),
+     ["16 is the largest tried that fits; 8 is the fastest, with 8.00 samples per second."]),
+    (BatchSizeResult([Trial(8, True, 10)]), ["8 is the largest tried that fits."]),
+    (BatchSizeResult(), ["no size was measured"]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("result", "names"), SENTENCES, ids=range(len(SENTENCES)))
 def test_what_is_recommended(result: BatchSizeResult, names: list[str]) -> None:
     assert all(name in result.sentence() for name in names)
-    if result.fits:
-        assert result.to_dict()["largest"] == result.largest >= result.fastest
-    else:
-        assert result.to_dict()["largest"] is None
-        with pytest.raises(NothingFitsError, match="no size fits"):
-            _ = result.fastest
+    assert str(result).splitlines()[-1] == result.sentence()
+    assert result.largest >= result.fastest
+    values = result.to_dict()
+    assert (values["largest"] or 0, values["fastest"] or 0) == (result.largest, result.fastest)
+    assert [trial["size"] for trial in values["trials"]] == [trial.size for trial in result.trials]
 
 
 def test_bytes_are_read_and_written() -> None:
@@ -159,21 +157,20 @@ def small() -> tuple[nn.Module, torch.optim.Optimizer, Step]:
 
 @pytest.mark.heavy
 @pytest.mark.usefixtures("tensors_only")
-def test_what_is_found_fits_and_the_next_multiple_does_not() -> None:
+def test_what_is_found_fits_and_the_next_size_does_not() -> None:
     limit = bytes_alive() + 500_000
     model, optimizer, step = small()
-    options: dict[str, Any] = {"multiple_of": 16, "rounds": 1, "model": model, "optimizer": optimizer}
+    options: dict[str, Any] = {"rounds": 1, "model": model, "optimizer": optimizer}
     found = mezzo.find_batch_size(step, 512, limit=limit, **options)
     trials = {trial.size: trial for trial in found.trials}
-    assert found.largest % 16 == 0
-    assert not trials[found.largest + 16].fits
+    assert not trials[found.largest + 1].fits
     for trial in found.trials:
         step(trial.size)
         watch = PeakTensorBytes()
         watch.start()
         step(trial.size)
         assert trial.peak_bytes == watch.stop().peak_bytes
-        assert trial.fits is (trial.peak_bytes <= limit) is (trial.seconds is not None)
+        assert trial.fits is (trial.peak_bytes <= limit) is (trial.samples_per_second is not None)
     assert (found.limit, found.device) == (limit, "cpu")
 
 
@@ -196,10 +193,8 @@ def test_a_step_that_runs_out_of_memory_is_a_size_that_does_not_fit(error: Excep
             raise error from None if kept is None else error.__cause__
         step(size)
 
-    told: list[Trial] = []
-    options: dict[str, Any] = {"rounds": 0, "model": model, "optimizer": optimizer, "on_trial": told.append}
-    found = mezzo.find_batch_size(guarded, 4, limit="10 GB", **options)
-    assert (found.largest, found.trials) == (5, tuple(told))
+    found = mezzo.find_batch_size(guarded, 4, limit="10 GB", rounds=0, model=model, optimizer=optimizer)
+    assert (found.largest, found.fastest) == (5, 5)
     failed = {(trial.size > 5, trial.peak_bytes, trial.why) for trial in found.trials if not trial.fits}
     assert failed == {(True, None, why)}
     error.__traceback__ = None  # this test's own hold on the frames
@@ -326,14 +321,13 @@ def constant(size: int) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"rounds": -1}, "rounds=-1"),
     ({"limit": "4 giga"}, "is not a number of bytes"),
     ({"limit": "4"}, "'4' has no unit. Write 4GiB"),
     ({"limit": 0}, "less than 1 byte"),
-    *[({name: 0}, f"{name}=0 is less than 1") for name in ("start", "multiple_of")],
-    ({"max_size": 7, "multiple_of": 8}, "Use max_size=8 or more"),
-    ({"start": 8, "max_size": 4}, r"max_size=4 .*start=8.* Use max_size=8 or more"),
-    ({"start": 9, "max_size": 12, "multiple_of": 8}, r"max_size=12 .*start=9.* Use max_size=16 or more"),
+    *[({name: 0}, f"{name}=0.* at least 1") for name in ("start", "max_size")],
+    ({"start": 8, "max_size": 4}, "start=8, max_size=4: .* start at most max_size"),
+    ({"multiple_of": 8}, "round the result down"),
+    ({"on_trial": print}, "`trials`"),
     ({"device": "meta"}, "on cpu and cuda devices only"),
     ({"restore": [3]}, "a int cannot be"),
     ({"rounds": 0}, "sizes from 8 to 512 take the same bytes"),
@@ -344,6 +338,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_wrong_usage(how: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         mezzo.find_batch_size(**{"step": constant, "limit": "1 GB", **how})
+
+
+def test_nothing_that_fits_is_an_error() -> None:
+    with pytest.raises(NothingFitsError, match="not even batch size 1: over the limit of 1 B"):
+        mezzo.find_batch_size(constant, 2, limit=1)
 
 
 def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,38 +361,18 @@ def test_the_limit_of_a_cpu_is_what_is_left_and_what_tensors_have(monkeypatch: p
 
 
 GIB = 1024**3
-BOX, INNER, CGROUP = "0::/box\n", "0::/box/inner\n", "proc/self/cgroup"
+# the text of /proc/meminfo (None: no such file), and the GiB left for tensors
+AVAILABLE = "MemTotal: 9 kB\nMemAvailable: {} kB\n"
+MACHINES = [(None, None), ("MemFree: 1 kB\n", None), (AVAILABLE, 10), (AVAILABLE, 1)]
 
 
-def group(place: str, limit: Any, used: Any = 0, stat: str = "") -> dict[str, Any]:
-    """Files of a control group."""
-    root = f"sys/fs/cgroup/{place}"
-    return {f"{root}/memory.max": limit, f"{root}/memory.current": used, f"{root}/memory.stat": stat}
-
-
-# files of a machine with 10 GiB available, and what is available with them
-MACHINES: list[tuple[dict[str, Any], float | None]] = [
-    ({"proc/meminfo": None}, None),
-    ({"proc/meminfo": "MemFree: 1 kB\n"}, None),
-    ({}, 10),
-    ({CGROUP: "0::/\n"}, 10),
-    ({CGROUP: BOX, **group("box", 4 * GIB, 3 * GIB, f"anon 7\ninactive_file {GIB}\n")}, 2),
-    # the group's own limit is "max"; that of the one above counts
-    ({CGROUP: INNER, **group("box/inner", "max"), **group("box", 8 * GIB, GIB)}, 7),
-    ({CGROUP: BOX, **group("box", GIB, 2 * GIB)}, 0),
-]
-
-
-@pytest.mark.parametrize(("files", "gib"), MACHINES)
-def test_what_a_machine_has_left(tmp_path: Path, files: dict[str, Any], gib: float | None) -> None:
-    meminfo = f"MemTotal: 9 kB\nMemAvailable: {10 * GIB // 1024} kB\n"
-    for name, text in {"proc/meminfo": meminfo, **files}.items():
-        if text is not None:
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(str(text))
+@pytest.mark.parametrize(("text", "gib"), MACHINES)
+def test_what_a_machine_has_left(tmp_path: Path, text: str | None, gib: int | None) -> None:
+    meminfo = tmp_path / "meminfo"
+    if text is not None:
+        meminfo.write_text(text.format(GIB * (gib or 0) // 1024))
     if gib is None:
         with pytest.raises(UsageError, match="8GiB"):
-            spendable_bytes(tmp_path)
-        return
-    available = int(gib * GIB)
-    assert spendable_bytes(tmp_path) == max(1, available - max(GIB // 2, available // 10))
+            spendable_bytes(meminfo)
+    else:
+        assert spendable_bytes(meminfo) == gib * GIB - max(GIB // 2, gib * GIB // 10)

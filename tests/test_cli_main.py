@@ -153,9 +153,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{SIZES} --precision auto", "Name one, such as bf16"),
     (f"{SIZES} --limit 4giga", "--limit '4giga' is not a number of bytes"),
     (f"{SIZES} --steps 8", "The minimum is 9"),
-    (f"{SIZES} --max 4 --multiple-of 8", "--max 4 is less than the first size, 8 (--multiple-of 8)"),
-    (f"{SIZES} --out train.py", "--out train.py: is a file"),
-    (f"{SIZES} --out .", "holds other files (train.py)"),
+    (f"{SIZES} --start 8 --max 4", "start=8, max_size=4: must be at least 1, and start at most max_size"),
     ("doctor A100", "mezzo doctor --gpu A100"),
 ]
 

@@ -138,7 +138,6 @@ VERBS = [
     "compare t.py --precision bf16 --seeds 1",
     "compare t.py --precision bf16 --fresh",
     "calibrate t.py",
-    "batch-size t.py --vary=--batch",
     "run --precision fp32",
 ]
 

@@ -190,7 +190,7 @@ def test_notebooks_show_results_as_escaped_html(capsys: pytest.CaptureFixture[st
     report = OverflowReport("overflow", "a<b", "exp", **told)
     model = torch.nn.Sequential(torch.nn.Linear(4, 2))
     explanation = mezzo.explain(model, torch.ones(1, 4), precision="bf16")
-    sizes = mezzo.BatchSizeResult((Trial(8, True, 10, 1.0), Trial(16, False, why="<limit>")))
+    sizes = mezzo.BatchSizeResult([Trial(8, True, 10, 1.0), Trial(16, False, why="<limit>")])
     assert repr(sizes) == "BatchSizeResult(largest=8, fastest=8, 2 sizes tried on cpu)"
     assert "<td>no: &lt;limit&gt;</td>" in sizes._repr_html_()
     gradient = RangeRow("a", "activation gradient", "fp32", Histogram(0, [2], largest=1.5), "")

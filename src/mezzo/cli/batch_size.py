@@ -10,12 +10,11 @@ names the option with which the script receives its batch size:
   --vary={}                instead of {}:       train.py config.yaml 32   (write: -- config.yaml {})
 
 On a GPU a size does not fit if an allocation fails. A CPU would swap instead, so there the peak bytes of all tensors in
-a step are compared with --limit. A step is one step of the optimizer. samples/s is the size divided by the time of a
-step (the median), data loading included. If the script accumulates gradients, the batch size is that of one backward
-pass.
+a step are compared with --limit. samples/s is the size divided by the median time of an optimizer step, data loading
+included. If the script accumulates gradients, the batch size is that of one backward pass.
 
-The sizes double. The search ends when samples/s have not risen for two doublings, unless --max says how far to go, and
-after --minutes. Ctrl-C ends it too. Each time, the table has the sizes that were measured.
+The sizes double until one does not fit, then the gap is bisected. The search ends when samples/s have not risen for two
+doublings, unless --max says how far to go, and after --minutes. Ctrl-C ends it too. The sizes measured are printed.
 
 Exit status: 0 found, 1 no size fits, 2 wrong usage, or a script that fails or never trains, 130 interrupted.
 
@@ -30,18 +29,16 @@ import argparse
 import json
 import math
 import re
-import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
 from mezzo.cli.arguments import KERAS, add_target, target_of, whole
-from mezzo.compare.folder import check_ours, locked, writing
 from mezzo.compare.measure import WARM_UP
 from mezzo.compare.progress import Watcher
 from mezzo.compare.request import ScriptRequest, split_precisions
@@ -51,20 +48,14 @@ from mezzo.core.commands import say
 from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.policy import policy
 from mezzo.core.records import file_name
-from mezzo.core.whole_file import write_whole
 from mezzo.demos import DEMOS
-from mezzo.pytorch import batch_size
-from mezzo.pytorch.batch_size import BatchSizeResult, Search, Trial, flat_since, spendable_bytes
+from mezzo.pytorch.batch_size import MEMORY_ERROR, BatchSizeResult, Trial, search, spendable_bytes
 from mezzo.pytorch.run.session import check
-
-FILE = "batch-size.json"
 
 _SPELL = (
     "Write the batch size option as the script spells it: --vary=--batch-size for an option, --vary=batch_size= for "
     "key=value, or --vary={} to replace {} in the arguments."
 )
-MEASURED = 3
-"""The step whose memory is measured."""
 FEWEST_STEPS = WARM_UP + 4  # three times between two steps
 
 
@@ -75,19 +66,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--vary", metavar="OPTION", help="the script's batch size option, as the script spells it")
     precision = "presets, policy strings or .toml files, with commas or given again (default fp32,bf16)"
     add("--precision", action="append", metavar="P", help=precision)
-    limit = (
-        "the bytes that a step may take, such as 4GiB (default on a CPU: the available memory, less 10 %% of it or "
-        "512 MiB, the larger; on a GPU: none, sizes grow until an allocation fails)"
-    )
+    limit = "the bytes that a step may take, such as 4GiB (default on a CPU: most of what is available; on a GPU: none)"
     add("--limit", metavar="BYTES", help=limit)
     add("--start", type=size, metavar="N", help="the first size (default 8, or less where --max is)")
     add("--max", type=size, metavar="N", help="try sizes up to this one, even if samples/s no longer rise")
     minutes = "end the search after so many minutes, shared by the precisions (default 10)"
     add("--minutes", type=whole("minutes", 10, least=1), default=10, metavar="N", help=minutes)
-    add("--multiple-of", type=size, default=1, metavar="N", help="try only multiples of it (default 1)")
     steps = "end each run after this many optimizer steps (default 24)"
     add("--steps", type=whole("steps", 24, least=FEWEST_STEPS), default=24, metavar="N", help=steps)
-    add("--out", metavar="DIR", help=f"keep every run's records and output there, and {FILE}")
     add("--json", action="store_true", help="print JSON instead of the table")
 
 
@@ -96,93 +82,60 @@ def run(arguments: argparse.Namespace) -> int:
     target = target_of(arguments, DEMOS, "mezzo batch-size train.py --vary=--batch-size")
     if arguments.vary is None:
         raise UsageError(f"--vary is missing. {_SPELL}")
-    names = ("--start ", "--multiple-of ", "--max ")
-    sizes = Search(arguments.start, arguments.multiple_of, arguments.max, arguments.max is None, names)
     argv_with(arguments.argv, arguments.vary, 1)  # raises before anything runs
     limit = None if arguments.limit is None else parse_bytes(arguments.limit, "--limit ")
     script = ScriptRequest(target, tuple(arguments.argv), bool(arguments.module))
-    precisions = _precisions(arguments.precision or ["fp32,bf16"])
-    console, found = Console(stderr=True), dict[str, BatchSizeResult]()
-    shown = _Deadline(console, quiet=arguments.json)
-    ends = time.monotonic() + 60 * arguments.minutes
-    with tempfile.TemporaryDirectory(prefix="mezzo-batch-size-") as temporary:
-        folder = Path(arguments.out or temporary)
-        with writing(folder):
-            check_ours(folder, (FILE, "runs"), FILE)
-            with locked(folder), shown, terminated_like_an_interrupt():
-                shutil.rmtree(folder / "runs", ignore_errors=True)
-                (folder / "runs").mkdir()
-                for left, precision in zip(range(len(precisions), 0, -1), precisions):
-                    now = time.monotonic()
-                    shown.until = now + (ends - now) / left
-                    found[precision] = _search(script, precision, arguments, sizes, limit, folder, shown)
-                    limit = found[precision].limit  # one for all
-                    if shown.interrupted:
-                        break
-                given = {key: getattr(arguments, key) for key in ("argv", "vary", "steps")}
-                results = {precision: result.to_dict() for precision, result in found.items()}
-                data = {"schema": 1, "script": target, **given, "precisions": results}
-                text = json.dumps(data, indent=2, allow_nan=False)
-                write_whole(folder / FILE, text + "\n")
-    if arguments.json:
-        print(text)
-    else:
-        say(_report(found, _prefix(arguments.vary) or "batch size "), out=True)
-    if shown.interrupted:
-        raise KeyboardInterrupt
-    return int(not all(result.fits for result in found.values()))
-
-
-class _TimeIsUpError(Exception):
-    """The time of a search is over."""
+    precisions = list(dict.fromkeys(split_precisions(arguments.precision or []))) or ["fp32", "bf16"]
+    for name in precisions:
+        check(policy(name))
+        if policy(name).compute == "auto":
+            raise UsageError(f"--precision {name}: auto alternates two precisions. Name one, such as bf16.")
+    found = dict[str, BatchSizeResult]()
+    shown = _Deadline(Console(stderr=True), quiet=arguments.json)
+    try:
+        with shown, terminated_like_an_interrupt():
+            for precision in precisions:
+                shown.until = time.monotonic() + 60 * arguments.minutes / len(precisions)
+                found[precision] = BatchSizeResult(limit=limit)
+                _search(found[precision], script, precision, arguments, shown)
+                limit = found[precision].limit  # one for all
+    finally:  # after an error or an interrupt, too
+        ended = {name: result for name, result in found.items() if result.trials or result.notes}
+        if ended and arguments.json:
+            results = {name: result.to_dict() for name, result in ended.items()}
+            given = {key: getattr(arguments, key) for key in ("argv", "vary", "steps")}
+            print(json.dumps({"schema": 1, "script": target, **given, "precisions": results}, indent=2))
+        elif ended:
+            say(_report(ended), out=True)
+    return int(not all(result.largest for result in found.values()))
 
 
 class _Deadline(Watcher):
-    """Shows the runs of a search, and ends it after its time. `interrupted`: whether the user ended it."""
+    """Shows the runs of a search, and ends it after its time with a TimeoutError."""
 
-    until, interrupted = math.inf, False
+    until = math.inf
 
     def steps(self, done: int) -> None:
         super().steps(done)
         if time.monotonic() > self.until:
-            raise _TimeIsUpError
+            raise TimeoutError
 
 
-def _precisions(words: Sequence[str]) -> list[str]:
-    """Each precision once, under the first of its names."""
-    found: dict[str, str] = {}
-    for name in split_precisions(words):
-        check(policy(name))
-        if policy(name).compute == "auto":
-            raise UsageError(f"--precision {name}: auto alternates two precisions. Name one, such as bf16.")
-        found.setdefault(policy(name).fingerprint(), name)
-    if not found:
-        raise UsageError("--precision is empty. Examples: bf16, or fp32,bf16 for both")
-    return list(found.values())
-
-
-def _report(found: Mapping[str, BatchSizeResult], option: str) -> str:
-    """Each precision's table, and then the recommendations."""
-    lines: list[str] = []
-    for precision, result in found.items():
-        lines += [precision, *result.table(), *(f"note: {note}" for note in result.notes), ""]
-    first, reference = next(iter(found.items()))
-    for precision, result in found.items():
-        lines.append(f"{precision}: {result.sentence(option)}")
-        if precision == first or not (result.fits and reference.fits):
-            continue
-        if result.bounded and reference.bounded:
-            lines[-1] += f" That is {result.largest / reference.largest:.2f} times the size in {first}."
-        if (ours := result.best.samples_per_second) and (theirs := reference.best.samples_per_second):
-            lines[-1] += f" At its fastest size it is {ours / theirs:.2f} times as fast as {first}."
-    return "\n".join(lines)
+def _report(found: Mapping[str, BatchSizeResult]) -> str:
+    """Each precision's result, and its highest speed compared to that of the first."""
+    lines = [f"{precision}\n{result}\n" for precision, result in found.items()]
+    (first, reference), *others = ((name, result.best.samples_per_second) for name, result in found.items())
+    for name, speed in others:
+        if speed and reference:
+            lines.append(f"{name} is {speed / reference:.2f} times as fast as {first}, each at its fastest.")
+    return "\n".join(lines).rstrip()
 
 
 def argv_with(given: Sequence[str], vary: str, size: int) -> tuple[str, ...]:
-    """The script's arguments with this batch size, which replaces the one that they hold.
+    """The script's arguments with this batch size, which comes last, where it replaces one given before.
 
-    >>> argv_with(("--batch", "8", "--lr", "1"), "--batch", 32)
-    ('--batch', '32', '--lr', '1')
+    >>> argv_with(("--lr", "1"), "--batch", 32)
+    ('--lr', '1', '--batch', '32')
     >>> argv_with(("model=big",), "data.batch=", 32)
     ('model=big', 'data.batch=32')
     """
@@ -195,18 +148,7 @@ def argv_with(given: Sequence[str], vary: str, size: int) -> tuple[str, ...]:
         return tuple(word.replace("{}", str(size)) for word in given)
     if not re.fullmatch(r"--?[^\s=-][^\s=]*=?|[^\s=-][^\s=]*=", vary):
         raise UsageError(f"--vary={vary}: is not an option. {_SPELL}")
-    name, new = vary.removesuffix("="), f"{_prefix(vary)}{size}".split(" ")
-    kept: list[str] = []
-    words = iter(given)
-    for word in words:
-        if word == name and name.startswith("-"):
-            next(words, None)
-        elif not word.startswith(f"{name}="):
-            kept.append(word)
-            continue
-        kept += new
-        new = []
-    return (*kept, *new)
+    return (*given, *f"{_prefix(vary)}{size}".split(" "))
 
 
 def _prefix(vary: str) -> str:
@@ -215,71 +157,61 @@ def _prefix(vary: str) -> str:
 
 
 def _search(
+    found: BatchSizeResult,
     script: ScriptRequest,
     precision: str,
     arguments: argparse.Namespace,
-    sizes: Search,
-    limit: int | None,
-    folder: Path,
     shown: _Deadline,
-) -> BatchSizeResult:
-    """The result under one precision; the first size's error, if the script fails there."""
-    trials, notes, device, complete = list[Trial](), list[str](), "cpu", False
-    option, minutes = _prefix(arguments.vary), arguments.minutes
+) -> None:
+    """Search under one precision; raise the first size's error, if the script fails there."""
+    minutes = arguments.minutes
     try:
-        while (size := sizes.next_size(trials, limit)) is not None:
-            one = replace(script, argv=argv_with(script.argv, arguments.vary, size))
-            name = f"{file_name(precision)}-{size}"
-            how = {"observe": True, "own": "off", "stop_after": arguments.steps}
-            shown.begin(f"{precision}  {option}{size}", len(trials) + 1, 0, arguments.steps)
-            finished, status = run_to_end(LAUNCH, one.child(folder, name, precision, **how), shown)
-            device = str(finished.machine.get("device_type", device))
-            if limit is None and finished.machine.get("device_type") == "cpu":
-                limit = spendable_bytes()
-            trials.append(_trial(f"{one.target} {' '.join(one.argv)}", size, finished, status, limit))
-        complete = True
-        notes += [f"switched off: the script's {setting}" for setting in finished.switched_off]
-        if sizes.until_flat and all(trial.fits for trial in trials):
-            notes.append(
-                f"samples/s have not risen since {flat_since(trials)}. For larger sizes: --max {16 * trials[-1].size}"
-            )
-    except KeyboardInterrupt:
-        shown.interrupted = True
-        notes.append(f"interrupted before {option}{size} was measured")
-    except _TimeIsUpError:
-        notes.append(
-            f"stopped: the time is over (--minutes {minutes}) before {option}{size} was measured. Allow more time "
-            f"(--minutes {3 * minutes}), or try fewer sizes (--start, --max)"
+        with tempfile.TemporaryDirectory(prefix="mezzo-batch-size-") as folder:
+            (Path(folder) / "runs").mkdir()
+
+            def measure(size: int) -> Trial:
+                one = replace(script, argv=argv_with(script.argv, arguments.vary, size))
+                how = {"observe": True, "own": "off", "stop_after": arguments.steps}
+                child = one.child(Path(folder), f"{file_name(precision)}-{size}", precision, **how)
+                name = f"{precision}  {_prefix(arguments.vary)}{size}"
+                shown.begin(name, len(found.trials) + 1, 0, arguments.steps)
+                finished, status = run_to_end(LAUNCH, child, shown)
+                found.device = str(finished.machine.get("device_type", found.device))
+                found.notes = [f"switched off: the script's {setting}" for setting in finished.switched_off]
+                if found.limit is None and finished.machine.get("device_type") == "cpu":
+                    found.limit = spendable_bytes()
+                return _trial(f"{one.target} {' '.join(one.argv)}", size, finished, status)
+
+            search(found, measure, arguments.start, arguments.max, until_flat=arguments.max is None)
+    except TimeoutError:
+        found.notes.append(
+            f"stopped: the time is over (--minutes {minutes}). Allow more time (--minutes {3 * minutes}), or try fewer "
+            "sizes (--start, --max)"
         )
     except ScriptError as failure:
-        if not trials:
+        if not found.trials:
             raise
-        complete, (what, *output) = True, str(failure).splitlines()
-        notes.append(f"no further size was tried: {' '.join([what, *output[-1:]])}")
-    if any(trial.fits for trial in trials) and not any(trial.seconds for trial in trials):
-        notes.append("no speed: the script took too few steps to time. Let it train longer: more epochs")
-    return BatchSizeResult(tuple(trials), limit, device, tuple(notes), complete)
+        what, *output = str(failure).splitlines()
+        found.notes.append(f"no further size was tried: {' '.join([what, *output[-1:]])}")
 
 
-def _trial(script: str, size: int, finished: FinishedRun, status: int, limit: int | None) -> Trial:
+def _trial(script: str, size: int, finished: FinishedRun, status: int) -> Trial:
     """The trial that a run's records and exit status make; ScriptError if the script fails or takes too few steps."""
     output = finished.failure()
-    if status == -9:
-        return Trial(size, fits=False, why="killed by the system, probably out of memory")
-    if status and batch_size.MEMORY_ERROR.search(output):
-        return Trial(size, fits=False, why=batch_size.OUT_OF_MEMORY)
+    if status == -9 or (status and MEMORY_ERROR.search(output)):
+        why = "out of memory" if status > 0 else "killed by the system, probably out of memory"
+        return Trial(size, fits=False, why=why)
     if status:
-        how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
-        raise ScriptError(f"{script} {how}. Is --vary its batch size option? Its output ended:\n{output}")
-    if finished.memory is None and "keras" in finished.machine:
+        how = f"exit status {status}. Is --vary its batch size option? Its output ended:\n{output}"
+        raise ScriptError(f"{script} ended with {how}")
+    if "keras" in finished.machine and finished.memory is None:
         raise ScriptError(f"{script} {KERAS.format('batch-size')} {script}")
-    if finished.memory is None:
+    times = finished.times()
+    if finished.memory is None or not times.size:
         notes = "; ".join(finished.notes)
         raise ScriptError(
-            f"{script} ended after {finished.steps} steps, but memory is measured in step {MEASURED}"
-            f"{notes and f' ({notes})'}. Let it train longer: more epochs, or a smaller --start."
+            f"{script} ended after {finished.steps} steps, too few to measure{notes and f' ({notes})'}. Let it train "
+            "longer: more epochs, or a smaller --start."
         )
-    peak, times = finished.memory.peak_bytes, finished.times().tolist()
-    if limit is not None and peak > limit:
-        return Trial(size, fits=False, peak_bytes=peak, why=batch_size.OVER)
-    return Trial(size, fits=True, peak_bytes=peak, seconds=statistics.median(times) if times else None)
+    speed = size / float(np.median(times))
+    return Trial(size, fits=True, peak_bytes=finished.memory.peak_bytes, samples_per_second=speed)

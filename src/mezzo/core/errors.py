@@ -89,6 +89,12 @@ _OTHERS = {
     **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping", "gradient_clip_val"), "clip_norm"),
 }
 
+# Arguments of 0.1.0 -> what to do instead.
+_REMOVED = {
+    "multiple_of": " It was removed in 0.2: round the result down, as in found.largest // 8 * 8",
+    "on_trial": " It was removed in 0.2: print in the step function, or read the result's `trials`",
+}
+
 
 def did_you_mean(received: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     """A question with the name that is most like the received one, in upper or lower case; empty if none is."""
@@ -113,7 +119,7 @@ def unknown_name(
     policy 'compute=f15': unknown format 'f15'. Use one of bf16, fp16, fp32. Did you mean 'fp16'?
     """
     names = sorted(allowed)
-    fix = did_you_mean(str(received), names)
+    fix = _REMOVED.get(str(received)) or did_you_mean(str(received), names)
     return error(f"{where}unknown {kind} {received!r}. Use one of {', '.join(names)}.{fix}")
 
 
