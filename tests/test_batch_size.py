@@ -361,18 +361,38 @@ def test_the_limit_of_a_cpu_is_what_is_left_and_what_tensors_have(monkeypatch: p
 
 
 GIB = 1024**3
-# the text of /proc/meminfo (None: no such file), and the GiB left for tensors
-AVAILABLE = "MemTotal: 9 kB\nMemAvailable: {} kB\n"
-MACHINES = [(None, None), ("MemFree: 1 kB\n", None), (AVAILABLE, 10), (AVAILABLE, 1)]
+BOX, INNER, CGROUP = "0::/box\n", "0::/box/inner\n", "proc/self/cgroup"
 
 
-@pytest.mark.parametrize(("text", "gib"), MACHINES)
-def test_what_a_machine_has_left(tmp_path: Path, text: str | None, gib: int | None) -> None:
-    meminfo = tmp_path / "meminfo"
-    if text is not None:
-        meminfo.write_text(text.format(GIB * (gib or 0) // 1024))
+def group(place: str, limit: Any, used: Any = 0, stat: str = "") -> dict[str, Any]:
+    """Files of a control group."""
+    root = f"sys/fs/cgroup/{place}"
+    return {f"{root}/memory.max": limit, f"{root}/memory.current": used, f"{root}/memory.stat": stat}
+
+
+# files of a machine with 10 GiB available, and what is available with them
+MACHINES: list[tuple[dict[str, Any], float | None]] = [
+    ({"proc/meminfo": None}, None),
+    ({"proc/meminfo": "MemFree: 1 kB\n"}, None),
+    ({}, 10),
+    ({CGROUP: "0::/\n"}, 10),
+    ({CGROUP: BOX, **group("box", 4 * GIB, 3 * GIB, f"anon 7\ninactive_file {GIB}\n")}, 2),
+    # the group's own limit is "max"; that of the one above counts
+    ({CGROUP: INNER, **group("box/inner", "max"), **group("box", 8 * GIB, GIB)}, 7),
+    ({CGROUP: BOX, **group("box", GIB, 2 * GIB)}, 0),
+]
+
+
+@pytest.mark.parametrize(("files", "gib"), MACHINES)
+def test_what_a_machine_has_left(tmp_path: Path, files: dict[str, Any], gib: float | None) -> None:
+    meminfo = f"MemTotal: 9 kB\nMemAvailable: {10 * GIB // 1024} kB\n"
+    for name, text in {"proc/meminfo": meminfo, **files}.items():
+        if text is not None:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(str(text))
     if gib is None:
         with pytest.raises(UsageError, match="8GiB"):
-            spendable_bytes(meminfo)
-    else:
-        assert spendable_bytes(meminfo) == gib * GIB - max(GIB // 2, gib * GIB // 10)
+            spendable_bytes(tmp_path)
+        return
+    available = int(gib * GIB)
+    assert spendable_bytes(tmp_path) == max(1, available - max(GIB // 2, available // 10))

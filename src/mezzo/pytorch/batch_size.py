@@ -208,7 +208,7 @@ def find_batch_size(
         step: runs one whole training step with a batch of exactly this many samples.
         start: the first size (default 8, or what `max_size` allows). Sizes grow from it, and shrink if it doesn't fit.
         limit: bytes, or text such as ``"4 GiB"``. Default on a CPU: what the machine has left, less 10 % or 512 MiB,
-            plus what tensors hold already; in a container that is limited to less, give it. Default on a GPU: none.
+            plus what tensors hold already. Default on a GPU: none.
         device: whose memory is measured. Default: the model's; without one CUDA, if this process uses it, else the CPU.
         max_size: the largest size tried.
         rounds: timed steps per size; 0 times none.
@@ -309,13 +309,22 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def spendable_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that can be allocated now without swapping, less 10 % or 512 MiB (the larger) for all but tensors."""
+def spendable_bytes(root: Path = Path("/")) -> int:
+    """Bytes that a process can allocate now without swapping, less 10 % or 512 MiB (the larger) for all but tensors."""
     try:
-        left = 1024 * int(re.findall(r"^MemAvailable: *(\d+)", meminfo.read_text(), re.MULTILINE)[0])
+        text = (root / "proc/meminfo").read_text()
+        left = [1024 * int(re.findall(r"^MemAvailable: *(\d+)", text, re.MULTILINE)[0])]
     except (OSError, IndexError):
         raise UsageError(
             "the available memory of this system is unknown. Give the bytes that a step may take as the limit, such as "
             "8GiB"
         ) from None
-    return max(1, left - max(left // 10, 512 * 1024**2))
+    groups, top = root / "proc/self/cgroup", root / "sys/fs/cgroup"
+    text = groups.read_text() if groups.exists() else ""
+    for path in re.findall(r"^0::/(.*)$", text, re.MULTILINE):
+        for place in (top / path, *(top / path).parents):  # the control groups (version 2) above this process
+            with contextlib.suppress(OSError, ValueError):  # no such group, or "max": no limit here
+                most, used = (int((place / f"memory.{name}").read_text()) for name in ("max", "current"))
+                cache = re.findall(r"^inactive_file (\d+)", (place / "memory.stat").read_text(), re.MULTILINE)
+                left.append(most - used + sum(map(int, cache)))
+    return max(1, min(left) - max(min(left) // 10, 512 * 1024**2))
