@@ -111,8 +111,8 @@ def test_bytes_that_do_not_grow_end_the_search(memory: Callable[[int], int], fir
 # what was found, what the recommendation names
 SENTENCES: list[tuple[BatchSizeResult, list[str]]] = [
     (run(itself, fails=True, max_size=16), ["batch size 16 is the largest tried that fits"]),
-    (run(itself, 0, fails=True, start=2), ["no size fits, not even batch size 1: out of memory."]),
-    (run(tens, 5), ["no size fits, not even batch size 1: over the limit of 5 B."]),
+    (run(itself, 0, fails=True, start=2), ["no size that was tried fits, not even batch size 1: out of memory."]),
+    (run(tens, 5), ["no size that was tried fits, not even batch size 1: over the limit of 5 B."]),
     (BatchSizeResult([Trial(8, True, 10, 8.0), Trial(16, True, 20, 4.0), Trial(17, False)]),
      ["16 is the largest tried that fits; 8 is the fastest, with 8.00 samples per second."]),
     (BatchSizeResult([Trial(8, True, 10)]), ["8 is the largest tried that fits."]),

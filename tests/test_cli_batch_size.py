@@ -89,7 +89,7 @@ def test_two_precisions_are_searched_and_compared(here: Path, command: Command) 
     ]
     assert lines[6].startswith("batch size 20 is the largest tried that fits; 20 is the fastest, with ")
     assert lines[-3].startswith("batch size 40 is the largest tried that fits; 40 is the fastest, with ")
-    assert lines[-1] == "bf16 is 1.20 times as fast as fp32, each at its fastest."
+    assert lines[-1] == "bf16 is 1.20 times as fast as fp32, each at the fastest size tried."
     ran = command(f"{words} --json --precision=bf16")
     assert (ran.status, ran.err) == (0, "")
     one = json.loads(ran.out)["precisions"]["fp32"]
@@ -127,7 +127,9 @@ def test_the_ways_in_which_a_search_ends(
     ran = command(f"batch-size {script(here, **behaviour)} --vary=--batch --precision=bf16", *more)
     assert ran.status == (not largest)
     assert [int(line.split()[-1]) for line in calls(here)] == sizes
-    assert (f"batch size {largest} is the largest" if largest else "no size fits") in ran.out.splitlines()[-1]
+    assert (
+        f"batch size {largest} is the largest" if largest else "no size that was tried fits"
+    ) in ran.out.splitlines()[-1]
     assert says in ran.out
 
 

@@ -105,6 +105,7 @@ def test_equals_the_usual_step(mode: str, kind: str, clip_norm: Any, accumulate:
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:MixedPrecision. the parameters had gradients")
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
 def test_gradients_that_are_there_already_are_part_of_the_step(clip_norm: float | None) -> None:
     sides = []

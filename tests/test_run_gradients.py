@@ -314,7 +314,8 @@ def test_each_step_of_a_closure_that_returns_nothing_is_explained_once(
     assert ran.lines == [str(evaluations)]
     found = ran.of("overflow")
     assert [one.update for one in found] == [0, 1, 2]
-    assert {one.finding.cause for one in found} <= {"loss", "overflow"}
+    causes = {"invalid"} if factor == "math.inf" else {"loss", "overflow"}
+    assert {one.finding.cause for one in found} - {"loss"} <= causes
 
 
 TWO = """

@@ -324,6 +324,11 @@ def _step(mp: Any, loss: Tensor) -> None:
     mp.step(loss)
 
 
+def _backward_twice(mp: Any, loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    mp.step(loss)
+
+
 Line = Callable[[Any, Tensor], Any]
 # Lines of an old loop that stayed: the precision, MixedPrecision's arguments, the lines, and what is said of them once.
 LEFT_OVER: dict[str, tuple[str, dict[str, Any], Line, str]] = {
@@ -332,12 +337,10 @@ LEFT_OVER: dict[str, tuple[str, dict[str, Any], Line, str]] = {
     "own step, released gradients": ("fp16", {"release_gradients": True}, _own_step, r"by mp\.step\(loss\)"),
     "own step, accumulation": ("fp16", {"accumulate": 2}, _own_step, r"by mp\.step\(loss\)"),
     "division": ("bf16", {"accumulate": 3}, lambda mp, loss: mp.step(loss / 3), "accumulate=3.*remove it"),
-    "reciprocal": (
-        "fp16",
-        {"accumulate": 3},
-        lambda mp, loss: mp.step(1 / 3 * loss),
-        "accumulate=3.*remove it",
-    ),
+    "scaled": ("bf16", {}, lambda mp, loss: mp.step(65536 * loss), "multiplied by 65536.*remove it"),
+    "scaled by a tensor": ("bf16", {}, lambda mp, loss: mp.step(loss * torch.tensor(1024.0)), "by 1024"),
+    "backward before": ("bf16", {}, _backward_twice, r"gradients before .*Remove loss\.backward"),
+    "own step, clipping in bf16": ("bf16", {"clip_norm": 1.0}, _own_step, r"by mp\.step\(loss\)"),
     "clipping": ("fp16", {"accumulate": 3}, _clipped, "loss scale.*clip_norm="),
     "clipping of a masters' gradients": ("fp16,masters=fp32", {"accumulate": 3}, _clipped, "clip_norm="),
     "scheduler": ("fp32", {"scheduler": StepLR}, _scheduled, r"scheduler\.step\(\).*Remove that line"),
@@ -368,6 +371,7 @@ RIGHT: dict[str, tuple[str, dict[str, Any], Line]] = {
     "own step without a loss scale": ("bf16", {"accumulate": 2}, _own_step),
     "own step after close": ("fp16", {}, lambda mp, loss: (mp.close(), _own_step(mp, loss))),
     "own step of zeros": ("fp16", {}, lambda mp, loss: _own_step(mp, loss * 0.0)),
+    "product with the reciprocal": ("bf16", {"accumulate": 2}, lambda mp, loss: mp.step(0.5 * loss)),
     "division by another number": ("bf16", {"accumulate": 3}, lambda mp, loss: mp.step(loss / 4)),
     "division of a sum": ("bf16", {"accumulate": 3}, lambda mp, loss: mp.step(loss / 3 + loss / 3)),
     "product of two losses": (

@@ -127,7 +127,9 @@ def _report(found: Mapping[str, BatchSizeResult]) -> str:
     (first, reference), *others = ((name, result.best.samples_per_second) for name, result in found.items())
     for name, speed in others:
         if speed and reference:
-            lines.append(f"{name} is {speed / reference:.2f} times as fast as {first}, each at its fastest.")
+            lines.append(
+                f"{name} is {speed / reference:.2f} times as fast as {first}, each at the fastest size tried."
+            )
     return "\n".join(lines).rstrip()
 
 

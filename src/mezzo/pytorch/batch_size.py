@@ -98,7 +98,7 @@ class BatchSizeResult:
             return "no size was measured."
         if not self.largest:
             smallest = min(self.trials, key=lambda trial: trial.size)
-            return f"no size fits, not even batch size {smallest.size}: {smallest.why}."
+            return f"no size that was tried fits, not even batch size {smallest.size}: {smallest.why}."
         text = f"batch size {self.largest} is the largest tried that fits"
         if self.best.samples_per_second is not None:
             text += (

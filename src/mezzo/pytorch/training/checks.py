@@ -23,7 +23,7 @@ from mezzo.pytorch.optim.checks import refuse_replaced
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters
 from mezzo.pytorch.step import parameters
-from mezzo.pytorch.training.backward import is_simple, nodes_of
+from mezzo.pytorch.training.backward import has_gradient, is_simple, nodes_of
 
 _MASTERS = frozenset({"master", "remainder"})  # in the state of an optimizer with masters
 
@@ -151,18 +151,33 @@ def outside_autocast(loss: Tensor, policy: Policy) -> None:
         )
 
 
-def not_divided(loss: Tensor, accumulate: int) -> None:
-    """Warn of a loss that ends in a division by `accumulate`, or a product with its reciprocal."""
+def first_loss(loss: Tensor, accumulate: int, optimizer: Optimizer) -> None:
+    """Warn of what an old loop did to the first loss: divided by `accumulate`, scaled, or its backward has run."""
+    if has_gradient(optimizer):
+        warnings.warn(
+            "MixedPrecision: the parameters had gradients before the first step(loss), and its own are added to them. "
+            "Remove loss.backward() from the loop, or call optimizer.zero_grad() before the first step(loss).",
+            stacklevel=3,
+        )
     node: Any = loss.grad_fn
     if not is_simple(loss) or node is None or node.name() not in ("DivBackward0", "MulBackward0"):
         return
     slope, other = node(torch.ones_like(loss))  # the derivatives of that operation alone
-    if slope is not None and other is None and math.isclose(float(slope) * accumulate, 1.0, rel_tol=1e-6):
-        warnings.warn(
-            f"MixedPrecision: the loss was divided by {accumulate}, and step(loss) divides by accumulate={accumulate} "
-            "again. If the division is for accumulation, remove it. If it has another reason, ignore this warning.",
-            stacklevel=3,
+    factor = float(slope) if slope is not None and other is None else 1.0
+    if accumulate > 1 and "Div" in node.name() and math.isclose(factor * accumulate, 1.0, rel_tol=1e-6):
+        done, twice = f"divided by {accumulate}", f"step(loss) divides by accumulate={accumulate} again"
+    elif factor >= 1024 and math.frexp(factor)[0] == 0.5:  # a power of two, as GradScaler's are
+        done, twice = (
+            f"multiplied by {factor:g}",
+            "step(loss) applies a loss scale itself, where one is needed",
         )
+    else:
+        return
+    warnings.warn(
+        f"MixedPrecision: the loss was {done}, and {twice}. If it was done for that, remove it. If it has another "
+        "reason, ignore this warning.",
+        stacklevel=3,
+    )
 
 
 def not_joined(model: nn.Module, setting: str) -> None:

@@ -56,8 +56,9 @@ _UNSCALED = (
     "gradients become 0. Use precision='bf16', or compute the loss with torch.func.functional_call and call step(loss)."
 )
 _OWN_STEP = (
-    "MixedPrecision: the loop called optimizer.step() itself. Its gradients have no loss scale (small ones become 0 in "
-    "fp16). Replace loss.backward(), optimizer.step() and optimizer.zero_grad() by mp.step(loss)."
+    "MixedPrecision: the loop called optimizer.step() itself. MixedPrecision's loss scale (without one, small fp16 "
+    "gradients become 0), clipping, scheduler and average had no part in that step. Replace loss.backward(), "
+    "optimizer.step() and optimizer.zero_grad() by mp.step(loss)."
 )
 _CHANGED = (
     "MixedPrecision: gradients were changed in place, as by clip_grad_norm_, between the losses of a window. There "
@@ -244,7 +245,9 @@ class MixedPrecision:
         self._gradients = Gradients(fp32=self.accumulate > 1 or rewrites, reduced=reduced)
         undo = ExitStack()
         undo.callback(self._gradients.clear)
-        if self.accumulate > 1 or self._resolved.scaler is not None:
+        more = (self._resolved.scaler, self.clip_norm, self.clip_value, self.scheduler, self._average)
+        self._does_more = any(one is not None for one in more)  # than the optimizer's own step
+        if self.accumulate > 1 or self._does_more:
             undo.callback(optimizer.register_step_pre_hook(partial(_step_begins, ref(self))).remove)
         if not isinstance(stepping, (FusedOptimizer, WithMasters)):  # these do it themselves
             for hook in FirstStates(stepping).hooks:
@@ -384,8 +387,8 @@ class MixedPrecision:
         window, observing = self._window, self._observing
         if not self._compared:
             self._compared = True
-            if self.accumulate > 1:
-                checks.not_divided(loss, self.accumulate)
+            if window.seen == 0:
+                checks.first_loss(loss, self.accumulate, self.optimizer)
             if distributed.is_distributed():
                 checks.same_arguments(self, self._given_scale, self._ranks().holders)
         if (setting := self._resolved.to_change) and distributed.is_distributed():
@@ -683,7 +686,7 @@ def _step_begins(owner: ref[MixedPrecision], optimizer: Any, args: Any, kwargs: 
         return
     if mp._window.seen:
         mp._window.refuse_step(optimizer)
-    elif not mp._looks and mp._resolved.active_scaler is not None and backward.has_gradient(optimizer):
+    elif not mp._looks and mp._does_more and backward.has_gradient(optimizer):
         mp._warn_once(_OWN_STEP, stacklevel=4)
 
 
