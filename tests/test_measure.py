@@ -41,7 +41,7 @@ def test_the_ratio_is_fp32s_time_over_the_candidates() -> None:
     found = speed([(times(rng, 0.30), times(rng, 0.15)) for _ in range(3)])
     assert found.speedup == pytest.approx(2.0, rel=0.03)
     assert found.interval[0] < found.speedup < found.interval[1]
-    assert (found.word, found.steps) == ("faster", 360)
+    assert (found.word, found.steps) == ("faster", 180)
 
 
 def test_one_pair_is_as_uncertain_as_fp32s_own_runs_differ() -> None:

@@ -53,7 +53,7 @@ def use(
 
     - ``loss_scale``: the next step's, and ``skipped_steps``: how many since the last row, if there is a loss scale;
     - ``nonfinite_losses``: how many losses since the last row were NaN or infinite, if any. The Trainer's
-      ``logging_nan_inf_filter`` leaves them out of ``loss``;
+      ``logging_nan_inf_filter`` puts a share of the earlier losses in their place in ``loss``;
     - ``overflow``: the report on the last skipped step since the last row, if there was one.
 
     Checkpoints have the weights as they are stored, and load in Transformers without Mezzo. `optimizer.pt` has the

@@ -35,7 +35,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Speed:
-    """FP32's time over the candidate's with its 95 % interval; `steps` counts the timed steps of both."""
+    """FP32's time over the candidate's with its 95 % interval; `steps` counts the candidate's timed steps."""
 
     speedup: float
     interval: tuple[float, float]
@@ -94,7 +94,7 @@ def speed(pairs: Sequence[tuple[Floats, Floats]], perturbed: Sequence[Floats] = 
     low, high = np.exp(np.quantile(means, [1 - level, level]))
     middle = float(np.exp(ratios.mean()))
     interval = (min(float(low), middle), max(float(high), middle))
-    return Speed(middle, interval, sum(len(a) + len(b) for a, b in usable))
+    return Speed(middle, interval, sum(len(times) for _, times in usable))
 
 
 def _medians(times: Floats, rng: np.random.Generator) -> Floats:

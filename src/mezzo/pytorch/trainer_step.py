@@ -6,7 +6,6 @@ these points. Together they do what `MixedPrecision.step` does, with the numbers
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -64,7 +63,7 @@ class TrainerStep:
         pure = as_loss_scale(loss_scale, self.where) or self.policy.make_loss_scale()
         self.scaler = None if isinstance(pure, NoLossScale) else GradScaler.of(pure)
         self.skipped_steps = 0
-        self.findings: deque[OverflowReport] = deque(maxlen=100)
+        self.findings: list[OverflowReport] = []
         self.networks = Networks()
         self.observing = Observers([], [])
         self.steps = 0
@@ -148,6 +147,7 @@ class TrainerStep:
         self.observing.drain()
         if finding is not None:
             self.findings.append(finding)
+            del self.findings[:-100]
         return finding
 
     def ended(self, optimizer: Optimizer, every: Sequence[Optimizer]) -> bool:
