@@ -75,7 +75,9 @@ class StepResult:
     def reason(self) -> str:
         """Why the optimizer did not step, or that a weight is infinite; empty if all is well."""
         if self.skipped:
-            found = "" if self.finding is None else f". {self.finding if self.finding.alarms else _NORMAL}"
+            found = ""
+            if self.finding is not None:
+                found = f". Cause: {self.finding}" if self.finding.alarms else f". {_NORMAL}"
             where = "" if self.by_tensor is None else f" on {named(self.by_tensor)}"
             return (
                 f"a gradient was NaN or infinite{where} at loss scale {self.loss_scale:g}; parameters and optimizer "
