@@ -229,6 +229,7 @@ def test_registered_rules_apply_as_under_torch(custom: Any, dtype: torch.dtype) 
         seen.append((dict(model.seen), older))
     assert seen[0] == seen[1] == ({"plain": dtype, "low": BF16, "wide": FP32}, FP16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
     mp = mezzo.MixedPrecision(model, optimizer, "bf16" if dtype is BF16 else "fp16")
     with mp.autocast():
         loss = model(x).square().mean()
