@@ -141,9 +141,11 @@ def measure(
             if failure:
                 return [Row(name, None, note=f"failed: {failure}")]
             if part.keeps and "not_run" not in load(path):  # else the figures of another machine stay
-                arguments.results.mkdir(parents=True, exist_ok=True)
-                path = Path(shutil.copy(path, arguments.results / part.result))
-                fresh[part.result] = path
+                kept = arguments.results / part.result
+                if kept != path:  # they are one file with --source
+                    arguments.results.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(path, kept)
+                path = fresh[part.result] = kept
         found = load(path)
         if "not_run" in found:
             return [Row(name, None, note=f"not run: {found['not_run']}")]

@@ -236,6 +236,15 @@ def test_the_exit_status_and_what_a_part_replaces(
     assert "not_run" not in (tmp_path / "results" / "a.json").read_text()  # the last figures stay
 
 
+def test_other_sources_are_measured_into_the_ledger_that_is_named(
+    run: Callable[..., int], ledger: ModuleType, tmp_path: Path
+) -> None:
+    assert run({"a": WRITES % 1}) == 0
+    (tmp_path / "old" / "src" / "mezzo").mkdir(parents=True)
+    assert ledger.main(["--source", str(tmp_path / "old"), "--out", str(tmp_path / "old.json")]) == 0
+    assert '"value": 1' in (tmp_path / "old.json").read_text()
+
+
 def test_the_committed_ledger_is_that_of_head(
     ledger: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
