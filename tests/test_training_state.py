@@ -173,6 +173,17 @@ def test_calls_at_the_wrong_time_are_errors() -> None:
             call()
 
 
+@pytest.mark.parametrize("factor", [0.25, 65536.0, torch.tensor(3.0)])
+def test_a_first_loss_whose_graph_was_freed_is_an_error(factor: Any) -> None:
+    mp = training("sgd", "bf16", accumulate=4)
+    with mp.autocast():
+        loss = factor * mp.model(batch()[0]).square().mean()
+    loss.backward()
+    mp.optimizer.zero_grad()
+    with pytest.raises(CallOrderError, match="was freed"):
+        mp.step(loss)
+
+
 def test_an_error_of_the_loop_closes_an_open_window_without_a_warning() -> None:
     mp = training("sgd", "fp16", accumulate=2)
     run(mp)

@@ -261,6 +261,7 @@ def find_batch_size(
             step(size)
             gc.collect()  # reference cycles of an earlier size don't count for this one
             peak = _peak_bytes(place, lambda: step(size))
+            wait()
             times = [time.perf_counter()]
             for _ in range(rounds if found.limit is None or peak <= found.limit else 0):
                 step(size)

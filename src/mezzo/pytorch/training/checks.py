@@ -162,7 +162,10 @@ def first_loss(loss: Tensor, accumulate: int, optimizer: Optimizer) -> None:
     node: Any = loss.grad_fn
     if not is_simple(loss) or node is None or node.name() not in ("DivBackward0", "MulBackward0"):
         return
-    slope, other = node(torch.ones_like(loss))  # the derivatives of that operation alone
+    try:
+        slope, other = node(torch.ones_like(loss))  # the derivatives of that operation alone
+    except RuntimeError:  # its graph was freed: the backward pass raises the error that explains it
+        return
     factor = float(slope) if slope is not None and other is None else 1.0
     if accumulate > 1 and "Div" in node.name() and math.isclose(factor * accumulate, 1.0, rel_tol=1e-6):
         done, twice = f"divided by {accumulate}", f"step(loss) divides by accumulate={accumulate} again"

@@ -686,7 +686,7 @@ def _step_begins(owner: ref[MixedPrecision], optimizer: Any, args: Any, kwargs: 
         return
     if mp._window.seen:
         mp._window.refuse_step(optimizer)
-    elif not mp._looks and mp._does_more and backward.has_gradient(optimizer):
+    elif mp._does_more and not mp._looks and _OWN_STEP not in mp._told and backward.has_gradient(optimizer):
         mp._warn_once(_OWN_STEP, stacklevel=4)
 
 
