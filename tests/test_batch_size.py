@@ -325,7 +325,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"limit": "4"}, "'4' has no unit. Write 4GiB"),
     ({"limit": 0}, "less than 1 byte"),
     *[({name: 0}, f"{name}=0.* at least 1") for name in ("start", "max_size")],
-    ({"start": 8, "max_size": 4}, "start=8, max_size=4: .* start at most max_size"),
+    ({"start": 8, "max_size": 4}, "start=8, max_size=4 .* not below the first"),
     ({"multiple_of": 8}, "round the result down"),
     ({"on_trial": print}, "`trials`"),
     ({"device": "meta"}, "on cpu and cuda devices only"),

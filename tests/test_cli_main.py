@@ -153,7 +153,10 @@ WRONG: list[tuple[str, str]] = [
     (f"{SIZES} --precision auto", "Name one, such as bf16"),
     (f"{SIZES} --limit 4giga", "--limit '4giga' is not a number of bytes"),
     (f"{SIZES} --steps 8", "The minimum is 9"),
-    (f"{SIZES} --start 8 --max 4", "start=8, max_size=4: must be at least 1, and start at most max_size"),
+    (
+        f"{SIZES} --start 8 --max 4",
+        "start=8, max_size=4 (--start, --max): give sizes of at least 1",
+    ),
     ("doctor A100", "mezzo doctor --gpu A100"),
 ]
 

@@ -147,10 +147,6 @@ class Request(ScriptRequest):
     def __post_init__(self) -> None:
         if self.seeds < 1:
             raise UsageError(f"--seeds {self.seeds}: the minimum is 1. Proof of equivalence needs 3 or more.")
-        if not 0.0 < self.margin < 1.0:
-            raise UsageError(
-                f"--margin {self.margin:g}: must be a share of the final loss between 0 and 1. Example: 0.005 (0.5 %)"
-            )
         if self.nproc is not None and self.framework != "pytorch":
             raise UsageError(
                 f"--nproc {self.nproc}: torchrun starts PyTorch scripts only. Leave --nproc or --framework "
