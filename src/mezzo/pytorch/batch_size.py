@@ -139,8 +139,8 @@ def search(
     last = sys.maxsize if max_size is None else max_size
     if not 1 <= (1 if start is None else start) <= last:
         raise UsageError(
-            f"start={start}, max_size={max_size} (--start, --max): give sizes of at least 1, and a largest size that is "
-            "not below the first. Example: --start 8 --max 64"
+            f"start={start}, max_size={max_size} (--start, --max): give sizes of at least 1, and a largest that is "
+            "not below the first size. Example: --start 8 --max 64"
         )
     low, high = 0, last + 1
     while low + 1 < high:
