@@ -496,7 +496,6 @@ def test_what_ends_a_comparison(
     ("changes", "says"),
     [
         ({"seeds": 0}, "the minimum is 1"),
-        ({"margin": float("nan")}, "between 0 and 1"),
         ({"precisions": ("a/p.toml", "a-p.toml")}, "would both write"),
         ({"precisions": ("fp32",)}, "would both write"),
         ({"metric": "accuracy"}, "has no group"),
