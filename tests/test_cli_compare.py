@@ -180,7 +180,8 @@ def test_every_width_shows_every_number(found: dict[str, Any], width: int, termi
     assert "[bold]ValueError[/]:[red]x" in joined  # the script's words are not markup
     assert "fp16:quicklook,noharmfound(1pair,notproof)" in joined
     assert "Final loss" not in text
-    assert joined.count("Next:") == joined.count("mezzocompare") == 1
+    assert joined.count("Nextforbf16:") == joined.count("mezzorun") == 1
+    assert joined.count("Nextforfp16:") == joined.count("mezzocompare") == 1
     for one in ("divergent", "speed", "peak", "lossmargin"):
         assert one in joined
     assert "power" not in joined  # one pair has none

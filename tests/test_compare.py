@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from mezzo.compare import folder as folder_module
-from mezzo.compare.answer import answer, unclear_speed
+from mezzo.compare.answer import answer, next_steps, unclear_speed
 from mezzo.compare.comparison import compare, schedule
 from mezzo.compare.judgement import _overflow
 from mezzo.compare.measure import Metric
@@ -212,7 +212,49 @@ def test_what_is_slower_and_saves_nothing_is_not_recommended(case: Case) -> None
         slower = {**one, "speed_word": "slower", "peak_memory_ratio": memory}
         told = answer("bf16", slower, case.request(seeds=3), case.out)
         assert word in told["advice"]
+        assert "equality is proven" in told["advice"] or memory == 0.6
         assert told["command"].startswith(command)
+
+
+def test_what_gains_nothing_is_not_called_harmless_without_proof(case: Case) -> None:
+    case.write({"bf16": {"seconds": 0.02, "spread": 0.006}})
+    one = case.candidate(seeds=3)
+    assert (one["parity"], one["speed_word"]) == ("consistent", "slower"), one["reason"]
+    assert "no harm was found, without proof (the interval of the loss reaches 0.013" in one["advice"]
+    assert "does no harm" not in one["advice"]
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+@pytest.mark.parametrize("shift", [0.0, 0.02])
+def test_no_more_pairs_are_offered_where_the_script_ignores_its_seeds(
+    case: Case, seeds: int, shift: float
+) -> None:
+    case.write({"*": {"seedless": True}, "bf16": {"seconds": 0.005, "shift": shift}})
+    one = case.candidate(seeds=seeds)
+    assert (one["parity"], one["seeds"]) == ("inconclusive" if shift else "consistent", 1), one["reason"]
+    assert "every seed gave the same FP32 run, so more pairs prove nothing; draw " in one["advice"]
+    assert (one["command"].startswith("mezzo run "), one["proof"]) == (not shift, "")
+    assert "pairs can prove" not in one["reason"]
+    assert "pairs of runs" not in one["advice"]
+
+
+def test_each_candidate_has_a_next_step_and_equal_ones_are_told_once(case: Case) -> None:
+    case.write({"bf16": {"memory": 600, "spread": 0.006}, "fp16": {"shift": 0.2}, "tf32": {"shift": 0.2}})
+    found = case.compare(seeds=3, precisions=("bf16", "fp16", "tf32"))["candidates"]
+    lines = next_steps(found)
+    assert [line.partition(":")[0] for line in lines if line.startswith("Next")] == [
+        "Next for bf16",
+        "Next for fp16 and tf32",
+    ]
+    commands = [line.strip() for line in lines if line.startswith("  ")]
+    assert commands == [found["bf16"]["command"], found["bf16"]["proof"], found["fp16"]["command"]]
+    assert next_steps({"fp16": found["fp16"]})[0].startswith("Next: ")
+
+
+def test_a_longer_comparison_of_one_of_two_candidates_has_a_folder_of_its_own(case: Case) -> None:
+    case.write({"bf16": {"spread": 0.006}})
+    found = case.compare(seeds=3, precisions=("bf16", "fp16"))["candidates"]
+    assert found["bf16"]["proof"].endswith(f" --out {case.out}-bf16-16-seeds")
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,7 @@ def test_equal_fp32_runs_count_as_one() -> None:
     assert verdict.pairs == 1
     assert verdict.parity is CON  # one pair never earns more
     assert "3 seeds gave 1 distinct FP32 run:" in verdict.notes[0]
+    assert "pairs can prove" not in verdict.reason
     assert [k for k, *_ in verdict.differences] == [0, 1, 2]
 
 
@@ -273,7 +274,7 @@ def test_every_number_is_there() -> None:
 
 def test_fewer_than_three_pairs_plan_nothing() -> None:
     """Their noise is not that of a pair's difference: a number from it would be contradicted by the next pair."""
-    verdict = judge(runs(0.0, 0.0), runs(0.004, 0.03), {0: run(0.002)})
+    verdict = judge(runs(0.0, 0.0001), runs(0.004, 0.03), {0: run(0.002)})
     assert (verdict.loss.power, verdict.loss.pairs_needed) == (None, None)
     assert "3 or more pairs can prove equivalence." in verdict.reason
 

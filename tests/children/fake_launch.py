@@ -14,6 +14,7 @@ The script is a JSON object: run name (`bf16-1`), `own` (`off`), precision (`bf1
     refuse "why"  end as the real one does for a request that can't be run
     pace 0.01     sleep so long before each loss, and for half a minute where the parent is gone
     child true    start a process that sleeps for a minute
+    seedless true the result of seed 0 under each seed
     mistake "why" end as it does for a policy that only the script's model shows to be wrong
 """
 
@@ -43,7 +44,7 @@ def main() -> int:
     if "refuse" in does:
         print(f"mezzo: {does['refuse']}")
         return 2
-    k = request["seed_offset"] or 0
+    k = 0 if does.get("seedless") else request["seed_offset"] or 0
     writer = records.RecordWriter(path)
     machine = {"cpu": "a fake one", "torch": "0", **does.get("machine", {})}
     writer.write(

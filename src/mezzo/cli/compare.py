@@ -14,7 +14,7 @@ Examples:
   mezzo compare --framework keras --precision mixed_bfloat16 train.py
 
 A script with mixed precision of its own (torch.amp, Accelerate, Transformers, Lightning, a model in 16 bits) is the
-candidate own, as it is. The FP32 runs and the other candidates switch that off.
+candidate own, as it is. In the FP32 runs and those of other candidates its mixed precision is switched off.
 
 The answer for each candidate is a plain line and one of four words:
   equivalent    proven equal: loss (and metric) differ by less than the margin; needs 3 seeds or more
@@ -22,8 +22,9 @@ The answer for each candidate is a plain line and one of four words:
   inconclusive  too few runs to tell, or too much noise
   divergent     worse than FP32, or the training broke
 
-The output ends with the next command. The folder mezzo-compare-SCRIPT gets report.html, verdict.json, and the records
-and output of every run. After an interrupt, and with more seeds after --seeds 1 or 2, the same command continues.
+The output ends with what to do next, as commands. The folder mezzo-compare-SCRIPT gets report.html, verdict.json, and
+the records and output of every run. After an interrupt, and with more seeds after --seeds 1 or 2, the same command
+continues.
 
 Exit status: 0 no candidate is divergent; 1 one is; 2 wrong usage, or a script that fails in FP32 or never trains.
 """
@@ -64,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--precision", action="append", metavar="P", help=precision)
     seeds = "pairs of runs, FP32 and candidate (default 3; 1 for a quick look; more can prove smaller differences)"
     add("--seeds", type=whole("pairs", 3), default=3, metavar="N", help=seeds)
-    nproc = "run a distributed script on so many ranks, each run by torchrun; rank 0 is compared"
+    nproc = "run a distributed script on N ranks, started by torchrun; rank 0 is compared"
     add("--nproc", type=whole("ranks", 2, 2), metavar="N", help=nproc)
     margin = "the largest harm that you accept, as a share of FP32's final loss: 0.005 or 0.5%% (the default)"
     add("--margin", type=share, default=DEFAULT_MARGIN, metavar="X", help=margin)

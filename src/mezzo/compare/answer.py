@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,16 @@ from mezzo.core.commands import command, compare_command, run_command
 from mezzo.core.comparison import FEWEST_FOR_TOST, ORDER, READING, WIDE
 from mezzo.core.equivalence import MOST_PAIRS
 from mezzo.core.policy import policy
-from mezzo.core.records import HAD_TF32
+from mezzo.core.records import HAD_TF32, file_name
 
 MOST_RUNS = 30  # where more would be needed, other ways are suggested, too
 SAME = 1.05  # speeds that differ by less than this factor are called the same
 LITTLE = 0.95  # less memory than this share of FP32's is worth a slower step
 DIGITS = 5  # of a loss or a metric
+NO_SEED = (
+    "every seed gave the same FP32 run, so more pairs prove nothing; draw the initial weights or the order of the data "
+    "from the generators of torch, NumPy or random"
+)
 
 Candidate = Mapping[str, Any]
 
@@ -55,18 +58,24 @@ def tf32_off(notes: Iterable[str], request: Request, folder: Path) -> list[str]:
 
 
 def next_steps(candidates: Mapping[str, Candidate]) -> list[str]:
-    """The next step of the best candidate, as lines: usable before others, then the fastest."""
+    """What to do next with each candidate, as lines: usable before others, then the fastest; equal steps once."""
 
-    def rank(one: Candidate) -> tuple[int, float, int]:
+    def rank(name: str) -> tuple[int, float, int]:
+        one = candidates[name]
         word = ORDER.index(one["parity"])
         return max(word, 1), -round(one["speedup"] or 0.0, 1), word
 
-    best = min(candidates.values(), key=rank)
-    lines = [f"Next: {best['advice']}{':' if best['command'] else '.'}"]
-    if best["command"]:
-        lines.append(f"  {best['command']}")
-    if best["proof"]:
-        lines += ["Or prove that it is as good as FP32, in a new folder:", f"  {best['proof']}"]
+    steps: dict[tuple[str, str, str], list[str]] = {}
+    for name in sorted(candidates, key=rank):
+        one = candidates[name]
+        steps.setdefault((one["advice"], one["command"], one["proof"]), []).append(name)
+    lines = []
+    for (advice, use, proof), names in steps.items():
+        whose = f" for {' and '.join(names)}" if len(steps) > 1 else ""
+        lines.append(f"Next{whose}: {advice}{':' if use else '.'}")
+        lines += [f"  {use}"] * bool(use)
+        if proof:
+            lines += [f"Or prove that {names[0]} is as good as FP32, in a new folder:", f"  {proof}"]
     return lines
 
 
@@ -142,8 +151,15 @@ def unclear_speed(one: Candidate) -> str:
     return "unclear" + " (1 pair)" * (len(one["pairs"]) == 1) if high > WIDE * low else ""
 
 
+def _ignores_seeds(one: Candidate) -> bool:
+    """Whether several pairs were made whose FP32 runs are all equal to the bit."""
+    return one["seeds"] == 1 < len(one["pairs"])
+
+
 def _unproven(one: Candidate) -> str:
     """Why equality is not proven: intervals that exceed their margin, or none; empty where the margin holds them."""
+    if _ignores_seeds(one):
+        return NO_SEED
     if one["seeds"] == 1:
         return "one pair of runs shows no spread"
     wide = []
@@ -173,9 +189,14 @@ def _proof(name: str, one: Candidate, request: Request, folder: Path) -> str:
     needed = _needed(one)
     if one["parity"] != "consistent" or request.demo or not 0 < needed <= MOST_PAIRS:
         return ""
-    seeds = max(request.seeds + 1, needed)
+    return _longer(name, request, folder, max(request.seeds + 1, needed))
+
+
+def _longer(name: str, request: Request, folder: Path, seeds: int) -> str:
+    """The comparison of this candidate alone with more seeds. Each candidate needs a folder of its own for that."""
+    of = f"-{file_name(name)}" * (len(request.precisions) > 1)
     more = {**request.asked(), "precisions": [name], "seeds": seeds}
-    return compare_command(more, f"{folder}-{seeds}-seeds")
+    return compare_command(more, f"{folder}{of}-{seeds}-seeds")
 
 
 def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tuple[str, str]:
@@ -201,7 +222,7 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
     if one["cause"] == in_no_layer(name):
         why = "'Block formats' in docs/formats.md says which layers can be quantized"
         return f"compare bf16. {why}", compare_command({**asked, "precisions": ["bf16"]}, f"{folder}-bf16")
-    if request.seeds < FEWEST_FOR_TOST:
+    if request.seeds < FEWEST_FOR_TOST and not _ignores_seeds(one):
         more = {**asked, "seeds": FEWEST_FOR_TOST}
         its = request.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
         out = "" if str(folder) == f"mezzo-compare-{its}" else str(folder)
@@ -210,13 +231,16 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
     if word == "inconclusive":
         if one["cause"]:
             return "let the script train for a fixed number of steps", ""
+        if _ignores_seeds(one):
+            return f"make the script use its seed: {NO_SEED}", ""
         seeds = max(request.seeds + 1, _needed(one) or 2 * request.seeds)
         if seeds > MOST_RUNS:
             other = "test on more data" if request.metric else "judge by a metric (--metric)"
             why = f"With this script {_pairs(seeds)} would be needed to tell"
             return f"train longer, or {other}. {why}", ""
-        longer = compare_command({**asked, "precisions": [name], "seeds": seeds}, f"{folder}-{seeds}-seeds")
-        return f"make {seeds} pairs of runs with {name}, in a new folder", longer
+        return f"make {seeds} pairs of runs with {name}, in a new folder", _longer(
+            name, request, folder, seeds
+        )
     proven = ""
     if word == "consistent" and (why := _unproven(one)):
         longer = ", or fewer longer ones," * (_needed(one) > MOST_RUNS)
@@ -226,11 +250,13 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
     saves = memory is not None and memory < 0.995
     if one["speed_word"] == "slower" and not (memory is not None and memory < LITTLE):
         why = "'16 bits is not faster, or slower' in docs/troubleshooting.md says why"
-        return f"{name} does no harm, but gains nothing here: stay with FP32. {why}", "mezzo doctor"
+        harm = "equality is proven" if word == "equivalent" else f"no harm was found{proven}"
+        return f"stay with FP32: nothing is gained here, though {harm}. {why}", "mezzo doctor"
     if one["speed_word"] != "faster" and not saves:
         return "see which precision is fast here, since nothing was saved", "mezzo doctor"
     if request.demo:
-        return "compare your own script", f"mezzo compare --precision {shlex.quote(name)} train.py"
+        first = {"target": "train.py", "precisions": request.precisions[:1]}  # one command for all candidates
+        return "compare your own script", compare_command(first)
     if keras:
         return f"call mezzo.keras.set_policy({name!r}) before the model is built{proven}", ""
     if masters == "":

@@ -119,7 +119,8 @@ def judge(
     )
     parts = [loss] if metric is None else [loss, metric]
     parity = max((part.parity for part in parts), key=ORDER.index)
-    reason = " ".join(comparison.sentence(part, plan=length is None) for part in parts)
+    plan = length is None and not 1 == len(groups) < len(numbers)  # more pairs of equal runs prove nothing
+    reason = " ".join(comparison.sentence(part, plan) for part in parts)
     collapse = _collapse(baseline, candidate, perturbed, numbers, learned)
     if collapse:
         parity, reason = Parity.DIVERGENT, collapse
