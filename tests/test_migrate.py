@@ -231,6 +231,25 @@ def test_each_use_that_stays_is_listed_with_the_line_that_keeps_it() -> None:
     assert left == [(2, "amp.custom_fwd", True), (3, "amp.GradScaler", True), (4, "amp.autocast", False)]
 
 
+TESTED = """
+import torch, torch.cuda.amp as amp
+from torch.cuda.amp import autocast, GradScaler
+with torch.autocast("cuda"): amp.GradScaler()
+with autocast() as c, amp.autocast(): GradScaler()
+isinstance(c, (type(None), torch.autocast))
+"""
+
+
+def test_no_autocast_changes_where_its_class_is_tested() -> None:
+    """The contexts of a script that was changed in part would no longer be of that class."""
+    made = migrate(TESTED.encode(), "t.py")
+    before, after = "from torch.cuda.amp import autocast, GradScaler", "from mezzo.amp import GradScaler\n"
+    assert made.after.decode() == TESTED.replace(before, f"{after}from torch.cuda.amp import autocast")
+    left = [(one.line, one.code, "line 6" in one.reason) for one in made.left]
+    others = [(4, "torch.autocast"), (5, "autocast"), (5, "amp.autocast"), (4, "amp.GradScaler")]
+    assert sorted(left) == sorted([*((*one, True) for one in others), (6, "torch.autocast", False)])
+
+
 ENCODED = [
     "# coding: latin-1\nfrom torch.amp import autocast\nname = 'é'".encode("latin-1"),
     "\ufefffrom torch.amp import autocast\nname = 'é \u2028'".encode(),

@@ -1,14 +1,14 @@
 """Change a script from torch.amp, torch.cuda.amp or apex.amp to Mezzo. Without --write, only print the diff.
 
   mezzo migrate train.py                  print the changes as a unified diff
-  mezzo migrate train.py | patch -p0      the same as --write, after a look at the diff
+  mezzo migrate train.py | patch -p0      apply that diff: the same as --write
   mezzo migrate --write train.py utils.py change the files
 
 Imports from torch.amp and torch.cuda.amp become imports from mezzo.amp, and those from apex imports from mezzo.apex.
 Calls, comments, layout and line endings stay. The training loop stays, too: it keeps its GradScaler.
 
-A use that may mean something else is left alone: a name that is bound twice, a star import. Each is listed on stderr,
-with its line, the reason, and what to do by hand.
+A use that may mean something else is left alone: a name that is bound twice, a star import, isinstance(x, autocast).
+Each is listed on stderr, with its line, the reason, and what to do by hand.
 
 It needs libcst: pip install libcst. For a notebook, first run: jupyter nbconvert --to script NOTEBOOK.ipynb
 
