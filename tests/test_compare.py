@@ -216,6 +216,12 @@ def test_what_is_slower_and_saves_nothing_is_not_recommended(case: Case) -> None
         assert told["command"].startswith(command)
 
 
+def test_a_percent_of_memory_is_no_reason_to_use_it(case: Case) -> None:
+    case.write({"bf16": {"memory": 990}})
+    one = {**case.candidate(seeds=3), "speed_word": "not told apart"}
+    assert answer("bf16", one, case.request(seeds=3), case.out)["command"] == "mezzo doctor"
+
+
 def test_what_gains_nothing_is_not_called_harmless_without_proof(case: Case) -> None:
     case.write({"bf16": {"seconds": 0.02, "spread": 0.006}})
     one = case.candidate(seeds=3)

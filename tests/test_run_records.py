@@ -200,9 +200,13 @@ def test_a_run_says_all_of_it(launch: Any) -> None:
     err = told(3, "1.0", "fp16,loss_scale=1073741824")
     assert "mezzo: 3 steps were skipped because the constant loss scale 2^30 is too large" in err
     assert "Try: mezzo run --precision fp16,loss_scale=67108864 " in err
-    assert "mezzo: nothing was trained: of 3 updates due all were skipped" in err.splitlines()[0]
+    assert err.splitlines()[0].startswith("mezzo: NOTHING WAS TRAINED: no weight changed")
     assert "mezzo: loss scale 2^30 at the end" in err
     err = told(22, "3e20", "fp16,loss_scale=1024")
     assert err.startswith("mezzo: update 0 skipped: ")  # at once, before the script's end
     assert "an input of 3e+20 does not fit fp16, whose largest number is 65504. It is an input of the" in err
     assert "mezzo: 2 more skipped steps were not traced: Mezzo stops" in err
+    first, second, *_ = err.splitlines()
+    assert (" Try: " in first, "NOTHING WAS TRAINED" in second) == (True, True)
+    assert err.count("scale, normalize or clamp the input") == err.count("--precision bf16 ") == 1
+    assert "mezzo:   What to try is in the message above, of update 0" in err

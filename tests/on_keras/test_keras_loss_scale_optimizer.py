@@ -6,6 +6,7 @@ A run's variables and the inner optimizer's must be what the inner optimizer mak
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from keras_steps import GRADIENTS, START, no_gradients, step, tensor, values, va
 from conftest import BACKEND
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, Observation, StaticLossScale
-from mezzo.core.policy_text import as_loss_scale
+from mezzo.core.policy_text import as_loss_scale, loss_scale_of
 from mezzo.keras import LossScaleOptimizer
 from scale_cases import TABLE, Remembering
 
@@ -329,6 +330,10 @@ def test_loss_scales_it_takes(arguments: dict[str, Any], machine: Any) -> None:
     assert optimizer.initial_scale == float(optimizer.dynamic_scale) == machine.scale
     config = optimizer.get_config()
     again = LossScaleOptimizer.from_config(config, custom_objects={"Mine": Mine})
+    assert repr(optimizer) == repr(again)
+    written = re.fullmatch(r"LossScaleOptimizer\(Mine, loss_scale='(.*)'\)", repr(optimizer))
+    assert written is not None
+    assert loss_scale_of(written[1]) == machine
     assert (again.machine(), again.name, type(again.inner_optimizer)) == (machine, "scaled", Mine)
     assert again.get_config() == config
     if "initial_scale" in config:  # Keras's own can read it, and ours what Keras's wrote

@@ -11,12 +11,13 @@
 
 All words after the script's name are arguments of the script, unless a -- separates Mezzo's options from them. The
 script runs as it does under python: same arguments, output and exit status. At the end a few lines on stderr say what
-ran in which precision. In fp16 they also say where each value came from that was not finite.
+ran in which precision. In fp16 they also name the operation that produced the first NaN or infinity of a skipped step.
 
 mezzo run is for PyTorch. For Keras, call mezzo.keras.set_policy("bf16") before the model is built.
 
-Exit status: that of the script; 1 if it raises an exception, 130 after an interrupt. 2 if nothing could be run (no such
-script or module, a wrong policy, files that can't be written) or if a module pattern of the policy matches nothing.
+Exit status: that of the script, also if every update was skipped. 1 if the script raises an exception, 130 after an
+interrupt. 2 if nothing could be run (no such script or module, a wrong policy, files that can't be written), or if a
+module pattern of the policy matches nothing.
 """
 
 from __future__ import annotations

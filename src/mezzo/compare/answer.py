@@ -18,7 +18,7 @@ from mezzo.core.records import HAD_TF32, file_name
 
 MOST_RUNS = 30  # where more would be needed, other ways are suggested, too
 SAME = 1.05  # speeds that differ by less than this factor are called the same
-LITTLE = 0.95  # less memory than this share of FP32's is worth a slower step
+LITTLE = 0.95  # less memory than this share of FP32's is worth a step that is not faster
 DIGITS = 5  # of a loss or a metric
 NO_SEED = (
     "every seed gave the same FP32 run, so more pairs prove nothing; draw the initial weights or the order of the data "
@@ -247,13 +247,13 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
         enough = f"; {_pairs(_needed(one))}{longer} would probably prove it" if _needed(one) else ""
         proven = f", without proof ({why}{enough})"
     memory = one["peak_memory_ratio"]
-    saves = memory is not None and memory < 0.995
-    if one["speed_word"] == "slower" and not (memory is not None and memory < LITTLE):
+    saves = memory is not None and memory < LITTLE
+    if one["speed_word"] == "slower" and not saves:
         why = "'16 bits is not faster, or slower' in docs/troubleshooting.md says why"
         harm = "equality is proven" if word == "equivalent" else f"no harm was found{proven}"
         return f"stay with FP32: nothing is gained here, though {harm}. {why}", "mezzo doctor"
     if one["speed_word"] != "faster" and not saves:
-        return "see which precision is fast here, since nothing was saved", "mezzo doctor"
+        return "see which precision is fast here, since little or nothing was saved", "mezzo doctor"
     if request.demo:
         first = {"target": "train.py", "precisions": request.precisions[:1]}  # one command for all candidates
         return "compare your own script", compare_command(first)

@@ -21,7 +21,7 @@ import keras
 from mezzo.core import loss_scale as transition
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, ScaleArrays, StaticLossScale
-from mezzo.core.policy_text import as_loss_scale
+from mezzo.core.policy_text import as_loss_scale, print_loss_scale
 from mezzo.keras.gradients import apply_or_keep, is_traced, reading_is_free, step_on_all_replicas, unscale
 
 # Bound now: a script or a plugin may put another class in this attribute.
@@ -111,6 +111,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.last_step_skipped = self._scalar("last_step_skipped", 0)
         self.bad_gradients: Any = None
         self._until_check = 0
+
+    def __repr__(self) -> str:
+        inner = type(self.inner_optimizer).__name__
+        return f"LossScaleOptimizer({inner}, loss_scale={print_loss_scale(self._loss_scale)!r})"
 
     def _scalar(self, name: str, value: float, dtype: str = "int") -> Any:
         first = keras.initializers.Constant(value)
