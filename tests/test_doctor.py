@@ -82,10 +82,10 @@ NAN = float("nan")
 # (matmul, conv step) rates of fp32, bf16, fp16; native formats; the precision; what the reasons say
 RATES: list[tuple[Any, ...]] = [
     ((199, 100), (441, 190), (1.5, 1.2), "bf16", "bf16",
-     ["matrix products are 2.22x faster than in fp32", "computes fp16 in FP32 here, slower than FP32 by the casts"]),
+     ["matrix products are 2.22x faster than in fp32", "computes fp16 in FP32 here, so", "casts make it slower"]),
     ((130, 80), (74, 64), (1300, 0.5), "bf16", "fp32",
      ["products are 1.76x slower", "10x faster than in fp32, but a convolution's training step is 160x slower",
-      "no time here, and memory only"]),
+      "no time here. They save memory if"]),
     ((8, 4), (3, 2), (60, 20), "fp16", "fp16", ["Mezzo scales the loss"]),
     ((60, 30), (900, 400), (900, 410), "bf16 fp16", "bf16", ["bf16 is preferred to fp16"]),
     ((60, 30), (NAN, NAN), (NAN, NAN), "", "fp32", ["PyTorch cannot run it there"]),

@@ -190,8 +190,8 @@ class Recommendation:
             found += [f"Keep in FP32: {some}." if some else "No module has to stay in FP32."]
             found += [f"Policy: {self.policy}"]
         else:
-            keep = f"these in FP32: {some}" if some else "no module in FP32"
-            found += [f"fp16 would need a {scale}, and {keep}."]
+            keep = f"These would have to stay in FP32: {some}" if some else "No module would have to stay in FP32"
+            found += [f"fp16 would need a {scale}. {keep}."]
         return [*found, *self.notes]
 
     def lines(self, verbose: bool = False) -> list[str]:

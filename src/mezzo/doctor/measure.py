@@ -195,8 +195,8 @@ def recommend(rows: Iterable[Row], native: Iterable[str], *, device: str) -> Rec
         if form not in native:
             found = measured if runs else "PyTorch cannot run it there"
             reasons.append(
-                f"{form}: {found}. Mezzo {'therefore ' * ('slower' in found)}computes {form} in FP32 here, slower "
-                "than FP32 by the casts, so that you can test its numerics; `mezzo compare` measures how much slower."
+                f"{form}: {found}. Mezzo {'therefore ' * ('slower' in found)}computes {form} in FP32 here, so that you "
+                "can test its numerics. The casts make it slower than FP32; `mezzo compare` measures how much."
             )
         elif gains:
             reasons.append(f"{form}: {device} has native {form}: {measured}.")
@@ -206,7 +206,7 @@ def recommend(rows: Iterable[Row], native: Iterable[str], *, device: str) -> Rec
     why = {
         "bf16": "bf16 is preferred to fp16: it has the range of fp32, so it needs no loss scale.",
         "fp16": FP16_RANGE,
-        "fp32": "fp32: 16-bit formats save no time here, and memory only where activations or weights take most.",
+        "fp32": "fp32: 16-bit formats save no time here. They save memory if activations or weights take most of it.",
     }
     return Recommendation(chosen, (*reasons, why[chosen]))
 
