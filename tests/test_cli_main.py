@@ -227,9 +227,6 @@ LINES = {
         "In a call,", "  mezzo.policy(one, two, three),", "  and", "  `some code of many words`", "  alike",
     ],
     "first       a cell of a table, which is folded": ["first       a cell of a table,", "            which is folded"],
-    "  mezzo run t.py --epochs 3   a cell that begins in the right half": [
-        "  mezzo run t.py --epochs 3", "      a cell that begins in", "      the right half",
-    ],
     "Next:\n  mezzo compare --precision bf16 train.py -- --epochs 3\nEnd": [
         "Next:", "  mezzo compare --precision bf16 train.py -- --epochs 3", "End",
     ],

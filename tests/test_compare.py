@@ -212,7 +212,6 @@ def test_what_is_slower_and_saves_nothing_is_not_recommended(case: Case) -> None
         slower = {**one, "speed_word": "slower", "peak_memory_ratio": memory}
         told = answer("bf16", slower, case.request(seeds=3), case.out)
         assert word in told["advice"]
-        assert "equality is proven" in told["advice"] or memory == 0.6
         assert told["command"].startswith(command)
 
 
@@ -257,7 +256,7 @@ def test_each_candidate_has_a_next_step_and_equal_ones_are_told_once(case: Case)
     assert next_steps({"fp16": found["fp16"]})[0].startswith("Next: ")
 
 
-def test_a_longer_comparison_of_one_of_two_candidates_has_a_folder_of_its_own(case: Case) -> None:
+def test_a_longer_comparison_of_a_candidate_has_a_folder_of_its_own(case: Case) -> None:
     case.write({"bf16": {"spread": 0.006}})
     found = case.compare(seeds=3, precisions=("bf16", "fp16"))["candidates"]
     assert found["bf16"]["proof"].endswith(f" --out {case.out}-bf16-16-seeds")

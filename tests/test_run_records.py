@@ -200,7 +200,7 @@ def test_a_run_says_all_of_it(launch: Any) -> None:
     err = told(3, "1.0", "fp16,loss_scale=1073741824")
     assert "mezzo: 3 steps were skipped because the constant loss scale 2^30 is too large" in err
     assert "Try: mezzo run --precision fp16,loss_scale=67108864 " in err
-    assert err.splitlines()[0].startswith("mezzo: NOTHING WAS TRAINED: no weight changed")
+    assert err.splitlines()[0].startswith("mezzo: NOTHING WAS TRAINED, because every update was skipped")
     assert "mezzo: loss scale 2^30 at the end" in err
     err = told(22, "3e20", "fp16,loss_scale=1024")
     assert err.startswith("mezzo: update 0 skipped: ")  # at once, before the script's end

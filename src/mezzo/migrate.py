@@ -38,6 +38,7 @@ _THEIRS = re.compile(
 )
 
 _SWITCHES = re.compile(r"torch\.(cpu\.amp\.\w+|set_autocast_(\w*enabled|\w*dtype))")
+_AUTOCAST = matchers.Name("autocast")
 
 
 class LeftAlone(NamedTuple):
@@ -111,26 +112,25 @@ class _Plan:
         self._spans = wrapper.resolve(metadata.ByteSpanPositionProvider)
         self._parents = wrapper.resolve(metadata.ParentNodeProvider)
         self._stay: dict[str, int] = {}  # their names of which a use is left alone, with its line
-        # Uses to change unless one of these names stays, with the edits and an import that mezzo.amp has to join.
-        self._changed: list[tuple[cst.CSTNode, set[str], list[Any], Any]] = []
+        self._changed: list[Any] = []  # uses to change unless their imports stay, with these and the edits
         self._lacking: set[cst.CSTNode] = set()  # imports of torch where mezzo.amp is needed too
         uses: dict[cst.CSTNode, Any] = {}  # with their scopes
         for scope in {*wrapper.resolve(metadata.ScopeProvider).values()}:
             for access in scope.accesses if scope else ():
                 if access.node in self._parents:  # else it is in an annotation in quotes
                     uses[self._dotted(access.node)] = scope
+        tests = matchers.Call(func=matchers.Name("isinstance") | matchers.Name("issubclass"))
+        found = [one for one in matchers.findall(wrapper, tests) if matchers.findall(one, _AUTOCAST)]
+        self._tested = min(
+            map(self._line, found), default=0
+        )  # objects of another class would not pass this test
         for use in sorted(uses, key=self._span):
             self._decide(use, uses[use])
-        while stuck := [one for one in self._changed if not self._stay.keys().isdisjoint(one[1])]:
-            for change in stuck:
-                use, names, *_ = change
-                line = min(self._stay[name] for name in names if name in self._stay)
-                self._leave(use, f"line {line} needs it as it is", f"change line {line} first")
-                self._stay = {**dict.fromkeys(filter(_ours, names), line), **self._stay}
-                self._changed.remove(change)
-        for _, _, edits, lacking in self._changed:
-            self.edits += edits
-            self._lacking |= {lacking} - {None}
+        for use, imported, edits in self._changed:
+            if line := next((self._stay[name] for name in imported if name in self._stay), None):
+                self._leave(use, f"line {line} needs the import as it is", f"change line {line} first")
+            else:
+                self.edits += edits
         for statement in matchers.findall(wrapper, matchers.Import() | matchers.ImportFrom()):
             self._redirect(statement)
             if statement in self._lacking:
@@ -169,15 +169,13 @@ class _Plan:
             return
         if why := self._other_meaning(scope, word) or _absent(ours) or self._unfit(use, names):
             self._leave(use, *why)
-            stay = {*filter(_ours, imported), *(map(str, ours) if self._is_tested(use) else ())}
-            self._stay = {**dict.fromkeys(stay, self._line(use)), **self._stay}
-            return
-        edits, lacking = self._device_type(use, names), None
-        if not any(map(_ours, imported)):  # through torch
-            edits.insert(0, (*self._span(use), str(ours[0])))
+            self._stay = {**dict.fromkeys(imported, self._line(use)), **self._stay}
+        elif any(map(_ours, imported)):
+            self._changed.append((use, imported, self._device_type(use, names)))
+        else:  # through torch
+            self.edits += [(*self._span(use), str(ours[0])), *self._device_type(use, names)]
             if "mezzo" not in scope:
-                lacking = min((one.node for one in imports), key=self._span)
-        self._changed.append((use, {*filter(_ours, imported), *map(str, ours)}, edits, lacking))
+                self._lacking.add(min((one.node for one in imports), key=self._span))
 
     def _between(self, statement: cst.CSTNode) -> str:
         """What goes between this statement and another one on the same level."""
@@ -202,7 +200,7 @@ class _Plan:
             name = _text(alias.name)
             word = _text(alias.asname.name) if alias.asname else name.partition(".")[0]
             target = f"{source}.{name}" if source else name if alias.asname else word
-            ours = None if {target, str(_ours(target))} & self._stay.keys() else _ours(target)
+            ours = None if target in self._stay else _ours(target)
             if ours and (why := _absent([ours])):
                 self._leave(statement, *why)
                 ours = None
@@ -237,9 +235,8 @@ class _Plan:
         call: Any = self._parents[parent]
         is_first = isinstance(call, cst.Call) and parent in call.args[:1]
         is_partial = is_first and _text(call.func).endswith("partial")
-        if name == "autocast" and self._is_tested(use):
-            fix = "test for another class, such as contextlib.AbstractContextManager"
-            return "Mezzo's autocast is a function, not a class", fix
+        if name == "autocast" and (line := self._tested):
+            return f"line {line} tests for its class, and Mezzo's is a function", "change that test first"
         if name == "autocast" and args is None and not (is_partial or isinstance(parent, cst.Decorator)):
             return "Mezzo's autocast is a function, not a class", "call it here, or change it by hand"
         if name == "GradScaler" and isinstance(self._parents[parent], cst.ClassDef):
@@ -248,12 +245,6 @@ class _Plan:
             code = f"torch.amp.{name}({added[0][2].strip('(), ')})"
             return "Mezzo needs a device type here", f"use {code} with it first"
         return None
-
-    def _is_tested(self, use: cst.CSTNode) -> bool:
-        """Whether objects are tested for this class: those that the script makes have to be of it."""
-        while isinstance(node := self._parents[use], (cst.Element, cst.Tuple, cst.BinaryOperation, cst.Arg)):
-            use = node
-        return isinstance(node, cst.Call) and _text(node.func) in ("isinstance", "issubclass")
 
     def _device_type(self, use: cst.CSTNode, names: list[str]) -> list[tuple[int, int, str]]:
         """The edit that adds the device type, which torch.cuda.amp does not take and mezzo.amp needs."""

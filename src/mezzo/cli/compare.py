@@ -22,9 +22,8 @@ The answer for each candidate is a plain line and one of four words:
   inconclusive  too few runs to tell, or too much noise
   divergent     worse than FP32, or the training broke
 
-The output ends with what to do next, as commands. The folder mezzo-compare-SCRIPT gets report.html, verdict.json, and
-the records and output of every run. After an interrupt, and with more seeds after --seeds 1 or 2, the same command
-continues.
+The output ends with the next commands. The folder mezzo-compare-SCRIPT gets report.html, verdict.json, and the records
+and output of every run. After an interrupt, and with more seeds after --seeds 1 or 2, the same command continues.
 
 Exit status: 0 no candidate is divergent; 1 one is; 2 wrong usage, or a script that fails in FP32 or never trains.
 """

@@ -15,9 +15,8 @@ ran in which precision. In fp16 they also name the operation that produced the f
 
 mezzo run is for PyTorch. For Keras, call mezzo.keras.set_policy("bf16") before the model is built.
 
-Exit status: that of the script, also if every update was skipped. 1 if the script raises an exception, 130 after an
-interrupt. 2 if nothing could be run (no such script or module, a wrong policy, files that can't be written), or if a
-module pattern of the policy matches nothing.
+Exit status: that of the script, also if every update was skipped; 1 after an exception, 130 after an interrupt; 2 if
+nothing could be run (no such script, wrong policy, unwritable file) or a module pattern of the policy matches nothing.
 """
 
 from __future__ import annotations

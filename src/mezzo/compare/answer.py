@@ -20,10 +20,6 @@ MOST_RUNS = 30  # where more would be needed, other ways are suggested, too
 SAME = 1.05  # speeds that differ by less than this factor are called the same
 LITTLE = 0.95  # less memory than this share of FP32's is worth a step that is not faster
 DIGITS = 5  # of a loss or a metric
-NO_SEED = (
-    "every seed gave the same FP32 run, so more pairs prove nothing; draw the initial weights or the order of the data "
-    "from the generators of torch, NumPy or random"
-)
 
 Candidate = Mapping[str, Any]
 
@@ -60,20 +56,17 @@ def tf32_off(notes: Iterable[str], request: Request, folder: Path) -> list[str]:
 def next_steps(candidates: Mapping[str, Candidate]) -> list[str]:
     """What to do next with each candidate, as lines: usable before others, then the fastest; equal steps once."""
 
-    def rank(name: str) -> tuple[int, float, int]:
-        one = candidates[name]
-        word = ORDER.index(one["parity"])
-        return max(word, 1), -round(one["speedup"] or 0.0, 1), word
+    def rank(item: tuple[str, Candidate]) -> tuple[int, float, int]:
+        word = ORDER.index(item[1]["parity"])
+        return max(word, 1), -round(item[1]["speedup"] or 0.0, 1), word
 
-    steps: dict[tuple[str, str, str], list[str]] = {}
-    for name in sorted(candidates, key=rank):
-        one = candidates[name]
+    steps: dict[tuple[str, ...], list[str]] = {}
+    for name, one in sorted(candidates.items(), key=rank):
         steps.setdefault((one["advice"], one["command"], one["proof"]), []).append(name)
     lines = []
     for (advice, use, proof), names in steps.items():
         whose = f" for {' and '.join(names)}" if len(steps) > 1 else ""
-        lines.append(f"Next{whose}: {advice}{':' if use else '.'}")
-        lines += [f"  {use}"] * bool(use)
+        lines += [f"Next{whose}: {advice}{':' if use else '.'}", *[f"  {use}"] * bool(use)]
         if proof:
             lines += [f"Or prove that {names[0]} is as good as FP32, in a new folder:", f"  {proof}"]
     return lines
@@ -151,15 +144,11 @@ def unclear_speed(one: Candidate) -> str:
     return "unclear" + " (1 pair)" * (len(one["pairs"]) == 1) if high > WIDE * low else ""
 
 
-def _ignores_seeds(one: Candidate) -> bool:
-    """Whether several pairs were made whose FP32 runs are all equal to the bit."""
-    return one["seeds"] == 1 < len(one["pairs"])
-
-
 def _unproven(one: Candidate) -> str:
     """Why equality is not proven: intervals that exceed their margin, or none; empty where the margin holds them."""
-    if _ignores_seeds(one):
-        return NO_SEED
+    if one["seeds"] == 1 < len(one["pairs"]):
+        how = "draw the initial weights or the data's order from the generators of torch, NumPy or random"
+        return f"every seed gave the same FP32 run, so more pairs prove nothing; {how}"
     if one["seeds"] == 1:
         return "one pair of runs shows no spread"
     wide = []
@@ -179,9 +168,7 @@ def _needed(one: Candidate) -> float:
 
 
 def _pairs(count: float) -> str:
-    return (
-        f"about {count} pairs of runs" if count <= MOST_PAIRS else f"more than {MOST_PAIRS:,} pairs of runs"
-    )
+    return f"{'about' if count <= MOST_PAIRS else 'more than'} {min(count, MOST_PAIRS):,} pairs of runs"
 
 
 def _proof(name: str, one: Candidate, request: Request, folder: Path) -> str:
@@ -189,14 +176,9 @@ def _proof(name: str, one: Candidate, request: Request, folder: Path) -> str:
     needed = _needed(one)
     if one["parity"] != "consistent" or request.demo or not 0 < needed <= MOST_PAIRS:
         return ""
-    return _longer(name, request, folder, max(request.seeds + 1, needed))
-
-
-def _longer(name: str, request: Request, folder: Path, seeds: int) -> str:
-    """The comparison of this candidate alone with more seeds. Each candidate needs a folder of its own for that."""
-    of = f"-{file_name(name)}" * (len(request.precisions) > 1)
+    seeds = max(request.seeds + 1, needed)
     more = {**request.asked(), "precisions": [name], "seeds": seeds}
-    return compare_command(more, f"{folder}{of}-{seeds}-seeds")
+    return compare_command(more, f"{folder}-{file_name(name)}-{seeds}-seeds")
 
 
 def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tuple[str, str]:
@@ -208,9 +190,7 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
     else:
         use = ["--masters", masters] if masters else []
     if word == "divergent":
-        if keras:
-            return "train in FP32, or compare another precision", ""
-        if masters is not None:
+        if keras or masters is not None:
             return f"use FP32, or another candidate than {name}", ""
         if one["failed"]:
             return f"see the whole error of {name}", run_command(asked, *use)
@@ -222,7 +202,8 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
     if one["cause"] == in_no_layer(name):
         why = "'Block formats' in docs/formats.md says which layers can be quantized"
         return f"compare bf16. {why}", compare_command({**asked, "precisions": ["bf16"]}, f"{folder}-bf16")
-    if request.seeds < FEWEST_FOR_TOST and not _ignores_seeds(one):
+    ignores_seeds = one["seeds"] == 1 < len(one["pairs"])
+    if request.seeds < FEWEST_FOR_TOST and not ignores_seeds:
         more = {**asked, "seeds": FEWEST_FOR_TOST}
         its = request.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
         out = "" if str(folder) == f"mezzo-compare-{its}" else str(folder)
@@ -231,27 +212,25 @@ def _next_step(name: str, one: Candidate, request: Request, folder: Path) -> tup
     if word == "inconclusive":
         if one["cause"]:
             return "let the script train for a fixed number of steps", ""
-        if _ignores_seeds(one):
-            return f"make the script use its seed: {NO_SEED}", ""
+        if ignores_seeds:
+            return f"make the script use its seed: {_unproven(one)}", ""
         seeds = max(request.seeds + 1, _needed(one) or 2 * request.seeds)
         if seeds > MOST_RUNS:
             other = "test on more data" if request.metric else "judge by a metric (--metric)"
             why = f"With this script {_pairs(seeds)} would be needed to tell"
             return f"train longer, or {other}. {why}", ""
-        return f"make {seeds} pairs of runs with {name}, in a new folder", _longer(
-            name, request, folder, seeds
-        )
+        out = f"{folder}-{file_name(name)}-{seeds}-seeds"
+        longer = compare_command({**asked, "precisions": [name], "seeds": seeds}, out)
+        return f"make {seeds} pairs of runs with {name}, in a new folder", longer
     proven = ""
     if word == "consistent" and (why := _unproven(one)):
         longer = ", or fewer longer ones," * (_needed(one) > MOST_RUNS)
         enough = f"; {_pairs(_needed(one))}{longer} would probably prove it" if _needed(one) else ""
         proven = f", without proof ({why}{enough})"
-    memory = one["peak_memory_ratio"]
-    saves = memory is not None and memory < LITTLE
+    saves = (one["peak_memory_ratio"] or 1.0) < LITTLE
     if one["speed_word"] == "slower" and not saves:
         why = "'16 bits is not faster, or slower' in docs/troubleshooting.md says why"
-        harm = "equality is proven" if word == "equivalent" else f"no harm was found{proven}"
-        return f"stay with FP32: nothing is gained here, though {harm}. {why}", "mezzo doctor"
+        return f"stay with FP32: no harm was found{proven}, but nothing is gained here. {why}", "mezzo doctor"
     if one["speed_word"] != "faster" and not saves:
         return "see which precision is fast here, since little or nothing was saved", "mezzo doctor"
     if request.demo:

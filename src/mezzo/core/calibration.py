@@ -185,13 +185,12 @@ class Recommendation:
         if self.format in QUANTIZED:
             found += [f"Keep in bf16: {some}." if some else "No linear layer has to stay in bf16."]
             return [*found, f"Policy: {self.policy}", *self.notes]
+        keep = f"Keep in FP32: {some}." if some else "No module has to stay in FP32."
         if self.format == "fp16":
-            found += [f"It needs a {scale}: the largest gradient is the {self.gradient}."]
-            found += [f"Keep in FP32: {some}." if some else "No module has to stay in FP32."]
+            found += [f"It needs a {scale}: the largest gradient is the {self.gradient}.", keep]
             found += [f"Policy: {self.policy}"]
         else:
-            keep = f"These would have to stay in FP32: {some}" if some else "No module would have to stay in FP32"
-            found += [f"fp16 would need a {scale}. {keep}."]
+            found += [f"fp16 would need a {scale}. {keep}"]
         return [*found, *self.notes]
 
     def lines(self, verbose: bool = False) -> list[str]:

@@ -37,22 +37,15 @@ def columns(stream: Any) -> int | None:
 
 
 def folded(text: str, width: int | None, indent: int = 2) -> str:
-    """The lines of a text folded to a width, those of a table below their second column. Commands stay whole.
-
-    A second column that begins in the right half goes on lines of its own.
-    """
+    """The lines of a text folded to a width, those of a table below their second column. Commands stay whole."""
     if width is None:
         return text
 
     def fill(line: re.Match[str]) -> str:
         hang = len(line[1]) + (len(line[2] or "") or indent)
         wrap = textwrap.TextWrapper(width, break_on_hyphens=False, break_long_words=False)
-        wrap.subsequent_indent = " " * hang
-        if not line[2] or hang <= width // 2 or len(line[0]) <= width:
-            return wrap.fill(line[0])
-        first = f"{line[1]}{line[2]}".rstrip()
-        wrap.initial_indent = wrap.subsequent_indent = " " * (len(first) - len(first.lstrip(" \0")) + 4)
-        return f"{first}\n{wrap.fill(line[0][hang:])}"
+        wrap.subsequent_indent = " " * min(hang, width // 2)
+        return wrap.fill(line[0])
 
     whole = _PASTED.sub(lambda found: found[0].replace(" ", "\0"), text)
     return re.sub(r"(?m)^( *)(\S+(?: \S+)*  +)?.*$", fill, whole).replace("\0", " ")

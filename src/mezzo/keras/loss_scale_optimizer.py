@@ -113,8 +113,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._until_check = 0
 
     def __repr__(self) -> str:
-        inner = type(self.inner_optimizer).__name__
-        return f"LossScaleOptimizer({inner}, loss_scale={print_loss_scale(self._loss_scale)!r})"
+        inner, scale = type(self.inner_optimizer).__name__, print_loss_scale(self._loss_scale)
+        return f"LossScaleOptimizer({inner}, loss_scale={scale!r})"
 
     def _scalar(self, name: str, value: float, dtype: str = "int") -> Any:
         first = keras.initializers.Constant(value)

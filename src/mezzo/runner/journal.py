@@ -26,7 +26,7 @@ WRITER = "tensorboard.summary.writer.event_file_writer"
 class Journal:
     """Counts and writes down one run; a `path` of None counts only, and `widen` turns the writer into the right one.
 
-    If it `tells`, the first finding to fix is printed at once, as `told`: the summary may be hours away.
+    If it `tells`, the first finding to fix is printed at once: the summary may be hours away.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class Journal:
         self.first_updates = 0  # of the first optimizer
         self.ops: list[records.OpFormats] = []
         self.findings: list[records.OverflowRecord] = []
-        self.told: records.OverflowRecord | None = None
         self.ranges: Merged = {}  # of all watched updates
         self.notes: list[str] = []
 
@@ -119,8 +118,8 @@ class Journal:
         for record in found:
             if isinstance(record, records.OverflowRecord):
                 self.findings.append(record)
-                if self.tells and self.told is None and record.finding.alarms:
-                    self.told = record
+                if self.tells and record.finding.alarms:
+                    self.tells = False
                     say(f"mezzo: update {record.update} skipped: {record.finding}")
             elif isinstance(record, records.RangesRecord):
                 merge(self.ranges, record.rows)

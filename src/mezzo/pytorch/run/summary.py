@@ -66,9 +66,7 @@ def summary(session: Session, failed: bool) -> str:
             due, passes = _count(journal.updates, "update"), _count(journal.losses, "backward pass", "es")
             lines.append(f"{due}{' due' * (journal.skipped > 0)}, {journal.skipped} skipped; {passes}")
             if journal.updates and journal.skipped == journal.updates:
-                lines.insert(
-                    0, f"NOTHING WAS TRAINED: no weight changed, because every update was skipped ({due})"
-                )
+                lines.insert(0, f"NOTHING WAS TRAINED, because every update was skipped ({due})")
         if not isinstance(scale, NoLossScale):
             passes = _count(session.reruns, "backward pass", "es")
             again = f"; {passes} run again at a smaller scale" if session.reruns else ""
@@ -79,7 +77,7 @@ def summary(session: Session, failed: bool) -> str:
             constant=scale.scale if isinstance(scale, StaticLossScale) else None,
             written=session.command,
             ranks=session.world_size,
-            told=journal.told,
+            told=not journal.tells,
         )
         if not any(record.finding.alarms for record in journal.findings):
             seen = conclusions([*journal.ranges.values()], None if scale.scale == 1.0 else scale.scale)
@@ -220,11 +218,11 @@ def findings(
     written: Callable[[str], str] = training_code,
     ranks: int = 1,
     rank: int = 0,
-    told: OverflowRecord | None = None,
+    told: bool = False,
 ) -> list[str]:
     """What to fix, of `skipped` steps those that were traced, each place once; `constant`: a static loss scale.
 
-    `rank`: the one of `ranks` that made these records. `told`: the one that was printed with its remedies before.
+    `rank` of `ranks` made these records; `told`: the first alarm was printed before, with its remedies.
     """
     lines: list[str] = []
     alarms = [record for record in records if record.finding.alarms]
@@ -245,10 +243,8 @@ def findings(
             finding = replace(finding, note=_BY_RANK.sub("", finding.note))
             times += f", because of rank {by[1] if by else rank}"
         lines.append(f"update {first.update} skipped{times}: {finding.sentence}")
-        if first is told and finding.remedies:
-            lines.append(f"  What to try is in the message above, of update {first.update}")
-        else:
-            lines += _tries(finding.remedies)
+        above = f"  What to try is in the message above, of update {first.update}"
+        lines += [above] if told and first is alarms[0] and finding.remedies else _tries(finding.remedies)
     if len(places) > _PLACES:
         lines.append(f"{_count(len(places) - _PLACES, 'more place')} in the records (--out DIR)")
     if (left := skipped - len(records)) > 0:
