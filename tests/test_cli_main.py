@@ -147,7 +147,7 @@ WRONG: list[tuple[str, str]] = [
     ("batch-size --vary=--batch", "received none"),
     ("batch-size train.py -m x --vary=--batch", "received train.py, x"),
     ("batch-size train.py", "--vary is missing"),
-    ("batch-size train.py --vary=batch", "--vary=batch_size= for key=value"),
+    ("batch-size train.py --vary=batch", "--vary=batch_size= (key=value)"),
     ("batch-size train.py --vary={}", "no argument of the script contains {}"),
     (f"{SIZES} --precision bf61", "Did you mean 'bf16'?"),
     (f"{SIZES} --precision auto", "Name one, such as bf16"),
