@@ -242,13 +242,12 @@ def test_the_real_thing(tmp_path: Path, command: Command) -> None:
     """A script that would train for ever, in real child processes."""
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING))
     words = "batch-size train.py --vary=--batch-size --precision=bf16"
-    ran = command(f"{words} --limit=1MB --start=384 --max=512 --json")
+    ran = command(f"{words} --limit=800kB --start=384 --json")
     assert ran.status == 0, ran.err
     one = json.loads(ran.out)["precisions"]["bf16"]
-    assert [trial["size"] for trial in one["trials"]] == [384, 192, 416]
-    assert [trial["fits"] for trial in one["trials"]] == [True] * 3
-    assert 850_000 < one["trials"][-1]["peak_bytes"] <= 10**6
-    assert one["trials"][0]["samples_per_second"] > 0
+    (_, too_large), *_, (size, peak) = ((trial["size"], trial["peak_bytes"]) for trial in one["trials"])
+    assert 650_000 < peak <= 800_000 < too_large
+    assert one["largest"] == size and one["trials"][-1]["samples_per_second"] > 0
 
 
 def test_a_run_is_ended_after_its_steps(here: Path, command: Command) -> None:

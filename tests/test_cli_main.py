@@ -155,7 +155,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{SIZES} --steps 8", "The minimum is 9"),
     (
         f"{SIZES} --start 8 --max 4",
-        "start=8, max_size=4 (--start, --max): give sizes of at least 1",
+        "max_size=4: needs 1 <= start <= max_size. Example: --start 8",
     ),
     ("doctor A100", "mezzo doctor --gpu A100"),
 ]

@@ -81,8 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
     shown = _Deadline(Console(stderr=True), quiet=arguments.json)
     try:
         with shown, terminated_like_an_interrupt():
+            over = time.monotonic() + 60 * arguments.minutes
             for name in precisions:
-                shown.until = time.monotonic() + 60 * arguments.minutes / len(precisions)
+                now = time.monotonic()
+                shown.until = now + (over - now) / (len(precisions) - len(found))
                 found[name] = BatchSizeResult(limit=limit)
                 _search(found[name], script, name, arguments, shown)
                 limit = found[name].limit  # one for all
