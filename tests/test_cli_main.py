@@ -155,7 +155,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{SIZES} --steps 8", "The minimum is 9"),
     (
         f"{SIZES} --start 8 --max 4",
-        "max_size=4: needs 1 <= start <= max_size. Example: --start 8",
+        "max_size=4: needs 1 <= start <= max_size, as in --start 8 --max 64",
     ),
     ("doctor A100", "mezzo doctor --gpu A100"),
 ]

@@ -110,7 +110,7 @@ def search(
     size = min(8, last or 8) if start is None else start
     if not 1 <= size <= (size if last is None else last):
         raise UsageError(
-            f"start={start}, max_size={last}: needs 1 <= start <= max_size. Example: --start 8 --max 64"
+            f"start={start}, max_size={last}: needs 1 <= start <= max_size, as in --start 8 --max 64"
         )
     while size:
         trial = measure(size)
@@ -129,7 +129,7 @@ def _next_size(found: BatchSizeResult, last: int) -> int:
     """Twice the largest size that fits, or halfway to one that does not; 0 if the gap is an eighth or less."""
     low, high = found.largest, min((trial.size for trial in found.trials if not trial.fits), default=0)
     peaks = {trial.size: trial.peak_bytes for trial in found.trials if trial.peak_bytes is not None}
-    if low and peaks[low] == peaks.get(low // 64):
+    if low and peaks[low] <= peaks.get(low // 64, -1):
         raise UsageError(
             f"sizes from {low // 64} to {low} take the same bytes. Does the step use its batch size (is --vary the "
             f"right option)? If the data set is that small, use --max {low // 64} (max_size={low // 64})."
@@ -159,7 +159,7 @@ def find_batch_size(
     optimizer: Optimizer | Sequence[Optimizer] = (),
     restore: Iterable[Any] = (),
 ) -> BatchSizeResult:
-    """The largest batch size whose training step fits into memory, and how fast each size tried is.
+    """The largest batch size whose training step fits into memory, within an eighth, and how fast each size tried is.
 
     **The steps train the model**: pass it and the optimizer, and they are restored to the bit, with gradients and
     buffers. Random state is always restored. MezzoError if not even one sample fits; other errors are the step's.
