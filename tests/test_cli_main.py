@@ -147,7 +147,7 @@ WRONG: list[tuple[str, str]] = [
     ("batch-size --vary=--batch", "received none"),
     ("batch-size train.py -m x --vary=--batch", "received train.py, x"),
     ("batch-size train.py", "--vary is missing"),
-    ("batch-size train.py --vary=batch", "--vary=batch_size= for key=value"),
+    ("batch-size train.py --vary=batch", "--vary=batch_size= (key=value)"),
     ("batch-size train.py --vary={}", "no argument of the script contains {}"),
     (f"{SIZES} --precision bf61", "Did you mean 'bf16'?"),
     (f"{SIZES} --precision auto", "Name one, such as bf16"),
@@ -155,7 +155,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{SIZES} --steps 8", "The minimum is 9"),
     (
         f"{SIZES} --start 8 --max 4",
-        "start=8, max_size=4 (--start, --max): give sizes of at least 1",
+        "max_size=4: needs 1 <= start <= max_size, as in --start 8 --max 64",
     ),
     ("doctor A100", "mezzo doctor --gpu A100"),
 ]

@@ -137,7 +137,7 @@ SHOWN = [
 ]
 PACKAGES = ("mezzo", "mezzo.optim", "mezzo.nn", "mezzo.keras", "mezzo.tensorflow")
 # Examples that measure memory run in a separate process: tensors of other tests would count.
-MEASURE = ("mezzo.pytorch.batch_size", "mezzo.pytorch.memory")
+MEASURE = ("mezzo.pytorch.memory",)
 SCRIPT = """
 import torch
 from torch.cuda.amp import GradScaler  # for `mezzo migrate`; a script that only imports it has no mixed precision
