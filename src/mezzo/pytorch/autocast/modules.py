@@ -40,6 +40,14 @@ class ModuleOverrides(AbstractContextManager["ModuleOverrides"]):
         self.formats = dict(formats)
         self._model = model
 
+    @property
+    def ignored(self) -> list[str]:
+        """Up to three modules that were trained in an autocast without a policy, such as PyTorch's."""
+        ran = {
+            path: getattr(self._model.get_submodule(path).forward, "ignored", False) for path in self.formats
+        }
+        return [path or "the model" for path in ran if ran[path]][:3]
+
     def remove(self) -> None:
         """Restore each module's own `forward`. Safe to call twice."""
         for path in self.formats:
@@ -72,6 +80,8 @@ def apply_module_overrides(
 class _Override:
     """A module's `forward` inside a context of the module's own format."""
 
+    ignored = False  # whether it was trained in an autocast without a policy
+
     def __init__(self, module: nn.Module, policy: Policy, device_type: str) -> None:
         self._module = module
         self._policy = policy
@@ -83,6 +93,8 @@ class _Override:
         if forward is None:
             forward = functools.partial(type(self._module).forward, self._module)
         if not _is_active(self._device_type):
+            if torch.is_autocast_enabled(self._device_type) and torch.is_grad_enabled():
+                self.ignored = True
             return forward(*args, **kwargs)
         if self._policy.compute == "fp32":
             args, kwargs = to_fp32(args), to_fp32(kwargs)
