@@ -111,11 +111,14 @@ def next_step(found: Recommendation, request: CalibrationRequest, folder: Path) 
     """What to do next, and its command."""
     if found.format == "fp32":
         return "for other hardware", request.in_fp16
-    precision = found.format if found.policy == found.format else str(folder / POLICY)
+    precisions = [found.format if found.policy == found.format else str(folder / POLICY)]
     advice = "test it against FP32"
-    if precision != found.format and ranked_for(found.format):
-        precision, advice = f"{found.format},{precision}", f"{advice}, with {found.format} as it is"
-    return advice, command("compare", vars(request), "--precision", precision)
+    if precisions != [found.format] and ranked_for(found.format):
+        precisions.insert(0, found.format)
+        advice = f"{advice}, with {found.format} as it is"
+    # An option for each: mezzo run, which takes one, takes the last.
+    options = (word for precision in precisions for word in ("--precision", precision))
+    return advice, command("compare", vars(request), *options)
 
 
 def calibrate_script(request: CalibrationRequest, folder: Path, shown: Watcher) -> Recommendation:
