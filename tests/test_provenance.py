@@ -246,6 +246,17 @@ def test_finite_gradients_of_several_uses_of_an_output_that_sum_to_more_than_fit
         assert not any("autocast" in remedy for remedy in told.remedies)
 
 
+@pytest.mark.parametrize("constant", [True, False])
+def test_a_loss_scale_that_is_too_large_has_the_remedies_of_its_kind(constant: bool) -> None:
+    mp = trainer(twice(), loss_scale=2.0**14 if constant else f"dynamic(init={2.0**14!r})")
+    told = stepped(mp, lambda: USES[1][0](mp.model(torch.ones(1, 4)))).finding
+    assert told is not None
+    remedies = "\n".join(told.remedies)
+    assert 'precision="fp16,loss_scale=1024"' in remedies if constant else "nothing: " in remedies
+    assert ("growth_interval" in remedies) is not constant
+    assert len(told.remedies) == 2
+
+
 def test_a_fault_of_the_model_behind_a_sum_outside_that_the_loss_scale_overflows() -> None:
     told = found(trainer(faulty(root_of_nothing), 2.0**14), 0, lambda y, _: y.sum() * 2.5 + y.sum() * 2.5)
     assert (told.cause, told.module, told.op) == ("invalid", "place", "sqrt")

@@ -66,7 +66,7 @@ TOLD: dict[str, tuple[OverflowReport, list[str], list[str]]] = {
     "a bad batch": (report("input", "", module="", inputs=[fact(nans=3)]), ["3 NaN"], ["fp32`"]),
     "a running mean": (report("state", "running_mean"), ["reset_running_stats()"], ["fp32`"]),
     "a weight": (report("state", "weight"), ["blocks.1.mlp.weight", "clipping"], ["clip_norm", "fp32`"]),
-    "the loss scale": (report("loss scale"), ["is dynamic", "is a constant"], ["module."]),
+    "the loss scale": (report("loss scale"), ["is dynamic", "growth_interval"], ["constant", "module."]),
 }  # fmt: skip
 
 
@@ -129,3 +129,4 @@ def test_a_constant_scale_has_a_smaller_one_to_try(scale: float, smaller: float)
     offered = policies(of_constant_scale(scale))
     assert mezzo.policy(offered[0]).loss_scale == mezzo.policy(f"fp16,loss_scale={smaller!r}").loss_scale
     assert offered[1] == "fp16,loss_scale=dynamic"
+    assert remedies(report("loss scale"), constant=scale) == of_constant_scale(scale)

@@ -22,10 +22,17 @@ _WIDE = 'compute the loss on `.float()` inputs inside `with mezzo.autocast("fp32
 _CLIPPING = "clipping the norm of the gradients helps if the gradients, not the weights, are large"
 
 
-def remedies(report: OverflowReport, used: Policy | None = None, *, has_bf16: bool = True) -> list[str]:
+def remedies(
+    report: OverflowReport,
+    used: Policy | None = None,
+    *,
+    has_bf16: bool = True,
+    constant: float | None = None,
+) -> list[str]:
     """What to try, the likeliest first; a policy stands at the end of its sentence, as in "why: `policy`".
 
     The policies add to `used`, the one under which it happened. `has_bf16`: bf16 is an alternative to fp16.
+    `constant`: the loss scale, if it is a constant one.
     """
     found: list[str] = []
     if report.cause == "overflow":
@@ -46,12 +53,13 @@ def remedies(report: OverflowReport, used: Policy | None = None, *, has_bf16: bo
         if "running_" in report.op:
             found.insert(0, "call reset_running_stats() on that module, or resume from an earlier checkpoint")
         found.append(f"if training made it so, use a lower learning rate; {_CLIPPING}")
+    elif report.cause == "loss scale" and constant is not None:
+        found = of_constant_scale(constant)
     elif report.cause == "loss scale":
+        slower = "`fp16,loss_scale=dynamic(growth_interval=10000)`"
         found = [
-            "nothing, if the loss scale is dynamic: the next step uses a smaller one",
-            "if the loss scale is a constant, a dynamic one: `fp16,loss_scale=dynamic`",
-            "if a dynamic loss scale overflows often, slower growth: "
-            "`fp16,loss_scale=dynamic(growth_interval=10000)`",
+            "nothing: the loss scale is dynamic, and the next step uses a smaller one",
+            f"if this happens often, slower growth of the loss scale: {slower}",
         ]
     elif report.cause == "loss":
         found = [

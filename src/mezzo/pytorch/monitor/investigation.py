@@ -152,9 +152,11 @@ def remedies_for(
     written: Callable[[str], str] = training_code,
     *,
     combines: bool = True,
+    constant: float | None = None,
 ) -> list[str]:
     """What to try, each policy `written` as a command or as code, if it helps on the call and none that helps asks for
-    less; up to three are combined if it `combines`. A policy for another model than `model` says so.
+    less; up to three are combined if it `combines`. A policy for another model than `model` says so. `constant`: the
+    loss scale, if it is a constant one.
     """
     used, owner, has_bf16 = None, "", True
     if call is not None:
@@ -167,7 +169,7 @@ def remedies_for(
     kept: list[str] = []
     moving: dict[str, OverflowReport] = {}  # policies that help at most in part -> what they leave
     enough = False  # modules in FP32
-    for sentence in remedies(report, used, has_bf16=has_bf16):
+    for sentence in remedies(report, used, has_bf16=has_bf16, constant=constant):
         found = None if report.cause == "loss scale" else POLICY.search(sentence)
         if found is not None:
             modules, whole = sentence.startswith(MODULES), found[1] in ("bf16", "fp32")
