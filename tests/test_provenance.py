@@ -307,6 +307,28 @@ def test_policies_that_are_offered_help_and_add_to_the_runs_policy(
         assert result(make(), text).stepped, text
 
 
+def absorbing(size: float) -> nn.Module:
+    """A linear layer's numbers of this size, which tanh takes, and then a product that overflows fp16."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        z = torch.tanh(self.large(x) / size) * 300
+        return self.head((z * z).mean(1, keepdim=True).sqrt() / 300 * x)
+
+    torch.manual_seed(0)
+    model = Computes(forward, large=linear(6, 6), head=linear(6, 2))
+    with torch.no_grad():
+        model.large.weight.mul_(size).clamp_(-6e4, 6e4)
+    return model
+
+
+@pytest.mark.parametrize(("size", "left"), [(2e5, True), (1.0, False)])
+def test_a_remedy_that_leaves_an_infinity_which_is_absorbed_says_so(size: float, left: bool) -> None:
+    told = result(absorbing(size), "fp16").finding
+    assert (told.cause, told.op) == ("overflow", "mul")
+    assert quoted(told) == ["fp16,op.mul=fp32", "bf16"]
+    assert ["large: linear still overflows" in text for text in told.remedies] == [left, False]
+
+
 def energy() -> nn.Module:
     """The product overflows fp16, and so does the linear layer that reads it."""
 

@@ -27,6 +27,7 @@ from mezzo.pytorch.nested import tensors
 _PASSED = 8  # propagators that are reported
 _CHAIN = 3  # remedies that are combined at most, where each alone only moves the overflow
 _TRIALS = 6  # combinations of each length that are tried
+_ABSORBED = "; {} still overflows and a later operation absorbs it: try mezzo calibrate next"
 _Pairs = Sequence[tuple[Tensor, Tensor]]  # outputs on the graph, each with its gradient
 
 
@@ -178,11 +179,12 @@ def remedies_for(
                 kept += [f"{added(combined, used)}: `{combined}`{owner}"] if combined is not None else []
             if call is None or (modules and enough):
                 continue
-            left = _left_under(found[1], call, scales)
+            left, absorbed = _left_under(found[1], call, scales)
             if left is not None:
                 moving[found[1]] = left
                 continue
             enough |= not whole
+            sentence += _ABSORBED.format(absorbed) if absorbed else ""
         kept.append(f"{sentence}{owner}" if found is not None and "module." in found[1] else sentence)
     return [with_fix(sentence, written) for sentence in kept]
 
@@ -199,15 +201,20 @@ def _combined(
             longer |= dict.fromkeys(one for one in quoted if one not in ("bf16", "fp32", *moving))
         tried.clear()
         for text in list(longer)[:_TRIALS]:
-            following = _left_under(text, call, scales)
+            following, _ = _left_under(text, call, scales)
             if following is None:
                 return text
             tried[text] = following
     return None
 
 
-def _left_under(text: str, call: SavedCall, scales: Mapping[int, float]) -> OverflowReport | None:
-    """What is not finite in a call and its backward without the loss scale, under another policy; None if all is."""
+def _left_under(
+    text: str, call: SavedCall, scales: Mapping[int, float]
+) -> tuple[OverflowReport | None, Operation | None]:
+    """What is not finite in a call and its backward without the loss scale, under another policy; None if all is.
+
+    And the first operation of forward that overflows all the same.
+    """
     try:
         with call.again() as given, _changed(text, call) as enter:
             trace, outputs, found = _traced(call, given, enter)
@@ -216,9 +223,9 @@ def _left_under(text: str, call: SavedCall, scales: Mapping[int, float]) -> Over
                 if found is None:
                     came, scale = call.gradients(number, outputs), scales.get(number, 1.0)
                     found = replay_backward(trace, [(out, _unscaled(grad, out, scale)) for out, grad in came])
-            return found
+            return found, trace.overflow
     except Exception:  # of the user's code, or of a policy that this model can't have
-        return OverflowReport("unknown")
+        return OverflowReport("unknown"), None
 
 
 @contextmanager
