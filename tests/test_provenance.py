@@ -142,6 +142,32 @@ def log_of_nothing(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y) + torch.log(out[0, 0] * 0)
 
 
+def _infinite_factor(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out * float("inf"), y)
+
+
+def _beyond_fp16(out: Tensor, y: Tensor) -> Tensor:
+    return (out[0, 0] * 0 + 300.0) * 300.0  # only the loss scale makes its gradients infinite
+
+
+@pytest.mark.parametrize(
+    ("loss", "op"),
+    [
+        (log_of_nothing, "log"),
+        (_infinite_factor, "cross_entropy_loss|log_softmax|nll_loss|mul"),
+        (lambda out, y: F.cross_entropy(out, y) + out.sum() * float("inf"), "mul"),
+        (_beyond_fp16, ""),
+    ],
+)
+def test_the_first_report_on_a_loss_names_the_first_bad_slope(loss: Callable[..., Tensor], op: str) -> None:
+    told = found(trainer(faulty(), 2.0**14), 0, loss)
+    assert told.cause == "loss"
+    assert (
+        re.search(rf"in backward, ({op}) is the first", told.note) if op else "in backward" not in told.note
+    )
+    assert "the next steps are traced" in told.note
+
+
 def test_a_loss_is_watched_live_after_its_first_finding_for_fifty_steps() -> None:
     mp = trainer(faulty())
     for number in range(2):

@@ -61,6 +61,9 @@ def investigate(
     if in_loss is not None and missed and in_loss.cause == "loss":
         return OverflowReport("unknown", note="; ".join(notes)), None
     if in_loss is not None:
+        slopes = (one.found for one in outside.values() if one.found is not None and one.found.alarms)
+        if in_loss.cause == "loss" and (slope := next(slopes, None)) is not None:
+            notes.append(f"in backward, {slope.op} is the first operation whose gradient is not finite")
         return _noted(replace(in_loss, how="live"), notes), None
     # Alarms come first: a loss scale that is too large does not explain them.
     live = [replace(one.found, how="live") for one in outside.values() if one.found is not None]
