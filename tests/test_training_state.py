@@ -250,7 +250,7 @@ def test_module_patterns_that_a_foreign_autocast_ignores_are_told_once(precision
         return [str(one.message) for one in told]
 
     (told,) = train(lambda mp: torch.autocast("cpu", torch.bfloat16))
-    assert re.search(r"formats of .*\b3 had no effect\. Replace torch\.autocast by mp\.autocast", told)
+    assert re.search(r"format of .*\b3 had no effect\. Replace torch\.autocast by mp\.autocast", told)
     for right in (lambda mp: mp.autocast(), lambda mp: mezzo.autocast(mp.policy, "cpu")):
         assert train(right) == []
 

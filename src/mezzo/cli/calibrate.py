@@ -111,13 +111,10 @@ def next_step(found: Recommendation, request: CalibrationRequest, folder: Path) 
     """What to do next, and its command."""
     if found.format == "fp32":
         return "for other hardware", request.in_fp16
-    precisions = [found.format if found.policy == found.format else str(folder / POLICY)]
-    advice = "test it against FP32"
-    if precisions != [found.format] and ranked_for(found.format):
-        precisions.insert(0, found.format)
-        advice = f"{advice}, with {found.format} as it is"
-    # An option for each: mezzo run, which takes one, takes the last.
-    options = (word for precision in precisions for word in ("--precision", precision))
+    file = [str(folder / POLICY)] * (found.policy != found.format)
+    names = [found.format, *file] if ranked_for(found.format) else file or [found.format]
+    advice = "test it against FP32" + f", with {found.format} as it is" * (len(names) > 1)
+    options = (word for name in names for word in ("--precision", name))  # of which mezzo run takes the last
     return advice, command("compare", vars(request), *options)
 
 

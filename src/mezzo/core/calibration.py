@@ -34,8 +34,7 @@ SHOWN = 8
 """Modules that are printed; JSON has all of them."""
 WORST = 3
 """Modules that a sentence names."""
-INNER = "module "
-"""Begins the cause of an overflow in a module inside of the one that is ranked."""
+INNER = "module "  # begins the cause of an overflow in a module inside of the one that is ranked
 _SQUARES = " (the root of the sum of the squares, since the changes are random and partly cancel)"
 MOST_ZERO = 0.95
 """A module of an fp16 run is named if more of its weight gradients are exactly zero, and all those of a parameter."""
@@ -494,11 +493,6 @@ def together(changes: Iterable[float], most: float) -> float:
     return limit
 
 
-def first_cause(causes: Iterable[str]) -> str:
-    """The first operation among the causes of an overflow, else the first module inside; empty if there is none."""
-    return min(filter(None, causes), key=lambda cause: cause.startswith(INNER), default="")
-
-
 def rank(
     records: Sequence[SensitivityRecord], formats: Sequence[Format], margin: float = DEFAULT_MARGIN
 ) -> Sensitivity | None:
@@ -519,8 +513,10 @@ def rank(
     for module, by_format in found.items():
         changes = {name: math.sqrt(expected_square(rows)) for name, rows in by_format.items()}
         bears = [name for name, change in changes.items() if change <= limits.get(name, limit)]
-        first = {name: first_cause(row.cause for row in rows) for name, rows in by_format.items()}
-        causes = {name: cause for name, cause in first.items() if cause}
+        causes = {}
+        for name, rows in by_format.items():  # an operation of its own comes before the modules inside
+            if some := [row.cause for row in rows if row.cause]:
+                causes[name] = min(some, key=lambda one: one.startswith(INNER))
         bears.sort(key=lambda name: (bits[name], changes[name]))
         kind = next(iter(by_format.values()))[0].kind
         modules.append(ModuleSensitivity(module, kind, changes, causes, bears, [*bears, "fp32"][0]))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mezzo.core.errors import MezzoError
+from mezzo.core.loss_scale import LossScale, StaticLossScale
 from mezzo.core.overflow import OUTSIDE, SUM, WEAK_OPS, OverflowReport, Weakness, rounded_to_infinity
 from mezzo.core.policy import Policy, policy
 from mezzo.core.rules import RULES, Rule
@@ -27,12 +28,12 @@ def remedies(
     used: Policy | None = None,
     *,
     has_bf16: bool = True,
-    constant: float | None = None,
+    scaling: LossScale | None = None,
 ) -> list[str]:
     """What to try, the likeliest first; a policy stands at the end of its sentence, as in "why: `policy`".
 
     The policies add to `used`, the one under which it happened. `has_bf16`: bf16 is an alternative to fp16.
-    `constant`: the loss scale, if it is a constant one.
+    `scaling`: the loss scale; None for a dynamic one.
     """
     found: list[str] = []
     if report.cause == "overflow":
@@ -53,13 +54,17 @@ def remedies(
         if "running_" in report.op:
             found.insert(0, "call reset_running_stats() on that module, or resume from an earlier checkpoint")
         found.append(f"if training made it so, use a lower learning rate; {_CLIPPING}")
-    elif report.cause == "loss scale" and constant is not None:
-        found = of_constant_scale(constant)
+    elif report.cause == "loss scale" and isinstance(scaling, StaticLossScale):
+        least = 1.0 if scaling.scale > 1.0 else scaling.scale / 2**_LESS
+        smaller = max(least, 2.0 ** (math.floor(math.log2(scaling.scale)) - _LESS))
+        found = [
+            f"a smaller constant loss scale (mezzo calibrate measures one that fits): `fp16,loss_scale={smaller:.17g}`",
+            "a loss scale that adjusts itself: `fp16,loss_scale=dynamic`",
+        ]
     elif report.cause == "loss scale":
-        slower = "`fp16,loss_scale=dynamic(growth_interval=10000)`"
         found = [
             "nothing: the loss scale is dynamic, and the next step uses a smaller one",
-            f"if this happens often, slower growth of the loss scale: {slower}",
+            "if this happens often, slower growth: `fp16,loss_scale=dynamic(growth_interval=10000)`",
         ]
     elif report.cause == "loss":
         found = [
@@ -67,15 +72,6 @@ def remedies(
             f"if the batch is finite, {_WIDE}",
         ]
     return list(dict.fromkeys(found))
-
-
-def of_constant_scale(scale: float) -> list[str]:
-    """What to try where gradients overflow at a constant loss scale, and not at a smaller one."""
-    smaller = 2.0 ** max(0, math.floor(math.log2(scale)) - _LESS) if scale > 1 else scale / 2**_LESS
-    return [
-        f"a smaller constant loss scale (mezzo calibrate measures one that fits): `fp16,loss_scale={smaller:.17g}`",
-        "a loss scale that adjusts itself: `fp16,loss_scale=dynamic`",
-    ]
 
 
 def with_fix(sentence: str, written: Callable[[str], str]) -> str:

@@ -20,7 +20,6 @@ import keras
 import numpy as np
 
 from mezzo.core.errors import LossScaleCollapseError, MezzoError, UsageError, checks_keywords
-from mezzo.core.loss_scale import StaticLossScale
 from mezzo.core.overflow import OverflowReport
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.core.records import OverflowRecord
@@ -260,7 +259,6 @@ def _explained(
     else:
         cause = "loss scale"
         note = f"the loss was finite, and the next update that was taken had loss scale {kept_at:.6g}"
-    is_constant = isinstance(getattr(update.of.optimizer, "_loss_scale", None), StaticLossScale)
     finding = OverflowReport(
         cause=cause,
         module=module,
@@ -268,7 +266,7 @@ def _explained(
         propagators=named,
         how="Concluded from the following steps; the step was not repeated",
         remedies=[
-            *remedies_of(OverflowReport(cause), constant=update.scale if is_constant else None),
+            *remedies_of(OverflowReport(cause), scaling=getattr(update.of.optimizer, "_loss_scale", None)),
             *(text.replace("LAYER", module or "LAYER") for text in _REMEDIES[cause]),
         ],
         note=note,

@@ -43,7 +43,7 @@ class Rounding(TorchDispatchMode):
     def __init__(self, form: Format, *, rounds: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._narrow = form if form.bits < 16 else None
-        self._form = around(form)
+        self._form = form if form.bits >= 16 else named("bf16")  # of all but a product's factors
         self._rounds = rounds
         self._most = math.ldexp(float(self._form.max), -HEADROOM)
         self._low: dict[int, bool] = {}
@@ -65,8 +65,7 @@ class Rounding(TorchDispatchMode):
             if is_finite(rounded) or bool((torch.isfinite(rounded) == torch.isfinite(tensor)).all()):
                 self._low[_storage(rounded)] = True
                 return rounded
-            if bool((tensor > self._most).any()):  # else it may be a mask
-                self.within = self.within or path
+            self.within = self.within or path * bool((tensor > self._most).any())  # else it may be a mask
         copy = tensor.detach().clone()
         self._low[_storage(copy)] = False
         return copy
@@ -133,11 +132,6 @@ class Rounding(TorchDispatchMode):
         if self._form.name in ("bf16", "fp16"):
             return values.to(DTYPES[self._form.name]).to(torch.float32)
         return round_array(values, self._form, "infinity")
-
-
-def around(form: Format) -> Format:
-    """The format of all but a product's factors."""
-    return form if form.bits >= 16 else named("bf16")
 
 
 def is_finite(tensor: Tensor) -> bool:

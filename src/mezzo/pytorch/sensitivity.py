@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.calibration import INNER, RANKED, first_cause, ranked_format
+from mezzo.core.calibration import INNER, RANKED, ranked_format
 from mezzo.core.compute import QUANTIZED
 from mezzo.core.formats import Format
 from mezzo.core.recipes import Recipe, recipe_of
@@ -209,7 +209,7 @@ class Sensitivities(StepObserver):
                             key = path, row.format
                             if one := rows.get(key):
                                 signed, squares = one.signed + row.signed, one.squares + row.squares
-                                cause = first_cause([one.cause, row.cause])
+                                cause = one.cause or row.cause
                                 row = replace(one, signed=signed, squares=squares, cause=cause)
                             rows[key] = row
         self._measured += 1
@@ -352,7 +352,5 @@ class Sensitivities(StepObserver):
 
 
 def _row(call: _Call, format: str, found: Tensor, cause: str = "") -> ModuleRounding:
-    is_finite = bool(torch.isfinite(found).all())
-    signed, squares = found.tolist() if is_finite else (math.inf, math.inf)
-    kind = type(call.module).__name__
-    return ModuleRounding(call.path, kind, format, signed, squares, cause)
+    signed, squares = found.tolist() if is_finite(found) else (math.inf, math.inf)
+    return ModuleRounding(call.path, type(call.module).__name__, format, signed, squares, cause)

@@ -106,8 +106,7 @@ class TrainerStep:
         tracers: list[OverflowTracer] = []
         if self.scaler is not None and (device_type == "cpu" if self._trace is None else self._trace):
             how: Any = {"waits": bool(self._trace), "written": self._call, "inside": inside}
-            how["scaling"] = lambda: self._scaling
-            tracers = [OverflowTracer(enter=enter, model=model, **how)]
+            tracers = [OverflowTracer(enter=enter, model=model, scaling=lambda: self._scaling, **how)]
         self.observing = Observers(models, tracers)
 
     def backward_begins(self, loss: Any, divisor: int = 1) -> None:

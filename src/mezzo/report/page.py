@@ -155,8 +155,8 @@ def _findings(runs: Sequence[Run]) -> dict[str, Any] | None:
             finding = record.finding
             scale = "" if finding.alarms else run.too_high
             lasting = not finding.alarms and run.constant_scale is not None
-            new = {"finding": finding, "scale": scale, "lasting": lasting}
-            group = groups.setdefault((*finding.place, scale), {**new, "updates": [], "runs": {}})
+            new = {"finding": finding, "scale": scale, "lasting": lasting, "updates": [], "runs": {}}
+            group = groups.setdefault((*finding.place, scale), new)
             group["updates"].append(record.update)
             group["runs"][run.name] = None
             if not finding.alarms:

@@ -119,9 +119,6 @@ class ForwardTrace(TorchFunctionMode):
         self._thread = threading.get_ident()
         self.paused = False
         self.trouble = ""  # the error that ended the trace
-        self.overflow: Operation | None = (
-            None  # the first whose 16-bit result was too large, except for masks
-        )
         self.operations: dict[Any, Operation] = {}  # by the nodes of the graph that they made
         self.leaves: dict[Any, Tensor] = {}  # by the nodes that accumulate their gradients
 
@@ -308,11 +305,6 @@ class ForwardTrace(TorchFunctionMode):
             kept = [(name, t) for name, t in zip(names, ins) if id(t) not in written]
             operation.inputs = [ops.facts(tensor, name) for name, tensor in kept][:6]
             operation.outputs = [ops.facts(tensor, "output") for tensor in bad][:3]
-            low = operation.outputs[0].format in ("fp16", "bf16") and not all(
-                map(ops.only_minus_infinity, bad)
-            )
-            if operation.kind == "overflow" and low:
-                self.overflow = self.overflow or operation
 
     def _kind(self, operation: Operation, bad: list[Tensor], again: Any, given: Any) -> str:
         parents = operation.parents

@@ -80,14 +80,6 @@ def users_line(stop: CodeType | None = None) -> Line | None:
     return None
 
 
-def users_level() -> int:
-    """The `stacklevel` at which the caller's warning shows the innermost running line of the user's."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and not (_is_users(frame.f_code) or frame.f_code.co_filename.startswith("<")):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
 def line_text(line: Line | None) -> str:
     """A line as ``file.py:12: code``; ``""`` for None."""
     if line is None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.loss_scale import LossScale, StaticLossScale
+from mezzo.core.loss_scale import LossScale
 from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.core.records import OverflowRecord
 from mezzo.core.remedies import training_code
@@ -296,11 +296,7 @@ class OverflowTracer(StepObserver):
             # enough for it.
             begun = {number for tracer in _ALL for number in tracer._scales}
             combines = all(call.grads.keys() <= begun for call in every)
-            kind = self._scaling()
-            how: Any = {
-                "combines": combines,
-                "constant": kind.scale if isinstance(kind, StaticLossScale) else None,
-            }
+            how: Any = {"combines": combines, "scaling": self._scaling()}
             offered = remedies_for(finding, place, scales, self._model, self._written, **how)
             finding = replace(finding, remedies=offered)
         except Exception as error:

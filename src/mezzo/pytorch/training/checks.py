@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -140,19 +140,16 @@ def _is_object_with(value: Any, method: str) -> bool:
     return callable(getattr(value, method, None)) and not isinstance(value, type)
 
 
-def outside_autocast(loss: Tensor, policy: Policy, ignored: Collection[str], stored: str) -> None:
-    """Warn of a loss that the policy had no part in, as far as modules that were `ignored`, or the graph, show it.
-
-    A compiled or custom function may hide it in the graph, and so may parameters that are `stored` in 16 bits.
-    """
+def outside_autocast(loss: Tensor, policy: Policy, model: nn.Module, stored: str) -> None:
+    """Warn of a loss that the policy, or a pattern, had no part in; weights `stored` in 16 bits may hide it."""
     low = [form for form in sorted(policy.computed) if activations_of(form) != "fp32"]
-    hidden = stored != "fp32" or any(
-        "ToCopy" in node.name() or isinstance(node, BackwardCFunction)
-        for node in nodes_of([loss] if low else [])
-    )
+    ignored = [
+        path or "the model" for path, inner in model.named_modules() if getattr(inner.forward, "ignored", 0)
+    ]
+    casts = ("ToCopy" in node.name() or isinstance(node, BackwardCFunction) for node in nodes_of([loss]))
     if ignored:
-        what = f"the policy's formats of {', '.join(ignored)} had no effect. Replace torch.autocast by mp.autocast"
-    elif low and not hidden:
+        what = f"the policy's format of {', '.join(ignored[:3])} had no effect. Replace torch.autocast by mp.autocast"
+    elif low and stored == "fp32" and not any(casts):
         what = f"nothing ran in {' or '.join(low)}. Compute it inside"
     else:
         return

@@ -32,7 +32,7 @@ from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
 from mezzo.pytorch.kernels.not_traced import breaks_graph
-from mezzo.pytorch.monitor.operations import users_level
+from mezzo.pytorch.monitor.operations import users_line
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import FirstStates
 from mezzo.pytorch.optim.with_masters import WithMasters
@@ -396,7 +396,7 @@ class MixedPrecision:
             checks.not_joined(self.model, setting)
         if self._looks:
             self._looks = False
-            checks.outside_autocast(loss, self.policy, self._resolved.ignored, self._stored_as[0])
+            checks.outside_autocast(loss, self.policy, self.model, self._stored_as[0])
         scaler = self._resolved.active_scaler
         if window.seen == 0:
             self._losses.clear()
@@ -584,7 +584,7 @@ class MixedPrecision:
     def _warn_once(self, message: str) -> None:
         if message not in self._told:
             self._told.add(message)
-            warnings.warn(message, stacklevel=users_level())
+            warnings.warn_explicit(message, UserWarning, *(users_line() or ("<stdin>", 1)))
 
     def _reached(self, loss: Tensor) -> frozenset[int]:
         """The leaves that a loss's backward reaches, with shards for gathered parameters."""

@@ -73,11 +73,6 @@ class ResolvedPrecision:
             self._overrides = None
 
     @property
-    def ignored(self) -> list[str]:
-        """The first modules with a format of their own that were trained in an autocast without a policy."""
-        return [] if self._overrides is None else self._overrides.ignored
-
-    @property
     def precision(self) -> str:
         """The compute format of the next step."""
         return self.trial.precision if self.trial is not None else self.policy.compute
