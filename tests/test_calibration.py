@@ -220,7 +220,8 @@ def ranked(*rows: ModuleRounding) -> Sensitivity:
 def test_the_most_sensitive_is_first_and_a_module_bears_what_is_within_its_share() -> None:
     found = ranked(
         *(row("calm", name, change) for name, change in [("bf16", 1e-4), ("fp16", 1e-5), ("e4m3fn", 8e-3)]),
-        *(row("wide", name, change, "mul") for name, change in [("bf16", 1e-3), ("fp16", math.inf)]),
+        row("wide", "bf16", 1e-3),
+        row("wide", "fp16", math.inf, "mul"),
         *(row("eight", name, change) for name, change in [("bf16", 2e-3), ("fp16", 1e-4), ("e4m3fn", 0.05)]),
         *(row("odd", name, change) for name, change in [("bf16", 0.5), ("fp16", 0.05), ("e4m3fn", 1.0)]),
         *(row("fine", name, change) for name, change in [("bf16", 2e-4), ("fp16", 3e-4)]),
@@ -234,6 +235,23 @@ def test_the_most_sensitive_is_first_and_a_module_bears_what_is_within_its_share
         ("calm", "e4m3fn", ["e4m3fn", "fp16", "bf16"]),
     ]
     assert found.modules[1].causes == {"fp16": "mul"}
+
+
+def test_an_overflow_is_never_shown_as_a_small_change() -> None:
+    """Not where a later operation absorbs it, and not in a module that reads it; a policy keeps the module it is in."""
+    record = [row("absorbs", "fp16", 0.0, "mul"), row("reads", "fp16", math.inf, "module reads.inner")]
+    record += [row("reads.inner", "fp16", math.inf, "linear"), row("over", "fp16", 0.5, "add")]
+    found = ranked(*record, row("reads", "fp16", math.inf, "sub"), row("both", "fp16", 1.0, "module both.a"))
+    table = {module: cell for module, cell in found.table(["fp16"])[1:]}
+    assert table == {
+        "reads": "overflows in sub",
+        "reads.inner": "overflows in linear",
+        "absorbs": "overflows in mul",
+        "over": "0.5 over",
+        "both": "1 over",
+    }
+    advice = recommend([*steps(FINE), SensitivityRecord(0, 2.0, record)], native={"fp16"}, ranked=["fp16"])
+    assert [(one.module, one.op) for one in advice.kept] == [("reads.inner", "linear"), ("over", "add")]
 
 
 def test_a_ranking_in_json_and_in_a_record_is_strict() -> None:

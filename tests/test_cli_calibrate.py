@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from dataclasses import replace
@@ -13,6 +14,9 @@ import pytest
 
 import mezzo.cli.calibrate as verb
 from commands import Command, in_the_folder  # noqa: F401
+from mezzo.cli import run
+from mezzo.cli.arguments import Parser
+from mezzo.compare.request import split_precisions
 from mezzo.core.policy import policy
 from mezzo.core.records import UpdateRecord, read
 
@@ -138,8 +142,14 @@ def test_linear_layers_of_a_block_format_are_ranked_for_a_margin(here: Path, com
     out = command(f"calibrate {name} --precision nvfp4 --margin 0.3%").out
     file = "mezzo-calibrate-train/policy.toml"
     assert "0.30% (the root of the sum of the squares" in out
-    for words in ("Use nvfp4", "b (alone", "\nPolicy: nvfp4,module.b=bf16\n", f"--precision nvfp4,{file}\n"):
+    for words in ("Use nvfp4", "b (alone", "\nPolicy: nvfp4,module.b=bf16\n"):
         assert words in out
+    (options,) = re.findall(r"\n  mezzo compare train\.py( --precision .*)\n", out)
+    assert split_precisions(options.split()[1::2]) == ["nvfp4", file]
+    pasted = Parser("mezzo run", "")
+    run.configure(pasted)
+    precision = pasted.parse_with_script([*options.split(), name], owns_rest=True).precision
+    assert str(policy(here / precision)) == "nvfp4,module.b=bf16"
     assert [line.split() for line in out.splitlines() if line.startswith("  b")] == [["b", "0.008", "over"]]
     assert str(policy(here / file)) == "nvfp4,module.b=bf16"
     assert json.loads((here / "train.asked").read_text())["ranked"] == ["nvfp4"]

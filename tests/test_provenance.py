@@ -142,6 +142,32 @@ def log_of_nothing(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y) + torch.log(out[0, 0] * 0)
 
 
+def _infinite_factor(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out * float("inf"), y)
+
+
+def _beyond_fp16(out: Tensor, y: Tensor) -> Tensor:
+    return (out[0, 0] * 0 + 300.0) * 300.0  # only the loss scale makes its gradients infinite
+
+
+@pytest.mark.parametrize(
+    ("loss", "op"),
+    [
+        (log_of_nothing, "log"),
+        (_infinite_factor, "cross_entropy_loss|log_softmax|nll_loss|mul"),
+        (lambda out, y: F.cross_entropy(out, y) + out.sum() * float("inf"), "mul"),
+        (_beyond_fp16, ""),
+    ],
+)
+def test_the_first_report_on_a_loss_names_the_first_bad_slope(loss: Callable[..., Tensor], op: str) -> None:
+    told = found(trainer(faulty(), 2.0**14), 0, loss)
+    assert told.cause == "loss"
+    assert (
+        re.search(rf"in backward, ({op}) is the first", told.note) if op else "in backward" not in told.note
+    )
+    assert "the next steps are traced" in told.note
+
+
 def test_a_loss_is_watched_live_after_its_first_finding_for_fifty_steps() -> None:
     mp = trainer(faulty())
     for number in range(2):
@@ -246,6 +272,17 @@ def test_finite_gradients_of_several_uses_of_an_output_that_sum_to_more_than_fit
         assert not any("autocast" in remedy for remedy in told.remedies)
 
 
+@pytest.mark.parametrize("constant", [True, False])
+def test_a_loss_scale_that_is_too_large_has_the_remedies_of_its_kind(constant: bool) -> None:
+    mp = trainer(twice(), loss_scale=2.0**14 if constant else f"dynamic(init={2.0**14!r})")
+    told = stepped(mp, lambda: USES[1][0](mp.model(torch.ones(1, 4)))).finding
+    assert told is not None
+    remedies = "\n".join(told.remedies)
+    assert 'precision="fp16,loss_scale=1024"' in remedies if constant else "nothing: " in remedies
+    assert ("growth_interval" in remedies) is not constant
+    assert len(told.remedies) == 2
+
+
 def test_a_fault_of_the_model_behind_a_sum_outside_that_the_loss_scale_overflows() -> None:
     told = found(trainer(faulty(root_of_nothing), 2.0**14), 0, lambda y, _: y.sum() * 2.5 + y.sum() * 2.5)
     assert (told.cause, told.module, told.op) == ("invalid", "place", "sqrt")
@@ -294,6 +331,28 @@ def test_policies_that_are_offered_help_and_add_to_the_runs_policy(
     assert all(set(mezzo.policy(precision).modules) <= set(mezzo.policy(text).modules) for text in kept)
     for text in policies:
         assert result(make(), text).stepped, text
+
+
+def absorbing(size: float) -> nn.Module:
+    """A linear layer's numbers of this size, which tanh takes, and then a product that overflows fp16."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        z = torch.tanh(self.large(x) / size) * 300
+        return self.head((z * z).mean(1, keepdim=True).sqrt() / 300 * x)
+
+    torch.manual_seed(0)
+    model = Computes(forward, large=linear(6, 6), head=linear(6, 2))
+    with torch.no_grad():
+        model.large.weight.mul_(size).clamp_(-6e4, 6e4)
+    return model
+
+
+@pytest.mark.parametrize(("size", "left"), [(2e5, True), (1.0, False)])
+def test_a_remedy_that_leaves_an_infinity_which_is_absorbed_says_so(size: float, left: bool) -> None:
+    told = result(absorbing(size), "fp16").finding
+    assert (told.cause, told.op) == ("overflow", "mul")
+    assert quoted(told) == ["fp16,op.mul=fp32", "bf16"]
+    assert ["large: linear still overflows" in text for text in told.remedies] == [left, False]
 
 
 def energy() -> nn.Module:

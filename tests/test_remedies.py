@@ -9,7 +9,7 @@ import pytest
 
 import mezzo
 from mezzo.core.overflow import CAUSES, OUTSIDE, WEAK_OPS, OverflowReport, TensorFacts
-from mezzo.core.remedies import POLICY, of_constant_scale, remedies, training_code, with_fix
+from mezzo.core.remedies import POLICY, remedies, training_code, with_fix
 
 MLP = "fp16,module.blocks.1.mlp=fp32"
 NEXT = f"{MLP},module.blocks.2=fp32"
@@ -66,7 +66,7 @@ TOLD: dict[str, tuple[OverflowReport, list[str], list[str]]] = {
     "a bad batch": (report("input", "", module="", inputs=[fact(nans=3)]), ["3 NaN"], ["fp32`"]),
     "a running mean": (report("state", "running_mean"), ["reset_running_stats()"], ["fp32`"]),
     "a weight": (report("state", "weight"), ["blocks.1.mlp.weight", "clipping"], ["clip_norm", "fp32`"]),
-    "the loss scale": (report("loss scale"), ["is dynamic", "is a constant"], ["module."]),
+    "the loss scale": (report("loss scale"), ["is dynamic", "growth_interval"], ["constant", "module."]),
 }  # fmt: skip
 
 
@@ -126,6 +126,6 @@ def test_a_number_that_did_not_fit_already_may_take_several_modules() -> None:
     ("scale", "smaller"), [(2.0**30, 2.0**26), (1000.0, 32.0), (4.0, 1.0), (1.0, 1 / 16), (0.5, 0.5 / 16)]
 )
 def test_a_constant_scale_has_a_smaller_one_to_try(scale: float, smaller: float) -> None:
-    offered = policies(of_constant_scale(scale))
+    offered = policies(remedies(report("loss scale"), scaling=mezzo.StaticLossScale(scale)))
     assert mezzo.policy(offered[0]).loss_scale == mezzo.policy(f"fp16,loss_scale={smaller!r}").loss_scale
     assert offered[1] == "fp16,loss_scale=dynamic"

@@ -184,10 +184,13 @@ def test_what_is_predicted_comes_true(
         assert found["1"] ** 2 > 100 * sum(change**2 for change in others)
 
 
+def compensated() -> nn.Module:
+    """Hands a layer numbers that are too large for fp16, and makes the result small again."""
+    return does(nn.Linear(16, 16), lambda inside, x: inside(x * 1e5) / 1e5)
+
+
 def test_an_overflow_is_found_where_it_is_and_one_between_two_modules_is_held_against_both() -> None:
-    # Hands a layer numbers that are too large for fp16, and makes the result small again.
-    compensated = does(nn.Linear(16, 16), lambda inside, x: inside(x * 1e5) / 1e5)
-    for module, found in ((square(), {"1": "mul"}), (compensated, {"1": "mul", "1.inside": "linear"})):
+    for module, found in ((square(), {"1": "mul"}), (compensated(), {"1": "mul", "1.inside": "linear"})):
         assert causes(around(module)) == found
         assert causes(around(module), "bf16") == {}
 
@@ -212,6 +215,36 @@ def test_a_number_on_the_way_counts_where_the_loss_depends_on_it(
     model = around(does(nn.Linear(16, 16), lambda inside, x: then(inside(x))))
     assert causes(model) == ({"1": cause} if cause else {})
     assert causes(model, "bf16") == {}
+
+
+def within(large: float) -> nn.Module:
+    """A layer's numbers of this size, divided by it outside of the layer."""
+    layer = linear(16, 16)()
+    with torch.no_grad():
+        layer.weight.mul_(large)
+    return does(layer, lambda inside, x: inside(x) / large)
+
+
+absorbing = Net(lambda self, x: (x * 1e6).tanh() * x)
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        (within(1e6), {"1": "overflows in module 1.inside", "1.inside": "overflows in linear"}),
+        (within(1.0), {}),
+        (compensated(), {"1": "overflows in mul", "1.inside": "overflows in linear"}),
+        (absorbing, {"1": "overflows in mul"}),
+        (Net(lambda self, x: masked(x)), {}),
+    ],
+)
+def test_a_format_in_which_a_modules_numbers_overflow_has_no_change_in_the_table(
+    module: nn.Module, told: dict[str, str]
+) -> None:
+    ranking = rank(measured(around(module), "fp16"), [named("fp16")])
+    assert ranking is not None
+    cells = {path: cell for path, cell in ranking.table(["fp16"])[1:] if cell.startswith("overflows")}
+    assert cells == told
 
 
 def residual(inner: nn.Module, offset: float = 0.0) -> nn.Module:

@@ -333,6 +333,12 @@ Line = Callable[[Any, Tensor], Any]
 # Lines of an old loop that stayed: the precision, MixedPrecision's arguments, the lines, and what is said of them once.
 LEFT_OVER: dict[str, tuple[str, dict[str, Any], Line, str]] = {
     "own step": ("fp16", {}, _own_step, r"optimizer\.step\(\).*Replace .* by mp\.step\(loss\)"),
+    "own step that a scheduler wraps": (
+        "fp16",
+        {},
+        lambda mp, loss: (StepLR(mp.optimizer, 100), _own_step(mp, loss)),
+        r"by mp\.step\(loss\)",
+    ),
     "own step, 16-bit weights": ("fp16,masters=fp32", {}, _own_step, r"by mp\.step\(loss\)"),
     "own step, released gradients": ("fp16", {"release_gradients": True}, _own_step, r"by mp\.step\(loss\)"),
     "own step, accumulation": ("fp16", {"accumulate": 2}, _own_step, r"by mp\.step\(loss\)"),
@@ -413,6 +419,17 @@ def test_a_line_of_an_old_loop_is_told_once(row: str) -> None:
     (one,) = told
     assert re.search(expected, str(one.message))
     assert one.filename == __file__, "the line of the loop"
+
+
+@pytest.mark.parametrize("row", ["division", "scaled"])
+def test_a_factor_with_another_reason_is_silenced_as_its_warning_says(row: str) -> None:
+    precision, arguments, lines, _ = LEFT_OVER[row]
+    with pytest.warns(UserWarning, match="the loss was") as told:
+        _old_loop(precision, arguments, lines)
+    (call,) = re.findall(r"warnings\.filterwarnings\(.*\)", str(told[0].message))
+    with warnings.catch_warnings():
+        exec(call, {"warnings": warnings})
+        _old_loop(precision, arguments, lines)
 
 
 @pytest.mark.parametrize("row", RIGHT)

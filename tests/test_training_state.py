@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from typing import Any
@@ -197,6 +199,7 @@ OUTSIDE: dict[str, tuple[str, dict[str, Any], bool]] = {  # precision, arguments
     "fp16": ("fp16", {}, True),
     "fp32": ("fp32", {}, False),
     "tf32": ("tf32", {}, False),
+    "bf16 in a module": ("fp32,module.3=bf16", {}, True),
     "16-bit weights": ("bf16", {"masters": "split"}, False),
 }
 
@@ -219,10 +222,37 @@ def test_a_loss_outside_autocast_is_told_once(name: str, recwarn: pytest.Warning
 
     warned = train()
     assert len(warned) == told
-    words = (f"{__file__} ", f"ran in {precision}. ", "with mp.autocast")
+    words = (f"{__file__} ", f"ran in {precision[-4:]}. ", "with mp.autocast")
     assert all(word in one for one in warned for word in words)
     for context in ("mp", mezzo.autocast("bf16"), torch.autocast("cpu", torch.bfloat16)):
-        assert train(context) == []
+        ignores = "module" in precision and isinstance(context, torch.autocast)
+        assert len(train(context)) == ignores
+
+
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16,module.3=fp32", "fp16,module.0=fp32,module.3=bf16", "bf16,masters=split,module.3=fp32"],
+)
+def test_module_patterns_that_a_foreign_autocast_ignores_are_told_once(precision: str) -> None:
+    def train(autocast: Any) -> list[str]:
+        model, (x, _) = network(), batch()
+        mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), precision)
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            model(x)  # an evaluation of its own
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                with autocast(mp):
+                    loss = model(x).float().mean()
+                mp.step(loss)
+        mp.close()
+        assert {one.filename for one in told} <= {__file__}
+        return [str(one.message) for one in told]
+
+    (told,) = train(lambda mp: torch.autocast("cpu", torch.bfloat16))
+    assert re.search(r"format of .*\b3 had no effect\. Replace torch\.autocast by mp\.autocast", told)
+    for right in (lambda mp: mp.autocast(), lambda mp: mezzo.autocast(mp.policy, "cpu")):
+        assert train(right) == []
 
 
 def test_frozen_parameters_are_an_error_and_thawed_ones_train() -> None:

@@ -111,11 +111,11 @@ def next_step(found: Recommendation, request: CalibrationRequest, folder: Path) 
     """What to do next, and its command."""
     if found.format == "fp32":
         return "for other hardware", request.in_fp16
-    precision = found.format if found.policy == found.format else str(folder / POLICY)
-    advice = "test it against FP32"
-    if precision != found.format and ranked_for(found.format):
-        precision, advice = f"{found.format},{precision}", f"{advice}, with {found.format} as it is"
-    return advice, command("compare", vars(request), "--precision", precision)
+    file = [str(folder / POLICY)] * (found.policy != found.format)
+    names = [found.format, *file] if ranked_for(found.format) else file or [found.format]
+    advice = "test it against FP32" + f", with {found.format} as it is" * (len(names) > 1)
+    options = (word for name in names for word in ("--precision", name))  # of which mezzo run takes the last
+    return advice, command("compare", vars(request), *options)
 
 
 def calibrate_script(request: CalibrationRequest, folder: Path, shown: Watcher) -> Recommendation:

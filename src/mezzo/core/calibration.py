@@ -34,6 +34,7 @@ SHOWN = 8
 """Modules that are printed; JSON has all of them."""
 WORST = 3
 """Modules that a sentence names."""
+INNER = "module "  # begins the cause of an overflow in a module inside of the one that is ranked
 _SQUARES = " (the root of the sum of the squares, since the changes are random and partly cancel)"
 MOST_ZERO = 0.95
 """A module of an fp16 run is named if more of its weight gradients are exactly zero, and all those of a parameter."""
@@ -46,9 +47,10 @@ class ModuleSensitivity:
     Args:
         module: its path; ``""`` is the model itself.
         kind: its class.
-        changes: format -> expected change of the loss if the module alone runs in that format; infinite if a result is
-            not finite. Only modules with a product have formats of fewer than 16 bits.
-        causes: format -> the operation that made the first number too large for the format, of changes over the limit.
+        changes: format -> expected change of the loss if the module alone runs in that format; infinite if a result, or
+            that of a module inside, is not finite. Only modules with a product have formats of fewer than 16 bits.
+        causes: format -> the operation that made the first number too large for the format; ``module PATH`` if one of
+            the modules inside did, whose own row has the operation.
         bears: the formats whose change is within the ranking's `limit`, the one with the fewest bits first.
         lowest: the first of `bears`; ``fp32`` if there is none.
     """
@@ -69,9 +71,10 @@ class ModuleSensitivity:
         change, cause = self.changes.get(format), self.causes.get(format)
         if change is None:
             return "-"
-        if math.isfinite(change):
-            return f"{change:.2g}{' over' if self.refuses(format) else ''}"
-        return f"overflows in {cause}" if cause else "not finite"
+        finite, refused = math.isfinite(change), self.refuses(format)
+        if cause and not (finite and refused):  # a later operation may absorb an infinity
+            return f"overflows in {cause}"
+        return f"{change:.2g}{' over' if refused else ''}" if finite else "not finite"
 
 
 @dataclass(frozen=True)
@@ -418,6 +421,8 @@ def _kept(
     for inside in sensitivity.modules if sensitivity else ():
         if inside.refuses("fp16"):
             path, op, change = inside.module, inside.causes.get("fp16", ""), inside.changes["fp16"]
+            if op.startswith(INNER):
+                continue  # that module is kept: this one gets its result in FP32
             whys = ["alone changes the loss by more than the limit"] * (math.isfinite(change) or not op)
             whys += [f"its operation {op} overflows in fp16"] * bool(op)
             found.setdefault(path, Kept(path, ", and ".join(whys), op=op))
@@ -507,8 +512,10 @@ def rank(
     for module, by_format in found.items():
         changes = {name: math.sqrt(expected_square(rows)) for name, rows in by_format.items()}
         bears = [name for name, change in changes.items() if change <= limits.get(name, limit)]
-        over = [name for name in changes if name not in bears]
-        causes = {name: next((row.cause for row in by_format[name] if row.cause), "") for name in over}
+        causes = {}
+        for name, rows in by_format.items():  # an operation of its own comes before the modules inside
+            if some := [row.cause for row in rows if row.cause]:
+                causes[name] = min(some, key=lambda one: one.startswith(INNER))
         bears.sort(key=lambda name: (bits[name], changes[name]))
         kind = next(iter(by_format.values()))[0].kind
         modules.append(ModuleSensitivity(module, kind, changes, causes, bears, [*bears, "fp32"][0]))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mezzo.core.errors import MezzoError
+from mezzo.core.loss_scale import LossScale, StaticLossScale
 from mezzo.core.overflow import OUTSIDE, SUM, WEAK_OPS, OverflowReport, Weakness, rounded_to_infinity
 from mezzo.core.policy import Policy, policy
 from mezzo.core.rules import RULES, Rule
@@ -22,10 +23,17 @@ _WIDE = 'compute the loss on `.float()` inputs inside `with mezzo.autocast("fp32
 _CLIPPING = "clipping the norm of the gradients helps if the gradients, not the weights, are large"
 
 
-def remedies(report: OverflowReport, used: Policy | None = None, *, has_bf16: bool = True) -> list[str]:
+def remedies(
+    report: OverflowReport,
+    used: Policy | None = None,
+    *,
+    has_bf16: bool = True,
+    scaling: LossScale | None = None,
+) -> list[str]:
     """What to try, the likeliest first; a policy stands at the end of its sentence, as in "why: `policy`".
 
     The policies add to `used`, the one under which it happened. `has_bf16`: bf16 is an alternative to fp16.
+    `scaling`: the loss scale; None for a dynamic one.
     """
     found: list[str] = []
     if report.cause == "overflow":
@@ -46,12 +54,17 @@ def remedies(report: OverflowReport, used: Policy | None = None, *, has_bf16: bo
         if "running_" in report.op:
             found.insert(0, "call reset_running_stats() on that module, or resume from an earlier checkpoint")
         found.append(f"if training made it so, use a lower learning rate; {_CLIPPING}")
+    elif report.cause == "loss scale" and isinstance(scaling, StaticLossScale):
+        least = 1.0 if scaling.scale > 1.0 else scaling.scale / 2**_LESS
+        smaller = max(least, 2.0 ** (math.floor(math.log2(scaling.scale)) - _LESS))
+        found = [
+            f"a smaller constant loss scale (mezzo calibrate measures one that fits): `fp16,loss_scale={smaller:.17g}`",
+            "a loss scale that adjusts itself: `fp16,loss_scale=dynamic`",
+        ]
     elif report.cause == "loss scale":
         found = [
-            "nothing, if the loss scale is dynamic: the next step uses a smaller one",
-            "if the loss scale is a constant, a dynamic one: `fp16,loss_scale=dynamic`",
-            "if a dynamic loss scale overflows often, slower growth: "
-            "`fp16,loss_scale=dynamic(growth_interval=10000)`",
+            "nothing: the loss scale is dynamic, and the next step uses a smaller one",
+            "if this happens often, slower growth: `fp16,loss_scale=dynamic(growth_interval=10000)`",
         ]
     elif report.cause == "loss":
         found = [
@@ -59,15 +72,6 @@ def remedies(report: OverflowReport, used: Policy | None = None, *, has_bf16: bo
             f"if the batch is finite, {_WIDE}",
         ]
     return list(dict.fromkeys(found))
-
-
-def of_constant_scale(scale: float) -> list[str]:
-    """What to try where gradients overflow at a constant loss scale, and not at a smaller one."""
-    smaller = 2.0 ** max(0, math.floor(math.log2(scale)) - _LESS) if scale > 1 else scale / 2**_LESS
-    return [
-        f"a smaller constant loss scale (mezzo calibrate measures one that fits): `fp16,loss_scale={smaller:.17g}`",
-        "a loss scale that adjusts itself: `fp16,loss_scale=dynamic`",
-    ]
 
 
 def with_fix(sentence: str, written: Callable[[str], str]) -> str:

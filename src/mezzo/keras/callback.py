@@ -266,7 +266,7 @@ def _explained(
         propagators=named,
         how="Concluded from the following steps; the step was not repeated",
         remedies=[
-            *remedies_of(OverflowReport(cause)),
+            *remedies_of(OverflowReport(cause), scaling=getattr(update.of.optimizer, "_loss_scale", None)),
             *(text.replace("LAYER", module or "LAYER") for text in _REMEDIES[cause]),
         ],
         note=note,

@@ -43,7 +43,7 @@ class Rounding(TorchDispatchMode):
     def __init__(self, form: Format, *, rounds: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._narrow = form if form.bits < 16 else None
-        self._form = around(form)
+        self._form = form if form.bits >= 16 else named("bf16")  # of all but a product's factors
         self._rounds = rounds
         self._most = math.ldexp(float(self._form.max), -HEADROOM)
         self._low: dict[int, bool] = {}
@@ -51,18 +51,21 @@ class Rounding(TorchDispatchMode):
         # Innermost call that runs operations itself -> whether it has a product.
         self.computed: dict[Any, bool] = {}
         self.cause = ""  # what made the first number beyond the format's largest
+        self.masks = True  # whether all those are below 0, as a mask's on scores
+        self.within = ""  # the first inner module that handed on a number beyond it, which stays FP32
 
     def low(self, tensor: Tensor) -> bool:
         """Whether this tensor would be in the format."""
         return self._low.get(_storage(tensor), False)
 
-    def handed_on(self, tensor: Tensor, low: bool) -> Tensor:
-        """A new tensor with these numbers, rounded where it would come so and the format can hold it."""
+    def handed_on(self, tensor: Tensor, low: bool, path: str = "") -> Tensor:
+        """A new tensor with these numbers, rounded where it would come so, of the module `path` inside, if it fits."""
         if low and tensor.dtype is torch.float32:
             rounded = self._cast(tensor)
             if is_finite(rounded) or bool((torch.isfinite(rounded) == torch.isfinite(tensor)).all()):
                 self._low[_storage(rounded)] = True
                 return rounded
+            self.within = self.within or path * bool((tensor > self._most).any())  # else it may be a mask
         copy = tensor.detach().clone()
         self._low[_storage(copy)] = False
         return copy
@@ -119,6 +122,7 @@ class Rounding(TorchDispatchMode):
         if not tensor.numel() or bool(size.max() <= self._most):  # False for NaN
             return rounded
         beyond = torch.isfinite(tensor) & (size > self._most)
+        self.masks &= not bool((beyond & (tensor > 0.0)).any())
         if not self.cause and bool(beyond.any()):
             self.cause = _CALLED.get(name, name)
         return torch.where(beyond, tensor * math.inf, rounded)
@@ -128,11 +132,6 @@ class Rounding(TorchDispatchMode):
         if self._form.name in ("bf16", "fp16"):
             return values.to(DTYPES[self._form.name]).to(torch.float32)
         return round_array(values, self._form, "infinity")
-
-
-def around(form: Format) -> Format:
-    """The format of all but a product's factors."""
-    return form if form.bits >= 16 else named("bf16")
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.calibration import RANKED, ranked_format
+from mezzo.core.calibration import INNER, RANKED, ranked_format
 from mezzo.core.compute import QUANTIZED
 from mezzo.core.formats import Format
 from mezzo.core.recipes import Recipe, recipe_of
@@ -209,9 +209,8 @@ class Sensitivities(StepObserver):
                             key = path, row.format
                             if one := rows.get(key):
                                 signed, squares = one.signed + row.signed, one.squares + row.squares
-                                row = replace(
-                                    one, signed=signed, squares=squares, cause=one.cause or row.cause
-                                )
+                                cause = one.cause or row.cause
+                                row = replace(one, signed=signed, squares=squares, cause=cause)
                             rows[key] = row
         self._measured += 1
         shares = [recipe.last_blocks for recipe in self._recipes.values()]
@@ -297,10 +296,14 @@ class Sensitivities(StepObserver):
             if form.bits < 16 and not call.multiplies:
                 continue
             exact, _ = self._run(call, form, rounds=False)
-            rounded, cause = self._run(call, form, rounds=True)
+            rounded, mode = self._run(call, form, rounds=True)
             outputs = zip(call.gradients, exact, rounded)
             changes = [_sums(grad, b.float() - a.float(), a) for grad, a, b in outputs if grad is not None]
-            yield _row(call, form.name, torch.stack(changes).sum(0) * times, cause)
+            found = torch.stack(changes).sum(0) * times
+            cause = "" if mode.masks and is_finite(found) else mode.cause
+            if mode.within and not cause:  # reading its result in FP32 costs nothing, and isn't this format
+                found, cause = torch.full_like(found, math.inf), f"{INNER}{mode.within}"
+            yield _row(call, form.name, found, cause)
 
     def _layer_rows(self, call: _Call, format: str, times: float) -> Iterator[ModuleRounding]:
         """A linear layer's row for a format whose factors have scales; none for the head and other modules."""
@@ -322,8 +325,8 @@ class Sensitivities(StepObserver):
         yield _row(call, format, output * times)
 
     @torch.no_grad()
-    def _run(self, call: _Call, form: Format, *, rounds: bool) -> tuple[list[Tensor], str]:
-        """The floating outputs of a call, and the operation that first passed the range; `rounds` its own too."""
+    def _run(self, call: _Call, form: Format, *, rounds: bool) -> tuple[list[Tensor], Rounding]:
+        """The floating outputs of a call, and what passed the range; `rounds` its own operations' results too."""
         mode = Rounding(form, rounds=rounds)
         low = iter(call.low)
 
@@ -335,7 +338,8 @@ class Sensitivities(StepObserver):
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             if output is not None and len(mode.inside) == 1:
-                output = mapped(output, lambda t: mode.handed_on(t, True) if mode.low(t) else t)
+                path = self._paths[module]
+                output = mapped(output, lambda t: mode.handed_on(t, True, path) if mode.low(t) else t)
             mode.inside.pop()
             return output
 
@@ -344,11 +348,9 @@ class Sensitivities(StepObserver):
             args, kwargs = mapped((call.args, call.kwargs), taken)
             with around_calls(call.inner, before, after), mode:
                 output = call.module.forward(*args, **kwargs)
-        return floats(output), mode.cause
+        return floats(output), mode
 
 
 def _row(call: _Call, format: str, found: Tensor, cause: str = "") -> ModuleRounding:
-    is_finite = bool(torch.isfinite(found).all())
-    signed, squares = found.tolist() if is_finite else (math.inf, math.inf)
-    kind = type(call.module).__name__
-    return ModuleRounding(call.path, kind, format, signed, squares, cause)
+    signed, squares = found.tolist() if is_finite(found) else (math.inf, math.inf)
+    return ModuleRounding(call.path, type(call.module).__name__, format, signed, squares, cause)

@@ -61,6 +61,7 @@ class TrainerStep:
             )
         self.policy, _ = auto.resolve(asked, device_type)
         pure = as_loss_scale(loss_scale, self.where) or self.policy.make_loss_scale()
+        self._scaling = pure
         self.scaler = None if isinstance(pure, NoLossScale) else GradScaler.of(pure)
         self.skipped_steps = 0
         self.findings: list[OverflowReport] = []
@@ -105,7 +106,7 @@ class TrainerStep:
         tracers: list[OverflowTracer] = []
         if self.scaler is not None and (device_type == "cpu" if self._trace is None else self._trace):
             how: Any = {"waits": bool(self._trace), "written": self._call, "inside": inside}
-            tracers = [OverflowTracer(enter=enter, model=model, **how)]
+            tracers = [OverflowTracer(enter=enter, model=model, scaling=lambda: self._scaling, **how)]
         self.observing = Observers(models, tracers)
 
     def backward_begins(self, loss: Any, divisor: int = 1) -> None:

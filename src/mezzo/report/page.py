@@ -21,7 +21,6 @@ import jinja2
 from markupsafe import Markup, escape
 
 from mezzo.core.comparison import READING
-from mezzo.core.remedies import of_constant_scale
 from mezzo.core.version import VERSION
 from mezzo.report import charts, figures, numbers, range_figures
 from mezzo.report.numbers import counted, finite, printable, size
@@ -154,11 +153,10 @@ def _findings(runs: Sequence[Run]) -> dict[str, Any] | None:
     for run in runs:
         for record in run.overflows:
             finding = record.finding
-            constant = None if finding.alarms else run.constant_scale
-            scale, lasting = "" if finding.alarms else run.too_high, constant is not None
-            remedies = finding.remedies if constant is None else of_constant_scale(constant)
-            new = {"finding": finding, "scale": scale, "lasting": lasting, "remedies": remedies}
-            group = groups.setdefault((*finding.place, scale), {**new, "updates": [], "runs": {}})
+            scale = "" if finding.alarms else run.too_high
+            lasting = not finding.alarms and run.constant_scale is not None
+            new = {"finding": finding, "scale": scale, "lasting": lasting, "updates": [], "runs": {}}
+            group = groups.setdefault((*finding.place, scale), new)
             group["updates"].append(record.update)
             group["runs"][run.name] = None
             if not finding.alarms:

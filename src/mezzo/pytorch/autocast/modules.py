@@ -30,6 +30,7 @@ from mezzo.core.records import IN_NO_LAYER
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import applied, context_of, default_device_type
 from mezzo.pytorch.dtypes import SIXTEEN_BITS
+from mezzo.pytorch.monitor.module_paths import joined
 from mezzo.pytorch.nested import changed
 
 
@@ -72,6 +73,8 @@ def apply_module_overrides(
 class _Override:
     """A module's `forward` inside a context of the module's own format."""
 
+    ignored = False  # whether it was trained in an autocast without a policy
+
     def __init__(self, module: nn.Module, policy: Policy, device_type: str) -> None:
         self._module = module
         self._policy = policy
@@ -83,6 +86,8 @@ class _Override:
         if forward is None:
             forward = functools.partial(type(self._module).forward, self._module)
         if not _is_active(self._device_type):
+            if torch.is_autocast_enabled(self._device_type) and torch.is_grad_enabled():
+                self.ignored = True
             return forward(*args, **kwargs)
         if self._policy.compute == "fp32":
             args, kwargs = to_fp32(args), to_fp32(kwargs)
@@ -170,7 +175,7 @@ def with_heads(policy: Policy, model: nn.Module, *, allow_experts: bool = False)
                     f"torch.nn.functional.linear gets one matrix at a time), add {where}{fmt}."
                 )
             raise UsageError(
-                f"{_joined(path, name)} has {shape[0]} matrices of {shape[1]} x {shape[2]}, as of experts. {fmt} "
+                f"{joined(path, name)} has {shape[0]} matrices of {shape[1]} x {shape[2]}, as of experts. {fmt} "
                 f"quantizes linear layers, not batched or grouped products. {fix}"
             )
     return policy
@@ -186,7 +191,7 @@ def last_blocks_of(model: nn.Module, share: float) -> list[str]:
         for _, run in itertools.groupby(children, lambda child: type(child[1])):
             blocks = list(run)
             if len(blocks) > 1 and len(blocks) >= len(found) and next(_linear_layers(blocks[0][1]), None):
-                found = [_joined(path, name) for name, _ in blocks]
+                found = [joined(path, name) for name, _ in blocks]
     return found[-math.ceil(share * len(found)) :]
 
 
@@ -219,7 +224,7 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
     for path, name, (count, *_) in _batched(model):
         if (policy.format_inside(path) or policy.compute) in QUANTIZED:
             why = f"bf16: {count} matrices in one product, as of experts, not a linear layer"
-            layers.setdefault(why, []).append(_joined(path, name))
+            layers.setdefault(why, []).append(joined(path, name))
     lower = {fmt: names for fmt in quantized if (names := _together(fmt, layers))}
     apart = [f"{', '.join(_together(why, layers))} ({why})" for why in layers if why not in quantized]
     named = "" if policy.recipe == "default" else f"recipe {Path(policy.recipe).name}"
@@ -232,10 +237,6 @@ def described(policy: Policy, model: nn.Module) -> list[str]:
     notes += [_NO_BLOCKS.format(every)] if share and not last else []
     device = next((parameter.device for parameter in model.parameters()), None)
     return [*notes, *dict.fromkeys(_computed(recipes[fmt].hardware, device) for fmt in lower if device)]
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _batched(model: nn.Module) -> Iterator[tuple[str, str, torch.Size]]:
@@ -296,6 +297,6 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, tupl
             attention.update(module.modules())
             for name, weight in module.named_parameters():
                 if weight.dim() == 2:
-                    yield _joined(path, name), path, module, (weight.shape[1], weight.shape[0])
+                    yield joined(path, name), path, module, (weight.shape[1], weight.shape[0])
         elif isinstance(module, nn.Linear) and module not in attention:
             yield path or "the model", path, module, (module.in_features, module.out_features)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mezzo.core.loss_scale import LossScale
 from mezzo.core.overflow import OUTSIDE, SUM, OverflowReport
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.remedies import MODULES, POLICY, added, remedies, training_code, with_fix
@@ -27,6 +28,9 @@ from mezzo.pytorch.nested import tensors
 _PASSED = 8  # propagators that are reported
 _CHAIN = 3  # remedies that are combined at most, where each alone only moves the overflow
 _TRIALS = 6  # combinations of each length that are tried
+_ABSORBED = "; {} still overflows and a later operation absorbs it: try mezzo calibrate next"
+# What is not finite under another policy, None if all is; and what still overflows, and is absorbed.
+_Left = tuple[OverflowReport | None, Operation | None]
 _Pairs = Sequence[tuple[Tensor, Tensor]]  # outputs on the graph, each with its gradient
 
 
@@ -59,10 +63,12 @@ def investigate(
             backwards.append((found, call))
     if in_loss is not None and missed and in_loss.cause == "loss":
         return OverflowReport("unknown", note="; ".join(notes)), None
+    live = [replace(one.found, how="live") for one in outside.values() if one.found is not None]
     if in_loss is not None:
+        if in_loss.cause == "loss" and (slope := next((one for one in live if one.alarms), None)):
+            notes.append(f"in backward, {slope.op} is the first operation whose gradient is not finite")
         return _noted(replace(in_loss, how="live"), notes), None
     # Alarms come first: a loss scale that is too large does not explain them.
-    live = [replace(one.found, how="live") for one in outside.values() if one.found is not None]
     candidates = [*((one, None) for one in live), *backwards[::-1]]
     if candidates:
         found, place = next((pair for pair in candidates if pair[0].alarms), candidates[0])
@@ -152,6 +158,7 @@ def remedies_for(
     written: Callable[[str], str] = training_code,
     *,
     combines: bool = True,
+    scaling: LossScale | None = None,
 ) -> list[str]:
     """What to try, each policy `written` as a command or as code, if it helps on the call and none that helps asks for
     less; up to three are combined if it `combines`. A policy for another model than `model` says so.
@@ -167,7 +174,7 @@ def remedies_for(
     kept: list[str] = []
     moving: dict[str, OverflowReport] = {}  # policies that help at most in part -> what they leave
     enough = False  # modules in FP32
-    for sentence in remedies(report, used, has_bf16=has_bf16):
+    for sentence in remedies(report, used, has_bf16=has_bf16, scaling=scaling):
         found = None if report.cause == "loss scale" else POLICY.search(sentence)
         if found is not None:
             modules, whole = sentence.startswith(MODULES), found[1] in ("bf16", "fp32")
@@ -176,11 +183,12 @@ def remedies_for(
                 kept += [f"{added(combined, used)}: `{combined}`{owner}"] if combined is not None else []
             if call is None or (modules and enough):
                 continue
-            left = _left_under(found[1], call, scales)
+            left, absorbed = _left_under(found[1], call, scales)
             if left is not None:
                 moving[found[1]] = left
                 continue
             enough |= not whole
+            sentence += _ABSORBED.format(absorbed) if absorbed else ""
         kept.append(f"{sentence}{owner}" if found is not None and "module." in found[1] else sentence)
     return [with_fix(sentence, written) for sentence in kept]
 
@@ -197,15 +205,15 @@ def _combined(
             longer |= dict.fromkeys(one for one in quoted if one not in ("bf16", "fp32", *moving))
         tried.clear()
         for text in list(longer)[:_TRIALS]:
-            following = _left_under(text, call, scales)
+            following, _ = _left_under(text, call, scales)
             if following is None:
                 return text
             tried[text] = following
     return None
 
 
-def _left_under(text: str, call: SavedCall, scales: Mapping[int, float]) -> OverflowReport | None:
-    """What is not finite in a call and its backward without the loss scale, under another policy; None if all is."""
+def _left_under(text: str, call: SavedCall, scales: Mapping[int, float]) -> _Left:
+    """What is not finite in a call and its backward without the loss scale, under another policy."""
     try:
         with call.again() as given, _changed(text, call) as enter:
             trace, outputs, found = _traced(call, given, enter)
@@ -214,9 +222,10 @@ def _left_under(text: str, call: SavedCall, scales: Mapping[int, float]) -> Over
                 if found is None:
                     came, scale = call.gradients(number, outputs), scales.get(number, 1.0)
                     found = replay_backward(trace, [(out, _unscaled(grad, out, scale)) for out, grad in came])
-            return found
+            over = (one for one in trace.operations.values() if one.kind == "overflow")
+            return found, next((one for one in over if one.outputs[0].format != "fp32"), None)
     except Exception:  # of the user's code, or of a policy that this model can't have
-        return OverflowReport("unknown")
+        return OverflowReport("unknown"), None
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mezzo.core.loss_scale import LossScale
 from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.core.records import OverflowRecord
 from mezzo.core.remedies import training_code
@@ -70,7 +71,7 @@ class OverflowTracer(StepObserver):
     There are at most `ALARMS`; remedies have policies as `written`: as code, or as a command. `group_of` gives
     the process group of an optimizer whose gradients are averaged (by default that of the last model called): its ranks
     tell each other what they found. A sharded model is not traced. `alone` says that there is no other optimizer.
-    `inside`: where in the user's loop `live` is entered, if not around all of a step.
+    `inside`: where in the user's loop `live` is entered, if not around all of a step. `scaling`: the loss scale's kind.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class OverflowTracer(StepObserver):
         group_of: Callable[[Optimizer], Any] | None = None,
         alone: Callable[[], bool] = bool,
         inside: str = "",
+        scaling: Callable[[], LossScale | None] = lambda: None,
     ) -> None:
         super().__init__()
         self._enter, self._model, self._written = enter, model, written
@@ -102,7 +104,7 @@ class OverflowTracer(StepObserver):
         self._watching = False
         self._to_watch = 0
         self._trouble: dict[str, None] = {}
-        self._group_of, self._alone, self._inside = group_of, alone, inside
+        self._group_of, self._alone, self._inside, self._scaling = group_of, alone, inside, scaling
         parallel = isinstance(model, nn.parallel.DistributedDataParallel)
         # Weak: a group that outlives its end keeps gloo's threads into the end of Python, which they abort at times.
         self._group = _weak(model.process_group if parallel else None)  # type: ignore[union-attr]
@@ -294,7 +296,8 @@ class OverflowTracer(StepObserver):
             # enough for it.
             begun = {number for tracer in _ALL for number in tracer._scales}
             combines = all(call.grads.keys() <= begun for call in every)
-            offered = remedies_for(finding, place, scales, self._model, self._written, combines=combines)
+            how: Any = {"combines": combines, "scaling": self._scaling()}
+            offered = remedies_for(finding, place, scales, self._model, self._written, **how)
             finding = replace(finding, remedies=offered)
         except Exception as error:
             finding = OverflowReport("unknown", note=f"the search for the cause failed: {in_one_line(error)}")

@@ -61,6 +61,7 @@ def tracer_for(session: Session) -> OverflowTracer:
         written=session.command,
         group_of=lambda optimizer: session.ranks.group(parameters(optimizer)),
         alone=lambda: len(session.optimizers) == 1,
+        scaling=lambda: session.scale,
     )
 
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from mezzo.core.calibration import conclusions
 from mezzo.core.commands import compare_command
 from mezzo.core.loss_scale import NoLossScale, StaticLossScale, power_text
 from mezzo.core.records import LEFT_ALONE
-from mezzo.core.remedies import of_constant_scale, training_code, with_fix
 
 if TYPE_CHECKING:
     from mezzo.core.records import OverflowRecord
@@ -75,7 +74,6 @@ def summary(session: Session, failed: bool) -> str:
             journal.findings,
             skipped=journal.skipped if session.request.trace and session.scaling else 0,
             constant=scale.scale if isinstance(scale, StaticLossScale) else None,
-            written=session.command,
             ranks=session.world_size,
             told=not journal.tells,
         )
@@ -215,7 +213,6 @@ def findings(
     *,
     skipped: int = 0,
     constant: float | None = None,
-    written: Callable[[str], str] = training_code,
     ranks: int = 1,
     rank: int = 0,
     told: bool = False,
@@ -233,7 +230,7 @@ def findings(
         else:
             scale = f"the constant loss scale {power_text(constant)}"
             lines = [f"{were} because {scale} is too large for the gradients"]
-            lines += _tries([with_fix(one, written) for one in of_constant_scale(constant)])
+            lines += _tries(next(record.finding.remedies for record in records if not record.finding.alarms))
     places = _by_place(alarms)
     for first, *later in places[:_PLACES]:
         times = f", and {_count(len(later), 'later one')}" if later else ""

@@ -15,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from mezzo.core.compute import activations_of
 from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.core.policy import Policy
 from mezzo.pytorch.distributed import joins, shards, wrappers
@@ -139,16 +140,21 @@ def _is_object_with(value: Any, method: str) -> bool:
     return callable(getattr(value, method, None)) and not isinstance(value, type)
 
 
-def outside_autocast(loss: Tensor, policy: Policy) -> None:
-    """Warn of a loss that the policy had no part in; not where a compiled or custom function may hide it."""
-    if policy.activations != "fp32" and not any(
-        "ToCopy" in node.name() or isinstance(node, BackwardCFunction) for node in nodes_of([loss])
-    ):
-        warnings.warn(
-            f"MixedPrecision: the loss was computed outside mp.autocast(), so nothing ran in {policy.compute}. "
-            "Compute it inside: with mp.autocast(): loss = loss_fn(model(x), y).",
-            stacklevel=3,
-        )
+def outside_autocast(loss: Tensor, policy: Policy, model: nn.Module, stored: str) -> None:
+    """Warn of a loss that the policy, or a pattern, had no part in; weights `stored` in 16 bits may hide it."""
+    low = [form for form in sorted(policy.computed) if activations_of(form) != "fp32"]
+    ignored = [
+        path or "the model" for path, inner in model.named_modules() if getattr(inner.forward, "ignored", 0)
+    ]
+    casts = ("ToCopy" in node.name() or isinstance(node, BackwardCFunction) for node in nodes_of([loss]))
+    if ignored:
+        what = f"the policy's format of {', '.join(ignored[:3])} had no effect. Replace torch.autocast by mp.autocast"
+    elif low and stored == "fp32" and not any(casts):
+        what = f"nothing ran in {' or '.join(low)}. Compute it inside"
+    else:
+        return
+    told = f"MixedPrecision: the loss was computed outside mp.autocast(), so {what}"
+    warnings.warn(f"{told}: with mp.autocast(): loss = loss_fn(model(x), y).", stacklevel=3)
 
 
 def first_loss(loss: Tensor, accumulate: int, optimizer: Optimizer) -> None:
@@ -168,17 +174,15 @@ def first_loss(loss: Tensor, accumulate: int, optimizer: Optimizer) -> None:
         return
     factor = float(slope) if slope is not None and other is None else 1.0
     if accumulate > 1 and "Div" in node.name() and math.isclose(factor * accumulate, 1.0, rel_tol=1e-6):
-        done, twice = f"divided by {accumulate}", f"step(loss) divides by accumulate={accumulate} again"
+        done, by, twice = "divided", str(accumulate), f"step(loss) divides by accumulate={accumulate} again"
     elif factor >= 1024 and math.frexp(factor)[0] == 0.5:  # a power of two, as GradScaler's are
-        done, twice = (
-            f"multiplied by {factor:g}",
-            "step(loss) applies a loss scale itself, where one is needed",
-        )
+        done, by = "multiplied", f"{factor:g}"
+        twice = "step(loss) applies a loss scale itself, where one is needed"
     else:
         return
     warnings.warn(
-        f"MixedPrecision: the loss was {done}, and {twice}. If it was done for that, remove it. If it has another "
-        "reason, ignore this warning.",
+        f"MixedPrecision: the loss was {done} by {by}, and {twice}. If it was done for that, remove it. If it has "
+        f"another reason: warnings.filterwarnings('ignore', 'MixedPrecision: the loss was {done}').",
         stacklevel=3,
     )
 

@@ -32,6 +32,7 @@ from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
 from mezzo.pytorch.kernels.not_traced import breaks_graph
+from mezzo.pytorch.monitor.operations import users_line
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import FirstStates
 from mezzo.pytorch.optim.with_masters import WithMasters
@@ -225,7 +226,7 @@ class MixedPrecision:
         self.optimizer = optimizer
         self._fused = stepping if isinstance(stepping, FusedOptimizer) else None
         self._stored_as = cast_parameters.stored_as(stepping)
-        self._looks = self._stored_as[0] == "fp32"  # at the first loss, unless `autocast` is called before
+        self._looks = True  # at the first loss, unless `autocast` is called before
         self._release: GradientRelease | None = None
         self._optimizer_step: Callable[..., StepOutcome]
         if self._fused is None or self.clip_value is not None:
@@ -395,7 +396,7 @@ class MixedPrecision:
             checks.not_joined(self.model, setting)
         if self._looks:
             self._looks = False
-            checks.outside_autocast(loss, self.policy)
+            checks.outside_autocast(loss, self.policy, self.model, self._stored_as[0])
         scaler = self._resolved.active_scaler
         if window.seen == 0:
             self._losses.clear()
@@ -412,7 +413,7 @@ class MixedPrecision:
             self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
         try:
             if window.check(self.optimizer) and not self._backward.wrappers:  # DDP may write its buckets
-                self._warn_once(_CHANGED, stacklevel=3)
+                self._warn_once(_CHANGED)
             if self._release is not None:
                 if retain_graph:
                     raise UsageError(
@@ -536,7 +537,7 @@ class MixedPrecision:
                     self._average(self.model)
             if self.scheduler is not None:
                 if getattr(self.scheduler, "last_epoch", None) in self._doubled:
-                    self._warn_once(_SCHEDULED, stacklevel=4)
+                    self._warn_once(_SCHEDULED)
                 self.scheduler.step()
                 last = getattr(self.scheduler, "last_epoch", None)
                 self._doubled = (last + 1, last + self.accumulate) if isinstance(last, int) else ()
@@ -580,10 +581,10 @@ class MixedPrecision:
                 )
         return result
 
-    def _warn_once(self, message: str, stacklevel: int) -> None:
+    def _warn_once(self, message: str) -> None:
         if message not in self._told:
             self._told.add(message)
-            warnings.warn(message, stacklevel=stacklevel)
+            warnings.warn_explicit(message, UserWarning, *(users_line() or ("<stdin>", 1)))
 
     def _reached(self, loss: Tensor) -> frozenset[int]:
         """The leaves that a loss's backward reaches, with shards for gathered parameters."""
@@ -684,10 +685,11 @@ def _step_begins(owner: ref[MixedPrecision], optimizer: Any, args: Any, kwargs: 
     mp = owner()
     if mp is None or mp._steps:
         return
+    begun = not mp._looks or mp._stored_as[0] != "fp32"  # else the step may be one before this training
     if mp._window.seen:
         mp._window.refuse_step(optimizer)
-    elif mp._does_more and not mp._looks and _OWN_STEP not in mp._told and backward.has_gradient(optimizer):
-        mp._warn_once(_OWN_STEP, stacklevel=4)
+    elif begun and mp._does_more and _OWN_STEP not in mp._told and backward.has_gradient(optimizer):
+        mp._warn_once(_OWN_STEP)
 
 
 def drop_windows(models: Collection[nn.Module]) -> None:

@@ -41,7 +41,8 @@ def observers_for(
     if trace or (trace is None and free):
         if trace and is_sharded(model):
             warnings.warn(f"trace=True: {NOT_TRACED}.", stacklevel=4)
-        observers.append(OverflowTracer(enter=resolved.context, clock=clock, waits=bool(trace), model=model))
+        how: Any = {"waits": bool(trace), "scaling": lambda: resolved.scaler and resolved.scaler.pure}
+        observers.append(OverflowTracer(enter=resolved.context, clock=clock, model=model, **how))
     return observers
 
 
