@@ -12,6 +12,7 @@ import torch
 
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.records import read
+from mezzo.pytorch.hardware import ASSUME_NATIVE
 
 SCRIPT = """
 import sys
@@ -183,6 +184,13 @@ def test_tf32_that_a_script_switches_on_is_switched_off_and_noted(switch: str, l
     assert (ran.status, ran.lines) == (0, ["ieee ieee ieee ieee"])
     assert ["TF32" in one.notes for one in (ran, tf32)] == [bool(switch)] * 2
     assert ["emulated" in one.notes for one in (ran, tf32)] == [False, bool(switch)]
+
+
+def test_pytorchs_own_tf32_setting_is_not_the_scripts(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ASSUME_NATIVE, "")
+    ran = launch(TF32.format("B.cudnn.allow_tf32 = True  # as it is in a new process"), policy="auto")
+    assert "auto chose FP32" in ran.err
+    assert (ran.lines, "TF32" in ran.notes) == (["ieee ieee ieee ieee"], False)
 
 
 # Calls without a 16-bit kernel run in FP32, and the summary lists them. Each row is the body of a model's `forward`, in

@@ -116,7 +116,7 @@ class Preparation:
             fix = "to use Mezzo instead, leave out mp_policy="
             session.stand_back(f"{name} has {given}: the script chooses its formats itself", fix)
             return False
-        first = not session.device_type
+        first, undecided = not session.device_type, session.policy.compute == "auto"
         session.resolve(params[0].device.type)
         session.ranks.register(module)
         try:
@@ -129,7 +129,8 @@ class Preparation:
             raise
         emulated = not leaves_autocast_off(session.policy, session.device_type)
         exact = session.policy.compute == "fp32" or (session.policy.compute == "tf32" and emulated)
-        if first and exact and switch_off_tf32():
+        # Where `auto` chose FP32, the switch had PyTorch's own setting until now.
+        if first and exact and switch_off_tf32() and not undecided:
             how = f"emulated on this {session.device_type}" if emulated else "switched off by Mezzo"
             session.journal.note(f"{HAD_TF32}; under the policy {session.policy.compute} it is {how}")
         if session.lowers or not session.compiled:  # a compiled step in FP32 shows inner modules, too
