@@ -234,6 +234,8 @@ class Context:
             genuine = torch.autocast(self.device_type, resolved.dtype)  # makes PyTorch's checks, and warns
             self.is_as_asked = genuine._enabled
         self.policy, self._enabled, self._dtype = resolved if self.is_as_asked else _OFF
+        # A disabled one, which must leave the device's switch alone: it may be a digit of the label.
+        self._is_absent = self.device_type in active_policy.label_devices()
         self._cache_enabled = cache_enabled
         self._transitions: dict[int, active_policy.Transition] = {}  # by the label outside
         self._entered: dict[int, list[_Outside]] = {}  # by thread: the state outside, once per entry
@@ -253,7 +255,7 @@ class Context:
                 raise
             self._transitions[before] = transition
         enabled, dtype = _is_enabled(device), _get_dtype(device)
-        if enabled is not self._enabled:
+        if enabled is not self._enabled and not self._is_absent:
             _set_enabled(device, self._enabled)
         if self._dtype is not None and self._dtype is not dtype:
             _set_dtype(device, self._dtype)
@@ -357,7 +359,7 @@ def default_device_type() -> str:
 def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
     if device_type not in AUTOCAST_KEYS:
         raise _unknown_device(device_type)
-    if device_type in active_policy.label_devices():
+    if enabled and device_type in active_policy.label_devices():
         here = default_device_type()
         raise UsageError(f"mezzo.autocast: this computer has no {device_type!r} device. Use {here!r}.")
     if isinstance(policy, str) and policy.partition(":")[0] in _DEVICES:  # cuda:0, gpu
@@ -466,7 +468,8 @@ def _settings(
         (device, digit or torch.bfloat16, digit is not None, cache_enabled)
         for device, digit in active_policy.label_state(code)
     )
-    return (*label, (context.device_type, dtype, context._enabled, cache_enabled))
+    own = () if context._is_absent else ((context.device_type, dtype, context._enabled, cache_enabled),)
+    return (*label, *own)
 
 
 # Constants while tracing, as by `torch.compiler.assume_constant_result`, without importing the compiler. Dynamo guards
