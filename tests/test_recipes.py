@@ -233,10 +233,7 @@ model(torch.ones(2, 128)).sum().backward()
 @pytest.mark.parametrize("name", BLOCKS)
 def test_layers_compute_in_bf16_where_sizes_do_not_fit_and_say_so(name: str, launch: Any) -> None:
     """In `explain`, which knows the sizes of lazy layers, and in the summary of a run."""
-    first, second = nn.Linear(128, 128), nn.Linear(128, 60)
-    if name == "mxfp8":  # NVFP4 takes two lazy layers for equal blocks
-        first, second = nn.LazyLinear(128), nn.LazyLinear(60)
-    model = nn.Sequential(first, second, nn.Linear(60, 4))
+    model = nn.Sequential(nn.LazyLinear(128), nn.LazyLinear(60), nn.Linear(60, 4))
     explained = str(mezzo.explain(model, torch.ones(2, 128), precision=name))
     for text in (explained, launch(SCRIPT, policy=name).err):
         for part in (

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -178,16 +179,22 @@ def with_heads(policy: Policy, model: nn.Module, *, allow_experts: bool = False)
 
 def last_blocks_of(model: nn.Module, share: float) -> list[str]:
     """The paths of the last blocks of a model, at least one: `share` of the longest run of modules of one class in a
-    list, of equally long runs the last. A module that is there several times is one.
+    list, of equally long runs the last. A module that is there several times is one. A lazy module has the class that
+    it becomes, so that its first call changes nothing.
     """
     found: list[str] = []
     for path, module in model.named_modules() if share else ():
         children = module.named_children() if isinstance(module, (nn.ModuleList, nn.Sequential)) else ()
-        for _, run in itertools.groupby(children, lambda child: type(child[1])):
+        for _, run in itertools.groupby(children, lambda child: _class_of(child[1])):
             blocks = list(run)
             if len(blocks) > 1 and len(blocks) >= len(found) and next(_linear_layers(blocks[0][1]), None):
                 found = [_joined(path, name) for name, _ in blocks]
     return found[-math.ceil(share * len(found)) :]
+
+
+def _class_of(module: nn.Module) -> type | None:
+    becomes = module.cls_to_become if isinstance(module, LazyModuleMixin) else None
+    return becomes or type(module)
 
 
 def described(policy: Policy, model: nn.Module) -> list[str]:
