@@ -339,6 +339,22 @@ def test_batched_weights_of_experts_need_a_line_of_the_policy(precision: str) ->
     assert trained(precision, mixture()) is not None
 
 
+def test_a_tied_head_that_a_policy_names_is_refused_with_the_reason() -> None:
+    """The weight of an embedding is not quantized. `explain` lists such a head; a wider pattern may match it."""
+    model = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 64), nn.Linear(64, 32))
+    model[2].weight = model[0].weight
+
+    def made(text: str) -> mezzo.MixedPrecision:
+        return mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
+
+    for text in ("nvfp4,module.2=nvfp4", "mxfp8,module.*=bf16,module.2=mxfp8"):
+        with refused(UsageError, text.rpartition(",")[2], "2 has the weight of the embedding 0", "module.2=bf16"):
+            made(text)
+        assert "also in linear products" in str(mezzo.explain(model, torch.ones(2, 2).int(), precision=text))
+    for text in ("nvfp4", "fp8,module.*=fp8", "mxfp8,module.2=bf16", "bf16,module.2=mxfp8"):
+        made(text)
+
+
 def test_which_blocks_are_the_last() -> None:
     many = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(14)])
     model = nn.ModuleDict({"embed": nn.Embedding(8, 32), "blocks": many, "head": nn.Linear(32, 8)})
