@@ -32,6 +32,7 @@ from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
 from mezzo.pytorch.kernels.not_traced import breaks_graph
+from mezzo.pytorch.monitor.overflow_tracer import ALARMS
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.state_dicts import FirstStates
 from mezzo.pytorch.optim.with_masters import WithMasters
@@ -578,7 +579,7 @@ class MixedPrecision:
                 warnings.warn(
                     f"MixedPrecision: update {self._journal.updates - 1} "
                     f"{'was skipped' if skipped is True else 'stepped from a loss that is NaN or infinite'}: "
-                    f"{finding.sentence}.{finding.advice} {more} are only in mp.findings.",
+                    f"{finding.sentence}.{finding.advice} {more} are only in mp.findings, {ALARMS} in all.",
                     stacklevel=3,
                 )
         return result
