@@ -101,7 +101,7 @@ def test_a_disabled_context_of_an_absent_device_changes_nothing(device):
             before = active_policy.label()
             with mezzo.autocast("auto", device, enabled=False), mezzo.autocast(device, enabled=False):
                 assert (active_policy.label(), probe()) == (before, IN_LOW)
-    assert BF16 in dict(active_policy.label_state(before)[2:]).values()
+    assert any(dtype is not None for _, dtype in active_policy.label_state(before)[2:])
 
 
 def test_torch_contexts_inside_and_around():

@@ -10,10 +10,11 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -44,7 +45,8 @@ _STORAGE = ("params=", "masters=", "state=", "loss_scale=", "reduce=")  # settin
 _DEVICES = {name: name for name in AUTOCAST_KEYS} | {"gpu": "cuda"}
 _Outside = tuple[active_policy.Transition, bool, torch.dtype, bool | None]
 
-applied: set[tuple[str, str]] = set()  # the module patterns that `apply_module_overrides` has applied
+# The override of a module, as `apply_module_overrides` has set it -> its policy's module patterns.
+applied: WeakKeyDictionary[Any, tuple[tuple[str, str], ...]] = WeakKeyDictionary()
 _contexts: dict[tuple[Any, ...], Context] = {}  # one object for all calls with the same arguments
 
 _get_ident = threading.get_ident
@@ -111,8 +113,8 @@ def autocast(
         policy, device_type = _as_in_torch(policy, device_type, dtype)
     if type(policy) is Policy or type(device_type) is Policy:
         given = policy if type(policy) is Policy else cast("Policy", device_type)
-        if not _is_dynamo_compiling() and not applied.issuperset(given.modules):
-            raise _without_model(given)
+        if given.modules and not _is_dynamo_compiling() and (missing := _not_applied(given)):
+            raise _without_model(given, missing)
     elif not _is_dynamo_compiling():  # the usual call, without a call of `context_of`
         known = _contexts.get((policy, device_type, enabled, cache_enabled, _native_key()))
         if known is not None:
@@ -378,7 +380,7 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
             f"bf16_from={resolved.bf16_from}. Use mezzo.MixedPrecision or mezzo run, or remove bf16_from."
         )
     if resolved.modules and not isinstance(policy, Policy):
-        raise _without_model(resolved)
+        raise _without_model(resolved, resolved.modules)
     if resolved.compute == "auto":
         from mezzo.pytorch.auto import resolve
 
@@ -399,8 +401,17 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
     return _Resolved(resolved, True, dtype_of(resolved.activations))
 
 
-def _without_model(policy: Policy) -> UsageError:
-    pattern, fmt = next((pair for pair in policy.modules if pair not in applied), policy.modules[0])
+def _not_applied(policy: Policy) -> list[tuple[str, str]]:
+    """The module patterns that no override of a module has."""
+    missing = list(policy.modules)
+    for patterns in list(applied.values()):
+        if not (missing := [pair for pair in missing if pair not in patterns]):
+            break
+    return missing
+
+
+def _without_model(policy: Policy, missing: Sequence[tuple[str, str]]) -> UsageError:
+    pattern, fmt = missing[0]
     return UsageError(
         f"mezzo.autocast('{policy}'): module.{pattern}={fmt} needs the model, which mezzo.autocast does not know. Use "
         f"mezzo.MixedPrecision(model, optimizer, '{policy}').autocast(), or call that module inside "

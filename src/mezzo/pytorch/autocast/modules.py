@@ -59,7 +59,6 @@ def apply_module_overrides(
     for pattern, _ in policy.modules:
         if not any(matches(pattern, path) for path in paths):
             raise no_such_module(pattern, paths)
-    applied.update(policy.modules)
     formats = {path: found for path in paths if (found := policy.format_for_module(path)) is not None}
     device = default_device_type() if device_type is None else device_type
     for path, fmt in formats.items():
@@ -78,6 +77,7 @@ class _Override:
         self._policy = policy
         self._device_type = device_type
         self.before = module.__dict__.get("forward")
+        applied[self] = policy.modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.before
