@@ -39,7 +39,7 @@ EVERYWHERE = {  # optimizers that both ranks have, in the order of their first s
     "slow": 2,
     "only_here": None,
 }
-CASES = [*(case for case in EVERYWHERE if "," not in case), "ddp_joined", "ddp_joined_closure"]
+CASES = [*(case for case in EVERYWHERE if "," not in case), "ddp_joined", "ddp_joined_closure", "hand_local"]
 
 
 @pytest.fixture(scope="module")

@@ -194,6 +194,23 @@ def hand_twice() -> Any:
     return weights(net.parameters())
 
 
+def hand_local() -> Any:
+    """Gradients are reduced in the first step only, in tensors that stay, and the weights at the end."""
+    net = network()
+    optimizer = sgd(net.parameters())
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        next(iter(squared(net)(step))).backward()
+        if step == 0:
+            reduce_each(net)
+        before = weights(net.parameters())
+        optimizer.step()
+        assert (weights(net.parameters()) == before) == ((step, RANK) == (2, 1))
+    for p in net.parameters():
+        dist.all_reduce(p.data)
+    return weights(net.parameters())
+
+
 class TwoOutputs(nn.Module):
     """A loss, an output that the loss does not use, and a parameter without a gradient."""
 

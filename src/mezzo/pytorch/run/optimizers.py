@@ -67,6 +67,7 @@ class Overflows:
         if torch._C._current_graph_task_id() == -1:
             self.latest = found.spent
         found.spent = self.latest
+        self._session.ranks.backward_begins(leaves)
         for index, (leaf, owner) in enumerate(zip(leaves, self._session.ranks.owners(leaves))):
             key = id(owner)
             # A gathered parameter's gradients may be kept unsharded, where only `fully_shard` sees them.

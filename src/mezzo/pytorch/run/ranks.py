@@ -77,6 +77,12 @@ class RunRanks:
         self.any |= bool(ranks)
         return ranks
 
+    def backward_begins(self, leaves: Iterable[Tensor]) -> None:
+        """These leaves are about to receive gradients of this rank: sums with reduced ones are not reduced."""
+        for leaf in leaves if self._reduced else ():
+            if leaf.grad is not None and _has_storage(leaf.grad):
+                self._reduced.pop(StorageWeakRef(leaf.grad.untyped_storage()), None)
+
     def of_graph(self, leaves_of: Callable[[Any], list[Tensor]], roots: Any) -> Ranks:
         """The ranks that run a backward pass through this graph together, because it gathers parameters."""
         return distributed.ranks_of(self.owners(leaves_of(roots))) if self._sharded else distributed.ALONE
@@ -98,7 +104,7 @@ class RunRanks:
         """A step of these parameters is over."""
         if skipped:
             distributed.forget_errors(distributed.hook_memories(self._wrapped(params)))
-        # A gradient that lives on stays reduced: another optimizer may step by it, too.
+        # A gradient that lives on stays reduced until the next backward: another optimizer may step by it, too.
         self._reduced = {one: group for one, group in self._reduced.items() if not one.expired()}
 
     def patch(self, session: Session, patches: Patches, *, scales: bool) -> None:
