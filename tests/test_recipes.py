@@ -348,7 +348,9 @@ def test_a_tied_head_that_a_policy_names_is_refused_with_the_reason() -> None:
         return mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
 
     for text in ("nvfp4,module.2=nvfp4", "mxfp8,module.*=bf16,module.2=mxfp8"):
-        with refused(UsageError, text.rpartition(",")[2], "2 has the weight of the embedding 0", "module.2=bf16"):
+        with refused(
+            UsageError, text.rpartition(",")[2], "2 has the weight of the embedding 0", "module.2=bf16"
+        ):
             made(text)
         assert "also in linear products" in str(mezzo.explain(model, torch.ones(2, 2).int(), precision=text))
     for text in ("nvfp4", "fp8,module.*=fp8", "mxfp8,module.2=bf16", "bf16,module.2=mxfp8"):

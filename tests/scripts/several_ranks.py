@@ -1,6 +1,7 @@
 """A training script on gloo ranks: each case trains a model, plants an overflow, and prints what its weights became.
 
-Arguments: a file for the ranks to meet at, and the cases. The environment has RANK. Run it under ``mezzo run``.
+Arguments: a file for the ranks to meet at, their number, and the cases. The environment has RANK. Run it under
+``mezzo run``.
 """
 
 from __future__ import annotations
@@ -358,8 +359,10 @@ def only_here() -> Any:
 
 
 def main() -> None:
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=RANK, world_size=2)
-    print(json.dumps({name: globals()[name]() for name in sys.argv[2:]}))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{sys.argv[1]}", rank=RANK, world_size=int(sys.argv[2])
+    )
+    print(json.dumps({name: globals()[name]() for name in sys.argv[3:]}))
     sys.stdout.flush()
     dist.barrier()
     gc.collect()  # see ../children/leaving.py

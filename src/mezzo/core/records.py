@@ -242,20 +242,12 @@ def strict(value: Any) -> Any:
 
 
 class RecordWriter:
-    """Appends records to a new file, flushing each line. A forked child (a DataLoader worker) writes nothing.
+    """Appends records to a file, flushing each line. A forked child (a DataLoader worker) writes nothing."""
 
-    With `keep` the file is left as it is until `begin`.
-    """
-
-    def __init__(self, path: Path, *, keep: bool = False) -> None:
-        self._path = path
-        self._file: IO[str] = path.open("a" if keep else "w", encoding="utf-8", buffering=1)
+    def __init__(self, path: Path, mode: str = "w") -> None:
+        self._file: IO[str] = path.open(mode, encoding="utf-8", buffering=1)
         self._pid = os.getpid()
         finalize(self, self._file.close)
-
-    def begin(self) -> None:
-        """Empty the file."""
-        self._path.open("w").close()  # a device or a pipe can't be truncated
 
     def write(self, record: Record) -> None:
         """Append one record."""
@@ -268,16 +260,16 @@ class RecordWriter:
 
 
 def writer_of(
-    given: RecordWriter | str | os.PathLike[str] | None, where: str, *, keep: bool = False
+    given: RecordWriter | str | os.PathLike[str] | None, where: str, mode: str = "w"
 ) -> RecordWriter | None:
-    """The writer for an argument: itself, or one to a new file at a path; UsageError if it is neither."""
+    """The writer for an argument: itself, or one to a file at a path; UsageError if it is neither."""
     if given is None or callable(getattr(given, "write", None)):
         return cast("RecordWriter | None", given)
     fix = "Use a path such as 'run.jsonl', or a mezzo.TensorBoardWriter."
     if not isinstance(given, (str, os.PathLike)):
         raise UsageError(f"{where} is {given!r}. {fix}")
     try:
-        return RecordWriter(Path(given), keep=keep)
+        return RecordWriter(Path(given), mode)
     except OSError as error:
         raise UsageError(f"{where} is {os.fspath(given)!r}: {error.strerror}. {fix}") from error
 

@@ -10,7 +10,7 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
@@ -113,8 +113,8 @@ def autocast(
         policy, device_type = _as_in_torch(policy, device_type, dtype)
     if type(policy) is Policy or type(device_type) is Policy:
         given = policy if type(policy) is Policy else cast("Policy", device_type)
-        if given.modules and not _is_dynamo_compiling() and (missing := _not_applied(given)):
-            raise _without_model(given, missing)
+        if given.modules and not _is_dynamo_compiling() and _not_applied(given):
+            raise _without_model(given)
     elif not _is_dynamo_compiling():  # the usual call, without a call of `context_of`
         known = _contexts.get((policy, device_type, enabled, cache_enabled, _native_key()))
         if known is not None:
@@ -380,7 +380,7 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
             f"bf16_from={resolved.bf16_from}. Use mezzo.MixedPrecision or mezzo run, or remove bf16_from."
         )
     if resolved.modules and not isinstance(policy, Policy):
-        raise _without_model(resolved, resolved.modules)
+        raise _without_model(resolved)
     if resolved.compute == "auto":
         from mezzo.pytorch.auto import resolve
 
@@ -401,17 +401,12 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
     return _Resolved(resolved, True, dtype_of(resolved.activations))
 
 
-def _not_applied(policy: Policy) -> list[tuple[str, str]]:
-    """The module patterns that no override of a module has."""
-    missing = list(policy.modules)
-    for patterns in list(applied.values()):
-        if not (missing := [pair for pair in missing if pair not in patterns]):
-            break
-    return missing
+def _not_applied(policy: Policy) -> set[tuple[str, str]]:
+    return set(policy.modules).difference(*applied.values())
 
 
-def _without_model(policy: Policy, missing: Sequence[tuple[str, str]]) -> UsageError:
-    pattern, fmt = missing[0]
+def _without_model(policy: Policy) -> UsageError:
+    pattern, fmt = min(_not_applied(policy), default=policy.modules[0], key=policy.modules.index)
     return UsageError(
         f"mezzo.autocast('{policy}'): module.{pattern}={fmt} needs the model, which mezzo.autocast does not know. Use "
         f"mezzo.MixedPrecision(model, optimizer, '{policy}').autocast(), or call that module inside "

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -140,9 +139,9 @@ def heads_of(model: nn.Module) -> tuple[str, ...]:
 
 def _tied(model: nn.Module) -> dict[str, str]:
     """The path of each linear layer that has the weight of an embedding, and the embedding's."""
+    layers = {path: id(each.weight) for name, path, each, _ in _linear_layers(model) if path and name == path}
     embedded = _tables(model)
-    layers = [(path, each) for name, path, each, _ in _linear_layers(model) if path and name == path]
-    return {path: embedded[id(layer.weight)] for path, layer in layers if id(layer.weight) in embedded}
+    return {path: embedded[weight] for path, weight in layers.items() if weight in embedded}
 
 
 def _tables(model: nn.Module) -> dict[int, str]:
@@ -199,16 +198,13 @@ def last_blocks_of(model: nn.Module, share: float) -> list[str]:
     found: list[str] = []
     for path, module in model.named_modules() if share else ():
         children = module.named_children() if isinstance(module, (nn.ModuleList, nn.Sequential)) else ()
-        for _, run in itertools.groupby(children, lambda child: _class_of(child[1])):
+        for _, run in itertools.groupby(
+            children, lambda child: getattr(child[1], "cls_to_become", None) or type(child[1])
+        ):
             blocks = list(run)
             if len(blocks) > 1 and len(blocks) >= len(found) and next(_linear_layers(blocks[0][1]), None):
                 found = [_joined(path, name) for name, _ in blocks]
     return found[-math.ceil(share * len(found)) :]
-
-
-def _class_of(module: nn.Module) -> type | None:
-    becomes = module.cls_to_become if isinstance(module, LazyModuleMixin) else None
-    return becomes or type(module)
 
 
 def described(policy: Policy, model: nn.Module) -> list[str]:

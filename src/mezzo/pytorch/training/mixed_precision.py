@@ -194,8 +194,8 @@ class MixedPrecision:
             _ALIVE.difference_update(replaced)
             self._resolved = ResolvedPrecision(model, asked, device_type, scale, why)
             undo.callback(self._resolved.end)
-            writer = writer_of(distributed.own_path(records), "MixedPrecision: records", keep=True)
-            self._journal = Journal(writer)
+            own = distributed.own_path(records)
+            self._journal = Journal(writer_of(own, "MixedPrecision: records", "a"))
             self._findings: deque[OverflowReport] = deque(maxlen=100)
             self._warned: bool | None = None  # whether the last warning named the place
             self._told: set[str] = set()  # warnings that come once
@@ -219,8 +219,10 @@ class MixedPrecision:
         self._journal.also(self._observing.drain)
         self._stop_observing = finalize(self, self._observing.undo)
         self._stop_observing.atexit = False
-        if writer is not None and writer is not records:
-            writer.begin()  # not before: a constructor that fails leaves the records of an earlier run
+        if isinstance(
+            own, (str, os.PathLike)
+        ):  # emptied last: an error above leaves an earlier run's records
+            open(own, "w").close()
         _ALIVE.add(self)
 
     def _train(self, optimizer: Optimizer, policy: Policy, release: bool) -> None:
