@@ -259,9 +259,7 @@ class RecordWriter:
         self._file.close()
 
 
-def writer_of(
-    given: RecordWriter | str | os.PathLike[str] | None, where: str, mode: str = "w"
-) -> RecordWriter | None:
+def writer_of(given: Any, where: str, mode: str = "w") -> RecordWriter | None:
     """The writer for an argument: itself, or one to a file at a path; UsageError if it is neither."""
     if given is None or callable(getattr(given, "write", None)):
         return cast("RecordWriter | None", given)

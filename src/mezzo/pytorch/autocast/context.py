@@ -113,8 +113,8 @@ def autocast(
         policy, device_type = _as_in_torch(policy, device_type, dtype)
     if type(policy) is Policy or type(device_type) is Policy:
         given = policy if type(policy) is Policy else cast("Policy", device_type)
-        if given.modules and not _is_dynamo_compiling() and _not_applied(given):
-            raise _without_model(given)
+        if not _is_dynamo_compiling() and (missing := set(given.modules).difference(*applied.values())):
+            raise _without_model(given, *missing)
     elif not _is_dynamo_compiling():  # the usual call, without a call of `context_of`
         known = _contexts.get((policy, device_type, enabled, cache_enabled, _native_key()))
         if known is not None:
@@ -401,12 +401,8 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
     return _Resolved(resolved, True, dtype_of(resolved.activations))
 
 
-def _not_applied(policy: Policy) -> set[tuple[str, str]]:
-    return set(policy.modules).difference(*applied.values())
-
-
-def _without_model(policy: Policy) -> UsageError:
-    pattern, fmt = min(_not_applied(policy), default=policy.modules[0], key=policy.modules.index)
+def _without_model(policy: Policy, *missing: tuple[str, str]) -> UsageError:
+    pattern, fmt = min(missing or policy.modules)
     return UsageError(
         f"mezzo.autocast('{policy}'): module.{pattern}={fmt} needs the model, which mezzo.autocast does not know. Use "
         f"mezzo.MixedPrecision(model, optimizer, '{policy}').autocast(), or call that module inside "
@@ -423,8 +419,8 @@ def _traced(
 ) -> Iterator[None]:
     """The context as Dynamo traces it: nested `torch.autocast` objects."""
     mha = torch.backends.mha
-    with _nested(_settings(policy, device_type, enabled, cache_enabled, _label_now())):
-        by_parts = mha._is_fastpath_enabled and _label_by_parts()
+    with _nested(_settings(policy, device_type, enabled, cache_enabled, _label())):
+        by_parts = mha._is_fastpath_enabled and active_policy.is_by_parts(_label())
         if by_parts:
             mha._is_fastpath_enabled = False
         try:
@@ -442,14 +438,6 @@ def _nested(settings: tuple[tuple[str, torch.dtype, bool, bool | None], ...]) ->
             yield
     else:
         yield
-
-
-def _label_now() -> int:
-    return active_policy.label()
-
-
-def _label_by_parts() -> bool:
-    return active_policy.is_by_parts(active_policy.label())
 
 
 def _is_eager_only(policy: Any, device_type: str | None, enabled: bool) -> bool:
@@ -474,12 +462,12 @@ def _settings(
         (device, digit or torch.bfloat16, digit is not None, cache_enabled)
         for device, digit in active_policy.label_state(code)
     )
-    own = () if context._is_absent else ((context.device_type, dtype, context._enabled, cache_enabled),)
-    return (*label, *own)
+    own = (context.device_type, dtype, context._enabled, cache_enabled)
+    return (*label,) if context._is_absent else (*label, own)
 
 
 # Constants while tracing, as by `torch.compiler.assume_constant_result`, without importing the compiler. Dynamo guards
 # their arguments, and the autocast state from which the label is read.
-_constants: tuple[Any, ...] = (_label_now, _label_by_parts, _is_eager_only, _settings)
+_constants: tuple[Any, ...] = (_label, active_policy.is_by_parts, _is_eager_only, _settings)
 for _constant in _constants:
     _constant._dynamo_marked_constant = True

@@ -163,16 +163,14 @@ def with_heads(policy: Policy, model: nn.Module, *, strict: bool = True) -> Poli
         paths = [path for path in wide if is_pattern(path) and policy.format_inside(path) is None]
         if paths:
             policy = replace(policy, modules=(*((path, "bf16") for path in paths), *policy.modules))
-    if not strict:
-        return policy
-    for path, table in _tied(model).items() if policy.compute in QUANTIZED else ():
+    for path, table in _tied(model).items() if strict and policy.compute in QUANTIZED else ():
         fmt = policy.format_for_module(path)
         if fmt in QUANTIZED and (path, fmt) in policy.modules:
             raise UsageError(
                 f"policy: module.{path}={fmt}: {path} has the weight of the embedding {table}, which {policy.compute} "
                 f"leaves in bf16. Write module.{path}=bf16, or give {path} a weight of its own."
             )
-    for path, name, shape in _batched(model):
+    for path, name, shape in _batched(model) if strict else ():
         fmt, where = policy.format_inside(path) or policy.compute, f"module.{path}="
         if fmt not in QUANTIZED or policy.format_for_module(path) is not None:
             continue
