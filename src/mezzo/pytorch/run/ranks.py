@@ -220,7 +220,5 @@ def _difference(store: Any, rank: int, ranks: int, mine: str) -> str:
             f"a rank of the process group did not answer in {PATIENCE.seconds} seconds: it runs without Mezzo, or has "
             "ended. Start every rank alike: torchrun --nproc-per-node 2 --no-python mezzo run train.py"
         )
-    return (
-        wrong
-        and f"the ranks run under different policies: {wrong}. Give every rank the same options of mezzo run"
-    )
+    same = "Start every rank with the same options of mezzo run"
+    return wrong and f"the ranks run under different policies: {wrong}. {same}"
