@@ -45,8 +45,7 @@ _STORAGE = ("params=", "masters=", "state=", "loss_scale=", "reduce=")  # settin
 _DEVICES = {name: name for name in AUTOCAST_KEYS} | {"gpu": "cuda"}
 _Outside = tuple[active_policy.Transition, bool, torch.dtype, bool | None]
 
-# The override of a module, as `apply_module_overrides` has set it -> its policy's module patterns.
-applied: WeakKeyDictionary[Any, tuple[tuple[str, str], ...]] = WeakKeyDictionary()
+applied: WeakKeyDictionary[Any, tuple[tuple[str, str], ...]] = WeakKeyDictionary()  # override -> its patterns
 _contexts: dict[tuple[Any, ...], Context] = {}  # one object for all calls with the same arguments
 
 _get_ident = threading.get_ident
@@ -362,8 +361,9 @@ def _resolve(policy: object, device_type: str, enabled: bool) -> _Resolved:
     if device_type not in AUTOCAST_KEYS:
         raise _unknown_device(device_type)
     if enabled and device_type in active_policy.label_devices():
-        here = default_device_type()
-        raise UsageError(f"mezzo.autocast: this computer has no {device_type!r} device. Use {here!r}.")
+        raise UsageError(
+            f"mezzo.autocast: this computer has no {device_type!r}. Use {default_device_type()!r}."
+        )
     if isinstance(policy, str) and policy.partition(":")[0] in _DEVICES:  # cuda:0, gpu
         raise _unknown_device(policy)
     if isinstance(policy, torch.dtype) and not enabled:
